@@ -1,0 +1,94 @@
+# Everything runs in .venv, which the first target that needs it creates. `make help` lists the targets.
+
+PYTHON ?= python3
+# Test processes. Each takes its share of the cores (tests/conftest.py), so more than the cores gains nothing.
+WORKERS ?= 2
+PYTEST_ARGS ?=
+# The CPU build serves the tests. On a machine with a GPU: make ONNXRUNTIME=onnxruntime-gpu test
+ONNXRUNTIME ?= onnxruntime
+
+VENV_PYTHON := .venv/bin/python
+PYTEST := $(VENV_PYTHON) -m pytest $(PYTEST_ARGS)
+
+# Runs under whatever PYTHON is, so it must parse under any Python.
+define CHECK_PYTHON
+import sys
+here, have = sys.executable, "%d.%d" % sys.version_info[:2]
+if not (3, 10) <= sys.version_info[:2] < (3, 15):
+    sys.exit("%s is Python %s, and ampopt needs Python 3.10 to 3.14. Install one of them and name it, with "
+             "no .venv of another version in the way: rm -rf .venv; make PYTHON=python3.12" % (here, have))
+try:
+    import ensurepip, venv
+except ImportError:
+    sys.exit("%s cannot create virtual environments: its venv or ensurepip module is missing. On Debian and "
+             "Ubuntu run: sudo apt install python%s-venv. Or name another Python, 3.10 to 3.14: "
+             "make PYTHON=python3.12" % (here, have))
+endef
+export CHECK_PYTHON
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-fast lint lint-style lint-types lint-layers format wheel check bench-cpu clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+demo: .venv/.stamp ## see ampopt at work on this machine
+	$(VENV_PYTHON) -m benchmarks.demo
+
+test: .venv/.stamp ## all tests; those that depend on the clock run alone, after the others
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not timing"
+	$(PYTEST) -m timing || [ $$? -eq 5 ] # 5: no test is marked so
+
+test-fast: .venv/.stamp ## the tests that neither take long nor depend on the clock
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not timing"
+
+lint: lint-style lint-types lint-layers ## ruff, mypy and the import layers
+
+lint-style: .venv/.stamp
+	$(VENV_PYTHON) -m ruff check .
+	$(VENV_PYTHON) -m ruff format --check .
+
+lint-types: .venv/.stamp
+	$(VENV_PYTHON) -m mypy
+
+lint-layers: .venv/.stamp
+	.venv/bin/lint-imports
+	$(VENV_PYTHON) .ci/layers_check.py
+
+format: .venv/.stamp ## mend what ruff can mend
+	$(VENV_PYTHON) -m ruff check --fix .
+	$(VENV_PYTHON) -m ruff format .
+
+wheel: .venv/.stamp ## build the wheel, install it outside the checkout and use it there
+	$(VENV_PYTHON) .ci/wheel_check.py
+
+check: ## what CI runs: test, lint, wheel
+	.ci/run
+
+bench-cpu: .venv/.stamp ## the benchmarks that make sense without a GPU
+	$(VENV_PYTHON) -m benchmarks.run --device cpu
+
+clean: ## remove caches and build products; .venv stays
+	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .grimp_cache .hypothesis
+	find ampopt passes benchmarks tests .ci -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An existing .venv is completed, not replaced.
+.venv/.stamp: pyproject.toml
+	@command -v $(PYTHON) >/dev/null || [ -x $(VENV_PYTHON) ] || { \
+	    echo "$(PYTHON) is not on the PATH. Install Python 3.10 to 3.14, or name it: make PYTHON=python3.12"; exit 1; }
+	@if [ -e .venv ] && ! $(VENV_PYTHON) -c "" 2>/dev/null; then \
+	    echo ".venv has no Python that runs; it was made by one that is gone, or not made to the end. Run: rm -rf .venv"; exit 1; fi
+	@if [ -e .venv ]; then \
+	    $(VENV_PYTHON) -c "$$CHECK_PYTHON" && \
+	    echo "completing .venv from pyproject.toml"; \
+	else \
+	    $(PYTHON) -c "$$CHECK_PYTHON" && \
+	    echo "creating .venv and installing torch: about 2 minutes and 6 GB the first time" && \
+	    $(PYTHON) -m venv .venv; \
+	fi
+	@$(VENV_PYTHON) -m pip --version >/dev/null 2>&1 || $(VENV_PYTHON) -m ensurepip >/dev/null
+	@# The builds of ONNX Runtime overwrite each other: whichever is there stays.
+	@runtime=$$($(VENV_PYTHON) -c "import onnxruntime" 2>/dev/null || echo $(ONNXRUNTIME)) && \
+	    $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check --no-input \
+	        -e '.[vision,timm,dev,report]' onnx onnxscript $$runtime
+	@touch $@

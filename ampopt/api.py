@@ -1,0 +1,137 @@
+"""`ampopt.optimize`: a model in, a faster verified one out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ampopt.capture import capture, device_of, private_copy
+from ampopt.errors import CaptureError, InputError
+from ampopt.infer import infer_inputs
+from ampopt.optimizer import Optimizer, Options
+from ampopt.pass_manager import Progress
+from ampopt.passes import ENGINES, LAUNCHES, PIPELINE
+from ampopt.progress import progress_line
+from ampopt.regions import optimize_regions
+from ampopt.runtime import OptimizedModule, Outputs
+from ampopt.signature import flatten_call
+from ampopt.verify import Metric
+
+
+def optimize(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    precision: str = "auto",
+    tolerance: float | None = None,
+    metric: Metric | None = None,
+    budget_s: float = 60.0,
+    device: torch.device | str | None = None,
+    outputs: Outputs = "copy",
+    policy: str = "amp",
+    amp_dtype: torch.dtype | None = None,
+    exclude: Sequence[str] = (),
+    progress: bool | None = None,
+) -> nn.Module:
+    """Make a model faster for inference, and prove it.
+
+    Every pass is applied, verified against `model` in float64 and timed before and after, in FP32 and in
+    mixed precision; only what is right and really helps is kept. `model` itself is never changed.
+
+    Args:
+        model: any module; it is optimized as it is in evaluation mode.
+        example_inputs: a tuple of the model's positional arguments, or the only argument (a tensor, a list,
+            a dict). None: inferred from the first layer where that is possible.
+        example_kwargs: the keyword arguments of the example call.
+        precision: "fp32", "amp" (mixed), or "auto": the fastest whose error is within the tolerance.
+        tolerance: largest relative error against float64, ‖y - ref‖ / ‖ref‖, for each output. None: a small
+            multiple of eager's own error in the same precision, and at most 1e-2 for "auto" to choose it.
+            With a tolerance, FP32 may also use TF32 where the error stays within it.
+        metric: your own distance instead, `metric(outputs, original_outputs) -> float`; at most `tolerance`
+            (None: 0) is accepted.
+        budget_s: seconds for everything; what does not fit is reported as not tried.
+        device: optimize a copy on this device; None: where the weights are.
+        outputs: "copy": results are the caller's own; "static": with a CUDA graph, results are buffers that
+            the next call overwrites (no copy).
+        policy: how mixed precision is decided: "amp" (autocast's own lists), "O1", "O2" (as apex), "half".
+        amp_dtype: torch.float16 or torch.bfloat16; None: float16 on CUDA, bfloat16 on a CPU.
+        exclude: names of passes to leave out (`ampopt passes` lists them).
+        progress: show a progress line; None: where the standard error is a terminal.
+
+    Returns:
+        A module with the model's call and result structure; its `report` says what was done and why. Where
+        the model cannot be captured as one graph, its largest capturable submodules are optimized.
+
+    Raises:
+        InputError: the arguments do not fit the model. VerificationError: no verified result was produced.
+    """
+    started = time.perf_counter()
+    known = {step.name for step in (*PIPELINE, *ENGINES, *LAUNCHES)}
+    if unknown := set(exclude) - known:
+        raise InputError(
+            f"there is no pass {', '.join(sorted(unknown))}: choose from {', '.join(sorted(known))}"
+        )
+    if budget_s <= 0:
+        raise InputError(f"budget_s={budget_s}: give a positive number of seconds")
+    options = Options(precision, tolerance, metric, budget_s, outputs, policy, amp_dtype, tuple(exclude))
+    original, args, kwargs, note = _prepare(model, example_inputs, example_kwargs or {}, device)
+    with progress_line(progress, started, budget_s) as tell:
+        result = _optimize(original, args, kwargs, options, started, tell)
+    if note:
+        result.report.notes.insert(0, note)
+    return result
+
+
+def _optimize(
+    original: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    started: float,
+    tell: Progress,
+) -> Any:
+    where = device_of(original, flatten_call(args, kwargs)[0])
+    name = type(original).__name__
+    try:
+        captured = capture(original, args, kwargs, where)
+    except CaptureError as error:
+        return optimize_regions(original, args, kwargs, options, str(error), started=started, progress=tell)
+    return Optimizer(original, captured, options, name=name, started=started, progress=tell).run()
+
+
+def _prepare(
+    model: nn.Module, example_inputs: Any, kwargs: Mapping[str, Any], device: torch.device | str | None
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], str | None]:
+    """A private copy of the model and the example call, both on the device; a note where it was inferred."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"optimize takes a torch.nn.Module, not {type(model).__name__}")
+    args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    if example_inputs is None:
+        args = ()
+    target = torch.device(device) if device is not None else device_of(model, flatten_call(args, kwargs)[0])
+    if target.type == "cuda":
+        if not torch.cuda.is_available():
+            raise InputError("there is no CUDA device on this machine: leave device= out, or use 'cpu'")
+        target = torch.device(
+            "cuda", target.index if target.index is not None else torch.cuda.current_device()
+        )
+    original = private_copy(model, target)
+    note = None
+    if example_inputs is None and not kwargs:
+        args, note = infer_inputs(original, target)
+    args, kwargs = pytree.tree_map(
+        lambda leaf: leaf.detach().to(target).clone() if isinstance(leaf, Tensor) else leaf,
+        (args, dict(kwargs)),
+    )
+    try:
+        with torch.no_grad():
+            original(*args, **kwargs)
+    except Exception as error:
+        raise InputError(f"{type(model).__name__} fails on the example inputs: {error}") from error
+    return original, args, dict(kwargs), note

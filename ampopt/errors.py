@@ -1,0 +1,30 @@
+"""The errors that ampopt raises on purpose; each message says what was wrong, where, and what to do."""
+
+from __future__ import annotations
+
+
+class AmpoptError(Exception):
+    """Base class of every error that ampopt raises on purpose."""
+
+
+class InputError(AmpoptError):
+    """An argument, an example input or a call does not fit the model."""
+
+
+class CaptureError(AmpoptError):
+    """The model, or one submodule of it, cannot be turned into one graph."""
+
+
+class PassError(AmpoptError):
+    """A pass cannot do what was asked of it on this program or on this machine."""
+
+
+class VerificationError(AmpoptError):
+    """No verified result could be produced."""
+
+
+class MissingExtraError(AmpoptError):
+    """An optional package is not installed; the message names the extra that brings it."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"{package} is not installed: run  pip install 'ampopt[{extra}]'")

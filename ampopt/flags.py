@@ -1,0 +1,52 @@
+"""Global PyTorch switches set for a `with` block and put back after it, whichever way it ends.
+
+cuDNN's and cuBLAS's switches are process-wide, so two threads inside different scopes would see each
+other's; one lock lets one scope in at a time. Calls that replay a CUDA graph need none of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+
+_lock = threading.RLock()
+
+
+def _set_precision(values: tuple[str, str, str]) -> None:
+    """Set the FP32 precision of matrix products, convolutions and recurrent layers.
+
+    Only this newer of PyTorch's two interfaces can be put back exactly: writing the older `allow_tf32`
+    leaves states behind in which reading it raises. All three are set together, because the older flag
+    cannot be read while convolutions and recurrent layers differ.
+    """
+    backends = torch.backends
+    backends.cuda.matmul.fp32_precision = values[0]
+    backends.cudnn.conv.fp32_precision = values[1]
+    backends.cudnn.rnn.fp32_precision = values[2]
+
+
+def _precision() -> tuple[str, str, str]:
+    backends = torch.backends
+    return (
+        backends.cuda.matmul.fp32_precision,
+        backends.cudnn.conv.fp32_precision,
+        backends.cudnn.rnn.fp32_precision,
+    )
+
+
+@contextlib.contextmanager
+def cuda_math(*, tf32: bool, search: bool) -> Iterator[None]:
+    """TF32 allowed or not, cuDNN's algorithm search on or off, for the block."""
+    cudnn = torch.backends.cudnn
+    with _lock:
+        before_precision, before_search = _precision(), cudnn.benchmark
+        _set_precision(("tf32" if tf32 else "ieee",) * 3)
+        cudnn.benchmark = search
+        try:
+            yield
+        finally:
+            cudnn.benchmark = before_search
+            _set_precision(before_precision)

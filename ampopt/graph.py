@@ -1,0 +1,172 @@
+"""Helpers that every pass uses to read and to edit an ATen graph; FX's loose types are narrowed here, once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
+
+from ampopt.program import Program
+
+aten = torch.ops.aten
+
+CONVOLUTIONS = {aten.conv1d.default: 1, aten.conv2d.default: 2, aten.conv3d.default: 3}
+"""Plain convolutions and their number of spatial dimensions."""
+
+TRANSPOSED_CONVOLUTIONS = {
+    aten.conv_transpose1d.default: 1,
+    aten.conv_transpose2d.input: 2,
+    aten.conv_transpose3d.input: 3,
+}
+"""Transposed convolutions and their number of spatial dimensions; weight is [in, out / groups, *kernel]."""
+
+
+def copy_of(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of the graph that may be edited; it shares its weight tensors with the original."""
+    return fx.GraphModule(module, copy.deepcopy(module.graph))
+
+
+def finish(module: fx.GraphModule) -> fx.GraphModule:
+    """Remove what nothing reads any more, check the graph and compile its Python code."""
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.delete_all_unused_submodules()
+    used = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    for name in [name for name, _ in module.named_buffers(recurse=False) if name not in used]:
+        delattr(module, name)
+    module.recompile()
+    return module
+
+
+def calls(module: fx.GraphModule, targets: Iterable[object] | None = None) -> Iterator[fx.Node]:
+    """The function calls of a graph in order, all or those to one of `targets`; safe while editing."""
+    wanted = None if targets is None else set(targets)
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and (wanted is None or node.target in wanted):
+            yield node
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an operator call by their schema names, defaults filled in."""
+    overload = node.target
+    if not isinstance(overload, torch._ops.OpOverload):
+        raise TypeError(f"{node.name} does not call an operator")
+    values: dict[str, Any] = dict(node.kwargs)
+    for index, parameter in enumerate(overload._schema.arguments):
+        if index < len(node.args):
+            values[parameter.name] = node.args[index]
+        elif parameter.name not in values and parameter.has_default_value():
+            values[parameter.name] = parameter.default_value
+    return values
+
+
+def is_constant(node: object) -> bool:
+    """Whether an argument is a weight that the graph owns."""
+    return isinstance(node, fx.Node) and node.op == "get_attr"
+
+
+def constant(module: fx.GraphModule, node: object) -> Tensor | None:
+    """The weight behind an argument; None where the argument is None.
+
+    Raises TypeError where the argument is computed and so is no weight.
+    """
+    if node is None:
+        return None
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        raise TypeError(f"{node} is not a constant of the graph")
+    value = getattr(module, str(node.target))
+    if not isinstance(value, Tensor):
+        raise TypeError(f"constant {node.target} is not a tensor")
+    return value
+
+
+def add_constant(module: fx.GraphModule, hint: str, value: Tensor, before: fx.Node) -> fx.Node:
+    """Give the graph a new weight, named after `hint`, and return the node that reads it."""
+    base = "".join(c if c.isalnum() else "_" for c in hint)
+    name, number = base, 0
+    while hasattr(module, name):
+        number += 1
+        name = f"{base}_{number}"
+    module.register_buffer(name, value.detach())
+    with module.graph.inserting_before(before):
+        return module.graph.get_attr(name)
+
+
+def insert_call(
+    module: fx.GraphModule, before: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any
+) -> fx.Node:
+    """Insert a call before a node; it inherits that node's place in the user's code."""
+    with module.graph.inserting_before(before):
+        node = module.graph.call_function(target, args, kwargs)
+    node.meta = {key: before.meta[key] for key in ("stack_trace", "nn_module_stack") if key in before.meta}
+    return node
+
+
+def replace(old: fx.Node, new: fx.Node) -> None:
+    """Let everything that read `old` read `new`, and remove `old`."""
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    """The one node that reads `node`, once; None where there are several, none, or one reads it twice."""
+    if len(node.users) != 1:
+        return None
+    user = next(iter(node.users))
+    return user if sum(argument is node for argument in user.all_input_nodes) == 1 else None
+
+
+def record_shapes(program: Program) -> fx.GraphModule:
+    """A copy of the program's graph whose nodes know their tensors' shape, dtype and strides.
+
+    One real run on the example inputs fills `node.meta["tensor_meta"]`; see `shape_of` and `dtype_of`.
+    """
+    module = copy_of(program.graph)
+    with program.settings.scope(program.device):
+        entered = [border.convert(t) for border, t in zip(program.entry, program.examples, strict=True)]
+        ShapeProp(module).propagate(*entered)  # type: ignore[no-untyped-call]
+    return module
+
+
+def tensor_meta(node: fx.Node) -> TensorMetadata:
+    """What `record_shapes` found for a node with one output tensor."""
+    meta = node.meta.get("tensor_meta")
+    if not isinstance(meta, TensorMetadata):
+        raise TypeError(f"{node.name} has no single output tensor")
+    return meta
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The shape of a node's output, after `record_shapes`."""
+    return tuple(tensor_meta(node).shape)
+
+
+def dtype_of(node: fx.Node) -> torch.dtype:
+    """The dtype of a node's output, after `record_shapes`."""
+    return tensor_meta(node).dtype
+
+
+def where(node: fx.Node) -> str:
+    """The user's own line of code that a node comes from, as `file:line`; its name where that is unknown."""
+    trace = node.meta.get("stack_trace")
+    frames = [line.strip() for line in str(trace or "").splitlines() if line.strip().startswith("File ")]
+    if not frames:
+        return node.name
+    file, _, rest = frames[-1].removeprefix('File "').partition('", line ')
+    return f"{node.name} at {file}:{rest.split(',')[0]}"
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """Whether a compiler cannot see into a call: no ATen operator, or one that only runs on real tensors."""
+    overload = node.target
+    if not isinstance(overload, torch._ops.OpOverload):
+        return getattr(overload, "__module__", "") not in ("_operator", "math", "builtins")
+    if overload.namespace not in ("aten", "prims"):
+        return True
+    keys = torch._C.DispatchKey
+    symbolic = (keys.Meta, keys.CompositeImplicitAutograd, keys.CompositeExplicitAutograd)
+    return not any(overload.has_kernel_for_dispatch_key(key) for key in symbolic)

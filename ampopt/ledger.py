@@ -1,0 +1,156 @@
+"""The ledger: for every pass and lane what was before, what after, and why it was kept or not."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+from ampopt.measure import Gain, Measurement
+from ampopt.transform import Declined
+
+
+class Verdict(enum.Enum):
+    """What became of a pass in a lane."""
+
+    KEPT = "kept"
+    REVERTED = "reverted"
+    DECLINED = "declined"
+    FAILED = "failed"
+    NOT_TRIED = "not tried"
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """One program on both clocks; `device` is None where the program cannot run in a CUDA graph."""
+
+    latency: Measurement
+    device: Measurement | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, times in milliseconds."""
+        device = None if self.device is None else self.device.to_dict()
+        return {"latency": self.latency.to_dict(), "device": device}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """What one pass did in one lane.
+
+    `error` is the relative error against the original in float64 (or the user's metric), `limit` what was
+    allowed; `gain` is on the clock that the pass is judged by; `memory` in bytes; `seconds` is what applying
+    the pass took (compile time, searches), apart from verifying and timing it.
+    """
+
+    lane: str
+    name: str
+    verdict: Verdict
+    reason: str
+    rewrites: int = 0
+    declined: tuple[Declined, ...] = ()
+    hints: tuple[str, ...] = ()
+    before: Timing | None = None
+    after: Timing | None = None
+    gain: Gain | None = None
+    error: float | None = None
+    limit: float | None = None
+    memory: int | None = None
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "lane": self.lane,
+            "pass": self.name,
+            "verdict": self.verdict.value,
+            "reason": self.reason,
+            "rewrites": self.rewrites,
+            "declined": [dataclasses.asdict(item) for item in self.declined],
+            "hints": list(self.hints),
+            "before": None if self.before is None else self.before.to_dict(),
+            "after": None if self.after is None else self.after.to_dict(),
+            "gain": None if self.gain is None else dataclasses.asdict(self.gain),
+            "error": self.error,
+            "limit": self.limit,
+            "memory_bytes": self.memory,
+            "apply_s": round(self.seconds, 3),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneSummary:
+    """The outcome of one lane: eager's and the best program's latency and error, and whether it may be used."""
+
+    lane: str
+    dtype: str
+    eager: Measurement
+    eager_error: float
+    best: Measurement
+    error: float
+    passes: tuple[str, ...]
+    device: Measurement | None = None
+    memory: int | None = None
+    refused: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, times in milliseconds."""
+        return {
+            "lane": self.lane,
+            "dtype": self.dtype,
+            "eager": self.eager.to_dict(),
+            "eager_error": self.eager_error,
+            "best": self.best.to_dict(),
+            "device": None if self.device is None else self.device.to_dict(),
+            "error": self.error,
+            "passes": list(self.passes),
+            "memory_bytes": self.memory,
+            "refused": self.refused,
+        }
+
+
+@dataclasses.dataclass
+class Ledger:
+    """Everything that `optimize` found out about a model. `print` it for a table.
+
+    `baseline` is the original as the user would call it, with the global flags as they are; `lanes` has a
+    summary for each lane that was finished; `chosen` names the one that the result runs.
+    """
+
+    model: str
+    environment: dict[str, str]
+    inputs: tuple[str, ...]
+    baseline: Measurement | None = None
+    entries: list[Entry] = dataclasses.field(default_factory=list)
+    lanes: dict[str, LaneSummary] = dataclasses.field(default_factory=dict)
+    chosen: str | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+    regions: dict[str, Ledger] = dataclasses.field(default_factory=dict)
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times faster the result is than the original as the user calls it, by median latency."""
+        if self.chosen is None or self.baseline is None:
+            return None
+        return self.baseline.median / self.lanes[self.chosen].best.median
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, times in milliseconds."""
+        return {
+            "model": self.model,
+            "environment": self.environment,
+            "inputs": list(self.inputs),
+            "baseline": None if self.baseline is None else self.baseline.to_dict(),
+            "chosen": self.chosen,
+            "speedup": self.speedup,
+            "lanes": {name: lane.to_dict() for name, lane in self.lanes.items()},
+            "passes": [entry.to_dict() for entry in self.entries],
+            "notes": self.notes,
+            "seconds": round(self.seconds, 2),
+            "regions": {name: region.to_dict() for name, region in self.regions.items()},
+        }
+
+    def __str__(self) -> str:
+        from ampopt.report import to_text
+
+        return to_text(self)

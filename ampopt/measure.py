@@ -1,0 +1,152 @@
+"""Measurement: interleaved samples on two clocks, medians with their confidence, decisions outside noise.
+
+*Latency* is one call as its user makes it, synchronised. *Device time* is the kernels alone with the gaps
+between their launches removed: the time of a CUDA-graph replay. On a CPU the two coincide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+Sampler = Callable[[], float]
+"""Takes one sample and returns it in seconds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """Raw samples in seconds, in the order in which they were taken, and what follows from them."""
+
+    samples: tuple[float, ...]
+
+    def quantile(self, q: float) -> float:
+        """The sample below which a share `q` of all samples lies, in seconds."""
+        ordered = sorted(self.samples)
+        return ordered[min(len(ordered) - 1, math.ceil(q * len(ordered)) - 1 if q > 0 else 0)]
+
+    @property
+    def median(self) -> float:
+        """The median sample, in seconds."""
+        return statistics.median(self.samples)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the quartiles, as a share of the median."""
+        return (self.quantile(0.75) - self.quantile(0.25)) / 2 / self.median
+
+    def to_dict(self) -> dict[str, Any]:
+        """Quantiles in milliseconds and the number of samples, for JSON."""
+        names = {"p50_ms": self.median, "p90_ms": self.quantile(0.9), "p99_ms": self.quantile(0.99)}
+        values = {name: round(1e3 * value, 6) for name, value in names.items()}
+        return {**values, "spread": round(self.spread, 4), "samples": len(self.samples)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gain:
+    """How many times faster `after` is than `before`: the median of paired ratios and its 95 % interval."""
+
+    ratio: float
+    low: float
+    high: float
+
+    @property
+    def is_real(self) -> bool:
+        """Faster, outside the noise and by at least half a percent."""
+        return self.low > 1.0 and self.ratio >= 1.005
+
+    @property
+    def is_loss(self) -> bool:
+        """Slower, outside the noise and by at least half a percent."""
+        return self.high < 1.0 and self.ratio <= 0.995
+
+
+def gain(before: Measurement, after: Measurement) -> Gain:
+    """Compare two interleaved measurements sample by sample.
+
+    The interval holds the median of the ratios with 95 % confidence whatever their distribution: its ends
+    are order statistics with binomial(n, 1/2) ranks (Conover, Practical Nonparametric Statistics, 3.2).
+    """
+    ratios = sorted(b / a for b, a in zip(before.samples, after.samples, strict=True))
+    n = len(ratios)
+    rank = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)))
+    return Gain(statistics.median(ratios), ratios[rank], ratios[n - 1 - rank])
+
+
+def interleave(
+    samplers: Mapping[str, Sampler], *, seconds: float, least: int = 8, most: int = 400
+) -> dict[str, Measurement]:
+    """Sample every subject in turn (A B C A B C …) until `seconds` have passed.
+
+    At least `least` rounds are made and at most `most`. The first round warms up and is not counted; the
+    order turns round by round, so that no subject always runs in the wake of the same other one.
+    """
+    for sampler in samplers.values():
+        sampler()
+    names, samples = list(samplers), {name: [] for name in samplers}  # type: dict[str, list[float]]
+    end, rounds = time.perf_counter() + seconds, 0
+    while rounds < least or (rounds < most and time.perf_counter() < end):
+        for name in names if rounds % 2 == 0 else reversed(names):
+            samples[name].append(samplers[name]())
+        rounds += 1
+    return {name: Measurement(tuple(values)) for name, values in samples.items()}
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done everything that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def latency(call: Callable[[], object], device: torch.device) -> Sampler:
+    """Samples the latency of one synchronised call, by the host's clock."""
+
+    def sample() -> float:
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        return time.perf_counter() - start
+
+    return sample
+
+
+def device_time(replay: Callable[[], object], device: torch.device) -> Sampler:
+    """Samples the device time of one replay of a CUDA graph: many in a row between two events."""
+    first = torch.cuda.Event(enable_timing=True)
+    last = torch.cuda.Event(enable_timing=True)
+    count = 0
+
+    def run(times: int) -> float:
+        with torch.cuda.device(device):
+            first.record()
+            for _ in range(times):
+                replay()
+            last.record()
+            last.synchronize()
+        return first.elapsed_time(last) / 1e3 / times
+
+    def sample() -> float:
+        nonlocal count
+        if count == 0:
+            count = max(1, min(50, round(2e-3 / max(run(3), 1e-6))))
+        return run(count)
+
+    return sample
+
+
+def peak_memory(call: Callable[[], object], device: torch.device) -> int | None:
+    """Bytes that one call takes on a GPU beyond what was allocated before it; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before

@@ -1,0 +1,87 @@
+"""How far two tensors are apart, how far they may be, and random inputs to compare on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+FLOORS = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+"""Relative error that always passes in a lane of this dtype.
+
+For the lower precisions one unit in the last place of a number near 1 (machine epsilon): what rounding the
+result itself can cost. For float32 about a hundred roundings, which any reordering of a sum may cost.
+"""
+
+MULTIPLES = {torch.float32: 4.0, torch.float16: 2.0, torch.bfloat16: 2.0}
+"""How many times eager's own error in the same lane an optimized program may have."""
+
+
+def relative_error(actual: Tensor, reference: Tensor) -> float:
+    """‖actual - reference‖ / ‖reference‖ in float64; for integers and booleans the share that differs.
+
+    Infinite where the shapes differ, or where NaN or an infinity stands in one but not, alike, in the other.
+    """
+    if actual.shape != reference.shape:
+        return float("inf")
+    if not reference.dtype.is_floating_point and not reference.dtype.is_complex:
+        return float((actual != reference).double().mean()) if reference.numel() else 0.0
+    wide = torch.complex128 if reference.dtype.is_complex else torch.float64
+    a, r = actual.detach().to(wide), reference.detach().to(wide)
+    finite = torch.isfinite(r)
+    if not torch.equal(finite, torch.isfinite(a)) or not _same(a[~finite], r[~finite]):
+        return float("inf")
+    difference, norm = torch.linalg.vector_norm((a - r)[finite]), torch.linalg.vector_norm(r[finite])
+    return float(difference / norm) if norm > 0 else float(difference)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return bool(((a == b) | (torch.isnan(a) & torch.isnan(b))).all())
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """The outcome of a verification.
+
+    `error` is the largest relative error over outputs and draws, or the user's metric where one is given;
+    `limit` is what was allowed for it; `reason` says what is wrong, and is None where the check passed.
+    """
+
+    error: float
+    limit: float
+    reason: str | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the outputs are as good as they have to be."""
+        return self.reason is None
+
+
+def fresh_draw(example: Tensor, generator: torch.Generator) -> Tensor:
+    """A new random tensor like an example: its shape, dtype, mean, deviation and range.
+
+    Integers and booleans are the example's own values in another order, so that indices stay valid.
+    """
+    if not example.dtype.is_floating_point:
+        order = torch.randperm(example.numel(), generator=generator)
+        return example.flatten()[order.to(example.device)].reshape(example.shape)
+    noise = torch.randn(example.shape, generator=generator, dtype=torch.float64).to(example.device)
+    values = example.double()
+    deviation = values.std() if values.numel() > 1 else torch.ones((), dtype=torch.float64)
+    drawn = noise * (deviation if deviation > 0 else 1.0) + values.mean()
+    if deviation > 0 and values.numel() > 1:
+        drawn = drawn.clamp(values.min(), values.max())
+    return drawn.to(example.dtype)
+
+
+def rounded_anew(tensor: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """A floating-point tensor with every element moved at random by up to one rounding to `dtype`.
+
+    The result has the tensor's own dtype; one rounding is at most machine epsilon / 2 of the value.
+    """
+    if not tensor.is_floating_point():
+        return tensor
+    half = torch.finfo(dtype).eps / 2
+    noise = (torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1) * half
+    return (tensor.double() * (1 + noise.to(tensor.device))).to(tensor.dtype)

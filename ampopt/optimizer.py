@@ -1,0 +1,194 @@
+"""One captured model through all lanes: baseline, passes, ways to run, the choice, the result."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampopt.capture import Captured
+from ampopt.environment import environment
+from ampopt.errors import VerificationError
+from ampopt.lanes import Lane, lanes_for
+from ampopt.ledger import LaneSummary, Ledger
+from ampopt.measure import interleave, latency, peak_memory
+from ampopt.pass_manager import LaneState, PassManager, Progress
+from ampopt.passes import ENGINES, LAUNCHES, PIPELINE, AllowTf32, BakeAutocast
+from ampopt.runtime import OptimizedModule, Outputs, Recipe
+from ampopt.signature import describe
+from ampopt.transform import Pass
+from ampopt.verify import Metric, Verifier
+
+AUTO_TOLERANCE = 1e-2
+"""With `precision="auto"` and no tolerance of the user's: the largest relative error of a lane to be chosen."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the user asked for; see `ampopt.optimize`."""
+
+    precision: str = "auto"
+    tolerance: float | None = None
+    metric: Metric | None = None
+    budget_s: float = 60.0
+    outputs: Outputs = "copy"
+    policy: str = "amp"
+    amp_dtype: torch.dtype | None = None
+    exclude: tuple[str, ...] = ()
+
+    def pipeline(self) -> tuple[Pass, ...]:
+        """The rewriting passes in order, as the options ask for them."""
+        passes: list[Pass] = []
+        for step in PIPELINE:
+            if isinstance(step, AllowTf32) and self.tolerance is None:
+                continue
+            passes.append(BakeAutocast(policy=self.policy) if isinstance(step, BakeAutocast) else step)
+        return self.allowed(passes)
+
+    def allowed(self, passes: Sequence[Pass]) -> tuple[Pass, ...]:
+        """The passes that the user did not exclude."""
+        return tuple(step for step in passes if step.name not in self.exclude)
+
+
+class Optimizer:
+    """The work of one `optimize` call on one captured model (or one captured submodule)."""
+
+    def __init__(
+        self,
+        original: nn.Module,
+        captured: Captured,
+        options: Options,
+        *,
+        name: str,
+        started: float,
+        progress: Progress | None = None,
+        max_captures: int = 16,
+    ) -> None:
+        """`original` is a private copy in evaluation mode; `started` is on `time.perf_counter`'s clock."""
+        self._original, self._captured, self._options, self._started = original, captured, options, started
+        self._max_captures = max_captures
+        program = captured.program
+        self.device = program.device
+        inputs = tuple(describe(example) for example in program.examples)
+        self.ledger = Ledger(name, environment(self.device), inputs)
+        self._verifier = Verifier(original, captured, tolerance=options.tolerance, metric=options.metric)
+        if self._verifier.note:
+            self.ledger.notes.append(self._verifier.note)
+        deadline = started + 0.9 * options.budget_s  # the rest is for the final comparison
+        self._manager = PassManager(
+            program, self._verifier, self.ledger, deadline=deadline, progress=progress
+        )
+        self._states: list[LaneState] = []
+
+    def run(self) -> OptimizedModule:
+        """Try everything that the budget allows and give back the best; Ctrl-C gives the best so far."""
+        lanes = lanes_for(self._options.precision, self.device, self._options.amp_dtype)
+        with self._interruptible():
+            for lane in lanes:
+                self._states.append(self._manager.open(lane))
+            for state in self._states:
+                self._manager.rewrite(state, self._options.pipeline())
+            self._try_engines(slow=False)
+            self._try_engines(slow=True)
+        if not self._states:
+            raise VerificationError("interrupted before anything was tried")
+        self._summarize()
+        state = self._choose()
+        self.ledger.seconds = time.perf_counter() - self._started
+        return self._module(state)
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.ledger.notes.append("interrupted: this is the best so far")
+
+    def _try_engines(self, *, slow: bool) -> None:
+        """Ways to run for every lane, the lane that is ahead first."""
+        launches = self._options.allowed(LAUNCHES)
+        engines: list[Pass | None] = [e for e in self._options.allowed(ENGINES) if e.slow_to_apply == slow]
+        if not slow:
+            engines.insert(0, None)
+        calls = {s.lane.name: latency(s.best.call, self.device) for s in self._states}
+        timed = interleave(calls, seconds=0.2, least=3)
+        for state in sorted(self._states, key=lambda s: timed[s.lane.name].median):
+            self._manager.choose_engine(state, engines, launches)
+
+    def _summarize(self) -> None:
+        """Time eager and the best of every lane side by side, verify the best once more, write it down."""
+        examples = self._captured.program.examples
+        calls: dict[str, Any] = {"baseline": lambda: self._verifier.call_original(self._original, examples)}
+        for state in self._states:
+            eager = self._verifier.eager(state.lane.dtype)
+            calls[f"eager {state.lane.name}"] = lambda run=eager: run(*examples)
+            calls[f"best {state.lane.name}"] = state.best.call
+        with torch.no_grad():
+            samplers = {name: latency(call, self.device) for name, call in calls.items()}
+            timed = interleave(samplers, seconds=min(3.0, 0.05 * self._options.budget_s))
+        self.ledger.baseline = timed["baseline"]
+        for state in self._states:
+            lane = state.lane
+            check = self._verifier.check(state.best.run, lane.dtype)
+            self.ledger.lanes[lane.name] = LaneSummary(
+                lane=lane.name,
+                dtype=str(lane.dtype).removeprefix("torch."),
+                eager=timed[f"eager {lane.name}"],
+                eager_error=self._verifier.own_error(lane.dtype),
+                best=timed[f"best {lane.name}"],
+                error=check.error,
+                passes=tuple(step.name for step in state.best.program.recipe),
+                memory=peak_memory(state.best.call, self.device),
+                refused=check.reason,
+            )
+
+    def _choose(self) -> LaneState:
+        """The fastest lane whose error is within tolerance; say so where a faster one was refused."""
+        bound = self._options.tolerance
+        if bound is None and self._options.precision == "auto" and self._options.metric is None:
+            bound = AUTO_TOLERANCE
+        summaries = self.ledger.lanes
+        for name, lane in summaries.items():
+            if lane.refused is None and bound is not None and lane.error > bound and name != "fp32":
+                accept = f"accept it with tolerance={_round_up(lane.error)} or precision={name!r}"
+                reason = f"its error {lane.error:.2g} is over the tolerance {bound:g}: {accept}"
+                summaries[name] = dataclasses.replace(lane, refused=reason)
+        usable = [s for s in self._states if summaries[s.lane.name].refused is None]
+        if not usable:
+            reasons = "; ".join(f"{name}: {lane.refused}" for name, lane in summaries.items())
+            raise VerificationError(f"no lane could be verified. {reasons}")
+        best = min(usable, key=lambda s: summaries[s.lane.name].best.median)
+        self.ledger.chosen = best.lane.name
+        fastest = summaries[best.lane.name].best.median
+        for name, lane in summaries.items():
+            if lane.refused and lane.best.median < fastest:
+                ratio = fastest / lane.best.median
+                self.ledger.notes.append(
+                    f"the {name} lane would be {ratio:.2f}x faster still, but {lane.refused}"
+                )
+        return best
+
+    def _module(self, state: LaneState) -> OptimizedModule:
+        lane, program, options = state.lane, state.best.program, self._options
+        recipe = Recipe(lane.settings, lane.dtype, program.recipe, options.tolerance, options.metric)
+        return OptimizedModule(
+            self._original,
+            self._captured,
+            program,
+            recipe,
+            self.ledger,
+            outputs=options.outputs,
+            max_captures=self._max_captures,
+            ready=state.best.run,
+        )
+
+
+def _round_up(error: float) -> str:
+    """An error with one digit, rounded up, to be used as a tolerance."""
+    text = f"{1.05 * error:.1e}"
+    return text.replace("e-0", "e-").replace("e+0", "e")

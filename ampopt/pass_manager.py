@@ -1,0 +1,241 @@
+"""The pass manager: every pass is applied, verified, timed, and kept or not, with the reason written down."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ampopt.cuda_graphs import CapturedGraph
+from ampopt.errors import AmpoptError
+from ampopt.executable import Executable, executable
+from ampopt.lanes import Lane
+from ampopt.ledger import Entry, Ledger, Timing, Verdict
+from ampopt.measure import Measurement, device_time, gain, interleave, latency, peak_memory, synchronize
+from ampopt.program import Program
+from ampopt.transform import Family, Numerics, Pass, Result, replay
+from ampopt.verify import Verifier
+
+Progress = Callable[[str, str], None]
+"""Told (lane, pass) when work on a pass begins."""
+
+
+class Subject:
+    """A program under trial: what runs it as its user would, and what replays it for the device clock."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.run: Executable = executable(program)
+        self.device = program.device
+        self._graph: CapturedGraph | None = self.run if isinstance(self.run, CapturedGraph) else None
+        self._tried = self._graph is not None or self.device.type != "cuda"
+
+    def graph(self) -> CapturedGraph | None:
+        """The program in a CUDA graph, for the device clock; None where it cannot be captured."""
+        if not self._tried:
+            self._tried = True
+            try:
+                self._graph = CapturedGraph(self.program)
+            except AmpoptError:
+                self._graph = None
+        return self._graph
+
+    def call(self) -> object:
+        """One call on the example inputs."""
+        return self.run(*self.program.examples)
+
+
+@dataclasses.dataclass
+class LaneState:
+    """Where a lane stands: the best program so far, and the best that compilers can read."""
+
+    lane: Lane
+    best: Subject
+    base: Program
+    rewritten: Program
+
+
+class PassManager:
+    """Runs the passes of one captured model through a lane at a time; see the module."""
+
+    def __init__(
+        self,
+        captured: Program,
+        verifier: Verifier,
+        ledger: Ledger,
+        *,
+        deadline: float,
+        sample_s: float = 0.4,
+        progress: Progress | None = None,
+    ) -> None:
+        """`deadline` is on `time.perf_counter`'s clock; `sample_s` is spent on each comparison and clock."""
+        self._captured, self._verifier, self._ledger = captured, verifier, ledger
+        self._deadline, self._sample_s = deadline, sample_s
+        self._progress = progress or (lambda lane, name: None)
+
+    def open(self, lane: Lane) -> LaneState:
+        """Start a lane with the captured program as it is."""
+        program = lane.start(self._captured)
+        return LaneState(lane, Subject(program), program, program)
+
+    def rewrite(self, state: LaneState, passes: Sequence[Pass]) -> None:
+        """Apply rewrites, placement and kernels, one on top of the other."""
+        for step in passes:
+            self._try(state, step.name, [step], state.best.program)
+        state.rewritten = state.best.program
+
+    def choose_engine(
+        self, state: LaneState, engines: Sequence[Pass | None], launches: Sequence[Pass]
+    ) -> None:
+        """Try ways to run, each alone and with each way to launch, against the best so far.
+
+        None stands for running the graph as it is. An engine that cannot see into native kernels gets the
+        program without them.
+        """
+        for engine in engines:
+            steps = [] if engine is None else [engine]
+            name = "" if engine is None else engine.name
+            program = state.rewritten
+            if engine is not None and engine.why_not(program) is not None:
+                program = self._without_kernels(state)
+            if engine is not None:
+                program = self._try(state, name, steps, program)
+            for launch in launches:
+                if program is not None and (engine is None or launch.why_not(program) is None):
+                    self._try(state, f"{name} + {launch.name}".removeprefix(" + "), [launch], program)
+
+    def _without_kernels(self, state: LaneState) -> Program:
+        recipe = tuple(step for step in state.rewritten.recipe if step.family is not Family.KERNEL)
+        return replay(recipe, state.base)
+
+    def _try(self, state: LaneState, name: str, steps: Sequence[Pass], program: Program) -> Program | None:
+        """Try passes on a program; keep the outcome as the lane's best where that is right.
+
+        Returns the changed program wherever it is correct, kept or not, so that others can build on it.
+        """
+        lane = state.lane.name
+        self._progress(lane, name)
+        blank = Entry(lane, name, Verdict.NOT_TRIED, "")
+        if time.perf_counter() > self._deadline:
+            self._record(blank, reason="the time budget was spent")
+            return None
+        start = time.perf_counter()
+        try:
+            for step in steps:
+                if reason := step.why_not(program):
+                    self._record(blank, verdict=Verdict.DECLINED, reason=reason)
+                    return None
+                result = step.apply(program)
+                blank = _account(blank, result, time.perf_counter() - start)
+                if not result.modified:
+                    self._record(blank, verdict=Verdict.DECLINED, reason=_why_nothing(result))
+                    return None
+                before_program = program
+                program = _with_recipe(result, step)
+            return self._judge(state, blank, steps[-1], before_program, Subject(program))
+        except KeyboardInterrupt:
+            self._record(blank, reason="interrupted")
+            raise
+        except Exception as error:
+            self._record(blank, verdict=Verdict.FAILED, reason=_one_line(error))
+            self._check_device(name)
+            return None
+
+    def _judge(
+        self, state: LaneState, entry: Entry, step: Pass, before: Program, candidate: Subject
+    ) -> Program | None:
+        """Verify, time, decide, record."""
+        check = self._verifier.check(candidate.run, state.lane.dtype)
+        entry = dataclasses.replace(entry, error=check.error, limit=check.limit)
+        reason = check.reason
+        if reason is None and step.numerics is Numerics.BITWISE:
+            reason = _differing_bits(before, candidate)
+        if reason is not None:
+            self._record(entry, verdict=Verdict.REVERTED, reason=reason)
+            return None
+        entry = self._time(entry, step, state.best, candidate)
+        assert entry.gain is not None
+        if step.enables_others and not entry.gain.is_loss:
+            verdict, reason = Verdict.KEPT, _pace(entry, "later passes build on it")
+        elif entry.gain.is_real:
+            verdict, reason = Verdict.KEPT, _pace(entry, "faster")
+        else:
+            what = "slower" if entry.gain.is_loss else "no gain outside the noise"
+            verdict, reason = Verdict.REVERTED, _pace(entry, what)
+        if verdict is Verdict.KEPT:
+            state.best = candidate
+        self._record(entry, verdict=verdict, reason=reason)
+        return candidate.program
+
+    def _time(self, entry: Entry, step: Pass, best: Subject, candidate: Subject) -> Entry:
+        """Both clocks for the best so far and for the candidate, sampled in turn."""
+        device = candidate.device
+        subjects = {"before": best, "after": candidate}
+        calls = {name: latency(subject.call, device) for name, subject in subjects.items()}
+        on_host = interleave(calls, seconds=self._sample_s)
+        graphs = {name: graph for name, s in subjects.items() if (graph := s.graph()) is not None}
+        replays = {name: device_time(graph.replay, device) for name, graph in graphs.items()}
+        on_device: dict[str, Measurement] = interleave(replays, seconds=self._sample_s) if replays else {}
+        judged_on_host = step.family in (Family.ENGINE, Family.LAUNCH) or len(on_device) < 2
+        judge = on_host if judged_on_host else on_device
+        return dataclasses.replace(
+            entry,
+            before=Timing(on_host["before"], on_device.get("before")),
+            after=Timing(on_host["after"], on_device.get("after")),
+            gain=gain(judge["before"], judge["after"]),
+            memory=peak_memory(candidate.call, device),
+        )
+
+    def _check_device(self, name: str) -> None:
+        """Say so at once where a failed pass has left the CUDA context unusable."""
+        try:
+            synchronize(self._captured.device)
+        except Exception as error:
+            raise AmpoptError(
+                f"pass {name} has broken this process's CUDA context: start again with exclude=[{name!r}]"
+            ) from error
+
+    def _record(self, entry: Entry, *, reason: str, verdict: Verdict | None = None) -> None:
+        self._ledger.entries.append(
+            dataclasses.replace(entry, reason=reason, verdict=verdict or entry.verdict)
+        )
+
+
+def _account(entry: Entry, result: Result, seconds: float) -> Entry:
+    return dataclasses.replace(
+        entry, rewrites=result.rewrites, declined=result.declined, hints=result.hints, seconds=seconds
+    )
+
+
+def _with_recipe(result: Result, step: Pass) -> Program:
+    program = result.program
+    return program.replace(recipe=(*program.recipe, result.replay or step))
+
+
+def _why_nothing(result: Result) -> str:
+    if not result.declined:
+        return "there is nothing to rewrite"
+    first = result.declined[0]
+    more = f" (and {len(result.declined) - 1} more)" if len(result.declined) > 1 else ""
+    return f"{first.node}: {first.reason}{more}"
+
+
+def _differing_bits(before: Program, candidate: Subject) -> str | None:
+    examples = candidate.program.examples
+    pairs = zip(before.run(*examples), candidate.run(*examples), strict=True)
+    if all(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) for a, b in pairs):
+        return None
+    return "it claims to keep every bit and does not"
+
+
+def _pace(entry: Entry, what: str) -> str:
+    assert entry.gain is not None
+    g = entry.gain
+    return f"{what}: {g.ratio:.3f}x ({g.low:.3f} to {g.high:.3f})"
+
+
+def _one_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}".removesuffix(": ")

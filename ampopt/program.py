@@ -1,0 +1,120 @@
+"""The Program: one ATen graph with its border, its run settings and the recipe that made it.
+
+A program is immutable: a pass returns a new one. Graphs of several programs share weight tensors, so a
+pass registers new tensors and never writes into one. The *recipe* is the list of passes that made the
+program from its capture, with every measured choice written into the pass's fields; replaying it on
+another capture (another input shape, or only the portable passes) gives the same rewrites again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, fx
+
+from ampopt import flags
+
+if TYPE_CHECKING:
+    from ampopt.transform import Pass
+
+FlatFunction = Callable[..., Sequence[Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Border:
+    """The dtype and memory format in which one flat tensor crosses the program's border.
+
+    Conversions at the border are not nodes of the graph: the runtime does them inside the copies that it
+    makes anyway, so that a cast or a change of layout there costs no kernel of its own.
+    """
+
+    dtype: torch.dtype
+    memory_format: torch.memory_format = torch.contiguous_format
+
+    def convert(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` in this dtype and format; itself where it already is."""
+        if tensor.dim() in CHANNELS_LAST and self.memory_format is CHANNELS_LAST[tensor.dim()]:
+            return tensor.to(dtype=self.dtype, memory_format=self.memory_format)
+        return tensor.to(dtype=self.dtype).contiguous()
+
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""The channels-last memory format for a tensor of so many dimensions."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a program wants the world around its calls; set for the call, put back after it."""
+
+    autocast: torch.dtype | None = None
+    """Run under `torch.autocast` of this dtype; None: no autocast."""
+    tf32: bool = False
+    """Let CUDA's matrix products and convolutions round FP32 inputs to TF32."""
+    search_algorithms: bool = False
+    """Let cuDNN time its algorithms for every new convolution and keep the fastest."""
+
+    @contextlib.contextmanager
+    def scope(self, device: torch.device) -> Iterator[None]:
+        """Set everything for a `with` block on `device`; gradients are off inside."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(mode=False))
+            stack.enter_context(torch.no_grad())
+            if device.type == "cuda":
+                stack.enter_context(flags.cuda_math(tf32=self.tf32, search=self.search_algorithms))
+            stack.enter_context(autocast_scope(device, self.autocast))
+            yield
+
+
+def autocast_scope(
+    device: torch.device, dtype: torch.dtype | None
+) -> contextlib.AbstractContextManager[object]:
+    """`torch.autocast` for `dtype` on `device`; for None, autocast off, whatever surrounds the call."""
+    if dtype is None:
+        return torch.autocast(device.type, enabled=False)
+    return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A captured model and how it is to be run.
+
+    `graph` takes the tensors of `examples` (each as its `entry` border says) and returns a flat tuple of
+    tensors, which the caller sees as `exit` says. `engine` runs in the graph's place where a way to run
+    (TorchScript, inductor) was applied. `lane_dtype` is the precision that the lane computes in: float32,
+    or the lower dtype of an AMP lane.
+    """
+
+    graph: fx.GraphModule
+    examples: tuple[Tensor, ...]
+    entry: tuple[Border, ...]
+    exit: tuple[Border, ...]
+    device: torch.device
+    lane_dtype: torch.dtype = torch.float32
+    settings: Settings = Settings()
+    engine: FlatFunction | None = None
+    cuda_graph: bool = False
+    recipe: tuple[Pass, ...] = ()
+
+    def with_graph(self, graph: fx.GraphModule) -> Program:
+        """This program with another graph; an engine built from the old graph is dropped."""
+        return dataclasses.replace(self, graph=graph, engine=None)
+
+    @property
+    def function(self) -> FlatFunction:
+        """What computes the outputs from entered inputs: the engine where there is one, else the graph."""
+        return self.graph if self.engine is None else self.engine
+
+    def replace(self, **changes: object) -> Program:
+        """`dataclasses.replace` as a method."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run once, without a CUDA graph: flat tensors in, flat tensors out, as the caller is promised."""
+        with self.settings.scope(self.device):
+            entered = [border.convert(t) for border, t in zip(self.entry, tensors, strict=True)]
+            outputs = self.function(*entered)
+            return tuple(border.convert(t) for border, t in zip(self.exit, outputs, strict=True))

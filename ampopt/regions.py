@@ -1,0 +1,224 @@
+"""Models that are no single graph: their largest capturable submodules are optimized, the rest runs as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampopt.capture import Captured, capture, device_of, private_copy, untouched_rng
+from ampopt.environment import environment
+from ampopt.errors import AmpoptError, CaptureError, InputError
+from ampopt.ledger import LaneSummary, Ledger
+from ampopt.measure import interleave, latency
+from ampopt.numerics import relative_error
+from ampopt.optimizer import AUTO_TOLERANCE, Optimizer, Options
+from ampopt.pass_manager import Progress
+from ampopt.program import Settings
+from ampopt.runtime import OptimizedModule
+from ampopt.signature import call_key, describe, flatten_call, flatten_outputs, tensors_of
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+_PLAIN = (Tensor, int, float, bool, str, type(None))
+"""Arguments whose whole value stands in a call's key; a region that takes others is not captured."""
+
+
+class PartlyOptimizedModule(nn.Module):
+    """A model of which some submodules are optimized; calls, results and dtypes are the original's.
+
+    A submodule called with shapes that it was not captured for runs as it was. `report.regions` has the
+    ledger of each optimized submodule, `report.notes` says why the others are not.
+    """
+
+    def __init__(self, model: nn.Module, report: Ledger, device: torch.device) -> None:
+        """`model` is a private copy whose optimized submodules have their `forward` replaced."""
+        super().__init__()
+        self.report = report
+        self._model, self._device = [model], device  # in a list: `.to()` and `state_dict()` leave it alone
+        self.training = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer one call."""
+        with Settings().scope(self._device):
+            return self._model[0](*args, **kwargs)
+
+    def train(self, mode: bool = True) -> PartlyOptimizedModule:
+        """Refuse training mode, as `OptimizedModule` does."""
+        if mode:
+            raise InputError(
+                "an optimized module cannot be trained: train the original and optimize it again"
+            )
+        return self
+
+
+def _record_calls(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, list[Call]]:
+    """The different calls that each submodule gets in one call of the model, by the submodule's name."""
+    calls: dict[str, dict[object, Call]] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            leaves, spec = flatten_call(args, kwargs)
+            if all(isinstance(leaf, _PLAIN) for leaf in leaves):
+                copied = torch.utils._pytree.tree_map(_copied, (args, kwargs))
+                calls.setdefault(name, {}).setdefault(call_key(leaves, spec), copied)
+
+        return hook
+
+    with contextlib.ExitStack() as stack:
+        for name, module in model.named_modules():
+            if name:
+                handle = module.register_forward_pre_hook(note(name), with_kwargs=True)
+                stack.callback(handle.remove)
+        with torch.no_grad(), untouched_rng(device_of(model, flatten_call(args, kwargs)[0])):
+            model(*args, **kwargs)
+    return {name: list(found.values()) for name, found in calls.items()}
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class _Region:
+    name: str
+    original: nn.Module
+    captured: Captured
+    calls: list[Call]
+
+
+def _find_regions(
+    model: nn.Module, calls: Mapping[str, list[Call]], device: torch.device, notes: list[str]
+) -> Iterator[_Region]:
+    """The largest submodules that can be captured, from the top down; why others cannot goes to `notes`."""
+
+    def visit(prefix: str, module: nn.Module) -> Iterator[_Region]:
+        for child_name, child in module.named_children():
+            name = f"{prefix}.{child_name}".removeprefix(".")
+            if not any(True for _ in child.parameters()):
+                continue
+            if name in calls:
+                original = private_copy(child)
+                args, kwargs = calls[name][0]
+                try:
+                    yield _Region(name, original, capture(original, args, kwargs, device), calls[name])
+                    continue
+                except CaptureError as error:
+                    notes.append(f"submodule {name} is not one graph: {error}")
+            yield from visit(name, child)
+
+    yield from visit("", model)
+
+
+def optimize_regions(
+    original: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    reason: str,
+    *,
+    started: float,
+    progress: Progress,
+) -> PartlyOptimizedModule:
+    """Optimize the largest capturable submodules of a private copy; `reason` says why the whole is no graph.
+
+    With `precision="auto"` the submodules stay in FP32: an error inside says nothing about what the rest of
+    the model (thresholds, sorting) makes of it. The whole is then compared with the original, and where it
+    differs by more than the tolerance, or is not faster, runs as it was.
+    """
+    device = device_of(original, flatten_call(args, kwargs)[0])
+    inputs = tuple(describe(t) for t in tensors_of(flatten_call(args, kwargs)[0]))
+    ledger = Ledger(type(original).__name__, environment(device), inputs, notes=[f"not one graph: {reason}"])
+    if options.precision == "auto":
+        options = dataclasses.replace(options, precision="fp32")
+        ledger.notes.append('submodules were optimized in FP32; precision="amp" asks for mixed precision')
+    patched = private_copy(original)
+    regions = list(_find_regions(original, _record_calls(original, args, kwargs), device, ledger.notes))
+    for index, region in enumerate(regions):
+        left = started + 0.9 * options.budget_s - time.perf_counter()
+        share = dataclasses.replace(options, budget_s=max(left / (len(regions) - index), 0.1))
+        try:
+            module = _optimize_region(region, share, progress)
+        except AmpoptError as error:
+            ledger.notes.append(f"submodule {region.name} runs as it was: {error}")
+            continue
+        ledger.regions[region.name] = module.report
+        _patch(patched.get_submodule(region.name), module)
+    if not regions:
+        ledger.notes.append("no submodule can be captured: the model runs as it was")
+    _compare_whole(original, patched, args, kwargs, options, ledger, device)
+    ledger.seconds = time.perf_counter() - started
+    chosen = patched if ledger.chosen != "original" else original
+    return PartlyOptimizedModule(chosen, ledger, device)
+
+
+def _optimize_region(region: _Region, options: Options, progress: Progress) -> OptimizedModule:
+    optimizer = Optimizer(
+        region.original,
+        region.captured,
+        options,
+        name=region.name,
+        started=time.perf_counter(),
+        progress=progress,
+        max_captures=0,
+    )
+    module = optimizer.run()
+    for call_args, call_kwargs in region.calls[1:8]:
+        module.prepare_call(call_args, call_kwargs)
+    return module
+
+
+def _patch(submodule: nn.Module, optimized: OptimizedModule) -> None:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return optimized(*args, **kwargs)
+
+    submodule.forward = forward  # type: ignore[method-assign]
+
+
+def _compare_whole(
+    original: nn.Module,
+    patched: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    ledger: Ledger,
+    device: torch.device,
+) -> None:
+    """Compare and time the whole model; `ledger.chosen` becomes the lane, or "original"."""
+
+    def call(model: nn.Module) -> list[Tensor]:
+        with Settings().scope(device), untouched_rng(device):
+            return flatten_outputs(model(*args, **kwargs))[0]
+
+    lane = options.precision
+    before, after = call(original), call(patched)
+    error = (
+        max(map(relative_error, after, before), default=0.0) if len(before) == len(after) else float("inf")
+    )
+    timed = interleave(
+        {"baseline": latency(lambda: call(original), device), "best": latency(lambda: call(patched), device)},
+        seconds=min(2.0, 0.05 * options.budget_s),
+        least=5,
+    )
+    limit = AUTO_TOLERANCE if options.tolerance is None else options.tolerance
+    refused = None if error <= limit else f"the whole model's error {error:.2g} is over {limit:g}"
+    ledger.baseline = timed["baseline"]
+    ledger.lanes[lane] = LaneSummary(
+        lane, "mixed" if lane == "amp" else "float32", timed["baseline"], 0.0, timed["best"], error,
+        tuple(ledger.regions), refused=refused,
+    )  # fmt: skip
+    slower = timed["best"].median > timed["baseline"].median
+    ledger.chosen = "original" if refused or slower or not ledger.regions else lane
+    if ledger.chosen == "original":
+        why = refused or ("it is not faster" if ledger.regions else "nothing was optimized")
+        ledger.notes.append(f"the original runs: {why}")
+        ledger.lanes["original"] = dataclasses.replace(
+            ledger.lanes[lane], lane="original", best=timed["baseline"], error=0.0, passes=(), refused=None
+        )

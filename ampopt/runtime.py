@@ -1,0 +1,253 @@
+"""OptimizedModule: the module that `optimize` gives back. It serves every call, and each one rightly."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from ampopt.capture import Captured, capture
+from ampopt.errors import AmpoptError, InputError, VerificationError
+from ampopt.executable import Executable, executable
+from ampopt.ledger import Ledger
+from ampopt.program import Program, Settings
+from ampopt.signature import (
+    OutputLayout,
+    call_key,
+    check_same_call,
+    describe,
+    flatten_call,
+    tensor_key,
+    tensors_of,
+)
+from ampopt.transform import Pass, replay
+from ampopt.verify import Verifier
+
+logger = logging.getLogger("ampopt")
+
+Outputs = Literal["copy", "static"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How to make a program for inputs that were not seen yet: the lane's start, and the passes kept in it."""
+
+    settings: Settings
+    lane_dtype: torch.dtype
+    passes: tuple[Pass, ...]
+    tolerance: float | None = None
+    metric: Callable[[Any, Any], float] | None = None
+
+    def start(self, program: Program) -> Program:
+        """A captured program as the lane starts with it."""
+        return program.replace(settings=self.settings, lane_dtype=self.lane_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Served:
+    """One kind of call and what answers it; `layout` None: the original model, which takes the call as it is."""
+
+    run: Callable[..., Any]
+    layout: OutputLayout | None
+
+
+class OptimizedModule(nn.Module):
+    """A model optimized for inference: same call, same result structure and dtypes, contiguous outputs.
+
+    A call is served by a program made for exactly its shapes, dtypes, device and other arguments. The
+    first call with others makes a new program (same passes, verified again) and logs that it did; at most
+    `max_shapes` are kept, the least recently used goes first, and after `max_captures` such first calls
+    the original model answers instead, with a logged reason. `prepare` makes programs ahead of time.
+    Safe to call from several threads. `report` tells what was done and why.
+    """
+
+    def __init__(
+        self,
+        original: nn.Module,
+        captured: Captured,
+        program: Program,
+        recipe: Recipe,
+        report: Ledger,
+        *,
+        outputs: Outputs = "copy",
+        max_shapes: int = 8,
+        max_captures: int = 16,
+        ready: Executable | None = None,
+    ) -> None:
+        """Take over a private copy of the original, its capture, and the program chosen for it.
+
+        `outputs="static"`: where a CUDA graph runs, outputs are its own buffers, overwritten by the next
+        call. `ready` is the program's executable where one exists already.
+        """
+        super().__init__()
+        if outputs not in ("copy", "static"):
+            raise InputError(f"outputs={outputs!r}: choose 'copy' or 'static'")
+        self.report = report
+        self.program = program
+        self._original: list[nn.Module] = [original]  # in a list: not a submodule, so `.to()` leaves it alone
+        self._captured, self._recipe, self._outputs = captured, recipe, outputs
+        self._max_shapes, self._max_captures, self._captures = max_shapes, max_captures, 0
+        self._lock = threading.RLock()
+        self._served: OrderedDict[object, _Served] = OrderedDict()
+        self._single: dict[object, tuple[Executable, object]] = {}
+        run = ready if ready is not None and outputs == "copy" else self._executable(program)
+        self._admit(captured.leaves, captured, run)
+        self.training = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer one call; see the class. InputError for tensors of another dtype or device."""
+        if len(args) == 1 and not kwargs:
+            tensor = args[0]
+            if tensor.__class__ is Tensor:
+                found = self._single.get((tensor.shape, tensor.dtype, tensor.stride(), tensor.device))
+                if found is not None:
+                    run, key = found
+                    if len(self._served) > 1:
+                        self._touch(key)
+                    return run(tensor)[0]
+        return self._general(args, kwargs)
+
+    def _general(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        leaves, spec = flatten_call(args, kwargs)
+        key = call_key(leaves, spec)
+        served = self._served.get(key)
+        if served is None:
+            with self._lock:
+                served = self._served.get(key) or self._serve(args, kwargs, leaves)
+        elif len(self._served) > 1:
+            self._touch(key)
+        if served.layout is None:
+            with Settings().scope(self.program.device):
+                return served.run(*args, **kwargs)
+        return served.layout.restore(served.run(*tensors_of(leaves)))
+
+    def _touch(self, key: object) -> None:
+        """Note that a kind of call was used just now."""
+        with self._lock:
+            if key in self._served:
+                self._served.move_to_end(key)
+
+    def _serve(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> _Served:
+        """Make a program for a call that was not seen before, or let the original answer it."""
+        check_same_call(tensors_of(self._captured.leaves), tensors_of(leaves), self.program.device)
+        shown = ", ".join(describe(t) for t in tensors_of(leaves))
+        if self._captures >= self._max_captures:
+            reason = f"{self._captures} other calls were captured already (max_captures)"
+            return self._fall_back(args, kwargs, reason, shown)
+        self._captures += 1
+        try:
+            served = self._make(args, kwargs)
+        except AmpoptError as error:
+            return self._fall_back(args, kwargs, str(error), shown)
+        logger.warning("ampopt: captured and verified a program for a call not seen before: %s", shown)
+        return served
+
+    def _make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Served:
+        original = self._original[0]
+        args, kwargs = _detached(args, kwargs)
+        captured = capture(original, args, kwargs, self.program.device)
+        program = replay(self._recipe.passes, self._recipe.start(captured.program))
+        run = self._executable(program)
+        recipe = self._recipe
+        verifier = Verifier(original, captured, tolerance=recipe.tolerance, metric=recipe.metric, draws=1)
+        check = verifier.check(run, recipe.lane_dtype)
+        if not check.passed:
+            raise VerificationError(f"the optimized program is wrong for this call: {check.reason}")
+        return self._admit(captured.leaves, captured, run)
+
+    def _executable(self, program: Program) -> Executable:
+        return executable(program, static=self._outputs == "static")
+
+    def _admit(self, leaves: Sequence[Any], captured: Captured, run: Executable) -> _Served:
+        served = _Served(run, captured.layout)
+        key = call_key(leaves, captured.spec)
+        self._remember(key, served)
+        bare = len(leaves) == 1 and isinstance(leaves[0], Tensor) and captured.spec == _ONE_TENSOR
+        if bare and captured.layout.is_single_tensor:
+            self._single[tensor_key(leaves[0])] = (run, key)
+        return served
+
+    def _fall_back(self, args: Any, kwargs: Any, reason: str, shown: str) -> _Served:
+        logger.warning("ampopt: the original model answers calls with %s, because %s", shown, reason)
+        served = _Served(self._original[0], None)
+        leaves, spec = flatten_call(args, kwargs)
+        self._remember(call_key(leaves, spec), served)
+        return served
+
+    def _remember(self, key: object, served: _Served) -> None:
+        self._served[key] = served
+        while len(self._served) > self._max_shapes:
+            _, dropped = self._served.popitem(last=False)
+            for short in [k for k, (run, _) in self._single.items() if run is dropped.run]:
+                del self._single[short]
+
+    def prepare(self, *calls: Any) -> None:
+        """Make the programs for further calls now, so that nothing is captured later.
+
+        Each call is a shape (a tuple of ints: one float tensor of the example's dtype is made for it), a
+        tensor, or a tuple of positional arguments. Raises InputError or the reason why one cannot be served.
+        """
+        for call in calls:
+            self.prepare_call(self._as_arguments(call), {})
+
+    def prepare_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """`prepare` for one call with positional and keyword arguments."""
+        leaves, spec = flatten_call(args, kwargs)
+        check_same_call(tensors_of(self._captured.leaves), tensors_of(leaves), self.program.device)
+        with self._lock:
+            if call_key(leaves, spec) not in self._served:
+                self._make(args, kwargs)
+
+    def _as_arguments(self, call: Any) -> tuple[Any, ...]:
+        if isinstance(call, Tensor):
+            return (call,)
+        if isinstance(call, tuple) and call and all(isinstance(size, int) for size in call):
+            example = self.program.examples[0]
+            return (torch.randn(call, device=example.device).to(example.dtype),)
+        if isinstance(call, tuple):
+            return call
+        raise InputError(f"prepare takes shapes, tensors or tuples of arguments, not {type(call).__name__}")
+
+    def train(self, mode: bool = True) -> OptimizedModule:
+        """Refuse training mode: the weights are folded and shared between programs."""
+        if mode:
+            raise InputError(
+                "an optimized module cannot be trained: train the original and optimize it again"
+            )
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
+        raise InputError(
+            "an optimized module stays where it was made: optimize the original again, "
+            "with device= for another device"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OptimizedModule:
+        """A module of its own; programs never change, so the copy shares them and captures its own graphs."""
+        return OptimizedModule(
+            self._original[0],
+            self._captured,
+            self.program,
+            self._recipe,
+            self.report,
+            outputs=self._outputs,
+            max_shapes=self._max_shapes,
+            max_captures=self._max_captures,
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError("an optimized module cannot be pickled: its CUDA graphs live in this process only")
+
+
+_ONE_TENSOR = flatten_call((torch.empty(0),), {})[1]
+
+
+def _detached(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    detach: Callable[[Any], Any] = lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf  # noqa: E731
+    return torch.utils._pytree.tree_map(detach, (args, dict(kwargs)))  # type: ignore[return-value]

@@ -1,0 +1,119 @@
+"""The border between a model's call, with its nested arguments and results, and a flat list of tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ampopt.errors import InputError
+
+
+def tensor_key(tensor: Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...], torch.device]:
+    """What a captured program depends on of a tensor: shape, dtype, strides, device."""
+    return tensor.shape, tensor.dtype, tensor.stride(), tensor.device
+
+
+def describe(tensor: Tensor) -> str:
+    """A tensor in a few characters: `float32[1, 3, 480, 640] on cpu`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
+
+
+@dataclasses.dataclass(frozen=True)
+class CallKey:
+    """The whole of a call: its structure, every tensor's `tensor_key`, every other argument's value."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[object, ...]
+
+    def __hash__(self) -> int:
+        return hash(self.leaves)
+
+
+def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of a call in order, and its structure; keyword arguments sorted by name."""
+    return pytree.tree_flatten((tuple(args), dict(sorted(kwargs.items()))))
+
+
+def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> CallKey:
+    """The key of a call's leaves; values that cannot be hashed stand by their type and identity."""
+    parts: list[object] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            parts.append(tensor_key(leaf))
+            continue
+        try:
+            hash(leaf)
+            parts.append((type(leaf), leaf))
+        except TypeError:
+            parts.append((type(leaf), id(leaf)))
+    return CallKey(spec, tuple(parts))
+
+
+def tensors_of(leaves: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The tensors among a call's leaves, in order."""
+    return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputLayout:
+    """How flat output tensors become the model's own nested result.
+
+    `template` holds every leaf of the result: None-free constants as they were at capture, and
+    `OutputLayout.TENSOR` where the next flat tensor goes.
+    """
+
+    TENSOR = object()
+
+    spec: pytree.TreeSpec
+    template: tuple[object, ...]
+
+    @property
+    def is_single_tensor(self) -> bool:
+        """Whether the model returns one bare tensor."""
+        return len(self.template) == 1 and self.spec.is_leaf() and self.template[0] is OutputLayout.TENSOR
+
+    def restore(self, tensors: Sequence[Tensor]) -> Any:
+        """The model's nested result made from the program's flat outputs."""
+        if self.is_single_tensor:
+            return tensors[0]
+        remaining = iter(tensors)
+        leaves = [next(remaining) if leaf is OutputLayout.TENSOR else leaf for leaf in self.template]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def __deepcopy__(self, memo: object) -> OutputLayout:
+        return self  # immutable, and TENSOR is known by identity
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        marks = tuple(leaf is OutputLayout.TENSOR for leaf in self.template)
+        constants = tuple(None if mark else leaf for mark, leaf in zip(marks, self.template, strict=True))
+        return _layout, (self.spec, marks, constants)
+
+
+def _layout(spec: pytree.TreeSpec, marks: Sequence[bool], constants: Sequence[object]) -> OutputLayout:
+    leaves = zip(marks, constants, strict=True)
+    return OutputLayout(spec, tuple(OutputLayout.TENSOR if mark else value for mark, value in leaves))
+
+
+def flatten_outputs(result: Any) -> tuple[list[Tensor], OutputLayout]:
+    """The tensors of a model's result, in order, and how to put the result together again."""
+    leaves, spec = pytree.tree_flatten(result)
+    template = tuple(OutputLayout.TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    return list(tensors_of(leaves)), OutputLayout(spec, template)
+
+
+def check_same_call(expected: Sequence[Any], actual: Sequence[Any], device: torch.device) -> None:
+    """Raise InputError where a call's tensors have another dtype or device than the program was made for."""
+    for index, (want, got) in enumerate(zip(expected, actual, strict=False)):
+        if not isinstance(want, Tensor) or not isinstance(got, Tensor):
+            continue
+        if got.dtype != want.dtype or got.device != device:
+            raise InputError(
+                f"tensor {index} of the call is {describe(got)}; this program was made for "
+                f"{str(want.dtype).removeprefix('torch.')} on {device}: convert it with "
+                f".to(device={str(device)!r}, dtype={want.dtype})"
+            )

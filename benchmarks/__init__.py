@@ -1,0 +1,1 @@
+"""The workloads that ampopt is measured on, and the programs that measure them."""

@@ -1,0 +1,54 @@
+"""The passes, one file each. `PIPELINE` is the order in which the pass manager applies them."""
+
+from __future__ import annotations
+
+from ampopt.passes.allow_tf32 import AllowTf32
+from ampopt.passes.bake_autocast import BakeAutocast
+from ampopt.passes.channels_last import ChannelsLast
+from ampopt.passes.compile import Compile
+from ampopt.passes.cuda_graph import CudaGraph
+from ampopt.passes.degroup import Degroup
+from ampopt.passes.fold_constants import FoldConstants
+from ampopt.passes.fold_conv_bn import FoldConvBn
+from ampopt.passes.fuse_conv_act import FuseConvAct
+from ampopt.passes.remove_inference_noops import RemoveInferenceNoops
+from ampopt.passes.script import Script
+from ampopt.passes.search_conv_algorithms import SearchConvAlgorithms
+from ampopt.transform import Pass
+
+__all__ = [
+    "ENGINES",
+    "LAUNCHES",
+    "PIPELINE",
+    "AllowTf32",
+    "BakeAutocast",
+    "ChannelsLast",
+    "Compile",
+    "CudaGraph",
+    "Degroup",
+    "FoldConstants",
+    "FoldConvBn",
+    "FuseConvAct",
+    "RemoveInferenceNoops",
+    "Script",
+    "SearchConvAlgorithms",
+]
+
+PIPELINE: tuple[Pass, ...] = (
+    RemoveInferenceNoops(),
+    FoldConstants(),
+    FoldConvBn(),
+    BakeAutocast(),
+    AllowTf32(),
+    SearchConvAlgorithms(),
+    ChannelsLast(),
+    Degroup(),
+    FuseConvAct(),
+)
+"""What changes the program itself: first what holds everywhere, then precision, layout and kernels."""
+
+ENGINES: tuple[Pass, ...] = (Script(), Compile())
+"""Alternatives that run the rewritten graph; the cheapest to try first."""
+
+LAUNCHES: tuple[Pass, ...] = (CudaGraph(),)
+"""Ways to launch, on top of every engine."""

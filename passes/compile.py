@@ -1,0 +1,54 @@
+"""compile: run the graph through torch.compile's inductor."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+
+import torch
+
+from ampopt.graph import calls, is_opaque
+from ampopt.program import Program
+from ampopt.transform import Family, Numerics, Pass, Result
+
+
+@dataclasses.dataclass(frozen=True)
+class Compile(Pass):
+    """Compile the graph with inductor, weights frozen, without inductor's own CUDA graphs.
+
+    Rewrites: what executes the graph. A CUDA graph around it is `cuda-graph`'s business: inductor's own
+    costs tens of microseconds of bookkeeping a call.
+    Requires: precision baked into the graph.
+    Declines: programs that still run under autocast, or that call operators which inductor cannot see into.
+    Correct because: the graph is functional with constant shapes, which is what inductor compiles; fused
+    kernels compute the same expressions, possibly in another order. The first calls happen here, outside any
+    capture: a first call inside a capture has poisoned whole processes.
+    Cost: seconds to a minute of compilation.
+    """
+
+    numerics = Numerics.REASSOCIATED
+    family = Family.ENGINE
+    portable = False
+    slow_to_apply = True
+
+    warm_ups: int = 3
+
+    def why_not(self, program: Program) -> str | None:
+        """Inductor needs plain ATen and casts that are written down."""
+        if program.settings.autocast is not None:
+            return "it still runs under autocast"
+        found = next((node for node in calls(program.graph) if is_opaque(node)), None)
+        return f"inductor cannot see into {found.target}" if found is not None else None
+
+    def apply(self, program: Program) -> Result:
+        """Compile and warm up; see the class."""
+        options = {"triton.cudagraphs": False, "freezing": True}
+        module = copy.deepcopy(program.graph).eval()
+        engine = torch.compile(module, fullgraph=True, dynamic=False, options=options)
+        with program.settings.scope(program.device), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            entered = [b.convert(t) for b, t in zip(program.entry, program.examples, strict=True)]
+            for _ in range(self.warm_ups):
+                engine(*entered)
+        return Result(program.replace(engine=engine), 1)

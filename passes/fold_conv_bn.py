@@ -1,0 +1,132 @@
+"""fold-conv-bn: batch normalization with running statistics becomes part of the layer before it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, fx
+
+from ampopt.graph import (
+    CONVOLUTIONS,
+    TRANSPOSED_CONVOLUTIONS,
+    add_constant,
+    arguments,
+    aten,
+    calls,
+    constant,
+    copy_of,
+    finish,
+    is_constant,
+    only_user,
+    record_shapes,
+    replace,
+    shape_of,
+)
+from ampopt.program import Program
+from ampopt.transform import Declined, Family, Numerics, Pass, Result
+
+_RANKS = {aten.linear.default: 2}
+_RANKS |= {op: dims + 2 for op, dims in (CONVOLUTIONS | TRANSPOSED_CONVOLUTIONS).items()}
+"""Rank of the output in which dimension 1 is the layer's output channel, the one that BN normalizes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FoldConvBn(Pass):
+    """Fold batch normalization into the layer before it: `bn(conv(x, W, b))` -> `conv(x, W', b')`.
+
+    Rewrites: conv1d/2d/3d, conv_transpose1d/2d/3d (any stride, groups, dilation; with bias or without) and
+    linear, followed by batch_norm with running statistics, affine or not.
+    Requires: W, b and the normalization's four tensors are weights of the graph; the normalization is the
+    layer's only reader; it works on dimension 1 of an output of the layer's usual rank (so that a linear
+    layer's features, or an unbatched convolution's channels, are not taken for something else).
+    Declines: batch statistics; no running statistics; other readers; computed weights; other ranks.
+    Correct because: with s = γ / √(σ² + ε) for each output channel, bn(W ∗ x + b) = s · (W ∗ x) + s · (b - μ) + β,
+    and convolution is linear in W, so W' = s · W along the output channel and b' = s · (b - μ) + β. The output
+    channel is dimension 0 of W; a transposed convolution's W is [in, out / groups, *kernel], and its channel o
+    belongs to group o // (out / groups), whose inputs are that group's slice of dimension 0. Every call site has
+    weights of its own, so a layer used twice is folded once for each.
+    Computed in float64 and stored in the dtype of W. Cost: none.
+    """
+
+    numerics = Numerics.REASSOCIATED
+    family = Family.REWRITE
+    portable = True
+
+    def apply(self, program: Program) -> Result:
+        """Match, check, fold; see the class."""
+        module, rewrites = copy_of(program.graph), 0
+        declined: list[Declined] = []
+        ranks = _output_ranks(program)
+        for norm in calls(module, [aten.batch_norm.default]):
+            layer = norm.args[0]
+            if not isinstance(layer, fx.Node) or layer.target not in _RANKS:
+                continue
+            if reason := _why_not(norm, layer, ranks):
+                declined.append(Declined(norm.name, reason))
+                continue
+            _fold(module, layer, norm)
+            rewrites += 1
+        return Result(program.with_graph(finish(module)) if rewrites else program, rewrites, tuple(declined))
+
+
+def _output_ranks(program: Program) -> dict[str, int]:
+    if not any(True for _ in calls(program.graph, [aten.batch_norm.default])):
+        return {}
+    return {node.name: len(shape_of(node)) for node in calls(record_shapes(program), _RANKS)}
+
+
+def _why_not(norm: fx.Node, layer: fx.Node, ranks: dict[str, int]) -> str | None:
+    bn, own = arguments(norm), arguments(layer)
+    if bn["training"]:
+        return "it normalizes with the statistics of the batch"
+    if bn["running_mean"] is None or bn["running_var"] is None:
+        return "it has no running statistics"
+    if only_user(layer) is not norm:
+        return f"{layer.name} has other readers, which need it as it is"
+    tensors = [bn[k] for k in ("weight", "bias", "running_mean", "running_var")] + [
+        own["weight"],
+        own["bias"],
+    ]
+    if not all(t is None or is_constant(t) for t in tensors):
+        return "one of its weights is computed"
+    if ranks[layer.name] != _RANKS[layer.target]:
+        return f"{layer.name} has {ranks[layer.name]} dimensions: dimension 1 is not its output channel"
+    return None
+
+
+def _fold(module: fx.GraphModule, layer: fx.Node, norm: fx.Node) -> None:
+    own = arguments(layer)
+    weight = constant(module, own["weight"])
+    assert weight is not None
+    scale, shift = _scale_and_shift(module, norm)
+    bias = constant(module, own["bias"])
+    new_bias = shift if bias is None else shift + bias.double() * scale
+    groups = own["groups"] if layer.target in TRANSPOSED_CONVOLUTIONS else None
+    new_weight = weight.double() * _along_output_channel(scale, weight, groups)
+    parameters = [p.name for p in layer.target._schema.arguments]  # type: ignore[union-attr]
+    own["weight"] = add_constant(module, f"{norm.name}_weight", new_weight.to(weight.dtype), layer)
+    own["bias"] = add_constant(module, f"{norm.name}_bias", new_bias.to(weight.dtype), layer)
+    layer.args, layer.kwargs = tuple(own[name] for name in parameters), {}
+    replace(norm, layer)
+
+
+def _scale_and_shift(module: fx.GraphModule, norm: fx.Node) -> tuple[Tensor, Tensor]:
+    """s = γ / √(σ² + ε) and β - s · μ, in float64."""
+    bn = arguments(norm)
+    mean, variance = constant(module, bn["running_mean"]), constant(module, bn["running_var"])
+    assert mean is not None and variance is not None
+    gamma, beta = constant(module, bn["weight"]), constant(module, bn["bias"])
+    scale = torch.rsqrt(variance.double() + bn["eps"])
+    scale = scale if gamma is None else scale * gamma.double()
+    shift = -mean.double() * scale
+    return scale, shift if beta is None else shift + beta.double()
+
+
+def _along_output_channel(scale: Tensor, weight: Tensor, groups: int | None) -> Tensor:
+    """`scale` shaped to multiply `weight`; `groups` is given for transposed convolutions."""
+    kernel = (1,) * (weight.dim() - 2)
+    if groups is None:
+        return scale.reshape(-1, 1, *kernel)
+    by_group = scale.reshape(groups, 1, -1).expand(groups, weight.shape[0] // groups, -1)
+    return by_group.reshape(weight.shape[0], weight.shape[1], *kernel)

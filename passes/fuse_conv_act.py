@@ -1,0 +1,115 @@
+"""fuse-conv-act: convolution, bias, residual add and ReLU in one cuDNN kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from ampopt.graph import (
+    arguments,
+    aten,
+    calls,
+    finish,
+    insert_call,
+    is_constant,
+    only_user,
+    record_shapes,
+    replace,
+    tensor_meta,
+)
+from ampopt.program import Program
+from ampopt.transform import Declined, Family, Numerics, Pass, Result
+
+
+@dataclasses.dataclass(frozen=True)
+class FuseConvAct(Pass):
+    """Fuse into cuDNN's own operators: `relu(conv(x))` and `relu(conv(x) + z)` -> one kernel each.
+
+    Rewrites: conv2d with constant weights, then ReLU, to `cudnn_convolution_relu`; conv2d, then an add of a
+    tensor of the same shape, dtype and memory layout, then ReLU, to `cudnn_convolution_add_relu`.
+    Requires: CUDA with cuDNN; float32, float16 or bfloat16 throughout; the convolution's only reader is the
+    add or the ReLU, and the add's only reader is the ReLU.
+    Declines: other readers; an operand that broadcasts or is laid out differently; an add with a factor;
+    programs under autocast (the fused operators are not on its lists).
+    Correct because: the operators are defined as relu(conv(x, W, b)) and relu(conv(x, W, b) + α·z), here with
+    α = 1; addition commutes, so either operand of the add may be the convolution. z is computed before the
+    add and so before the fused call, which stands in the ReLU's place. Intermediate results stay in FP32
+    registers, where the separate kernels round them: the fused result is the more exact one.
+    Cost: none. Elsewhere, and in exported models, the plain form runs.
+    """
+
+    numerics = Numerics.REASSOCIATED
+    family = Family.KERNEL
+    portable = False
+
+    def why_not(self, program: Program) -> str | None:
+        """The operators exist for CUDA only."""
+        if program.device.type != "cuda":
+            return "cuDNN's fused operators need CUDA"
+        return "it still runs under autocast" if program.settings.autocast is not None else None
+
+    def apply(self, program: Program) -> Result:
+        """Match from the ReLU backwards, check, fuse; see the class."""
+        module, rewrites = record_shapes(program), 0
+        declined: list[Declined] = []
+        for relu in calls(module, [aten.relu.default]):
+            found = _match(relu)
+            if found is None:
+                continue
+            conv, other = found
+            if reason := _why_not(conv, relu, other):
+                declined.append(Declined(relu.name, reason))
+                continue
+            _fuse(module, conv, relu, other)
+            rewrites += 1
+        return Result(program.with_graph(finish(module)) if rewrites else program, rewrites, tuple(declined))
+
+
+def _match(relu: fx.Node) -> tuple[fx.Node, fx.Node | None] | None:
+    """The convolution before a ReLU and what is added to it: (conv, None), (conv, z), or None."""
+    source = relu.args[0]
+    if not isinstance(source, fx.Node):
+        return None
+    if source.target is aten.conv2d.default:
+        return source, None
+    if source.target is not aten.add.Tensor:
+        return None
+    left, right = source.args[0], source.args[1]
+    # of two convolutions the later one is fused: the other must have run before it
+    for conv, other in ((right, left), (left, right)):
+        if isinstance(conv, fx.Node) and isinstance(other, fx.Node) and conv.target is aten.conv2d.default:
+            if only_user(conv) is source:
+                return conv, other
+    return None
+
+
+def _why_not(conv: fx.Node, relu: fx.Node, other: fx.Node | None) -> str | None:
+    reader = only_user(conv)
+    if reader is None:
+        return f"{conv.name} has other readers"
+    if not is_constant(conv.args[1]):
+        return f"the weight of {conv.name} is computed"
+    if other is None:
+        return None
+    if only_user(reader) is not relu:
+        return f"{reader.name} has other readers"
+    if arguments(reader)["alpha"] != 1:
+        return f"{reader.name} multiplies its operand"
+    mine, theirs = tensor_meta(conv), tensor_meta(other)
+    if (mine.shape, mine.dtype, mine.stride) != (theirs.shape, theirs.dtype, theirs.stride):
+        return f"{other.name} differs from {conv.name} in shape, dtype or memory layout"
+    return None
+
+
+def _fuse(module: fx.GraphModule, conv: fx.Node, relu: fx.Node, other: fx.Node | None) -> None:
+    own = arguments(conv)
+    border = [list(own[key]) for key in ("stride", "padding", "dilation")]
+    border = [values * 2 if len(values) == 1 else values for values in border]
+    if other is None:
+        call = (own["input"], own["weight"], own["bias"], *border, own["groups"])
+        fused = insert_call(module, relu, aten.cudnn_convolution_relu.default, *call)
+    else:
+        call = (own["input"], own["weight"], other, 1.0, own["bias"], *border, own["groups"])
+        fused = insert_call(module, relu, aten.cudnn_convolution_add_relu.default, *call)
+    replace(relu, fused)

@@ -1,0 +1,89 @@
+"""remove-inference-noops: operators that only matter in training, or that change nothing here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from ampopt.graph import arguments, aten, calls, finish, record_shapes, replace, tensor_meta
+from ampopt.program import Program
+from ampopt.transform import Family, Numerics, Pass, Result
+
+_DROPOUTS = {
+    aten.dropout.default,
+    aten.feature_dropout.default,
+    aten.alpha_dropout.default,
+    aten.feature_alpha_dropout.default,
+}
+
+_IDENTITIES = {aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default}
+
+_VIEWS_AND_CASTS = {
+    aten.reshape.default,
+    aten.view.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten.expand.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.slice.Tensor,
+    aten.contiguous.default,
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.type_as.default,
+    aten._to_copy.default,
+}
+
+
+def _is_noop(node: fx.Node, source: fx.Node) -> bool:
+    if node.target in _DROPOUTS:
+        return arguments(node)["train"] is False
+    if node.target in _IDENTITIES:
+        return True
+    if node.target not in _VIEWS_AND_CASTS:
+        return False
+    before, after = tensor_meta(source), tensor_meta(node)
+    return (before.shape, before.dtype, before.stride) == (after.shape, after.dtype, after.stride)
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoveInferenceNoops(Pass):
+    """Remove what changes nothing in inference: `noop(x)` -> `x`, and dead code.
+
+    Rewrites: dropout of every kind with `train=False`; alias and detach; views, slices, expands, permutes
+    and casts whose result has the shape, the dtype and the strides of their input.
+    Requires: nothing.
+    Declines: nothing; what is not proven to be a no-op is not looked at.
+    Correct because: dropout is defined as the identity outside training. A view that keeps shape and
+    strides shows the same elements in the same order (a slice as long as its input starts at 0 with step 1),
+    and a cast to the dtype that is there already keeps every bit. The graph is functional, so it does not
+    matter that a copy and its source become one tensor. Whatever no output depends on has no effect.
+    Cost: one run on the example inputs, which tells the shapes.
+    """
+
+    numerics = Numerics.BITWISE
+    family = Family.REWRITE
+    portable = True
+    enables_others = True
+
+    def apply(self, program: Program) -> Result:
+        """Remove them in graph order; see the class."""
+        module = record_shapes(program)
+        before, rewrites = len(module.graph.nodes), 0
+        for node in calls(module):
+            source = node.args[0] if node.args else None
+            if not isinstance(source, fx.Node) or not _has_single_tensors(source, node):
+                continue
+            if _is_noop(node, source):
+                replace(node, source)
+                rewrites += 1
+        module = finish(module)
+        dead = before - rewrites - len(module.graph.nodes)
+        rewrites += dead
+        return Result(program.with_graph(module) if rewrites else program, rewrites)
+
+
+def _has_single_tensors(*nodes: fx.Node) -> bool:
+    return all(hasattr(node.meta.get("tensor_meta"), "stride") for node in nodes)

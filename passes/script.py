@@ -1,0 +1,58 @@
+"""script: run the graph through TorchScript's optimizer."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ampopt.program import Program
+from ampopt.transform import Family, Numerics, Pass, Result
+
+
+@dataclasses.dataclass(frozen=True)
+class Script(Pass):
+    """Trace the graph into TorchScript, freeze it, optimize it for inference, and let its fuser settle.
+
+    Rewrites: what executes the graph. The graph itself stays as it is, so that it can still be exported.
+    Requires: precision baked into the graph (autocast's casts are not seen by a trace).
+    Declines: programs that still run under autocast.
+    Correct because: the graph has no control flow and its shapes are constants, so a trace on the example
+    inputs is the whole program; freezing inlines the weights; the fuser emits the same operators' arithmetic.
+    Cost: seconds to trace; its profiling executor specializes in the first calls, which `warm_ups` covers.
+    """
+
+    numerics = Numerics.REASSOCIATED
+    family = Family.ENGINE
+    portable = False
+
+    warm_ups: int = 4
+
+    def why_not(self, program: Program) -> str | None:
+        """A trace does not see autocast."""
+        return "it still runs under autocast" if program.settings.autocast is not None else None
+
+    def apply(self, program: Program) -> Result:
+        """Trace, freeze, optimize, warm up; see the class."""
+        with program.settings.scope(program.device), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            entered = [b.convert(t) for b, t in zip(program.entry, program.examples, strict=True)]
+            traced = torch.jit.trace(copy.deepcopy(program.graph).eval(), tuple(entered), check_trace=False)
+            engine = _as_tuple(torch.jit.optimize_for_inference(torch.jit.freeze(traced)))
+            for _ in range(self.warm_ups):
+                engine(*entered)
+        return Result(program.replace(engine=engine), 1)
+
+
+def _as_tuple(function: Callable[..., Sequence[Tensor]]) -> Callable[..., Sequence[Tensor]]:
+    """TorchScript returns a bare tensor for a tuple of one where its passes unpack it."""
+
+    def call(*tensors: Tensor) -> Sequence[Tensor]:
+        result = function(*tensors)
+        return (result,) if isinstance(result, Tensor) else result
+
+    return call

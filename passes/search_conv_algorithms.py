@@ -1,0 +1,40 @@
+"""search-conv-algorithms: let cuDNN time its convolution algorithms once and keep the fastest."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ampopt.graph import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, calls
+from ampopt.program import Program
+from ampopt.transform import Family, Numerics, Pass, Result
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchConvAlgorithms(Pass):
+    """Let cuDNN choose each convolution's algorithm by timing it instead of by its heuristic.
+
+    Rewrites: the program's settings. The search runs at the first call for each convolution's shape, inside
+    the program's own scope; a captured CUDA graph keeps its outcome for good, and other calls find it in
+    PyTorch's cache. `torch.backends.cudnn.benchmark` is as the user left it at every other moment.
+    Requires: CUDA and at least one convolution. Declines: everything else.
+    Correct because: every algorithm computes the same convolution; only the order of the sums, or the
+    transform that they are computed in (Winograd, FFT), differs, and the verification covers that.
+    Cost: a search of some milliseconds for each convolution, once.
+    """
+
+    numerics = Numerics.REASSOCIATED
+    family = Family.PLACEMENT
+    portable = False
+    enables_others = True
+
+    def why_not(self, program: Program) -> str | None:
+        """Only cuDNN searches."""
+        return None if program.device.type == "cuda" else "only cuDNN's convolutions can be searched"
+
+    def apply(self, program: Program) -> Result:
+        """Set the switch in the program's settings; counts the convolutions that it covers."""
+        found = sum(1 for _ in calls(program.graph, CONVOLUTIONS | TRANSPOSED_CONVOLUTIONS))
+        if not found or program.settings.search_algorithms:
+            return Result(program, 0)
+        settings = dataclasses.replace(program.settings, search_algorithms=True)
+        return Result(program.replace(settings=settings), found)

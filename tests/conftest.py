@@ -1,0 +1,33 @@
+"""What every test gets: its share of the cores, a fixed seed, and a stated reason where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+THREADS = max(1, CORES // WORKERS)
+# The libraries read these once, as they load, hence before torch. Not `setdefault`: the workers of xdist
+# inherit the environment of the process that starts them, in which this file has already run.
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[_variable] = str(THREADS)
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked `gpu` where torch finds no CUDA GPU."""
+    if torch.cuda.is_available():
+        return
+    build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    skip = pytest.mark.skip(reason=f"needs a CUDA GPU, and torch {torch.__version__} ({build}) finds none")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """The same random draws in every test, whatever ran before it in the same process."""
+    torch.manual_seed(0)
