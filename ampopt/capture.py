@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import io
 import logging
+import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -103,7 +104,7 @@ def capture(
             exported = torch.export.export(model, tuple(args), dict(sorted(kwargs.items())), strict=False)
             result = model(*args, **kwargs)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" …")
         raise CaptureError(f"torch.export cannot capture {type(model).__name__}: {reason}") from error
     with torch.no_grad(), untouched_rng(device), _quiet():
         graph = lower(exported)

@@ -84,6 +84,28 @@ def constant(module: fx.GraphModule, node: object) -> Tensor | None:
     return value
 
 
+def exact_constant(module: fx.GraphModule, node: object) -> Tensor | None:
+    """`constant`, but as it was before it was rounded to a lower precision.
+
+    Arithmetic on weights starts from this and so rounds once; see `add_rounded`.
+    """
+    value = constant(module, node)
+    return value if value is None or not isinstance(node, fx.Node) else node.meta.get("exact", value)
+
+
+def add_rounded(
+    module: fx.GraphModule, hint: str, exact: Tensor, dtype: torch.dtype, before: fx.Node
+) -> fx.Node:
+    """`add_constant` for a weight that is stored in `dtype`; `exact_constant` finds the unrounded one.
+
+    Where `dtype` holds every bit, or the graph computes in full precision anyway, nothing extra is kept.
+    """
+    node = add_constant(module, hint, exact.to(dtype), before)
+    if dtype in (torch.float16, torch.bfloat16):
+        node.meta["exact"] = exact.detach().to(torch.float32)
+    return node
+
+
 def add_constant(module: fx.GraphModule, hint: str, value: Tensor, before: fx.Node) -> fx.Node:
     """Give the graph a new weight, named after `hint`, and return the node that reads it."""
     base = "".join(c if c.isalnum() else "_" for c in hint)
@@ -158,6 +180,12 @@ def where(node: fx.Node) -> str:
         return node.name
     file, _, rest = frames[-1].removeprefix('File "').partition('", line ')
     return f"{node.name} at {file}:{rest.split(',')[0]}"
+
+
+def reads_strides(module: fx.GraphModule) -> fx.Node | None:
+    """The first operator whose result depends on how its input lies in memory; None where there is none."""
+    depends = (aten.as_strided.default, aten.view_as_real.default, aten.view_as_complex.default)
+    return next(calls(module, depends), None)
 
 
 def is_opaque(node: fx.Node) -> bool:

@@ -148,10 +148,11 @@ def measure_forms(
 
     A form that the device's libraries refuse is left out.
     """
-    samplers = {}
+    samplers, alive = {}, []  # a captured graph does not keep the tensors that it reads
     with program.settings.scope(program.device):
         for form in forms:
             run = _runner(conv, form, program.device)
+            alive.append(run)
             try:
                 run()
                 if program.device.type == "cuda":

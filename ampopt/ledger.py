@@ -10,6 +10,10 @@ from ampopt.measure import Gain, Measurement
 from ampopt.transform import Declined
 
 
+ORIGINAL = "original"
+"""What a ledger's `chosen` says where the original model runs because nothing is faster or verified."""
+
+
 class Verdict(enum.Enum):
     """What became of a pass in a lane."""
 
@@ -113,7 +117,8 @@ class Ledger:
     """Everything that `optimize` found out about a model. `print` it for a table.
 
     `baseline` is the original as the user would call it, with the global flags as they are; `lanes` has a
-    summary for each lane that was finished; `chosen` names the one that the result runs.
+    summary for each lane that was finished; `chosen` names the one that the result runs, or
+    is `ORIGINAL`.
     """
 
     model: str
@@ -132,6 +137,8 @@ class Ledger:
         """How many times faster the result is than the original as the user calls it, by median latency."""
         if self.chosen is None or self.baseline is None:
             return None
+        if self.chosen == ORIGINAL:
+            return 1.0
         return self.baseline.median / self.lanes[self.chosen].best.median
 
     def to_dict(self) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from ampopt.capture import Captured
 from ampopt.environment import environment
 from ampopt.errors import VerificationError
 from ampopt.lanes import Lane, lanes_for
-from ampopt.ledger import LaneSummary, Ledger
-from ampopt.measure import interleave, latency, peak_memory
+from ampopt.ledger import ORIGINAL, LaneSummary, Ledger
+from ampopt.measure import gain, interleave, latency, peak_memory
 from ampopt.pass_manager import LaneState, PassManager, Progress
 from ampopt.passes import ENGINES, LAUNCHES, PIPELINE, AllowTf32, BakeAutocast
 from ampopt.runtime import OptimizedModule, Outputs, Recipe
@@ -163,11 +163,16 @@ class Optimizer:
             reasons = "; ".join(f"{name}: {lane.refused}" for name, lane in summaries.items())
             raise VerificationError(f"no lane could be verified. {reasons}")
         best = min(usable, key=lambda s: summaries[s.lane.name].best.median)
+        fastest, now = summaries[best.lane.name].best, self.ledger.baseline
+        assert now is not None
         self.ledger.chosen = best.lane.name
-        fastest = summaries[best.lane.name].best.median
+        if gain(now, fastest).is_loss:
+            self.ledger.chosen = ORIGINAL
+            self.ledger.notes.append("the original answers every call: nothing that was tried is faster")
+            fastest = now
         for name, lane in summaries.items():
-            if lane.refused and lane.best.median < fastest:
-                ratio = fastest / lane.best.median
+            if lane.refused and lane.best.median < fastest.median:
+                ratio = fastest.median / lane.best.median
                 self.ledger.notes.append(
                     f"the {name} lane would be {ratio:.2f}x faster still, but {lane.refused}"
                 )
@@ -184,6 +189,7 @@ class Optimizer:
             self.ledger,
             outputs=options.outputs,
             max_captures=self._max_captures,
+            serve_original=self.ledger.chosen == ORIGINAL,
             ready=state.best.run,
         )
 

@@ -55,6 +55,8 @@ class LaneState:
     best: Subject
     base: Program
     rewritten: Program
+    too_slow: list[Pass] = dataclasses.field(default_factory=list)
+    """Passes that were right but gained nothing, with what they measured written into their fields."""
 
 
 class PassManager:
@@ -81,9 +83,20 @@ class PassManager:
         return LaneState(lane, Subject(program), program, program)
 
     def rewrite(self, state: LaneState, passes: Sequence[Pass]) -> None:
-        """Apply rewrites, placement and kernels, one on top of the other."""
+        """Apply rewrites, placement and kernels, one on top of the other, then give second chances.
+
+        A pass may lose in its place and win once what comes after it is there: a layout without the fused
+        kernels that want it, say. So each that was right but too slow is tried again, in its own place in
+        the final recipe, with every kernel pass applied anew on top.
+        """
         for step in passes:
             self._try(state, step.name, [step], state.best.program)
+        order = [step.name for step in passes]
+        kernels = [step for step in passes if step.family is Family.KERNEL]
+        for step in list(state.too_slow):
+            recipe = {s.name: s for s in (*kernels, *state.best.program.recipe, step)}
+            ordered = sorted(recipe.values(), key=lambda s: order.index(s.name))
+            self._try(state, f"{step.name} (again)", [_Replay(tuple(ordered))], state.base)
         state.rewritten = state.best.program
 
     def choose_engine(
@@ -95,20 +108,24 @@ class PassManager:
         program without them.
         """
         for engine in engines:
-            steps = [] if engine is None else [engine]
-            name = "" if engine is None else engine.name
-            program = state.rewritten
-            if engine is not None and engine.why_not(program) is not None:
-                program = self._without_kernels(state)
-            if engine is not None:
-                program = self._try(state, name, steps, program)
-            for launch in launches:
-                if program is not None and (engine is None or launch.why_not(program) is None):
-                    self._try(state, f"{name} + {launch.name}".removeprefix(" + "), [launch], program)
+            if engine is None:
+                for launch in launches:
+                    self._try(state, launch.name, [launch], state.rewritten)
+                continue
+            for suffix, program in self._readable_forms(state, engine):
+                made = self._try(state, engine.name + suffix, [engine], program)
+                for launch in launches:
+                    if made is not None and launch.why_not(made) is None:
+                        self._try(state, f"{engine.name}{suffix} + {launch.name}", [launch], made)
 
-    def _without_kernels(self, state: LaneState) -> Program:
+    def _readable_forms(self, state: LaneState, engine: Pass) -> list[tuple[str, Program]]:
+        """The rewritten program as the engine can take it: with native kernels, without them, or both."""
+        forms = [("", state.rewritten)]
         recipe = tuple(step for step in state.rewritten.recipe if step.family is not Family.KERNEL)
-        return replay(recipe, state.base)
+        if recipe != state.rewritten.recipe:
+            forms.append((" (unfused)", replay(recipe, state.base)))
+        readable = [form for form in forms if engine.why_not(form[1]) is None]
+        return readable or forms[:1]
 
     def _try(self, state: LaneState, name: str, steps: Sequence[Pass], program: Program) -> Program | None:
         """Try passes on a program; keep the outcome as the lane's best where that is right.
@@ -124,6 +141,11 @@ class PassManager:
         start = time.perf_counter()
         try:
             for step in steps:
+                needed, left = step.expected_seconds(program), self._deadline - start
+                if needed > left:
+                    reason = f"it needs about {needed:.0f} s, and {max(left, 0):.0f} s of the budget are left"
+                    self._record(blank, reason=reason)
+                    return None
                 if reason := step.why_not(program):
                     self._record(blank, verdict=Verdict.DECLINED, reason=reason)
                     return None
@@ -133,7 +155,7 @@ class PassManager:
                     self._record(blank, verdict=Verdict.DECLINED, reason=_why_nothing(result))
                     return None
                 before_program = program
-                program = _with_recipe(result, step)
+                program = result.program if isinstance(step, _Replay) else _with_recipe(result, step)
             return self._judge(state, blank, steps[-1], before_program, Subject(program))
         except KeyboardInterrupt:
             self._record(blank, reason="interrupted")
@@ -164,6 +186,8 @@ class PassManager:
         else:
             what = "slower" if entry.gain.is_loss else "no gain outside the noise"
             verdict, reason = Verdict.REVERTED, _pace(entry, what)
+            if step.family in (Family.REWRITE, Family.PLACEMENT) and not isinstance(step, _Replay):
+                state.too_slow.append(candidate.program.recipe[-1])
         if verdict is Verdict.KEPT:
             state.best = candidate
         self._record(entry, verdict=verdict, reason=reason)
@@ -201,6 +225,21 @@ class PassManager:
         self._ledger.entries.append(
             dataclasses.replace(entry, reason=reason, verdict=verdict or entry.verdict)
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Replay(Pass):
+    """Replay a recipe on the lane's first program."""
+
+    numerics = Numerics.APPROXIMATE
+    family = Family.REWRITE
+    portable = False
+
+    recipe: tuple[Pass, ...]
+
+    def apply(self, program: Program) -> Result:
+        replayed = replay(self.recipe, program)
+        return Result(replayed, len(replayed.recipe))
 
 
 def _account(entry: Entry, result: Result, seconds: float) -> Entry:

@@ -37,6 +37,8 @@ class Border:
 
     def convert(self, tensor: Tensor) -> Tensor:
         """Return `tensor` in this dtype and format; itself where it already is."""
+        if self.memory_format is torch.contiguous_format and tensor.dtype is self.dtype:
+            return tensor.contiguous()
         if tensor.dim() in CHANNELS_LAST and self.memory_format is CHANNELS_LAST[tensor.dim()]:
             return tensor.to(dtype=self.dtype, memory_format=self.memory_format)
         return tensor.to(dtype=self.dtype).contiguous()
@@ -117,4 +119,4 @@ class Program:
         with self.settings.scope(self.device):
             entered = [border.convert(t) for border, t in zip(self.entry, tensors, strict=True)]
             outputs = self.function(*entered)
-            return tuple(border.convert(t) for border, t in zip(self.exit, outputs, strict=True))
+            return tuple([border.convert(t) for border, t in zip(self.exit, outputs, strict=True)])

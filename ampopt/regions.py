@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ampopt.capture import Captured, capture, device_of, private_copy, untouched_rng
 from ampopt.environment import environment
 from ampopt.errors import AmpoptError, CaptureError, InputError
-from ampopt.ledger import LaneSummary, Ledger
+from ampopt.ledger import ORIGINAL, LaneSummary, Ledger
 from ampopt.measure import interleave, latency
 from ampopt.numerics import relative_error
 from ampopt.optimizer import AUTO_TOLERANCE, Optimizer, Options
@@ -155,7 +155,7 @@ def optimize_regions(
         ledger.notes.append("no submodule can be captured: the model runs as it was")
     _compare_whole(original, patched, args, kwargs, options, ledger, device)
     ledger.seconds = time.perf_counter() - started
-    chosen = patched if ledger.chosen != "original" else original
+    chosen = patched if ledger.chosen != ORIGINAL else original
     return PartlyOptimizedModule(chosen, ledger, device)
 
 
@@ -191,7 +191,7 @@ def _compare_whole(
     ledger: Ledger,
     device: torch.device,
 ) -> None:
-    """Compare and time the whole model; `ledger.chosen` becomes the lane, or "original"."""
+    """Compare and time the whole model; `ledger.chosen` becomes the lane, or `ORIGINAL`."""
 
     def call(model: nn.Module) -> list[Tensor]:
         with Settings().scope(device), untouched_rng(device):
@@ -215,10 +215,7 @@ def _compare_whole(
         tuple(ledger.regions), refused=refused,
     )  # fmt: skip
     slower = timed["best"].median > timed["baseline"].median
-    ledger.chosen = "original" if refused or slower or not ledger.regions else lane
-    if ledger.chosen == "original":
+    ledger.chosen = ORIGINAL if refused or slower or not ledger.regions else lane
+    if ledger.chosen == ORIGINAL:
         why = refused or ("it is not faster" if ledger.regions else "nothing was optimized")
         ledger.notes.append(f"the original runs: {why}")
-        ledger.lanes["original"] = dataclasses.replace(
-            ledger.lanes[lane], lane="original", best=timed["baseline"], error=0.0, passes=(), refused=None
-        )

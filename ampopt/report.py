@@ -8,7 +8,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from ampopt.ledger import Entry, Ledger, Timing, Verdict
+from ampopt.ledger import ORIGINAL, Entry, Ledger, Timing, Verdict
 
 _STYLES = {
     Verdict.KEPT: "green",
@@ -54,7 +54,9 @@ def summary_lines(ledger: Ledger) -> list[str]:
         lines.append(f"    {' + '.join(lane.passes) or 'no pass helped'}")
         if lane.refused:
             lines.append(f"    REFUSED: {lane.refused}")
-    if ledger.speedup is not None:
+    if ledger.chosen == ORIGINAL:
+        lines.append("result: the original model")
+    elif ledger.speedup is not None:
         lines.append(f"result: {ledger.chosen} lane, {ledger.speedup:.2f}x faster than as you call it now")
     lines += [f"note: {note}" for note in ledger.notes]
     return [*lines, f"took {ledger.seconds:.1f} s"] if ledger.seconds else lines

@@ -11,10 +11,12 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ampopt.capture import Captured, capture
 from ampopt.errors import AmpoptError, InputError, VerificationError
 from ampopt.executable import Executable, executable
+from ampopt.graph import reads_strides
 from ampopt.ledger import Ledger
 from ampopt.program import Program, Settings
 from ampopt.signature import (
@@ -78,12 +80,14 @@ class OptimizedModule(nn.Module):
         outputs: Outputs = "copy",
         max_shapes: int = 8,
         max_captures: int = 16,
+        serve_original: bool = False,
         ready: Executable | None = None,
     ) -> None:
         """Take over a private copy of the original, its capture, and the program chosen for it.
 
         `outputs="static"`: where a CUDA graph runs, outputs are its own buffers, overwritten by the next
-        call. `ready` is the program's executable where one exists already.
+        call. `ready` is the program's executable where one exists already. `serve_original`: nothing
+        was faster, so the original answers every call.
         """
         super().__init__()
         if outputs not in ("copy", "static"):
@@ -95,10 +99,19 @@ class OptimizedModule(nn.Module):
         self._max_shapes, self._max_captures, self._captures = max_shapes, max_captures, 0
         self._lock = threading.RLock()
         self._served: OrderedDict[object, _Served] = OrderedDict()
+        self._any_strides: dict[object, _Served] = {}
         self._single: dict[object, tuple[Executable, object]] = {}
-        run = ready if ready is not None and outputs == "copy" else self._executable(program)
-        self._admit(captured.leaves, captured, run)
+        self._serve_original = serve_original
+        if not serve_original:
+            run = ready if ready is not None and outputs == "copy" else self._executable(program)
+            self._admit(captured.leaves, captured, run)
         self.training = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`nn.Module.__call__`, a microsecond quicker where no hooks are registered."""
+        if self._forward_pre_hooks or self._forward_hooks:
+            return super().__call__(*args, **kwargs)
+        return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Answer one call; see the class. InputError for tensors of another dtype or device."""
@@ -114,6 +127,9 @@ class OptimizedModule(nn.Module):
         return self._general(args, kwargs)
 
     def _general(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._serve_original:
+            with torch.no_grad():
+                return self._original[0](*args, **kwargs)
         leaves, spec = flatten_call(args, kwargs)
         key = call_key(leaves, spec)
         served = self._served.get(key)
@@ -123,7 +139,7 @@ class OptimizedModule(nn.Module):
         elif len(self._served) > 1:
             self._touch(key)
         if served.layout is None:
-            with Settings().scope(self.program.device):
+            with torch.no_grad():
                 return served.run(*args, **kwargs)
         return served.layout.restore(served.run(*tensors_of(leaves)))
 
@@ -134,7 +150,11 @@ class OptimizedModule(nn.Module):
                 self._served.move_to_end(key)
 
     def _serve(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> _Served:
-        """Make a program for a call that was not seen before, or let the original answer it."""
+        """Find or make what answers a call that was not seen before."""
+        spec = flatten_call(args, kwargs)[1]
+        known = self._any_strides.get(call_key(leaves, spec, strides=False))
+        if known is not None:
+            return self._remember(leaves, spec, known)
         check_same_call(tensors_of(self._captured.leaves), tensors_of(leaves), self.program.device)
         shown = ", ".join(describe(t) for t in tensors_of(leaves))
         if self._captures >= self._max_captures:
@@ -166,26 +186,30 @@ class OptimizedModule(nn.Module):
 
     def _admit(self, leaves: Sequence[Any], captured: Captured, run: Executable) -> _Served:
         served = _Served(run, captured.layout)
-        key = call_key(leaves, captured.spec)
-        self._remember(key, served)
-        bare = len(leaves) == 1 and isinstance(leaves[0], Tensor) and captured.spec == _ONE_TENSOR
-        if bare and captured.layout.is_single_tensor:
-            self._single[tensor_key(leaves[0])] = (run, key)
-        return served
+        if reads_strides(captured.program.graph) is None:  # the border brings any strides into order
+            self._any_strides[call_key(leaves, captured.spec, strides=False)] = served
+        return self._remember(leaves, captured.spec, served)
 
     def _fall_back(self, args: Any, kwargs: Any, reason: str, shown: str) -> _Served:
         logger.warning("ampopt: the original model answers calls with %s, because %s", shown, reason)
-        served = _Served(self._original[0], None)
-        leaves, spec = flatten_call(args, kwargs)
-        self._remember(call_key(leaves, spec), served)
+        return self._remember(*flatten_call(args, kwargs), _Served(self._original[0], None))
+
+    def _remember(self, leaves: Sequence[Any], spec: pytree.TreeSpec, served: _Served) -> _Served:
+        """Let `served` answer every call like this one; the kinds of call used longest ago are forgotten."""
+        key = call_key(leaves, spec)
+        self._served[key] = served
+        single = len(leaves) == 1 and isinstance(leaves[0], Tensor) and spec == _ONE_TENSOR
+        if single and served.layout is not None and served.layout.is_single_tensor:
+            self._single[tensor_key(leaves[0])] = (served.run, key)
+        while len(set(map(id, self._served.values()))) > self._max_shapes:
+            self._forget(next(iter(self._served)))
         return served
 
-    def _remember(self, key: object, served: _Served) -> None:
-        self._served[key] = served
-        while len(self._served) > self._max_shapes:
-            _, dropped = self._served.popitem(last=False)
-            for short in [k for k, (run, _) in self._single.items() if run is dropped.run]:
-                del self._single[short]
+    def _forget(self, key: object) -> None:
+        served = self._served.pop(key)
+        self._single = {k: found for k, found in self._single.items() if found[1] != key}
+        if all(other is not served for other in self._served.values()):
+            self._any_strides = {k: s for k, s in self._any_strides.items() if s is not served}
 
     def prepare(self, *calls: Any) -> None:
         """Make the programs for further calls now, so that nothing is captured later.
@@ -237,6 +261,7 @@ class OptimizedModule(nn.Module):
             self._recipe,
             self.report,
             outputs=self._outputs,
+            serve_original=self._serve_original,
             max_shapes=self._max_shapes,
             max_captures=self._max_captures,
         )
@@ -250,4 +275,4 @@ _ONE_TENSOR = flatten_call((torch.empty(0),), {})[1]
 
 def _detached(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     detach: Callable[[Any], Any] = lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf  # noqa: E731
-    return torch.utils._pytree.tree_map(detach, (args, dict(kwargs)))  # type: ignore[return-value]
+    return pytree.tree_map(detach, (args, dict(kwargs)))  # type: ignore[return-value]

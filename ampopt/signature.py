@@ -25,7 +25,10 @@ def describe(tensor: Tensor) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class CallKey:
-    """The whole of a call: its structure, every tensor's `tensor_key`, every other argument's value."""
+    """The whole of a call: its structure, every tensor's `tensor_key`, every other argument's value.
+
+    `leaves` may leave the strides out, for programs that do not depend on them.
+    """
 
     spec: pytree.TreeSpec
     leaves: tuple[object, ...]
@@ -39,12 +42,12 @@ def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[A
     return pytree.tree_flatten((tuple(args), dict(sorted(kwargs.items()))))
 
 
-def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> CallKey:
+def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec, *, strides: bool = True) -> CallKey:
     """The key of a call's leaves; values that cannot be hashed stand by their type and identity."""
     parts: list[object] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            parts.append(tensor_key(leaf))
+            parts.append(tensor_key(leaf) if strides else (leaf.shape, leaf.dtype, leaf.device))
             continue
         try:
             hash(leaf)

@@ -97,15 +97,21 @@ class Pass(abc.ABC):
         """Why the pass cannot be applied to this program as a whole; None where it can."""
         return None
 
+    def expected_seconds(self, program: Program) -> float:
+        """About how long `apply` will take, so that it is not begun where the time budget has no room for it."""
+        return 0.0
+
     @abc.abstractmethod
     def apply(self, program: Program) -> Result:
         """Apply the pass where it holds; say where it does not."""
 
 
 def replay(recipe: tuple[Pass, ...], program: Program) -> Program:
-    """Apply the passes of a recipe, in order, to another capture of the same model."""
+    """Apply the passes of a recipe, in order, to another capture of the same model.
+
+    A pass that has nothing to do there is left out of the new program's recipe.
+    """
     for step in recipe:
-        if step.why_not(program) is None:
-            result = step.apply(program)
-            program = result.program.replace(recipe=(*program.recipe, step))
+        if step.why_not(program) is None and (result := step.apply(program)).modified:
+            program = result.program.replace(recipe=(*program.recipe, result.replay or step))
     return program

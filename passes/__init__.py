@@ -37,15 +37,19 @@ __all__ = [
 PIPELINE: tuple[Pass, ...] = (
     RemoveInferenceNoops(),
     FoldConstants(),
-    FoldConvBn(),
     BakeAutocast(),
+    FoldConvBn(),
     AllowTf32(),
     SearchConvAlgorithms(),
     ChannelsLast(),
     Degroup(),
     FuseConvAct(),
 )
-"""What changes the program itself: first what holds everywhere, then precision, layout and kernels."""
+"""What changes the program itself: clean-up, precision, algebra, layout, kernels.
+
+Precision comes before the algebra so that the algebra is timed in the precision that it will run in; passes
+compute new weights from the unrounded ones all the same.
+"""
 
 ENGINES: tuple[Pass, ...] = (Script(), Compile())
 """Alternatives that run the rewritten graph; the cheapest to try first."""

@@ -9,7 +9,7 @@ from torch import fx
 
 from ampopt.casting import POLICIES, Decisions, decide, record_autocast, result_dtypes
 from ampopt.errors import PassError
-from ampopt.graph import add_constant, arguments, aten, calls, copy_of, finish, insert_call
+from ampopt.graph import add_rounded, arguments, aten, calls, copy_of, finish, insert_call
 from ampopt.program import Border, Program
 from ampopt.transform import Family, Numerics, Pass, Result
 
@@ -29,7 +29,8 @@ class BakeAutocast(Pass):
     `dtype` argument says so; the result dtypes are compared with autocast's afterwards, and any difference
     is an error. The other policies choose casts by operator; each is a valid precision assignment.
     Outputs are given back in the original model's dtypes.
-    Cost: a copy of the weights in the lower precision.
+    Cost: a copy of the weights in the lower precision; the unrounded ones are kept for passes that compute
+    new weights from them.
     """
 
     numerics = Numerics.APPROXIMATE
@@ -92,7 +93,7 @@ def _cast(module: fx.GraphModule, source: fx.Node, dtype: torch.dtype, first_rea
     if source.op == "get_attr":
         weight = getattr(module, str(source.target))
         first = next(iter(module.graph.nodes))
-        return add_constant(module, f"{source.name}_{dtype}".replace("torch.", ""), weight.to(dtype), first)
+        return add_rounded(module, f"{source.name}_{dtype}".replace("torch.", ""), weight, dtype, first)
     return insert_call(module, first_reader, aten._to_copy.default, source, dtype=dtype)
 
 

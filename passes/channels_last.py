@@ -8,17 +8,15 @@ from ampopt.graph import (
     CONVOLUTIONS,
     TRANSPOSED_CONVOLUTIONS,
     add_constant,
-    aten,
     calls,
     constant,
     copy_of,
     finish,
     is_constant,
+    reads_strides,
 )
 from ampopt.program import CHANNELS_LAST, Border, Program
 from ampopt.transform import Declined, Family, Numerics, Pass, Result
-
-_STRIDE_DEPENDENT = {aten.as_strided.default, aten.view_as_real.default, aten.view_as_complex.default}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +41,7 @@ class ChannelsLast(Pass):
 
     def why_not(self, program: Program) -> str | None:
         """Programs that read memory by strides keep their layout."""
-        found = next(calls(program.graph, _STRIDE_DEPENDENT), None)
+        found = reads_strides(program.graph)
         return f"{found.name} reads memory by its strides" if found is not None else None
 
     def apply(self, program: Program) -> Result:

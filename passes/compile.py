@@ -41,6 +41,10 @@ class Compile(Pass):
         found = next((node for node in calls(program.graph) if is_opaque(node)), None)
         return f"inductor cannot see into {found.target}" if found is not None else None
 
+    def expected_seconds(self, program: Program) -> float:
+        """Compilation takes some seconds to begin with, and more for every operator."""
+        return 4.0 + 0.03 * sum(1 for _ in calls(program.graph))
+
     def apply(self, program: Program) -> Result:
         """Compile and warm up; see the class."""
         options = {"triton.cudagraphs": False, "freezing": True}

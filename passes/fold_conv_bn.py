@@ -10,12 +10,14 @@ from torch import Tensor, fx
 from ampopt.graph import (
     CONVOLUTIONS,
     TRANSPOSED_CONVOLUTIONS,
-    add_constant,
+    add_rounded,
     arguments,
     aten,
     calls,
     constant,
     copy_of,
+    dtype_of,
+    exact_constant,
     finish,
     is_constant,
     only_user,
@@ -39,30 +41,33 @@ class FoldConvBn(Pass):
     linear, followed by batch_norm with running statistics, affine or not.
     Requires: W, b and the normalization's four tensors are weights of the graph; the normalization is the
     layer's only reader; it works on dimension 1 of an output of the layer's usual rank (so that a linear
-    layer's features, or an unbatched convolution's channels, are not taken for something else).
-    Declines: batch statistics; no running statistics; other readers; computed weights; other ranks.
+    layer's features, or an unbatched convolution's channels, are not taken for something else), and gives
+    the layer's dtype.
+    Declines: batch statistics; no running statistics; other readers; computed weights; other ranks;
+    other dtypes.
     Correct because: with s = γ / √(σ² + ε) for each output channel, bn(W ∗ x + b) = s · (W ∗ x) + s · (b - μ) + β,
     and convolution is linear in W, so W' = s · W along the output channel and b' = s · (b - μ) + β. The output
     channel is dimension 0 of W; a transposed convolution's W is [in, out / groups, *kernel], and its channel o
     belongs to group o // (out / groups), whose inputs are that group's slice of dimension 0. Every call site has
     weights of its own, so a layer used twice is folded once for each.
-    Computed in float64 and stored in the dtype of W. Cost: none.
+    Computed in float64 from the unrounded weights and stored in the dtype of W. Cost: none.
     """
 
     numerics = Numerics.REASSOCIATED
     family = Family.REWRITE
     portable = True
+    enables_others = True
 
     def apply(self, program: Program) -> Result:
         """Match, check, fold; see the class."""
         module, rewrites = copy_of(program.graph), 0
         declined: list[Declined] = []
-        ranks = _output_ranks(program)
+        shapes = _shapes(program)
         for norm in calls(module, [aten.batch_norm.default]):
             layer = norm.args[0]
             if not isinstance(layer, fx.Node) or layer.target not in _RANKS:
                 continue
-            if reason := _why_not(norm, layer, ranks):
+            if reason := _why_not(norm, layer, shapes):
                 declined.append(Declined(norm.name, reason))
                 continue
             _fold(module, layer, norm)
@@ -70,13 +75,15 @@ class FoldConvBn(Pass):
         return Result(program.with_graph(finish(module)) if rewrites else program, rewrites, tuple(declined))
 
 
-def _output_ranks(program: Program) -> dict[str, int]:
+def _shapes(program: Program) -> dict[str, fx.Node]:
+    """The layers and normalizations by name, knowing their shapes and dtypes."""
     if not any(True for _ in calls(program.graph, [aten.batch_norm.default])):
         return {}
-    return {node.name: len(shape_of(node)) for node in calls(record_shapes(program), _RANKS)}
+    recorded = record_shapes(program)
+    return {node.name: node for node in calls(recorded, [*_RANKS, aten.batch_norm.default])}
 
 
-def _why_not(norm: fx.Node, layer: fx.Node, ranks: dict[str, int]) -> str | None:
+def _why_not(norm: fx.Node, layer: fx.Node, shapes: dict[str, fx.Node]) -> str | None:
     bn, own = arguments(norm), arguments(layer)
     if bn["training"]:
         return "it normalizes with the statistics of the batch"
@@ -90,23 +97,26 @@ def _why_not(norm: fx.Node, layer: fx.Node, ranks: dict[str, int]) -> str | None
     ]
     if not all(t is None or is_constant(t) for t in tensors):
         return "one of its weights is computed"
-    if ranks[layer.name] != _RANKS[layer.target]:
-        return f"{layer.name} has {ranks[layer.name]} dimensions: dimension 1 is not its output channel"
+    rank = len(shape_of(shapes[layer.name]))
+    if rank != _RANKS[layer.target]:
+        return f"{layer.name} has {rank} dimensions: dimension 1 is not its output channel"
+    if dtype_of(shapes[layer.name]) is not dtype_of(shapes[norm.name]):
+        return f"it gives another dtype than {layer.name}"
     return None
 
 
 def _fold(module: fx.GraphModule, layer: fx.Node, norm: fx.Node) -> None:
     own = arguments(layer)
-    weight = constant(module, own["weight"])
-    assert weight is not None
+    stored, weight = constant(module, own["weight"]), exact_constant(module, own["weight"])
+    assert stored is not None and weight is not None
     scale, shift = _scale_and_shift(module, norm)
-    bias = constant(module, own["bias"])
+    bias = exact_constant(module, own["bias"])
     new_bias = shift if bias is None else shift + bias.double() * scale
     groups = own["groups"] if layer.target in TRANSPOSED_CONVOLUTIONS else None
     new_weight = weight.double() * _along_output_channel(scale, weight, groups)
     parameters = [p.name for p in layer.target._schema.arguments]  # type: ignore[union-attr]
-    own["weight"] = add_constant(module, f"{norm.name}_weight", new_weight.to(weight.dtype), layer)
-    own["bias"] = add_constant(module, f"{norm.name}_bias", new_bias.to(weight.dtype), layer)
+    own["weight"] = add_rounded(module, f"{norm.name}_weight", new_weight, stored.dtype, layer)
+    own["bias"] = add_rounded(module, f"{norm.name}_bias", new_bias, stored.dtype, layer)
     layer.args, layer.kwargs = tuple(own[name] for name in parameters), {}
     replace(norm, layer)
 
@@ -114,9 +124,10 @@ def _fold(module: fx.GraphModule, layer: fx.Node, norm: fx.Node) -> None:
 def _scale_and_shift(module: fx.GraphModule, norm: fx.Node) -> tuple[Tensor, Tensor]:
     """s = γ / √(σ² + ε) and β - s · μ, in float64."""
     bn = arguments(norm)
-    mean, variance = constant(module, bn["running_mean"]), constant(module, bn["running_var"])
+    mean, variance, gamma, beta = (
+        exact_constant(module, bn[key]) for key in ("running_mean", "running_var", "weight", "bias")
+    )
     assert mean is not None and variance is not None
-    gamma, beta = constant(module, bn["weight"]), constant(module, bn["bias"])
     scale = torch.rsqrt(variance.double() + bn["eps"])
     scale = scale if gamma is None else scale * gamma.double()
     shift = -mean.double() * scale

@@ -112,4 +112,5 @@ def _fuse(module: fx.GraphModule, conv: fx.Node, relu: fx.Node, other: fx.Node |
     else:
         call = (own["input"], own["weight"], other, 1.0, own["bias"], *border, own["groups"])
         fused = insert_call(module, relu, aten.cudnn_convolution_add_relu.default, *call)
+    fused.meta["tensor_meta"] = relu.meta["tensor_meta"]  # a later match may add this result
     replace(relu, fused)

@@ -1,0 +1,82 @@
+"""What a user would write by hand: the contestants that ampopt is measured against.
+
+Each takes a model in evaluation mode with its inputs and returns a function of those inputs. The CUDA
+graph copies its inputs in and clones its outputs, as ampopt's does, so that both do the same work.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.optimization import fuse
+from torch.utils import _pytree as pytree
+
+Call = Callable[..., object]
+
+
+def eager(model: nn.Module, _: tuple[Tensor, ...]) -> Call:
+    """The model as it is, TF32 off."""
+    return model
+
+
+def autocast(dtype: torch.dtype) -> Callable[[nn.Module, tuple[Tensor, ...]], Call]:
+    """The model under `torch.autocast`."""
+
+    def contestant(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
+        device = inputs[0].device.type
+
+        def call(*tensors: Tensor) -> object:
+            with torch.autocast(device, dtype):
+                return model(*tensors)
+
+        return call
+
+    return contestant
+
+
+def cuda_graph(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
+    """A plain CUDA graph around the model: inputs copied (and cast) in, outputs cloned."""
+    static = [tensor.clone() for tensor in inputs]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            model(*static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = model(*static)
+
+    def call(*tensors: Tensor) -> object:
+        for buffer, tensor in zip(static, tensors, strict=True):
+            buffer.copy_(tensor)
+        graph.replay()
+        return pytree.tree_map(torch.clone, outputs)
+
+    return call
+
+
+def fold(model: nn.Module) -> nn.Module:
+    """Conv–BN folding with PyTorch's own `torch.fx` example optimizer; the model itself where it cannot."""
+    try:
+        folded: nn.Module = fuse(fx.symbolic_trace(copy.deepcopy(model)))
+    except Exception as error:
+        print(f"by hand: {type(model).__name__} is not folded: {error}")
+        return copy.deepcopy(model)
+    return folded
+
+
+def half_channels_last_fold_graph(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
+    """FP16 weights and activations, channels_last, BN folded, a plain CUDA graph, cuDNN's search on."""
+    torch.backends.cudnn.benchmark = True
+    folded = fold(model).half().to(memory_format=torch.channels_last)
+    entered = tuple(_as_half_channels_last(tensor) for tensor in inputs)
+    return cuda_graph(folded, entered)
+
+
+def _as_half_channels_last(tensor: Tensor) -> Tensor:
+    half = tensor.half() if tensor.is_floating_point() else tensor
+    return half.contiguous(memory_format=torch.channels_last) if half.dim() == 4 else half

@@ -1,0 +1,120 @@
+"""What each pass does, on every workload, in FP32 and in AMP, beside what a user would write by hand.
+
+    python -m benchmarks.passes [--models NAME ...] [--budget 60] [--out DIR] [--device cuda|cpu]
+
+Each workload runs in a process of its own. Writes DIR/<device>/passes.json and the Markdown table that is
+made from it; workloads that were not run this time keep the rows that are there, with their own labels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ampopt import optimize
+from ampopt.environment import environment
+from ampopt.errors import AmpoptError
+from ampopt.flags import cuda_math
+from ampopt.measure import interleave, latency
+from ampopt.numerics import relative_error
+from ampopt.signature import flatten_outputs
+from benchmarks import by_hand
+from benchmarks.models import CPU_WORKLOADS, WORKLOADS
+from benchmarks.results_files import commit, results_folder, write_results
+
+SECONDS = 3.0
+"""Spent on the side-by-side timing of all contestants of one workload."""
+
+
+def contestants(device: torch.device) -> dict[str, Any]:
+    """What ampopt is compared with on a device, by name."""
+    if device.type == "cpu":
+        return {"eager fp32": by_hand.eager, "eager amp": by_hand.autocast(torch.bfloat16)}
+    return {
+        "eager fp32": by_hand.eager,
+        "eager amp": by_hand.autocast(torch.float16),
+        "fp32 + graph by hand": by_hand.cuda_graph,
+        "fp16 + channels_last + fold + graph by hand": by_hand.half_channels_last_fold_graph,
+    }
+
+
+def measure_workload(name: str, device: torch.device, budget_s: float) -> dict[str, Any]:
+    """Optimize one workload in both lanes and time everything side by side, TF32 off."""
+    workload = WORKLOADS[name]
+    model = workload.model().to(device)
+    inputs = tuple(tensor.to(device) for tensor in workload.inputs())
+    row: dict[str, Any] = {"workload": name, "environment": environment(device), "commit": commit()}
+    calls: dict[str, Any] = {}
+    for lane in ("fp32", "amp"):
+        try:
+            fast = optimize(model, inputs, precision=lane, budget_s=budget_s, progress=False)
+            row[lane] = fast.report.to_dict()
+            calls[f"ampopt {lane}"] = fast
+            print(fast.report, flush=True)
+        except AmpoptError as error:
+            row[lane] = {"error": str(error)}
+            print(f"{name} {lane}: {error}", flush=True)
+    reference = flatten_outputs(WORKLOADS[name].model().double().to(device)(*(t.double() for t in inputs)))[0]
+    row["contestants"] = {}
+    with cuda_math(tf32=False, search=False) if device.type == "cuda" else torch.no_grad():
+        for contestant, make in contestants(device).items():
+            try:
+                calls[contestant] = make(model, inputs)
+                calls[contestant](*inputs)
+            except Exception as error:
+                calls.pop(contestant, None)
+                row["contestants"][contestant] = {"error": f"{type(error).__name__}: {error}"}
+        timed = interleave(
+            {key: latency(lambda call=call: call(*inputs), device) for key, call in calls.items()},
+            seconds=SECONDS,
+        )
+        for key, call in calls.items():
+            outputs = flatten_outputs(call(*inputs))[0]
+            error = max(relative_error(out, ref) for out, ref in zip(outputs, reference, strict=True))
+            row["contestants"][key] = {**timed[key].to_dict(), "relative_error": error}
+    return row
+
+
+def main() -> None:
+    """Run every workload asked for in a process of its own, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), metavar="NAME")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds for each lane of each workload")
+    parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    if options.one:
+        with torch.no_grad():
+            row = measure_workload(options.models[0], device, options.budget)
+        Path(options.one).write_text(json.dumps(row), encoding="utf-8")
+        return
+    names = options.models or (list(WORKLOADS) if device.type == "cuda" else list(CPU_WORKLOADS))
+    folder = results_folder(options.out, device)
+    for name in names:
+        write_results(folder, _in_own_process(name, options))
+
+
+def _in_own_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "row.json"
+        command = [sys.executable, "-m", "benchmarks.passes", "--models", name, "--one", str(file)]
+        command += ["--budget", str(options.budget), "--device", options.device]
+        status = subprocess.run(command, check=False).returncode
+        if status or not file.exists():
+            return {"workload": name, "error": f"the process ended with status {status}"}
+        row: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return row
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""What the tests share: programs of small models, their error against float64, and what every pass must stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ampopt.capture import capture, device_of, private_copy
+from ampopt.executable import executable
+from ampopt.graph import calls, copy_of, finish, record_shapes, tensor_meta
+from ampopt.lanes import Lane
+from ampopt.numerics import MULTIPLES, fresh_draw, relative_error
+from ampopt.program import Program, Settings
+from ampopt.signature import flatten_outputs
+from ampopt.transform import Numerics, Pass, Result, replay
+
+FP32 = Lane("fp32", torch.float32)
+FP16 = Lane("amp", torch.float16)
+BF16 = Lane("amp", torch.bfloat16)
+
+FLOORS = {torch.float32: 2e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+"""The relative error that the small models of these tests may always have, by the dtype of the lane."""
+
+
+class Model(nn.Module):
+    """A model from a function of itself and its inputs: `Model(lambda m, x: m.conv(x) + 1, conv=nn.Conv2d(…))`."""
+
+    def __init__(self, function: Callable[..., Any], **members: nn.Module | Tensor) -> None:
+        super().__init__()
+        self.function = function
+        for name, member in members.items():
+            if isinstance(member, Tensor) and not isinstance(member, nn.Parameter):
+                self.register_buffer(name, member)
+            else:
+                setattr(self, name, member)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(self, *inputs)
+
+
+def with_statistics(model: nn.Module) -> nn.Module:
+    """The model with statistics and an affine part in its batch norms that no mistake can hide behind."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            for tensor in (module.running_mean, module.bias):
+                if tensor is not None:
+                    nn.init.normal_(tensor)
+            for tensor in (module.running_var, module.weight):
+                if tensor is not None:
+                    nn.init.uniform_(tensor, 0.3, 3.0)
+    return model.eval()
+
+
+def program_of(model: nn.Module, *inputs: Tensor, lane: Lane = FP32, on_top_of: Sequence[Pass] = ()) -> Program:
+    """The program of a private copy of the model as `lane` starts with it, after the passes `on_top_of`."""
+    device = device_of(model, inputs)
+    return replay(tuple(on_top_of), lane.start(capture(private_copy(model), inputs, {}, device).program))
+
+
+def text_of(program: Program) -> str:
+    """The calls of the program's graph, one a line: `relu = aten.relu.default(conv2d)`."""
+    return "\n".join(f"{node.name} = {node.target}({_arguments_of(node)})" for node in calls(program.graph))
+
+
+def _arguments_of(node: fx.Node) -> str:
+    named = [f"{name}={value}" for name, value in node.kwargs.items()]
+    return ", ".join([*map(str, node.args), *named])
+
+
+def dtypes_of(program: Program) -> dict[str, torch.dtype]:
+    """The dtype of every call's result, by the call's name."""
+    return {node.name: tensor_meta(node).dtype for node in calls(record_shapes(program))}
+
+
+def targets_of(program: Program) -> list[object]:
+    """What the program calls, in order."""
+    return [node.target for node in calls(program.graph)]
+
+
+def reference_of(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The original model's flat outputs in float64."""
+    wide = [t.double() if t.is_floating_point() else t for t in inputs]
+    with Settings().scope(device_of(model, inputs)):
+        return flatten_outputs(private_copy(model).double()(*wide))[0]
+
+
+def eager_of(model: nn.Module, inputs: Sequence[Tensor], lane: Lane) -> list[Tensor]:
+    """The original model's flat outputs in a lane: in strict FP32, or under autocast."""
+    with lane.settings.scope(device_of(model, inputs)):
+        return flatten_outputs(private_copy(model)(*inputs))[0]
+
+
+def largest_error(outputs: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
+    """The largest relative error of an output."""
+    return max(relative_error(o, r) for o, r in zip(outputs, reference, strict=True))
+
+
+def error_of(program: Program, model: nn.Module, inputs: Sequence[Tensor]) -> float:
+    """The program's largest relative error against the model in float64."""
+    return largest_error(executable(program)(*inputs), reference_of(model, inputs))
+
+
+def check_pass(
+    step: Pass,
+    model: nn.Module,
+    *inputs: Tensor,
+    rewrites: int,
+    lane: Lane = FP32,
+    on_top_of: Sequence[Pass] = (),
+    elsewhere: Sequence[Tensor] | None = None,
+    rewrites_elsewhere: int | None = None,
+    limit: float | None = None,
+) -> Result:
+    """Apply a pass to a capture of `model`, and assert everything that every pass promises.
+
+    It makes `rewrites` rewrites and leaves the program that it is given alone; the new graph is sound; its
+    outputs keep within the declared numerics, or within the relative error `limit`; a second apply does
+    nothing; and what goes into the recipe makes as many rewrites, or `rewrites_elsewhere`, in a capture for
+    inputs of another shape, `elsewhere`, and gives a right program there too.
+    """
+    program = program_of(model, *inputs, lane=lane, on_top_of=on_top_of)
+    assert step.why_not(program) is None, f"refused: {step.why_not(program)}"
+    result = apply_to_untouched(step, program)
+    assert result.rewrites == rewrites, f"{result.rewrites} rewrites were counted instead of {rewrites}"
+    check_graph(result.program)
+    check_outputs(step.numerics, program, result.program, model, inputs, lane, limit)
+    step = result.replay or step
+    if step.why_not(result.program) is None:
+        again = step.apply(result.program).rewrites
+        assert again == 0, f"not idempotent: a second apply makes {again} rewrites"
+    if elsewhere is not None:
+        before = program_of(model, *elsewhere, lane=lane, on_top_of=on_top_of)
+        there = step.apply(before)
+        expected = rewrites if rewrites_elsewhere is None else rewrites_elsewhere
+        assert there.rewrites == expected, f"its replay makes {there.rewrites} rewrites instead of {expected}"
+        check_outputs(step.numerics, before, there.program, model, elsewhere, lane, limit)
+    return result
+
+
+def apply_to_untouched(step: Pass, program: Program) -> Result:
+    """Apply a pass; assert that the program it is given stays as it is, and that the count is honest."""
+    code, weights = program.graph.code, {n: t.clone() for n, t in program.graph.named_buffers()}
+    result = step.apply(program)
+    assert program.graph.code == code, "the graph of the input program changed"
+    left = dict(program.graph.named_buffers())
+    assert left.keys() == weights.keys(), "the input program's weights are not the same ones"
+    for name, weight in weights.items():
+        same = left[name].dtype is weight.dtype and left[name].stride() == weight.stride()
+        assert same and torch.equal(left[name], weight), f"weight {name} of the input program changed"
+    assert result.modified == (result.program is not program), "the count does not say whether anything changed"
+    return result
+
+
+def check_graph(program: Program) -> None:
+    """Assert that a graph is well-formed and compiled, and holds no weight that nothing reads."""
+    module = program.graph
+    module.graph.lint()
+    assert module.graph.python_code("self").src == module.code, "the graph was edited after it was compiled"
+    read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    assert read == dict(module.named_buffers()).keys(), "the graph holds weights that nothing reads"
+
+
+def check_outputs(
+    numerics: Numerics,
+    before: Program,
+    after: Program,
+    model: nn.Module,
+    inputs: Sequence[Tensor],
+    lane: Lane,
+    limit: float | None = None,
+) -> None:
+    """Assert that a pass moved the outputs no further than declared, on the inputs and on a fresh draw."""
+    run_before, run_after = executable(before), executable(after)
+    generator = torch.Generator().manual_seed(1)
+    for tensors in (inputs, [fresh_draw(t, generator) for t in inputs]):
+        old, new = run_before(*tensors), run_after(*tensors)
+        for a, b in zip(old, new, strict=True):
+            assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()), "another kind of tensor"
+            if numerics is Numerics.BITWISE:
+                assert torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)), "bits of an output changed"
+        reference = reference_of(model, tensors)
+        own = largest_error(eager_of(model, tensors, lane), reference)
+        allowed = max(MULTIPLES[lane.dtype] * own, FLOORS[lane.dtype]) if limit is None else limit
+        error = largest_error(new, reference)
+        assert error <= allowed, f"the error is {error:.2g}, over {allowed:.2g}"
+        check_ownership(run_before, run_after, tensors)
+
+
+Run = Callable[..., Sequence[Tensor]]
+
+
+def check_ownership(before: Run, after: Run, inputs: Sequence[Tensor]) -> None:
+    """Assert that a caller who writes to the outputs changes neither later results nor, anew, the inputs."""
+    shared = _shared_with_inputs(after, inputs) - _shared_with_inputs(before, inputs)
+    assert not shared, "an output shares memory with an input"
+    first = after(*[t.clone() for t in inputs])
+    kept = [t.clone() for t in first]
+    for output in first:
+        output.zero_()
+    for a, b in zip(kept, after(*inputs), strict=True):
+        assert torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)), "an output shares memory with the program"
+
+
+def _shared_with_inputs(run: Run, inputs: Sequence[Tensor]) -> set[tuple[int, int]]:
+    copies = [t.clone() for t in inputs]
+    outputs = run(*copies)
+    for copy, original in zip(copies, inputs, strict=True):
+        assert torch.equal(copy, original), "the program writes to its input"
+    return {
+        (i, j)
+        for i, output in enumerate(outputs)
+        for j, copy in enumerate(copies)
+        if output.untyped_storage().data_ptr() == copy.untyped_storage().data_ptr() != 0
+    }
+
+
+def spoilt(result: Result, spoil: Callable[[fx.GraphModule], object]) -> Result:
+    """A result with a planted mistake: what `spoil` does to its graph."""
+    module = copy_of(result.program.graph)
+    spoil(module)
+    changed = result.program.with_graph(finish(module))
+    return Result(changed, result.rewrites, result.declined, result.hints)
