@@ -158,7 +158,7 @@ class OptimizedModule(nn.Module):
         check_same_call(tensors_of(self._captured.leaves), tensors_of(leaves), self.program.device)
         shown = ", ".join(describe(t) for t in tensors_of(leaves))
         if self._captures >= self._max_captures:
-            reason = f"{self._captures} other calls were captured already (max_captures)"
+            reason = f"no program was made for them ahead of time, and {self._max_captures} later ones at most are"
             return self._fall_back(args, kwargs, reason, shown)
         self._captures += 1
         try:

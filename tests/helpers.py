@@ -54,7 +54,9 @@ def with_statistics(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def program_of(model: nn.Module, *inputs: Tensor, lane: Lane = FP32, on_top_of: Sequence[Pass] = ()) -> Program:
+def program_of(
+    model: nn.Module, *inputs: Tensor, lane: Lane = FP32, on_top_of: Sequence[Pass] = ()
+) -> Program:
     """The program of a private copy of the model as `lane` starts with it, after the passes `on_top_of`."""
     device = device_of(model, inputs)
     return replay(tuple(on_top_of), lane.start(capture(private_copy(model), inputs, {}, device).program))
@@ -150,7 +152,9 @@ def apply_to_untouched(step: Pass, program: Program) -> Result:
     for name, weight in weights.items():
         same = left[name].dtype is weight.dtype and left[name].stride() == weight.stride()
         assert same and torch.equal(left[name], weight), f"weight {name} of the input program changed"
-    assert result.modified == (result.program is not program), "the count does not say whether anything changed"
+    assert result.modified == (result.program is not program), (
+        "the count does not say whether anything changed"
+    )
     return result
 
 
@@ -201,7 +205,9 @@ def check_ownership(before: Run, after: Run, inputs: Sequence[Tensor]) -> None:
     for output in first:
         output.zero_()
     for a, b in zip(kept, after(*inputs), strict=True):
-        assert torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)), "an output shares memory with the program"
+        assert torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)), (
+            "an output shares memory with the program"
+        )
 
 
 def _shared_with_inputs(run: Run, inputs: Sequence[Tensor]) -> set[tuple[int, int]]:

@@ -109,7 +109,10 @@ class _KnowsTheShape(_Planted):
         node = next(calls(module, [aten.relu.default]), None)
         if node is None:
             return Result(program, 0)
-        node.target, node.args = aten.clamp.default, (node.args[0], 0.0 if len(program.examples[0]) == 2 else 1.0)
+        node.target, node.args = (
+            aten.clamp.default,
+            (node.args[0], 0.0 if len(program.examples[0]) == 2 else 1.0),
+        )
         return Result(program.with_graph(finish(module)), 1)
 
 

@@ -23,7 +23,9 @@ def _old_style_weight_norm(module: nn.Module) -> nn.Module:
 
 
 def _computed_from_weights(program: Program) -> list[str]:
-    return [n.name for n in calls(program.graph) if n.all_input_nodes and all(map(is_constant, n.all_input_nodes))]
+    return [
+        n.name for n in calls(program.graph) if n.all_input_nodes and all(map(is_constant, n.all_input_nodes))
+    ]
 
 
 def test_a_chain_on_weights_becomes_one_weight() -> None:
@@ -60,7 +62,9 @@ def test_reparametrized_weights_are_computed_once(layer: Callable[[], nn.Module]
 
 
 def test_a_folded_weight_lets_batch_norm_fold_too() -> None:
-    model = with_statistics(nn.Sequential(parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4)))
+    model = with_statistics(
+        nn.Sequential(parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4))
+    )
     x = torch.randn(1, 3, 6, 6)
     (declined,) = FoldConvBn().apply(program_of(model, x)).declined
     assert declined.reason == "one of its weights is computed"

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from ampopt.graph import arguments, aten, calls, constant, copy_of
-from ampopt.passes import FoldConvBn
-from tests.helpers import BF16, Model, check_pass, program_of, targets_of, text_of, with_statistics
+from ampopt.graph import arguments, aten, calls, constant
+from ampopt.lanes import Lane
+from ampopt.passes import BakeAutocast, FoldConvBn
+from ampopt.transform import Pass
+from tests.helpers import BF16, FP32, Model, check_pass, program_of, targets_of, text_of, with_statistics
 
 CONVOLUTIONS = [nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d]
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -71,10 +73,23 @@ def test_any_geometry_folds(data: st.DataObject) -> None:
         extra["output_padding"] = tuple(
             data.draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)
         )
-    conv = kind(*width, kernel, stride, padding, dilation=dilation, groups=groups, bias=data.draw(st.booleans()), **extra)
-    norm = NORMS[dims](width[1], affine=data.draw(st.booleans()), eps=data.draw(st.sampled_from([1e-5, 1e-3, 1.0])))
+    conv = kind(
+        *width,
+        kernel,
+        stride,
+        padding,
+        dilation=dilation,
+        groups=groups,
+        bias=data.draw(st.booleans()),
+        **extra,
+    )
+    norm = NORMS[dims](
+        width[1], affine=data.draw(st.booleans()), eps=data.draw(st.sampled_from([1e-5, 1e-3, 1.0]))
+    )
     torch.manual_seed(data.draw(st.integers(0, 1000)))
-    x = torch.randn(data.draw(st.integers(1, 2)), width[0], *[data.draw(st.integers(5, 8)) for _ in range(dims)])
+    x = torch.randn(
+        data.draw(st.integers(1, 2)), width[0], *[data.draw(st.integers(5, 8)) for _ in range(dims)]
+    )
     check_pass(FoldConvBn(), with_statistics(nn.Sequential(conv, norm)), x, rewrites=1)
 
 
@@ -94,19 +109,23 @@ def test_the_graph_keeps_the_layer_with_new_weights() -> None:
     ]
 
 
-def test_the_new_weight_is_the_formula_in_float64_rounded_once() -> None:
+@pytest.mark.parametrize(
+    ("lane", "baked"), [(FP32, []), (BF16, [BakeAutocast()])], ids=["fp32", "baked bfloat16"]
+)
+def test_the_new_weights_are_the_formula_in_float64_rounded_once(lane: Lane, baked: list[Pass]) -> None:
     conv, norm = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)
     with_statistics(norm)
-    program = FoldConvBn().apply(program_of(nn.Sequential(conv, norm).eval(), torch.randn(1, 2, 5, 5))).program
-    (node,) = calls(program.graph)
     assert norm.running_var is not None and norm.running_mean is not None and conv.bias is not None
-    scale = norm.weight.double() / (norm.running_var.double() + norm.eps).sqrt()
+    model, x = nn.Sequential(conv, norm).eval(), torch.randn(1, 2, 5, 5)
+    result = check_pass(FoldConvBn(), model, x, rewrites=1, lane=lane, on_top_of=baked)
+    (node,) = calls(result.program.graph)
+    scale = norm.weight.double() * (norm.running_var.double() + norm.eps).rsqrt()
     weight = conv.weight.double() * scale.reshape(-1, 1, 1, 1)
-    bias = (conv.bias.double() - norm.running_mean.double()) * scale + norm.bias.double()
-    folded = [constant(program.graph, arguments(node)[name]) for name in ("weight", "bias")]
-    for got, exact in zip(folded, (weight, bias), strict=True):
-        assert got is not None and got.dtype is torch.float32
-        assert torch.allclose(got.double(), exact, rtol=2.0**-23, atol=1e-9)
+    bias = norm.bias.double() - norm.running_mean.double() * scale + conv.bias.double() * scale
+    for name, exact in (("weight", weight), ("bias", bias)):
+        stored = constant(result.program.graph, arguments(node)[name])
+        assert stored is not None
+        assert torch.equal(stored, exact.to(lane.dtype))
 
 
 def test_a_layer_used_twice_is_folded_once_for_each_norm() -> None:
@@ -124,7 +143,10 @@ def test_a_layer_used_twice_is_folded_once_for_each_norm() -> None:
 def test_a_norm_used_twice_is_folded_into_both_layers() -> None:
     model = with_statistics(
         Model(
-            lambda m, x: m.norm(m.b(m.norm(m.a(x)))), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(4, 4, 3), norm=nn.BatchNorm2d(4)
+            lambda m, x: m.norm(m.b(m.norm(m.a(x)))),
+            a=nn.Conv2d(3, 4, 1),
+            b=nn.Conv2d(4, 4, 3),
+            norm=nn.BatchNorm2d(4),
         )
     )
     check_pass(FoldConvBn(), model, torch.randn(2, 3, 6, 6), rewrites=2)
@@ -134,21 +156,37 @@ def test_a_weight_shared_with_a_layer_that_has_no_norm_stays_there() -> None:
     first, second = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
     second.weight, second.bias = first.weight, first.bias
     model = with_statistics(
-        Model(lambda m, x: (m.norm(m.first(x)), m.second(x)), first=first, second=second, norm=nn.BatchNorm2d(4))
+        Model(
+            lambda m, x: (m.norm(m.first(x)), m.second(x)), first=first, second=second, norm=nn.BatchNorm2d(4)
+        )
     )
     check_pass(FoldConvBn(), model, torch.randn(2, 3, 6, 6), rewrites=1)
 
 
 def test_a_chain_of_layers_folds_one_by_one() -> None:
-    layers = [nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3, groups=6), nn.BatchNorm2d(6)]
+    layers = [
+        nn.Conv2d(3, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 6, 3, groups=6),
+        nn.BatchNorm2d(6),
+    ]
     head = [nn.Flatten(), nn.Linear(24, 5), nn.BatchNorm1d(5)]
-    check_pass(FoldConvBn(), with_statistics(nn.Sequential(*layers, *head)), torch.randn(2, 3, 6, 6), rewrites=3)
+    check_pass(
+        FoldConvBn(), with_statistics(nn.Sequential(*layers, *head)), torch.randn(2, 3, 6, 6), rewrites=3
+    )
 
 
-def test_it_folds_in_the_amp_lane() -> None:
+def test_it_folds_under_autocast_in_full_precision() -> None:
     model = with_statistics(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()))
     result = check_pass(FoldConvBn(), model, torch.randn(2, 3, 8, 8), rewrites=1, lane=BF16)
     assert {weight.dtype for weight in result.program.graph.buffers()} == {torch.float32}
+
+
+def test_a_norm_that_a_policy_keeps_in_full_precision_is_left_alone() -> None:
+    model = with_statistics(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()))
+    baked = [BakeAutocast(policy="O2")]
+    check_pass(FoldConvBn(), model, torch.randn(2, 3, 8, 8), rewrites=0, lane=BF16, on_top_of=baked)
 
 
 def test_it_folds_where_capture_had_to_functionalize_the_graph() -> None:
@@ -202,14 +240,20 @@ def _several_readers(m: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
             id="also an output",
         ),
         pytest.param(
-            Model(lambda m, x: m.norm(F.conv2d(x, m.w.sigmoid())), w=torch.randn(4, 3, 3, 3), norm=nn.BatchNorm2d(4)),
+            Model(
+                lambda m, x: m.norm(F.conv2d(x, m.w.sigmoid())),
+                w=torch.randn(4, 3, 3, 3),
+                norm=nn.BatchNorm2d(4),
+            ),
             (2, 3, 6, 6),
             "one of its weights is computed",
             id="computed weight of the layer",
         ),
         pytest.param(
             Model(
-                lambda m, x: F.batch_norm(m.conv(x), m.mean, m.mean.exp()), conv=nn.Conv2d(3, 4, 3), mean=torch.randn(4)
+                lambda m, x: F.batch_norm(m.conv(x), m.mean, m.mean.exp()),
+                conv=nn.Conv2d(3, 4, 3),
+                mean=torch.randn(4),
             ),
             (2, 3, 6, 6),
             "one of its weights is computed",
@@ -234,18 +278,6 @@ def test_it_declines(model: nn.Module, shape: tuple[int, ...], reason: str) -> N
     assert [(declined.node, declined.reason) for declined in result.declined] == [("batch_norm", reason)]
 
 
-def test_a_norm_without_running_statistics_is_declined() -> None:
-    """No call of PyTorch makes such a graph today; an edited graph may be one."""
-    model = with_statistics(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
-    program = program_of(model, torch.randn(2, 3, 6, 6))
-    module = copy_of(program.graph)
-    (norm,) = calls(module, [aten.batch_norm.default])
-    norm.args = (*norm.args[:3], None, None, *norm.args[5:])
-    module.recompile()
-    result = FoldConvBn().apply(program.with_graph(module))
-    assert [declined.reason for declined in result.declined] == ["it has no running statistics"]
-
-
 @pytest.mark.parametrize(
     "model",
     [
@@ -257,7 +289,9 @@ def test_a_norm_without_running_statistics_is_declined() -> None:
     ids=["norm first", "activation between", "group norm", "instance norm"],
 )
 def test_a_norm_that_does_not_follow_a_layer_is_left_alone(model: nn.Module) -> None:
-    assert check_pass(FoldConvBn(), with_statistics(model), torch.randn(2, 3, 6, 6), rewrites=0).declined == ()
+    assert (
+        check_pass(FoldConvBn(), with_statistics(model), torch.randn(2, 3, 6, 6), rewrites=0).declined == ()
+    )
 
 
 def _without_eps(module: fx.GraphModule, norm: fx.Node) -> tuple[Tensor, Tensor]:
