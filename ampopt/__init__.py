@@ -5,6 +5,7 @@ from __future__ import annotations
 __version__ = "0.1.0"
 
 from ampopt.api import optimize
+from ampopt.compare import Comparison, compare
 from ampopt.errors import (
     AmpoptError,
     CaptureError,
@@ -18,10 +19,12 @@ from ampopt.runtime import OptimizedModule
 __all__ = [
     "AmpoptError",
     "CaptureError",
+    "Comparison",
     "InputError",
     "MissingExtraError",
     "OptimizedModule",
     "PassError",
     "VerificationError",
+    "compare",
     "optimize",
 ]

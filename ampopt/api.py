@@ -15,7 +15,6 @@ from ampopt.errors import CaptureError, InputError
 from ampopt.infer import infer_inputs
 from ampopt.optimizer import Optimizer, Options
 from ampopt.pass_manager import Progress
-from ampopt.passes import ENGINES, LAUNCHES, PIPELINE
 from ampopt.progress import progress_line
 from ampopt.regions import optimize_regions
 from ampopt.runtime import OptimizedModule, Outputs
@@ -72,15 +71,8 @@ def optimize(
         InputError: the arguments do not fit the model. VerificationError: no verified result was produced.
     """
     started = time.perf_counter()
-    known = {step.name for step in (*PIPELINE, *ENGINES, *LAUNCHES)}
-    if unknown := set(exclude) - known:
-        raise InputError(
-            f"there is no pass {', '.join(sorted(unknown))}: choose from {', '.join(sorted(known))}"
-        )
-    if budget_s <= 0:
-        raise InputError(f"budget_s={budget_s}: give a positive number of seconds")
     options = Options(precision, tolerance, metric, budget_s, outputs, policy, amp_dtype, tuple(exclude))
-    original, args, kwargs, note = _prepare(model, example_inputs, example_kwargs or {}, device)
+    original, args, kwargs, note = prepare_call(model, example_inputs, example_kwargs or {}, device)
     with progress_line(progress, started, budget_s) as tell:
         result = _optimize(original, args, kwargs, options, started, tell)
     if note:
@@ -105,7 +97,7 @@ def _optimize(
     return Optimizer(original, captured, options, name=name, started=started, progress=tell).run()
 
 
-def _prepare(
+def prepare_call(
     model: nn.Module, example_inputs: Any, kwargs: Mapping[str, Any], device: torch.device | str | None
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], str | None]:
     """A private copy of the model and the example call, both on the device; a note where it was inferred."""
@@ -114,7 +106,11 @@ def _prepare(
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     if example_inputs is None:
         args = ()
-    target = torch.device(device) if device is not None else device_of(model, flatten_call(args, kwargs)[0])
+    try:
+        target = None if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise InputError(f"device={device!r} is no device: choose 'cpu' or 'cuda'") from error
+    target = target or device_of(model, flatten_call(args, kwargs)[0])
     if target.type == "cuda":
         if not torch.cuda.is_available():
             raise InputError("there is no CUDA device on this machine: leave device= out, or use 'cpu'")

@@ -48,7 +48,8 @@ def private_copy(model: nn.Module, device: torch.device | None = None) -> nn.Mod
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
     try:
-        duplicate = copy.deepcopy(model, memo)
+        with torch.no_grad():  # TorchScript clones its parameters, which makes results of them otherwise
+            duplicate = copy.deepcopy(model, memo)
     except Exception as error:
         raise InputError(
             f"the model cannot be copied ({error}); ampopt works on a copy so that yours stays as it is: "
@@ -91,6 +92,14 @@ def untouched_rng(device: torch.device) -> Iterator[None]:
         yield
 
 
+def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
+    if isinstance(model, torch.jit.ScriptModule):  # which torch.export itself refuses
+        from torch._export.converter import TS2EPConverter
+
+        return TS2EPConverter(model, args, kwargs).convert()
+    return torch.export.export(model, args, kwargs, strict=False)
+
+
 def capture(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
 ) -> Captured:
@@ -101,7 +110,7 @@ def capture(
     leaves, spec = flatten_call(args, kwargs)
     try:
         with torch.no_grad(), untouched_rng(device), _quiet():
-            exported = torch.export.export(model, tuple(args), dict(sorted(kwargs.items())), strict=False)
+            exported = _export(model, tuple(args), dict(sorted(kwargs.items())))
             result = model(*args, **kwargs)
     except Exception as error:
         reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" …")

@@ -16,6 +16,42 @@ WARM_UPS = 3
 """Runs before the capture: library handles, workspaces and algorithm searches must exist by then."""
 
 
+def capture_calls(body: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+    """A CUDA graph of one call of `body` on the current device, and the static tensors that it returns.
+
+    The caller keeps alive whatever tensors `body` reads. Raises PassError where the capture fails.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                body()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            outputs = body()
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise PassError(f"the CUDA graph could not be captured: {reason}") from error
+    return graph, outputs
+
+
+class ReplayedProgram:
+    """A whole run of a program in a CUDA graph, conversions at its border included, for the device clock."""
+
+    def __init__(self, program: Program) -> None:
+        """Capture a run on the program's example inputs. Raises PassError where that fails."""
+        self._inputs = [example.clone() for example in program.examples]  # the graph reads these
+        with torch.cuda.device(program.device):
+            self._graph, self._outputs = capture_calls(lambda: program.run(*self._inputs))
+
+    def replay(self) -> None:
+        """Run the captured kernels."""
+        self._graph.replay()
+
+
 class CapturedGraph:
     """A program captured for the shapes of its example inputs.
 
@@ -35,30 +71,12 @@ class CapturedGraph:
                 border.convert(tensor.to(program.device)).clone()
                 for border, tensor in zip(program.entry, examples, strict=True)
             ]
-            try:
-                self._capture()
-            except Exception as error:
-                reason = str(error).strip().splitlines()[0]
-                raise PassError(f"the CUDA graph could not be captured: {reason}") from error
+            with program.settings.scope(program.device):
+                self._graph, self._outputs = capture_calls(self._body)
         self._replay = functools.partial(torch._C._CUDAGraph.replay, self._graph)
         self._copies_in = [static.copy_ for static in self._inputs]
         self._copies_out = [_copy_out(b, t) for b, t in zip(program.exit, self._outputs, strict=True)]
         self._index, self._raw_stream = program.device.index or 0, self._stream.cuda_stream
-
-    def _capture(self) -> None:
-        program, side = self._program, torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side), program.settings.scope(program.device):
-            for _ in range(WARM_UPS):
-                self._body()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with (
-            program.settings.scope(program.device),
-            torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
-        ):
-            self._outputs = self._body()
 
     def _body(self) -> tuple[Tensor, ...]:
         program = self._program
@@ -92,8 +110,9 @@ class CapturedGraph:
 
 def _copy_out(border: Border, output: Tensor) -> Callable[[], Tensor]:
     """What makes the caller's own tensor of a static output, by the quickest call that PyTorch has for it."""
-    if output.is_contiguous() and output.dtype is border.dtype:
+    kept = output.is_contiguous() or border.memory_format is torch.preserve_format
+    if kept and output.dtype is border.dtype:
         return output.clone
-    if output.is_contiguous() and border.dtype is torch.float32:
+    if kept and border.dtype is torch.float32:
         return output.float
     return functools.partial(output.to, dtype=border.dtype, memory_format=border.memory_format, copy=True)

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ampopt.cuda_graphs import capture_calls
+from ampopt.errors import PassError
 from ampopt.measure import device_time, interleave, latency
 from ampopt.program import Program
 
@@ -156,24 +158,12 @@ def measure_forms(
             try:
                 run()
                 if program.device.type == "cuda":
-                    graph = _captured(run)
+                    graph, _ = capture_calls(lambda run=run: (run(),))
                     samplers[str(form)] = device_time(graph.replay, program.device)
                 else:
                     samplers[str(form)] = latency(run, program.device)
-            except RuntimeError:
+            except (RuntimeError, PassError):
                 if form == AS_IS:
                     raise
         timed = interleave(samplers, seconds=seconds, least=5, most=60)
     return [(Form.parse(name), m.median) for name, m in timed.items()]
-
-
-def _captured(run: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph

@@ -19,6 +19,10 @@ Sampler = Callable[[], float]
 """Takes one sample and returns it in seconds."""
 
 
+LONG_CALL_S = 0.02
+"""From here on a call is timed without an untimed one before it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Measurement:
     """Raw samples in seconds, in the order in which they were taken, and what follows from them."""
@@ -83,16 +87,15 @@ def interleave(
 ) -> dict[str, Measurement]:
     """Sample every subject in turn (A B C A B C …) until `seconds` have passed.
 
-    At least `least` rounds are made and at most `most`. The first round warms up and is not counted; the
-    order turns round by round, so that no subject always runs in the wake of the same other one.
+    At least `least` rounds are made and at most `most`; a first one warms up and is not counted.
     """
     for sampler in samplers.values():
         sampler()
-    names, samples = list(samplers), {name: [] for name in samplers}  # type: dict[str, list[float]]
+    samples: dict[str, list[float]] = {name: [] for name in samplers}
     end, rounds = time.perf_counter() + seconds, 0
     while rounds < least or (rounds < most and time.perf_counter() < end):
-        for name in names if rounds % 2 == 0 else reversed(names):
-            samples[name].append(samplers[name]())
+        for name, sampler in samplers.items():
+            samples[name].append(sampler())
         rounds += 1
     return {name: Measurement(tuple(values)) for name, values in samples.items()}
 
@@ -104,14 +107,23 @@ def synchronize(device: torch.device) -> None:
 
 
 def latency(call: Callable[[], object], device: torch.device) -> Sampler:
-    """Samples the latency of one synchronised call, by the host's clock."""
+    """Samples the latency of one synchronised call, by the host's clock.
+
+    An untimed call goes before each timed one, so that it finds the caches as the subject's own last call
+    left them and not as the other subjects' did; where a call takes long, caches matter no more.
+    """
+    last = 0.0
 
     def sample() -> float:
+        nonlocal last
+        if last < LONG_CALL_S:
+            call()
         synchronize(device)
         start = time.perf_counter()
         call()
         synchronize(device)
-        return time.perf_counter() - start
+        last = time.perf_counter() - start
+        return last
 
     return sample
 

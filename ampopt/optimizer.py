@@ -13,7 +13,7 @@ from torch import nn
 
 from ampopt.capture import Captured
 from ampopt.environment import environment
-from ampopt.errors import VerificationError
+from ampopt.errors import InputError, VerificationError
 from ampopt.lanes import Lane, lanes_for
 from ampopt.ledger import ORIGINAL, LaneSummary, Ledger
 from ampopt.measure import gain, interleave, latency, peak_memory
@@ -40,6 +40,18 @@ class Options:
     policy: str = "amp"
     amp_dtype: torch.dtype | None = None
     exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        known = {step.name for step in (*PIPELINE, *ENGINES, *LAUNCHES)}
+        if unknown := set(self.exclude) - known:
+            names = ", ".join(sorted(unknown))
+            raise InputError(f"there is no pass {names}: choose from {', '.join(sorted(known))}")
+        if not self.budget_s > 0:
+            raise InputError(f"budget_s={self.budget_s}: give a positive number of seconds")
+        if self.tolerance is not None and not self.tolerance >= 0:
+            raise InputError(f"tolerance={self.tolerance}: give a relative error, 0 or more")
+        lanes_for(self.precision, torch.device("cpu"), self.amp_dtype)
+        BakeAutocast(policy=self.policy)
 
     def pipeline(self) -> tuple[Pass, ...]:
         """The rewriting passes in order, as the options ask for them."""
@@ -79,7 +91,7 @@ class Optimizer:
         self._verifier = Verifier(original, captured, tolerance=options.tolerance, metric=options.metric)
         if self._verifier.note:
             self.ledger.notes.append(self._verifier.note)
-        deadline = started + 0.9 * options.budget_s  # the rest is for the final comparison
+        deadline = started + 0.85 * options.budget_s  # the rest is for the final comparison
         self._manager = PassManager(
             program, self._verifier, self.ledger, deadline=deadline, progress=progress
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ampopt.cuda_graphs import CapturedGraph
+from ampopt.cuda_graphs import ReplayedProgram
 from ampopt.errors import AmpoptError
 from ampopt.executable import Executable, executable
 from ampopt.lanes import Lane
@@ -29,18 +29,17 @@ class Subject:
         self.program = program
         self.run: Executable = executable(program)
         self.device = program.device
-        self._graph: CapturedGraph | None = self.run if isinstance(self.run, CapturedGraph) else None
-        self._tried = self._graph is not None or self.device.type != "cuda"
+        self._replayed: ReplayedProgram | None = None
+        self._replays = self.device.type == "cuda"
 
-    def graph(self) -> CapturedGraph | None:
+    def replayed(self) -> ReplayedProgram | None:
         """The program in a CUDA graph, for the device clock; None where it cannot be captured."""
-        if not self._tried:
-            self._tried = True
+        if self._replays and self._replayed is None:
             try:
-                self._graph = CapturedGraph(self.program)
+                self._replayed = ReplayedProgram(self.program)
             except AmpoptError:
-                self._graph = None
-        return self._graph
+                self._replays = False
+        return self._replayed
 
     def call(self) -> object:
         """One call on the example inputs."""
@@ -199,7 +198,7 @@ class PassManager:
         subjects = {"before": best, "after": candidate}
         calls = {name: latency(subject.call, device) for name, subject in subjects.items()}
         on_host = interleave(calls, seconds=self._sample_s)
-        graphs = {name: graph for name, s in subjects.items() if (graph := s.graph()) is not None}
+        graphs = {name: graph for name, s in subjects.items() if (graph := s.replayed()) is not None}
         replays = {name: device_time(graph.replay, device) for name, graph in graphs.items()}
         on_device: dict[str, Measurement] = interleave(replays, seconds=self._sample_s) if replays else {}
         judged_on_host = step.family in (Family.ENGINE, Family.LAUNCH) or len(on_device) < 2

@@ -74,7 +74,7 @@ def _record_calls(
 
     with contextlib.ExitStack() as stack:
         for name, module in model.named_modules():
-            if name:
+            if name and not isinstance(module, torch.jit.ScriptModule):  # it takes no such hook
                 handle = module.register_forward_pre_hook(note(name), with_kwargs=True)
                 stack.callback(handle.remove)
         with torch.no_grad(), untouched_rng(device_of(model, flatten_call(args, kwargs)[0])):

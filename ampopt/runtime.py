@@ -60,7 +60,9 @@ class _Served:
 
 
 class OptimizedModule(nn.Module):
-    """A model optimized for inference: same call, same result structure and dtypes, contiguous outputs.
+    """A model optimized for inference: same call, same result structure, same dtypes.
+
+    Outputs are contiguous, or in channels_last strides where the `channels-last` pass was kept.
 
     A call is served by a program made for exactly its shapes, dtypes, device and other arguments. The
     first call with others makes a new program (same passes, verified again) and logs that it did; at most
@@ -158,7 +160,9 @@ class OptimizedModule(nn.Module):
         check_same_call(tensors_of(self._captured.leaves), tensors_of(leaves), self.program.device)
         shown = ", ".join(describe(t) for t in tensors_of(leaves))
         if self._captures >= self._max_captures:
-            reason = f"no program was made for them ahead of time, and {self._max_captures} later ones at most are"
+            reason = (
+                f"no program was made for them ahead of time, and {self._max_captures} later ones at most are"
+            )
             return self._fall_back(args, kwargs, reason, shown)
         self._captures += 1
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -72,7 +73,8 @@ class Verifier:
                 wide = [tuple(t.double() if t.is_floating_point() else t for t in x) for x in self.inputs]
                 return [self.call_original(exact, x) for x in wide]
             except Exception as error:
-                self.note = f"the reference is the model in float32, because it fails in float64: {error}"
+                reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" …")
+                self.note = f"the reference is the model in float32, because it fails in float64: {reason}"
                 return [self.call_original(self._model, x) for x in self.inputs]
 
     def eager(self, dtype: torch.dtype, model: nn.Module | None = None) -> Run:

@@ -9,6 +9,7 @@ made from it; workloads that were not run this time keep the rows that are there
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -45,6 +46,11 @@ def contestants(device: torch.device) -> dict[str, Any]:
     }
 
 
+def strict_fp32(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """TF32 off for the block."""
+    return cuda_math(tf32=False, search=False) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def measure_workload(name: str, device: torch.device, budget_s: float) -> dict[str, Any]:
     """Optimize one workload in both lanes and time everything side by side, TF32 off."""
     workload = WORKLOADS[name]
@@ -52,18 +58,19 @@ def measure_workload(name: str, device: torch.device, budget_s: float) -> dict[s
     inputs = tuple(tensor.to(device) for tensor in workload.inputs())
     row: dict[str, Any] = {"workload": name, "environment": environment(device), "commit": commit()}
     calls: dict[str, Any] = {}
-    for lane in ("fp32", "amp"):
-        try:
-            fast = optimize(model, inputs, precision=lane, budget_s=budget_s, progress=False)
-            row[lane] = fast.report.to_dict()
-            calls[f"ampopt {lane}"] = fast
-            print(fast.report, flush=True)
-        except AmpoptError as error:
-            row[lane] = {"error": str(error)}
-            print(f"{name} {lane}: {error}", flush=True)
+    with strict_fp32(device):  # so that "as you call it now" is strict FP32 too
+        for lane in ("fp32", "amp"):
+            try:
+                fast = optimize(model, inputs, precision=lane, budget_s=budget_s, progress=False)
+                row[lane] = fast.report.to_dict()
+                calls[f"ampopt {lane}"] = fast
+                print(fast.report, flush=True)
+            except AmpoptError as error:
+                row[lane] = {"error": str(error)}
+                print(f"{name} {lane}: {error}", flush=True)
     reference = flatten_outputs(WORKLOADS[name].model().double().to(device)(*(t.double() for t in inputs)))[0]
     row["contestants"] = {}
-    with cuda_math(tf32=False, search=False) if device.type == "cuda" else torch.no_grad():
+    with strict_fp32(device):
         for contestant, make in contestants(device).items():
             try:
                 calls[contestant] = make(model, inputs)

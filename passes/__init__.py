@@ -11,6 +11,9 @@ from ampopt.passes.degroup import Degroup
 from ampopt.passes.fold_constants import FoldConstants
 from ampopt.passes.fold_conv_bn import FoldConvBn
 from ampopt.passes.fuse_conv_act import FuseConvAct
+from ampopt.passes.fuse_conv_onednn import FuseConvOnednn
+from ampopt.passes.fuse_linear_act import FuseLinearAct
+from ampopt.passes.merge_linear_chain import MergeLinearChain
 from ampopt.passes.remove_inference_noops import RemoveInferenceNoops
 from ampopt.passes.script import Script
 from ampopt.passes.search_conv_algorithms import SearchConvAlgorithms
@@ -29,6 +32,9 @@ __all__ = [
     "FoldConstants",
     "FoldConvBn",
     "FuseConvAct",
+    "FuseConvOnednn",
+    "FuseLinearAct",
+    "MergeLinearChain",
     "RemoveInferenceNoops",
     "Script",
     "SearchConvAlgorithms",
@@ -39,11 +45,14 @@ PIPELINE: tuple[Pass, ...] = (
     FoldConstants(),
     BakeAutocast(),
     FoldConvBn(),
+    MergeLinearChain(),
     AllowTf32(),
     SearchConvAlgorithms(),
     ChannelsLast(),
     Degroup(),
     FuseConvAct(),
+    FuseConvOnednn(),
+    FuseLinearAct(),
 )
 """What changes the program itself: clean-up, precision, algebra, layout, kernels.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from ampopt.graph import (
     CONVOLUTIONS,
     TRANSPOSED_CONVOLUTIONS,
@@ -25,8 +27,8 @@ class ChannelsLast(Pass):
 
     Rewrites: the weight of every 2d and 3d convolution, and the format in which 4d and 5d inputs enter the
     graph. Operators between them hand the format on by themselves, so no permutes are inserted; the
-    runtime changes the input's layout in the copy that it makes anyway. What the caller gets stays
-    contiguous, as the original's outputs are.
+    runtime changes the input's layout in the copy that it makes anyway. Outputs come as they are:
+    feature maps and images in channels_last strides, everything else contiguous.
     Requires: no operator that reads memory by strides (`as_strided`, `view_as_real`).
     Declines: convolutions whose weight is computed; programs with no 2d or 3d convolution.
     Correct because: a memory format is only the order of elements in memory. Every ATen operator but those
@@ -68,5 +70,6 @@ class ChannelsLast(Pass):
             )
             for border, example in zip(program.entry, program.examples, strict=True)
         )
-        changed = program.with_graph(finish(module)).replace(entry=entry)
+        exit = tuple(Border(border.dtype, torch.preserve_format) for border in program.exit)
+        changed = program.with_graph(finish(module)).replace(entry=entry, exit=exit)
         return Result(changed, rewrites, tuple(declined))

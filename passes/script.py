@@ -20,7 +20,7 @@ class Script(Pass):
 
     Rewrites: what executes the graph. The graph itself stays as it is, so that it can still be exported.
     Requires: precision baked into the graph (autocast's casts are not seen by a trace).
-    Declines: programs that still run under autocast.
+    Declines: programs that still run under autocast, or whose weights are packed for oneDNN.
     Correct because: the graph has no control flow and its shapes are constants, so a trace on the example
     inputs is the whole program; freezing inlines the weights; the fuser emits the same operators' arithmetic.
     Cost: seconds to trace; its profiling executor specializes in the first calls, which `warm_ups` covers.
@@ -33,8 +33,11 @@ class Script(Pass):
     warm_ups: int = 4
 
     def why_not(self, program: Program) -> str | None:
-        """A trace does not see autocast."""
-        return "it still runs under autocast" if program.settings.autocast is not None else None
+        """A trace does not see autocast, and cannot hold packed weights."""
+        if program.settings.autocast is not None:
+            return "it still runs under autocast"
+        packed = any(buffer.is_mkldnn for buffer in program.graph.buffers())
+        return "its weights are packed for oneDNN, which a trace cannot hold" if packed else None
 
     def apply(self, program: Program) -> Result:
         """Trace, freeze, optimize, warm up; see the class."""

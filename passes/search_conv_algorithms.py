@@ -25,7 +25,6 @@ class SearchConvAlgorithms(Pass):
     numerics = Numerics.REASSOCIATED
     family = Family.PLACEMENT
     portable = False
-    enables_others = True
 
     def why_not(self, program: Program) -> str | None:
         """Only cuDNN searches."""

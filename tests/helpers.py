@@ -1,4 +1,4 @@
-"""What the tests share: programs of small models, their error against float64, and what every pass must stand."""
+"""What the tests share: programs of small models, their error against float64, and the check of a pass."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ FP32 = Lane("fp32", torch.float32)
 FP16 = Lane("amp", torch.float16)
 BF16 = Lane("amp", torch.bfloat16)
 
-FLOORS = {torch.float32: 2e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+FLOORS = {torch.float32: 5e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 """The relative error that the small models of these tests may always have, by the dtype of the lane."""
 
 
 class Model(nn.Module):
-    """A model from a function of itself and its inputs: `Model(lambda m, x: m.conv(x) + 1, conv=nn.Conv2d(…))`."""
+    """A model made of a function: `Model(lambda m, x: m.conv(x) + 1, conv=nn.Conv2d(3, 8, 3))`."""
 
     def __init__(self, function: Callable[..., Any], **members: nn.Module | Tensor) -> None:
         super().__init__()
@@ -150,11 +150,11 @@ def apply_to_untouched(step: Pass, program: Program) -> Result:
     left = dict(program.graph.named_buffers())
     assert left.keys() == weights.keys(), "the input program's weights are not the same ones"
     for name, weight in weights.items():
-        same = left[name].dtype is weight.dtype and left[name].stride() == weight.stride()
-        assert same and torch.equal(left[name], weight), f"weight {name} of the input program changed"
-    assert result.modified == (result.program is not program), (
-        "the count does not say whether anything changed"
-    )
+        now = left[name]
+        same = (now.dtype, now.stride()) == (weight.dtype, weight.stride()) and torch.equal(now, weight)
+        assert same, f"weight {name} of the input program changed"
+    changed = result.program is not program
+    assert result.modified == changed, "the count does not say whether anything changed"
     return result
 
 
@@ -181,8 +181,10 @@ def check_outputs(
     generator = torch.Generator().manual_seed(1)
     for tensors in (inputs, [fresh_draw(t, generator) for t in inputs]):
         old, new = run_before(*tensors), run_after(*tensors)
-        for a, b in zip(old, new, strict=True):
-            assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()), "another kind of tensor"
+        for a, b, border in zip(old, new, after.exit, strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype), "another kind of tensor"
+            as_it_comes = border.memory_format is torch.preserve_format
+            assert as_it_comes or a.stride() == b.stride(), "other strides than were promised"
             if numerics is Numerics.BITWISE:
                 assert torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)), "bits of an output changed"
         reference = reference_of(model, tensors)

@@ -1,6 +1,9 @@
+"""fold-conv-bn: the norm becomes part of every kind of layer, and only where that is right."""
+
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -103,10 +106,9 @@ def test_linear_features_take_the_norm_in(bias: bool, affine: bool) -> None:
 def test_the_graph_keeps_the_layer_with_new_weights() -> None:
     model = with_statistics(nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()))
     result = check_pass(FoldConvBn(), model, torch.randn(1, 2, 5, 5), rewrites=1)
-    assert text_of(result.program).splitlines() == [
-        "conv2d = aten.conv2d.default(input_1, batch_norm_weight, batch_norm_bias, [1, 1], [0, 0], [1, 1], 1)",
-        "relu = aten.relu.default(conv2d)",
-    ]
+    conv, relu = text_of(result.program).splitlines()
+    assert conv.startswith("conv2d = aten.conv2d.default(input_1, batch_norm_weight, batch_norm_bias, [1, 1]")
+    assert relu == "relu = aten.relu.default(conv2d)"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,9 @@ def test_the_graph_keeps_the_layer_with_new_weights() -> None:
 def test_the_new_weights_are_the_formula_in_float64_rounded_once(lane: Lane, baked: list[Pass]) -> None:
     conv, norm = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)
     with_statistics(norm)
-    assert norm.running_var is not None and norm.running_mean is not None and conv.bias is not None
+    assert norm.running_var is not None
+    assert norm.running_mean is not None
+    assert conv.bias is not None
     model, x = nn.Sequential(conv, norm).eval(), torch.randn(1, 2, 5, 5)
     result = check_pass(FoldConvBn(), model, x, rewrites=1, lane=lane, on_top_of=baked)
     (node,) = calls(result.program.graph)
@@ -190,10 +194,10 @@ def test_a_norm_that_a_policy_keeps_in_full_precision_is_left_alone() -> None:
 
 
 def test_it_folds_where_capture_had_to_functionalize_the_graph() -> None:
-    def add_to_a_view(m: nn.Module, x: Tensor) -> Tensor:
+    def add_to_a_view(m: Any, x: Tensor) -> Any:
         y = x * 1
         y[:, 0] += 1
-        return m.up_norm(m.up(m.norm(m.conv(y))))  # type: ignore[no-any-return, operator]
+        return m.up_norm(m.up(m.norm(m.conv(y))))
 
     model = with_statistics(
         Model(
@@ -213,11 +217,6 @@ def test_padding_that_is_named_folds_too() -> None:
     check_pass(FoldConvBn(), model, torch.randn(2, 3, 6, 6), rewrites=1)
 
 
-def _several_readers(m: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    y = m.conv(x)  # type: ignore[operator]
-    return m.norm(y), y.relu()  # type: ignore[operator]
-
-
 @pytest.mark.parametrize(
     ("model", "shape", "reason"),
     [
@@ -228,7 +227,11 @@ def _several_readers(m: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
             id="batch statistics",
         ),
         pytest.param(
-            Model(_several_readers, conv=nn.Conv2d(3, 4, 3), norm=nn.BatchNorm2d(4)),
+            Model(
+                lambda m, x: (m.norm(y := m.conv(x)), y.relu()),
+                conv=nn.Conv2d(3, 4, 3),
+                norm=nn.BatchNorm2d(4),
+            ),
             (2, 3, 6, 6),
             "conv2d has other readers, which need it as it is",
             id="another reader",
@@ -295,12 +298,10 @@ def test_a_norm_that_does_not_follow_a_layer_is_left_alone(model: nn.Module) -> 
 
 
 def _without_eps(module: fx.GraphModule, norm: fx.Node) -> tuple[Tensor, Tensor]:
-    mean, variance, gamma, beta = (
-        constant(module, arguments(norm)[name]) for name in ("running_mean", "running_var", "weight", "bias")
-    )
-    assert mean is not None and variance is not None and gamma is not None and beta is not None
-    scale = gamma.double() * variance.double().rsqrt()
-    return scale, beta.double() - mean.double() * scale
+    names = ("running_mean", "running_var", "weight", "bias")
+    mean, variance, gamma, beta = (getattr(module, arguments(norm)[name].target).double() for name in names)
+    scale = gamma * variance.rsqrt()
+    return scale, beta - mean * scale
 
 
 def test_the_check_catches_a_scale_without_eps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,5 @@
+"""remove-inference-noops: what changes nothing goes, everything else stays."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,0 +1,234 @@
+"""`ampopt.compare`: what each pass does alone, in sequence, and when it is left out, in every lane."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampopt.api import prepare_call
+from ampopt.capture import Captured, capture, device_of
+from ampopt.environment import environment
+from ampopt.errors import CaptureError, InputError
+from ampopt.executable import executable
+from ampopt.lanes import Lane, lanes_for
+from ampopt.measure import Gain, Measurement, gain, interleave, latency
+from ampopt.optimizer import Options
+from ampopt.passes import ENGINES, LAUNCHES
+from ampopt.program import Program
+from ampopt.progress import progress_line
+from ampopt.signature import describe, flatten_call
+from ampopt.transform import Pass
+from ampopt.verify import Verifier
+
+MODES = ("alone", "cumulative", "left out")
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedPass:
+    """One pass in one lane and one mode: its median latency, the gain over the mode's own baseline, or why not.
+
+    The baseline is the captured program for "alone", the program one pass earlier for "cumulative", and for
+    "left out" the program *without* the pass, so that a gain above 1 always means that the pass helps.
+    """
+
+    lane: str
+    mode: str
+    name: str
+    latency: Measurement | None
+    gain: Gain | None
+    error: float | None
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The outcome of `compare`. `print` it for a table."""
+
+    model: str
+    environment: dict[str, str]
+    inputs: tuple[str, ...]
+    rows: tuple[ComparedPass, ...]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, times in milliseconds."""
+        return {
+            "model": self.model,
+            "environment": self.environment,
+            "inputs": list(self.inputs),
+            "seconds": round(self.seconds, 2),
+            "rows": [
+                {
+                    **dataclasses.asdict(row),
+                    "latency": None if row.latency is None else row.latency.to_dict(),
+                }
+                for row in self.rows
+            ],
+        }
+
+    def to_markdown(self) -> str:
+        """A table for each lane: a line for each pass, a column for each mode."""
+        lines = [f"{self.model} on {self.environment['device']}, inputs {', '.join(self.inputs)}", ""]
+        for lane in dict.fromkeys(row.lane for row in self.rows):
+            lines += [f"**{lane}**", "", "| pass | " + " | ".join(MODES) + " |", "|---" * 4 + "|"]
+            for name in dict.fromkeys(row.name for row in self.rows if row.lane == lane):
+                lines.append("| " + " | ".join([name, *(self._cell(lane, name, m) for m in MODES)]) + " |")
+            lines.append("")
+        lines.append("Median latency in ms and the factor that the pass brings (above 1: it helps).")
+        return "\n".join(lines) + "\n"
+
+    def _cell(self, lane: str, name: str, mode: str) -> str:
+        found = [r for r in self.rows if (r.lane, r.name, r.mode) == (lane, name, mode)]
+        if not found:
+            return "–"
+        row = found[0]
+        if row.latency is None or row.gain is None:
+            return row.reason
+        return (
+            f"{1e3 * row.latency.median:.3f} ({row.gain.ratio:.2f}x){' ' + row.reason if row.reason else ''}"
+        )
+
+    def __str__(self) -> str:
+        return self.to_markdown()
+
+
+@dataclasses.dataclass
+class _Comparer:
+    """The work of one `compare` call in one lane."""
+
+    captured: Captured
+    verifier: Verifier
+    lane: Lane
+    passes: tuple[Pass, ...]
+    deadline: float
+    sample_s: float = 0.4
+
+    def build(self, passes: Sequence[Pass]) -> tuple[Program, list[str]]:
+        """The program with these passes, and the names of those that changed something."""
+        program, applied = self.lane.start(self.captured.program), list[str]()
+        for step in passes:
+            if step.why_not(program) is None and (result := step.apply(program)).modified:
+                program = result.program.replace(recipe=(*program.recipe, result.replay or step))
+                applied.append(step.name)
+        return program, applied
+
+    def compare(self, mode: str, name: str, without: Program, with_pass: Program) -> ComparedPass:
+        """Time two programs side by side and verify the one that has the pass."""
+        check = self.verifier.check(run := executable(with_pass), self.lane.dtype)
+        plain, device = executable(without), with_pass.device
+        examples = with_pass.examples
+        calls = {"before": lambda: plain(*examples), "after": lambda: run(*examples)}
+        timed = interleave({k: latency(call, device) for k, call in calls.items()}, seconds=self.sample_s)
+        factor = gain(timed["before"], timed["after"])
+        return ComparedPass(
+            self.lane.name,
+            mode,
+            name,
+            timed["after"],
+            factor,
+            check.error,
+            f"({check.reason})" if check.reason else "",
+        )
+
+    def row(self, mode: str, step: Pass, before: Sequence[Pass], after: Sequence[Pass]) -> ComparedPass:
+        """The row of one pass, given the passes without it and with it."""
+        if time.perf_counter() > self.deadline:
+            return ComparedPass(self.lane.name, mode, step.name, None, None, None, "not tried: no time left")
+        try:
+            without, _ = self.build(before)
+            with_pass, applied = self.build(after)
+            if step.name not in applied:
+                return ComparedPass(self.lane.name, mode, step.name, None, None, None, "nothing to do")
+            return self.compare(mode, step.name, without, with_pass)
+        except KeyboardInterrupt:
+            raise
+        except Exception as error:
+            return ComparedPass(self.lane.name, mode, step.name, None, None, None, f"failed: {error}")
+
+
+def compare(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    precision: str = "auto",
+    tolerance: float | None = None,
+    budget_s: float = 120.0,
+    device: torch.device | str | None = None,
+    policy: str = "amp",
+    amp_dtype: torch.dtype | None = None,
+    exclude: Sequence[str] = (),
+    progress: bool | None = None,
+) -> Comparison:
+    """Measure what each pass does to a model: alone, added in sequence, and left out of the whole pipeline.
+
+    "alone" applies one pass to the captured model (with the lane's precision baked in); "cumulative" adds the
+    passes one after another; "left out" takes one pass out of the full sequence. Every program is verified;
+    nothing is kept. The arguments are those of `optimize`.
+
+    Raises InputError where the arguments do not fit the model, CaptureError where it is no single graph.
+    """
+    started = time.perf_counter()
+    options = Options(
+        precision=precision,
+        tolerance=tolerance,
+        budget_s=budget_s,
+        policy=policy,
+        amp_dtype=amp_dtype,
+        exclude=tuple(exclude),
+    )
+    original, args, kwargs, _ = prepare_call(model, example_inputs, example_kwargs or {}, device)
+    where = device_of(original, flatten_call(args, kwargs)[0])
+    try:
+        captured = capture(original, args, kwargs, where)
+    except CaptureError as error:
+        raise InputError(f"compare needs a model that is one graph: {error}") from error
+    verifier = Verifier(original, captured, tolerance=tolerance)
+    passes = (*options.pipeline(), *options.allowed(ENGINES), *options.allowed(LAUNCHES))
+    rows: list[ComparedPass] = []
+    lanes = lanes_for(precision, where, amp_dtype)
+    with progress_line(progress, started, budget_s) as tell:
+        for number, lane in enumerate(lanes):
+            share = started + budget_s * (number + 1) / len(lanes)
+            comparer = _Comparer(captured, verifier, lane, passes, share)
+            for mode, step, before, after in _plan(passes):
+                tell(lane.name, f"{step.name} ({mode})")
+                rows.append(comparer.row(mode, step, before, after))
+    inputs = tuple(describe(t) for t in captured.program.examples)
+    name = type(original).__name__
+    return Comparison(name, environment(where), inputs, tuple(rows), time.perf_counter() - started)
+
+
+Planned = tuple[str, Pass, tuple[Pass, ...], tuple[Pass, ...]]
+
+
+def _plan(passes: tuple[Pass, ...]) -> list[Planned]:
+    """(mode, pass, the passes without it, the passes with it), the cheap modes first.
+
+    An engine replaces another: in sequences, of the engines only the one in question is there.
+    """
+    engines = {step.name for step in ENGINES}
+    precision = tuple(step for step in passes if step.name == "bake-autocast")
+
+    def sequence(until: Pass | None, engine: Pass | None) -> tuple[Pass, ...]:
+        kept = [s for s in passes if s.name not in engines or s is engine]
+        return tuple(kept if until is None else kept[: kept.index(until)])
+
+    plan: list[Planned] = []
+    for step in passes:
+        needs = () if step in precision else precision
+        plan.append(("alone", step, needs, (*needs, step)))
+    for step in passes:
+        engine = step if step.name in engines else None
+        before = sequence(step, engine)
+        plan.append(("cumulative", step, before, (*before, step)))
+    for step in passes:
+        engine = step if step.name in engines else None
+        full = sequence(None, engine)
+        plan.append(("left out", step, tuple(s for s in full if s is not step), full))
+    return plan

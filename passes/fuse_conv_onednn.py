@@ -1,0 +1,141 @@
+"""fuse-conv-onednn: convolutions with packed weights, residual add and activation in one oneDNN kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import fx
+
+from ampopt.graph import (
+    add_constant,
+    arguments,
+    aten,
+    calls,
+    constant,
+    dtype_of,
+    finish,
+    insert_call,
+    is_constant,
+    only_user,
+    record_shapes,
+    replace,
+    shape_of,
+    tensor_meta,
+)
+from ampopt.program import Program
+from ampopt.transform import Declined, Family, Numerics, Pass, Result
+
+_UNARY = {
+    aten.relu.default: "relu",
+    aten.hardswish.default: "hardswish",
+    aten.silu.default: "swish",
+    aten.hardsigmoid.default: "hardsigmoid",
+    aten.sigmoid.default: "sigmoid",
+    aten.tanh.default: "tanh",
+}
+"""Activations without parameters, and oneDNN's names for them in PyTorch's operators."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chain:
+    """A convolution and what is fused behind it: `last` is the node that the fused call replaces."""
+
+    conv: fx.Node
+    last: fx.Node
+    other: fx.Node | None = None
+    activation: str = "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class FuseConvOnednn(Pass):
+    """Pack and fuse on CPUs: `act(conv(x, W, b))` and `relu(conv(x, W, b) + z)` -> one oneDNN kernel each.
+
+    Rewrites: conv2d with constant weights to PyTorch's `mkldnn::_convolution_pointwise`, its weight packed
+    once in the layout that the kernel wants for the program's shapes; with it a following ReLU, hardswish,
+    SiLU, hardsigmoid, sigmoid or tanh, or an add of a tensor of the same shape and dtype, with or without a
+    ReLU behind it.
+    Requires: a CPU with oneDNN; float32 or bfloat16; what is fused reads only the convolution (and z).
+    Declines: computed weights, unbatched inputs, other dtypes; an add with a factor or of another shape is
+    left behind the convolution; programs under autocast.
+    Correct because: the operator is defined as act(conv(x, W, b)) and act(conv(x, W, b) + z); packing only
+    reorders W. Every node before `last` has run when the fused call stands in its place. Intermediate
+    results stay in FP32 registers, where separate kernels round them.
+    Cost: a second copy of the weights. Elsewhere, and in exported models, the plain form runs.
+    """
+
+    numerics = Numerics.REASSOCIATED
+    family = Family.KERNEL
+    portable = False
+
+    def why_not(self, program: Program) -> str | None:
+        """The operators exist for CPUs with oneDNN only."""
+        if program.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+            return "oneDNN's fused operators need a CPU"
+        return "it still runs under autocast" if program.settings.autocast is not None else None
+
+    def apply(self, program: Program) -> Result:
+        """Match from the convolution forwards, check, pack, fuse; see the class."""
+        module, rewrites = record_shapes(program), 0
+        declined: list[Declined] = []
+        for conv in calls(module, [aten.conv2d.default]):
+            if reason := _why_not(conv):
+                declined.append(Declined(conv.name, reason))
+                continue
+            _fuse(module, _chain(conv))
+            rewrites += 1
+        return Result(program.with_graph(finish(module)) if rewrites else program, rewrites, tuple(declined))
+
+
+def _why_not(conv: fx.Node) -> str | None:
+    if not is_constant(conv.args[1]):
+        return "its weight is computed"
+    if len(shape_of(conv)) != 4:
+        return "its input has no batch"
+    if dtype_of(conv) not in (torch.float32, torch.bfloat16):
+        return f"oneDNN has no {str(dtype_of(conv)).removeprefix('torch.')} convolution"
+    return None
+
+
+def _chain(conv: fx.Node) -> _Chain:
+    """As much behind the convolution as one kernel can do."""
+    reader = only_user(conv)
+    if reader is None:
+        return _Chain(conv, conv)
+    if reader.target in _UNARY:
+        return _Chain(conv, reader, activation=_UNARY[reader.target])
+    if reader.target is not aten.add.Tensor or arguments(reader)["alpha"] != 1:
+        return _Chain(conv, conv)
+    other = next((arg for arg in reader.args if isinstance(arg, fx.Node) and arg is not conv), None)
+    if other is None or not _same_kind(conv, other):
+        return _Chain(conv, conv)
+    relu = only_user(reader)
+    if relu is not None and relu.target is aten.relu.default:
+        return _Chain(conv, relu, other, "relu")
+    return _Chain(conv, reader, other)
+
+
+def _same_kind(conv: fx.Node, other: fx.Node) -> bool:
+    mine, theirs = tensor_meta(conv), tensor_meta(other)
+    return mine.shape == theirs.shape and mine.dtype is theirs.dtype
+
+
+def _fuse(module: fx.GraphModule, chain: _Chain) -> None:
+    own = arguments(chain.conv)
+    weight = constant(module, own["weight"])
+    assert weight is not None
+    padding, stride, dilation = (
+        list(own[key]) * (2 if len(own[key]) == 1 else 1) for key in ("padding", "stride", "dilation")
+    )
+    onednn, geometry = torch.ops.mkldnn, (padding, stride, dilation, own["groups"])
+    packed = onednn._reorder_convolution_weight(weight, *geometry, list(shape_of(own["input"])))
+    node = add_constant(module, f"{chain.conv.name}_packed", packed, chain.last)
+    if chain.other is None:
+        call = (own["input"], node, own["bias"], *geometry, chain.activation, [], "")
+        fused = insert_call(module, chain.last, onednn._convolution_pointwise.default, *call)
+    else:
+        unary = None if chain.activation == "none" else chain.activation
+        call = (own["input"], chain.other, node, own["bias"], *geometry, "add", 1.0, unary, [], None)
+        fused = insert_call(module, chain.last, onednn._convolution_pointwise.binary, *call)
+    fused.meta["tensor_meta"] = chain.last.meta["tensor_meta"]  # a later match may add this result
+    replace(chain.last, fused)

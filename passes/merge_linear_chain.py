@@ -1,0 +1,94 @@
+"""merge-linear-chain: linear layers with nothing between them are one linear layer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import fx
+
+from ampopt.graph import (
+    add_rounded,
+    arguments,
+    aten,
+    calls,
+    constant,
+    copy_of,
+    exact_constant,
+    finish,
+    is_constant,
+    only_user,
+)
+from ampopt.program import Program
+from ampopt.transform import Declined, Family, Numerics, Pass, Result
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeLinearChain(Pass):
+    """Multiply adjacent linear layers out: `linear(linear(x, A, a), B, b)` -> `linear(x, B·A, B·a + b)`.
+
+    Rewrites: two linear layers of which the second is the first one's only reader; chains of any length,
+    pair by pair.
+    Requires: A, a, B, b are weights of the graph (each bias may be missing), stored in one dtype.
+    Declines: other readers of the first; computed weights; pairs with a bottleneck between them, where the
+    product has more weights than both factors.
+    Correct because: B·(A·x + a) + b = (B·A)·x + (B·a + b): matrix multiplication is associative and linear.
+    The product is computed in float64 from the unrounded weights, carried on unrounded through the chain,
+    and rounded once to the dtype of B: rounding between the layers, which lower precisions suffer, is gone.
+    Cost: none; the product has at most as many weights as the factors.
+    """
+
+    numerics = Numerics.REASSOCIATED
+    family = Family.REWRITE
+    portable = True
+
+    def apply(self, program: Program) -> Result:
+        """Merge from the front, so that a chain collapses into its last layer; see the class."""
+        module, rewrites = copy_of(program.graph), 0
+        declined: list[Declined] = []
+        for second in calls(module, [aten.linear.default]):
+            first = second.args[0]
+            if not isinstance(first, fx.Node) or first.target is not aten.linear.default:
+                continue
+            if reason := _why_not(module, first, second):
+                declined.append(Declined(second.name, reason))
+                continue
+            _merge(module, first, second)
+            rewrites += 1
+        return Result(program.with_graph(finish(module)) if rewrites else program, rewrites, tuple(declined))
+
+
+def _why_not(module: fx.GraphModule, first: fx.Node, second: fx.Node) -> str | None:
+    if only_user(first) is not second:
+        return f"{first.name} has other readers"
+    if not all(node is None or is_constant(node) for node in (*first.args[1:], *second.args[1:])):
+        return "one of the weights is computed"
+    a, b = constant(module, first.args[1]), constant(module, second.args[1])
+    assert a is not None
+    assert b is not None
+    if a.dtype is not b.dtype:
+        return f"{first.name} is stored in another dtype"
+    if b.shape[0] * a.shape[1] > a.numel() + b.numel():
+        return f"the product of {list(b.shape)} and {list(a.shape)} has more weights than both"
+    return None
+
+
+def _merge(module: fx.GraphModule, first: fx.Node, second: fx.Node) -> None:
+    inner, outer = arguments(first), arguments(second)
+    a, b = exact_constant(module, inner["weight"]), exact_constant(module, outer["weight"])
+    stored = constant(module, outer["weight"])
+    assert a is not None
+    assert b is not None
+    assert stored is not None
+    wide = b.double()
+    bias = exact_constant(module, outer["bias"])
+    inner_bias = exact_constant(module, inner["bias"])
+    if inner_bias is not None:
+        shift = wide @ inner_bias.double()
+        bias = shift if bias is None else shift + bias.double()
+    weight_node = add_rounded(module, f"{second.name}_weight", wide @ a.double(), stored.dtype, second)
+    bias_node = None
+    if bias is not None:
+        bias_node = add_rounded(module, f"{second.name}_bias", bias.to(torch.float64), stored.dtype, second)
+    second.args, second.kwargs = (inner["input"], weight_node, bias_node), {}
+    first.graph.erase_node(first)

@@ -1,0 +1,196 @@
+"""compile: inductor runs the program."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from ampopt.graph import aten, calls, copy_of
+from ampopt.lanes import Lane
+from ampopt.passes import BakeAutocast, ChannelsLast, Compile, CudaGraph, FoldConvBn
+from ampopt.program import Program
+from ampopt.transform import Pass, Result, replay
+from tests.helpers import (
+    BF16,
+    FP16,
+    FP32,
+    Model,
+    apply_to_untouched,
+    check_outputs,
+    program_of,
+    with_statistics,
+)
+
+
+class _Network(nn.Module):
+    """Two outputs, the second of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.linear = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.norm(self.conv(x)).relu()
+        return self.linear(y.mean((2, 3))), y.argmax(1)
+
+
+class _Compiled(NamedTuple):
+    model: nn.Module
+    x: Tensor
+    program: Program
+    result: Result
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[_Compiled]:
+    """One compilation for all the tests that only look at it."""
+    torch.manual_seed(1)  # not the seed of a test, which makes a network of its own
+    model, x = with_statistics(_Network()), torch.randn(2, 3, 10, 10)
+    program = program_of(model, x)
+    yield _Compiled(model, x, program, apply_to_untouched(Compile(), program))
+    torch._dynamo.reset()
+
+
+def test_it_gives_the_program_an_engine_and_leaves_its_graph(compiled: _Compiled) -> None:
+    assert compiled.result.rewrites == 1
+    assert compiled.result.program.engine is not None
+    assert compiled.result.program.graph is compiled.program.graph
+    assert compiled.program.engine is None
+
+
+def test_the_engine_computes_what_the_model_does(compiled: _Compiled) -> None:
+    model, x, program, result = compiled
+    check_outputs(Compile.numerics, program, result.program, model, [x], FP32)
+
+
+def test_no_call_compiles_anything_more(compiled: _Compiled) -> None:
+    _, x, _, result = compiled
+    before = dict(counters["stats"])
+    result.program.run(x)
+    with torch.inference_mode():
+        result.program.run(x)
+    with torch.enable_grad():
+        result.program.run(torch.randn_like(x))
+    assert dict(counters["stats"]) == before
+
+
+def test_the_check_catches_an_engine_of_another_program(compiled: _Compiled) -> None:
+    _, x, _, result = compiled
+    other = with_statistics(_Network())
+    program = program_of(other, x)
+    wrong = program.replace(engine=result.program.engine)
+    with pytest.raises(AssertionError, match="the error is"):
+        check_outputs(Compile.numerics, program, wrong, other, [x], FP32)
+
+
+def test_a_second_apply_does_nothing(compiled: _Compiled) -> None:
+    assert apply_to_untouched(Compile(warm_ups=0), compiled.result.program).rewrites == 0
+
+
+def test_a_program_that_still_runs_under_autocast_is_refused() -> None:
+    program = program_of(nn.Linear(4, 4), torch.randn(2, 4), lane=BF16)
+    assert Compile().why_not(program) == "it still runs under autocast"
+    assert Compile().why_not(BakeAutocast().apply(program).program) is None
+
+
+def _with_target(target: Any) -> Program:
+    """A program of one call, to `target`, on its input."""
+    program = program_of(nn.ReLU(), torch.randn(1, 3, 4, 4))
+    module = copy_of(program.graph)
+    (node,) = calls(module)
+    node.target = target
+    return program.with_graph(module)
+
+
+@torch.library.custom_op("ampopt_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    """An operator of a library: nothing says what is inside."""
+    return x * 2
+
+
+@doubled.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_operator_of_another_library_is_refused() -> None:
+    program = program_of(Model(lambda m, x: doubled(x.relu())), torch.randn(2, 4))
+    assert Compile().why_not(program) == "inductor cannot see into ampopt_tests.doubled.default"
+
+
+@pytest.mark.parametrize(
+    "target", [aten.cudnn_convolution_relu.default, aten.cudnn_convolution_add_relu.default], ids=str
+)
+def test_an_operator_without_a_fake_kernel_is_refused(target: object) -> None:
+    assert Compile().why_not(_with_target(target)) == f"inductor cannot see into {target}"
+
+
+def test_a_python_function_is_refused_and_the_operator_module_is_not() -> None:
+    reason = Compile().why_not(_with_target(torch.nn.functional.relu))
+    assert reason is not None
+    assert reason.startswith("inductor cannot see into <function relu")
+    assert Compile().why_not(_with_target(operator.neg)) is None
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        with_statistics(_Network()),
+        Model(lambda m, x: torch.nn.functional.interpolate(m.a(x), scale_factor=2), a=nn.Conv2d(3, 4, 1)),
+        Model(lambda m, x: m.a(x.flatten(2), x.flatten(2), x.flatten(2))[0], a=nn.MultiheadAttention(100, 4)),
+        Model(lambda m, x: m.a(x.flatten(2))[0], a=nn.LSTM(100, 4)),
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.Hardswish(), nn.MaxPool2d(2), nn.Flatten(), nn.Softmax(1)),
+    ],
+    ids=["convolution and norm", "upsampling", "attention", "recurrent", "pooling"],
+)
+def test_ordinary_models_are_taken(model: nn.Module) -> None:
+    assert Compile().why_not(program_of(model, torch.randn(2, 3, 10, 10))) is None
+
+
+def test_more_operators_are_expected_to_take_longer() -> None:
+    small = program_of(nn.ReLU(), torch.randn(2, 4))
+    large = program_of(nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)]), torch.randn(2, 4))
+    assert 0 < Compile().expected_seconds(small) < Compile().expected_seconds(large) < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lane", "before"),
+    [
+        pytest.param(FP32, [FoldConvBn(), ChannelsLast()], id="folded channels_last"),
+        pytest.param(BF16, [BakeAutocast(), FoldConvBn(), ChannelsLast()], id="baked"),
+    ],
+)
+def test_it_runs_rewritten_programs_and_their_replays(lane: Lane, before: list[Pass]) -> None:
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Softmax(1)]
+    model = with_statistics(nn.Sequential(*layers))
+    for x in (torch.randn(2, 3, 10, 10), torch.randn(1, 3, 7, 9)):
+        program = program_of(model, x, lane=lane, on_top_of=before)
+        after = replay((Compile(),), program)
+        assert after.engine is not None
+        check_outputs(Compile.numerics, program, after, model, [x], lane)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lane", "before"),
+    [
+        pytest.param(FP32, [FoldConvBn()], id="fp32"),
+        pytest.param(FP16, [BakeAutocast(), FoldConvBn(), ChannelsLast()], id="baked channels_last"),
+    ],
+)
+def test_on_a_gpu_the_engine_is_right_with_and_without_a_cuda_graph(lane: Lane, before: list[Pass]) -> None:
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten()]
+    model, x = with_statistics(nn.Sequential(*layers)).cuda(), torch.randn(2, 3, 10, 10, device="cuda")
+    program = program_of(model, x, lane=lane, on_top_of=before)
+    engine = replay((Compile(),), program)
+    assert engine.engine is not None
+    check_outputs(Compile.numerics, program, engine, model, [x], lane)
+    check_outputs(Compile.numerics, program, replay((CudaGraph(),), engine), model, [x], lane)

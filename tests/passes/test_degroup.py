@@ -1,0 +1,333 @@
+"""degroup: every form of a grouped convolution is the same convolution; the fastest is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ampopt.graph import arguments, aten, calls
+from ampopt.group_forms import AS_IS, Form, GroupedConv, forms_for, merge_groups
+from ampopt.passes import BakeAutocast, ChannelsLast, Degroup
+from ampopt.program import Program
+from tests.helpers import BF16, FP16, Model, check_pass, error_of, program_of, targets_of, text_of
+
+
+def _grouped(groups: int, per_group: int = 8) -> GroupedConv:
+    width = groups * per_group
+    pair = (1, 1)
+    return GroupedConv(
+        (1, width, 8, 8), (width, per_group, 3, 3), pair, pair, pair, groups, False, torch.float32, False
+    )
+
+
+def _choose(*forms: str) -> Degroup:
+    names = ["conv2d", *[f"conv2d_{i}" for i in range(1, len(forms))]]
+    return Degroup(choices=tuple(zip(names, forms, strict=True)))
+
+
+def _pretend(monkeypatch: pytest.MonkeyPatch, times: dict[Form, float]) -> list[GroupedConv]:
+    """Let every form take the given time; return the list of what is measured from now on."""
+    measured: list[GroupedConv] = []
+
+    def measure(conv: GroupedConv, forms: list[Form], program: Program) -> list[tuple[Form, float]]:
+        measured.append(conv)
+        return [(Form.parse(str(form)), times.get(form, 1.0)) for form in forms]
+
+    monkeypatch.setattr("ampopt.passes.degroup.measure_forms", measure)
+    return measured
+
+
+LAYERS: dict[str, Callable[[], nn.Conv2d]] = {
+    "two groups": lambda: nn.Conv2d(8, 12, 3, groups=2),
+    "four groups, strided": lambda: nn.Conv2d(8, 8, (3, 2), stride=2, padding=1, groups=4, bias=False),
+    "depthwise, dilated": lambda: nn.Conv2d(8, 8, 3, padding=2, dilation=2, groups=8),
+    "depthwise with a multiplier": lambda: nn.Conv2d(4, 8, 3, groups=4),
+}
+
+
+def _forms(layer: nn.Conv2d) -> list[Form]:
+    weight = tuple(layer.weight.shape)
+    pair = (1, 1)
+    conv = GroupedConv((1, 8, 8, 8), weight, pair, pair, pair, layer.groups, True, torch.float32, False)
+    return [form for form in forms_for(conv) if form != AS_IS]
+
+
+CASES = [(name, form) for name, build in LAYERS.items() for form in _forms(build())]
+
+
+@pytest.mark.parametrize(("name", "form"), CASES, ids=lambda value: str(value))
+def test_every_form_computes_the_same_convolution(name: str, form: Form) -> None:
+    layer = LAYERS[name]()
+    x, elsewhere = torch.randn(2, layer.in_channels, 8, 9), [torch.randn(1, layer.in_channels, 11, 6)]
+    result = check_pass(_choose(str(form)), layer, x, rewrites=1, elsewhere=elsewhere)
+    assert result.replay == _choose(str(form))
+
+
+@pytest.mark.parametrize(
+    "form", ["merge=2", "merge=4", "split", "merge=1@other-layout", "split@other-layout"]
+)
+def test_forms_hold_in_a_baked_channels_last_program(form: str) -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, groups=4), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    before = [BakeAutocast(), ChannelsLast()]
+    check_pass(_choose(form), model, torch.randn(2, 8, 8, 8), rewrites=1, lane=BF16, on_top_of=before)
+
+
+def test_merging_leaves_one_convolution_with_fewer_groups() -> None:
+    result = check_pass(_choose("merge=2"), nn.Conv2d(8, 8, 3, groups=4), torch.randn(1, 8, 6, 6), rewrites=1)
+    (line,) = text_of(result.program).splitlines()
+    assert line.endswith("[1, 1], [0, 0], [1, 1], 2)")
+    assert sorted(tuple(weight.shape) for weight in result.program.graph.buffers()) == [(8,), (8, 4, 3, 3)]
+
+
+def test_splitting_makes_one_convolution_for_each_group() -> None:
+    result = check_pass(_choose("split"), nn.Conv2d(8, 6, 3, groups=2), torch.randn(1, 8, 6, 6), rewrites=1)
+    assert targets_of(result.program) == [
+        aten.slice.Tensor,
+        aten.conv2d.default,
+        aten.slice.Tensor,
+        aten.conv2d.default,
+        aten.cat.default,
+    ]
+
+
+def test_the_other_layout_is_entered_and_left_around_the_convolution() -> None:
+    step = _choose("merge=1@other-layout")
+    model, x = nn.Conv2d(8, 8, 3, groups=4), torch.randn(1, 8, 6, 6)
+    result = check_pass(step, model, x, rewrites=1)
+    first, _, last = text_of(result.program).splitlines()
+    assert "memory_format=torch.channels_last" in first
+    assert "memory_format=torch.contiguous_format" in last
+    result = check_pass(step, model, x, rewrites=1, on_top_of=[ChannelsLast()])
+    first, _, last = text_of(result.program).splitlines()
+    assert "memory_format=torch.contiguous_format" in first
+    assert "memory_format=torch.channels_last" in last
+
+
+def test_only_the_chosen_convolutions_are_rewritten() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3, groups=4))
+    step = Degroup(choices=(("conv2d_2", "merge=4"),))
+    result = check_pass(step, model, torch.randn(1, 4, 8, 8), rewrites=1, elsewhere=[torch.randn(2, 4, 7, 9)])
+    first, dense, last = [arguments(node)["groups"] for node in calls(result.program.graph)]
+    assert (first, dense, last) == (2, 1, 1)
+
+
+def test_a_choice_to_leave_it_as_it_is_changes_nothing() -> None:
+    check_pass(_choose("merge=1"), nn.Conv2d(4, 4, 3, groups=4), torch.randn(1, 4, 6, 6), rewrites=0)
+
+
+def test_a_replay_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = _pretend(monkeypatch, {})
+    check_pass(_choose("split"), nn.Conv2d(4, 4, 3, groups=2), torch.randn(1, 4, 6, 6), rewrites=1)
+    assert measured == []
+
+
+def test_the_fastest_form_is_taken_and_written_into_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = _pretend(monkeypatch, {Form(merge=2): 0.5, Form(split=True): 0.8})
+    model, elsewhere = nn.Conv2d(8, 8, 3, groups=4), [torch.randn(2, 8, 9, 7)]
+    result = check_pass(Degroup(), model, torch.randn(1, 8, 6, 6), rewrites=1, elsewhere=elsewhere)
+    assert result.replay == _choose("merge=2")
+    assert len(measured) == 1
+    (hint,) = result.hints
+    assert hint.startswith(
+        "conv2d (groups=4, 2 channels a group, input 1x8x6x6): no Tensor Cores on this device"
+    )
+
+
+def test_equal_convolutions_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = _pretend(monkeypatch, {Form(merge=2): 0.5})
+    layers = [nn.Conv2d(4, 4, 3, padding=1, groups=2) for _ in range(3)]
+    other = nn.Conv2d(4, 4, 3, padding=1, groups=2, bias=False)
+    result = check_pass(Degroup(), nn.Sequential(*layers, other), torch.randn(1, 4, 6, 6), rewrites=4)
+    assert len(measured) == 2
+    assert len(result.hints) == 4
+
+
+def test_a_gain_below_the_least_is_no_reason_to_rewrite(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend(monkeypatch, {Form(merge=2): 0.9})
+    model, x = nn.Conv2d(4, 4, 3, groups=2), torch.randn(1, 4, 6, 6)
+    check_pass(Degroup(least_gain=1.1), model, x, rewrites=1)
+    result = check_pass(Degroup(least_gain=1.2), model, x, rewrites=0)
+    assert [(d.node, d.reason) for d in result.declined] == [
+        ("conv2d", "fastest form merge=2 900000.0 µs, as is 1000000.0 µs")
+    ]
+
+
+def test_where_the_form_that_is_there_is_the_fastest_it_declines(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend(monkeypatch, {AS_IS: 0.5})
+    for least_gain in (1.03, 1.0):
+        step = Degroup(least_gain=least_gain)
+        result = check_pass(step, nn.Conv2d(4, 4, 3, groups=2), torch.randn(1, 4, 6, 6), rewrites=0)
+        assert [d.reason for d in result.declined] == ["fastest form merge=1 500000.0 µs, as is 500000.0 µs"]
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        pytest.param(
+            Model(lambda m, x: F.conv2d(x, m.w.sigmoid(), groups=2), w=torch.randn(4, 2, 3, 3)),
+            (1, 4, 6, 6),
+            id="computed weight",
+        ),
+        pytest.param(nn.Conv2d(4, 4, 3, groups=2), (4, 6, 6), id="input without a batch"),
+    ],
+)
+@pytest.mark.parametrize("step", [Degroup(), _choose("merge=2")], ids=["measured", "replayed"])
+def test_it_declines(step: Degroup, model: nn.Module, shape: tuple[int, ...]) -> None:
+    result = check_pass(step, model, torch.randn(shape), rewrites=0)
+    assert [(d.node, d.reason) for d in result.declined] == [
+        ("conv2d", "its weight is computed, or its input has no batch")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (nn.Conv2d(4, 4, 3), (1, 4, 6, 6)),
+        (nn.Conv1d(4, 4, 3, groups=4), (1, 4, 6)),
+        (nn.ConvTranspose2d(4, 4, 3, groups=2), (1, 4, 6, 6)),
+    ],
+    ids=["dense", "one-dimensional", "transposed"],
+)
+def test_other_layers_are_not_looked_at(model: nn.Module, shape: tuple[int, ...]) -> None:
+    result = check_pass(Degroup(), model, torch.randn(shape), rewrites=0)
+    assert (result.declined, result.hints) == ((), ())
+
+
+def test_real_measurements_lead_to_a_right_program_and_a_hint() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, groups=4), nn.ReLU())
+    x, elsewhere = torch.randn(1, 8, 12, 12), torch.randn(2, 8, 9, 9)
+    result = Degroup().apply(program_of(model, x))
+    assert error_of(result.program, model, [x]) < 2e-6
+    (hint,) = result.hints
+    assert "fastest form" in hint
+    assert result.rewrites + len(result.declined) == 1
+    assert (result.replay is not None) == result.modified
+    if isinstance(result.replay, Degroup):
+        replayed = result.replay.apply(program_of(model, elsewhere))
+        assert text_of(replayed.program) == text_of(result.program)
+        assert error_of(replayed.program, model, [elsewhere]) < 2e-6
+
+
+def _merge_into_the_next_block(weight: Tensor, groups: int, merge: int) -> Tensor:
+    """A merge that puts each group's weights where its neighbour's belong."""
+    return merge_groups(weight, groups, merge).roll(weight.shape[1], 1) if merge > 1 else weight
+
+
+def test_the_check_catches_a_group_that_is_merged_into_the_wrong_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ampopt.passes.degroup.merge_groups", _merge_into_the_next_block)
+    with pytest.raises(AssertionError, match="the error is"):
+        check_pass(_choose("merge=2"), nn.Conv2d(4, 4, 3, groups=4), torch.randn(1, 4, 6, 6), rewrites=1)
+
+
+def test_merged_weights_are_block_diagonal_within_each_merged_group() -> None:
+    weight = torch.arange(1.0, 9.0).reshape(4, 2, 1, 1)  # 4 groups of 1 output and 2 inputs
+    assert merge_groups(weight, 4, 2).squeeze().tolist() == [
+        [1, 2, 0, 0],
+        [0, 0, 3, 4],
+        [5, 6, 0, 0],
+        [0, 0, 7, 8],
+    ]
+    assert torch.equal(merge_groups(weight, 4, 4).squeeze(), torch.block_diag(*weight.squeeze().unsqueeze(1)))
+    assert torch.equal(merge_groups(weight, 4, 1), weight)
+
+
+def test_merged_weights_keep_several_outputs_of_a_group_together() -> None:
+    weight = torch.arange(1.0, 9.0).reshape(4, 1, 2, 1)  # 2 groups of 2 outputs and 1 input, kernel 2 x 1
+    merged = merge_groups(weight, 2, 2)
+    assert torch.equal(merged[:2, 0], weight[:2, 0])
+    assert torch.equal(merged[2:, 1], weight[2:, 0])
+    assert merged[:2, 1].abs().sum() == merged[2:, 0].abs().sum() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_merged_weights_keep_dtype_and_bits(dtype: torch.dtype) -> None:
+    weight = torch.randn(6, 2, 3, 3).to(dtype)
+    merged = merge_groups(weight, 3, 3)
+    assert merged.dtype is dtype
+    assert torch.equal(merged[merged != 0].sort().values, weight.flatten().sort().values)
+
+
+@pytest.mark.parametrize(
+    "text", ["merge=1", "merge=16", "split", "merge=4@other-layout", "split@other-layout"]
+)
+def test_a_form_is_what_its_text_says(text: str) -> None:
+    assert str(Form.parse(text)) == text
+
+
+def _merges(forms: Sequence[Form]) -> list[int]:
+    return [form.merge for form in forms if not form.split and not form.other_layout]
+
+
+def test_merges_stop_at_64_channels_a_group_or_where_they_no_longer_divide() -> None:
+    assert _merges(forms_for(_grouped(8, per_group=8))) == [1, 2, 4, 8]
+    assert _merges(forms_for(_grouped(32, per_group=32))) == [1, 2, 32]
+    assert _merges(forms_for(_grouped(6, per_group=1))) == [1, 2, 6]
+
+
+def test_the_dense_form_is_left_out_where_it_needs_over_64_times_the_arithmetic() -> None:
+    assert 64 in _merges(forms_for(_grouped(64, per_group=1)))
+    assert 128 not in _merges(forms_for(_grouped(128, per_group=1)))
+
+
+def test_only_few_groups_are_split_and_every_form_comes_in_both_layouts() -> None:
+    assert Form(split=True) in forms_for(_grouped(8))
+    assert Form(split=True) not in forms_for(_grouped(16))
+    forms = forms_for(_grouped(8))
+    assert {form for form in forms if form.other_layout} == {
+        Form(form.merge, form.split, other_layout=True) for form in forms if not form.other_layout
+    }
+
+
+def _tensor_core_hint(conv: GroupedConv, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    return conv.tensor_core_hint(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("per_group", "dtype", "capability", "hint"),
+    [
+        (8, torch.float16, (6, 1), "this GPU has no Tensor Cores"),
+        (8, torch.float32, (8, 0), "misses Tensor Cores: float32 (16 bits would be needed)"),
+        (4, torch.float16, (8, 0), "misses Tensor Cores: 4 in and 4 out a group, no multiples of 8"),
+        (8, torch.bfloat16, (9, 0), "can use Tensor Cores"),
+    ],
+)
+def test_the_hint_says_whether_tensor_cores_can_be_used(
+    per_group: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    hint: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    conv = dataclasses.replace(_grouped(4, per_group), dtype=dtype)
+    assert _tensor_core_hint(conv, capability, monkeypatch) == hint
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "form", ["merge=2", "merge=4", "split", "merge=1@other-layout", "split@other-layout"]
+)
+@pytest.mark.parametrize("layout", [[], [ChannelsLast()]], ids=["contiguous", "channels_last"])
+def test_on_a_gpu_every_form_is_right_in_half_precision(form: str, layout: list[ChannelsLast]) -> None:
+    model = nn.Sequential(nn.Conv2d(32, 32, 3, groups=4), nn.ReLU()).cuda()
+    x, elsewhere = torch.randn(2, 32, 16, 16, device="cuda"), [torch.randn(1, 32, 9, 11, device="cuda")]
+    before = [BakeAutocast(), *layout]
+    check_pass(_choose(form), model, x, rewrites=1, lane=FP16, on_top_of=before, elsewhere=elsewhere)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [4, 32], ids=["grouped", "depthwise"])
+def test_on_a_gpu_forms_are_measured_on_the_devices_clock(groups: int) -> None:
+    model = nn.Conv2d(32, 32, 3, padding=1, groups=groups).cuda()
+    x = torch.randn(1, 32, 32, 32, device="cuda")
+    result = Degroup().apply(program_of(model, x, on_top_of=[BakeAutocast()], lane=FP16))
+    assert result.rewrites + len(result.declined) == 1
+    assert len(result.hints) == 1
+    assert error_of(result.program, model, [x]) < 2.0**-9

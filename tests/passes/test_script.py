@@ -1,0 +1,171 @@
+"""script: TorchScript runs the program."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampopt.errors import PassError
+from ampopt.graph import copy_of
+from ampopt.lanes import Lane
+from ampopt.passes import BakeAutocast, ChannelsLast, CudaGraph, FoldConvBn, Script
+from ampopt.program import Program
+from ampopt.transform import Pass, Result, replay
+from tests.helpers import (
+    BF16,
+    FP16,
+    FP32,
+    Model,
+    apply_to_untouched,
+    check_outputs,
+    error_of,
+    program_of,
+    with_statistics,
+)
+
+
+def _network() -> nn.Module:
+    return with_statistics(
+        nn.Sequential(
+            nn.Conv2d(3, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3, groups=8),
+            nn.GELU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32, 5),
+        )
+    )
+
+
+class _Unpooling(nn.Module):
+    """An encoder and decoder whose indices cross over: tracing the module itself fails in torch 2.15."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+        self.pool, self.unpool = nn.MaxPool2d(2, return_indices=True), nn.MaxUnpool2d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, indices = self.pool(self.down(x).relu())
+        return self.up(self.unpool(y, indices))  # type: ignore[no-any-return]
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "one output": (_network, (2, 3, 10, 10)),
+    "several outputs": (
+        lambda: Model(lambda m, x: (m.a(x).relu(), {"max": x.max(1), "mask": x > 0}), a=nn.Linear(4, 4)),
+        (3, 4),
+    ),
+    "a tuple of one": (lambda: Model(lambda m, x: (m.a(x),), a=nn.Linear(4, 4)), (3, 4)),
+    "an output that is an input": (lambda: Model(lambda m, x: (x, m.a(x)), a=nn.Linear(4, 4)), (3, 4)),
+    "a constant output": (lambda: Model(lambda m, x: (m.a(x), m.a.weight), a=nn.Linear(4, 4)), (3, 4)),
+    "unpooling": (_Unpooling, (1, 3, 8, 8)),
+    "attention": (lambda: Model(lambda m, x: m.a(x, x, x)[0], a=nn.MultiheadAttention(8, 2)), (3, 2, 8)),
+    "recurrent": (lambda: Model(lambda m, x: m.a(x)[0], a=nn.GRU(4, 4)), (3, 2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_engine_computes_what_the_model_does(name: str) -> None:
+    build, shape = MODELS[name]
+    model, x = build().eval(), torch.randn(shape)
+    program = program_of(model, x)
+    result = apply_to_untouched(Script(), program)
+    assert result.rewrites == 1
+    assert result.program.graph is program.graph
+    assert result.program.engine is not None
+    check_outputs(Script.numerics, program, result.program, model, [x], FP32)
+
+
+@pytest.mark.parametrize(
+    ("lane", "before"),
+    [
+        pytest.param(FP32, [FoldConvBn(), ChannelsLast()], id="folded channels_last"),
+        pytest.param(BF16, [BakeAutocast(), FoldConvBn(), ChannelsLast()], id="baked"),
+    ],
+)
+def test_it_runs_rewritten_programs(lane: Lane, before: list[Pass]) -> None:
+    model, x = _network(), torch.randn(2, 3, 10, 10)
+    program = program_of(model, x, lane=lane, on_top_of=before)
+    check_outputs(Script.numerics, program, Script().apply(program).program, model, [x], lane)
+
+
+def test_its_replay_is_right_for_another_shape() -> None:
+    model, x, elsewhere = _network(), torch.randn(2, 3, 10, 10), torch.randn(1, 3, 12, 8)
+    result = Script().apply(program_of(model, x))
+    there = program_of(model, elsewhere)
+    replayed = replay((result.replay or Script(),), there)
+    assert replayed.engine is not None
+    check_outputs(Script.numerics, there, replayed, model, [elsewhere], FP32)
+
+
+def test_a_shape_that_its_cpu_kernels_cannot_do_is_refused_or_right() -> None:
+    """oneDNN's adaptive pooling wants sizes that divide; only an AmpoptError lets the runtime fall back."""
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(2)), torch.randn(1, 3, 9, 9)
+    with contextlib.suppress(PassError):
+        assert error_of(Script().apply(program_of(model, x)).program, model, [x]) < 5e-6
+
+
+def test_a_second_apply_does_nothing() -> None:
+    once = Script().apply(program_of(_network(), torch.randn(2, 3, 10, 10))).program
+    assert apply_to_untouched(Script(), once).rewrites == 0
+
+
+def test_a_program_that_still_runs_under_autocast_is_refused() -> None:
+    program = program_of(_network(), torch.randn(2, 3, 10, 10), lane=BF16)
+    assert Script().why_not(program) == "it still runs under autocast"
+    assert Script().why_not(BakeAutocast().apply(program).program) is None
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+def test_weights_that_are_packed_for_onednn_are_refused() -> None:
+    program = program_of(nn.Linear(8, 8), torch.randn(2, 8))
+    module = copy_of(program.graph)
+    module.p_weight = module.p_weight.to_mkldnn()
+    reason = Script().why_not(program.with_graph(module))
+    assert reason == "its weights are packed for oneDNN, which a trace cannot hold"
+
+
+class _TracesAnotherProgram(Script):
+    """An engine made from weights that are a little off."""
+
+    def apply(self, program: Program) -> Result:
+        module = copy.deepcopy(program.graph)
+        for weight in module.buffers():
+            weight.mul_(1 + 1e-4)
+        result = super().apply(program.with_graph(module))
+        return Result(program.replace(engine=result.program.engine), result.rewrites)
+
+
+def test_the_check_catches_an_engine_with_other_weights() -> None:
+    model, x = _network(), torch.randn(2, 3, 10, 10)
+    program = program_of(model, x)
+    wrong = _TracesAnotherProgram().apply(program).program
+    with pytest.raises(AssertionError, match="the error is"):
+        check_outputs(Script.numerics, program, wrong, model, [x], FP32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("lane", "before"),
+    [
+        pytest.param(FP32, [FoldConvBn()], id="fp32"),
+        pytest.param(FP16, [BakeAutocast(), FoldConvBn(), ChannelsLast()], id="baked channels_last"),
+    ],
+)
+@pytest.mark.parametrize("launch", [[], [CudaGraph()]], ids=["launched call by call", "cuda graph"])
+def test_on_a_gpu_the_engine_computes_what_the_model_does(
+    lane: Lane, before: list[Pass], launch: list[Pass]
+) -> None:
+    model, x = _network().cuda(), torch.randn(2, 3, 10, 10, device="cuda")
+    program = program_of(model, x, lane=lane, on_top_of=before)
+    after = replay((Script(), *launch), program)
+    assert after.engine is not None
+    check_outputs(Script.numerics, program, after, model, [x], lane)
