@@ -59,6 +59,7 @@ _NEED_RANGE = {
     aten.norm.Scalar,
     aten.linalg_vector_norm.default,
 }
+_FLOATING = (torch.float32, torch.float16, torch.bfloat16)
 _RECURRENT = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
 """Their kernels take their weights as one block and break on cast ones: they stay in FP32."""
 
@@ -67,7 +68,7 @@ class _CastRecorder(TorchDispatchMode):
     """Notes every cast of a floating-point tensor that happens while it is active."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.casts: list[tuple[Tensor, torch.dtype]] = []
 
     def __torch_dispatch__(
@@ -79,8 +80,8 @@ class _CastRecorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class _Recording(fx.Interpreter):
-    """Runs a graph under autocast and notes which inputs of each call autocast casts, and to what."""
+class _Run(fx.Interpreter):
+    """Runs a graph and keeps the dtype of every result; subclasses also decide about casts."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
@@ -88,73 +89,105 @@ class _Recording(fx.Interpreter):
         self.dtypes: dict[fx.Node, torch.dtype] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        with _CastRecorder() as recorder:
-            result = super().run_node(n)
-        if n.op == "call_function":
-            wanted: dict[fx.Node, torch.dtype] = {}
-            for source in n.all_input_nodes:
-                value = self.env[source]
-                found = [dtype for tensor, dtype in recorder.casts if tensor is value]
-                if found and found[0] is not value.dtype:
-                    wanted[source] = found[0]
-            self.decisions[n] = wanted
+        result = self.decide_and_call(n) if n.op == "call_function" else super().run_node(n)
         if isinstance(result, Tensor):
             self.dtypes[n] = result.dtype
         return result
 
+    def decide_and_call(self, node: fx.Node) -> Any:
+        return super().run_node(node)
 
-def _enter(program: Program) -> list[Tensor]:
-    return [b.convert(t) for b, t in zip(program.entry, program.examples, strict=True)]
+    def call_with(self, node: fx.Node, wanted: dict[fx.Node, torch.dtype]) -> Any:
+        """Call a node with some inputs cast, and keep that as the decision."""
+        self.decisions[node] = wanted
+        values = {source: self.env[source] for source in node.all_input_nodes}
+        values |= {source: values[source].to(dtype) for source, dtype in wanted.items()}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: values[source])
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def casts_to(self, node: fx.Node, dtype: torch.dtype) -> dict[fx.Node, torch.dtype]:
+        """The casts that bring every floating-point input of a node to one dtype."""
+        sources = [n for n in node.all_input_nodes if self.dtypes.get(n) in _FLOATING]
+        return {source: dtype for source in sources if self.dtypes[source] is not dtype}
+
+
+class _AutocastRun(_Run):
+    """Runs under autocast to `low` and notes which inputs of each call autocast casts, and to what.
+
+    Operators made of others may cast inside: then the same casts of their inputs are decided. A cast to
+    FP32 inside an operator whose result is `low` is the operator's own business and not autocast's.
+    """
+
+    def __init__(self, module: fx.GraphModule, low: torch.dtype) -> None:
+        super().__init__(module)
+        self._low = low
+
+    def decide_and_call(self, node: fx.Node) -> Any:
+        if node.target in _RECURRENT:
+            with torch.autocast(next(iter(self.module.buffers())).device.type, enabled=False):
+                return self.call_with(node, self.casts_to(node, torch.float32))
+        with _CastRecorder() as recorder:
+            result = super().decide_and_call(node)
+        is_low = isinstance(result, Tensor) and result.dtype is self._low
+        wanted: dict[fx.Node, torch.dtype] = {}
+        for source in node.all_input_nodes:
+            value = self.env[source]
+            found = [dtype for tensor, dtype in recorder.casts if tensor is value]
+            if found and found[0] is not value.dtype and not (is_low and found[0] is torch.float32):
+                wanted[source] = found[0]
+        if not wanted and is_low and any(dtype is self._low for _, dtype in recorder.casts):
+            wanted = self.casts_to(node, self._low)
+        self.decisions[node] = wanted
+        return result
+
+
+class _PolicyRun(_Run):
+    """Runs with every input in the dtype that a policy wants; None: mixed inputs go to the widest."""
+
+    def __init__(self, module: fx.GraphModule, wants: Callable[[fx.Node], torch.dtype | None]) -> None:
+        super().__init__(module)
+        self._wants = wants
+
+    def decide_and_call(self, node: fx.Node) -> Any:
+        dtype = self._wants(node)
+        if dtype is None and node.target not in _NORMALIZATIONS:
+            found = {self.dtypes[n] for n in node.all_input_nodes if self.dtypes.get(n) in _FLOATING}
+            dtype = torch.float32 if len(found) > 1 else None
+        return self.call_with(node, {} if dtype is None else self.casts_to(node, dtype))
+
+
+def _run(run: _Run, program: Program, autocast: torch.dtype | None = None) -> _Run:
+    with program.settings.scope(program.device), autocast_scope(program.device, autocast):
+        run.run(*(b.convert(t) for b, t in zip(program.entry, program.examples, strict=True)))
+    return run
 
 
 def record_autocast(
     program: Program, module: fx.GraphModule, dtype: torch.dtype
 ) -> tuple[Decisions, dict[fx.Node, torch.dtype]]:
     """What autocast to `dtype` does to each call of `module`, and the dtype of every result under it."""
-    recording = _Recording(module)
-    with program.settings.scope(program.device), autocast_scope(program.device, dtype):
-        recording.run(*_enter(program))
-    return recording.decisions, recording.dtypes
+    run = _run(_AutocastRun(module, dtype), program, dtype)
+    return run.decisions, run.dtypes
 
 
 def result_dtypes(program: Program, module: fx.GraphModule) -> dict[fx.Node, torch.dtype]:
     """The dtype of every result of `module` as it stands, without autocast."""
-    recording = _Recording(module)
-    with program.settings.scope(program.device), autocast_scope(program.device, None):
-        recording.run(*_enter(program))
-    return recording.dtypes
+    return _run(_Run(module), program).dtypes
 
 
 def decide(policy: str, program: Program, module: fx.GraphModule, dtype: torch.dtype) -> Decisions:
     """The decisions of one of `POLICIES` for a graph that runs in FP32 now."""
     if policy == "amp":
-        decisions = record_autocast(program, module, dtype)[0]
-        for node in calls(module, _RECURRENT):
-            decisions[node] = {
-                source: torch.float32 for source in _floating(node, result_dtypes(program, module))
-            }
-        return decisions
-    current = result_dtypes(program, module)
+        return record_autocast(program, module, dtype)[0]
     wants: Callable[[fx.Node], torch.dtype | None] = {
         "O1": lambda node: _o1(node, dtype),
         "O2": lambda node: torch.float32 if node.target in _NORMALIZATIONS | _RECURRENT else dtype,
         "half": lambda node: torch.float32 if node.target in _RECURRENT else dtype,
     }[policy]
-    return {node: _to(node, wants(node), current) for node in calls(module)}
+    return _run(_PolicyRun(module, wants), program).decisions
 
 
 def _o1(node: fx.Node, dtype: torch.dtype) -> torch.dtype | None:
     if node.target in _PRODUCTS:
         return dtype
     return torch.float32 if node.target in _NEED_RANGE | _RECURRENT else None
-
-
-def _floating(node: fx.Node, dtypes: dict[fx.Node, torch.dtype]) -> list[fx.Node]:
-    floating = (torch.float32, torch.float16, torch.bfloat16)
-    return [source for source in node.all_input_nodes if dtypes.get(source) in floating]
-
-
-def _to(
-    node: fx.Node, dtype: torch.dtype | None, dtypes: dict[fx.Node, torch.dtype]
-) -> dict[fx.Node, torch.dtype]:
-    return {} if dtype is None else dict.fromkeys(_floating(node, dtypes), dtype)

@@ -110,9 +110,8 @@ class CapturedGraph:
 
 def _copy_out(border: Border, output: Tensor) -> Callable[[], Tensor]:
     """What makes the caller's own tensor of a static output, by the quickest call that PyTorch has for it."""
-    kept = output.is_contiguous() or border.memory_format is torch.preserve_format
-    if kept and output.dtype is border.dtype:
+    if output.is_contiguous() and output.dtype is border.dtype:
         return output.clone
-    if kept and border.dtype is torch.float32:
+    if output.is_contiguous() and border.dtype is torch.float32:
         return output.float
     return functools.partial(output.to, dtype=border.dtype, memory_format=border.memory_format, copy=True)

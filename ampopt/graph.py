@@ -138,8 +138,61 @@ def only_user(node: fx.Node) -> fx.Node | None:
     """The one node that reads `node`, once; None where there are several, none, or one reads it twice."""
     if len(node.users) != 1:
         return None
-    user = next(iter(node.users))
-    return user if sum(argument is node for argument in user.all_input_nodes) == 1 else None
+    user, reads = next(iter(node.users)), 0
+
+    def count(argument: fx.Node) -> fx.Node:
+        nonlocal reads
+        reads += argument is node
+        return argument
+
+    fx.map_arg((user.args, user.kwargs), count)
+    return user if reads == 1 else None
+
+
+_FRESH_COMPOSITES = frozenset(
+    getattr(aten, name)
+    for name in (
+        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d linear batch_norm "
+        "instance_norm group_norm layer_norm relu6 selu celu hardswish max_pool1d max_pool2d max_pool3d "
+        "cat concat stack softmax log_softmax upsample_nearest2d upsample_bilinear2d"
+    ).split()
+)
+"""Operators composed of others whose result never shares memory with an argument."""
+
+
+def makes_fresh_tensor(node: fx.Node) -> bool:
+    """Whether a node's output surely shares no memory with its inputs, by the operator's own schema.
+
+    Operators that are composed of others may return their input without saying so (`dropout` in
+    evaluation, `contiguous`), so only those known not to count.
+    """
+    overload = node.target
+    if node.op != "call_function" or not isinstance(overload, torch._ops.OpOverload):
+        return False
+    if any(result.alias_info is not None for result in overload._schema.returns):
+        return False
+    if overload.overloadpacket in _FRESH_COMPOSITES:
+        return True
+    return overload.namespace == "aten" and not overload.has_kernel_for_dispatch_key(
+        torch._C.DispatchKey.CompositeImplicitAutograd
+    )
+
+
+def own_outputs(module: fx.GraphModule) -> None:
+    """Clone every output that may share memory with a weight or an input, so that callers may write to it."""
+    output = module.graph.output_node()
+    for result in dict.fromkeys(output.all_input_nodes):
+        if _may_share_memory(result):
+            clone = insert_call(module, output, aten.clone.default, result)
+            output.replace_input_with(result, clone)
+
+
+def _may_share_memory(node: fx.Node) -> bool:
+    if node.op in ("get_attr", "placeholder"):
+        return True
+    if node.op != "call_function" or makes_fresh_tensor(node):
+        return False
+    return any(_may_share_memory(source) for source in node.all_input_nodes)
 
 
 def record_shapes(program: Program) -> fx.GraphModule:
@@ -184,7 +237,12 @@ def where(node: fx.Node) -> str:
 
 def reads_strides(module: fx.GraphModule) -> fx.Node | None:
     """The first operator whose result depends on how its input lies in memory; None where there is none."""
-    depends = (aten.as_strided.default, aten.view_as_real.default, aten.view_as_complex.default)
+    depends = (
+        aten.as_strided.default,
+        aten.view_as_real.default,
+        aten.view_as_complex.default,
+        aten.view.dtype,
+    )
     return next(calls(module, depends), None)
 
 

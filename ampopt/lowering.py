@@ -16,35 +16,47 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from ampopt.errors import CaptureError
-from ampopt.graph import arguments, aten, calls, finish, insert_call, replace, where
-
-_FRESH_COMPOSITES = frozenset(
-    getattr(aten, name)
-    for name in (
-        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d linear batch_norm "
-        "instance_norm group_norm layer_norm relu6 selu celu hardswish max_pool1d max_pool2d max_pool3d "
-        "cat concat stack softmax log_softmax upsample_nearest2d upsample_bilinear2d"
-    ).split()
+from ampopt.graph import (
+    arguments,
+    aten,
+    calls,
+    finish,
+    insert_call,
+    is_constant,
+    makes_fresh_tensor,
+    own_outputs,
+    replace,
+    where,
 )
-"""Operators composed of others whose result never shares memory with an argument."""
+
+_ANY_LAYOUT: dict[Any, Any] = {
+    aten.view.default: aten.reshape.default,
+    aten.view_as.default: aten.reshape_as.default,
+}
+"""Operators that refuse some memory formats, and the same functions that take them all."""
+
+_PADDED: dict[Any, Any] = {
+    aten.conv1d.padding: aten.conv1d.default,
+    aten.conv2d.padding: aten.conv2d.default,
+    aten.conv3d.padding: aten.conv3d.default,
+}
+"""Convolutions whose padding is a word, and those where it is numbers."""
 
 
-def _makes_fresh_tensor(node: fx.Node) -> bool:
-    """Whether a node's output surely shares no memory with its inputs, by the operator's own schema.
-
-    Operators that are composed of others may return their input without saying so (`dropout` in
-    evaluation, `contiguous`), so only those known not to count.
-    """
-    overload = node.target
-    if node.op != "call_function" or not isinstance(overload, torch._ops.OpOverload):
-        return False
-    if any(result.alias_info is not None for result in overload._schema.returns):
-        return False
-    if overload.overloadpacket in _FRESH_COMPOSITES:
-        return True
-    return overload.namespace == "aten" and not overload.has_kernel_for_dispatch_key(
-        torch._C.DispatchKey.CompositeImplicitAutograd
-    )
+def _write_out_padding(module: fx.GraphModule, node: fx.Node) -> None:
+    """Turn "valid" and "same" into numbers: 0, and dilation · (kernel - 1) / 2 where that is whole."""
+    own = arguments(node)
+    if not is_constant(own["weight"]):
+        return
+    kernel = getattr(module, str(own["weight"].target)).shape[2:]
+    dilation = list(own["dilation"]) * (len(kernel) if len(own["dilation"]) == 1 else 1)
+    total = [0 if own["padding"] == "valid" else d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    if any(amount % 2 for amount in total):
+        return  # one side gets more than the other, which no number says
+    padding = [amount // 2 for amount in total]
+    node.target = _PADDED[node.target]
+    node.args = (own["input"], own["weight"], own["bias"], own["stride"], padding, dilation, own["groups"])
+    node.kwargs = {}
 
 
 def _functional_form(node: fx.Node) -> torch._ops.OpOverload | None:
@@ -73,8 +85,8 @@ def _rename_in_place(module: fx.GraphModule) -> bool:
         if functional is None or not isinstance(overwritten, fx.Node):
             return False
         others = [user for user in overwritten.users if user is not node]
-        aliased = any(order[user] > order[node] or not _makes_fresh_tensor(user) for user in others)
-        if aliased or not _makes_fresh_tensor(overwritten):
+        aliased = any(order[user] > order[node] or not makes_fresh_tensor(user) for user in others)
+        if aliased or not makes_fresh_tensor(overwritten):
             return False
         node.target = functional
     return True
@@ -100,7 +112,7 @@ def _lift_weights(exported: ExportedProgram) -> fx.GraphModule:
             mapping[node] = graph.get_attr(name)
         elif node.op == "output":
             flat = [mapping[arg] for arg in node.args[0] if isinstance(arg, fx.Node)]
-            graph.output(tuple(_owned(graph, value) for value in flat))
+            graph.output(tuple(flat))
         elif node.target is aten._assert_tensor_metadata.default:
             continue  # it would forbid every later change of dtype
         elif node.op == "call_function":
@@ -110,11 +122,6 @@ def _lift_weights(exported: ExportedProgram) -> fx.GraphModule:
         else:
             raise CaptureError(f"the graph holds a {node.op} node, which ampopt does not know: {where(node)}")
     return fx.GraphModule(root, graph)
-
-
-def _owned(graph: fx.Graph, value: fx.Node) -> fx.Node:
-    """A weight that is itself a result is cloned, so that a caller who writes to it leaves ours alone."""
-    return graph.call_function(aten.clone.default, (value,)) if value.op == "get_attr" else value
 
 
 def _weight(exported: ExportedProgram, spec: Any) -> Tensor:
@@ -142,8 +149,8 @@ def _restore_vocabulary(module: fx.GraphModule) -> None:
         for user in list(node.users):
             if user.target is operator.getitem and user.args[1] == 0:
                 x, weight, bias, mean, variance, momentum, eps = node.args
-                call = (x, weight, bias, mean, variance, False, momentum, eps, True)
-                replace(user, insert_call(module, user, aten.batch_norm.default, *call))
+                norm = (x, weight, bias, mean, variance, False, momentum, eps, True)
+                replace(user, insert_call(module, user, aten.batch_norm.default, *norm))
     plain = {3: aten.conv1d.default, 4: aten.conv2d.default, 5: aten.conv3d.default}
     transposed = {
         3: aten.conv_transpose1d.default,
@@ -156,11 +163,11 @@ def _restore_vocabulary(module: fx.GraphModule) -> None:
             continue
         rank = getattr(module, str(weight.target)).dim()
         if is_transposed:
-            call = (x, weight, bias, stride, padding, extra, groups, dilation)
-            replace(node, insert_call(module, node, transposed[rank], *call))
+            new = (x, weight, bias, stride, padding, extra, groups, dilation)
+            replace(node, insert_call(module, node, transposed[rank], *new))
         else:
-            call = (x, weight, bias, stride, padding, dilation, groups)
-            replace(node, insert_call(module, node, plain[rank], *call))
+            new = (x, weight, bias, stride, padding, dilation, groups, None)
+            replace(node, insert_call(module, node, plain[rank], *new[:7]))
 
 
 def lower(exported: ExportedProgram) -> fx.GraphModule:
@@ -175,8 +182,11 @@ def lower(exported: ExportedProgram) -> fx.GraphModule:
         _check_effects(exported)
         module = _lift_weights(exported)
         _restore_vocabulary(module)
-    for node in calls(module, [aten.view.default]):
-        node.target = aten.reshape.default  # the same function, and right in every memory format
+    for node in calls(module):
+        node.target = _ANY_LAYOUT.get(node.target, node.target)
+    for node in calls(module, _PADDED):
+        _write_out_padding(module, node)
+    own_outputs(module)
     for node in calls(module):
         if _draws_random_numbers(node):
             raise CaptureError(f"the model draws random numbers when it is called: {where(node)}")

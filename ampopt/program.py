@@ -28,8 +28,6 @@ FlatFunction = Callable[..., Sequence[Tensor]]
 class Border:
     """The dtype and memory format in which one flat tensor crosses the program's border.
 
-    `torch.preserve_format` means: as it comes.
-
     Conversions at the border are not nodes of the graph: the runtime does them inside the copies that it
     makes anyway, so that a cast or a change of layout there costs no kernel of its own.
     """
@@ -39,8 +37,6 @@ class Border:
 
     def convert(self, tensor: Tensor) -> Tensor:
         """Return `tensor` in this dtype and format; itself where it already is."""
-        if self.memory_format is torch.preserve_format:
-            return tensor.to(self.dtype)
         if self.memory_format is torch.contiguous_format and tensor.dtype is self.dtype:
             return tensor.contiguous()
         if tensor.dim() in CHANNELS_LAST and self.memory_format is CHANNELS_LAST[tensor.dim()]:

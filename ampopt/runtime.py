@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import textwrap
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -60,9 +61,7 @@ class _Served:
 
 
 class OptimizedModule(nn.Module):
-    """A model optimized for inference: same call, same result structure, same dtypes.
-
-    Outputs are contiguous, or in channels_last strides where the `channels-last` pass was kept.
+    """A model optimized for inference: same call, same result structure, same dtypes, contiguous.
 
     A call is served by a program made for exactly its shapes, dtypes, device and other arguments. The
     first call with others makes a new program (same passes, verified again) and logs that it did; at most
@@ -167,8 +166,9 @@ class OptimizedModule(nn.Module):
         self._captures += 1
         try:
             served = self._make(args, kwargs)
-        except AmpoptError as error:
-            return self._fall_back(args, kwargs, str(error), shown)
+        except Exception as error:  # whatever it is: the original answers, and the log says why
+            reason = str(error) if isinstance(error, AmpoptError) else f"{type(error).__name__}: {error}"
+            return self._fall_back(args, kwargs, textwrap.shorten(reason, 300), shown)
         logger.warning("ampopt: captured and verified a program for a call not seen before: %s", shown)
         return served
 

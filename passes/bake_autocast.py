@@ -57,7 +57,8 @@ class BakeAutocast(Pass):
         expected = record_autocast(plain, module, dtype)[1] if self.policy == "amp" else {}
         expected_by_name = {node.name: want for node, want in expected.items() if node.op == "call_function"}
         entry = tuple(_lower_inputs(module, decisions, program.entry))
-        rewrites = _bake(module, decisions)
+        lowered = sum(new != old for new, old in zip(entry, program.entry, strict=True))
+        rewrites = max(1, lowered + _bake(module, decisions))  # at the least, autocast itself is gone
         baked = plain.with_graph(finish(module)).replace(entry=entry)
         return Result(_with_result_dtypes(baked, expected_by_name), rewrites)
 
@@ -108,7 +109,7 @@ def _with_result_dtypes(program: Program, expected: dict[str, torch.dtype]) -> P
         if not wrong:
             return program.with_graph(finish(module))
         for node in wrong:
-            if "dtype" in arguments(node):
+            if isinstance(node.target, torch._ops.OpOverload) and "dtype" in arguments(node):
                 node.update_kwarg("dtype", expected[node.name])
         module.recompile()
     names = ", ".join(node.name for node in wrong[:3])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
-
 from ampopt.graph import (
     CONVOLUTIONS,
     TRANSPOSED_CONVOLUTIONS,
@@ -27,8 +25,8 @@ class ChannelsLast(Pass):
 
     Rewrites: the weight of every 2d and 3d convolution, and the format in which 4d and 5d inputs enter the
     graph. Operators between them hand the format on by themselves, so no permutes are inserted; the
-    runtime changes the input's layout in the copy that it makes anyway. Outputs come as they are:
-    feature maps and images in channels_last strides, everything else contiguous.
+    runtime changes the input's layout in the copy that it makes anyway. What the caller gets stays
+    contiguous, as the original's outputs are; the copy out sees to it, and is timed with the rest.
     Requires: no operator that reads memory by strides (`as_strided`, `view_as_real`).
     Declines: convolutions whose weight is computed; programs with no 2d or 3d convolution.
     Correct because: a memory format is only the order of elements in memory. Every ATen operator but those
@@ -48,7 +46,7 @@ class ChannelsLast(Pass):
 
     def apply(self, program: Program) -> Result:
         """Convert weights and input borders; see the class."""
-        module, rewrites, ranks = copy_of(program.graph), 0, set[int]()
+        module, rewrites, ranks, moved = copy_of(program.graph), 0, set[int](), False
         declined: list[Declined] = []
         for node in calls(module, CONVOLUTIONS | TRANSPOSED_CONVOLUTIONS):
             if not is_constant(node.args[1]):
@@ -58,6 +56,7 @@ class ChannelsLast(Pass):
             if weight is None or weight.dim() not in CHANNELS_LAST:
                 continue
             ranks.add(weight.dim())
+            moved |= not weight.is_contiguous(memory_format=CHANNELS_LAST[weight.dim()])
             packed = weight.contiguous(memory_format=CHANNELS_LAST[weight.dim()])
             new = add_constant(module, f"{node.name}_weight", packed, node)
             node.args = (node.args[0], new, *node.args[2:])
@@ -70,6 +69,7 @@ class ChannelsLast(Pass):
             )
             for border, example in zip(program.entry, program.examples, strict=True)
         )
-        exit = tuple(Border(border.dtype, torch.preserve_format) for border in program.exit)
-        changed = program.with_graph(finish(module)).replace(entry=entry, exit=exit)
+        if entry == program.entry and not moved:
+            return Result(program, 0, tuple(declined))
+        changed = program.with_graph(finish(module)).replace(entry=entry)
         return Result(changed, rewrites, tuple(declined))

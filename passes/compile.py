@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
+from collections.abc import Callable
 
 import torch
 
@@ -47,7 +48,12 @@ class Compile(Pass):
 
     def apply(self, program: Program) -> Result:
         """Compile and warm up; see the class."""
-        options = {"triton.cudagraphs": False, "freezing": True}
+        if program.engine is not None:
+            return Result(program, 0)
+        options: dict[str, str | int | bool | Callable[..., object]] = {
+            "triton.cudagraphs": False,
+            "freezing": True,
+        }
         module = copy.deepcopy(program.graph).eval()
         engine = torch.compile(module, fullgraph=True, dynamic=False, options=options)
         with program.settings.scope(program.device), warnings.catch_warnings():

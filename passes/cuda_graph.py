@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import fx
 
-from ampopt.graph import calls
+from ampopt.graph import aten, calls, dtype_of, record_shapes
 from ampopt.program import Program
 from ampopt.transform import Family, Numerics, Pass, Result
 
@@ -33,16 +33,30 @@ class CudaGraph(Pass):
         """What cannot be captured, by the operators' own tags."""
         if program.device.type != "cuda":
             return "there is no CUDA device"
-        found = next((node for node in calls(program.graph) if _waits_for_host(node)), None)
+        suspects = [node.name for node in calls(program.graph) if _may_wait_for_host(node)]
+        if not suspects:
+            return None
+        shaped = [node for node in calls(record_shapes(program)) if node.name in suspects]
+        found = next((node for node in shaped if not _is_plain_indexing(node)), None)
         return f"{found.name} needs a value on the host" if found is not None else None
 
     def apply(self, program: Program) -> Result:
         """Mark the program as captured."""
-        return Result(program.replace(cuda_graph=True), 0 if program.cuda_graph else 1)
+        if program.cuda_graph:
+            return Result(program, 0)
+        return Result(program.replace(cuda_graph=True), 1)
 
 
-def _waits_for_host(node: fx.Node) -> bool:
+def _may_wait_for_host(node: fx.Node) -> bool:
     overload = node.target
     if not isinstance(overload, torch._ops.OpOverload):
         return False
     return torch.Tag.data_dependent_output in overload.tags or torch.Tag.dynamic_output_shape in overload.tags
+
+
+def _is_plain_indexing(node: fx.Node) -> bool:
+    """Indexing by integers; only masks have to be counted on the host first."""
+    if node.target is not aten.index.Tensor:
+        return False
+    indices = [index for index in node.all_input_nodes if index is not node.args[0]]
+    return all(dtype_of(index) not in (torch.bool, torch.uint8) for index in indices)

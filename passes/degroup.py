@@ -41,7 +41,7 @@ class Degroup(Pass):
     other groups' inputs are zero, and zero times a finite number adds nothing; a split is the definition.
     Cost: merging by m multiplies the weights and the arithmetic by m.
 
-    `choices` holds (convolution's name, form, speedup) as measured; a replay applies them unmeasured.
+    `choices` holds (convolution's name, form) as measured; a replay applies them unmeasured.
     """
 
     numerics = Numerics.REASSOCIATED
@@ -72,9 +72,9 @@ class Degroup(Pass):
                 cache[conv] = timed
                 form, reason = _choose(timed, self.least_gain)
                 hints.append(f"{node.name} ({conv}): {conv.tensor_core_hint(program.device)}; {reason}")
-                if form is AS_IS:
+                if form == AS_IS:
                     declined.append(Declined(node.name, reason))
-            if form is not AS_IS:
+            if form != AS_IS:
                 _rewrite(module, node, conv, form)
                 chosen.append((node.name, str(form)))
         if not chosen:
@@ -148,4 +148,5 @@ def _rewrite(module: fx.GraphModule, node: fx.Node, conv: GroupedConv, form: For
         new = insert_call(module, node, aten.conv2d.default, *call)
     if form.other_layout:
         new = insert_call(module, node, aten.clone.default, new, memory_format=conv.format)
+    new.meta["tensor_meta"] = node.meta["tensor_meta"]  # the next grouped convolution may read this
     replace(node, new)

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor, fx
 
-from ampopt.graph import add_constant, calls, copy_of, finish, is_constant, replace
+from ampopt.graph import add_constant, calls, copy_of, finish, is_constant, own_outputs, replace
 from ampopt.program import Program
 from ampopt.transform import Declined, Family, Numerics, Pass, Result
 
@@ -49,6 +49,7 @@ class FoldConstants(Pass):
                 continue
             replace(node, add_constant(module, node.name, result.clone(), node))
             rewrites += 1
+        own_outputs(module)  # a view of what is a weight now
         return Result(program.with_graph(finish(module)) if rewrites else program, rewrites, tuple(declined))
 
     def _why_keep(self, node: fx.Node, result: object, values: dict[fx.Node, Tensor]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import fx
 
 from ampopt.graph import (
@@ -22,6 +23,9 @@ from ampopt.program import Program
 from ampopt.transform import Declined, Family, Numerics, Pass, Result
 
 
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
 @dataclasses.dataclass(frozen=True)
 class FuseConvAct(Pass):
     """Fuse into cuDNN's own operators: `relu(conv(x))` and `relu(conv(x) + z)` -> one kernel each.
@@ -30,7 +34,7 @@ class FuseConvAct(Pass):
     tensor of the same shape, dtype and memory layout, then ReLU, to `cudnn_convolution_add_relu`.
     Requires: CUDA with cuDNN; float32, float16 or bfloat16 throughout; the convolution's only reader is the
     add or the ReLU, and the add's only reader is the ReLU.
-    Declines: other readers; an operand that broadcasts or is laid out differently; an add with a factor;
+    Declines: other readers; other dtypes; inputs without a batch; an operand that broadcasts or is laid out differently; an add with a factor;
     programs under autocast (the fused operators are not on its lists).
     Correct because: the operators are defined as relu(conv(x, W, b)) and relu(conv(x, W, b) + α·z), here with
     α = 1; addition commutes, so either operand of the add may be the convolution. z is computed before the
@@ -76,12 +80,12 @@ def _match(relu: fx.Node) -> tuple[fx.Node, fx.Node | None] | None:
     if source.target is not aten.add.Tensor:
         return None
     left, right = source.args[0], source.args[1]
-    # of two convolutions the later one is fused: the other must have run before it
-    for conv, other in ((right, left), (left, right)):
-        if isinstance(conv, fx.Node) and isinstance(other, fx.Node) and conv.target is aten.conv2d.default:
-            if only_user(conv) is source:
-                return conv, other
-    return None
+    # of two convolutions the later one is fused, because the other must have run before it
+    pairs = [
+        (c, z) for c, z in ((right, left), (left, right)) if isinstance(c, fx.Node) and isinstance(z, fx.Node)
+    ]
+    convs = [(conv, z) for conv, z in pairs if conv.target is aten.conv2d.default]
+    return next((pair for pair in convs if only_user(pair[0]) is source), convs[0] if convs else None)
 
 
 def _why_not(conv: fx.Node, relu: fx.Node, other: fx.Node | None) -> str | None:
@@ -90,6 +94,10 @@ def _why_not(conv: fx.Node, relu: fx.Node, other: fx.Node | None) -> str | None:
         return f"{conv.name} has other readers"
     if not is_constant(conv.args[1]):
         return f"the weight of {conv.name} is computed"
+    if len(tensor_meta(conv).shape) != 4:
+        return f"the input of {conv.name} has no batch"
+    if tensor_meta(conv).dtype not in _DTYPES:
+        return f"cuDNN does not fuse {str(tensor_meta(conv).dtype).removeprefix('torch.')}"
     if other is None:
         return None
     if only_user(reader) is not relu:

@@ -17,7 +17,7 @@ _DROPOUTS = {
     aten.feature_alpha_dropout.default,
 }
 
-_IDENTITIES = {aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default}
+_IDENTITIES = {aten.alias.default, aten.detach.default}
 
 _VIEWS_AND_CASTS = {
     aten.reshape.default,
@@ -42,10 +42,16 @@ def _is_noop(node: fx.Node, source: fx.Node) -> bool:
         return arguments(node)["train"] is False
     if node.target in _IDENTITIES:
         return True
-    if node.target not in _VIEWS_AND_CASTS:
+    if node.target not in _VIEWS_AND_CASTS or _copies_for_the_caller(node, source):
         return False
     before, after = tensor_meta(source), tensor_meta(node)
     return (before.shape, before.dtype, before.stride) == (after.shape, after.dtype, after.stride)
+
+
+def _copies_for_the_caller(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a copy keeps the model's results apart from its inputs and weights."""
+    copies = node.target is aten._to_copy.default or bool(arguments(node).get("copy"))
+    return copies and source.op != "call_function"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +61,8 @@ class RemoveInferenceNoops(Pass):
     Rewrites: dropout of every kind with `train=False`; alias and detach; views, slices, expands, permutes
     and casts whose result has the shape, the dtype and the strides of their input.
     Requires: nothing.
-    Declines: nothing; what is not proven to be a no-op is not looked at.
+    Declines: copies of inputs and of weights, which keep the caller's tensors apart from the program's; what
+    is not proven to be a no-op is not looked at.
     Correct because: dropout is defined as the identity outside training. A view that keeps shape and
     strides shows the same elements in the same order (a slice as long as its input starts at 0 with step 1),
     and a cast to the dtype that is there already keeps every bit. The graph is functional, so it does not

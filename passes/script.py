@@ -8,8 +8,9 @@ import warnings
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from ampopt.graph import aten, is_constant
 from ampopt.program import Program
 from ampopt.transform import Family, Numerics, Pass, Result
 
@@ -20,7 +21,8 @@ class Script(Pass):
 
     Rewrites: what executes the graph. The graph itself stays as it is, so that it can still be exported.
     Requires: precision baked into the graph (autocast's casts are not seen by a trace).
-    Declines: programs that still run under autocast, or whose weights are packed for oneDNN.
+    Declines: programs that still run under autocast, whose weights are packed for oneDNN, or that return
+    a weight.
     Correct because: the graph has no control flow and its shapes are constants, so a trace on the example
     inputs is the whole program; freezing inlines the weights; the fuser emits the same operators' arithmetic.
     Cost: seconds to trace; its profiling executor specializes in the first calls, which `warm_ups` covers.
@@ -36,11 +38,15 @@ class Script(Pass):
         """A trace does not see autocast, and cannot hold packed weights."""
         if program.settings.autocast is not None:
             return "it still runs under autocast"
+        if any(_is_copied_weight(node) for node in program.graph.graph.output_node().all_input_nodes):
+            return "a weight is an output, and freezing drops the copy that keeps the caller's apart"
         packed = any(buffer.is_mkldnn for buffer in program.graph.buffers())
         return "its weights are packed for oneDNN, which a trace cannot hold" if packed else None
 
     def apply(self, program: Program) -> Result:
         """Trace, freeze, optimize, warm up; see the class."""
+        if program.engine is not None:
+            return Result(program, 0)
         with program.settings.scope(program.device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             entered = [b.convert(t) for b, t in zip(program.entry, program.examples, strict=True)]
@@ -49,6 +55,10 @@ class Script(Pass):
             for _ in range(self.warm_ups):
                 engine(*entered)
         return Result(program.replace(engine=engine), 1)
+
+
+def _is_copied_weight(node: fx.Node) -> bool:
+    return node.target is aten.clone.default and all(map(is_constant, node.all_input_nodes))
 
 
 def _as_tuple(function: Callable[..., Sequence[Tensor]]) -> Callable[..., Sequence[Tensor]]:

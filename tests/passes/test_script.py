@@ -128,7 +128,7 @@ def test_a_program_that_still_runs_under_autocast_is_refused() -> None:
 def test_weights_that_are_packed_for_onednn_are_refused() -> None:
     program = program_of(nn.Linear(8, 8), torch.randn(2, 8))
     module = copy_of(program.graph)
-    module.p_weight = module.p_weight.to_mkldnn()
+    module.p_weight = torch.randn(8, 8).to_mkldnn()
     reason = Script().why_not(program.with_graph(module))
     assert reason == "its weights are packed for oneDNN, which a trace cannot hold"
 
