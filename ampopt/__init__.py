@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
-
 from ampopt.api import optimize
 from ampopt.compare import Comparison, compare
 from ampopt.errors import (
@@ -15,6 +13,7 @@ from ampopt.errors import (
     VerificationError,
 )
 from ampopt.runtime import OptimizedModule
+from ampopt.version import __version__
 
 __all__ = [
     "AmpoptError",
@@ -25,6 +24,7 @@ __all__ = [
     "OptimizedModule",
     "PassError",
     "VerificationError",
+    "__version__",
     "compare",
     "optimize",
 ]

@@ -16,7 +16,7 @@ from ampopt.infer import infer_inputs
 from ampopt.optimizer import Optimizer, Options
 from ampopt.pass_manager import Progress
 from ampopt.progress import progress_line
-from ampopt.regions import optimize_regions
+from ampopt.regions import PartlyOptimizedModule, optimize_regions
 from ampopt.runtime import OptimizedModule, Outputs
 from ampopt.signature import flatten_call
 from ampopt.verify import Metric
@@ -37,7 +37,7 @@ def optimize(
     amp_dtype: torch.dtype | None = None,
     exclude: Sequence[str] = (),
     progress: bool | None = None,
-) -> nn.Module:
+) -> OptimizedModule | PartlyOptimizedModule:
     """Make a model faster for inference, and prove it.
 
     Every pass is applied, verified against `model` in float64 and timed before and after, in FP32 and in
@@ -87,7 +87,7 @@ def _optimize(
     options: Options,
     started: float,
     tell: Progress,
-) -> Any:
+) -> OptimizedModule | PartlyOptimizedModule:
     where = device_of(original, flatten_call(args, kwargs)[0])
     name = type(original).__name__
     try:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampopt.graph import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, aten, calls
+from ampopt.graph import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, aten
 from ampopt.program import Program, autocast_scope
 
 Decisions = dict[fx.Node, dict[fx.Node, torch.dtype]]

@@ -30,7 +30,7 @@ MODES = ("alone", "cumulative", "left out")
 
 @dataclasses.dataclass(frozen=True)
 class ComparedPass:
-    """One pass in one lane and one mode: its median latency, the gain over the mode's own baseline, or why not.
+    """One pass in one lane and one mode: median latency, gain over the mode's own baseline, or why not.
 
     The baseline is the captured program for "alone", the program one pass earlier for "cumulative", and for
     "left out" the program *without* the pass, so that a gain above 1 always means that the pass helps.

@@ -7,7 +7,7 @@ import platform
 
 import torch
 
-from ampopt import __version__
+from ampopt.version import __version__
 
 
 def environment(device: torch.device) -> dict[str, str]:

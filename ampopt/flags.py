@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -22,14 +23,14 @@ def _set_precision(values: tuple[str, str, str]) -> None:
     leaves states behind in which reading it raises. All three are set together, because the older flag
     cannot be read while convolutions and recurrent layers differ.
     """
-    backends = torch.backends
+    backends: Any = torch.backends
     backends.cuda.matmul.fp32_precision = values[0]
     backends.cudnn.conv.fp32_precision = values[1]
     backends.cudnn.rnn.fp32_precision = values[2]
 
 
 def _precision() -> tuple[str, str, str]:
-    backends = torch.backends
+    backends: Any = torch.backends
     return (
         backends.cuda.matmul.fp32_precision,
         backends.cudnn.conv.fp32_precision,

@@ -1,4 +1,4 @@
-"""Helpers that every pass uses to read and to edit an ATen graph; FX's loose types are narrowed here, once."""
+"""Helpers with which passes read and edit an ATen graph; FX's loose types are narrowed here, once."""
 
 from __future__ import annotations
 
@@ -149,14 +149,15 @@ def only_user(node: fx.Node) -> fx.Node | None:
     return user if reads == 1 else None
 
 
-_FRESH_COMPOSITES = frozenset(
-    getattr(aten, name)
-    for name in (
-        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d linear batch_norm "
-        "instance_norm group_norm layer_norm relu6 selu celu hardswish max_pool1d max_pool2d max_pool3d "
-        "cat concat stack softmax log_softmax upsample_nearest2d upsample_bilinear2d"
-    ).split()
-)
+_FRESH_COMPOSITES = {
+    *(aten.conv1d, aten.conv2d, aten.conv3d),
+    *(aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d),
+    *(aten.linear, aten.cat, aten.concat, aten.stack, aten.softmax, aten.log_softmax),
+    *(aten.batch_norm, aten.instance_norm, aten.group_norm, aten.layer_norm),
+    *(aten.relu6, aten.selu, aten.celu, aten.hardswish),
+    *(aten.max_pool1d, aten.max_pool2d, aten.max_pool3d),
+    *(aten.upsample_nearest2d, aten.upsample_bilinear2d),
+}
 """Operators composed of others whose result never shares memory with an argument."""
 
 
@@ -203,7 +204,7 @@ def record_shapes(program: Program) -> fx.GraphModule:
     module = copy_of(program.graph)
     with program.settings.scope(program.device):
         entered = [border.convert(t) for border, t in zip(program.entry, program.examples, strict=True)]
-        ShapeProp(module).propagate(*entered)  # type: ignore[no-untyped-call]
+        ShapeProp(module).propagate(*entered)
     return module
 
 
@@ -237,12 +238,7 @@ def where(node: fx.Node) -> str:
 
 def reads_strides(module: fx.GraphModule) -> fx.Node | None:
     """The first operator whose result depends on how its input lies in memory; None where there is none."""
-    depends = (
-        aten.as_strided.default,
-        aten.view_as_real.default,
-        aten.view_as_complex.default,
-        aten.view.dtype,
-    )
+    depends = (aten.as_strided.default, aten.view_as_real.default, aten.view_as_complex.default)
     return next(calls(module, depends), None)
 
 

@@ -108,7 +108,7 @@ def forms_for(conv: GroupedConv) -> list[Form]:
 
 
 def merge_groups(weight: Tensor, groups: int, merge: int) -> Tensor:
-    """The weight [out, in / groups, *k] for `groups / merge` groups: block-diagonal within each merged one."""
+    """The weight [out, in / groups, *k] for `groups / merge` groups, block-diagonal within each."""
     out, width = weight.shape[:2]
     rows = out // groups
     merged = weight.new_zeros(out, width * merge, *weight.shape[2:])
@@ -158,7 +158,7 @@ def measure_forms(
             try:
                 run()
                 if program.device.type == "cuda":
-                    graph, _ = capture_calls(lambda run=run: (run(),))
+                    graph = _captured(run)
                     samplers[str(form)] = device_time(graph.replay, program.device)
                 else:
                     samplers[str(form)] = latency(run, program.device)
@@ -167,3 +167,7 @@ def measure_forms(
                     raise
         timed = interleave(samplers, seconds=seconds, least=5, most=60)
     return [(Form.parse(name), m.median) for name, m in timed.items()]
+
+
+def _captured(run: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
+    return capture_calls(lambda: (run(),))[0]

@@ -42,8 +42,8 @@ def infer_inputs(model: nn.Module, device: torch.device) -> tuple[tuple[Tensor, 
             model(example)
     except Exception as error:
         raise InputError(
-            f"the input of {type(model).__name__} cannot be inferred: it does not take a tensor {list(shape)}, "
-            f"which its first {type(first).__name__} suggests ({_first_line(error)}); {asked}"
+            f"the input of {type(model).__name__} cannot be inferred: it does not take a tensor "
+            f"{list(shape)}, which its first {type(first).__name__} suggests ({_first_line(error)}); {asked}"
         ) from error
     return (example,), f"example_inputs were inferred from the first {type(first).__name__}: {list(shape)}"
 

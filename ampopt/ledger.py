@@ -9,7 +9,6 @@ from typing import Any
 from ampopt.measure import Gain, Measurement
 from ampopt.transform import Declined
 
-
 ORIGINAL = "original"
 """What a ledger's `chosen` says where the original model runs because nothing is faster or verified."""
 
@@ -83,7 +82,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class LaneSummary:
-    """The outcome of one lane: eager's and the best program's latency and error, and whether it may be used."""
+    """The outcome of one lane: latency and error of eager and of the best program, and if it may be used."""
 
     lane: str
     dtype: str

@@ -141,7 +141,7 @@ def device_time(replay: Callable[[], object], device: torch.device) -> Sampler:
                 replay()
             last.record()
             last.synchronize()
-        return first.elapsed_time(last) / 1e3 / times
+        return float(first.elapsed_time(last)) / 1e3 / times
 
     def sample() -> float:
         nonlocal count

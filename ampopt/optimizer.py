@@ -14,7 +14,7 @@ from torch import nn
 from ampopt.capture import Captured
 from ampopt.environment import environment
 from ampopt.errors import InputError, VerificationError
-from ampopt.lanes import Lane, lanes_for
+from ampopt.lanes import lanes_for
 from ampopt.ledger import ORIGINAL, LaneSummary, Ledger
 from ampopt.measure import gain, interleave, latency, peak_memory
 from ampopt.pass_manager import LaneState, PassManager, Progress
@@ -25,7 +25,7 @@ from ampopt.transform import Pass
 from ampopt.verify import Metric, Verifier
 
 AUTO_TOLERANCE = 1e-2
-"""With `precision="auto"` and no tolerance of the user's: the largest relative error of a lane to be chosen."""
+"""The largest relative error of a lane that `precision="auto"` chooses where the user gives no tolerance."""
 
 
 @dataclasses.dataclass(frozen=True)

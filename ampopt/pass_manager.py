@@ -22,6 +22,10 @@ Progress = Callable[[str, str], None]
 """Told (lane, pass) when work on a pass begins."""
 
 
+def silent(_lane: str, _name: str) -> None:
+    """A progress that tells nobody."""
+
+
 class Subject:
     """A program under trial: what runs it as its user would, and what replays it for the device clock."""
 
@@ -74,7 +78,7 @@ class PassManager:
         """`deadline` is on `time.perf_counter`'s clock; `sample_s` is spent on each comparison and clock."""
         self._captured, self._verifier, self._ledger = captured, verifier, ledger
         self._deadline, self._sample_s = deadline, sample_s
-        self._progress = progress or (lambda lane, name: None)
+        self._progress = progress or silent
 
     def open(self, lane: Lane) -> LaneState:
         """Start a lane with the captured program as it is."""
@@ -145,8 +149,8 @@ class PassManager:
                     reason = f"it needs about {needed:.0f} s, and {max(left, 0):.0f} s of the budget are left"
                     self._record(blank, reason=reason)
                     return None
-                if reason := step.why_not(program):
-                    self._record(blank, verdict=Verdict.DECLINED, reason=reason)
+                if (declined := step.why_not(program)) is not None:
+                    self._record(blank, verdict=Verdict.DECLINED, reason=declined)
                     return None
                 result = step.apply(program)
                 blank = _account(blank, result, time.perf_counter() - start)
@@ -170,11 +174,11 @@ class PassManager:
         """Verify, time, decide, record."""
         check = self._verifier.check(candidate.run, state.lane.dtype)
         entry = dataclasses.replace(entry, error=check.error, limit=check.limit)
-        reason = check.reason
-        if reason is None and step.numerics is Numerics.BITWISE:
-            reason = _differing_bits(before, candidate)
-        if reason is not None:
-            self._record(entry, verdict=Verdict.REVERTED, reason=reason)
+        wrong = check.reason
+        if wrong is None and step.numerics is Numerics.BITWISE:
+            wrong = _differing_bits(before, candidate)
+        if wrong is not None:
+            self._record(entry, verdict=Verdict.REVERTED, reason=wrong)
             return None
         entry = self._time(entry, step, state.best, candidate)
         assert entry.gain is not None

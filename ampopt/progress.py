@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from ampopt.pass_manager import Progress
+from ampopt.pass_manager import Progress, silent
 
 
 @contextlib.contextmanager
@@ -19,7 +19,7 @@ def progress_line(shown: bool | None, started: float, budget_s: float) -> Iterat
     `shown` None: only where standard error is a terminal.
     """
     if shown is False or (shown is None and not sys.stderr.isatty()):
-        yield lambda lane, name: None
+        yield silent
         return
     with Console(stderr=True).status("capturing …") as status:
 

@@ -1,4 +1,4 @@
-"""Models that are no single graph: their largest capturable submodules are optimized, the rest runs as it was."""
+"""Models that are no single graph: their largest capturable submodules are optimized, no more."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _record_calls(
     calls: dict[str, dict[object, Call]] = {}
 
     def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             leaves, spec = flatten_call(args, kwargs)
             if all(isinstance(leaf, _PLAIN) for leaf in leaves):
                 copied = torch.utils._pytree.tree_map(_copied, (args, kwargs))
@@ -179,7 +179,7 @@ def _patch(submodule: nn.Module, optimized: OptimizedModule) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         return optimized(*args, **kwargs)
 
-    submodule.forward = forward  # type: ignore[method-assign]
+    submodule.forward = forward
 
 
 def _compare_whole(

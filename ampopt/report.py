@@ -49,7 +49,8 @@ def summary_lines(ledger: Ledger) -> list[str]:
         ratio = lane.eager.median / lane.best.median
         lines.append(
             f"{mark} {lane.lane} ({lane.dtype}): eager {1e3 * lane.eager.median:.3f} ms, optimized "
-            f"{1e3 * lane.best.median:.3f} ms, {ratio:.2f}x; error {lane.error:.1e}, eager's {lane.eager_error:.1e}"
+            f"{1e3 * lane.best.median:.3f} ms, {ratio:.2f}x; "
+            f"error {lane.error:.1e}, eager's {lane.eager_error:.1e}"
         )
         lines.append(f"    {' + '.join(lane.passes) or 'no pass helped'}")
         if lane.refused:

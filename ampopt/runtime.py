@@ -39,7 +39,7 @@ Outputs = Literal["copy", "static"]
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How to make a program for inputs that were not seen yet: the lane's start, and the passes kept in it."""
+    """How to make a program for inputs not seen yet: the lane's start, and the passes kept in it."""
 
     settings: Settings
     lane_dtype: torch.dtype
@@ -54,7 +54,7 @@ class Recipe:
 
 @dataclasses.dataclass(frozen=True)
 class _Served:
-    """One kind of call and what answers it; `layout` None: the original model, which takes the call as it is."""
+    """One kind of call and what answers it; `layout` None: the original, which takes it as it is."""
 
     run: Callable[..., Any]
     layout: OutputLayout | None
@@ -278,5 +278,7 @@ _ONE_TENSOR = flatten_call((torch.empty(0),), {})[1]
 
 
 def _detached(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    detach: Callable[[Any], Any] = lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf  # noqa: E731
-    return pytree.tree_map(detach, (args, dict(kwargs)))  # type: ignore[return-value]
+    def detach(leaf: Any) -> Any:
+        return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+    return pytree.tree_map(detach, args), pytree.tree_map(detach, dict(kwargs))

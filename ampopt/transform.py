@@ -98,7 +98,7 @@ class Pass(abc.ABC):
         return None
 
     def expected_seconds(self, program: Program) -> float:
-        """About how long `apply` will take, so that it is not begun where the time budget has no room for it."""
+        """About how long `apply` will take; it is not begun where the time budget has no room for it."""
         return 0.0
 
     @abc.abstractmethod

@@ -16,7 +16,7 @@ from ampopt.program import Settings
 from ampopt.signature import flatten_outputs
 
 Metric = Callable[[Any, Any], float]
-"""A user's own distance: (outputs, the original model's outputs) -> number, 0 for equal, smaller is better."""
+"""A user's own distance: (outputs, the original's outputs) -> number; 0 for equal, smaller is better."""
 
 Run = Callable[..., Sequence[Tensor]]
 """Flat input tensors in, flat output tensors out."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import subprocess
 import sys
@@ -65,9 +66,9 @@ def measure_workload(name: str, device: torch.device, budget_s: float) -> dict[s
                 row[lane] = fast.report.to_dict()
                 calls[f"ampopt {lane}"] = fast
                 print(fast.report, flush=True)
-            except AmpoptError as error:
-                row[lane] = {"error": str(error)}
-                print(f"{name} {lane}: {error}", flush=True)
+            except AmpoptError as failure:
+                row[lane] = {"error": str(failure)}
+                print(f"{name} {lane}: {failure}", flush=True)
     reference = flatten_outputs(WORKLOADS[name].model().double().to(device)(*(t.double() for t in inputs)))[0]
     row["contestants"] = {}
     with strict_fp32(device):
@@ -75,17 +76,18 @@ def measure_workload(name: str, device: torch.device, budget_s: float) -> dict[s
             try:
                 calls[contestant] = make(model, inputs)
                 calls[contestant](*inputs)
-            except Exception as error:
+            except Exception as failure:
                 calls.pop(contestant, None)
-                row["contestants"][contestant] = {"error": f"{type(error).__name__}: {error}"}
+                row["contestants"][contestant] = {"error": f"{type(failure).__name__}: {failure}"}
         timed = interleave(
-            {key: latency(lambda call=call: call(*inputs), device) for key, call in calls.items()},
+            {key: latency(functools.partial(call, *inputs), device) for key, call in calls.items()},
             seconds=SECONDS,
         )
         for key, call in calls.items():
             outputs = flatten_outputs(call(*inputs))[0]
-            error = max(relative_error(out, ref) for out, ref in zip(outputs, reference, strict=True))
-            row["contestants"][key] = {**timed[key].to_dict(), "relative_error": error}
+            pairs = zip(outputs, reference, strict=True)
+            worst = max(relative_error(out, ref) for out, ref in pairs)
+            row["contestants"][key] = {**timed[key].to_dict(), "relative_error": worst}
     return row
 
 

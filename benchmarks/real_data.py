@@ -6,6 +6,7 @@ Both come with scikit-learn: 1,797 digits of 8×8 pixels, and two photographs of
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ class DigitsNet(nn.Module):
         widths = (1, 32, 64, 64)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
-            for a, b in zip(widths[:-1], widths[1:], strict=True)
+            for a, b in itertools.pairwise(widths)
         )
         self.dropout = nn.Dropout(0.2)
         self.classifier = nn.Linear(widths[-1], 10)
@@ -46,7 +47,7 @@ class DigitsNet(nn.Module):
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(train images, train labels, test images, test labels); images [N, 1, 8, 8] in [0, 1], 1,297 to train."""
+    """(train images, train labels, test images, test labels): [N, 1, 8, 8] in [0, 1], 1,297 to train."""
     bunch = _sklearn_datasets().load_digits()
     images = torch.from_numpy(bunch.images).float()[:, None] / 16
     labels = torch.from_numpy(bunch.target).long()

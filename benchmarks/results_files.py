@@ -1,4 +1,4 @@
-"""Where benchmark results are kept: JSON rows labelled with their machine and commit, and tables made from them."""
+"""Where benchmark results are kept: rows labelled with machine and commit, and tables made from them."""
 
 from __future__ import annotations
 
@@ -133,12 +133,13 @@ def pass_table(rows: list[dict[str, Any]]) -> list[str]:
 
 def _arrow(entry: dict[str, Any], clock: str) -> str:
     sides = [(entry[side] or {}).get(clock) for side in ("before", "after")]
-    return "–" if None in sides else " → ".join(f"{side['p50_ms']:.3f}" for side in sides)
+    known = [f"{side['p50_ms']:.3f}" for side in sides if side is not None]
+    return " → ".join(known) if len(known) == 2 else "–"
 
 
 def to_markdown(rows: list[dict[str, Any]]) -> str:
     """Both tables under a heading that says where and with what they were measured."""
-    facts = next((row["environment"] for row in rows if "environment" in row), {})
+    facts: dict[str, str] = next((row["environment"] for row in rows if "environment" in row), {})
     commits = ", ".join(sorted({row.get("commit", "?") for row in rows}))
     header = [
         f"# Per-pass effects on {facts.get('device', '?')}",

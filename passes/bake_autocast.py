@@ -57,8 +57,7 @@ class BakeAutocast(Pass):
         expected = record_autocast(plain, module, dtype)[1] if self.policy == "amp" else {}
         expected_by_name = {node.name: want for node, want in expected.items() if node.op == "call_function"}
         entry = tuple(_lower_inputs(module, decisions, program.entry))
-        lowered = sum(new != old for new, old in zip(entry, program.entry, strict=True))
-        rewrites = max(1, lowered + _bake(module, decisions))  # at the least, autocast itself is gone
+        rewrites = max(1, _bake(module, decisions))  # at the least, autocast itself is gone
         baked = plain.with_graph(finish(module)).replace(entry=entry)
         return Result(_with_result_dtypes(baked, expected_by_name), rewrites)
 
@@ -99,7 +98,7 @@ def _cast(module: fx.GraphModule, source: fx.Node, dtype: torch.dtype, first_rea
 
 
 def _with_result_dtypes(program: Program, expected: dict[str, torch.dtype]) -> Program:
-    """Set `dtype=` on operators whose result autocast asks for in another dtype than they give by themselves."""
+    """Set `dtype=` on operators whose result autocast asks for in another dtype than they give."""
     if not expected:
         return program
     module = copy_of(program.graph)

@@ -28,7 +28,7 @@ from ampopt.graph import (
 from ampopt.program import Program
 from ampopt.transform import Declined, Family, Numerics, Pass, Result
 
-_RANKS = {aten.linear.default: 2}
+_RANKS: dict[object, int] = {aten.linear.default: 2}
 _RANKS |= {op: dims + 2 for op, dims in (CONVOLUTIONS | TRANSPOSED_CONVOLUTIONS).items()}
 """Rank of the output in which dimension 1 is the layer's output channel, the one that BN normalizes."""
 
@@ -45,11 +45,11 @@ class FoldConvBn(Pass):
     the layer's dtype.
     Declines: batch statistics; no running statistics; other readers; computed weights; other ranks;
     other dtypes.
-    Correct because: with s = γ / √(σ² + ε) for each output channel, bn(W ∗ x + b) = s · (W ∗ x) + s · (b - μ) + β,
-    and convolution is linear in W, so W' = s · W along the output channel and b' = s · (b - μ) + β. The output
-    channel is dimension 0 of W; a transposed convolution's W is [in, out / groups, *kernel], and its channel o
-    belongs to group o // (out / groups), whose inputs are that group's slice of dimension 0. Every call site has
-    weights of its own, so a layer used twice is folded once for each.
+    Correct because: with s = γ / √(σ² + ε) for each output channel, bn(W ∗ x + b) = s · (W ∗ x) + s · (b - μ)
+    + β, and convolution is linear in W, so W' = s · W along the output channel and b' = s · (b - μ) + β. The
+    output channel is dimension 0 of W; a transposed convolution's W is [in, out / groups, *kernel], and its
+    channel o belongs to group o // (out / groups), whose inputs are that group's slice of dimension 0. Every
+    call site has weights of its own, so a layer used twice is folded once for each.
     Computed in float64 from the unrounded weights and stored in the dtype of W. Cost: none.
     """
 
@@ -108,7 +108,8 @@ def _why_not(norm: fx.Node, layer: fx.Node, shapes: dict[str, fx.Node]) -> str |
 def _fold(module: fx.GraphModule, layer: fx.Node, norm: fx.Node) -> None:
     own = arguments(layer)
     stored, weight = constant(module, own["weight"]), exact_constant(module, own["weight"])
-    assert stored is not None and weight is not None
+    assert stored is not None
+    assert weight is not None
     scale, shift = _scale_and_shift(module, norm)
     bias = exact_constant(module, own["bias"])
     new_bias = shift if bias is None else shift + bias.double() * scale
@@ -127,7 +128,8 @@ def _scale_and_shift(module: fx.GraphModule, norm: fx.Node) -> tuple[Tensor, Ten
     mean, variance, gamma, beta = (
         exact_constant(module, bn[key]) for key in ("running_mean", "running_var", "weight", "bias")
     )
-    assert mean is not None and variance is not None
+    assert mean is not None
+    assert variance is not None
     scale = torch.rsqrt(variance.double() + bn["eps"])
     scale = scale if gamma is None else scale * gamma.double()
     shift = -mean.double() * scale

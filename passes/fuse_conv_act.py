@@ -22,7 +22,6 @@ from ampopt.graph import (
 from ampopt.program import Program
 from ampopt.transform import Declined, Family, Numerics, Pass, Result
 
-
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -34,8 +33,8 @@ class FuseConvAct(Pass):
     tensor of the same shape, dtype and memory layout, then ReLU, to `cudnn_convolution_add_relu`.
     Requires: CUDA with cuDNN; float32, float16 or bfloat16 throughout; the convolution's only reader is the
     add or the ReLU, and the add's only reader is the ReLU.
-    Declines: other readers; other dtypes; inputs without a batch; an operand that broadcasts or is laid out differently; an add with a factor;
-    programs under autocast (the fused operators are not on its lists).
+    Declines: other readers; other dtypes; inputs without a batch; an operand that broadcasts or is laid out
+    differently; an add with a factor; programs under autocast (the fused operators are not on its lists).
     Correct because: the operators are defined as relu(conv(x, W, b)) and relu(conv(x, W, b) + α·z), here with
     α = 1; addition commutes, so either operand of the add may be the convolution. z is computed before the
     add and so before the fused call, which stands in the ReLU's place. Intermediate results stay in FP32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import fx
@@ -131,7 +132,8 @@ def _fuse(module: fx.GraphModule, chain: _Chain) -> None:
     packed = onednn._reorder_convolution_weight(weight, *geometry, list(shape_of(own["input"])))
     node = add_constant(module, f"{chain.conv.name}_packed", packed, chain.last)
     if chain.other is None:
-        call = (own["input"], node, own["bias"], *geometry, chain.activation, [], "")
+        settings: tuple[Any, ...] = (*geometry, chain.activation, [], "")
+        call: tuple[Any, ...] = (own["input"], node, own["bias"], *settings)
         fused = insert_call(module, chain.last, onednn._convolution_pointwise.default, *call)
     else:
         unary = None if chain.activation == "none" else chain.activation

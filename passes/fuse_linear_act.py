@@ -87,4 +87,5 @@ def _fuse(module: fx.GraphModule, linear: fx.Node, relu: fx.Node) -> None:
     fused = insert_call(module, relu, aten._addmm_activation.default, bias, rows, transposed)
     if len(shape) != 2:
         fused = insert_call(module, relu, aten.reshape.default, fused, [*shape[:-1], weight.shape[0]])
+    fused.meta["tensor_meta"] = relu.meta["tensor_meta"]  # the next layer reads this
     replace(relu, fused)

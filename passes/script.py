@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, fx
 
+from ampopt.errors import PassError
 from ampopt.graph import aten, is_constant
 from ampopt.program import Program
 from ampopt.transform import Family, Numerics, Pass, Result
@@ -47,6 +48,14 @@ class Script(Pass):
         """Trace, freeze, optimize, warm up; see the class."""
         if program.engine is not None:
             return Result(program, 0)
+        try:
+            engine = self._build(program)
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise PassError(f"TorchScript cannot run this program: {reason}") from error
+        return Result(program.replace(engine=engine), 1)
+
+    def _build(self, program: Program) -> Callable[..., Sequence[Tensor]]:
         with program.settings.scope(program.device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             entered = [b.convert(t) for b, t in zip(program.entry, program.examples, strict=True)]
@@ -54,7 +63,7 @@ class Script(Pass):
             engine = _as_tuple(torch.jit.optimize_for_inference(torch.jit.freeze(traced)))
             for _ in range(self.warm_ups):
                 engine(*entered)
-        return Result(program.replace(engine=engine), 1)
+        return engine
 
 
 def _is_copied_weight(node: fx.Node) -> bool:

@@ -74,7 +74,8 @@ def _arguments_of(node: fx.Node) -> str:
 
 def dtypes_of(program: Program) -> dict[str, torch.dtype]:
     """The dtype of every call's result, by the call's name."""
-    return {node.name: tensor_meta(node).dtype for node in calls(record_shapes(program))}
+    nodes = list(calls(record_shapes(program)))
+    return {n.name: tensor_meta(n).dtype for n in nodes if hasattr(n.meta["tensor_meta"], "dtype")}
 
 
 def targets_of(program: Program) -> list[object]:

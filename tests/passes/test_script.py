@@ -65,7 +65,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     ),
     "a tuple of one": (lambda: Model(lambda m, x: (m.a(x),), a=nn.Linear(4, 4)), (3, 4)),
     "an output that is an input": (lambda: Model(lambda m, x: (x, m.a(x)), a=nn.Linear(4, 4)), (3, 4)),
-    "a constant output": (lambda: Model(lambda m, x: (m.a(x), m.a.weight), a=nn.Linear(4, 4)), (3, 4)),
     "unpooling": (_Unpooling, (1, 3, 8, 8)),
     "attention": (lambda: Model(lambda m, x: m.a(x, x, x)[0], a=nn.MultiheadAttention(8, 2)), (3, 2, 8)),
     "recurrent": (lambda: Model(lambda m, x: m.a(x)[0], a=nn.GRU(4, 4)), (3, 2, 4)),
@@ -169,3 +168,10 @@ def test_on_a_gpu_the_engine_computes_what_the_model_does(
     after = replay((Script(), *launch), program)
     assert after.engine is not None
     check_outputs(Script.numerics, program, after, model, [x], lane)
+
+
+def test_a_model_that_returns_a_weight_is_declined_because_freezing_drops_its_copy() -> None:
+    model = Model(lambda m, x: (m.a(x), m.a.weight), a=nn.Linear(4, 4))
+    reason = Script().why_not(program_of(model, torch.randn(3, 4)))
+    assert reason is not None
+    assert "a weight is an output" in reason
