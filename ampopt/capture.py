@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ampopt.errors import CaptureError, InputError
+from ampopt.flags import older_flags_readable
 from ampopt.lowering import lower
 from ampopt.program import Border, Program
 from ampopt.signature import OutputLayout, flatten_call, flatten_outputs, tensors_of
@@ -109,13 +110,13 @@ def capture(
     """
     leaves, spec = flatten_call(args, kwargs)
     try:
-        with torch.no_grad(), untouched_rng(device), _quiet():
+        with torch.no_grad(), untouched_rng(device), _quiet(), older_flags_readable():
             exported = _export(model, tuple(args), dict(sorted(kwargs.items())))
             result = model(*args, **kwargs)
     except Exception as error:
         reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" …")
         raise CaptureError(f"torch.export cannot capture {type(model).__name__}: {reason}") from error
-    with torch.no_grad(), untouched_rng(device), _quiet():
+    with torch.no_grad(), untouched_rng(device), _quiet(), older_flags_readable():
         graph = lower(exported)
     outputs, layout = flatten_outputs(result)
     produced = len(graph.graph.output_node().args[0])  # type: ignore[arg-type]

@@ -39,6 +39,31 @@ def _precision() -> tuple[str, str, str]:
 
 
 @contextlib.contextmanager
+def older_flags_readable() -> Iterator[None]:
+    """Within the block, PyTorch's older `allow_tf32` flags can be read.
+
+    Where the user (or `cuda_math`) has set the newer flags, reading the older ones raises in some versions,
+    and `torch.export` reads them. They are written then, which makes both agree, and the newer ones are put
+    back afterwards. What the flags say is of no consequence while nothing is computed.
+    """
+    backends: Any = torch.backends
+    try:
+        _ = backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32
+    except RuntimeError:
+        pass
+    else:
+        yield
+        return
+    with _lock:
+        before = _precision()
+        backends.cudnn.allow_tf32 = backends.cuda.matmul.allow_tf32 = False
+        try:
+            yield
+        finally:
+            _set_precision(before)
+
+
+@contextlib.contextmanager
 def cuda_math(*, tf32: bool, search: bool) -> Iterator[None]:
     """TF32 allowed or not, cuDNN's algorithm search on or off, for the block."""
     cudnn = torch.backends.cudnn

@@ -23,6 +23,9 @@ from ampopt.program import Settings
 from ampopt.runtime import OptimizedModule
 from ampopt.signature import call_key, describe, flatten_call, flatten_outputs, tensors_of
 
+MOST_REASONS = 8
+"""How many submodules' reasons for not being captured a report lists."""
+
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 _PLAIN = (Tensor, int, float, bool, str, type(None))
@@ -139,8 +142,11 @@ def optimize_regions(
     if options.precision == "auto":
         options = dataclasses.replace(options, precision="fp32")
         ledger.notes.append('submodules were optimized in FP32; precision="amp" asks for mixed precision')
-    patched = private_copy(original)
-    regions = list(_find_regions(original, _record_calls(original, args, kwargs), device, ledger.notes))
+    patched, reasons = private_copy(original), list[str]()
+    regions = list(_find_regions(original, _record_calls(original, args, kwargs), device, reasons))
+    ledger.notes += reasons[:MOST_REASONS]
+    if len(reasons) > MOST_REASONS:
+        ledger.notes.append(f"{len(reasons) - MOST_REASONS} more submodules are no single graph either")
     for index, region in enumerate(regions):
         left = started + 0.9 * options.budget_s - time.perf_counter()
         share = dataclasses.replace(options, budget_s=max(left / (len(regions) - index), 0.1))

@@ -1,0 +1,118 @@
+"""Do the outputs verify? One network of every torchvision family, optimized in both lanes.
+
+    python -m benchmarks.families [--device cpu|cuda] [--models NAME ...] [--budget 15] [--out DIR]
+
+Writes DIR/<device>/families.json and a table: the error of each lane against float64 beside eager's own.
+TorchScript and inductor are left out, so that every family takes seconds; each network runs in this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampopt import AmpoptError, optimize
+from ampopt.environment import environment
+from benchmarks.models import randomize_batch_norm
+from benchmarks.results_files import commit, results_folder
+
+CLASSIFIERS = (
+    "alexnet convnext_tiny densenet121 efficientnet_b0 efficientnet_v2_s googlenet inception_v3 maxvit_t "
+    "mnasnet1_0 mobilenet_v2 mobilenet_v3_large regnet_x_400mf regnet_y_400mf resnet18 resnet50 "
+    "resnext50_32x4d shufflenet_v2_x1_0 squeezenet1_1 swin_t swin_v2_t vgg11_bn vit_b_16 wide_resnet50_2"
+).split()
+SEGMENTERS = "deeplabv3_mobilenet_v3_large deeplabv3_resnet50 fcn_resnet50 lraspp_mobilenet_v3_large".split()
+
+
+def build(name: str) -> tuple[nn.Module, torch.Tensor]:
+    """A torchvision network with random weights and non-trivial BN statistics, and an input for it."""
+    import torchvision
+
+    generator = torch.Generator().manual_seed(1)
+    side = 224 if name in CLASSIFIERS else 192
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        extra = {"weights_backbone": None} if name in SEGMENTERS else {}
+        if name in ("googlenet", "inception_v3"):
+            extra = {"init_weights": False}
+        model = torchvision.models.get_model(name, weights=None, **extra).eval()
+        x = torch.randn(1, 3, side, side, generator=generator)
+        randomize_batch_norm(model, (x,), generator)
+    return model, x
+
+
+def measure(name: str, device: torch.device, budget_s: float) -> dict[str, Any]:
+    """One network in both lanes: errors, limits, verdicts, latency."""
+    model, x = build(name)
+    row: dict[str, Any] = {"model": name, "environment": environment(device), "commit": commit()}
+    for lane in ("fp32", "amp"):
+        try:
+            fast = optimize(
+                model.to(device),
+                (x.to(device),),
+                precision=lane,
+                budget_s=budget_s,
+                exclude=("script", "compile"),
+                progress=False,
+            )
+            summary = fast.report.lanes[lane]
+            row[lane] = {"error": summary.error, "eager_error": summary.eager_error, "verified": True}
+            row[lane] |= {"passes": list(summary.passes), "eager_ms": summary.eager.median * 1e3}
+            row[lane] |= {"ms": summary.best.median * 1e3}
+        except AmpoptError as error:
+            row[lane] = {"verified": False, "reason": str(error)}
+    return row
+
+
+def to_markdown(rows: list[dict[str, Any]]) -> str:
+    """A line for each network: error (eager's own) and latency in ms (eager's) of both lanes."""
+    facts = rows[0]["environment"]
+    lines = [
+        f"# Verification of torchvision's families on {facts['device']}",
+        "",
+        f"torch {facts['torch']}; commit {', '.join(sorted({row['commit'] for row in rows}))}. Relative error "
+        "against float64 (eager's own in the same precision), latency in ms (eager's).",
+        "",
+        "| network | fp32 error | fp32 ms | amp error | amp ms |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [row["model"]]
+        for lane in ("fp32", "amp"):
+            result = row[lane]
+            if result["verified"]:
+                cells.append(f"{result['error']:.1e} ({result['eager_error']:.1e})")
+                cells.append(f"{result['ms']:.2f} ({result['eager_ms']:.2f})")
+            else:
+                cells += [f"NOT VERIFIED: {result['reason']}", "–"]
+        lines.append("| " + " | ".join(cells) + " |")
+    good = sum(row[lane]["verified"] for row in rows for lane in ("fp32", "amp"))
+    return "\n".join([*lines, "", f"{good} of {2 * len(rows)} verified."]) + "\n"
+
+
+def main() -> None:
+    """Measure every network asked for and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    names = [*CLASSIFIERS, *SEGMENTERS]
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
+    parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--budget", type=float, default=15.0, help="seconds for each lane of each network")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    folder, rows = results_folder(options.out, device), []
+    for name in options.models:
+        rows.append(measure(name, device, options.budget))
+        print(to_markdown(rows).splitlines()[-3], flush=True)
+    (folder / "families.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    (folder / "families.md").write_text(to_markdown(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Fixtures that take the clock out of the tests of the engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from ampopt import measure
+from ampopt.measure import Gain, Measurement, Sampler
+from tests.ampopt.planted import KEEP
+
+TIMED = ("pass_manager", "optimizer", "regions", "compare")
+
+
+def _few_rounds(
+    samplers: Mapping[str, Sampler], *, seconds: float, least: int = 8, most: int = 400
+) -> dict[str, Measurement]:
+    return measure.interleave(samplers, seconds=0.0, least=3)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three samples are enough where a test does not care which passes are kept."""
+    for module in TIMED:
+        monkeypatch.setattr(f"ampopt.{module}.interleave", _few_rounds)
+
+
+@contextlib.contextmanager
+def _all_kept() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in TIMED:
+            patch.setattr(f"ampopt.{module}.interleave", _few_rounds)
+        patch.setattr("ampopt.pass_manager.gain", lambda before, after: KEEP)
+        patch.setattr("ampopt.optimizer.gain", lambda before, after: Gain(1.0, 1.0, 1.0))
+        yield
+
+
+@pytest.fixture(scope="session")
+def all_kept() -> contextlib.AbstractContextManager[None]:
+    """Within this context every pass that is right is kept, as if it were faster; it may be entered again."""
+    return _AllKept()
+
+
+class _AllKept(contextlib.AbstractContextManager[None]):
+    def __enter__(self) -> None:
+        self._scope = _all_kept()
+        self._scope.__enter__()
+
+    def __exit__(self, *details: object) -> None:
+        self._scope.__exit__(None, None, None)
