@@ -83,7 +83,7 @@ def gain(before: Measurement, after: Measurement) -> Gain:
 
 
 def interleave(
-    samplers: Mapping[str, Sampler], *, seconds: float, least: int = 8, most: int = 400
+    samplers: Mapping[str, Sampler], *, seconds: float, least: int = 5, most: int = 400
 ) -> dict[str, Measurement]:
     """Sample every subject in turn (A B C A B C …) until `seconds` have passed.
 
@@ -146,7 +146,7 @@ def device_time(replay: Callable[[], object], device: torch.device) -> Sampler:
     def sample() -> float:
         nonlocal count
         if count == 0:
-            count = max(1, min(50, round(2e-3 / max(run(3), 1e-6))))
+            count = max(1, min(50, round(2e-3 / max(run(1), 1e-6))))
         return run(count)
 
     return sample

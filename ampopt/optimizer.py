@@ -24,6 +24,9 @@ from ampopt.signature import describe
 from ampopt.transform import Pass
 from ampopt.verify import Metric, Verifier
 
+REWRITING, TRYING = 0.6, 0.85
+"""The share of the time budget after which no rewrite, and nothing at all, is begun any more."""
+
 AUTO_TOLERANCE = 1e-2
 """The largest relative error of a lane that `precision="auto"` chooses where the user gives no tolerance."""
 
@@ -91,7 +94,7 @@ class Optimizer:
         self._verifier = Verifier(original, captured, tolerance=options.tolerance, metric=options.metric)
         if self._verifier.note:
             self.ledger.notes.append(self._verifier.note)
-        deadline = started + 0.85 * options.budget_s  # the rest is for the final comparison
+        deadline = started + TRYING * options.budget_s  # the rest is for the final comparison
         self._manager = PassManager(
             program, self._verifier, self.ledger, deadline=deadline, progress=progress
         )
@@ -103,8 +106,9 @@ class Optimizer:
         with self._interruptible():
             for lane in lanes:
                 self._states.append(self._manager.open(lane))
-            for state in self._states:
-                self._manager.rewrite(state, self._options.pipeline())
+            for number, state in enumerate(self._states, start=1):
+                share = REWRITING * self._options.budget_s * number / len(lanes)
+                self._manager.rewrite(state, self._options.pipeline(), deadline=self._started + share)
             self._try_engines(slow=False)
             self._try_engines(slow=True)
         if not self._states:

@@ -85,22 +85,43 @@ class PassManager:
         program = lane.start(self._captured)
         return LaneState(lane, Subject(program), program, program)
 
-    def rewrite(self, state: LaneState, passes: Sequence[Pass]) -> None:
+    def rewrite(self, state: LaneState, passes: Sequence[Pass], *, deadline: float) -> None:
         """Apply rewrites, placement and kernels, one on top of the other, then give second chances.
 
-        A pass may lose in its place and win once what comes after it is there: a layout without the fused
-        kernels that want it, say. So each that was right but too slow is tried again, in its own place in
-        the final recipe, with every kernel pass applied anew on top.
+        `deadline` comes before the manager's own, so that ways to run get their share of the time.
         """
+        whole, self._deadline = self._deadline, deadline
         for step in passes:
             self._try(state, step.name, [step], state.best.program)
+        self._give_second_chances(state, passes)
+        state.rewritten, self._deadline = state.best.program, whole
+
+    def _give_second_chances(self, state: LaneState, passes: Sequence[Pass]) -> None:
+        """Try passes that were right but too slow again, where those that come after them are there.
+
+        A pass may lose in its place and win in company: folded biases and channels_last each cost time
+        until the fused kernels that want them both are there. So all of them are tried together, every
+        kernel pass applied anew on top, and the ones that do not help are then taken out; where the
+        company is no gain, each is tried alone, in its own place in the recipe.
+        """
         order = [step.name for step in passes]
         kernels = [step for step in passes if step.family is Family.KERNEL]
-        for step in list(state.too_slow):
-            recipe = {s.name: s for s in (*kernels, *state.best.program.recipe, step)}
-            ordered = sorted(recipe.values(), key=lambda s: order.index(s.name))
-            self._try(state, f"{step.name} (again)", [_Replay(tuple(ordered))], state.base)
-        state.rewritten = state.best.program
+        slow, state.too_slow = state.too_slow, []
+
+        def attempt(name: str, steps: Sequence[Pass]) -> bool:
+            before, recipe = state.best, sorted(steps, key=lambda step: order.index(step.name))
+            self._try(state, name, [_Replay(tuple(recipe))], state.base)
+            return state.best is not before
+
+        def with_added(added: Sequence[Pass]) -> list[Pass]:
+            return list({s.name: s for s in (*kernels, *state.best.program.recipe, *added)}.values())
+
+        if len(slow) > 1 and attempt("all of these again, together", with_added(slow)):
+            for step in slow:
+                attempt(f"the same without {step.name}", [s for s in state.best.program.recipe if s != step])
+            return
+        for step in slow:
+            attempt(f"{step.name} (again)", with_added([step]))
 
     def choose_engine(
         self, state: LaneState, engines: Sequence[Pass | None], launches: Sequence[Pass]

@@ -103,7 +103,9 @@ class OptimizedModule(nn.Module):
         self._any_strides: dict[object, _Served] = {}
         self._single: dict[object, tuple[Executable, object]] = {}
         self._serve_original = serve_original
-        if not serve_original:
+        if serve_original:
+            self.forward = self._call_original
+        else:
             run = ready if ready is not None and outputs == "copy" else self._executable(program)
             self._admit(captured.leaves, captured, run)
         self.training = False
@@ -127,10 +129,13 @@ class OptimizedModule(nn.Module):
                     return run(tensor)[0]
         return self._general(args, kwargs)
 
+    def _call_original(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._original[0](*args, **kwargs)
+        with torch.no_grad():
+            return self._original[0](*args, **kwargs)
+
     def _general(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if self._serve_original:
-            with torch.no_grad():
-                return self._original[0](*args, **kwargs)
         leaves, spec = flatten_call(args, kwargs)
         key = call_key(leaves, spec)
         served = self._served.get(key)

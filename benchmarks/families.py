@@ -22,11 +22,14 @@ from benchmarks.models import randomize_batch_norm
 from benchmarks.results_files import commit, results_folder
 
 CLASSIFIERS = (
-    "alexnet convnext_tiny densenet121 efficientnet_b0 efficientnet_v2_s googlenet inception_v3 maxvit_t "
-    "mnasnet1_0 mobilenet_v2 mobilenet_v3_large regnet_x_400mf regnet_y_400mf resnet18 resnet50 "
-    "resnext50_32x4d shufflenet_v2_x1_0 squeezenet1_1 swin_t swin_v2_t vgg11_bn vit_b_16 wide_resnet50_2"
-).split()
-SEGMENTERS = "deeplabv3_mobilenet_v3_large deeplabv3_resnet50 fcn_resnet50 lraspp_mobilenet_v3_large".split()
+    *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet"),
+    *("inception_v3", "maxvit_t", "mnasnet1_0", "mobilenet_v2", "mobilenet_v3_large", "regnet_x_400mf"),
+    *("regnet_y_400mf", "resnet18", "resnet50", "resnext50_32x4d", "shufflenet_v2_x1_0", "squeezenet1_1"),
+    *("swin_t", "swin_v2_t", "vgg11_bn", "vit_b_16", "wide_resnet50_2"),
+)
+SEGMENTERS = (
+    *("deeplabv3_mobilenet_v3_large", "deeplabv3_resnet50", "fcn_resnet50", "lraspp_mobilenet_v3_large"),
+)
 
 
 def build(name: str) -> tuple[nn.Module, torch.Tensor]:
@@ -75,8 +78,8 @@ def to_markdown(rows: list[dict[str, Any]]) -> str:
     lines = [
         f"# Verification of torchvision's families on {facts['device']}",
         "",
-        f"torch {facts['torch']}; commit {', '.join(sorted({row['commit'] for row in rows}))}. Relative error "
-        "against float64 (eager's own in the same precision), latency in ms (eager's).",
+        f"torch {facts['torch']}; commit {', '.join(sorted({row['commit'] for row in rows}))}.",
+        "Relative error against float64 (eager's own in the same precision), latency in ms (eager's).",
         "",
         "| network | fp32 error | fp32 ms | amp error | amp ms |",
         "|---|---|---|---|---|",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator, Mapping
 
 import pytest
@@ -11,7 +12,9 @@ from ampopt import measure
 from ampopt.measure import Gain, Measurement, Sampler
 from tests.ampopt.planted import KEEP
 
-TIMED = ("pass_manager", "optimizer", "regions", "compare")
+TIMED = [
+    importlib.import_module(f"ampopt.{name}") for name in ("pass_manager", "optimizer", "regions", "compare")
+]
 
 
 def _few_rounds(
@@ -24,14 +27,14 @@ def _few_rounds(
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three samples are enough where a test does not care which passes are kept."""
     for module in TIMED:
-        monkeypatch.setattr(f"ampopt.{module}.interleave", _few_rounds)
+        monkeypatch.setattr(module, "interleave", _few_rounds)
 
 
 @contextlib.contextmanager
 def _all_kept() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in TIMED:
-            patch.setattr(f"ampopt.{module}.interleave", _few_rounds)
+            patch.setattr(module, "interleave", _few_rounds)
         patch.setattr("ampopt.pass_manager.gain", lambda before, after: KEEP)
         patch.setattr("ampopt.optimizer.gain", lambda before, after: Gain(1.0, 1.0, 1.0))
         yield

@@ -41,9 +41,7 @@ def captured_of(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[nn.Module,
     return original, capture(original, args, kwargs, device_of(original, flatten_call(args, kwargs)[0]))
 
 
-def module_of(
-    model: nn.Module, *args: Any, passes: tuple[Pass, ...] = (), **options: Any
-) -> OptimizedModule:
+def module_of(model: nn.Module, *args: Any, passes: tuple[Pass, ...] = (), **options: Any) -> OptimizedModule:
     """An OptimizedModule with a given recipe, made without timing anything."""
     original, captured = captured_of(model, *args)
     recipe = Recipe(Settings(), torch.float32, passes)

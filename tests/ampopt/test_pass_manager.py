@@ -190,9 +190,7 @@ def test_an_interrupted_pass_is_written_down_and_stops_the_run(
 def test_nothing_is_tried_once_the_budget_is_spent(monkeypatch: pytest.MonkeyPatch, net: nn.Module) -> None:
     broken = Planted("broken", error=AssertionError("it was applied"))
     entries = Bench(monkeypatch, net, X, cost=FASTER, seconds_left=-1.0).rewrite(broken, GOOD)
-    assert [(e.verdict, e.reason) for e in entries] == [
-        (Verdict.NOT_TRIED, "the time budget was spent")
-    ] * 2
+    assert [(e.verdict, e.reason) for e in entries] == [(Verdict.NOT_TRIED, "the time budget was spent")] * 2
 
 
 def test_a_pass_that_needs_more_than_is_left_is_not_begun(

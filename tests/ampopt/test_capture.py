@@ -1,0 +1,315 @@
+"""Capture: one graph that owns its weights and answers as the model does, or a CaptureError with the reason."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ampopt.capture import device_of, private_copy
+from ampopt.errors import CaptureError, InputError
+from tests.ampopt import snapshot
+from tests.ampopt.planted import captured_of
+from tests.helpers import Model, check_graph, with_statistics
+
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+def conv() -> nn.Conv2d:
+    return nn.Conv2d(3, 3, 3, padding=1)
+
+
+def answers(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What the capture of a call of the model answers, in the model's own structure."""
+    _, captured = captured_of(model, *args, **kwargs)
+    check_graph(captured.program)
+    return captured.layout.restore(captured.program.run(*captured.program.examples))
+
+
+def _view_write(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    y[:, 0] += 1
+    y[:, 1].mul_(2)
+    y.select(1, 2).zero_()
+    out: Tensor = y.relu()
+    return out
+
+
+def _alias_then_write(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    alias = F.dropout(y, 0.5, m.training)
+    alias.add_(1)
+    out: Tensor = y * 2
+    return out
+
+
+def _residual_then_silu(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    z = y + x
+    kept = z.view(-1)
+    F.silu(z, inplace=True)
+    return kept.view_as(z) + y
+
+
+def _write_after_read(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    before = y * 3
+    y.relu_()
+    out: Tensor = before + y
+    return out
+
+
+def _write_to_a_broadcast(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    total = torch.zeros_like(y)
+    for _ in range(3):
+        total += y
+        y = y.transpose(2, 3)
+    return total
+
+
+def _fill_a_canvas(m: Any, x: Tensor) -> Tensor:
+    canvas = x.new_zeros(2, 3, 12, 12)
+    canvas[:, :, 2:10, 2:10] = m.conv(x)
+    canvas[:, :, 0].fill_(7)
+    return canvas
+
+
+def _write_through_two_names(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    a, b = y.chunk(2, dim=2)
+    a.add_(b)
+    b.sub_(a)
+    return y.clamp_(min=-1)
+
+
+def _narrower_than_what_is_added(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x).to(torch.bfloat16).clone()
+    y += m.conv(x)  # stays bfloat16; `add` would give float32
+    return y * 3
+
+
+def _bits_wrap_around(m: Any, x: Tensor) -> Tensor:
+    y = (x.clamp(0, 1) * 255).to(torch.uint8).clone()
+    y += torch.full((8,), 200)  # stays uint8 and wraps; `add` would give int64
+    return m.conv(y.float())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _view_write,
+        _alias_then_write,
+        _residual_then_silu,
+        _write_after_read,
+        _write_to_a_broadcast,
+        _fill_a_canvas,
+        _write_through_two_names,
+        _narrower_than_what_is_added,
+        _bits_wrap_around,
+    ],
+)
+def test_writing_in_place_stays_right(function: Any) -> None:
+    model = Model(function, conv=conv()).eval()
+    with torch.no_grad():
+        expected = model(X)
+    kept = X.clone()
+    assert torch.equal(answers(model, X), expected)
+    assert torch.equal(kept, X)
+
+
+def test_an_inplace_activation_is_renamed_and_no_more_is_decomposed() -> None:
+    model = with_statistics(nn.Sequential(conv(), nn.BatchNorm2d(3), nn.ReLU(inplace=True)))
+    _, captured = captured_of(model, X)
+    code = captured.program.graph.code
+    assert "aten.relu.default" in code
+    assert "aten.batch_norm.default" in code
+    assert "aten.relu_" not in code
+
+
+def test_the_graph_owns_its_weights() -> None:
+    model = nn.Sequential(conv(), nn.BatchNorm2d(3)).eval()
+    original, captured = captured_of(model, X)
+    users = {t.data_ptr() for m in (model, original) for t in (*m.parameters(), *m.buffers())}
+    owned = {t.data_ptr() for t in captured.program.graph.buffers()}
+    assert owned
+    assert users.isdisjoint(owned)
+    assert not list(captured.program.graph.parameters())
+
+
+def test_a_weight_that_two_layers_share_is_one_weight_of_the_graph() -> None:
+    first, second = conv(), conv()
+    second.weight = first.weight
+    _, captured = captured_of(nn.Sequential(first, nn.ReLU(), second), X)
+    assert len(list(captured.program.graph.buffers())) == 3
+
+
+def _takes(m: Any, a: Any, b: Any = None, *, c: Any = None, flag: bool = False) -> Tensor:
+    found = torch.utils._pytree.tree_leaves((a, b, c))
+    total = sum(t for t in found if isinstance(t, Tensor))
+    out: Tensor = m.conv(total) * (2 if flag else 1)
+    return out
+
+
+class Caller(nn.Module):
+    """A model of any arguments."""
+
+    def __init__(self, function: Any = _takes) -> None:
+        super().__init__()
+        self.conv, self.function = conv(), function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self.function(self, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((X,), {}),
+        ((X, X + 1), {}),
+        (((X, X),), {}),
+        (([X, X + 1],), {"flag": True}),
+        (({"x": X, "y": [X, 3]},), {"c": X}),
+        ((), {"a": X, "flag": True}),
+        ((Pair(X, None),), {"b": OrderedDict(one=X)}),
+        ((X.double().float(), "text"), {"c": 2.5}),
+    ],
+)
+def test_inputs_of_any_structure_are_taken(args: Any, kwargs: dict[str, Any]) -> None:
+    model = Caller()
+    with torch.no_grad():
+        assert torch.equal(answers(model, *args, **kwargs), model(*args, **kwargs))
+
+
+OUTPUTS: dict[str, Any] = {
+    "tuple": lambda y: (y, y + 1),
+    "one": lambda y: (y,),
+    "list": lambda y: [y, [y * 2]],
+    "namedtuple": lambda y: Pair(y, y.sum()),
+    "ordered dict": lambda y: OrderedDict(out=y, aux=y.mean()),
+    "dict of tuples": lambda y: {"b": (y, y - 1), "a": (y.abs(),)},
+    "none and numbers": lambda y: {"x": y, "none": None, "int": 3, "float": 0.5, "text": "t", "bool": True},
+    "return type": lambda y: torch.topk(y, 2),
+    "size": lambda y: (y, y.shape),
+    "same twice": lambda y: (y, y),
+    "view": lambda y: (y, y.view(-1)),
+    "empty": lambda y: (y, [], {}),
+}
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two results are equal in structure, types and values."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return torch.equal(a, b) and a.dtype is b.dtype
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_results_have_the_models_own_structure_and_types(name: str) -> None:
+    model = Model(lambda m, x: OUTPUTS[name](m.conv(x)), conv=conv())
+    with torch.no_grad():
+        assert same(answers(model, X), model(X))
+
+
+def test_an_output_that_is_an_input_or_a_weight_is_the_callers_own() -> None:
+    model = Model(lambda m, x: (x, m.conv.weight, x[:, 0], m.conv(x)), conv=conv()).eval()
+    _, captured = captured_of(model, X)
+    x = X.clone()
+    first = captured.program.run(x)
+    assert same(list(first), list(map(torch.clone, model(X))))
+    for tensor in first:
+        tensor.zero_()
+    assert torch.equal(x, X)
+    with torch.no_grad():
+        assert same(list(captured.program.run(X)), list(map(torch.clone, model(X))))
+
+
+def _counts(m: Any, x: Tensor) -> Tensor:
+    m.count.add_(1)
+    out: Tensor = m.conv(x) + m.count
+    return out
+
+
+def _changes_its_input(m: Any, x: Tensor) -> Tensor:
+    x.add_(1)
+    out: Tensor = m.conv(x)
+    return out
+
+
+def _draws(m: Any, x: Tensor) -> Tensor:
+    out: Tensor = m.conv(x) + torch.rand_like(x)
+    return out
+
+
+def _drops_always(m: Any, x: Tensor) -> Tensor:
+    return F.dropout(m.conv(x), 0.5, training=True)
+
+
+def _depends_on_data(m: Any, x: Tensor) -> Tensor:
+    out: Tensor = m.conv(x) if x.sum() > 0 else x
+    return out
+
+
+def _counts_in_python(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    out: Tensor = m.conv(x) * m.calls
+    return out
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (_counts, "changes its buffer count"),
+        (_changes_its_input, "changes its input"),
+        (_draws, "draws random numbers"),
+        (_drops_always, "draws random numbers"),
+        (_depends_on_data, r"torch\.export cannot capture Model"),
+        (_counts_in_python, "calls"),
+    ],
+)
+def test_what_is_no_pure_function_of_its_inputs_is_declined(function: Any, reason: str) -> None:
+    model = Model(function, conv=conv(), count=torch.zeros(1)).eval()
+    model.calls = 0  # type: ignore[assignment]
+    before = snapshot.of_torch()
+    with pytest.raises(CaptureError, match=reason):
+        captured_of(model, X.clone())
+    assert snapshot.differences(before, snapshot.of_torch()) == []
+
+
+def test_a_dropout_that_is_off_draws_nothing() -> None:
+    attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True).eval()
+    model = Model(lambda m, x: m.attention(x, x, x)[0], attention=attention)
+    captured_of(model, torch.randn(1, 4, 8))
+
+
+def test_a_copy_is_private_in_evaluation_mode_and_without_gradients() -> None:
+    model = nn.Sequential(conv(), nn.BatchNorm2d(3)).train()
+    duplicate = private_copy(model)
+    assert not any(module.training for module in duplicate.modules())
+    assert not any(p.requires_grad for p in duplicate.parameters())
+    assert all(module.training for module in model.modules())
+
+
+def test_a_model_that_cannot_be_copied_is_refused_with_the_reason() -> None:
+    model = conv()
+    model.lock = __import__("threading").Lock()  # type: ignore[assignment]
+    with pytest.raises(InputError, match=r"cannot be copied \(.*lock.*remove what cannot be deep-copied"):
+        private_copy(model)
+
+
+def test_weights_on_two_devices_are_refused() -> None:
+    model = nn.Sequential(conv(), conv().to("meta"))
+    with pytest.raises(InputError, match=r"several devices \(cpu, meta\)"):
+        device_of(model, [])
