@@ -104,7 +104,7 @@ class OptimizedModule(nn.Module):
         self._single: dict[object, tuple[Executable, object]] = {}
         self._serve_original = serve_original
         if serve_original:
-            self.forward = self._call_original
+            self.forward = self._call_original  # type: ignore[method-assign]
         else:
             run = ready if ready is not None and outputs == "copy" else self._executable(program)
             self._admit(captured.leaves, captured, run)

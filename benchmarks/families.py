@@ -40,7 +40,7 @@ def build(name: str) -> tuple[nn.Module, torch.Tensor]:
     side = 224 if name in CLASSIFIERS else 192
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        extra = {"weights_backbone": None} if name in SEGMENTERS else {}
+        extra: dict[str, Any] = {"weights_backbone": None} if name in SEGMENTERS else {}
         if name in ("googlenet", "inception_v3"):
             extra = {"init_weights": False}
         model = torchvision.models.get_model(name, weights=None, **extra).eval()

@@ -144,18 +144,15 @@ class Bench:
         original, captured = captured_of(model, *args)
         self.ledger = Ledger("model", {}, ())
         self.verifier = Verifier(original, captured, **verifier)
+        self.deadline = time.perf_counter() + seconds_left
         self.manager = PassManager(
-            captured.program,
-            self.verifier,
-            self.ledger,
-            deadline=time.perf_counter() + seconds_left,
-            sample_s=0.0,
+            captured.program, self.verifier, self.ledger, deadline=self.deadline, sample_s=0.0
         )
         self.state: LaneState = self.manager.open(lane)
 
     def rewrite(self, *passes: Pass) -> list[Entry]:
         """The ledger's rows after these passes were tried."""
-        self.manager.rewrite(self.state, passes)
+        self.manager.rewrite(self.state, passes, deadline=self.deadline)
         return self.ledger.entries
 
     @property

@@ -45,8 +45,8 @@ def tied_weights() -> nn.Module:
 
 def old_weight_norm() -> nn.Module:
     with pytest.warns(FutureWarning, match="weight_norm"):
-        model = nn.Sequential(torch.nn.utils.weight_norm(nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4))
-    return model
+        conv = torch.nn.utils.weight_norm(nn.Conv2d(3, 4, 3))
+    return nn.Sequential(conv, nn.BatchNorm2d(4))
 
 
 def new_weight_norm() -> nn.Module:
@@ -95,7 +95,7 @@ def with_buffers() -> nn.Module:
 
 
 def channels_last() -> nn.Module:
-    model: nn.Module = block().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model: nn.Module = block().to(memory_format=torch.channels_last)
     return model
 
 
@@ -259,8 +259,9 @@ def expected_call(model: nn.Module, args: Any, kwargs: Any) -> Tensor:
     ],
 )
 def test_arguments_that_do_not_serve_are_refused(arguments: dict[str, Any], reason: str) -> None:
+    given: dict[str, Any] = {"example_inputs": X, "budget_s": 1.0, "progress": False} | arguments
     with pytest.raises(InputError, match=reason):
-        ampopt.optimize(block(), **({"example_inputs": X, "budget_s": 1.0, "progress": False} | arguments))
+        ampopt.optimize(block(), **given)
 
 
 def test_a_wrong_way_to_give_outputs_is_refused_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:

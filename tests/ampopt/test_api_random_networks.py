@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -29,7 +30,7 @@ class RandomNetwork(nn.Module):
         self.kinds, c = kinds, CHANNELS
         self.shared = nn.Conv2d(c, c, 1, bias=bias)
         self.stem = nn.Conv2d(3, c, 3, padding=1)
-        made = {
+        made: dict[str, Callable[[], nn.Module]] = {
             "conv": lambda: nn.Conv2d(c, c, 3, padding=1, bias=bias),
             "bn": lambda: nn.BatchNorm2d(c),
             "relu": nn.ReLU,

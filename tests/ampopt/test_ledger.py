@@ -43,7 +43,12 @@ def ledger(**changes: Any) -> Ledger:
         "fp32": LaneSummary("fp32", "float32", measured(4), 1e-7, measured(2), 1e-7, ("fold-conv-bn",)),
         "amp": LaneSummary("amp", "float16", measured(3), 1e-3, measured(1), 2e-2, (), refused="too far off"),
     }
-    parts = {"baseline": measured(4), "entries": entries, "lanes": lanes, "chosen": "fp32"} | changes
+    parts: dict[str, Any] = {
+        "baseline": measured(4),
+        "entries": entries,
+        "lanes": lanes,
+        "chosen": "fp32",
+    } | changes
     return Ledger("Net", {"device": "a CPU"}, ("float32[1, 3, 8, 8] on cpu",), **parts)
 
 
@@ -72,7 +77,8 @@ def test_regions_are_in_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "speedup"), [({}, 2.0), ({"chosen": ORIGINAL}, 1.0), ({"baseline": None}, None), ({"chosen": None}, None)]
+    ("changes", "speedup"),
+    [({}, 2.0), ({"chosen": ORIGINAL}, 1.0), ({"baseline": None}, None), ({"chosen": None}, None)],
 )
 def test_the_speedup_is_over_the_model_as_its_user_calls_it(changes: Any, speedup: float | None) -> None:
     assert ledger(**changes).speedup == speedup

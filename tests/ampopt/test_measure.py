@@ -68,14 +68,14 @@ def test_drift_that_both_share_is_no_gain() -> None:
     assert gain(Measurement(drifting), Measurement(drifting)) == Gain(1.0, 1.0, 1.0)
 
 
-@pytest.mark.parametrize("n", [8, 20, 100])
+@pytest.mark.parametrize("n", [5, 8, 20, 100])
 def test_the_interval_holds_the_median_in_95_of_100_cases(n: int) -> None:
     random.seed(n)
     held, trials = 0, 2000
     for _ in range(trials):
         before = Measurement(tuple(random.lognormvariate(0, 0.3) for _ in range(n)))
         held += (found := gain(before, Measurement((1.0,) * n))).low <= 1.0 <= found.high
-    assert 0.94 <= held / trials
+    assert held / trials >= 0.94
 
 
 def test_samples_are_taken_in_turn_after_one_that_does_not_count() -> None:
@@ -98,7 +98,7 @@ def test_rounds_end_with_the_time_or_their_number(monkeypatch: pytest.MonkeyPatc
         now += 1.0
         return now
 
-    monkeypatch.setattr(measure.time, "perf_counter", tick)
+    monkeypatch.setattr("ampopt.measure.time.perf_counter", tick)
     assert len(interleave({"a": lambda: 1.0}, seconds=10.0, least=2)["a"].samples) in (9, 10, 11)
     assert len(interleave({"a": lambda: 1.0}, seconds=1e6, most=7)["a"].samples) == 7
 
@@ -112,7 +112,7 @@ def test_a_quick_call_is_timed_after_an_untimed_one_and_a_long_one_is_not(
         nonlocal now, calls
         now, calls = now + step, calls + 1
 
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: now)
+    monkeypatch.setattr("ampopt.measure.time.perf_counter", lambda: now)
     sample = latency(call, torch.device("cpu"))
     assert [round(sample(), 6) for _ in range(2)] == [0.001, 0.001]
     assert calls == 4

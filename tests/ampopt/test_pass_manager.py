@@ -279,7 +279,7 @@ def test_progress_is_told_about_every_pass(monkeypatch: pytest.MonkeyPatch, net:
     manager = PassManager(
         program, bench.verifier, bench.ledger, deadline=1e12, progress=lambda *what: told.append(what)
     )
-    manager.rewrite(manager.open(FP32), [GOOD, Planted("better")])
+    manager.rewrite(manager.open(FP32), [GOOD, Planted("better")], deadline=1e12)
     assert told == [("fp32", "good"), ("fp32", "better")]
 
 

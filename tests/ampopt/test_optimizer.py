@@ -1,0 +1,199 @@
+"""The optimizer: lanes, the choice between them, the notes, and what becomes of planted passes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ampopt
+from ampopt.errors import VerificationError
+from ampopt.ledger import ORIGINAL, Verdict
+from ampopt.measure import Measurement
+from tests.ampopt.planted import Planted, optimize
+from tests.helpers import Model, with_statistics
+
+pytestmark = pytest.mark.usefixtures("quick")
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return with_statistics(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()))
+
+
+@pytest.fixture
+def amp_wins(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The final comparison finds the AMP lane twice as fast as FP32, and that twice as fast as before."""
+    seconds = {"baseline": 4.0, "eager fp32": 4.0, "best fp32": 2.0, "eager amp": 3.0, "best amp": 1.0}
+
+    def measured(samplers: dict[str, Any], **options: Any) -> dict[str, Measurement]:
+        return {name: Measurement((seconds.get(name, 1.0),) * 3) for name in samplers}
+
+    monkeypatch.setattr("ampopt.optimizer.interleave", measured)
+
+
+def test_every_pass_of_every_lane_has_a_row(model: nn.Module) -> None:
+    report = optimize(model, X).report
+    lanes = {lane: [e.name for e in report.entries if e.lane == lane] for lane in ("fp32", "amp")}
+    names = {step.name for step in (*ampopt.passes.PIPELINE, *ampopt.passes.LAUNCHES)} - {"allow-tf32"}
+    assert names <= set(lanes["fp32"])
+    assert names <= set(lanes["amp"])
+    assert all(entry.reason for entry in report.entries)
+    assert set(report.lanes) == {"fp32", "amp"}
+    json.dumps(report.to_dict())
+    assert "fold-conv-bn" in str(report)
+
+
+@pytest.mark.usefixtures("amp_wins")
+def test_auto_takes_the_fastest_lane_within_its_tolerance(model: nn.Module) -> None:
+    fast = optimize(model, X)
+    assert fast.report.chosen == "amp"
+    assert fast.report.speedup == 4.0
+    assert fast.program.lane_dtype is torch.bfloat16
+    assert fast(X).dtype is torch.float32
+
+
+@pytest.mark.usefixtures("amp_wins")
+def test_a_faster_lane_that_is_refused_is_told_loudly_with_what_would_accept_it(model: nn.Module) -> None:
+    report = optimize(model, X, tolerance=1e-4).report
+    assert report.chosen == "fp32"
+    (note,) = [note for note in report.notes if "amp lane" in note]
+    assert "the amp lane would be 2.00x faster still" in note
+    assert "REFUSED" in str(report)
+
+
+@pytest.mark.usefixtures("amp_wins")
+def test_what_the_note_says_accepts_the_refused_lane(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ampopt.optimizer.AUTO_TOLERANCE", 1e-4)
+    report = optimize(model, X).report
+    (note,) = [note for note in report.notes if "amp lane" in note]
+    assert "over the tolerance 0.0001" in note
+    assert "precision='amp'" in note
+    tolerance = float(note.partition("accept it with tolerance=")[2].split()[0])
+    assert report.lanes["amp"].error <= tolerance < 2 * report.lanes["amp"].error
+    assert optimize(model, X, tolerance=tolerance).report.chosen == "amp"
+    assert optimize(model, X, precision="amp").report.chosen == "amp"
+
+
+@pytest.mark.usefixtures("amp_wins")
+@pytest.mark.parametrize(("share", "lane"), [(0.0, "fp32"), (1.0, "amp")])
+def test_a_metric_decides(model: nn.Module, share: float, lane: str) -> None:
+    def metric(outputs: Tensor, reference: Tensor) -> float:
+        error = (outputs.double() - reference.double()).norm() / reference.double().norm()
+        return 0.0 if error < 1e-4 else 1.0
+
+    assert optimize(model, X, metric=metric, tolerance=share).report.chosen == lane
+
+
+@pytest.mark.parametrize(("precision", "lanes"), [("fp32", {"fp32"}), ("amp", {"amp"})])
+def test_a_precision_that_is_asked_for_is_the_only_lane(
+    model: nn.Module, precision: str, lanes: set[str]
+) -> None:
+    report = optimize(model, X, precision=precision).report
+    assert set(report.lanes) == {entry.lane for entry in report.entries} == lanes
+
+
+@pytest.mark.parametrize("policy", ["amp", "O1", "O2", "half"])
+def test_every_policy_answers_rightly(model: nn.Module, policy: str) -> None:
+    fast = optimize(model, X, precision="amp", policy=policy)
+    error = (fast(X) - model(X)).norm() / model(X).norm()
+    assert 0 <= error < 2e-2
+
+
+def test_a_float16_that_overflows_is_not_served() -> None:
+    model = Model(lambda m, x: m.linear(m.linear(x) * 1e5) * 1e-5, linear=nn.Linear(4, 4)).eval()
+    x = torch.randn(2, 4)
+    try:
+        fast = optimize(model, x, precision="amp", amp_dtype=torch.float16)
+    except VerificationError:
+        return
+    assert torch.isfinite(fast(x)).all()
+
+
+def test_planted_passes_go_through_the_whole_optimizer(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted = (
+        Planted("broken", error=ValueError("oops")),
+        Planted("wrong", factor=2.0),
+        Planted("nan", factor=float("nan")),
+    )
+    monkeypatch.setattr("ampopt.optimizer.PIPELINE", planted)
+    fast = optimize(model, X, precision="fp32")
+    assert [(e.name, e.verdict) for e in fast.report.entries[:3]] == [
+        ("broken", Verdict.FAILED),
+        ("wrong", Verdict.REVERTED),
+        ("nan", Verdict.REVERTED),
+    ]
+    assert fast.program.recipe == ()
+    assert torch.allclose(fast(X + 1), model(X + 1), atol=1e-5)
+
+
+def test_an_interruption_gives_the_best_so_far_and_a_note(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted = (*ampopt.passes.PIPELINE[:4], Planted("long", error=KeyboardInterrupt()), Planted("after"))
+    monkeypatch.setattr("ampopt.optimizer.PIPELINE", planted)
+    fast = optimize(model, X)
+    assert "interrupted: this is the best so far" in fast.report.notes
+    (entry,) = [e for e in fast.report.entries if e.name == "long"]
+    assert (entry.verdict, entry.reason) == (Verdict.NOT_TRIED, "interrupted")
+    assert "after" not in {e.name for e in fast.report.entries}
+    assert torch.allclose(fast(X + 1), model(X + 1), atol=2e-2, rtol=2e-2)
+
+
+def test_an_interruption_before_anything_was_tried_is_an_error(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ampopt.pass_manager.PassManager.open", interrupt)
+    with pytest.raises(VerificationError, match="interrupted before anything was tried"):
+        optimize(model, X)
+
+
+def test_a_spent_budget_still_gives_a_right_module(model: nn.Module) -> None:
+    fast = optimize(model, X, budget_s=1e-6)
+    assert {e.verdict for e in fast.report.entries} == {Verdict.NOT_TRIED}
+    assert {e.reason for e in fast.report.entries} == {"the time budget was spent"}
+    assert torch.allclose(fast(X + 1), model(X + 1), atol=2e-2, rtol=2e-2)
+
+
+def test_where_nothing_is_faster_the_original_answers(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(samplers: dict[str, Any], **options: Any) -> dict[str, Measurement]:
+        return {name: Measurement((1.0 if name == "baseline" else 2.0,) * 3) for name in samplers}
+
+    monkeypatch.setattr("ampopt.optimizer.interleave", measured)
+    fast = optimize(model, X)
+    assert fast.report.chosen == ORIGINAL
+    assert fast.report.speedup == 1.0
+    assert "the original answers every call: nothing that was tried is faster" in fast.report.notes
+    with torch.no_grad():
+        assert torch.equal(fast(X), model(X))
+        assert torch.equal(fast(X[:1, :, :6]), model(X[:1, :, :6]))
+
+
+def test_a_capture_that_is_wrong_leaves_the_call_to_the_original(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ampopt import lowering
+
+    renamed = dict(lowering._ANY_LAYOUT) | {torch.ops.aten.relu.default: torch.ops.aten.abs.default}
+    monkeypatch.setattr("ampopt.lowering._ANY_LAYOUT", renamed)
+    fast = optimize(model, X)  # eager runs, so optimize returns something correct
+    with torch.no_grad():
+        assert torch.allclose(fast(X), model(X), atol=1e-5)
+
+
+def test_the_progress_line_tells_lane_and_pass(model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
+    ampopt.optimize(model, X, budget_s=1e-6, progress=True, exclude=["compile"])
+    assert capsys.readouterr().out == ""
