@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ampopt.capture import capture, device_of, private_copy
+from ampopt.capture import capture, device_of, private_copy, untouched_rng
 from ampopt.errors import CaptureError, InputError
 from ampopt.infer import infer_inputs
 from ampopt.optimizer import Optimizer, Options
 from ampopt.pass_manager import Progress
+from ampopt.program import autocast_scope
 from ampopt.progress import progress_line
 from ampopt.regions import PartlyOptimizedModule, optimize_regions
 from ampopt.runtime import OptimizedModule, Outputs
@@ -74,13 +75,14 @@ def optimize(
     options = Options(precision, tolerance, metric, budget_s, outputs, policy, amp_dtype, tuple(exclude))
     original, args, kwargs, note = prepare_call(model, example_inputs, example_kwargs or {}, device)
     with progress_line(progress, started, budget_s) as tell:
-        result = _optimize(original, args, kwargs, options, started, tell)
+        result = _optimize(model, original, args, kwargs, options, started, tell)
     if note:
         result.report.notes.insert(0, note)
     return result
 
 
 def _optimize(
+    model: nn.Module,
     original: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -93,7 +95,10 @@ def _optimize(
     try:
         captured = capture(original, args, kwargs, where)
     except CaptureError as error:
-        return optimize_regions(original, args, kwargs, options, str(error), started=started, progress=tell)
+        pristine, reason = private_copy(model, where), str(error)
+        return optimize_regions(
+            original, args, kwargs, options, reason, pristine=pristine, started=started, progress=tell
+        )
     return Optimizer(original, captured, options, name=name, started=started, progress=tell).run()
 
 
@@ -126,7 +131,7 @@ def prepare_call(
         (args, dict(kwargs)),
     )
     try:
-        with torch.no_grad():
+        with torch.no_grad(), untouched_rng(target), autocast_scope(target, None):
             original(*args, **kwargs)
     except Exception as error:
         raise InputError(f"{type(model).__name__} fails on the example inputs: {error}") from error

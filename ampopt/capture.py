@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from ampopt.errors import CaptureError, InputError
 from ampopt.flags import older_flags_readable
 from ampopt.lowering import lower
-from ampopt.program import Border, Program
+from ampopt.program import Border, Program, autocast_scope
 from ampopt.signature import OutputLayout, flatten_call, flatten_outputs, tensors_of
 
 
@@ -93,6 +93,24 @@ def untouched_rng(device: torch.device) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _plain_world(device: torch.device) -> Iterator[None]:
+    """Neither gradients nor an autocast that happens to surround the call."""
+    with torch.inference_mode(mode=False), torch.no_grad(), autocast_scope(device, None):
+        yield
+
+
+def _python_state(model: nn.Module) -> dict[str, object]:
+    """The plain values among the attributes of a model and its submodules, by dotted name."""
+    plain = (int, float, str, bool, type(None))
+    return {
+        f"{name}.{key}".removeprefix("."): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, plain)
+    }
+
+
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
     if isinstance(model, torch.jit.ScriptModule):  # which torch.export itself refuses
         from torch._export.converter import TS2EPConverter
@@ -110,14 +128,18 @@ def capture(
     """
     leaves, spec = flatten_call(args, kwargs)
     try:
-        with torch.no_grad(), untouched_rng(device), _quiet(), older_flags_readable():
+        with _plain_world(device), untouched_rng(device), _quiet(), older_flags_readable():
             exported = _export(model, tuple(args), dict(sorted(kwargs.items())))
+            before = _python_state(model)
             result = model(*args, **kwargs)
+            changed = [key for key, value in _python_state(model).items() if before.get(key) != value]
     except Exception as error:
         reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" …")
         raise CaptureError(f"torch.export cannot capture {type(model).__name__}: {reason}") from error
-    with torch.no_grad(), untouched_rng(device), _quiet(), older_flags_readable():
+    with _plain_world(device), untouched_rng(device), _quiet(), older_flags_readable():
         graph = lower(exported)
+    if changed:
+        raise CaptureError(f"{type(model).__name__} changes its attribute {changed[0]} when it is called")
     outputs, layout = flatten_outputs(result)
     produced = len(graph.graph.output_node().args[0])  # type: ignore[arg-type]
     if produced != len(outputs):

@@ -107,6 +107,7 @@ class _Comparer:
     passes: tuple[Pass, ...]
     deadline: float
     sample_s: float = 0.4
+    broken: set[str] = dataclasses.field(default_factory=set)
 
     def build(self, passes: Sequence[Pass]) -> tuple[Program, list[str]]:
         """The program with these passes, and the names of those that changed something."""
@@ -140,14 +141,15 @@ class _Comparer:
         if time.perf_counter() > self.deadline:
             return ComparedPass(self.lane.name, mode, step.name, None, None, None, "not tried: no time left")
         try:
-            without, _ = self.build(before)
-            with_pass, applied = self.build(after)
+            without, _ = self.build([s for s in before if s.name not in self.broken])
+            with_pass, applied = self.build([s for s in after if s is step or s.name not in self.broken])
             if step.name not in applied:
                 return ComparedPass(self.lane.name, mode, step.name, None, None, None, "nothing to do")
             return self.compare(mode, step.name, without, with_pass)
         except KeyboardInterrupt:
             raise
         except Exception as error:
+            self.broken.add(step.name)
             return ComparedPass(self.lane.name, mode, step.name, None, None, None, f"failed: {error}")
 
 

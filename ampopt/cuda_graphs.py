@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -39,32 +38,14 @@ def capture_calls(body: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CU
     return graph, outputs
 
 
-def _capture_program(
-    program: Program, body: Callable[[], tuple[Tensor, ...]]
-) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
-    """`capture_calls` in the program's settings; in a thread of its own where algorithms are to be searched.
-
-    cuDNN's choices are cached thread by thread, and one that its heuristic once made stays in the cache
-    whatever the search flag says. A new thread has an empty cache, so there the search really happens.
-    """
-
-    def work() -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
-        with torch.cuda.device(program.device), program.settings.scope(program.device):
-            return capture_calls(body)
-
-    if not program.settings.search_algorithms:
-        return work()
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result()
-
-
 class ReplayedProgram:
     """A whole run of a program in a CUDA graph, conversions at its border included, for the device clock."""
 
     def __init__(self, program: Program) -> None:
         """Capture a run on the program's example inputs. Raises PassError where that fails."""
         self._inputs = [example.clone() for example in program.examples]  # the graph reads these
-        self._graph, self._outputs = _capture_program(program, lambda: program.run(*self._inputs))
+        with torch.cuda.device(program.device):
+            self._graph, self._outputs = capture_calls(lambda: program.run(*self._inputs))
 
     def replay(self) -> None:
         """Run the captured kernels."""
@@ -90,7 +71,8 @@ class CapturedGraph:
                 border.convert(tensor.to(program.device)).clone()
                 for border, tensor in zip(program.entry, examples, strict=True)
             ]
-        self._graph, self._outputs = _capture_program(program, self._body)
+            with program.settings.scope(program.device):
+                self._graph, self._outputs = capture_calls(self._body)
         self._replay = functools.partial(torch._C._CUDAGraph.replay, self._graph)
         self._copies_in = [static.copy_ for static in self._inputs]
         self._copies_out = [_copy_out(b, t) for b, t in zip(program.exit, self._outputs, strict=True)]

@@ -165,7 +165,7 @@ def measure_forms(
             except (RuntimeError, PassError):
                 if form == AS_IS:
                     raise
-        timed = interleave(samplers, seconds=seconds, least=5, most=60)
+        timed = interleave(samplers, seconds=seconds, least=6, most=60)
     return [(Form.parse(name), m.median) for name, m in timed.items()]
 
 

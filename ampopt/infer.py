@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ampopt.capture import untouched_rng
 from ampopt.errors import InputError
 
 SIDE = 224
@@ -38,7 +39,7 @@ def infer_inputs(model: nn.Module, device: torch.device) -> tuple[tuple[Tensor, 
     generator = torch.Generator().manual_seed(0)
     example = torch.randn(shape, generator=generator).to(device, first.weight.dtype)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), untouched_rng(device):
             model(example)
     except Exception as error:
         raise InputError(

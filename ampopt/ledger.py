@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from typing import Any
 
 from ampopt.measure import Gain, Measurement
@@ -21,6 +22,11 @@ class Verdict(enum.Enum):
     DECLINED = "declined"
     FAILED = "failed"
     NOT_TRIED = "not tried"
+
+
+def _finite(number: float | None) -> float | None:
+    """JSON has no infinity: such an error is null there, and the reason beside it says so."""
+    return number if number is not None and math.isfinite(number) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +79,8 @@ class Entry:
             "before": None if self.before is None else self.before.to_dict(),
             "after": None if self.after is None else self.after.to_dict(),
             "gain": None if self.gain is None else dataclasses.asdict(self.gain),
-            "error": self.error,
-            "limit": self.limit,
+            "error": _finite(self.error),
+            "limit": _finite(self.limit),
             "memory_bytes": self.memory,
             "apply_s": round(self.seconds, 3),
         }
@@ -101,10 +107,10 @@ class LaneSummary:
             "lane": self.lane,
             "dtype": self.dtype,
             "eager": self.eager.to_dict(),
-            "eager_error": self.eager_error,
+            "eager_error": _finite(self.eager_error),
             "best": self.best.to_dict(),
             "device": None if self.device is None else self.device.to_dict(),
-            "error": self.error,
+            "error": _finite(self.error),
             "passes": list(self.passes),
             "memory_bytes": self.memory,
             "refused": self.refused,

@@ -7,6 +7,7 @@ other case the whole graph is functionalized by PyTorch and brought back to the 
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -75,6 +76,18 @@ def _is_mutable(node: fx.Node) -> bool:
     return isinstance(overload, torch._ops.OpOverload) and overload._schema.is_mutable
 
 
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, Tensor) else None
+
+
+def _promoted(node: fx.Node) -> torch.dtype | None:
+    """The dtype that an operator's tensor arguments promote to."""
+    values = [source.meta.get("val") for source in node.all_input_nodes]
+    dtypes = [value.dtype for value in values if isinstance(value, Tensor) and value.dim() > 0]
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else _dtype(node)
+
+
 def _rename_in_place(module: fx.GraphModule) -> bool:
     """Give every in-place operator its functional form; False (graph half-done) where one may be aliased."""
     order = {node: index for index, node in enumerate(module.graph.nodes)}
@@ -82,6 +95,8 @@ def _rename_in_place(module: fx.GraphModule) -> bool:
         if not _is_mutable(node):
             continue
         functional, overwritten = _functional_form(node), node.args[0]
+        if isinstance(overwritten, fx.Node) and _dtype(overwritten) is not _promoted(node):
+            return False  # the functional form would give another dtype than the tensor that is overwritten
         if functional is None or not isinstance(overwritten, fx.Node):
             return False
         others = [user for user in overwritten.users if user is not node]
@@ -104,12 +119,14 @@ def _lift_weights(exported: ExportedProgram) -> fx.GraphModule:
             if spec.kind is InputKind.USER_INPUT:
                 if isinstance(node.meta.get("val"), Tensor):
                     mapping[node] = graph.placeholder(node.name)
+                    mapping[node].meta["val"] = node.meta["val"]
                 continue  # other arguments are constants of the graph: the call's key holds their values
             value = _weight(exported, spec)
             name = shared.setdefault(str(spec.target), node.name)
             if not hasattr(root, name):
                 root.register_buffer(name, value.detach().clone())
             mapping[node] = graph.get_attr(name)
+            mapping[node].meta["val"] = value
         elif node.op == "output":
             flat = [mapping[arg] for arg in node.args[0] if isinstance(arg, fx.Node)]
             graph.output(tuple(flat))
@@ -117,7 +134,8 @@ def _lift_weights(exported: ExportedProgram) -> fx.GraphModule:
             continue  # it would forbid every later change of dtype
         elif node.op == "call_function":
             new = graph.node_copy(node, lambda old: mapping[old])
-            new.meta = {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
+            kept = ("stack_trace", "nn_module_stack", "val")
+            new.meta = {key: node.meta[key] for key in kept if key in node.meta}
             mapping[node] = new
         else:
             raise CaptureError(f"the graph holds a {node.op} node, which ampopt does not know: {where(node)}")
@@ -187,6 +205,10 @@ def lower(exported: ExportedProgram) -> fx.GraphModule:
     for node in calls(module, _PADDED):
         _write_out_padding(module, node)
     own_outputs(module)
+    for node in module.graph.nodes:
+        node.meta.pop(
+            "val", None
+        )  # later passes change shapes and dtypes; `record_shapes` tells the new ones
     for node in calls(module):
         if _draws_random_numbers(node):
             raise CaptureError(f"the model draws random numbers when it is called: {where(node)}")

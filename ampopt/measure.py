@@ -77,13 +77,20 @@ def gain(before: Measurement, after: Measurement) -> Gain:
     are order statistics with binomial(n, 1/2) ranks (Conover, Practical Nonparametric Statistics, 3.2).
     """
     ratios = sorted(b / a for b, a in zip(before.samples, after.samples, strict=True))
-    n = len(ratios)
-    rank = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)))
-    return Gain(statistics.median(ratios), ratios[rank], ratios[n - 1 - rank])
+    rank = _interval_rank(len(ratios))
+    return Gain(statistics.median(ratios), ratios[rank], ratios[len(ratios) - 1 - rank])
+
+
+def _interval_rank(n: int) -> int:
+    """The largest r for which order statistics r and n-1-r hold the median with 95 % confidence."""
+    tail, rank = 0.5**n, 0
+    while (further := tail + math.comb(n, rank + 1) * 0.5**n) <= 0.025 and rank + 1 < n / 2:
+        tail, rank = further, rank + 1
+    return rank
 
 
 def interleave(
-    samplers: Mapping[str, Sampler], *, seconds: float, least: int = 5, most: int = 400
+    samplers: Mapping[str, Sampler], *, seconds: float, least: int = 6, most: int = 400
 ) -> dict[str, Measurement]:
     """Sample every subject in turn (A B C A B C …) until `seconds` have passed.
 

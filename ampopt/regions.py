@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,15 @@ class PartlyOptimizedModule(nn.Module):
             )
         return self
 
+    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
+        raise InputError(
+            "an optimized module stays where it was made: optimize the original again, "
+            "with device= for another device"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError("an optimized module cannot be pickled: its programs live in this process only")
+
 
 def _record_calls(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -97,6 +106,11 @@ class _Region:
     calls: list[Call]
 
 
+def _drop_hooks(module: nn.Module) -> None:
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        hooks.clear()
+
+
 def _find_regions(
     model: nn.Module, calls: Mapping[str, list[Call]], device: torch.device, notes: list[str]
 ) -> Iterator[_Region]:
@@ -109,6 +123,7 @@ def _find_regions(
                 continue
             if name in calls:
                 original = private_copy(child)
+                _drop_hooks(original)  # the submodule that calls it runs them
                 args, kwargs = calls[name][0]
                 try:
                     yield _Region(name, original, capture(original, args, kwargs, device), calls[name])
@@ -127,10 +142,14 @@ def optimize_regions(
     options: Options,
     reason: str,
     *,
+    pristine: nn.Module,
     started: float,
     progress: Progress,
 ) -> PartlyOptimizedModule:
     """Optimize the largest capturable submodules of a private copy; `reason` says why the whole is no graph.
+
+    `original` is called in the process; `pristine`, a second private copy, is what is served: where a model
+    has a state of its own, it begins where the user's stands.
 
     With `precision="auto"` the submodules stay in FP32: an error inside says nothing about what the rest of
     the model (thresholds, sorting) makes of it. The whole is then compared with the original, and where it
@@ -142,7 +161,7 @@ def optimize_regions(
     if options.precision == "auto":
         options = dataclasses.replace(options, precision="fp32")
         ledger.notes.append('submodules were optimized in FP32; precision="amp" asks for mixed precision')
-    patched, reasons = private_copy(original), list[str]()
+    patched, reasons, modules = private_copy(original), list[str](), dict[str, OptimizedModule]()
     regions = list(_find_regions(original, _record_calls(original, args, kwargs), device, reasons))
     ledger.notes += reasons[:MOST_REASONS]
     if len(reasons) > MOST_REASONS:
@@ -156,13 +175,16 @@ def optimize_regions(
             ledger.notes.append(f"submodule {region.name} runs as it was: {error}")
             continue
         ledger.regions[region.name] = module.report
+        modules[region.name] = module
         _patch(patched.get_submodule(region.name), module)
     if not regions:
         ledger.notes.append("no submodule can be captured: the model runs as it was")
     _compare_whole(original, patched, args, kwargs, options, ledger, device)
     ledger.seconds = time.perf_counter() - started
-    chosen = patched if ledger.chosen != ORIGINAL else original
-    return PartlyOptimizedModule(chosen, ledger, device)
+    if ledger.chosen != ORIGINAL:
+        for name, module in modules.items():
+            _patch(pristine.get_submodule(name), module)
+    return PartlyOptimizedModule(pristine, ledger, device)
 
 
 def _optimize_region(region: _Region, options: Options, progress: Progress) -> OptimizedModule:
@@ -211,7 +233,7 @@ def _compare_whole(
     timed = interleave(
         {"baseline": latency(lambda: call(original), device), "best": latency(lambda: call(patched), device)},
         seconds=min(2.0, 0.05 * options.budget_s),
-        least=5,
+        least=6,
     )
     limit = AUTO_TOLERANCE if options.tolerance is None else options.tolerance
     refused = None if error <= limit else f"the whole model's error {error:.2g} is over {limit:g}"

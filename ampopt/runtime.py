@@ -36,6 +36,9 @@ logger = logging.getLogger("ampopt")
 
 Outputs = Literal["copy", "static"]
 
+MOST_KEYS = 4
+"""How many kinds of call (strides, calls that the original answers) are remembered for each program kept."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
@@ -210,9 +213,18 @@ class OptimizedModule(nn.Module):
         single = len(leaves) == 1 and isinstance(leaves[0], Tensor) and spec == _ONE_TENSOR
         if single and served.layout is not None and served.layout.is_single_tensor:
             self._single[tensor_key(leaves[0])] = (served.run, key)
-        while len(set(map(id, self._served.values()))) > self._max_shapes:
+        programs = self._programs()
+        while len(programs) > self._max_shapes:
+            oldest = next(key for key, found in self._served.items() if found.layout is not None)
+            self._forget(oldest)
+            programs = self._programs()
+        while len(self._served) > MOST_KEYS * self._max_shapes:
             self._forget(next(iter(self._served)))
         return served
+
+    def _programs(self) -> set[int]:
+        """The programs that answer some kind of call; the original is none of them."""
+        return {id(served) for served in self._served.values() if served.layout is not None}
 
     def _forget(self, key: object) -> None:
         served = self._served.pop(key)
@@ -235,6 +247,7 @@ class OptimizedModule(nn.Module):
         check_same_call(tensors_of(self._captured.leaves), tensors_of(leaves), self.program.device)
         with self._lock:
             if call_key(leaves, spec) not in self._served:
+                self._max_shapes = max(self._max_shapes, len(self._programs()) + 1)
                 self._make(args, kwargs)
 
     def _as_arguments(self, call: Any) -> tuple[Any, ...]:
@@ -242,7 +255,8 @@ class OptimizedModule(nn.Module):
             return (call,)
         if isinstance(call, tuple) and call and all(isinstance(size, int) for size in call):
             example = self.program.examples[0]
-            return (torch.randn(call, device=example.device).to(example.dtype),)
+            generator = torch.Generator().manual_seed(0)
+            return (torch.randn(call, generator=generator).to(example.device, example.dtype),)
         if isinstance(call, tuple):
             return call
         raise InputError(f"prepare takes shapes, tensors or tuples of arguments, not {type(call).__name__}")

@@ -49,6 +49,9 @@ def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec, *, strides: bool = Tr
         if isinstance(leaf, Tensor):
             parts.append(tensor_key(leaf) if strides else (leaf.shape, leaf.dtype, leaf.device))
             continue
+        if isinstance(leaf, float):
+            parts.append((float, leaf.hex()))  # 0.0 is not -0.0, and NaN is itself
+            continue
         try:
             hash(leaf)
             parts.append((type(leaf), leaf))
@@ -104,7 +107,7 @@ def _layout(spec: pytree.TreeSpec, marks: Sequence[bool], constants: Sequence[ob
 
 def flatten_outputs(result: Any) -> tuple[list[Tensor], OutputLayout]:
     """The tensors of a model's result, in order, and how to put the result together again."""
-    leaves, spec = pytree.tree_flatten(result)
+    leaves, spec = pytree.tree_flatten(result, is_leaf=lambda value: isinstance(value, torch.Size))
     template = tuple(OutputLayout.TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     return list(tensors_of(leaves)), OutputLayout(spec, template)
 

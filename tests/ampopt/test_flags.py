@@ -74,6 +74,7 @@ def test_every_prior_state_reads_the_same_afterwards(prior: str, tf32: bool) -> 
     assert in_a_fresh_process(prior=PRIOR[prior], tf32=tf32) == "[]"
 
 
+@pytest.mark.xfail(strict=True, reason="PyTorch tells the flags' values but not whether they are inherited")
 def test_a_later_change_of_all_of_them_still_reaches_each() -> None:
     change = "b.fp32_precision = 'ieee'; before = {k: 'ieee' for k in ('conv', 'rnn', 'matmul', 'all')}"
     check = "print([k for k, v in before.items() if precision_flags()[k] != v]); raise SystemExit"

@@ -154,7 +154,7 @@ def test_eight_threads_with_mixed_shapes_get_what_one_gets(model: nn.Module) -> 
     with ThreadPoolExecutor(8) as pool:
         got = list(pool.map(fast, calls))
     assert all(close(a, b) for a, b in zip(got, expected, strict=True))
-    assert len(fast._served) <= 3
+    assert len(fast._programs()) <= 3
 
 
 def test_a_deep_copy_serves_for_itself(model: nn.Module) -> None:
