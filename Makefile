@@ -66,7 +66,7 @@ check: ## what CI runs: test, lint, wheel
 	.ci/run
 
 bench-cpu: .venv/.stamp ## the benchmarks that make sense without a GPU
-	$(VENV_PYTHON) -m benchmarks.run --device cpu
+	$(VENV_PYTHON) -m benchmarks.passes --device cpu
 
 clean: ## remove caches and build products; .venv stays
 	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .grimp_cache .hypothesis
