@@ -1,0 +1,112 @@
+"""fuse-conv-onednn: what is fused, what is left behind the convolution, and that the result is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ampopt.lanes import Lane
+from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn, FuseConvOnednn
+from ampopt.transform import replay
+from tests.helpers import BF16, FP32, Model, error_of, program_of, targets_of, with_statistics
+
+FUSED = torch.ops.mkldnn._convolution_pointwise.default
+ADDED = torch.ops.mkldnn._convolution_pointwise.binary
+LIMITS = {"fp32": 5e-6, "amp": 3e-2}
+
+ACTIVATIONS = [F.relu, F.hardswish, F.silu, F.hardsigmoid, torch.sigmoid, torch.tanh]
+
+
+def fused(function: Callable[[Any, Tensor], Any], lane: Lane = FP32, /, **members: nn.Module) -> list[object]:
+    """The calls after the pass, once the result has been checked here and at another shape."""
+    model = with_statistics(Model(function, **members))
+    x, other = torch.randn(2, 4, 9, 9), torch.randn(1, 4, 12, 7)
+    base = program_of(model, x, lane=lane, on_top_of=(BakeAutocast(), FoldConvBn(), ChannelsLast()))
+    result = FuseConvOnednn().apply(base)
+    assert error_of(result.program, model, [x]) < LIMITS[lane.name]
+    elsewhere = program_of(model, other, lane=lane)
+    again = replay((BakeAutocast(), FoldConvBn(), ChannelsLast(), FuseConvOnednn()), elsewhere)
+    assert error_of(again, model, [other]) < LIMITS[lane.name]
+    assert not FuseConvOnednn().apply(result.program).modified
+    return targets_of(result.program)
+
+
+@pytest.mark.parametrize("lane", [FP32, BF16], ids=lambda lane: lane.name)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda f: f.__name__)
+def test_an_activation_is_fused(activation: Callable[[Tensor], Tensor], lane: Lane) -> None:
+    assert fused(lambda m, x: activation(m.c(x)), lane, c=nn.Conv2d(4, 8, 3, padding=1)) == [FUSED]
+
+
+@pytest.mark.parametrize("lane", [FP32, BF16], ids=lambda lane: lane.name)
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize("swapped", [True, False])
+def test_a_residual_add_is_fused_with_or_without_its_relu(relu: bool, swapped: bool, lane: Lane) -> None:
+    def block(m: Any, x: Tensor) -> Tensor:
+        z = torch.tanh(m.s(x))
+        y = m.c(z)
+        y = z + y if swapped else y + z
+        return F.relu(y) if relu else y
+
+    members = {"s": nn.Conv2d(4, 4, 1), "c": nn.Conv2d(4, 4, 3, padding=1)}
+    assert fused(block, lane, **members) == [FUSED, ADDED]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_groups_strides_and_dilations_are_carried(groups: int) -> None:
+    conv = nn.Conv2d(4, 8, 3, stride=2, padding=2, dilation=2, groups=groups, bias=False)
+    assert fused(lambda m, x: F.relu(m.b(m.c(x))), c=conv, b=nn.BatchNorm2d(8)) == [FUSED]
+
+
+def test_two_branches_that_meet_are_added_by_one_of_them() -> None:
+    members = {"a": nn.Conv2d(4, 8, 1), "b": nn.Conv2d(4, 8, 3, padding=1)}
+    targets = fused(lambda m, x: F.relu(m.a(x) + m.b(x)), FP32, **members)
+    assert sorted(map(str, targets)) == sorted(map(str, [FUSED, ADDED]))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: F.relu(y := m.c(x)) + y,
+        lambda m, x: m.c(x) + x[:1],
+        lambda m, x: torch.add(m.c(x), x, alpha=2),
+        lambda m, x: F.gelu(m.c(x)),
+    ],
+    ids=["another reader", "an operand that broadcasts", "a factor", "an activation with parameters"],
+)
+def test_what_cannot_be_fused_stays_behind_the_packed_convolution(function: Callable[..., Tensor]) -> None:
+    targets = fused(function, c=nn.Conv2d(4, 4, 3, padding=1))
+    assert targets[0] in (FUSED, torch.ops.aten.slice.Tensor)
+    assert len(targets) > 1
+
+
+def test_a_computed_weight_is_declined() -> None:
+    model = Model(lambda m, x: F.conv2d(x, m.w * x.mean()), w=torch.randn(4, 4, 3, 3))
+    result = FuseConvOnednn().apply(program_of(model, torch.randn(1, 4, 8, 8)))
+    assert not result.modified
+    assert result.declined[0].reason == "its weight is computed"
+
+
+def test_other_dtypes_and_inputs_without_a_batch_are_declined() -> None:
+    model = nn.Conv2d(4, 4, 3)
+    unbatched = FuseConvOnednn().apply(program_of(model, torch.randn(4, 8, 8)))
+    wide = FuseConvOnednn().apply(program_of(model.double(), torch.randn(1, 4, 8, 8).double()))
+    assert unbatched.declined[0].reason == "its input has no batch"
+    assert wide.declined[0].reason == "oneDNN has no float64 convolution"
+
+
+def test_a_program_under_autocast_is_declined() -> None:
+    reason = FuseConvOnednn().why_not(program_of(nn.Conv2d(4, 4, 3), torch.randn(1, 4, 8, 8), lane=BF16))
+    assert reason == "it still runs under autocast"
+
+
+def test_a_wrong_activation_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ampopt.passes import fuse_conv_onednn
+
+    monkeypatch.setitem(fuse_conv_onednn._UNARY, torch.ops.aten.hardswish.default, "relu")
+    with pytest.raises(AssertionError):
+        fused(lambda m, x: F.hardswish(m.c(x)), c=nn.Conv2d(4, 8, 3))

@@ -1,0 +1,87 @@
+"""merge-linear-chain: adjacent linear layers become one, and only those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampopt.passes import BakeAutocast, MergeLinearChain
+from tests.helpers import BF16, Model, check_pass, eager_of, error_of, largest_error, program_of, reference_of
+
+
+def test_a_chain_becomes_one_layer() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+    result = check_pass(
+        MergeLinearChain(), model, torch.randn(3, 8), rewrites=4, elsewhere=[torch.randn(7, 8)]
+    )
+    assert sum(node.op == "call_function" for node in result.program.graph.graph.nodes) == 1
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, True), (True, False), (False, True), (False, False)])
+def test_any_of_the_biases_may_be_missing(first: bool, second: bool) -> None:
+    model = nn.Sequential(nn.Linear(6, 8, bias=first), nn.Linear(8, 5, bias=second))
+    check_pass(MergeLinearChain(), model, torch.randn(2, 4, 6), rewrites=1)
+
+
+def test_a_nonlinearity_ends_a_chain() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8))
+    check_pass(MergeLinearChain(), model, torch.randn(3, 8), rewrites=2)
+
+
+def test_a_shared_layer_is_merged_at_each_of_its_calls() -> None:
+    model = Model(lambda m, x: m.a(m.a(m.a(x))), a=nn.Linear(6, 6))
+    check_pass(MergeLinearChain(), model, torch.randn(3, 6), rewrites=2)
+
+
+@pytest.mark.parametrize(
+    ("function", "members", "reason"),
+    [
+        (
+            lambda m, x: m.b(y := m.a(x)) + y,
+            {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)},
+            "linear has other readers",
+        ),
+        (lambda m, x: m.b(m.a(x)), {"a": nn.Linear(32, 2), "b": nn.Linear(2, 32)}, "more weights than both"),
+        (
+            lambda m, x: nn.functional.linear(m.a(x), x[:, :8]),
+            {"a": nn.Linear(8, 8)},
+            "one of the weights is computed",
+        ),
+    ],
+    ids=["other readers", "bottleneck", "computed weight"],
+)
+def test_it_declines(
+    function: Callable[[Any, Tensor], Tensor], members: dict[str, nn.Module], reason: str
+) -> None:
+    width = 32 if "more weights" in reason else 8
+    result = check_pass(MergeLinearChain(), Model(function, **members), torch.randn(4, width), rewrites=0)
+    assert reason in result.declined[0].reason
+
+
+def test_in_lower_precision_the_merged_layer_is_rounded_once() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    x = torch.randn(5, 64)
+    program = program_of(model, x, lane=BF16, on_top_of=(BakeAutocast(),))
+    merged = MergeLinearChain().apply(program).program
+    own = largest_error(eager_of(model, [x], BF16), reference_of(model, [x]))
+    assert error_of(merged, model, [x]) < own
+
+
+def test_the_check_catches_factors_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ampopt.passes import merge_linear_chain
+
+    right = merge_linear_chain._merge
+
+    def swapped(module: Any, first: Any, second: Any) -> None:
+        first.args, second.args = (first.args[0], *second.args[1:]), (second.args[0], *first.args[1:])
+        right(module, first, second)
+
+    monkeypatch.setattr(merge_linear_chain, "_merge", swapped)
+    with pytest.raises(AssertionError):
+        check_pass(
+            MergeLinearChain(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(3, 8), rewrites=1
+        )
