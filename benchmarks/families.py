@@ -2,7 +2,7 @@
 
     python -m benchmarks.families [--device cpu|cuda] [--models NAME ...] [--budget 15] [--out DIR]
 
-Writes DIR/<device>/families.json and a table: the error of each lane against float64 beside eager's own.
+Writes DIR/<device>/families.json and a table, network by network; networks not run this time keep their rows.
 TorchScript and inductor are left out, so that every family takes seconds; each network runs in this process.
 """
 
@@ -109,12 +109,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
-    folder, rows = results_folder(options.out, device), []
+    folder = results_folder(options.out, device)
+    file = folder / "families.json"
+    kept = (
+        {row["model"]: row for row in json.loads(file.read_text(encoding="utf-8"))} if file.exists() else {}
+    )
     for name in options.models:
-        rows.append(measure(name, device, options.budget))
-        print(to_markdown(rows).splitlines()[-3], flush=True)
-    (folder / "families.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    (folder / "families.md").write_text(to_markdown(rows), encoding="utf-8")
+        kept[name] = measure(name, device, options.budget)
+        rows = [kept[known] for known in names if known in kept]
+        file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        (folder / "families.md").write_text(to_markdown(rows), encoding="utf-8")
+        print(to_markdown([kept[name]]).splitlines()[-3], flush=True)
 
 
 if __name__ == "__main__":
