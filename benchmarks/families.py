@@ -46,6 +46,9 @@ def build(name: str) -> tuple[nn.Module, torch.Tensor]:
         model = torchvision.models.get_model(name, weights=None, **extra).eval()
         x = torch.randn(1, 3, side, side, generator=generator)
         randomize_batch_norm(model, (x,), generator)
+        for layer in model.modules():  # ViT's head begins as zero, and would hide every mistake
+            if isinstance(layer, nn.Linear) and not layer.weight.any():
+                nn.init.normal_(layer.weight, std=0.02)
     return model, x
 
 
