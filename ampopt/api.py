@@ -69,7 +69,8 @@ def optimize(
         the model cannot be captured as one graph, its largest capturable submodules are optimized.
 
     Raises:
-        InputError: the arguments do not fit the model. VerificationError: no verified result was produced.
+        InputError: the arguments do not fit the model. VerificationError: interrupted before anything was
+        tried. Where no lane verifies, nothing is raised: the original answers, and the report says why.
     """
     started = time.perf_counter()
     options = Options(precision, tolerance, metric, budget_s, outputs, policy, amp_dtype, tuple(exclude))
