@@ -226,14 +226,14 @@ def test_both_lanes_of_a_network_are_verified(precision: str) -> None:
     assert not any(entry.verdict is Verdict.FAILED for entry in fast.report.entries), fast.report
 
 
-@pytest.mark.parametrize("benchmark", [True, False])
+@pytest.mark.parametrize("search", [True, False])
 @pytest.mark.parametrize("tf32", [True, False])
-def test_optimizing_leaves_flags_generators_and_the_model_alone(benchmark: bool, tf32: bool) -> None:
+def test_optimizing_leaves_flags_generators_and_the_model_alone(search: bool, tf32: bool) -> None:
     backends: Any = torch.backends
     model = net()
     old = backends.cudnn.benchmark, backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
     try:
-        backends.cudnn.benchmark = benchmark
+        backends.cudnn.benchmark = search
         backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = tf32
         before = (
             snapshot.of_torch(),
