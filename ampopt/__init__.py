@@ -1,24 +1,36 @@
-"""ampopt: a PyTorch vision model in, a faster verified one out."""
+"""ampopt: a PyTorch vision model in, a faster verified one out.
+
+Names are imported when they are first used: a robot that runs a bundle with `ampopt.robot` has no PyTorch.
+"""
 
 from __future__ import annotations
 
-from ampopt.api import optimize
-from ampopt.compare import Comparison, compare
+import importlib
+from typing import TYPE_CHECKING
+
 from ampopt.errors import (
     AmpoptError,
+    BundleError,
     CaptureError,
+    ExportError,
     InputError,
     MissingExtraError,
     PassError,
     VerificationError,
 )
-from ampopt.runtime import OptimizedModule
 from ampopt.version import __version__
+
+if TYPE_CHECKING:
+    from ampopt.api import optimize
+    from ampopt.comparison import Comparison, compare
+    from ampopt.runtime import OptimizedModule
 
 __all__ = [
     "AmpoptError",
+    "BundleError",
     "CaptureError",
     "Comparison",
+    "ExportError",
     "InputError",
     "MissingExtraError",
     "OptimizedModule",
@@ -28,3 +40,20 @@ __all__ = [
     "compare",
     "optimize",
 ]
+
+_HOMES = {
+    "optimize": "ampopt.api",
+    "compare": "ampopt.comparison",
+    "Comparison": "ampopt.comparison",
+    "OptimizedModule": "ampopt.runtime",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ampopt' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

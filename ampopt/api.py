@@ -18,6 +18,7 @@ from ampopt.pass_manager import Progress
 from ampopt.program import autocast_scope
 from ampopt.progress import progress_line
 from ampopt.regions import PartlyOptimizedModule, optimize_regions
+from ampopt.rehearsal import Stage
 from ampopt.runtime import OptimizedModule, Outputs
 from ampopt.signature import flatten_call
 from ampopt.verify import Metric
@@ -75,8 +76,8 @@ def optimize(
     started = time.perf_counter()
     options = Options(precision, tolerance, metric, budget_s, outputs, policy, amp_dtype, tuple(exclude))
     original, args, kwargs, note = prepare_call(model, example_inputs, example_kwargs or {}, device)
-    with progress_line(progress, started, budget_s) as tell:
-        result = _optimize(model, original, args, kwargs, options, started, tell)
+    with progress_line(progress, started, budget_s) as tell, Stage() as stage:
+        result = _optimize(model, original, args, kwargs, options, started, tell, stage)
     if note:
         result.report.notes.insert(0, note)
     return result
@@ -90,6 +91,7 @@ def _optimize(
     options: Options,
     started: float,
     tell: Progress,
+    stage: Stage,
 ) -> OptimizedModule | PartlyOptimizedModule:
     where = device_of(original, flatten_call(args, kwargs)[0])
     name = type(original).__name__
@@ -98,9 +100,19 @@ def _optimize(
     except CaptureError as error:
         pristine, reason = private_copy(model, where), str(error)
         return optimize_regions(
-            original, args, kwargs, options, reason, pristine=pristine, started=started, progress=tell
+            original,
+            args,
+            kwargs,
+            options,
+            reason,
+            pristine=pristine,
+            started=started,
+            progress=tell,
+            stage=stage,
         )
-    return Optimizer(original, captured, options, name=name, started=started, progress=tell).run()
+    return Optimizer(
+        original, captured, options, name=name, started=started, progress=tell, stage=stage
+    ).run()
 
 
 def prepare_call(

@@ -5,15 +5,20 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
+from ampopt import flags
 from ampopt.errors import PassError
 from ampopt.program import Border, Program
 
 WARM_UPS = 3
 """Runs before the capture: library handles, workspaces and algorithm searches must exist by then."""
+
+_search_thread = ThreadPoolExecutor(1, thread_name_prefix="ampopt-cudnn-search")
+"""Where programs that search cuDNN's algorithms are captured; see `_capture`."""
 
 
 def capture_calls(body: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
@@ -38,14 +43,30 @@ def capture_calls(body: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CU
     return graph, outputs
 
 
+def _capture(
+    program: Program, body: Callable[[], tuple[Tensor, ...]]
+) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+    """`capture_calls` in the program's settings, and in a thread of its own where algorithms are searched.
+
+    PyTorch caches cuDNN's plans thread by thread, and a plan that cuDNN's heuristic once chose stays there
+    whatever the search flag says. In a thread that only ever searches, every plan is a searched one.
+    """
+    stream = torch.cuda.current_stream(program.device)
+
+    def work() -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+        with torch.cuda.stream(stream), program.settings.scope(program.device):
+            return capture_calls(body)
+
+    return flags.work_elsewhere(_search_thread, work) if program.settings.search_algorithms else work()
+
+
 class ReplayedProgram:
     """A whole run of a program in a CUDA graph, conversions at its border included, for the device clock."""
 
     def __init__(self, program: Program) -> None:
         """Capture a run on the program's example inputs. Raises PassError where that fails."""
         self._inputs = [example.clone() for example in program.examples]  # the graph reads these
-        with torch.cuda.device(program.device):
-            self._graph, self._outputs = capture_calls(lambda: program.run(*self._inputs))
+        self._graph, self._outputs = _capture(program, lambda: program.run(*self._inputs))
 
     def replay(self) -> None:
         """Run the captured kernels."""
@@ -71,8 +92,7 @@ class CapturedGraph:
                 border.convert(tensor.to(program.device)).clone()
                 for border, tensor in zip(program.entry, examples, strict=True)
             ]
-            with program.settings.scope(program.device):
-                self._graph, self._outputs = capture_calls(self._body)
+            self._graph, self._outputs = _capture(program, self._body)
         self._replay = functools.partial(torch._C._CUDAGraph.replay, self._graph)
         self._copies_in = [static.copy_ for static in self._inputs]
         self._copies_out = [_copy_out(b, t) for b, t in zip(program.exit, self._outputs, strict=True)]

@@ -23,6 +23,14 @@ class VerificationError(AmpoptError):
     """No verified result could be produced."""
 
 
+class ExportError(AmpoptError):
+    """The model cannot be exported, or what was exported does not give the model's outputs."""
+
+
+class BundleError(AmpoptError):
+    """A bundle is damaged, foreign, or does not do on this machine what its manifest promises."""
+
+
 class MissingExtraError(AmpoptError):
     """An optional package is not installed; the message names the extra that brings it."""
 

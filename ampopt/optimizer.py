@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,11 +16,12 @@ from torch import nn
 from ampopt.capture import Captured
 from ampopt.environment import environment
 from ampopt.errors import InputError, VerificationError
-from ampopt.lanes import lanes_for
+from ampopt.lanes import Lane, lanes_for
 from ampopt.ledger import ORIGINAL, LaneSummary, Ledger
-from ampopt.measure import gain, interleave, latency, peak_memory
+from ampopt.measure import gain, interleave, latency, peak_memory, shortest_of_two
 from ampopt.pass_manager import LaneState, PassManager, Progress
 from ampopt.passes import ENGINES, LAUNCHES, PIPELINE, AllowTf32, BakeAutocast
+from ampopt.rehearsal import Stage
 from ampopt.runtime import OptimizedModule, Outputs, Recipe
 from ampopt.signature import describe
 from ampopt.transform import Pass
@@ -26,6 +29,9 @@ from ampopt.verify import Metric, Verifier
 
 REWRITING, TRYING = 0.6, 0.85
 """The share of the time budget after which no rewrite, and nothing at all, is begun any more."""
+
+CALLS_OF_A_TRIAL = 20
+"""Calls that verify and time one pass at the least: three draws, warm-ups, six samples before and after."""
 
 AUTO_TOLERANCE = 1e-2
 """The largest relative error of a lane that `precision="auto"` chooses where the user gives no tolerance."""
@@ -84,6 +90,7 @@ class Optimizer:
         name: str,
         started: float,
         progress: Progress | None = None,
+        stage: Stage | None = None,
         max_captures: int = 16,
     ) -> None:
         """`original` is a private copy in evaluation mode; `started` is on `time.perf_counter`'s clock."""
@@ -98,7 +105,7 @@ class Optimizer:
             self.ledger.notes.append(self._verifier.note)
         deadline = started + TRYING * options.budget_s  # the rest is for the final comparison
         self._manager = PassManager(
-            program, self._verifier, self.ledger, deadline=deadline, progress=progress
+            program, self._verifier, self.ledger, deadline=deadline, progress=progress, stage=stage
         )
         self._states: list[LaneState] = []
 
@@ -106,10 +113,10 @@ class Optimizer:
         """Try everything that the budget allows and give back the best; Ctrl-C gives the best so far."""
         lanes = lanes_for(self._options.precision, self.device, self._options.amp_dtype)
         with self._interruptible():
-            for lane in lanes:
+            for lane in self._affordable(lanes):
                 self._states.append(self._manager.open(lane))
             for number, state in enumerate(self._states, start=1):
-                share = REWRITING * self._options.budget_s * number / len(lanes)
+                share = REWRITING * self._options.budget_s * number / len(self._states)
                 self._manager.rewrite(state, self._options.pipeline(), deadline=self._started + share)
             self._try_engines(slow=False)
             self._try_engines(slow=True)
@@ -119,6 +126,28 @@ class Optimizer:
         state = self._choose()
         self.ledger.seconds = time.perf_counter() - self._started
         return self._module(state)
+
+    def _affordable(self, lanes: Sequence[Lane]) -> list[Lane]:
+        """The lanes that the time budget can judge; the first of them in any case.
+
+        One trial takes about `CALLS_OF_A_TRIAL` calls. A lane in which a single trial would take more than
+        its share, as bfloat16 can on a processor without instructions for it, is left out, with a note.
+        """
+        share = REWRITING * self._options.budget_s / len(lanes)
+        examples, fastest = self._captured.program.examples, math.inf
+        kept: list[Lane] = []
+        for lane in lanes:
+            call = functools.partial(self._verifier.eager(lane.dtype), *examples)
+            seconds = shortest_of_two(call, self.device, long_s=share / CALLS_OF_A_TRIAL)
+            if kept and seconds * CALLS_OF_A_TRIAL > share and seconds > 2 * fastest:
+                self.ledger.notes.append(
+                    f"the {lane.name} lane was not tried: one call of it takes {seconds:.1f} s here, "
+                    f"against {fastest:.2g} s, so that no pass could be judged within {share:.0f} s"
+                )
+                continue
+            kept.append(lane)
+            fastest = min(fastest, seconds)
+        return kept
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:

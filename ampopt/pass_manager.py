@@ -15,6 +15,7 @@ from ampopt.lanes import Lane
 from ampopt.ledger import Entry, Ledger, Timing, Verdict
 from ampopt.measure import Measurement, device_time, gain, interleave, latency, peak_memory, synchronize
 from ampopt.program import Program
+from ampopt.rehearsal import Stage
 from ampopt.transform import Family, Numerics, Pass, Result, replay
 from ampopt.verify import Verifier
 
@@ -74,11 +75,15 @@ class PassManager:
         deadline: float,
         sample_s: float = 0.4,
         progress: Progress | None = None,
+        stage: Stage | None = None,
     ) -> None:
-        """`deadline` is on `time.perf_counter`'s clock; `sample_s` is spent on each comparison and clock."""
+        """`deadline` is on `time.perf_counter`'s clock; `sample_s` is spent on each comparison and clock.
+
+        Risky passes are rehearsed on the `stage` first; without one, they are not.
+        """
         self._captured, self._verifier, self._ledger = captured, verifier, ledger
         self._deadline, self._sample_s = deadline, sample_s
-        self._progress = progress or silent
+        self._progress, self._stage = progress or silent, stage
 
     def open(self, lane: Lane) -> LaneState:
         """Start a lane with the captured program as it is."""
@@ -173,6 +178,8 @@ class PassManager:
                 if (declined := step.why_not(program)) is not None:
                     self._record(blank, verdict=Verdict.DECLINED, reason=declined)
                     return None
+                if step.risky and self._stage is not None:
+                    self._stage.rehearse(step, program, seconds=left)
                 result = step.apply(program)
                 blank = _account(blank, result, time.perf_counter() - start)
                 if not result.modified:

@@ -20,6 +20,7 @@ from ampopt.numerics import relative_error
 from ampopt.optimizer import AUTO_TOLERANCE, Optimizer, Options
 from ampopt.pass_manager import Progress
 from ampopt.program import Settings
+from ampopt.rehearsal import Stage
 from ampopt.runtime import OptimizedModule
 from ampopt.signature import call_key, describe, flatten_call, flatten_outputs, tensors_of
 
@@ -145,6 +146,7 @@ def optimize_regions(
     pristine: nn.Module,
     started: float,
     progress: Progress,
+    stage: Stage,
 ) -> PartlyOptimizedModule:
     """Optimize the largest capturable submodules of a private copy; `reason` says why the whole is no graph.
 
@@ -170,7 +172,7 @@ def optimize_regions(
         left = started + 0.9 * options.budget_s - time.perf_counter()
         share = dataclasses.replace(options, budget_s=max(left / (len(regions) - index), 0.1))
         try:
-            module = _optimize_region(region, share, progress)
+            module = _optimize_region(region, share, progress, stage)
         except AmpoptError as error:
             ledger.notes.append(f"submodule {region.name} runs as it was: {error}")
             continue
@@ -187,7 +189,7 @@ def optimize_regions(
     return PartlyOptimizedModule(pristine, ledger, device)
 
 
-def _optimize_region(region: _Region, options: Options, progress: Progress) -> OptimizedModule:
+def _optimize_region(region: _Region, options: Options, progress: Progress, stage: Stage) -> OptimizedModule:
     optimizer = Optimizer(
         region.original,
         region.captured,
@@ -195,6 +197,7 @@ def _optimize_region(region: _Region, options: Options, progress: Progress) -> O
         name=region.name,
         started=time.perf_counter(),
         progress=progress,
+        stage=stage,
         max_captures=0,
     )
     module = optimizer.run()

@@ -67,10 +67,11 @@ class OptimizedModule(nn.Module):
     """A model optimized for inference: same call, same result structure, same dtypes, contiguous.
 
     A call is served by a program made for exactly its shapes, dtypes, device and other arguments. The
-    first call with others makes a new program (same passes, verified again) and logs that it did; at most
-    `max_shapes` are kept, the least recently used goes first, and after `max_captures` such first calls
-    the original model answers instead, with a logged reason. `prepare` makes programs ahead of time.
-    Safe to call from several threads. `report` tells what was done and why.
+    first call with others makes a new program (same passes, but for those that take seconds to apply;
+    verified again) and logs that it did; at most `max_shapes` are kept, the least recently used goes first,
+    and after `max_captures` such first calls the original model answers instead, with a logged reason.
+    `prepare` makes programs ahead of time. Safe to call from several threads. `report` tells what was done
+    and why.
     """
 
     def __init__(
@@ -173,18 +174,19 @@ class OptimizedModule(nn.Module):
             return self._fall_back(args, kwargs, reason, shown)
         self._captures += 1
         try:
-            served = self._make(args, kwargs)
+            served = self._make(args, kwargs, tuple(s for s in self._recipe.passes if not s.slow_to_apply))
         except Exception as error:  # whatever it is: the original answers, and the log says why
             reason = str(error) if isinstance(error, AmpoptError) else f"{type(error).__name__}: {error}"
             return self._fall_back(args, kwargs, textwrap.shorten(reason, 300), shown)
         logger.warning("ampopt: captured and verified a program for a call not seen before: %s", shown)
         return served
 
-    def _make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Served:
+    def _make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], passes: tuple[Pass, ...]) -> _Served:
+        """Capture, replay the passes, verify, remember."""
         original = self._original[0]
         args, kwargs = _detached(args, kwargs)
         captured = capture(original, args, kwargs, self.program.device)
-        program = replay(self._recipe.passes, self._recipe.start(captured.program))
+        program = replay(passes, self._recipe.start(captured.program))
         run = self._executable(program)
         recipe = self._recipe
         verifier = Verifier(original, captured, tolerance=recipe.tolerance, metric=recipe.metric, draws=1)
@@ -233,7 +235,7 @@ class OptimizedModule(nn.Module):
             self._any_strides = {k: s for k, s in self._any_strides.items() if s is not served}
 
     def prepare(self, *calls: Any) -> None:
-        """Make the programs for further calls now, so that nothing is captured later.
+        """Make the programs for further calls now, with all passes, so that nothing is captured later.
 
         Each call is a shape (a tuple of ints: one float tensor of the example's dtype is made for it), a
         tensor, or a tuple of positional arguments. Raises InputError or the reason why one cannot be served.
@@ -248,7 +250,7 @@ class OptimizedModule(nn.Module):
         with self._lock:
             if call_key(leaves, spec) not in self._served:
                 self._max_shapes = max(self._max_shapes, len(self._programs()) + 1)
-                self._make(args, kwargs)
+                self._make(args, kwargs, self._recipe.passes)
 
     def _as_arguments(self, call: Any) -> tuple[Any, ...]:
         if isinstance(call, Tensor):

@@ -80,6 +80,8 @@ class Pass(abc.ABC):
     """True: holds on every machine and belongs into an exported model."""
     enables_others: ClassVar[bool] = False
     """True: kept although it gains nothing, as long as it costs nothing, because later passes build on it."""
+    risky: ClassVar[bool] = False
+    """True: a foreign compiler that could take the process down, so it is rehearsed in another one first."""
     slow_to_apply: ClassVar[bool] = False
     """True: takes so long that everything cheaper is tried first, in every lane."""
 

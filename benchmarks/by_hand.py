@@ -71,10 +71,14 @@ def fold(model: nn.Module) -> nn.Module:
 
 def half_channels_last_fold_graph(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
     """FP16 weights and activations, channels_last, BN folded, a plain CUDA graph, cuDNN's search on."""
-    torch.backends.cudnn.benchmark = True
     folded = fold(model).half().to(memory_format=torch.channels_last)
     entered = tuple(_as_half_channels_last(tensor) for tensor in inputs)
-    return cuda_graph(folded, entered)
+    before = torch.backends.cudnn.benchmark
+    try:
+        torch.backends.cudnn.benchmark = True
+        return cuda_graph(folded, entered)  # the graph keeps what the search found
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def _as_half_channels_last(tensor: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ class Compile(Pass):
     numerics = Numerics.REASSOCIATED
     family = Family.ENGINE
     portable = False
+    risky = True
     slow_to_apply = True
 
     warm_ups: int = 3

@@ -57,8 +57,8 @@ class FuseConvOnednn(Pass):
     SiLU, hardsigmoid, sigmoid or tanh, or an add of a tensor of the same shape and dtype, with or without a
     ReLU behind it.
     Requires: a CPU with oneDNN; float32 or bfloat16; what is fused reads only the convolution (and z).
-    Declines: computed weights, unbatched inputs, other dtypes; an add with a factor or of another shape is
-    left behind the convolution; programs under autocast.
+    Declines: computed weights, unbatched inputs, other dtypes, bfloat16 on a processor without it; an add
+    with a factor or of another shape is left behind the convolution; programs under autocast.
     Correct because: the operator is defined as act(conv(x, W, b)) and act(conv(x, W, b) + z); packing only
     reorders W. Every node before `last` has run when the fused call stands in its place. Intermediate
     results stay in FP32 registers, where separate kernels round them.
@@ -95,6 +95,8 @@ def _why_not(conv: fx.Node) -> str | None:
         return "its input has no batch"
     if dtype_of(conv) not in (torch.float32, torch.bfloat16):
         return f"oneDNN has no {str(dtype_of(conv)).removeprefix('torch.')} convolution"
+    if dtype_of(conv) is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "this processor has no bfloat16 instructions that oneDNN could use"
     return None
 
 

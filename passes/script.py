@@ -32,6 +32,7 @@ class Script(Pass):
     numerics = Numerics.REASSOCIATED
     family = Family.ENGINE
     portable = False
+    risky = True
 
     warm_ups: int = 4
 

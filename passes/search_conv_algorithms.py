@@ -13,11 +13,11 @@ from ampopt.transform import Family, Numerics, Pass, Result
 class SearchConvAlgorithms(Pass):
     """Let cuDNN choose each convolution's algorithm by timing it instead of by its heuristic.
 
-    Rewrites: the program's settings. The search runs at a thread's first call for each convolution's shape,
-    inside the program's own scope; a captured CUDA graph keeps its outcome for good, and other calls find it
-    in PyTorch's cache. `torch.backends.cudnn.benchmark` is as the user left it at every other moment.
-    Limit: PyTorch caches choices thread by thread, and one that the heuristic made before stays there, so a
-    convolution that the calling thread has run already is not searched any more.
+    Rewrites: the program's settings. The search runs when the program is captured, once for each
+    convolution's shape, inside the program's own scope and in a thread that does nothing else: PyTorch
+    caches plans by thread, and one that was chosen without a search stays. The captured CUDA graph keeps
+    the outcome for good; without a graph, the setting only reaches convolutions that the calling thread has
+    not run before. `torch.backends.cudnn.benchmark` is as the user left it at every other moment.
     Requires: CUDA and at least one convolution. Declines: everything else.
     Correct because: every algorithm computes the same convolution; only the order of the sums, or the
     transform that they are computed in (Winograd, FFT), differs, and the verification covers that.

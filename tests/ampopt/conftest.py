@@ -13,7 +13,8 @@ from ampopt.measure import Gain, Measurement, Sampler
 from tests.ampopt.planted import KEEP
 
 TIMED = [
-    importlib.import_module(f"ampopt.{name}") for name in ("pass_manager", "optimizer", "regions", "compare")
+    importlib.import_module(f"ampopt.{name}")
+    for name in ("pass_manager", "optimizer", "regions", "comparison")
 ]
 
 

@@ -6,13 +6,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ampopt.flags import cuda_math
+from ampopt import flags
+from ampopt.flags import cuda_math, work_elsewhere
 from ampopt.program import Settings
 from tests.ampopt import snapshot
 
@@ -38,7 +40,8 @@ PRIOR = {
 
 PROGRAM = """
 import torch
-from ampopt.flags import cuda_math
+from ampopt import flags
+from ampopt.flags import cuda_math, work_elsewhere
 from tests.ampopt.snapshot import differences, precision_flags
 b = torch.backends
 {prior}
@@ -138,3 +141,23 @@ def test_settings_turn_off_gradients_inference_mode_and_autocast_for_the_block(
         with Settings(autocast=torch.float16).scope(torch.device("cpu")):
             assert torch.get_autocast_dtype("cpu") is torch.float16
         assert snapshot.differences(before, snapshot.of_torch()) == []
+
+
+def test_work_in_another_thread_has_the_waiting_threads_turn() -> None:
+    """Without the turn lent, the worker would wait for the thread that waits for it."""
+
+    def work() -> tuple[bool, str]:
+        with cuda_math(tf32=False, search=True):
+            return torch.backends.cudnn.benchmark, threading.current_thread().name
+
+    with ThreadPoolExecutor(1, thread_name_prefix="elsewhere") as pool:
+        with cuda_math(tf32=True, search=False):
+            searching, thread = work_elsewhere(pool, work)
+            assert not torch.backends.cudnn.benchmark
+        assert searching
+        assert thread.startswith("elsewhere")
+        with pytest.raises(ZeroDivisionError):
+            work_elsewhere(pool, lambda: 1 // 0)
+        taken = pool.submit(flags._lock.acquire, timeout=5.0)  # nothing is lent any more, and nothing is held
+        assert taken.result()
+        pool.submit(flags._lock.release).result()

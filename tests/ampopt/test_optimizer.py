@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -46,6 +47,29 @@ def test_every_pass_of_every_lane_has_a_row(model: nn.Module) -> None:
     assert set(report.lanes) == {"fp32", "amp"}
     json.dumps(report.to_dict())
     assert "fold-conv-bn" in str(report)
+
+
+class SlowUnderAutocast(nn.Sequential):
+    """A stand-in for a processor without instructions for the lower precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            time.sleep(0.1)
+        result: Tensor = super().forward(x)
+        return result
+
+
+def test_a_lane_too_slow_to_be_judged_is_left_out_with_a_note() -> None:
+    report = optimize(SlowUnderAutocast(nn.Conv2d(3, 8, 3), nn.ReLU()), X, budget_s=5.0).report
+    assert set(report.lanes) == {"fp32"}
+    assert any(
+        note.startswith("the amp lane was not tried: one call of it takes 0.1 s") for note in report.notes
+    )
+
+
+def test_the_only_lane_asked_for_is_tried_however_slow_it_is() -> None:
+    slow = SlowUnderAutocast(nn.Conv2d(3, 8, 3), nn.ReLU())
+    assert set(optimize(slow, X, budget_s=5.0, precision="amp").report.lanes) == {"amp"}
 
 
 @pytest.mark.usefixtures("amp_wins")

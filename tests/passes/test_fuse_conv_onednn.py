@@ -19,6 +19,17 @@ FUSED = torch.ops.mkldnn._convolution_pointwise.default
 ADDED = torch.ops.mkldnn._convolution_pointwise.binary
 LIMITS = {"fp32": 5e-6, "amp": 3e-2}
 
+LANES = [
+    pytest.param(FP32, id="fp32"),
+    pytest.param(
+        BF16,
+        id="amp",
+        marks=pytest.mark.skipif(
+            not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor has no bfloat16"
+        ),
+    ),
+]
+
 ACTIVATIONS = [F.relu, F.hardswish, F.silu, F.hardsigmoid, torch.sigmoid, torch.tanh]
 
 
@@ -36,13 +47,13 @@ def fused(function: Callable[[Any, Tensor], Any], lane: Lane = FP32, /, **member
     return targets_of(result.program)
 
 
-@pytest.mark.parametrize("lane", [FP32, BF16], ids=lambda lane: lane.name)
+@pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda f: f.__name__)
 def test_an_activation_is_fused(activation: Callable[[Tensor], Tensor], lane: Lane) -> None:
     assert fused(lambda m, x: activation(m.c(x)), lane, c=nn.Conv2d(4, 8, 3, padding=1)) == [FUSED]
 
 
-@pytest.mark.parametrize("lane", [FP32, BF16], ids=lambda lane: lane.name)
+@pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize("relu", [True, False])
 @pytest.mark.parametrize("swapped", [True, False])
 def test_a_residual_add_is_fused_with_or_without_its_relu(relu: bool, swapped: bool, lane: Lane) -> None:
@@ -54,6 +65,16 @@ def test_a_residual_add_is_fused_with_or_without_its_relu(relu: bool, swapped: b
 
     members = {"s": nn.Conv2d(4, 4, 1), "c": nn.Conv2d(4, 4, 3, padding=1)}
     assert fused(block, lane, **members) == [FUSED, ADDED]
+
+
+def test_bfloat16_is_left_alone_where_the_processor_has_no_instructions_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    base = program_of(nn.Conv2d(4, 8, 3), torch.randn(1, 4, 8, 8), lane=BF16, on_top_of=(BakeAutocast(),))
+    result = FuseConvOnednn().apply(base)
+    assert not result.modified
+    assert "no bfloat16 instructions" in result.declined[0].reason
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])

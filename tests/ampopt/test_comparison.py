@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ampopt
-from ampopt.compare import MODES
+from ampopt.comparison import MODES
 from ampopt.errors import InputError
 from ampopt.passes import LAUNCHES, PIPELINE
 from tests.ampopt.planted import NO_ENGINES, Planted

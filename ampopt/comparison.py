@@ -21,6 +21,7 @@ from ampopt.optimizer import Options
 from ampopt.passes import ENGINES, LAUNCHES
 from ampopt.program import Program
 from ampopt.progress import progress_line
+from ampopt.rehearsal import Stage
 from ampopt.signature import describe, flatten_call
 from ampopt.transform import Pass
 from ampopt.verify import Verifier
@@ -106,6 +107,7 @@ class _Comparer:
     lane: Lane
     passes: tuple[Pass, ...]
     deadline: float
+    stage: Stage
     sample_s: float = 0.4
     broken: set[str] = dataclasses.field(default_factory=set)
 
@@ -113,7 +115,11 @@ class _Comparer:
         """The program with these passes, and the names of those that changed something."""
         program, applied = self.lane.start(self.captured.program), list[str]()
         for step in passes:
-            if step.why_not(program) is None and (result := step.apply(program)).modified:
+            if step.why_not(program) is not None:
+                continue
+            if step.risky:
+                self.stage.rehearse(step, program, seconds=self.deadline - time.perf_counter())
+            if (result := step.apply(program)).modified:
                 program = result.program.replace(recipe=(*program.recipe, result.replay or step))
                 applied.append(step.name)
         return program, applied
@@ -194,10 +200,10 @@ def compare(
     passes = (*options.pipeline(), *options.allowed(ENGINES), *options.allowed(LAUNCHES))
     rows: list[ComparedPass] = []
     lanes = lanes_for(precision, where, amp_dtype)
-    with progress_line(progress, started, budget_s) as tell:
+    with progress_line(progress, started, budget_s) as tell, Stage() as stage:
         for number, lane in enumerate(lanes):
             share = started + budget_s * (number + 1) / len(lanes)
-            comparer = _Comparer(captured, verifier, lane, passes, share)
+            comparer = _Comparer(captured, verifier, lane, passes, share, stage)
             for mode, step, before, after in _plan(passes):
                 tell(lane.name, f"{step.name} ({mode})")
                 rows.append(comparer.row(mode, step, before, after))

@@ -1,0 +1,126 @@
+"""Rehearsals: what goes wrong in another process is a reason here, and nothing more."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ampopt
+from ampopt.errors import PassError
+from ampopt.graph import aten
+from ampopt.ledger import Verdict
+from ampopt.program import Program
+from ampopt.rehearsal import Stage
+from ampopt.transform import Family, Numerics, Pass, Result
+from tests.ampopt.planted import Bench, captured_of, rewritten
+
+X = torch.ones(1, 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Risky(Pass):
+    """Negates the output twice; in any process but `home` it does what `elsewhere` says before that."""
+
+    numerics = Numerics.REASSOCIATED
+    family = Family.ENGINE
+    portable = False
+    risky = True
+
+    elsewhere: str = "nothing"
+    home: int = 0
+    note: str = ""
+
+    def apply(self, program: Program) -> Result:
+        """See the class."""
+        if self.note:
+            Path(self.note).write_text(f"{os.getpid()} {torch.get_num_threads()}")
+        if os.getpid() != self.home:
+            if self.elsewhere == "crash":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            if self.elsewhere == "exit":
+                os._exit(3)
+            if self.elsewhere == "hang":
+                time.sleep(600)
+            if self.elsewhere == "raise":
+                raise ValueError("no such kernel\nand much more")
+        return Result(rewritten(rewritten(program, aten.neg.default), aten.neg.default), 1)
+
+
+@pytest.fixture
+def program() -> Program:
+    return captured_of(nn.Linear(3, 2), X)[1].program
+
+
+def test_a_pass_that_works_is_rehearsed_in_another_process(program: Program, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    with Stage() as stage:
+        stage.rehearse(Risky(note=str(note)), program, seconds=60)
+        first = note.read_text()
+        stage.rehearse(Risky(note=str(note)), program, seconds=60)
+        assert note.read_text() == first  # the same process
+    pid, threads = map(int, first.split())
+    assert pid != os.getpid()
+    assert threads == torch.get_num_threads()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "reason"),
+    [
+        ("crash", r"brought down a process of its own \(signal SIGSEGV\)"),
+        ("exit", r"brought down a process of its own \(exit status 3\)"),
+        ("raise", r"failed in a process of its own: ValueError: no such kernel$"),
+    ],
+)
+def test_a_failure_there_is_a_reason_here(program: Program, elsewhere: str, reason: str) -> None:
+    with Stage() as stage:
+        with pytest.raises(PassError, match=reason):
+            stage.rehearse(Risky(elsewhere), program, seconds=60)
+        stage.rehearse(Risky(), program, seconds=60)  # the next one has a new process
+
+
+def test_what_does_not_return_is_killed_when_the_time_is_over(program: Program) -> None:
+    start = time.perf_counter()
+    with Stage() as stage, pytest.raises(PassError, match="longer than the 5 s that were left"):
+        stage.rehearse(Risky("hang"), program, seconds=5)
+    assert time.perf_counter() - start < 30
+
+
+def test_what_another_process_cannot_load_is_not_rehearsed(program: Program) -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Local(Risky):
+        """Known to this process only."""
+
+    with Stage() as stage:
+        stage.rehearse(Local("crash"), program, seconds=60)
+        stage.rehearse(Risky(), program.replace(engine=lambda *tensors: tensors), seconds=60)
+
+
+def test_a_pass_that_crashes_its_rehearsal_is_a_failed_row_and_the_rest_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    home = os.getpid()
+    with Stage() as stage:
+        bench = Bench(monkeypatch, nn.Linear(3, 2), X, cost={"risky": 0.5})
+        bench.manager._stage = stage
+        entries = bench.rewrite(Risky("crash", home), Risky("nothing", home))
+    assert [entry.verdict for entry in entries] == [Verdict.FAILED, Verdict.KEPT]
+    assert "signal SIGSEGV" in entries[0].reason
+
+
+@pytest.mark.slow
+def test_the_engines_pass_their_rehearsals() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+    report = ampopt.optimize(network, torch.randn(1, 3, 8, 8), budget_s=90, progress=False).report
+    for name in ("script", "compile"):
+        entries = [e for e in report.entries if e.name.startswith(name)]
+        assert entries
+        assert all(e.verdict in (Verdict.KEPT, Verdict.REVERTED) for e in entries), report
