@@ -21,7 +21,7 @@ from typer import Argument, Option
 
 import ampopt
 from ampopt import report
-from ampopt.errors import AmpoptError, InputError
+from ampopt.errors import AmpoptError, InputError, VerificationError
 from ampopt.input_source import example_call
 from ampopt.model_source import FORMS, is_model_file, load_model
 from ampopt.passes import ENGINES, LAUNCHES, PIPELINE
@@ -107,6 +107,8 @@ def run(
             _write(json_file, json.dumps(_finite(found.to_dict()), indent=2, allow_nan=False) + "\n")
         if markdown_file is not None:
             _write(markdown_file, found.to_markdown() if comparing else report.to_markdown(found))
+        if not comparing and not found.verified:
+            raise VerificationError("no optimized program could be verified: the report says why")
 
 
 @app.command("passes")

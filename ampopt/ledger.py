@@ -146,6 +146,11 @@ class Ledger:
             return 1.0
         return self.baseline.median / self.lanes[self.chosen].best.median
 
+    @property
+    def verified(self) -> bool:
+        """Whether some lane has a verified program, be it faster than the original or not."""
+        return any(lane.refused is None for lane in self.lanes.values())
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON, times in milliseconds."""
         return {

@@ -240,13 +240,14 @@ def _compare_whole(
     )
     limit = AUTO_TOLERANCE if options.tolerance is None else options.tolerance
     refused = None if error <= limit else f"the whole model's error {error:.2g} is over {limit:g}"
+    if not ledger.regions:
+        refused = "nothing was optimized"
     ledger.baseline = timed["baseline"]
     ledger.lanes[lane] = LaneSummary(
         lane, "mixed" if lane == "amp" else "float32", timed["baseline"], 0.0, timed["best"], error,
         tuple(ledger.regions), refused=refused,
     )  # fmt: skip
     slower = timed["best"].median > timed["baseline"].median
-    ledger.chosen = ORIGINAL if refused or slower or not ledger.regions else lane
+    ledger.chosen = ORIGINAL if refused or slower else lane
     if ledger.chosen == ORIGINAL:
-        why = refused or ("it is not faster" if ledger.regions else "nothing was optimized")
-        ledger.notes.append(f"the original runs: {why}")
+        ledger.notes.append(f"the original runs: {refused or 'it is not faster'}")

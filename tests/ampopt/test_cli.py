@@ -177,6 +177,14 @@ def test_an_error_is_one_paragraph_on_stderr_before_the_long_work(
     assert reason in result.stderr
 
 
+def test_without_a_verified_program_the_report_is_given_and_the_exit_code_is_1(model: str) -> None:
+    tiny = ("--tolerance", "1e-12", "--precision", "fp32")  # no program in FP32 is as right as that
+    result = call("optimize", model, "--input", "1x3x8x8", "--device", "cpu", *QUICK, *tiny)
+    assert result.exit_code == 1
+    assert "fold-conv-bn" in result.stdout
+    assert "no optimized program could be verified" in result.stderr
+
+
 def test_an_error_of_the_engine_ends_with_exit_code_1(model: str) -> None:
     result = call("optimize", model, "--exclude", "no-such-pass")
     assert result.exit_code == 1
