@@ -15,6 +15,7 @@ from ampopt.errors import CaptureError, InputError
 from ampopt.infer import infer_inputs
 from ampopt.optimizer import Optimizer, Options
 from ampopt.pass_manager import Progress
+from ampopt.passes import ENGINES
 from ampopt.program import autocast_scope
 from ampopt.progress import progress_line
 from ampopt.regions import PartlyOptimizedModule, optimize_regions
@@ -22,6 +23,9 @@ from ampopt.rehearsal import Stage
 from ampopt.runtime import OptimizedModule, Outputs
 from ampopt.signature import flatten_call
 from ampopt.verify import Metric
+
+WORTH_A_STAGE_S = 20.0
+"""From this time budget on, the process for rehearsals is begun at once, for it will probably be needed."""
 
 
 def optimize(
@@ -76,7 +80,10 @@ def optimize(
     started = time.perf_counter()
     options = Options(precision, tolerance, metric, budget_s, outputs, policy, amp_dtype, tuple(exclude))
     original, args, kwargs, note = prepare_call(model, example_inputs, example_kwargs or {}, device)
-    with progress_line(progress, started, budget_s) as tell, Stage() as stage:
+    where = device_of(original, flatten_call(args, kwargs)[0])
+    with progress_line(progress, started, budget_s) as tell, Stage(where) as stage:
+        if any(step.risky for step in options.allowed(ENGINES)) and budget_s >= WORTH_A_STAGE_S:
+            stage.prepare()
         result = _optimize(model, original, args, kwargs, options, started, tell, stage)
     if note:
         result.report.notes.insert(0, note)
@@ -93,12 +100,11 @@ def _optimize(
     tell: Progress,
     stage: Stage,
 ) -> OptimizedModule | PartlyOptimizedModule:
-    where = device_of(original, flatten_call(args, kwargs)[0])
     name = type(original).__name__
     try:
-        captured = capture(original, args, kwargs, where)
+        captured = capture(original, args, kwargs, stage.device)
     except CaptureError as error:
-        pristine, reason = private_copy(model, where), str(error)
+        pristine, reason = private_copy(model, stage.device), str(error)
         return optimize_regions(
             original,
             args,

@@ -200,7 +200,7 @@ def compare(
     passes = (*options.pipeline(), *options.allowed(ENGINES), *options.allowed(LAUNCHES))
     rows: list[ComparedPass] = []
     lanes = lanes_for(precision, where, amp_dtype)
-    with progress_line(progress, started, budget_s) as tell, Stage() as stage:
+    with progress_line(progress, started, budget_s) as tell, Stage(where) as stage:
         for number, lane in enumerate(lanes):
             share = started + budget_s * (number + 1) / len(lanes)
             comparer = _Comparer(captured, verifier, lane, passes, share, stage)

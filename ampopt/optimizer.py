@@ -22,9 +22,9 @@ from ampopt.measure import gain, interleave, latency, peak_memory, shortest_of_t
 from ampopt.pass_manager import LaneState, PassManager, Progress
 from ampopt.passes import ENGINES, LAUNCHES, PIPELINE, AllowTf32, BakeAutocast
 from ampopt.rehearsal import Stage
-from ampopt.runtime import OptimizedModule, Outputs, Recipe
+from ampopt.runtime import OptimizedModule, Outputs
 from ampopt.signature import describe
-from ampopt.transform import Pass
+from ampopt.transform import Pass, Recipe
 from ampopt.verify import Metric, Verifier
 
 REWRITING, TRYING = 0.6, 0.85

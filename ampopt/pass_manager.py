@@ -203,7 +203,7 @@ class PassManager:
         check = self._verifier.check(candidate.run, state.lane.dtype)
         entry = dataclasses.replace(entry, error=check.error, limit=check.limit)
         wrong = check.reason
-        if wrong is None and step.numerics is Numerics.BITWISE:
+        if wrong is None and step.numerics_on(before) is Numerics.BITWISE:
             wrong = _differing_bits(before, candidate)
         if wrong is not None:
             self._record(entry, verdict=Verdict.REVERTED, reason=wrong)

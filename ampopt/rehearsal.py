@@ -29,9 +29,13 @@ from ampopt.transform import Pass
 
 
 class Stage:
-    """A process to rehearse in: begun when first needed, replaced after a failure, killed at the end."""
+    """A process to rehearse in: begun when first needed, replaced after a failure, killed at the end.
 
-    def __init__(self) -> None:
+    `device` is where the programs run that will be rehearsed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._process: subprocess.Popen[bytes] | None = None
         self._line: Connection | None = None
 
@@ -43,13 +47,18 @@ class Stage:
     ) -> None:
         self.close()
 
+    def prepare(self) -> None:
+        """Begin the process now: it loads its libraries while there is other work to do here."""
+        if _possible():
+            self._begin()
+
     def rehearse(self, step: Pass, program: Program, *, seconds: float) -> None:
         """Apply `step` to `program` over there and run the outcome; PassError where that fails.
 
         Nothing happens where a rehearsal is impossible: on systems without POSIX processes, and for programs
         that another process cannot load, such as those that call operators registered in this one only.
         """
-        if os.name != "posix" or not sys.executable:
+        if not _possible():
             return
         try:
             parcel = pickle.dumps((torch.get_num_threads(), step, program))
@@ -80,7 +89,7 @@ class Stage:
         if self._line is None:
             ours, theirs = multiprocessing.Pipe()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ampopt.rehearsal", str(theirs.fileno())],
+                [sys.executable, "-m", "ampopt.rehearsal", str(theirs.fileno()), str(self.device)],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
                 stdin=subprocess.DEVNULL,
@@ -106,6 +115,16 @@ class Stage:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._process = self._line = None
+
+
+def _possible() -> bool:
+    return os.name == "posix" and bool(sys.executable)
+
+
+def _warm_up(device: torch.device) -> None:
+    """Compile something small, so that the compiler is loaded when the first program comes."""
+    with contextlib.suppress(Exception):
+        torch.compile(torch.relu, options={"freezing": True})(torch.ones(8, device=device))
 
 
 def _perform(step: Pass, program: Program) -> None:
@@ -143,4 +162,5 @@ def _main(line: Connection) -> None:
 
 
 if __name__ == "__main__":
+    _warm_up(torch.device(sys.argv[2]))
     _main(Connection(int(sys.argv[1])))

@@ -19,17 +19,18 @@ from ampopt.errors import AmpoptError, InputError, VerificationError
 from ampopt.executable import Executable, executable
 from ampopt.graph import reads_strides
 from ampopt.ledger import Ledger
-from ampopt.program import Program, Settings
+from ampopt.program import Program
 from ampopt.signature import (
     OutputLayout,
     call_key,
     check_same_call,
     describe,
     flatten_call,
+    recognizer,
     tensor_key,
     tensors_of,
 )
-from ampopt.transform import Pass, replay
+from ampopt.transform import Pass, Recipe, replay
 from ampopt.verify import Verifier
 
 logger = logging.getLogger("ampopt")
@@ -38,21 +39,6 @@ Outputs = Literal["copy", "static"]
 
 MOST_KEYS = 4
 """How many kinds of call (strides, calls that the original answers) are remembered for each program kept."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """How to make a program for inputs not seen yet: the lane's start, and the passes kept in it."""
-
-    settings: Settings
-    lane_dtype: torch.dtype
-    passes: tuple[Pass, ...]
-    tolerance: float | None = None
-    metric: Callable[[Any, Any], float] | None = None
-
-    def start(self, program: Program) -> Program:
-        """A captured program as the lane starts with it."""
-        return program.replace(settings=self.settings, lane_dtype=self.lane_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +92,7 @@ class OptimizedModule(nn.Module):
         self._served: OrderedDict[object, _Served] = OrderedDict()
         self._any_strides: dict[object, _Served] = {}
         self._single: dict[object, tuple[Executable, object]] = {}
+        self._latest: tuple[Callable[[Tensor], bool], Executable] = _NONE_YET
         self._serve_original = serve_original
         if serve_original:
             self.forward = self._call_original  # type: ignore[method-assign]
@@ -125,11 +112,15 @@ class OptimizedModule(nn.Module):
         if len(args) == 1 and not kwargs:
             tensor = args[0]
             if tensor.__class__ is Tensor:
+                same, again = self._latest
+                if same(tensor):
+                    return again(tensor)[0]
                 found = self._single.get((tensor.shape, tensor.dtype, tensor.stride(), tensor.device))
                 if found is not None:
                     run, key = found
                     if len(self._served) > 1:
                         self._touch(key)
+                    self._latest = recognizer(tensor), run
                     return run(tensor)[0]
         return self._general(args, kwargs)
 
@@ -230,6 +221,7 @@ class OptimizedModule(nn.Module):
 
     def _forget(self, key: object) -> None:
         served = self._served.pop(key)
+        self._latest = _NONE_YET
         self._single = {k: found for k, found in self._single.items() if found[1] != key}
         if all(other is not served for other in self._served.values()):
             self._any_strides = {k: s for k, s in self._any_strides.items() if s is not served}
@@ -294,6 +286,16 @@ class OptimizedModule(nn.Module):
     def __reduce__(self) -> NoReturn:
         raise InputError("an optimized module cannot be pickled: its CUDA graphs live in this process only")
 
+
+def _never(_tensor: Tensor) -> bool:
+    return False
+
+
+def _no_answer(*_tensors: Tensor) -> tuple[Tensor, ...]:
+    raise AssertionError("no call is recognized yet")
+
+
+_NONE_YET = (_never, _no_answer)
 
 _ONE_TENSOR = flatten_call((torch.empty(0),), {})[1]
 

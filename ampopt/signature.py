@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import assert_size_stride
 from torch.utils import _pytree as pytree
 
 from ampopt.errors import InputError
@@ -16,6 +17,21 @@ from ampopt.errors import InputError
 def tensor_key(tensor: Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...], torch.device]:
     """What a captured program depends on of a tensor: shape, dtype, strides, device."""
     return tensor.shape, tensor.dtype, tensor.stride(), tensor.device
+
+
+def recognizer(example: Tensor) -> Callable[[Tensor], bool]:
+    """Tells whether a tensor on a GPU has the `tensor_key` of `example`, without the time of making one."""
+    size, stride, dtype = tuple(example.shape), example.stride(), example.dtype
+    index = example.get_device()
+
+    def same(tensor: Tensor) -> bool:
+        try:
+            assert_size_stride(tensor, size, stride)
+        except AssertionError:
+            return False
+        return tensor.dtype is dtype and tensor.is_cuda and tensor.get_device() == index
+
+    return same
 
 
 def describe(tensor: Tensor) -> str:

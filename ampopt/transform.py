@@ -7,9 +7,12 @@ import dataclasses
 import enum
 import inspect
 import re
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
-from ampopt.program import Program
+import torch
+
+from ampopt.program import Program, Settings
 
 
 class Numerics(enum.Enum):
@@ -95,6 +98,10 @@ class Pass(abc.ABC):
         """The first line of the pass's docstring."""
         return inspect.cleandoc(type(self).__doc__ or "").partition("\n")[0]
 
+    def numerics_on(self, program: Program) -> Numerics:
+        """How far the pass may move the outputs of this program."""
+        return self.numerics
+
     def why_not(self, program: Program) -> str | None:
         """Why the pass cannot be applied to this program as a whole; None where it can."""
         return None
@@ -117,3 +124,18 @@ def replay(recipe: tuple[Pass, ...], program: Program) -> Program:
         if step.why_not(program) is None and (result := step.apply(program)).modified:
             program = result.program.replace(recipe=(*program.recipe, result.replay or step))
     return program
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How to make a program for inputs not seen yet: the lane's start, and the passes kept in it."""
+
+    settings: Settings
+    lane_dtype: torch.dtype
+    passes: tuple[Pass, ...]
+    tolerance: float | None = None
+    metric: Callable[[Any, Any], float] | None = None
+
+    def start(self, program: Program) -> Program:
+        """A captured program as the lane starts with it."""
+        return program.replace(settings=self.settings, lane_dtype=self.lane_dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,12 @@ def latency_table(rows: list[dict[str, Any]]) -> list[str]:
     if best:
         lines.append(
             f"- best lane / eager fp32: geometric mean {geometric_mean(best):.3f}, worst {max(best):.3f}"
+        )
+    beyond = [us for row in rows for us in row.get("beyond_replay_us", {}).values() if us is not None]
+    if beyond:
+        lines.append(
+            f"- a call beyond the replay of its CUDA graph, copies in and out included: median "
+            f"{statistics.median(beyond):.1f} µs, least {min(beyond):.1f} µs, most {max(beyond):.1f} µs"
         )
     return lines
 

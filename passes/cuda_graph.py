@@ -21,13 +21,18 @@ class CudaGraph(Pass):
     Declines: CPUs; graphs with an operator whose result's shape depends on data, or that reads a value back
     to the host, because neither can be captured.
     Correct because: a replay launches the same kernels with the same arguments in the same order; inputs are
-    copied into the buffers that were captured, and outputs out of them before the next call.
+    copied into the buffers that were captured, and outputs out of them before the next call. Where cuDNN's
+    algorithms are searched, the capture finds its own, which may round differently than those before it.
     Cost: the memory of the captured run stays allocated; one copy of inputs and outputs.
     """
 
     numerics = Numerics.BITWISE
     family = Family.LAUNCH
     portable = False
+
+    def numerics_on(self, program: Program) -> Numerics:
+        """The same kernels, unless they are chosen anew at the capture."""
+        return Numerics.REASSOCIATED if program.settings.search_algorithms else self.numerics
 
     def why_not(self, program: Program) -> str | None:
         """What cannot be captured, by the operators' own tags."""

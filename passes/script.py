@@ -32,7 +32,6 @@ class Script(Pass):
     numerics = Numerics.REASSOCIATED
     family = Family.ENGINE
     portable = False
-    risky = True
 
     warm_ups: int = 4
 

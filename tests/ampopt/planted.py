@@ -19,9 +19,9 @@ from ampopt.ledger import Entry, Ledger
 from ampopt.measure import Gain
 from ampopt.pass_manager import LaneState, PassManager
 from ampopt.program import Program, Settings
-from ampopt.runtime import OptimizedModule, Recipe
+from ampopt.runtime import OptimizedModule
 from ampopt.signature import flatten_call
-from ampopt.transform import Declined, Family, Numerics, Pass, Result
+from ampopt.transform import Declined, Family, Numerics, Pass, Recipe, Result
 from ampopt.verify import Verifier
 from tests.helpers import FP32
 

@@ -13,8 +13,8 @@ from ampopt.cuda_graphs import CapturedGraph
 from ampopt.executable import executable
 from ampopt.lanes import Lane
 from ampopt.passes import AllowTf32, BakeAutocast, ChannelsLast, CudaGraph, FoldConvBn
-from ampopt.program import Program
-from ampopt.transform import Pass, Result
+from ampopt.program import Program, Settings
+from ampopt.transform import Numerics, Pass, Result
 from tests.helpers import (
     FP16,
     FP32,
@@ -164,3 +164,10 @@ def test_on_a_gpu_error_of_runs_the_captured_graph() -> None:
     model, x = _network().cuda(), torch.randn(2, 3, 12, 12, device="cuda")
     captured = CudaGraph().apply(program_of(model, x)).program
     assert error_of(captured, model, [x]) < 2e-6
+
+
+def test_every_bit_stays_unless_algorithms_are_searched_at_the_capture() -> None:
+    program = program_of(nn.Linear(3, 2), torch.randn(1, 3))
+    searching = program.replace(settings=Settings(search_algorithms=True))
+    assert CudaGraph().numerics_on(program) is Numerics.BITWISE
+    assert CudaGraph().numerics_on(searching) is Numerics.REASSOCIATED
