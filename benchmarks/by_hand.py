@@ -7,6 +7,7 @@ graph copies its inputs in and clones its outputs, as ampopt's does, so that bot
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -49,14 +50,23 @@ def cuda_graph(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = model(*static)
+    return _Replayed(model, static, graph, outputs)
 
-    def call(*tensors: Tensor) -> object:
-        for buffer, tensor in zip(static, tensors, strict=True):
+
+@dataclasses.dataclass(frozen=True)
+class _Replayed:
+    """A captured model. It keeps the model alive, because the graph reads its weights."""
+
+    model: nn.Module
+    static: list[Tensor]
+    graph: torch.cuda.CUDAGraph
+    outputs: object
+
+    def __call__(self, *tensors: Tensor) -> object:
+        for buffer, tensor in zip(self.static, tensors, strict=True):
             buffer.copy_(tensor)
-        graph.replay()
-        return pytree.tree_map(torch.clone, outputs)
-
-    return call
+        self.graph.replay()
+        return pytree.tree_map(torch.clone, self.outputs)
 
 
 def fold(model: nn.Module) -> nn.Module:

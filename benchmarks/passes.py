@@ -65,7 +65,10 @@ def beyond_replay(fast: OptimizedModule, inputs: tuple[Tensor, ...], device: tor
     if not fast.program.cuda_graph or fast.report.chosen == ORIGINAL:
         return None
     captured = CapturedGraph(fast.program)
-    calls = {"call": functools.partial(fast, *inputs), "replay": captured.replay}
+    calls: dict[str, Callable[[], object]] = {
+        "call": functools.partial(fast, *inputs),
+        "replay": captured.replay,
+    }
     timed = interleave({key: latency(call, device) for key, call in calls.items()}, seconds=1.0)
     return round(1e6 * (timed["call"].median - timed["replay"].median), 2)
 
@@ -83,6 +86,7 @@ def measure_workload(name: str, device: torch.device, budget_s: float) -> dict[s
             try:
                 fast = optimize(model, inputs, precision=lane, budget_s=budget_s, progress=False)
                 row[lane] = fast.report.to_dict()
+                assert isinstance(fast, OptimizedModule)  # every workload is one graph
                 calls[f"ampopt {lane}"] = optimized[lane] = fast
                 print(fast.report, flush=True)
             except AmpoptError as failure:
