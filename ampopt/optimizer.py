@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -32,6 +31,9 @@ REWRITING, TRYING = 0.6, 0.85
 
 CALLS_OF_A_TRIAL = 20
 """Calls that verify and time one pass at the least: three draws, warm-ups, six samples before and after."""
+
+SLOW_CALL_S = 0.05
+"""A shorter call does not overrun a time budget by much, however small the budget is."""
 
 AUTO_TOLERANCE = 1e-2
 """The largest relative error of a lane that `precision="auto"` chooses where the user gives no tolerance."""
@@ -113,7 +115,9 @@ class Optimizer:
         """Try everything that the budget allows and give back the best; Ctrl-C gives the best so far."""
         lanes = lanes_for(self._options.precision, self.device, self._options.amp_dtype)
         with self._interruptible():
-            for lane in self._affordable(lanes):
+            if not (affordable := self._affordable(lanes)):
+                return self._unchanged(lanes[0])
+            for lane in affordable:
                 self._states.append(self._manager.open(lane))
             for number, state in enumerate(self._states, start=1):
                 share = REWRITING * self._options.budget_s * number / len(self._states)
@@ -128,26 +132,33 @@ class Optimizer:
         return self._module(state)
 
     def _affordable(self, lanes: Sequence[Lane]) -> list[Lane]:
-        """The lanes that the time budget can judge; the first of them in any case.
+        """The lanes that the time budget can judge; what is left out is noted.
 
         One trial takes about `CALLS_OF_A_TRIAL` calls. A lane in which a single trial would take more than
-        its share, as bfloat16 can on a processor without instructions for it, is left out, with a note.
+        its share, as bfloat16 can on a processor without instructions for it, is left out.
         """
         share = REWRITING * self._options.budget_s / len(lanes)
-        examples, fastest = self._captured.program.examples, math.inf
+        examples, fastest = self._captured.program.examples, 0.0
         kept: list[Lane] = []
         for lane in lanes:
             call = functools.partial(self._verifier.eager(lane.dtype), *examples)
             seconds = shortest_of_two(call, self.device, long_s=share / CALLS_OF_A_TRIAL)
-            if kept and seconds * CALLS_OF_A_TRIAL > share and seconds > 2 * fastest:
+            judgeable = seconds < SLOW_CALL_S or seconds * CALLS_OF_A_TRIAL < share
+            if not judgeable and (not kept or seconds > 2 * fastest):
                 self.ledger.notes.append(
-                    f"the {lane.name} lane was not tried: one call of it takes {seconds:.1f} s here, "
-                    f"against {fastest:.2g} s, so that no pass could be judged within {share:.0f} s"
+                    f"the {lane.name} lane was not tried: one call of it takes {seconds:.2g} s here, so that "
+                    f"no pass could be judged within {share:.2g} s, its share of the time budget"
                 )
                 continue
             kept.append(lane)
-            fastest = min(fastest, seconds)
+            fastest = seconds
         return kept
+
+    def _unchanged(self, lane: Lane) -> OptimizedModule:
+        """The original under the interface of an optimized module."""
+        self.ledger.notes.append("the original answers every call: nothing was tried")
+        self.ledger.chosen, self.ledger.seconds = ORIGINAL, time.perf_counter() - self._started
+        return self._module(self._manager.open(lane))
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:

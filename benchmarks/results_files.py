@@ -39,10 +39,11 @@ def commit() -> str:
 
 
 def results_folder(root: Path, device: torch.device) -> Path:
-    """`root`/h200, `root`/cpu-amd-epyc, …, made where it is not there yet."""
+    """`root`/h200, `root`/cpu-amd-epyc-avx2, …, made where it is not there yet."""
     name = device_name(device).lower().replace("nvidia", "").partition("(")[0]
-    slug = "-".join("".join(c if c.isalnum() else " " for c in name).split())
-    folder = root / (slug if device.type == "cuda" else f"cpu-{slug}")
+    if device.type == "cpu":  # what a processor can do shows in its instructions, not in its name
+        name = f"cpu {name} {torch.backends.cpu.get_cpu_capability().lower()}"
+    folder = root / "-".join("".join(c if c.isalnum() else " " for c in name).split())
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
