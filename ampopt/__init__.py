@@ -22,6 +22,7 @@ from ampopt.version import __version__
 
 if TYPE_CHECKING:
     from ampopt.api import optimize
+    from ampopt.bundle_load import LoadedModel, load
     from ampopt.comparison import Comparison, compare
     from ampopt.runtime import OptimizedModule
 
@@ -32,12 +33,14 @@ __all__ = [
     "Comparison",
     "ExportError",
     "InputError",
+    "LoadedModel",
     "MissingExtraError",
     "OptimizedModule",
     "PassError",
     "VerificationError",
     "__version__",
     "compare",
+    "load",
     "optimize",
 ]
 
@@ -45,7 +48,9 @@ _HOMES = {
     "optimize": "ampopt.api",
     "compare": "ampopt.comparison",
     "Comparison": "ampopt.comparison",
+    "LoadedModel": "ampopt.bundle_load",
     "OptimizedModule": "ampopt.runtime",
+    "load": "ampopt.bundle_load",
 }
 
 

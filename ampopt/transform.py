@@ -70,6 +70,7 @@ class Result:
         return self.rewrites > 0
 
 
+@dataclasses.dataclass(frozen=True)
 class Pass(abc.ABC):
     """A transform of a program. Subclasses are frozen dataclasses whose fields are the pass's options.
 

@@ -55,7 +55,7 @@ class SlowUnderAutocast(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled("cpu"):
             time.sleep(0.1)
-        result: Tensor = super().forward(x)
+        result: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
         return result
 
 

@@ -1,0 +1,155 @@
+"""Replace a file or folder at one moment: whenever the process is killed, the old one is there or the new."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+SUFFIX = ".ampopt-save"
+
+_RENAME_EXCHANGE = 2  # linux/fs.h
+_AT_FDCWD = -100  # linux/fcntl.h
+
+
+@contextlib.contextmanager
+def replacing(target: Path, *, folder: bool) -> Iterator[Path]:
+    """Give the path of a new empty file or folder; when the body is done, it takes the place of `target`.
+
+    It lies beside `target`, so that one rename within one file system ends the work, after everything in it
+    has reached the disk. A folder that is not empty cannot be renamed over: the two are exchanged by
+    renameat2(RENAME_EXCHANGE), one step for whoever looks, and the old one is removed afterwards. A link to
+    versioned folders would be as atomic, but then `target` is no folder any more, and copying it loses it.
+
+    If the body raises, `target` is as it was. Leftovers of processes that were killed here are removed
+    first. Raises OSError, also where the file system has no exchange (network and FAT file systems), and
+    everywhere but on Linux, if `target` is a folder already; only Linux and macOS can save at all.
+    """
+    if os.name != "posix":
+        raise OSError(errno.ENOTSUP, "saving a bundle needs Linux or macOS")
+    _remove_leftovers(target)
+    temporary, lock = _create(target, folder)
+    try:
+        yield temporary
+        _flush(temporary)
+        if target.is_dir() or (folder and target.exists()):
+            _exchange(temporary, target)
+        else:
+            os.rename(temporary, target)
+        _fsync(target.parent)
+    finally:
+        _remove(temporary)  # the new one if something failed, after an exchange the old one
+        os.close(lock)
+
+
+def _create(target: Path, folder: bool) -> tuple[Path, int]:
+    """A new file or folder with a name of its own, and a descriptor that holds its lock.
+
+    The lock tells whose process lives: the system frees it with the process, and no reused process number,
+    other container or other machine is mistaken for the owner.
+    """
+    while True:
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}{SUFFIX}")
+        # Another process that removes leftovers may be there before the lock: then begin again.
+        try:
+            if folder:
+                temporary.mkdir()
+            flags = os.O_RDONLY | os.O_DIRECTORY if folder else os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            descriptor = os.open(temporary, flags, 0o666)
+        except FileNotFoundError:
+            if not target.parent.is_dir():
+                raise
+            continue
+        if _locked(descriptor) is not False and _is_at(temporary, descriptor):
+            return temporary, descriptor
+        os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool | None:
+    """Take the lock: True if it is ours now, False if another process has it, None if there are no locks."""
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove what killed processes left beside `target`: named as here, this user's, and locked by nobody."""
+    for name in os.listdir(target.parent):
+        token = name.removeprefix(f".{target.name}.").removesuffix(SUFFIX)
+        if name != f".{target.name}.{token}{SUFFIX}" or len(token) != 16:
+            continue
+        path = target.with_name(name)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            continue  # another user's, or just removed by another process
+        try:
+            if os.fstat(descriptor).st_uid == os.geteuid() and _locked(descriptor):
+                _remove(path)
+        finally:
+            os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a flat folder. What cannot be removed stays, for the next save to try again."""
+    with contextlib.suppress(OSError):
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            os.unlink(path)
+            return
+        for name in os.listdir(path):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path / name)
+        os.rmdir(path)
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file, or a flat folder and its files, are on the disk."""
+    if path.is_dir():
+        for name in os.listdir(path):
+            _fsync(path / name)
+    _fsync(path)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Let two paths of one file system change their places in one step."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        failure = errno.ENOSYS
+    else:
+        paths = os.fsencode(one), os.fsencode(other)
+        failed = renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE)
+        failure = ctypes.get_errno() if failed else 0
+    if failure in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        reason = (
+            "this system cannot replace a folder at one moment: save under a new name, or as a single file"
+        )
+        raise OSError(failure, reason)
+    if failure:
+        raise OSError(failure, os.strerror(failure), str(other))

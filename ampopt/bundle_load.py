@@ -1,0 +1,297 @@
+"""`ampopt.load`: a bundle back as a callable, by whatever runs it fastest here, after its self-test."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ampopt import robot
+from ampopt.bundle_files import BundleFiles, open_bundle
+from ampopt.call_file import read_call
+from ampopt.capture import Captured
+from ampopt.environment import environment
+from ampopt.errors import AmpoptError, BundleError, InputError
+from ampopt.executable import executable
+from ampopt.ledger import Ledger
+from ampopt.measure import interleave, latency
+from ampopt.numerics import relative_error
+from ampopt.optimizer import Optimizer, Options
+from ampopt.program import Settings
+from ampopt.program_file import read_program
+from ampopt.recipe_file import read_recipe
+from ampopt.runtime import OptimizedModule
+from ampopt.signature import describe, flatten_call, flatten_outputs, tensors_of
+from ampopt.transform import Recipe, replay
+
+logger = logging.getLogger("ampopt")
+
+BACKENDS = ("auto", "ampopt", "onnxruntime", "original")
+
+_MACHINE = ("ampopt", "device", "torch", "cuda", "cudnn", "driver", "threads", "instructions")
+"""Facts of the fingerprint that a recipe's measurements hold for."""
+
+
+class LoadedModel:
+    """A bundle's model behind the original's call; its self-test has passed.
+
+    `backend` runs it: "ampopt" (its own program), "onnxruntime", or "original" (the captured model without
+    any pass). `notes` say what differs from the machine that the bundle was made on, and why a backend is
+    not used. Calls take the shapes, dtypes and other arguments that the bundle was made for.
+    """
+
+    def __init__(
+        self, files: BundleFiles, captured: Captured, call: Callable[..., Any], backend: str
+    ) -> None:
+        self.manifest, self.backend = files.manifest, backend
+        self.notes: list[str] = []
+        self.captured = captured
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The original's result for the original's arguments. InputError where they are of another kind."""
+        leaves, spec = flatten_call(args, kwargs)
+        reason = self._why_not(leaves, spec)
+        if reason is not None:
+            raise InputError(f"this bundle was made for other calls: {reason}")
+        return self._call(*args, **kwargs)
+
+    def _why_not(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> str | None:
+        own = self.captured
+        if spec != own.spec:
+            return f"its arguments are {own.spec}, and these are {spec}"
+        for mine, theirs in zip(own.leaves, leaves, strict=True):
+            if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
+                if (mine.shape, mine.dtype, mine.device) != (theirs.shape, theirs.dtype, theirs.device):
+                    return f"it takes {describe(mine)}, not {describe(theirs)}"
+            elif type(mine) is not type(theirs) or mine != theirs:
+                return f"it takes {mine!r}, not {theirs!r}"
+        return None
+
+
+class _Restored(nn.Module):
+    """The captured graph as the module that it was captured from."""
+
+    def __init__(self, captured: Captured) -> None:
+        super().__init__()
+        self._captured = [captured]
+        self.graph = captured.program.graph
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Flatten, run, put the result together."""
+        captured = self._captured[0]
+        entered = tensors_of(flatten_call(args, kwargs)[0])
+        return captured.layout.restore(list(self.graph(*entered)))
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    backend: str = "auto",
+    device: torch.device | str | None = None,
+    verify_key: str | os.PathLike[str] | None = None,
+    budget_s: float = 60.0,
+    types: Sequence[type] = (),
+) -> LoadedModel:
+    """Load the bundle at `path`. Nothing in it is unpickled or evaluated: it may come from a stranger.
+
+    Args:
+        path: a bundle that `OptimizedModule.save` wrote.
+        backend: "ampopt", "onnxruntime", "original", or "auto": those that are installed, whichever answers
+            a call fastest here.
+        device: "cpu" or "cuda"; None: a GPU where there is one.
+        verify_key: a public Ed25519 key in PEM that the bundle must be signed with.
+        budget_s: seconds for measuring anew on a machine unlike the one in the bundle's fingerprint.
+        types: the model's own namedtuple classes, where it returns some.
+
+    Raises BundleError where the bundle is damaged or hostile, does not load, or fails its self-test (for
+    "auto": on every backend); InputError for unknown arguments.
+    """
+    if backend not in BACKENDS:
+        raise InputError(f"backend={backend!r}: choose from {', '.join(BACKENDS)}")
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if where.type == "cuda":
+        where = torch.device("cuda", where.index or 0)
+    files = open_bundle(path, verify_key=None if verify_key is None else Path(verify_key))
+    with _refusing(path):
+        captured, recipe, test = _read(files, where, types)
+    makers: dict[str, Callable[[list[str]], Callable[..., Any]]] = {
+        "ampopt": lambda notes: _own(files, captured, recipe, budget_s, notes),
+        "onnxruntime": lambda notes: _onnx(path, verify_key, captured, notes),
+        "original": lambda _notes: _Restored(captured),
+    }
+    wanted = [backend] if backend != "auto" else ["ampopt", "onnxruntime"]
+    loaded: list[LoadedModel] = []
+    notes: list[str] = []
+    for name in wanted:
+        if name == "onnxruntime" and "model.onnx" not in files.names and backend == "auto":
+            continue
+        try:
+            with _refusing(path):
+                model = LoadedModel(files, captured, makers[name](notes), name)
+                _self_test(model, test, files.manifest["tolerance"])
+        except BundleError as error:
+            if backend != "auto":
+                raise
+            notes.append(f"{name} is not used: {error}")
+            continue
+        loaded.append(model)
+    if not loaded:
+        raise BundleError("; ".join(notes))
+    best = _fastest(loaded, test, where)
+    best.notes.extend(notes)
+    for note in notes:
+        logger.warning("ampopt: %s: %s", os.fspath(path), note)
+    return best
+
+
+@dataclasses.dataclass(frozen=True)
+class _Test:
+    """The self-test: a call's arguments, and the flat outputs that it must have."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: tuple[Tensor, ...]
+
+
+@contextlib.contextmanager
+def _refusing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Whatever a bundle's contents make PyTorch raise is a reason to refuse the bundle."""
+    try:
+        yield
+    except BundleError:
+        raise
+    except Exception as error:
+        text = str(error) if isinstance(error, AmpoptError) else f"{type(error).__name__}: {error}"
+        raise BundleError(f"{os.fspath(path)} does not load on this machine: {text[:500]}") from error
+
+
+def _read(files: BundleFiles, device: torch.device, types: Sequence[type]) -> tuple[Captured, Recipe, _Test]:
+    manifest = files.manifest
+    tensors = safetensors.torch.load(files.read("self_test.safetensors"))
+    examples = [_typed(tensors, "input", entry) for entry in manifest["inputs"]]
+    outputs = tuple(_typed(tensors, "output", entry).to(device) for entry in manifest["outputs"])
+    data = json.loads(files.read("program.json"), object_pairs_hook=_without_repeats)
+    if not isinstance(data, dict) or set(data) != {"program", "recipe"}:
+        raise BundleError("program.json holds a program and a recipe, and this one does not")
+    weights = safetensors.torch.load(files.read("weights.safetensors"))
+    program = read_program(data["program"], weights, examples, device=device)
+    captured = read_call(manifest["call"], program, types)
+    low = {"float32": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    if manifest["lane"]["dtype"] not in low:
+        raise BundleError(f"manifest.json: a lane in {manifest['lane']['dtype']} is not known")
+    autocast = low[manifest["lane"]["dtype"]]
+    recipe = Recipe(
+        Settings(autocast=autocast),
+        autocast or torch.float32,
+        read_recipe(data["recipe"]),
+        manifest["tolerance"],
+    )
+    args, kwargs = pytree.tree_unflatten(list(captured.leaves), captured.spec)
+    return captured, recipe, _Test(args, kwargs, outputs)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise BundleError("program.json has the same key twice in one object")
+    return found
+
+
+def _typed(tensors: Mapping[str, Tensor], kind: str, entry: Mapping[str, Any]) -> Tensor:
+    """A tensor of the self-test in the dtype of the manifest (bfloat16 is stored as float32)."""
+    name = f"{kind}.{entry['name']}"
+    if name not in tensors:
+        raise BundleError(f"self_test.safetensors has no {name}")
+    tensor = tensors[name].to(getattr(torch, entry["dtype"], tensors[name].dtype))
+    if list(tensor.shape) != entry["shape"]:
+        raise BundleError(f"self_test.safetensors, {name}: not of the manifest's shape {entry['shape']}")
+    return tensor
+
+
+def _own(
+    files: BundleFiles, captured: Captured, recipe: Recipe, budget_s: float, notes: list[str]
+) -> OptimizedModule:
+    """ampopt's program: the recipe replayed, or measured anew on a machine that it was not made on."""
+    name, device = files.manifest["model"]["name"], captured.program.device
+    original = _Restored(captured)
+    here, there = environment(device), files.manifest["fingerprint"]
+    changed = [
+        f"{fact} {there.get(fact)} → {here.get(fact)}"
+        for fact in _MACHINE
+        if here.get(fact) != there.get(fact)
+    ]
+    if changed:
+        notes.append(f"made on another machine, so measured anew: {', '.join(changed)}")
+        lane = files.manifest["lane"]["name"]
+        low = recipe.settings.autocast if device.type == "cpu" else None
+        options = Options(precision=lane, tolerance=recipe.tolerance, budget_s=budget_s, amp_dtype=low)
+        optimizer = Optimizer(
+            original, captured, options, name=name, started=time.perf_counter(), max_captures=0
+        )
+        return optimizer.run()
+    program = replay(recipe.passes, recipe.start(captured.program))
+    report = Ledger(name, here, tuple(describe(t) for t in captured.program.examples))
+    return OptimizedModule(
+        original, captured, program, recipe, report, ready=executable(program), max_captures=0
+    )
+
+
+def _onnx(
+    path: str | os.PathLike[str], verify_key: Any, captured: Captured, notes: list[str]
+) -> Callable[..., Any]:
+    """The ONNX model in ONNX Runtime, with the original's call around it."""
+    model = robot.load(path, verify_key=verify_key)
+    notes.extend(model.notes)
+    device = captured.program.device
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        arrays = [_to_numpy(tensor) for tensor in tensors_of(flatten_call(args, kwargs)[0])]
+        result = model(*arrays)
+        named = result if isinstance(result, dict) else {model.outputs[0].name: result}
+        outputs = [torch.from_numpy(named[info.name]).to(device) for info in model.outputs]
+        return captured.layout.restore(outputs)
+
+    return call
+
+
+def _to_numpy(tensor: Tensor) -> Any:
+    plain = tensor.detach().cpu()
+    return (plain.float() if plain.dtype is torch.bfloat16 else plain).contiguous().numpy()
+
+
+def _self_test(model: LoadedModel, test: _Test, tolerance: float) -> None:
+    """Two calls: the first may capture what the second replays."""
+    for _ in range(2):
+        with torch.no_grad():
+            outputs = flatten_outputs(model(*test.args, **test.kwargs))[0]
+        for number, (output, expected) in enumerate(zip(outputs, test.outputs, strict=True)):
+            error = relative_error(output, expected)
+            if not error <= tolerance:
+                raise BundleError(
+                    f"the self-test fails on {model.backend}: output {number} has a relative error of "
+                    f"{error:.3g}, and the manifest allows {tolerance:.3g}"
+                )
+
+
+def _fastest(loaded: Sequence[LoadedModel], test: _Test, device: torch.device) -> LoadedModel:
+    if len(loaded) == 1:
+        return loaded[0]
+    calls = {
+        model.backend: latency(lambda model=model: model(*test.args, **test.kwargs), device)  # type: ignore[misc]
+        for model in loaded
+    }
+    with torch.no_grad():
+        timed = interleave(calls, seconds=1.0)
+    return min(loaded, key=lambda model: timed[model.backend].median)

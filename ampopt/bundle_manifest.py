@@ -1,0 +1,249 @@
+"""The manifest of a bundle: what `manifest.json` must hold, and the one way its bytes may be written."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+from ampopt.version import __version__
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+SIGNATURE = "manifest.sig"
+MAX_BYTES = 4 << 20  # parsed JSON takes up to 20 times its text in memory; real manifests have some kilobytes
+MAX_FILES = 256
+MAX_DEPTH = 64
+COPY_AGAIN = "copy the bundle again from where it was made"
+
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,98}[A-Za-z0-9_])?")
+_DEVICE = re.compile(
+    r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE
+)  # on Windows, in any folder
+
+
+class RefusedError(Exception):
+    """Why a bundle is not opened or saved, and what to do; `bundle_files` makes it a `BundleError`."""
+
+    def __init__(self, reason: str, advice: str = COPY_AGAIN) -> None:
+        super().__init__(reason)
+        self.advice = advice
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What a value must be: in words, and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= 4096
+
+
+def _is_time(value: Any) -> bool:
+    try:
+        return bool(datetime.strptime(value, "%Y-%m-%dT%H:%M:%SZ"))
+    except (TypeError, ValueError):
+        return False
+
+
+def _is_shape(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) <= 16
+        and all(_is_whole(size) for size in value)
+        and math.prod(value) < 2**40
+    )
+
+
+def _matches(pattern: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None
+
+
+TEXT = Kind("a text that is not empty", _is_text)
+SHA256 = Kind("a SHA-256 in 64 small hexadecimal digits", _matches("[0-9a-f]{64}"))
+DTYPE = Kind("a dtype's name", _matches("bool|u?int(8|16|32|64)|b?float16|float(32|64)|complex(64|128)"))
+WHOLE = Kind("a whole number, 0 or more", _is_whole)
+NUMBER = Kind("a finite number, 0 or more", _is_number)
+OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+TENSOR = {
+    "name": TEXT,
+    "shape": Kind("a list of sizes with fewer than 2^40 elements in all", _is_shape),
+    "dtype": DTYPE,
+    "layout": Kind("a layout's name", _matches("[a-z][a-z0-9_]{0,39}")),
+}
+FILE = {"sha256": SHA256, "bytes": WHOLE}
+ONNX = {
+    "precision": Kind('"fp32" or "fp16"', _matches("fp32|fp16")),
+    "opset": Kind("an opset's number", lambda value: _is_whole(value) and 0 < value < 1000),
+    "session": OBJECT,
+    "latency": {"p50_ms": NUMBER, "p99_ms": NUMBER},
+}
+FIELDS: dict[str, Any] = {
+    "schema": WHOLE,
+    "ampopt": Kind("a version", _matches(r"[0-9]+(\.[0-9A-Za-z+]+){1,8}")),
+    "created": Kind("a time such as 2026-11-21T09:00:00Z", _is_time),
+    "model": {"name": TEXT, "sha256": SHA256},
+    "lane": {"name": TEXT, "dtype": DTYPE},
+    "inputs": [TENSOR],
+    "outputs": [TENSOR],
+    "tolerance": Kind("a relative error from 0 to 1", lambda value: _is_number(value) and value <= 1),
+    "latency": {"p50_ms": NUMBER, "p99_ms": NUMBER, "device": TEXT},
+    "fingerprint": Kind(
+        "an object of texts", lambda value: isinstance(value, dict) and all(map(_is_text, value.values()))
+    ),
+    "call": OBJECT,
+    "files": OBJECT,
+}
+
+
+def encode(manifest: Mapping[str, Any]) -> bytes:
+    """The bytes of manifest.json: `manifest` and, as its last field, the SHA-256 of everything before it.
+
+    The checksum makes every changed byte of an unsigned manifest show. Raises RefusedError for what JSON
+    does not have.
+    """
+    return _dump({**manifest, "checksum": hashlib.sha256(_dump(manifest)).hexdigest()})
+
+
+def _dump(manifest: Mapping[str, Any]) -> bytes:
+    try:
+        return (json.dumps(manifest, indent=1, allow_nan=False) + "\n").encode()
+    except (TypeError, ValueError, RecursionError) as e:
+        raise RefusedError(f"{MANIFEST} cannot be written as JSON ({e})", "give plain, finite values") from e
+
+
+def decode(data: bytes) -> dict[str, Any]:
+    """The manifest in the bytes of manifest.json, without its checksum; refused if anything is wrong with it.
+
+    Only the bytes that `encode` gives are taken: no second key of the same name, no other number format.
+    """
+    if len(data) > MAX_BYTES:
+        raise RefusedError(f"{MANIFEST} has {len(data)} bytes, and {MAX_BYTES} is the most")
+    try:
+        manifest = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite
+        )
+        _check_plain(manifest, MAX_DEPTH)
+    except (ValueError, RecursionError) as e:
+        raise RefusedError(f"{MANIFEST} is not JSON as ampopt writes it ({str(e)[:200]})") from e
+    if not isinstance(manifest, dict):
+        raise RefusedError(f"{MANIFEST} is not an object")
+    _check_schema(manifest)
+    manifest.pop("checksum", None)
+    if encode(manifest) != data:
+        raise RefusedError(
+            f"{MANIFEST} does not have the bytes that its checksum was made of: it was changed"
+        )
+    _check_fields(manifest)
+    return manifest
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("the same key stands in one object twice")
+    return found
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is no finite number")
+    return number
+
+
+def _check_plain(value: Any, depth: int) -> None:
+    """ValueError where values nest deeper than `depth` or a text is no Unicode (a lone surrogate)."""
+    if depth == 0:
+        raise ValueError(f"more than {MAX_DEPTH} levels deep")
+    if isinstance(value, str):
+        value.encode()
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            key.encode()
+            _check_plain(item, depth - 1)
+    elif isinstance(value, list):
+        for item in value:
+            _check_plain(item, depth - 1)
+
+
+def _check_schema(manifest: dict[str, Any]) -> None:
+    found = manifest.get("schema")
+    if type(found) is int and found == SCHEMA:
+        return
+    maker = manifest.get("ampopt")
+    known = maker if FIELDS["ampopt"].holds(maker) else "a newer version"
+    raise RefusedError(
+        f"{MANIFEST} has schema {str(found)[:20]!r}, and ampopt {__version__} reads schema {SCHEMA}",
+        f"read it with the ampopt that wrote it ({known})",
+    )
+
+
+def _check_fields(manifest: dict[str, Any]) -> None:
+    files = manifest.get("files")
+    with_onnx = "onnx" in manifest or (isinstance(files, dict) and "model.onnx" in files)
+    _check(manifest, FIELDS | ({"onnx": ONNX} if with_onnx else {}), "")
+    for name, entry in manifest["files"].items():
+        _check(entry, FILE, f".files[{name[:100]!r}]")
+    if not manifest["files"] or len(manifest["files"]) > MAX_FILES:
+        raise RefusedError(f"{MANIFEST} lists {len(manifest['files'])} files; a bundle has 1 to {MAX_FILES}")
+    check_names([MANIFEST, SIGNATURE, *manifest["files"]])
+    for border in ("inputs", "outputs"):
+        names = [tensor["name"] for tensor in manifest[border]]
+        if len(set(names)) != len(names):
+            raise RefusedError(f"{MANIFEST}: two {border} have the same name")
+    for place, holder in (("latency", manifest), ("onnx.latency", manifest.get("onnx"))):
+        if holder is not None and holder["latency"]["p50_ms"] > holder["latency"]["p99_ms"]:
+            raise RefusedError(f"{MANIFEST}: {place}.p50_ms is above {place}.p99_ms")
+
+
+def _check(value: Any, wanted: Any, where: str) -> None:
+    """Refused unless `value` has the form of `wanted`: a Kind, an object with exactly its keys, or a list."""
+    if isinstance(wanted, Kind):
+        if not wanted.holds(value):
+            raise RefusedError(f"{MANIFEST}: {where.lstrip('.')} is {str(value)[:60]!r}, not {wanted.words}")
+    elif isinstance(wanted, list):
+        if not isinstance(value, list) or not value:
+            raise RefusedError(f"{MANIFEST}: {where.lstrip('.')} is not a list with something in it")
+        for index, item in enumerate(value):
+            _check(item, wanted[0], f"{where}[{index}]")
+    else:
+        if not isinstance(value, dict):
+            raise RefusedError(f"{MANIFEST}: {where.lstrip('.')} is not an object")
+        for key in [*wanted, *value]:
+            if key not in value or key not in wanted:
+                state = "is missing" if key in wanted else f"is no field of schema {SCHEMA}"
+                raise RefusedError(f"{MANIFEST}: {f'{where}.{key[:100]}'.lstrip('.')!r} {state}")
+        for key, kind in wanted.items():
+            _check(value[key], kind, f"{where}.{key}")
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refused unless each is a plain file name on every system, and no two are one file on any of them.
+
+    Plain: ASCII letters, digits, `_`, `-` and `.`. So no name climbs out of a folder, none differs from
+    another by its Unicode form only, and none can be hidden, or a drive, a device or a stream on Windows.
+    """
+    seen: set[str] = set()
+    for name in names:
+        if not _NAME.fullmatch(name) or _DEVICE.fullmatch(name):
+            raise RefusedError(f"the file name {name[:100]!r} is not allowed in a bundle")
+        if name.lower() in seen:
+            raise RefusedError(f"the file {name!r} is in it twice, or once more in other letters")
+        seen.add(name.lower())

@@ -1,0 +1,224 @@
+"""Latency as a robot sees it: frames at a camera's rate with idle gaps between them, then back to back.
+
+It does not matter what runs the model: a call takes a frame and returns when its outputs are there. In the
+idle gaps processors lower their clocks and caches go cold, which a loop without gaps never shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ampopt.errors import InputError
+
+QUANTILES = {"p50_ms": 0.5, "p90_ms": 0.9, "p99_ms": 0.99, "p99.9_ms": 0.999}
+
+SPIN_NS = 200_000
+"""The last stretch before a frame is waited for without sleeping: a sleep may end this much too late."""
+
+NAP_NS = 1_000_000
+"""The stretch before that is slept in short naps, the rest in one sleep."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Latencies:
+    """Milliseconds from handing a frame to the call until its outputs were there, in order."""
+
+    samples: tuple[float, ...]
+
+    def quantile(self, q: float) -> float | None:
+        """The sample below which a share `q` lies; None where too few samples lie beyond it to know."""
+        n = len(self.samples)
+        if n * (1 - q) < 1 - 1e-9:
+            return None
+        return sorted(self.samples)[math.ceil(q * n - 1e-9) - 1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Quantiles and standard deviation (the jitter) in milliseconds, and the number of frames."""
+        quantiles = {name: _rounded(self.quantile(q)) for name, q in QUANTILES.items()}
+        jitter = statistics.pstdev(self.samples) if self.samples else None
+        return {**quantiles, "jitter_ms": _rounded(jitter), "frames": len(self.samples)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Whether a field test passed; `reasons` say why it did not."""
+
+    passed: bool
+    reasons: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class FieldReport:
+    """What a field test found.
+
+    `first_ms` is the first call, which is in none of the others. `paced` is at the camera's rate,
+    `back_to_back` without gaps. `missed` counts the paced frames that were not done within `deadline_ms`
+    of their arrival, `dropped` those that a newer frame replaced before they were begun.
+    `start_jitter_ms` is the standard deviation of the time from a frame's arrival to its call.
+    `memory_bytes` is the largest resident set of the process so far, None where the system does not say;
+    `gpu_memory_bytes` is None where nobody asked.
+    """
+
+    hz: float
+    deadline_ms: float
+    first_ms: float
+    paced: Latencies
+    back_to_back: Latencies
+    missed: int
+    dropped: int
+    start_jitter_ms: float
+    memory_bytes: int | None
+    gpu_memory_bytes: int | None = None
+
+    def verdict(
+        self, expected: Mapping[str, Any] | None, *, slack: float = 0.25, missed_share: float = 0.0
+    ) -> Verdict:
+        """Compare with a manifest's expected latency: `p50_ms` and `p99_ms` of calls back to back.
+
+        Each may be exceeded by a share `slack`. Of the frames that arrived, a share `missed_share` may miss
+        its deadline or be dropped. What is not expected, or has too few frames to be known, is not judged.
+        """
+        reasons = []
+        late, arrived = self.missed + self.dropped, len(self.paced.samples) + self.dropped
+        if late > missed_share * arrived:
+            reasons.append(
+                f"{self.missed} of {arrived} frames at {self.hz:g} Hz missed the deadline of"
+                f" {self.deadline_ms:g} ms, and {self.dropped} were dropped"
+            )
+        for name in ("p50_ms", "p99_ms"):
+            limit, found = (expected or {}).get(name), self.back_to_back.quantile(QUANTILES[name])
+            if limit is not None and found is not None and found > limit * (1 + slack):
+                reasons.append(
+                    f"{name.removesuffix('_ms')} back to back is {found:.3f} ms where {limit:.3f} ms was"
+                    f" expected (with {slack:.0%} slack)"
+                )
+        return Verdict(not reasons, tuple(reasons))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, times in milliseconds; a percentile for which there are too few frames is null."""
+        return {
+            "hz": self.hz,
+            "deadline_ms": _rounded(self.deadline_ms),
+            "first_frame_ms": _rounded(self.first_ms),
+            "paced": self.paced.to_dict(),
+            "back_to_back": self.back_to_back.to_dict(),
+            "missed_deadlines": self.missed,
+            "dropped_frames": self.dropped,
+            "start_jitter_ms": _rounded(self.start_jitter_ms),
+            "memory_bytes": self.memory_bytes,
+            "gpu_memory_bytes": self.gpu_memory_bytes,
+        }
+
+
+def field_test(
+    call: Callable[[], object],
+    *,
+    hz: float,
+    seconds: float,
+    deadline_ms: float | None = None,
+    gpu_memory: Callable[[], int] | None = None,
+) -> FieldReport:
+    """Call once a frame for `seconds` at `hz` frames a second, then as many times back to back.
+
+    A frame must be done `deadline_ms` after it arrives, by default when the next one is due. A call that
+    takes longer finds the newest frame waiting; the others are dropped. `gpu_memory` returns the peak in
+    bytes. Python's garbage collector runs before each part and not within it.
+    Raises InputError where rate, time or deadline is not positive, or no frame fits into the time.
+    """
+    period_ms = 1e3 / hz if hz > 0 else math.nan
+    deadline_ms = period_ms if deadline_ms is None else deadline_ms
+    if not (
+        math.isfinite(period_ms) and math.isfinite(hz * seconds) and deadline_ms > 0 and hz * seconds >= 1
+    ):
+        raise InputError(
+            f"a field test needs a positive rate and deadline and time for a frame: not {hz} Hz for"
+            f" {seconds} s with a deadline of {deadline_ms} ms"
+        )
+    frames, period = int(hz * seconds + 1e-9), round(1e9 / hz)
+    with _collected():
+        (first,) = _back_to_back(call, 1)
+    with _collected():
+        arrivals = _paced(call, frames, period)
+    with _collected():
+        back_to_back = _back_to_back(call, len(arrivals))
+    late = [end - due for due, _, end in arrivals]
+    return FieldReport(
+        hz=hz,
+        deadline_ms=deadline_ms,
+        first_ms=first,
+        paced=Latencies(tuple((end - start) / 1e6 for _, start, end in arrivals)),
+        back_to_back=Latencies(tuple(back_to_back)),
+        missed=sum(ns > deadline_ms * 1e6 for ns in late),
+        dropped=frames - len(arrivals),
+        start_jitter_ms=statistics.pstdev((start - due) / 1e6 for due, start, _ in arrivals),
+        memory_bytes=_peak_memory(),
+        gpu_memory_bytes=None if gpu_memory is None else gpu_memory(),
+    )
+
+
+def _paced(call: Callable[[], object], frames: int, period: int) -> list[tuple[int, int, int]]:
+    """When each frame that was not dropped arrived, was begun and was done, in nanoseconds."""
+    found = []
+    origin, frame = time.perf_counter_ns() + period, 0
+    while frame < frames:
+        due = origin + frame * period
+        start = _wait_until(due)
+        call()
+        end = time.perf_counter_ns()
+        found.append((due, start, end))
+        newest = (end - origin) // period
+        frame = max(frame + 1, newest)
+    return found
+
+
+def _back_to_back(call: Callable[[], object], times: int) -> list[float]:
+    found = []
+    for _ in range(times):
+        start = time.perf_counter_ns()
+        call()
+        found.append((time.perf_counter_ns() - start) / 1e6)
+    return found
+
+
+def _wait_until(due: int) -> int:
+    """Sleep until shortly before `due`, in nanoseconds of the performance counter; returns the time after."""
+    while (left := due - (now := time.perf_counter_ns())) > 0:
+        if left > 2 * NAP_NS:
+            time.sleep((left - NAP_NS) / 1e9)
+        elif left > SPIN_NS:
+            time.sleep(SPIN_NS / 2e9)
+    return now
+
+
+@contextlib.contextmanager
+def _collected() -> Iterator[None]:
+    """Garbage is collected before the block and not within it."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _peak_memory() -> int | None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

@@ -1,0 +1,148 @@
+"""From a portable program to an ONNX model in memory: standard operators, the user's names, no paths."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ampopt.emulated_half import EmulatedHalf
+from ampopt.errors import ExportError, InputError
+from ampopt.graph import aten, copy_of, dtype_of, finish, insert_call, record_shapes, where
+from ampopt.onnx_dynamic import Dims, rename_dims
+from ampopt.portable import cast_for_readers
+from ampopt.program import Program
+from ampopt.quiet import quiet
+
+OPSETS = {"onnxruntime": 20, "tensorrt": 18, "openvino": 18}
+"""The opset that a file for each target is written in: the newest that widely used versions of it read."""
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def to_onnx(
+    program: Program,
+    *,
+    half_io: bool,
+    target: str,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    dims: Dims,
+) -> Any:
+    """Convert a portable program to an `onnx_ir.Model` with float16 or float32 floating-point borders.
+
+    Raises ExportError where ONNX cannot express a node, naming it and its line in the user's code.
+    """
+    if target not in OPSETS:
+        raise InputError(f"target={target!r}: choose from {', '.join(OPSETS)}")
+    graph, examples = _with_border(program, half_io)
+    shapes = tuple(dict.fromkeys(named, torch.export.Dim.DYNAMIC) for named in dims)
+    dynamic = shapes if any(dims) else None
+    try:
+        with quiet(), torch.no_grad(), EmulatedHalf():
+            exported = torch.export.export(graph, examples, dynamic_shapes=dynamic, strict=False)
+        with quiet(), torch.no_grad():
+            result = torch.onnx.export(
+                exported,
+                dynamo=True,
+                verbose=False,
+                opset_version=OPSETS[target],
+                input_names=list(input_names),
+                output_names=list(output_names),
+            )
+    except Exception as error:
+        raise ExportError(_explain(error)) from error
+    assert result is not None
+    model = result.model
+    _tidy(model)
+    rename_dims(model, dims)
+    _check_vocabulary(model, OPSETS[target])
+    return model
+
+
+def _with_border(program: Program, half_io: bool) -> tuple[fx.GraphModule, tuple[Tensor, ...]]:
+    """The graph with the casts at its border as nodes, and example inputs for it."""
+    with EmulatedHalf():
+        recorded = record_shapes(program)
+    given = [dtype_of(node) for node in recorded.graph.output_node().all_input_nodes]
+    dtypes = dict(zip([n.name for n in recorded.graph.output_node().all_input_nodes], given, strict=True))
+    module, examples = copy_of(program.graph), []
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node, example, border in zip(placeholders, program.examples, program.entry, strict=True):
+        examples.append(example.to(_outer(example.dtype, half_io)).contiguous())
+        if examples[-1].dtype is not border.dtype:
+            cast_for_readers(module, node, border.dtype)
+    output, results = module.graph.output_node(), list[fx.Node]()
+    flat: tuple[fx.Node, ...] = output.args[0]  # type: ignore[assignment]
+    for node, border in zip(flat, program.exit, strict=True):
+        wanted, result = _outer(border.dtype, half_io), node
+        if dtypes[node.name] is not wanted:
+            result = insert_call(module, output, aten._to_copy.default, node, dtype=wanted)
+        results.append(result)
+    output.args = (tuple(results),)
+    return finish(module), tuple(examples)
+
+
+def _outer(dtype: torch.dtype, half_io: bool) -> torch.dtype:
+    return torch.float16 if half_io and dtype.is_floating_point else dtype
+
+
+def _tidy(model: Any) -> None:
+    """Inline local functions, give values unique names, and drop notes that tell paths of this machine."""
+    from onnx_ir.passes import common
+
+    common.InlinePass()(model)
+    common.NameFixPass()(model)
+    common.ClearMetadataAndDocStringPass()(model)
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    for value in (*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()
+
+
+def _check_vocabulary(model: Any, opset: int) -> None:
+    """Raise ExportError where the model is not of the target's opset, or uses other than ONNX's operators."""
+    foreign = {node.domain for node in model.graph.all_nodes()} - {"", "ai.onnx"}
+    if foreign or model.functions:
+        names = ", ".join(sorted(foreign)) or "local functions"
+        raise ExportError(f"the exporter used operators that are not ONNX's own: {names}")
+    written = model.opset_imports[""]
+    if written > opset:
+        raise ExportError(f"the model needs opset {written}, and the target reads {opset} at most")
+
+
+def _explain(error: Exception) -> str:
+    """What ONNX cannot express, with the node and the line of the user's code where that is known."""
+    node, causes = _failing_node(error), [error]
+    while (cause := causes[-1].__cause__) is not None and isinstance(cause, Exception):
+        causes.append(cause)
+    reason = textwrap.shorten(str(causes[-1]) or type(causes[-1]).__name__, 300, placeholder=" …")
+    if node is None:
+        return f"the model cannot be exported to ONNX: {reason}"
+    return f"ONNX cannot express {node.target} ({user_line(node)}): {reason}"
+
+
+def _failing_node(error: BaseException) -> fx.Node | None:
+    """The node that an exporter was at when it failed: only the frames of its traceback know."""
+    current: BaseException | None = error
+    while current is not None:
+        for frame, _ in reversed(list(traceback.walk_tb(current.__traceback__))):
+            found = frame.f_locals.get("node", frame.f_locals.get("n"))
+            if isinstance(found, fx.Node) and found.op == "call_function":
+                return found
+        current = current.__cause__
+    return None
+
+
+def user_line(node: fx.Node) -> str:
+    """The innermost line outside PyTorch that a node comes from, as `node at file:line`."""
+    trace = str(node.meta.get("stack_trace") or "")
+    frames = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    own = [(file, line) for file, line in frames if not file.startswith(_TORCH)]
+    return f"{node.name} at {own[-1][0]}:{own[-1][1]}" if own else where(node)

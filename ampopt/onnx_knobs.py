@@ -1,0 +1,63 @@
+"""The options of ONNX Runtime that are worth measuring, provider by provider, in the order of the sweep."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ampopt.onnx_options import CPU, CUDA, SessionOptions
+
+Knob = Mapping[str, Mapping[str, Any]]
+"""The settings that exclude each other: how a report names them, and the fields that they change."""
+
+
+def knobs_for(start: SessionOptions, allow_tf32: bool) -> list[Knob]:
+    """What is tried, in order, as changes of fields; those in `provider_options` are added to it.
+
+    CUDA graphs come last: they need the fixed buffers, and what they gain depends on everything else.
+    """
+    if start.provider == CUDA:
+        native: dict[str, tuple[str, ...]] = {
+            "cudnn_conv_algo_search": ("HEURISTIC", "DEFAULT"),
+            "cudnn_conv_use_max_workspace": ("0",),
+            "prefer_nhwc": ("1",),
+            "fuse_conv_bias": ("1",),
+            **({"use_tf32": ("1",)} if allow_tf32 else {}),
+        }
+        swept = [
+            {f"{name}={value}": {"provider_options": {name: value}} for value in values}
+            for name, values in native.items()
+        ]
+        graph = {"io_binding": True, "provider_options": {"enable_cuda_graph": "1"}}
+        return [{"io_binding": {"io_binding": True}}, *swept, {"enable_cuda_graph=1": graph}]
+    if start.provider == CPU:
+        return [
+            {f"threads={count}": {"threads": count} for count in thread_counts()},
+            {"no spinning": {"spinning": False}},
+            {f"optimization={level}": {"optimization": level} for level in ("extended", "basic")},
+            {"parallel": {"parallel": True}},
+        ]
+    return []
+
+
+def thread_counts() -> list[int]:
+    """One, half the cores, all of them, and all their hardware threads, of those this process may use."""
+    usable = (
+        sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    )
+    cores = len({_siblings(cpu) for cpu in usable})
+    return sorted({1, max(1, cores // 2), cores, len(usable)})
+
+
+def _siblings(cpu: int) -> str:
+    path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    return path.read_text(encoding="ascii") if path.is_file() else str(cpu)
+
+
+def changed(options: SessionOptions, change: Mapping[str, Any]) -> SessionOptions:
+    """`options` with fields replaced, and with provider options added to those that it has."""
+    native = {**options.provider_options, **change.get("provider_options", {})}
+    return dataclasses.replace(options, **{**change, "provider_options": native})

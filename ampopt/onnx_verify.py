@@ -1,0 +1,181 @@
+"""Verification of an ONNX file: every provider that is installed against the original in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ampopt.capture import Captured
+from ampopt.emulated_half import EmulatedHalf
+from ampopt.onnx_providers import CPU, CUDA, providers, session
+from ampopt.portable import autocast_program
+from ampopt.verify import Metric, Run, Verifier
+
+TORCH = "torch"
+"""Stands in a provider's place for the portable program itself, run by PyTorch."""
+
+ON_CPU_FP16 = (
+    "ONNX Runtime's CPU provider leaves float16 roundings out: its rows prove the file's structure, and the "
+    "rows of torch, which rounds after every operator as a GPU does, the accuracy of float16"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputCheck:
+    """One output on one provider: its worst relative error ‖y - ref‖ / ‖ref‖, eager's own, the limit."""
+
+    name: str
+    provider: str
+    error: float
+    eager_error: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the limit."""
+        return math.isfinite(self.error) and self.error <= self.limit
+
+
+@dataclasses.dataclass(frozen=True)
+class OnnxCheck:
+    """The outcome for a file: every output on every provider, and what is wrong (None: nothing).
+
+    `metric` is the user's metric, the worst over providers; `nodes_off_gpu` are the nodes that ONNX Runtime
+    did not run on the GPU, or None where no CUDA provider is installed.
+    """
+
+    outputs: tuple[OutputCheck, ...]
+    metric: float | None
+    reason: str | None
+    providers: tuple[str, ...]
+    nodes_off_gpu: tuple[str, ...] | None
+    notes: tuple[str, ...]
+
+    @property
+    def error(self) -> float:
+        """The largest error of an output on any provider."""
+        return max((check.error for check in self.outputs), default=0.0)
+
+
+class OnnxVerifier(Verifier):
+    """A Verifier that reports every output of a run, and whose float16 eager is CUDA's on a CPU, too."""
+
+    def eager(self, dtype: torch.dtype, model: nn.Module | None = None) -> Run:
+        """As `Verifier.eager`; on a CPU, float16 autocast has CUDA's rules and is computed quickly.
+
+        Another model than the one that was captured runs under the CPU's own rules.
+        """
+        if dtype is not torch.float16 or self._device.type != "cpu":
+            return super().eager(dtype, model)
+        return emulated(self._cuda_autocast if model is None else super().eager(dtype, model))
+
+    @functools.cached_property
+    def _cuda_autocast(self) -> Run:
+        return autocast_program(self._captured).run
+
+    def outputs(self, run: Run, dtype: torch.dtype, names: Sequence[str], provider: str) -> list[OutputCheck]:
+        """For each output the draw on which it is furthest over its limit, or nearest to it."""
+        own, largest = self._own_errors(dtype), self.own_error(dtype)
+        worst: dict[str, OutputCheck] = {}
+        for draw, errors in enumerate(self._errors(run)):
+            for index, (name, error) in enumerate(zip(names, errors, strict=True)):
+                limit = self._limit(dtype, draw, index, error, largest)
+                check = OutputCheck(name, provider, error, own[draw][index], limit)
+                if name not in worst or not _excess(check) <= _excess(worst[name]):
+                    worst[name] = check
+        return list(worst.values())
+
+
+def emulated(run: Run) -> Run:
+    """A run whose float16 products, where it is on a CPU, are computed in float32 and rounded."""
+
+    def call(*tensors: Tensor) -> Sequence[Tensor]:
+        with EmulatedHalf():
+            return run(*tensors)
+
+    return call
+
+
+def _excess(check: OutputCheck) -> float:
+    return check.error / check.limit if check.limit > 0 else math.inf if check.error > 0 else 0.0
+
+
+def verify_onnx(
+    path: Path,
+    model: nn.Module,
+    calls: Sequence[Captured],
+    dtype: torch.dtype,
+    output_names: Sequence[str],
+    *,
+    tolerance: float | None = None,
+    metric: Metric | None = None,
+    program: Run | None = None,
+) -> OnnxCheck:
+    """Run the file on every installed provider, on each call's example inputs and on random draws.
+
+    `model` is the original (a private copy). `dtype` is the lane whose limits hold: float16 where the file
+    computes in it or takes and gives it. A metric decides alone, at most `tolerance`; without one, each
+    output's error does. `program` is what the file was made from; it is verified, too, where it is given.
+    """
+    verifiers = [OnnxVerifier(model, call, tolerance=tolerance, metric=metric, draws=1) for call in calls]
+    tally = _Tally(verifiers, dtype, output_names)
+    if program is not None:
+        tally.add(TORCH, program)
+    used: list[str] = []
+    off_gpu: tuple[str, ...] | None = None
+    notes = [verifier.note for verifier in verifiers if verifier.note]
+    for provider in providers():
+        with session(path, provider) as run:
+            if not run.is_on_provider:
+                notes.append(f"{provider} is installed, but did not start: nothing was verified on it")
+                continue
+            used.append(provider)
+            tally.add(provider, run)
+            if provider == CUDA:
+                off_gpu = run.nodes_elsewhere()
+    if dtype is torch.float16 and used == [CPU]:
+        notes.append(ON_CPU_FP16)
+    reason = tally.reasons[0] if tally.reasons else None
+    worst = max(tally.metrics) if tally.metrics else None
+    return OnnxCheck(tuple(tally.rows), worst, reason, tuple(used), off_gpu, tuple(notes))
+
+
+class _Tally:
+    """Collects the errors of one way to run after another, and what is wrong with them."""
+
+    def __init__(self, verifiers: Sequence[OnnxVerifier], dtype: torch.dtype, names: Sequence[str]) -> None:
+        self._verifiers, self._dtype, self._names = verifiers, dtype, names
+        self.rows: list[OutputCheck] = []
+        self.metrics: list[float] = []
+        self.reasons: list[str] = []
+
+    def add(self, provider: str, run: Run) -> None:
+        """Verify one way to run; one that fails is a reason, too."""
+        for verifier in self._verifiers:
+            try:
+                rows = verifier.outputs(run, self._dtype, self._names, provider)
+                check = verifier.check(run, self._dtype) if verifier.metric is not None else None
+            except Exception as error:  # ONNX Runtime raises whatever its kernels and bindings do
+                short = textwrap.shorten(str(error), 300, placeholder=" …")
+                self.reasons.append(f"{provider} cannot run the model: {short}")
+                return
+            self.rows.extend(rows)
+            if check is None:
+                self.reasons.extend(_why_failed(row) for row in rows if not row.passed)
+                continue
+            self.metrics.append(check.error)
+            self.reasons.extend([f"{provider}: {check.reason}"] if check.reason else [])
+
+
+def _why_failed(row: OutputCheck) -> str:
+    return (
+        f"output {row.name!r} has error {row.error:.2g} on {row.provider}, over {row.limit:.2g} "
+        f"(eager's own: {row.eager_error:.2g})"
+    )

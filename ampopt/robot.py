@@ -1,0 +1,169 @@
+"""Loads a bundle with NumPy and ONNX Runtime only: a robot needs no PyTorch.
+
+`python -m ampopt.robot robot.ampopt --hz 30 --seconds 10` loads a bundle, which tests its outputs, and
+measures its latency as a robot sees it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ampopt.bundle_files import BundleFiles, open_bundle
+from ampopt.errors import AmpoptError, BundleError
+from ampopt.field_test import field_test
+from ampopt.onnx_knobs import thread_counts
+from ampopt.onnx_options import CPU, CUDA
+from ampopt.onnx_session import OnnxRunner, SessionError, SessionOptions, onnxruntime
+from ampopt.onnx_tuning import tune
+from ampopt.robot_model import RobotModel, self_test_tensors
+
+__all__ = ["RobotModel", "load", "main"]
+
+MODEL, WEIGHTS = "model.onnx", "model.onnx.data"
+
+logger = logging.getLogger(__name__)
+
+Choice = tuple[SessionOptions, str | None]
+"""Options, and why they are not the bundle's own."""
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    verify_key: str | Path | None = None,
+    provider: str | None = None,
+    retune_seconds: float = 0.0,
+) -> RobotModel:
+    """Load the bundle at `path` and run its self-test.
+
+    ONNX Runtime gets the bundle's own options where its version and provider are those that they hold for.
+    Otherwise that is logged as a warning, and the options are the defaults or, with `retune_seconds`, what
+    a measurement of that length finds. `provider` asks for one of ONNX Runtime's, such as
+    CPUExecutionProvider; without it the bundle's own comes first, then CUDA, then the CPU.
+    `verify_key` is the public key of whom the bundle must be signed by.
+
+    Raises BundleError where the bundle is damaged, does not load here, or fails its self-test.
+    """
+    files = open_bundle(path, verify_key=verify_key)
+    if MODEL not in files.names:
+        raise BundleError(f"{os.fspath(path)} holds no {MODEL}: save it again with its ONNX model")
+    with _model(files) as model:
+        try:
+            runner, notes = _started(model, _choices(files.manifest["onnx"]["session"], provider))
+            if notes and retune_seconds > 0:
+                runner = _retuned(model, runner, files, retune_seconds)
+                notes.append(f"measured anew: {runner.options}")
+        except SessionError as e:
+            raise BundleError(f"{os.fspath(path)} does not load on this machine: {e}") from e
+    for note in notes:
+        logger.warning("%s: %s", os.fspath(path), note)
+    return RobotModel(files, runner, notes)
+
+
+@contextlib.contextmanager
+def _model(files: BundleFiles) -> Iterator[bytes | Path]:
+    """The ONNX model as ONNX Runtime reads it: by path where its weights lie beside it."""
+    if WEIGHTS in files.names:
+        with files.extracted(MODEL, WEIGHTS) as folder:
+            yield folder / MODEL
+    else:
+        yield files.read(MODEL)
+
+
+def _choices(session: Mapping[str, Any], provider: str | None) -> list[Choice]:
+    """What to try, in order. Raises BundleError where the stored options are none."""
+    ort = onnxruntime()
+    tuned_for = session.get("onnxruntime")
+    stored = SessionOptions.from_dict({k: v for k, v in session.items() if k != "onnxruntime"})
+    choices: list[Choice] = []
+    if tuned_for is None:
+        reason = "the bundle was saved without options"
+    elif tuned_for != ort.__version__:
+        reason = f"the bundle's own hold for onnxruntime {tuned_for}, and this is {ort.__version__}"
+    elif (stored.threads or 1) > (most := thread_counts()[-1]):
+        reason = f"the bundle's own take {stored.threads} threads, and there are {most} here"
+    elif provider not in (None, stored.provider):
+        reason = f"the bundle's own are for {stored.provider}"
+    else:
+        reason = "the bundle's own do not load here"
+        choices.append((stored, None))
+    there = [name for name in (CUDA, CPU) if name in ort.get_available_providers()]
+    wanted = [provider] if provider else [stored.provider, *there] if tuned_for else there
+    defaults = [
+        (SessionOptions.default(name), f"{name} runs with default options: {reason}")
+        for name in dict.fromkeys(wanted)
+    ]
+    return [*choices, *defaults]
+
+
+def _started(model: bytes | Path, choices: Sequence[Choice]) -> tuple[OnnxRunner, list[str]]:
+    """The first choice that loads, and what there is to say. Raises the first SessionError if none does."""
+    failures: list[SessionError] = []
+    for options, note in choices:
+        try:
+            runner = OnnxRunner(model, options)
+        except SessionError as e:
+            failures.append(e)
+        else:
+            return runner, [] if note is None else [note, *map(str, failures[:1])]
+    raise failures[0]
+
+
+def _retuned(model: bytes | Path, runner: OnnxRunner, files: BundleFiles, seconds: float) -> OnnxRunner:
+    example = self_test_tensors(files, "input", runner.inputs)
+    inputs = [example[info.name].astype(info.dtype, copy=False) for info in runner.inputs]
+    providers, tolerance = [runner.options.provider], files.manifest["tolerance"]
+    return OnnxRunner(
+        model, tune(model, inputs, seconds=seconds, providers=providers, tolerance=tolerance).best
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Load a bundle, measure it, print JSON; returns 0: passed, 1: too slow, 2: refused."""
+    parser = argparse.ArgumentParser(prog="python -m ampopt.robot", description=main.__doc__)
+    parser.add_argument("bundle")
+    parser.add_argument("--hz", type=float, default=30.0, help="the camera's rate")
+    parser.add_argument("--seconds", type=float, default=10.0, help="how long frames come")
+    parser.add_argument("--deadline-ms", type=float, help="by default the time from frame to frame")
+    parser.add_argument("--provider", help="such as CPUExecutionProvider")
+    parser.add_argument("--verify-key", help="the public key of whom the bundle must be signed by")
+    parser.add_argument("--retune-seconds", type=float, default=0.0, help="where its options do not fit")
+    given = parser.parse_args(arguments)
+    try:
+        robot = load(
+            given.bundle,
+            verify_key=given.verify_key,
+            provider=given.provider,
+            retune_seconds=given.retune_seconds,
+        )
+        report = field_test(
+            lambda: robot(**robot.example), hz=given.hz, seconds=given.seconds, deadline_ms=given.deadline_ms
+        )
+    except AmpoptError as e:
+        print(f"refused: {e}", file=sys.stderr)
+        return 2
+    verdict = report.verdict(robot.manifest["onnx"]["latency"])
+    facts = {
+        "bundle": given.bundle,
+        "model": robot.manifest["model"],
+        "options": robot.options.to_dict(),
+        "notes": robot.notes,
+        "self_test_error": robot.error,
+        **report.to_dict(),
+        "passed": verdict.passed,
+        "reasons": verdict.reasons,
+    }
+    print(json.dumps(facts, indent=1))
+    return 0 if verdict.passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

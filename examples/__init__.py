@@ -1,0 +1,1 @@
+"""Complete small jobs, from data to the robot."""

@@ -1,0 +1,152 @@
+"""The ball detector's training half: pictures by seed, peaks where they were put, a falling loss."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Generator, Tensor
+
+from examples.ball_detector.peaks import CELL, distances, peaks
+from examples.ball_detector.rendering import HEIGHT, RADII, WIDTH, Renderer, test_images
+from examples.ball_detector.training import (
+    accuracy,
+    load_detector,
+    loss,
+    peak_distance,
+    save_detector,
+    target,
+    train_detector,
+)
+
+test_images.__test__ = False  # type: ignore[attr-defined]  # a function of the example, not a test
+
+
+def _heat_map(*centres: tuple[float, float], height: float = 0.9) -> NDArray[np.float64]:
+    """Logits of Gaussians at `centres` in pixels, one in each image."""
+    wanted = target(torch.tensor(centres, dtype=torch.float64)).clamp(min=1e-12) * height
+    logits: NDArray[np.float64] = torch.logit(wanted).numpy()
+    return logits
+
+
+def _tensor(*centres: tuple[float, float], height: float = 0.9) -> Tensor:
+    return torch.from_numpy(_heat_map(*centres, height=height))
+
+
+def test_rendering_is_the_same_for_the_same_seed_and_another_for_another() -> None:
+    (images, centres), (again, same), (others, _) = (test_images(3, seed) for seed in (5, 5, 6))
+    assert torch.equal(images, again)
+    assert torch.equal(centres, same)
+    assert not torch.equal(images, others)
+
+
+def test_images_are_pictures_with_a_ball_at_the_centre_that_is_said() -> None:
+    images, centres = test_images(16, 0)
+    assert (images.shape, centres.shape) == ((16, 3, HEIGHT, WIDTH), (16, 2))
+    assert images.min() >= 0
+    assert images.max() <= 1
+    room = torch.tensor([WIDTH - 1.0, HEIGHT - 1.0])
+    assert (centres >= RADII[0]).all()
+    assert (centres <= room - RADII[0]).all()
+
+
+def test_a_ball_covers_its_centre_and_nothing_far_from_it() -> None:
+    """Rendered over black, where only the ball (and a little noise) is bright."""
+    images, centres = Renderer(torch.zeros(1, 3, 2 * HEIGHT, 2 * WIDTH))(32, Generator().manual_seed(0))
+    rows, columns = torch.arange(HEIGHT)[:, None], torch.arange(WIDTH)
+    away = torch.hypot(columns - centres[:, 0, None, None], rows - centres[:, 1, None, None])
+    brightness = images.mean(1)
+    near = torch.stack([b[a < 3].max() for b, a in zip(brightness, away, strict=True)])
+    assert (near > 0.05).all()
+    assert brightness[away > RADII[1] + 6].max() < 0.1
+
+
+def test_training_and_testing_show_different_parts_of_the_photographs() -> None:
+    train, test = Renderer.for_training().backgrounds, Renderer.for_testing().backgrounds
+    assert train.shape[-1] + test.shape[-1] == 640
+    assert not torch.equal(train[..., : test.shape[-1]], test)
+
+
+@given(st.floats(8, WIDTH - 9), st.floats(8, HEIGHT - 9))
+def test_a_peak_is_found_between_cells(x: float, y: float) -> None:
+    positions, probabilities = peaks(_heat_map((x, y)))
+    assert positions[0] == pytest.approx((x, y), abs=1e-3)
+    assert 0.7 < probabilities[0] <= 0.9
+
+
+def test_a_peak_in_the_corner_is_its_cells_middle() -> None:
+    logits = np.full((1, 1, HEIGHT // CELL, WIDTH // CELL), -9.0)
+    logits[0, 0, 0, -1] = 2.0
+    assert peaks(logits)[0][0] == pytest.approx((WIDTH - CELL + 1.5, 1.5))
+
+
+def test_rounding_between_two_equal_cells_does_not_move_the_peak() -> None:
+    even = _heat_map((CELL * 9.5 + 1.5, 30.0))
+    left, right = even.copy(), even.copy()
+    left[..., 9] += 1e-6
+    right[..., 10] += 1e-6
+    assert left.argmax() != right.argmax()
+    assert distances(left, right)[0] < 1e-3
+
+
+def test_the_distance_is_the_farthest_peaks_in_pixels() -> None:
+    reference = _tensor((40.0, 30.0), (20.0, 20.0))
+    assert peak_distance(reference.clone(), reference) == 0
+    assert peak_distance(_tensor((43.0, 34.0), (20.0, 21.0)), reference) == pytest.approx(5.0, abs=1e-3)
+
+
+def test_a_ball_lost_or_invented_or_not_a_number_is_infinitely_far() -> None:
+    ball, faint = _tensor((40.0, 30.0)), _tensor((40.0, 30.0), height=0.1)
+    assert peak_distance(faint, ball) == math.inf
+    assert peak_distance(ball, faint) == math.inf
+    assert peak_distance(torch.full_like(ball, math.nan), ball) == math.inf
+
+
+def test_where_no_ball_is_the_peaks_place_does_not_matter() -> None:
+    assert peak_distance(_tensor((60.0, 30.0), height=0.1), _tensor((20.0, 30.0), height=0.1)) == 0
+
+
+def test_the_target_is_the_best_that_a_heat_map_can_be() -> None:
+    centres = torch.tensor([[40.0, 30.0], [20.5, 21.0]])
+    best = torch.logit(target(centres).clamp(1e-6, 1 - 1e-6))
+    worse = [best + 0.1, best - 0.1, best.roll(1, -1)]
+    assert all(loss(best, centres) < loss(other, centres) for other in worse)
+
+
+def test_accuracy_counts_what_is_found_and_how_near() -> None:
+    centres = torch.tensor([[40.0, 30.0], [40.0, 30.0], [40.0, 30.0]])
+    heat_maps = torch.cat(
+        (_tensor((40.0, 31.0)), _tensor((45.0, 30.0)), _tensor((40.0, 30.0), height=0.3))
+    ).float()
+    result = accuracy(lambda images: heat_maps, torch.zeros(3, 3, HEIGHT, WIDTH), centres)
+    assert result.median == pytest.approx(1.0, abs=1e-3)
+    assert result.within_3_px == pytest.approx(1 / 3)
+    assert result.found == pytest.approx(2 / 3)
+
+
+def test_a_few_steps_reduce_the_loss() -> None:
+    losses: list[float] = []
+    model = train_detector(25, progress=lambda _, value: losses.append(value))
+    assert len(losses) == 25
+    assert not model.training
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+def test_training_is_the_same_for_the_same_seed_and_leaves_torchs_generator_alone(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    first, again, other = (train_detector(2, seed).state_dict() for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+    assert not torch.equal(first["head.weight"], other["head.weight"])
+
+
+def test_a_saved_detector_comes_back_the_same(tmp_path: Path) -> None:
+    model, (images, _) = train_detector(1), test_images(2, 0)
+    save_detector(model, tmp_path / "detector.safetensors")
+    assert torch.equal(load_detector(tmp_path / "detector.safetensors")(images), model(images))
