@@ -1,4 +1,4 @@
-"""`OptimizedModule.save`: the model as a bundle, with its proof, for another machine.
+"""`Deployable.save`: the model as a bundle, with its proof, for another machine.
 
 A bundle holds the captured model (not what this machine made of it) with the recipe of the passes that were
 kept, so that the robot replays them where it is like this machine, and measures anew where it is not; the
@@ -39,7 +39,7 @@ from ampopt.torchscript_file import write_torchscript
 from ampopt.version import __version__
 
 if TYPE_CHECKING:
-    from ampopt.runtime import OptimizedModule
+    from ampopt.deployable import Deployable
 
 LARGEST_TOLERANCE = 0.5
 """A self-test that allows more than this would pass outputs of zeros."""
@@ -61,7 +61,7 @@ class SelfTest:
 
 
 def save_bundle(
-    module: OptimizedModule,
+    module: Deployable,
     path: str | os.PathLike[str],
     *,
     onnx: str | None = "auto",
@@ -70,7 +70,7 @@ def save_bundle(
     as_folder: bool = False,
     tune_s: float = 10.0,
 ) -> None:
-    """Write the bundle of an optimized model; see `OptimizedModule.save`."""
+    """Write the bundle of an optimized model; see `Deployable.save`."""
     if onnx not in ("auto", "fp32", "fp16", None):
         raise InputError(f"onnx={onnx!r}: choose 'auto', 'fp32', 'fp16', or None for a bundle without ONNX")
     captured, original, recipe = module._captured, module._original[0], module._recipe
@@ -147,7 +147,7 @@ def _self_test(
 
 
 def _onnx(
-    module: OptimizedModule, path: Path, precision: str, test: SelfTest, seconds: float
+    module: Deployable, path: Path, precision: str, test: SelfTest, seconds: float
 ) -> tuple[OnnxReport, Tuning]:
     """Export, verify, and find the session's options that are fastest on this machine."""
     report = module.export_onnx(path, precision=precision)
@@ -161,7 +161,7 @@ def _quantiles(tuned: Tuning) -> dict[str, Any]:
     return {"p50_ms": row.median_ms, "p99_ms": row.p99_ms}
 
 
-def _latency(module: OptimizedModule) -> dict[str, Any]:
+def _latency(module: Deployable) -> dict[str, Any]:
     """Of one call back to back as a robot makes it: inputs from host memory, outputs in host memory."""
     device, captured = module.program.device, module._captured
     call = frame_call(module, captured, captured.program.examples, device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import textwrap
 import threading
 from collections import OrderedDict
@@ -15,14 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ampopt.bundle_save import save_bundle
 from ampopt.capture import Captured, capture
+from ampopt.deployable import Deployable
 from ampopt.errors import AmpoptError, InputError, VerificationError
 from ampopt.executable import Executable, executable
 from ampopt.graph import reads_strides
 from ampopt.ledger import Ledger
-from ampopt.onnx_dynamic import Dynamic
-from ampopt.onnx_export import OnnxReport, export_onnx
 from ampopt.program import Program
 from ampopt.signature import (
     OutputLayout,
@@ -53,7 +50,7 @@ class _Served:
     layout: OutputLayout | None
 
 
-class OptimizedModule(nn.Module):
+class OptimizedModule(Deployable):
     """A model optimized for inference: same call, same result structure, same dtypes, contiguous.
 
     A call is served by a program made for exactly its shapes, dtypes, device and other arguments. The
@@ -87,9 +84,8 @@ class OptimizedModule(nn.Module):
         super().__init__()
         if outputs not in ("copy", "static"):
             raise InputError(f"outputs={outputs!r}: choose 'copy' or 'static'")
-        self.report = report
-        self.program = program
-        self._original: list[nn.Module] = [original]  # in a list: not a submodule, so `.to()` leaves it alone
+        self.report, self.program = report, program
+        self._original = [original]  # in a list: not a submodule, so `.to()` leaves it alone
         self._captured, self._recipe, self._outputs = captured, recipe, outputs
         self._max_shapes, self._max_captures, self._captures = max_shapes, max_captures, 0
         self._lock = threading.RLock()
@@ -258,62 +254,6 @@ class OptimizedModule(nn.Module):
         if isinstance(call, tuple):
             return call
         raise InputError(f"prepare takes shapes, tensors or tuples of arguments, not {type(call).__name__}")
-
-    def export_onnx(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        precision: str | None = None,
-        io: str = "fp32",
-        target: str = "onnxruntime",
-        dynamic: Dynamic = None,
-        input_names: Sequence[str] | None = None,
-        output_names: Sequence[str] | None = None,
-        force: bool = False,
-    ) -> OnnxReport:
-        """Write the portable rewrites of this model as ONNX; the file appears once it is verified.
-
-        `precision`: "fp32" or "fp16"; None: as the lane that was chosen, and "fp32" for bfloat16, which
-        ONNX Runtime does not compute in. The other arguments and the errors are those of
-        `ampopt.onnx_export.export_onnx`. The user's metric and tolerance hold for the file, too.
-        """
-        low = "fp16" if self._recipe.lane_dtype is torch.float16 else "fp32"
-        return export_onnx(
-            self._original[0],
-            self._captured,
-            self._recipe.passes,
-            path,
-            precision=precision or low,
-            io=io,
-            target=target,
-            dynamic=dynamic,
-            input_names=input_names,
-            output_names=output_names,
-            tolerance=self._recipe.tolerance,
-            metric=self._recipe.metric,
-            force=force,
-        )
-
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        onnx: str | None = "auto",
-        cpp: bool = False,
-        sign_key: str | os.PathLike[str] | None = None,
-        as_folder: bool = False,
-        tune_s: float = 10.0,
-    ) -> None:
-        """Save a bundle that a robot can trust: a zip file, or a folder with `as_folder`.
-
-        In it: the model with the recipe of its passes, its ONNX export with the session options that a
-        sweep of `tune_s` seconds found fastest here, a self-test, the report, and hashes of everything.
-        `onnx`: "fp32", "fp16", "auto" (as `export_onnx`), or None for none. `cpp` adds the program as
-        TorchScript for C++. `sign_key`: a private Ed25519 key in PEM. The bundle at `path`, if there is
-        one, is replaced at one moment. Raises ExportError for what a bundle cannot hold, BundleError where
-        it cannot be written, and what `export_onnx` raises.
-        """
-        save_bundle(self, path, onnx=onnx, cpp=cpp, sign_key=sign_key, as_folder=as_folder, tune_s=tune_s)
 
     def train(self, mode: bool = True) -> OptimizedModule:
         """Refuse training mode: the weights are folded and shared between programs."""
