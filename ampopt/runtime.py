@@ -38,6 +38,14 @@ logger = logging.getLogger("ampopt")
 
 Outputs = Literal["copy", "static"]
 
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
 MOST_KEYS = 4
 """How many kinds of call (strides, calls that the original answers) are remembered for each program kept."""
 
@@ -271,7 +279,7 @@ class OptimizedModule(Deployable):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OptimizedModule:
         """A module of its own; programs never change, so the copy shares them and captures its own graphs."""
-        return OptimizedModule(
+        duplicate = OptimizedModule(
             self._original[0],
             self._captured,
             self.program,
@@ -282,6 +290,9 @@ class OptimizedModule(Deployable):
             max_shapes=self._max_shapes,
             max_captures=self._max_captures,
         )
+        for hooks in _HOOKS:
+            getattr(duplicate, hooks).update(getattr(self, hooks))
+        return duplicate
 
     def __reduce__(self) -> NoReturn:
         raise InputError("an optimized module cannot be pickled: its CUDA graphs live in this process only")

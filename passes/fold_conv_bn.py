@@ -48,8 +48,8 @@ class FoldConvBn(Pass):
     Correct because: with s = γ / √(σ² + ε) for each output channel, bn(W ∗ x + b) = s · (W ∗ x) + s · (b - μ)
     + β, and convolution is linear in W, so W' = s · W along the output channel and b' = s · (b - μ) + β. The
     output channel is dimension 0 of W; a transposed convolution's W is [in, out / groups, *kernel], and its
-    channel o belongs to group o // (out / groups), whose inputs are that group's slice of dimension 0. Every
-    call site has weights of its own, so a layer used twice is folded once for each.
+    channel o belongs to group o // (out / groups), whose inputs are that group's slice of dimension 0. The
+    new weights are new constants, so a layer that is called twice is folded for each call by itself.
     Computed in float64 from the unrounded weights and stored in the dtype of W. Cost: none.
     """
 

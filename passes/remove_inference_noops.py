@@ -49,9 +49,11 @@ def _is_noop(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _copies_for_the_caller(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a copy keeps the model's results apart from its inputs and weights."""
-    copies = node.target is aten._to_copy.default or bool(arguments(node).get("copy"))
-    return copies and source.op != "call_function"
+    """Whether a copy keeps a result of the model apart from its inputs, its weights, or another result."""
+    if node.target is not aten._to_copy.default and not arguments(node).get("copy"):
+        return False
+    output = node.graph.output_node()
+    return source.op != "call_function" or (output in source.users and output in node.users)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +63,8 @@ class RemoveInferenceNoops(Pass):
     Rewrites: dropout of every kind with `train=False`; alias and detach; views, slices, expands, permutes
     and casts whose result has the shape, the dtype and the strides of their input.
     Requires: nothing.
-    Declines: copies of inputs and of weights, which keep the caller's tensors apart from the program's; what
-    is not proven to be a no-op is not looked at.
+    Declines: copies of inputs and of weights, and copies of one result as another, which keep the caller's
+    tensors apart; what is not proven to be a no-op is not looked at.
     Correct because: dropout is defined as the identity outside training. A view that keeps shape and
     strides shows the same elements in the same order (a slice as long as its input starts at 0 with step 1),
     and a cast to the dtype that is there already keeps every bit. The graph is functional, so it does not

@@ -246,3 +246,16 @@ def test_where_nothing_was_faster_the_original_answers(
         assert not fast(x).requires_grad
     assert torch.equal(copy.deepcopy(fast)(image()), model(image()))
     assert not said(caplog)
+
+
+def test_a_deep_copy_keeps_the_users_hooks(model: nn.Module) -> None:
+    fast = module_of(model, image())
+    handle = fast.register_forward_hook(lambda module, args, output: output + 1)
+    x = image()
+    try:
+        twin = copy.deepcopy(fast)
+        expected = fast(x)
+    finally:
+        handle.remove()
+    assert torch.equal(twin(x), expected)
+    assert not torch.equal(fast(x), expected)

@@ -145,6 +145,17 @@ def test_an_output_stays_the_callers_own(function: Callable[..., object]) -> Non
     assert all(torch.equal(a, b) for a, b in zip(program.run(x), expected, strict=True))
 
 
+def test_results_that_the_model_keeps_apart_stay_apart() -> None:
+    def function(m: object, x: Tensor) -> list[Tensor]:
+        y = x + 1
+        z = y.to(torch.float32, copy=True)
+        return [y, z, z.to(torch.float32, copy=True)]
+
+    model, x = Model(function), torch.randn(2, 3)
+    outputs = RemoveInferenceNoops().apply(program_of(model, x)).program.run(x)
+    assert len({output.data_ptr() for output in outputs}) == 3
+
+
 def _looks_alike(node: fx.Node, source: fx.Node) -> bool:
     """A no-op by its shape alone: wrong for permutes of equal sizes."""
     return node.target is aten.permute.default and shape_of(node) == shape_of(source)
