@@ -135,19 +135,21 @@ class Optimizer:
         """The lanes that the time budget can judge; what is left out is noted.
 
         One trial takes about `CALLS_OF_A_TRIAL` calls. A lane in which a single trial would take more than
-        its share, as bfloat16 can on a processor without instructions for it, is left out.
+        its share, as bfloat16 can on a processor without instructions for it, is left out. The first lane
+        may have everything.
         """
-        share = REWRITING * self._options.budget_s / len(lanes)
+        whole = self._options.budget_s
         examples, fastest = self._captured.program.examples, 0.0
         kept: list[Lane] = []
         for lane in lanes:
+            share = REWRITING * whole / len(lanes) if kept else whole
             call = functools.partial(self._verifier.eager(lane.dtype), *examples)
             seconds = shortest_of_two(call, self.device, long_s=share / CALLS_OF_A_TRIAL)
             judgeable = seconds < SLOW_CALL_S or seconds * CALLS_OF_A_TRIAL < share
             if not judgeable and (not kept or seconds > 2 * fastest):
                 self.ledger.notes.append(
                     f"the {lane.name} lane was not tried: one call of it takes {seconds:.2g} s here, so that "
-                    f"no pass could be judged within {share:.2g} s, its share of the time budget"
+                    f"no pass could be judged within {share:.2g} s of the time budget"
                 )
                 continue
             kept.append(lane)
