@@ -1,8 +1,12 @@
-"""The ball detector's training half: pictures by seed, peaks where they were put, a falling loss."""
+"""The ball detector: pictures by seed, peaks where they were put, a falling loss, bundles without torch."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Generator, Tensor
 
+from examples.ball_detector.comparison import compare, table
 from examples.ball_detector.peaks import CELL, distances, peaks
 from examples.ball_detector.rendering import HEIGHT, RADII, WIDTH, Renderer, test_images
 from examples.ball_detector.training import (
@@ -24,6 +29,10 @@ from examples.ball_detector.training import (
     target,
     train_detector,
 )
+
+ROOT = Path(__file__).resolve().parents[2]
+ROBOT = "examples.ball_detector.robot_side"
+REFUSE = f"from {ROBOT} import refuse_torch; refuse_torch()"
 
 test_images.__test__ = False  # type: ignore[attr-defined]  # a function of the example, not a test
 
@@ -150,3 +159,87 @@ def test_a_saved_detector_comes_back_the_same(tmp_path: Path) -> None:
     model, (images, _) = train_detector(1), test_images(2, 0)
     save_detector(model, tmp_path / "detector.safetensors")
     assert torch.equal(load_detector(tmp_path / "detector.safetensors")(images), model(images))
+
+
+def test_a_comparison_counts_balls_that_stayed_moved_are_lost_and_are_invented() -> None:
+    here, faint = (40.0, 30.0), 0.1
+    reference = np.concatenate([_heat_map(here, here, here), _heat_map(here, here, height=faint)])
+    found = np.concatenate(
+        [
+            _heat_map(here, (40.0, 32.0)),
+            _heat_map(here, height=faint),
+            _heat_map(here),
+            _heat_map((20.0, 20.0), height=faint),
+        ]
+    )
+    row = compare("planted", found, reference, None)
+    assert (row.images, row.found, row.lost, row.invented) == (5, 3, 1, 1)
+    assert row.near == pytest.approx(1 / 4)  # the faint peak of the last image is no ball
+    assert row.farthest == math.inf
+    assert not row.passed
+    assert compare("same", reference, reference, None).passed
+
+
+def test_a_comparison_without_a_ball_or_with_nan_proves_nothing() -> None:
+    ball, faint = _heat_map((40.0, 30.0)), _heat_map((40.0, 30.0), height=0.1)
+    assert not compare("no ball", faint, faint, None).passed
+    assert compare("not a number", np.full_like(ball, np.nan), ball, None).lost == 1
+
+
+def test_a_table_has_a_line_for_each_comparison() -> None:
+    ball = _heat_map((40.0, 30.0))
+    heading, first, second = table(
+        [compare("one", ball, ball, 1.234), compare("other", ball, ball, None)]
+    ).split("\n")
+    assert heading.split()[0] == "found"
+    assert first.split() == ["one", "1", "of", "1", "100.0%", "0.00", "px", "0", "0", "1.23"]
+    assert second.split()[-1] == "–"
+
+
+def _python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run Python on one thread: beside other tests, two threads of a small network wait for each other."""
+    one = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    command, environment = [sys.executable, *map(str, arguments)], {**os.environ, **one}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def test_the_robots_process_refuses_torch() -> None:
+    before = _python("-c", f"import torch; {REFUSE}")
+    assert "torch was imported already" in before.stderr
+    after = _python("-c", f"{REFUSE}; import torch.nn")
+    assert "there is no torch on this robot" in after.stderr
+
+
+def test_a_bundle_that_is_none_is_refused(tmp_path: Path) -> None:
+    np.savez(
+        tmp_path / "frames.npz",
+        images=np.zeros((1, 3, HEIGHT, WIDTH), np.float32),
+        heat_maps=_heat_map((9, 9)),
+    )
+    (tmp_path / "robot.ampopt").write_bytes(b"nonsense")
+    done = _python("-m", ROBOT, tmp_path / "frames.npz", tmp_path / "robot.ampopt")
+    assert done.returncode == 2
+    assert "refused: " in done.stderr
+
+
+@pytest.mark.slow
+def test_from_training_to_a_robot_without_torch(tmp_path: Path) -> None:
+    """So little training leaves peaks that FP16 may move; that they are judged rightly is tested."""
+    done = _python("-m", "examples.ball_detector", "--quick", "--output", tmp_path)
+    assert done.returncode in (0, 1), done.stderr
+    assert ("PASSED" in done.stdout) == (done.returncode == 0), done.stdout
+    full, half = json.loads((tmp_path / "robot.json").read_text())
+    assert (full["name"][:4], half["name"][:4]) == ("FP32", "FP16")
+    assert full["images"] == half["images"] == 40
+    assert full["found"] > 20
+    assert full["near"] == 1
+    assert half["near"] > 0.9
+    assert "FP16 as a GPU rounds it" in done.stdout
+
+    bundle, frames = tmp_path / "ball_fp32.ampopt", tmp_path / "frames.npz"
+    assert _python("-m", ROBOT, frames, bundle).returncode == 0
+    with np.load(frames) as saved:
+        images, heat_maps = saved["images"], saved["heat_maps"]
+    np.savez(frames, images=images, heat_maps=np.roll(heat_maps, 1, axis=-1))
+    moved = _python("-m", ROBOT, frames, bundle)
+    assert moved.returncode == 1, moved.stderr
