@@ -73,7 +73,7 @@ clean: ## remove caches and build products; .venv stays
 	find ampopt passes benchmarks tests .ci -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An existing .venv is completed, not replaced.
-.venv/.stamp: pyproject.toml
+.venv/.stamp: pyproject.toml Makefile
 	@command -v $(PYTHON) >/dev/null || [ -x $(VENV_PYTHON) ] || { \
 	    echo "$(PYTHON) is not on the PATH. Install Python 3.10 to 3.14, or name it: make PYTHON=python3.12"; exit 1; }
 	@if [ -e .venv ] && ! $(VENV_PYTHON) -c "" 2>/dev/null; then \
