@@ -150,8 +150,8 @@ def verify(
         if json_file is not None:
             write(json_file, json.dumps(finite(facts), indent=2, allow_nan=False) + "\n")
         _conclude(model, verdict)
-        if not verdict.passed:
-            raise Exit(1)
+    if not verdict.passed:
+        raise Exit(1)
 
 
 def _frames(model: LoadedModel, hz: float, seconds: float, deadline_ms: float | None) -> FieldReport:

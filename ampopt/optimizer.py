@@ -20,6 +20,7 @@ from ampopt.ledger import ORIGINAL, LaneSummary, Ledger
 from ampopt.measure import gain, interleave, latency, peak_memory, shortest_of_two
 from ampopt.pass_manager import LaneState, PassManager, Progress
 from ampopt.passes import ENGINES, LAUNCHES, PIPELINE, AllowTf32, BakeAutocast
+from ampopt.program import Settings
 from ampopt.rehearsal import Stage
 from ampopt.runtime import OptimizedModule, Outputs
 from ampopt.signature import describe
@@ -116,7 +117,7 @@ class Optimizer:
         lanes = lanes_for(self._options.precision, self.device, self._options.amp_dtype)
         with self._interruptible():
             if not (affordable := self._affordable(lanes)):
-                return self._unchanged(lanes[0])
+                return self._unchanged()
             for lane in affordable:
                 self._states.append(self._manager.open(lane))
             for number, state in enumerate(self._states, start=1):
@@ -127,9 +128,9 @@ class Optimizer:
         if not self._states:
             raise VerificationError("interrupted before anything was tried")
         self._summarize()
-        state = self._choose()
+        best = self._choose()
         self.ledger.seconds = time.perf_counter() - self._started
-        return self._module(state)
+        return self._module(None if self.ledger.chosen == ORIGINAL else best)
 
     def _affordable(self, lanes: Sequence[Lane]) -> list[Lane]:
         """The lanes that the time budget can judge; what is left out is noted.
@@ -156,11 +157,11 @@ class Optimizer:
             fastest = seconds
         return kept
 
-    def _unchanged(self, lane: Lane) -> OptimizedModule:
+    def _unchanged(self) -> OptimizedModule:
         """The original under the interface of an optimized module."""
         self.ledger.notes.append("the original answers every call: nothing was tried")
         self.ledger.chosen, self.ledger.seconds = ORIGINAL, time.perf_counter() - self._started
-        return self._module(self._manager.open(lane))
+        return self._module(None)
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -240,9 +241,16 @@ class Optimizer:
                 )
         return best
 
-    def _module(self, state: LaneState) -> OptimizedModule:
-        lane, program, options = state.lane, state.best.program, self._options
-        recipe = Recipe(lane.settings, lane.dtype, program.recipe, options.tolerance, options.metric)
+    def _module(self, state: LaneState | None) -> OptimizedModule:
+        """The module that runs a lane's best program; None: the original, which is then saved, too."""
+        options = self._options
+        bounds = options.tolerance, options.metric
+        if state is None:
+            program, ready = self._captured.program, None
+            recipe = Recipe(Settings(), torch.float32, (), *bounds)
+        else:
+            program, ready, lane = state.best.program, state.best.run, state.lane
+            recipe = Recipe(lane.settings, lane.dtype, program.recipe, *bounds)
         return OptimizedModule(
             self._original,
             self._captured,
@@ -251,8 +259,8 @@ class Optimizer:
             self.ledger,
             outputs=options.outputs,
             max_captures=self._max_captures,
-            serve_original=self.ledger.chosen == ORIGINAL,
-            ready=state.best.run,
+            serve_original=state is None,
+            ready=ready,
         )
 
 

@@ -15,7 +15,7 @@ from ampopt.lanes import Lane
 from ampopt.ledger import Entry, Ledger, Timing, Verdict
 from ampopt.measure import Measurement, device_time, gain, interleave, latency, peak_memory, synchronize
 from ampopt.program import Program
-from ampopt.rehearsal import Stage
+from ampopt.rehearsal import Stage, first_line
 from ampopt.transform import Family, Numerics, Pass, Result, replay
 from ampopt.verify import Verifier
 
@@ -178,10 +178,11 @@ class PassManager:
                 if (declined := step.why_not(program)) is not None:
                     self._record(blank, verdict=Verdict.DECLINED, reason=declined)
                     return None
+                unrehearsed = None
                 if step.risky and self._stage is not None:
-                    self._stage.rehearse(step, program, seconds=left)
+                    unrehearsed = self._stage.rehearse(step, program, seconds=left)
                 result = step.apply(program)
-                blank = _account(blank, result, time.perf_counter() - start)
+                blank = _account(blank, result, time.perf_counter() - start, unrehearsed)
                 if not result.modified:
                     self._record(blank, verdict=Verdict.DECLINED, reason=_why_nothing(result))
                     return None
@@ -192,7 +193,7 @@ class PassManager:
             self._record(blank, reason="interrupted")
             raise
         except Exception as error:
-            self._record(blank, verdict=Verdict.FAILED, reason=_one_line(error))
+            self._record(blank, verdict=Verdict.FAILED, reason=first_line(error))
             self._check_device(name)
             return None
 
@@ -273,9 +274,10 @@ class _Replay(Pass):
         return Result(replayed, len(replayed.recipe))
 
 
-def _account(entry: Entry, result: Result, seconds: float) -> Entry:
+def _account(entry: Entry, result: Result, seconds: float, unrehearsed: str | None) -> Entry:
+    hints = (*result.hints, *([f"not rehearsed: {unrehearsed}"] if unrehearsed else []))
     return dataclasses.replace(
-        entry, rewrites=result.rewrites, declined=result.declined, hints=result.hints, seconds=seconds
+        entry, rewrites=result.rewrites, declined=result.declined, hints=hints, seconds=seconds
     )
 
 
@@ -304,8 +306,3 @@ def _pace(entry: Entry, what: str) -> str:
     assert entry.gain is not None
     g = entry.gain
     return f"{what}: {g.ratio:.3f}x ({g.low:.3f} to {g.high:.3f})"
-
-
-def _one_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}".removesuffix(": ")

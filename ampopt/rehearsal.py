@@ -16,6 +16,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 from multiprocessing.connection import Connection
 from types import TracebackType
 
@@ -52,35 +53,38 @@ class Stage:
         if _possible():
             self._begin()
 
-    def rehearse(self, step: Pass, program: Program, *, seconds: float) -> None:
+    def rehearse(self, step: Pass, program: Program, *, seconds: float) -> str | None:
         """Apply `step` to `program` over there and run the outcome; PassError where that fails.
 
-        Nothing happens where a rehearsal is impossible: on systems without POSIX processes, and for programs
-        that another process cannot load, such as those that call operators registered in this one only.
+        Returns None, or why no rehearsal was possible: the system has no POSIX processes, or the program
+        cannot be loaded in another one, such as one that calls operators registered in this one only.
         """
         if not _possible():
-            return
-        try:
-            parcel = pickle.dumps((torch.get_num_threads(), step, program))
-        except (pickle.PicklingError, TypeError, AttributeError, RuntimeError):
-            return
-        try:
-            answer = self._ask(parcel, seconds)
-        except BaseException:
-            self.close()
-            raise
-        if answer is not None:
+            return "this system has no POSIX processes to rehearse in"
+        with tempfile.NamedTemporaryFile(prefix="ampopt-") as parcel:
+            try:
+                pickle.dump((torch.get_num_threads(), step, program), parcel)
+            except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
+                return f"the program cannot be sent to another process: {first_line(error)}"
+            parcel.flush()
+            try:
+                answer = self._ask(parcel.name, seconds)
+            except BaseException:  # Ctrl-C, too: nothing is to go on over there
+                self.close()
+                raise
+        if (reason := answer.get("failed")) is not None:
             self.close()  # whatever failed there may have broken that process's CUDA context
-            raise PassError(f"it failed in a process of its own: {answer}")
+            raise PassError(f"it failed in a process of its own: {reason}")
+        return answer.get("unloadable")
 
-    def _ask(self, parcel: bytes, seconds: float) -> str | None:
-        """What went wrong over there; None where nothing did."""
+    def _ask(self, parcel: str, seconds: float) -> dict[str, str]:
+        """What is wrong over there: nothing, or `failed` or `unloadable` with the reason."""
         line = self._begin()
         try:
-            line.send_bytes(parcel)
+            line.send_bytes(parcel.encode())  # short: it never waits for the other side, which may hang
             if not line.poll(max(seconds, 0.0)):
                 raise PassError(f"it took longer than the {seconds:.0f} s that were left of the budget")
-            answer: str | None = json.loads(line.recv_bytes())
+            answer: dict[str, str] = json.loads(line.recv_bytes())
         except (EOFError, OSError) as error:
             raise PassError(f"it brought down a process of its own ({self._how_it_ended()})") from error
         return answer
@@ -103,7 +107,10 @@ class Stage:
 
     def _how_it_ended(self) -> str:
         assert self._process is not None
-        status = self._process.wait()
+        try:
+            status = self._process.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            return "it hung up"
         return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
     def close(self) -> None:
@@ -122,7 +129,10 @@ def _possible() -> bool:
 
 
 def _warm_up(device: torch.device) -> None:
-    """Compile something small, so that the compiler is loaded when the first program comes."""
+    """Compile something small, so that the compiler is loaded when the first program comes.
+
+    Where that fails, so will the first program, and then the reason is told.
+    """
     with contextlib.suppress(Exception):
         torch.compile(torch.relu, options={"freezing": True})(torch.ones(8, device=device))
 
@@ -132,33 +142,37 @@ def _perform(step: Pass, program: Program) -> None:
     program = step.apply(program).program
     program.run(*program.examples)
     if program.device.type == "cuda":
-        with contextlib.suppress(
-            AmpoptError
-        ):  # that it cannot be captured is found out, and told, over there
+        with contextlib.suppress(AmpoptError):  # the pass manager finds out, and tells, that it has no graph
             ReplayedProgram(program).replay()
     synchronize(program.device)
 
 
+def _answer(parcel: str) -> dict[str, str]:
+    """Do what was asked for; see `Stage._ask`."""
+    try:
+        with open(parcel, "rb") as file:
+            threads, step, program = pickle.load(file)  # it comes from our own parent
+    except Exception as error:
+        return {"unloadable": f"another process cannot load the program: {first_line(error)}"}
+    try:
+        torch.set_num_threads(threads)
+        _perform(step, program)
+    except Exception as error:
+        return {"failed": first_line(error)}
+    return {}
+
+
+def first_line(error: Exception) -> str:
+    """The error's type and the first line of what it says."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}".removesuffix(": ")
+
+
 def _main(line: Connection) -> None:
     """Answer requests until the other side hangs up."""
-    while True:
-        try:
-            parcel = line.recv_bytes()
-        except EOFError:
-            return
-        answer: str | None = None
-        try:
-            threads, step, program = pickle.loads(parcel)  # it comes from our own parent
-        except Exception:
-            line.send_bytes(json.dumps(None).encode())  # no rehearsal is possible; see `Stage.rehearse`
-            continue
-        try:
-            torch.set_num_threads(threads)
-            _perform(step, program)
-        except Exception as error:
-            first = str(error).strip().splitlines()
-            answer = f"{type(error).__name__}: {first[0] if first else ''}"
-        line.send_bytes(json.dumps(answer).encode())
+    with contextlib.suppress(EOFError):
+        while True:
+            line.send_bytes(json.dumps(_answer(line.recv_bytes().decode())).encode())
 
 
 if __name__ == "__main__":

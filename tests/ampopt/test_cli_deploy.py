@@ -69,6 +69,7 @@ def test_verify_fails_where_frames_come_faster_than_answers(tmp_path: Path) -> N
     result = call("verify", tmp_path / "b", "--hz", "100", "--seconds", "0.5", "--deadline-ms", "0.001")
     assert result.exit_code == 1
     assert "frames at 100 Hz missed the deadline of 0.001 ms" in result.stdout.replace("\n", "")
+    assert not result.stderr  # a verdict is no error
 
 
 @pytest.mark.parametrize("change", ["flip", "cut", "text"])

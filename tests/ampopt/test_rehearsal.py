@@ -101,8 +101,22 @@ def test_what_another_process_cannot_load_is_not_rehearsed(program: Program) -> 
         """Known to this process only."""
 
     with Stage(CPU) as stage:
-        stage.rehearse(Local("crash"), program, seconds=60)
-        stage.rehearse(Risky(), program.replace(engine=lambda *tensors: tensors), seconds=60)
+        said = stage.rehearse(Local("crash"), program, seconds=60)
+        assert said is not None
+        assert "cannot be sent to another process" in said
+        engine = program.replace(engine=lambda *tensors: tensors)
+        assert stage.rehearse(Risky(), engine, seconds=60) is not None
+        assert stage.rehearse(Risky(), program, seconds=60) is None
+
+
+def test_what_was_not_rehearsed_is_told_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ampopt.rehearsal._possible", lambda: False)
+    with Stage(CPU) as stage:
+        bench = Bench(monkeypatch, nn.Linear(3, 2), X, cost={"risky": 0.5})
+        bench.manager._stage = stage
+        (entry,) = bench.rewrite(Risky("nothing", os.getpid()))
+    assert entry.verdict is Verdict.KEPT
+    assert entry.hints == ("not rehearsed: this system has no POSIX processes to rehearse in",)
 
 
 def test_a_pass_that_crashes_its_rehearsal_is_a_failed_row_and_the_rest_goes_on(
