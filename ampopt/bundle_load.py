@@ -25,13 +25,14 @@ from ampopt.environment import environment
 from ampopt.errors import AmpoptError, BundleError, InputError
 from ampopt.executable import executable
 from ampopt.ledger import Ledger
-from ampopt.measure import interleave, latency
+from ampopt.measure import latency
 from ampopt.numerics import relative_error
 from ampopt.optimizer import Optimizer, Options
 from ampopt.program import Settings
 from ampopt.program_file import read_program
 from ampopt.recipe_file import read_recipe
 from ampopt.runtime import OptimizedModule
+from ampopt.sampling import interleave
 from ampopt.signature import describe, flatten_call, flatten_outputs, tensors_of
 from ampopt.transform import Recipe, replay
 

@@ -25,7 +25,7 @@ from ampopt.call_file import write_call
 from ampopt.environment import device_name, environment
 from ampopt.errors import InputError
 from ampopt.frames import frame_call
-from ampopt.measure import Measurement, interleave, latency
+from ampopt.measure import latency
 from ampopt.model_hash import model_hash
 from ampopt.numerics import FLOORS, MULTIPLES
 from ampopt.onnx_export import OnnxReport
@@ -35,6 +35,7 @@ from ampopt.onnx_verify import OnnxVerifier
 from ampopt.passes import BakeAutocast
 from ampopt.program_file import write_program
 from ampopt.recipe_file import write_recipe
+from ampopt.sampling import Measurement, interleave
 from ampopt.torchscript_file import write_torchscript
 from ampopt.version import __version__
 

@@ -8,10 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import io
-import logging
 import textwrap
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +20,7 @@ from ampopt.errors import CaptureError, InputError
 from ampopt.flags import older_flags_readable
 from ampopt.lowering import lower
 from ampopt.program import Border, Program, autocast_scope
+from ampopt.quiet import quiet
 from ampopt.signature import OutputLayout, flatten_call, flatten_outputs, tensors_of
 
 
@@ -73,20 +71,6 @@ def device_of(model: nn.Module, leaves: Sequence[Any]) -> torch.device:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the megabytes that a failed export writes off the user's terminal; the exception says it all."""
-    logger = logging.getLogger("torch")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-
-
-@contextlib.contextmanager
 def untouched_rng(device: torch.device) -> Iterator[None]:
     """Put the random number generators back as they were after the block."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -128,7 +112,7 @@ def capture(
     """
     leaves, spec = flatten_call(args, kwargs)
     try:
-        with _plain_world(device), untouched_rng(device), _quiet(), older_flags_readable():
+        with _plain_world(device), untouched_rng(device), quiet(), older_flags_readable():
             exported = _export(model, tuple(args), dict(sorted(kwargs.items())))
             before = _python_state(model)
             result = model(*args, **kwargs)
@@ -136,7 +120,7 @@ def capture(
     except Exception as error:
         reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" …")
         raise CaptureError(f"torch.export cannot capture {type(model).__name__}: {reason}") from error
-    with _plain_world(device), untouched_rng(device), _quiet(), older_flags_readable():
+    with _plain_world(device), untouched_rng(device), quiet(), older_flags_readable():
         graph = lower(exported)
     if changed:
         raise CaptureError(f"{type(model).__name__} changes its attribute {changed[0]} when it is called")

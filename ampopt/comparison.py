@@ -16,12 +16,13 @@ from ampopt.environment import environment
 from ampopt.errors import CaptureError, InputError
 from ampopt.executable import executable
 from ampopt.lanes import Lane, lanes_for
-from ampopt.measure import Gain, Measurement, gain, interleave, latency
+from ampopt.measure import latency
 from ampopt.optimizer import Options
 from ampopt.passes import ENGINES, LAUNCHES
 from ampopt.program import Program
 from ampopt.progress import progress_line
 from ampopt.rehearsal import Stage
+from ampopt.sampling import Gain, Measurement, gain, interleave
 from ampopt.signature import describe, flatten_call
 from ampopt.transform import Pass
 from ampopt.verify import Verifier

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 
 class AmpoptError(Exception):
     """Base class of every error that ampopt raises on purpose."""
@@ -36,3 +39,14 @@ class MissingExtraError(AmpoptError):
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed: run  pip install 'ampopt[{extra}]'")
+
+
+def need(package: str, extra: str) -> Any:
+    """A module of a package that an extra brings. Raises MissingExtraError where it is not installed."""
+    root = package.partition(".")[0]
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as e:
+        if (e.name or "").partition(".")[0] != root:
+            raise
+        raise MissingExtraError(root, extra) from e

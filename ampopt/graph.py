@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
 
 from ampopt.program import Program
 
 aten = torch.ops.aten
+
+_TORCH = str(Path(torch.__file__).parent)
 
 CONVOLUTIONS = {aten.conv1d.default: 1, aten.conv2d.default: 2, aten.conv3d.default: 3}
 """Plain convolutions and their number of spatial dimensions."""
@@ -227,13 +232,26 @@ def dtype_of(node: fx.Node) -> torch.dtype:
 
 
 def where(node: fx.Node) -> str:
-    """The user's own line of code that a node comes from, as `file:line`; its name where that is unknown."""
-    trace = node.meta.get("stack_trace")
-    frames = [line.strip() for line in str(trace or "").splitlines() if line.strip().startswith("File ")]
-    if not frames:
-        return node.name
-    file, _, rest = frames[-1].removeprefix('File "').partition('", line ')
-    return f"{node.name} at {file}:{rest.split(',')[0]}"
+    """Its name and the innermost line outside PyTorch that a node comes from, `node at file:line`.
+
+    The name alone where the line is unknown.
+    """
+    frames = re.findall(r'File "([^"]+)", line (\d+)', str(node.meta.get("stack_trace") or ""))
+    own = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
+    return f"{node.name} at {own[-1][0]}:{own[-1][1]}" if own else node.name
+
+
+SWITCHES = {"train": False, "training": False, "dropout_p": 0.0}
+"""Arguments that switch off an operator's random numbers, and the value that does."""
+
+
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Whether an operator draws random numbers with the arguments that it has here."""
+    overload = node.target
+    if not isinstance(overload, OpOverload) or torch.Tag.nondeterministic_seeded not in overload.tags:
+        return False
+    values = arguments(node)
+    return not any(name in values and values[name] == off for name, off in SWITCHES.items())
 
 
 def reads_strides(module: fx.GraphModule) -> fx.Node | None:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ampopt.cuda_graphs import capture_calls
 from ampopt.errors import PassError
-from ampopt.measure import device_time, interleave, latency
+from ampopt.measure import device_time, latency
 from ampopt.program import Program
+from ampopt.sampling import interleave
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ampopt.errors import InputError, MissingExtraError
+from ampopt.errors import InputError, need
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -91,18 +91,15 @@ def read_image(path: Path, shape: Shape | None = None, *, normalize: bool = True
     if shape is not None:
         _require_image_shape(shape, normalize)
     channels = 3 if shape is None else shape.sizes[1]
+    image = need("PIL.Image", "vision")
     try:
-        from PIL import Image
-    except ModuleNotFoundError as e:
-        raise MissingExtraError("pillow", "vision") from e
-    try:
-        with Image.open(path) as opened:
+        with image.open(path) as opened:
             picture = opened.convert("RGB" if channels == 3 else "L")
     except OSError as e:
         raise InputError(f"the image {path} cannot be read: {e}") from e
     if shape is not None:
         height, width = shape.sizes[2:]
-        picture = picture.resize((width, height), Image.Resampling.BILINEAR)
+        picture = picture.resize((width, height), image.Resampling.BILINEAR)
     values = torch.from_numpy(np.array(picture, dtype=np.float32)).div(255)
     values = values.reshape(picture.height, picture.width, channels).permute(2, 0, 1).unsqueeze(0)
     if normalize:

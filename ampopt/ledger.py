@@ -7,7 +7,7 @@ import enum
 import math
 from typing import Any
 
-from ampopt.measure import Gain, Measurement
+from ampopt.sampling import Gain, Measurement
 from ampopt.transform import Declined
 
 ORIGINAL = "original"

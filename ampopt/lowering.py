@@ -21,6 +21,7 @@ from ampopt.graph import (
     arguments,
     aten,
     calls,
+    draws_random_numbers,
     finish,
     insert_call,
     is_constant,
@@ -210,17 +211,6 @@ def lower(exported: ExportedProgram) -> fx.GraphModule:
             "val", None
         )  # later passes change shapes and dtypes; `record_shapes` tells the new ones
     for node in calls(module):
-        if _draws_random_numbers(node):
+        if draws_random_numbers(node):
             raise CaptureError(f"the model draws random numbers when it is called: {where(node)}")
     return finish(module)
-
-
-def _draws_random_numbers(node: fx.Node) -> bool:
-    overload = node.target
-    if not isinstance(overload, torch._ops.OpOverload):
-        return False
-    if torch.Tag.nondeterministic_seeded not in overload.tags:
-        return False
-    values = arguments(node)
-    switched_off = values.get("train") is False or values.get("training") is False
-    return not (switched_off or values.get("dropout_p") == 0.0)

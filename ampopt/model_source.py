@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ampopt.errors import InputError, MissingExtraError
+from ampopt.errors import InputError, need
 
 MODEL_FILES = (".pt2", ".pt", ".ts")
 FORMS = "torchvision:NAME, timm:NAME, package.module:factory, file.py:factory, FILE.pt2, FILE.pt or FILE.ts"
@@ -67,22 +67,13 @@ def _build(source: str) -> nn.Module:
     return _call_factory(_import(where), name, source)
 
 
-def _zoo(package: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError as e:
-        if e.name != package:
-            raise
-        raise MissingExtraError(package, extra) from e
-
-
 def _unknown(zoo: str, name: str, names: Sequence[str]) -> InputError:
     near = difflib.get_close_matches(name, names)
     return InputError(f"{zoo} has no model {name!r}" + (f"; near it are {', '.join(near)}" if near else ""))
 
 
 def _torchvision(name: str) -> nn.Module:
-    models = _zoo("torchvision", "vision").models
+    models = need("torchvision", "vision").models
     if name not in models.list_models():
         raise _unknown("torchvision", name, models.list_models())
     builder = models.get_model_builder(name)
@@ -93,7 +84,7 @@ def _torchvision(name: str) -> nn.Module:
 
 
 def _timm(name: str) -> nn.Module:
-    timm = _zoo("timm", "timm")
+    timm = need("timm", "timm")
     if not timm.is_model(name):
         raise _unknown("timm", name, timm.list_models())
     model: nn.Module = timm.create_model(name, pretrained=False)

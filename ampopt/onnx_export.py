@@ -14,13 +14,12 @@ import torch
 from torch import nn
 
 from ampopt.capture import Captured
-from ampopt.errors import ExportError, InputError, VerificationError
+from ampopt.errors import ExportError, InputError, VerificationError, need
 from ampopt.model_hash import model_hash
 from ampopt.onnx_dynamic import Dims, Dynamic, capture_dynamic, dims_of, doubled
 from ampopt.onnx_files import append_metadata, publish, scratch_beside, sha256_of, write_model
 from ampopt.onnx_graph import OPSETS, to_onnx
 from ampopt.onnx_names import input_names_of, output_names_of
-from ampopt.onnx_providers import need
 from ampopt.onnx_verify import OnnxCheck, OutputCheck, emulated, verify_onnx
 from ampopt.portable import portable_program
 from ampopt.transform import Pass
@@ -121,7 +120,7 @@ def export_onnx(
     if target not in OPSETS:
         raise InputError(f"target={target!r}: choose from {', '.join(OPSETS)}")
     for package in ("onnx", "onnxscript", "onnxruntime"):
-        need(package)
+        need(package, "onnx")
     place = Path(path)
     if place.is_dir():
         raise InputError(f"{place} is a folder: name the file, such as {place / 'model.onnx'}")
@@ -183,7 +182,7 @@ def export_onnx(
         nodes=sum(1 for _ in model.graph.all_nodes()),
         nodes_off_gpu=check.nodes_off_gpu,
         providers=check.providers,
-        onnxruntime=str(need("onnxruntime").__version__),
+        onnxruntime=str(need("onnxruntime", "onnx").__version__),
         notes=check.notes,
         seconds=time.perf_counter() - started,
     )
@@ -201,7 +200,7 @@ def _calls(captured: Captured, traced: Captured, dims: Dims) -> tuple[Captured, 
 def _check_file(path: Path) -> None:
     """Raise ExportError where ONNX's own checker, with strict shape inference, finds the file invalid."""
     try:
-        need("onnx").checker.check_model(str(path), full_check=True)
+        need("onnx", "onnx").checker.check_model(str(path), full_check=True)
     except Exception as error:
         reason = textwrap.shorten(str(error), 300, placeholder=" …")
         raise ExportError(f"the exported model is not valid ONNX: {reason}") from error

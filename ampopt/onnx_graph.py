@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +20,6 @@ from ampopt.quiet import quiet
 
 OPSETS = {"onnxruntime": 20, "tensorrt": 18, "openvino": 18}
 """The opset that a file for each target is written in: the newest that widely used versions of it read."""
-
-_TORCH = str(Path(torch.__file__).parent)
 
 
 def to_onnx(
@@ -125,7 +121,7 @@ def _explain(error: Exception) -> str:
     reason = textwrap.shorten(str(causes[-1]) or type(causes[-1]).__name__, 300, placeholder=" …")
     if node is None:
         return f"the model cannot be exported to ONNX: {reason}"
-    return f"ONNX cannot express {node.target} ({user_line(node)}): {reason}"
+    return f"ONNX cannot express {node.target} ({where(node)}): {reason}"
 
 
 def _failing_node(error: BaseException) -> fx.Node | None:
@@ -138,11 +134,3 @@ def _failing_node(error: BaseException) -> fx.Node | None:
                 return found
         current = current.__cause__
     return None
-
-
-def user_line(node: fx.Node) -> str:
-    """The innermost line outside PyTorch that a node comes from, as `node at file:line`."""
-    trace = str(node.meta.get("stack_trace") or "")
-    frames = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    own = [(file, line) for file, line in frames if not file.startswith(_TORCH)]
-    return f"{node.name} at {own[-1][0]}:{own[-1][1]}" if own else where(node)

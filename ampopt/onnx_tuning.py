@@ -25,6 +25,7 @@ from ampopt.onnx_session import (
     onnxruntime,
     relative_error,
 )
+from ampopt.sampling import Gain, Measurement, gain
 
 LEAST_ROUNDS = 6
 """With fewer, no interval holds the median with 95 % confidence."""
@@ -39,9 +40,6 @@ LONG_CALL_S = 0.02
 
 PAUSE_S = 0.03
 """Before a turn on the CPU: the threads of the last session still spin for more than 20 ms."""
-
-LEAST_GAIN = 1.005
-"""Less is not worth an option that differs from the default."""
 
 Setting = tuple[str, SessionOptions]
 """What is changed, as the rows name it, and the options with it."""
@@ -167,11 +165,11 @@ class _Sweep:
         """Measure the best against the start once more; if it is slower after all, go back to the start."""
         if self.best is start:
             return 1.0
-        ratio, _, high = gain(*self._measure([start, self.best], share=1.0))
-        if high < 1:
+        found = _gain(*self._measure([start, self.best], share=1.0))
+        if found.high < 1:
             self.best = start
             return 1.0
-        return ratio
+        return found.ratio
 
     def _load(self, setting: str, options: SessionOptions) -> _Subject | None:
         try:
@@ -216,10 +214,8 @@ class _Sweep:
 
     def _judge(self, before: _Subject, subjects: Sequence[_Subject], times: Sequence[Array]) -> None:
         """Keep the fastest of `subjects` if it beats `before`; `times` are of both, in this order."""
-        gains = [gain(times[0], after) for after in times[1:]]
-        faster = [
-            s for s, (ratio, low, _) in zip(subjects, gains, strict=True) if low > 1 and ratio >= LEAST_GAIN
-        ]
+        gains = [_gain(times[0], after) for after in times[1:]]
+        faster = [subject for subject, found in zip(subjects, gains, strict=True) if found.is_real]
         medians = {id(s): np.median(after) for s, after in zip(subjects, times[1:], strict=True)}
         winner = min(faster, key=lambda s: medians[id(s)], default=None)
         for subject, after, found in zip(subjects, times[1:], gains, strict=True):
@@ -234,23 +230,13 @@ class _Sweep:
         self.best = winner or before
 
 
-def gain(before: Array, after: Array) -> tuple[float, float, float]:
-    """How many times faster `after` is: the median ratio of turns taken together, and its 95 % interval.
-
-    Both hold seconds of shape (turns, calls in a turn). The ends of the interval are order statistics whose
-    ranks the binomial distribution gives, so it holds whatever the noise is distributed like.
-    """
-    ratios = np.sort(np.median(before, axis=1) / np.median(after, axis=1))
-    n = len(ratios)
-    tails = np.cumsum([math.comb(n, k) * 0.5**n for k in range((n + 1) // 2)])
-    rank = max(0, int(np.searchsorted(tails, 0.025, side="right")) - 1)
-    return float(np.median(ratios)), float(ratios[rank]), float(ratios[n - 1 - rank])
+def _gain(before: Array, after: Array) -> Gain:
+    """How many times faster `after` is; both hold seconds of shape (turns, calls in a turn)."""
+    return gain(*(Measurement(tuple(map(float, np.median(times, axis=1)))) for times in (before, after)))
 
 
-def _row(
-    subject: _Subject, verdict: str, reason: str, times: Array, found: tuple[float, float, float] | None
-) -> Row:
-    ratio, low, high = found or (None, None, None)
+def _row(subject: _Subject, verdict: str, reason: str, times: Array, found: Gain | None) -> Row:
+    ratio, low, high = (found.ratio, found.low, found.high) if found else (None, None, None)
     median, p99 = (1e3 * float(value) for value in np.quantile(times, [0.5, 0.99]))
     return Row(
         subject.setting, subject.options, verdict, reason, median, p99, ratio, low, high, subject.error

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,9 +14,17 @@ from torch import Tensor, nn
 
 from ampopt.capture import Captured
 from ampopt.emulated_half import EmulatedHalf
-from ampopt.onnx_providers import CPU, CUDA, providers, session
+from ampopt.onnx_options import CPU, CUDA, OPENVINO, SessionError, SessionOptions
+from ampopt.onnx_session import Node, OnnxRunner, onnxruntime
 from ampopt.portable import autocast_program
 from ampopt.verify import Metric, Run, Verifier
+
+_OPTIONS: dict[str, dict[str, str]] = {
+    CPU: {},
+    # strict float32, as the limits are; and no search over algorithms that are used once
+    CUDA: {"use_tf32": "0", "cudnn_conv_algo_search": "HEURISTIC"},
+    OPENVINO: {},
+}
 
 TORCH = "torch"
 """Stands in a provider's place for the portable program itself, run by PyTorch."""
@@ -48,7 +56,7 @@ class OnnxCheck:
     """The outcome for a file: every output on every provider, and what is wrong (None: nothing).
 
     `metric` is the user's metric, the worst over providers; `nodes_off_gpu` are the nodes that ONNX Runtime
-    did not run on the GPU, or None where no CUDA provider is installed.
+    did not place on the GPU, or None where no CUDA provider is installed or it does not tell (before 1.24).
     """
 
     outputs: tuple[OutputCheck, ...]
@@ -107,6 +115,27 @@ def _excess(check: OutputCheck) -> float:
     return check.error / check.limit if check.limit > 0 else math.inf if check.error > 0 else 0.0
 
 
+def providers() -> tuple[str, ...]:
+    """The providers that this installation of ONNX Runtime offers, of those that ampopt verifies on."""
+    available = onnxruntime().get_available_providers()
+    return tuple(name for name in _OPTIONS if name in available)
+
+
+def run_onnx(runner: OnnxRunner, *tensors: Tensor) -> list[Tensor]:
+    """Run a file on tensors of any device; they are rounded to the dtypes that it takes."""
+    arrays = (
+        tensor.detach().cpu().numpy().astype(info.dtype, copy=False)
+        for info, tensor in zip(runner.inputs, tensors, strict=True)
+    )
+    return [torch.from_numpy(array) for array in runner(*arrays)]
+
+
+def nodes_off(nodes: Mapping[str, Sequence[Node]], provider: str) -> tuple[str, ...]:
+    """The nodes that another provider than this one runs, as `name (operator)`."""
+    others = (found for name, found in nodes.items() if name != provider)
+    return tuple(f"{node.name} ({node.op})" for found in others for node in found)
+
+
 def verify_onnx(
     path: Path,
     model: nn.Module,
@@ -132,14 +161,18 @@ def verify_onnx(
     off_gpu: tuple[str, ...] | None = None
     notes = [verifier.note for verifier in verifiers if verifier.note]
     for provider in providers():
-        with session(path, provider) as run:
-            if not run.is_on_provider:
-                notes.append(f"{provider} is installed, but did not start: nothing was verified on it")
-                continue
-            used.append(provider)
-            tally.add(provider, run)
-            if provider == CUDA:
-                off_gpu = run.nodes_elsewhere()
+        try:
+            runner = OnnxRunner(path, SessionOptions(provider, _OPTIONS[provider]))
+        except SessionError as error:
+            if provider == CPU:
+                tally.reasons.append(str(error))
+            else:
+                notes.append(f"nothing was verified on {provider}: {error}")
+            continue
+        used.append(provider)
+        tally.add(provider, functools.partial(run_onnx, runner))
+        if provider == CUDA and runner.nodes is not None:
+            off_gpu = nodes_off(runner.nodes, CUDA)
     if dtype is torch.float16 and used == [CPU]:
         notes.append(ON_CPU_FP16)
     reason = tally.reasons[0] if tally.reasons else None

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ampopt.graph import arguments
+from ampopt.graph import SWITCHES, arguments, draws_random_numbers
 
 _UNFIT = {
     r"from_file|pin_memory": "it reaches beyond tensors, to files or to the process",
@@ -46,9 +46,6 @@ _UNFIT_TAGS = {
     torch.Tag.data_dependent_output: "its result is not a tensor",
     torch.Tag.inplace_view: "it changes its argument",
 }
-
-_SWITCHES = {"train": False, "training": False, "dropout_p": 0.0}
-"""Arguments that switch off an operator's random numbers, and the value that does."""
 
 
 @functools.cache
@@ -90,7 +87,7 @@ def why_not_operator(operator: object) -> str | None:
     if private and not core and name not in _PRIVATE:
         return "it is for PyTorch's own use"
     reasons = (reason for words, reason in _UNFIT.items() if re.search(words, name))
-    switches = {argument.name for argument in schema.arguments} & _SWITCHES.keys()
+    switches = {argument.name for argument in schema.arguments} & SWITCHES.keys()
     if torch.Tag.nondeterministic_seeded in operator.tags and not switches:
         return "it draws random numbers"
     return next(reasons, None)
@@ -101,10 +98,9 @@ def why_not_call(node: fx.Node) -> str | None:
     operator = node.target
     if not isinstance(operator, OpOverload):
         return None
-    values = arguments(node)
-    switched_off = any(name in values and values[name] == off for name, off in _SWITCHES.items())
-    if torch.Tag.nondeterministic_seeded in operator.tags and not switched_off:
+    if draws_random_numbers(node):
         return "it draws random numbers"
+    values = arguments(node)
     in_training = values.get("training") or values.get("train") or values.get("use_input_stats")
     if in_training and values.get("running_mean") is not None:
         return "it changes its running statistics"

@@ -17,12 +17,13 @@ from ampopt.environment import environment
 from ampopt.errors import InputError, VerificationError
 from ampopt.lanes import Lane, lanes_for
 from ampopt.ledger import ORIGINAL, LaneSummary, Ledger
-from ampopt.measure import gain, interleave, latency, peak_memory, shortest_of_two
+from ampopt.measure import latency, peak_memory, shortest_of_two
 from ampopt.pass_manager import LaneState, PassManager, Progress
 from ampopt.passes import ENGINES, LAUNCHES, PIPELINE, AllowTf32, BakeAutocast
 from ampopt.program import Settings
 from ampopt.rehearsal import Stage
 from ampopt.runtime import OptimizedModule, Outputs
+from ampopt.sampling import gain, interleave
 from ampopt.signature import describe
 from ampopt.transform import Pass, Recipe
 from ampopt.verify import Metric, Verifier

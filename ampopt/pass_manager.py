@@ -13,9 +13,10 @@ from ampopt.errors import AmpoptError
 from ampopt.executable import Executable, executable
 from ampopt.lanes import Lane
 from ampopt.ledger import Entry, Ledger, Timing, Verdict
-from ampopt.measure import Measurement, device_time, gain, interleave, latency, peak_memory, synchronize
+from ampopt.measure import device_time, latency, peak_memory, synchronize
 from ampopt.program import Program
 from ampopt.rehearsal import Stage, first_line
+from ampopt.sampling import Measurement, gain, interleave
 from ampopt.transform import Family, Numerics, Pass, Result, replay
 from ampopt.verify import Verifier
 

@@ -15,13 +15,14 @@ from ampopt.capture import Captured, capture, device_of, private_copy, untouched
 from ampopt.environment import environment
 from ampopt.errors import AmpoptError, CaptureError, InputError
 from ampopt.ledger import ORIGINAL, LaneSummary, Ledger
-from ampopt.measure import interleave, latency
+from ampopt.measure import latency
 from ampopt.numerics import relative_error
 from ampopt.optimizer import AUTO_TOLERANCE, Optimizer, Options
 from ampopt.pass_manager import Progress
 from ampopt.program import Settings
 from ampopt.rehearsal import Stage
 from ampopt.runtime import OptimizedModule
+from ampopt.sampling import interleave
 from ampopt.signature import call_key, describe, flatten_call, flatten_outputs, tensors_of
 
 MOST_REASONS = 8

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ampopt.errors import InputError, MissingExtraError
+from ampopt.errors import InputError, need
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -24,7 +24,7 @@ def generate_keys(private_path: str | Path, public_path: str | Path) -> None:
     Raises InputError if one of them exists already or cannot be written, MissingExtraError without
     `cryptography`.
     """
-    _require_cryptography()
+    need("cryptography.hazmat.primitives.asymmetric.ed25519", "sign")
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -69,15 +69,8 @@ def is_signed(key_path: str | Path, message: bytes, signature: bytes) -> bool:
     return True
 
 
-def _require_cryptography() -> None:
-    try:
-        import cryptography.hazmat.primitives.asymmetric.ed25519  # noqa: F401
-    except ImportError as e:
-        raise MissingExtraError("cryptography", "sign") from e
-
-
 def _private_key(path: str | Path) -> Ed25519PrivateKey:
-    _require_cryptography()
+    need("cryptography.hazmat.primitives.asymmetric.ed25519", "sign")
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -95,7 +88,7 @@ def _private_key(path: str | Path) -> Ed25519PrivateKey:
 
 
 def _public_key(path: str | Path) -> Ed25519PublicKey:
-    _require_cryptography()
+    need("cryptography.hazmat.primitives.asymmetric.ed25519", "sign")
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key

@@ -26,13 +26,14 @@ from torch import Tensor, nn
 
 from ampopt.capture import Captured, capture, private_copy
 from ampopt.environment import environment
-from ampopt.measure import Sampler, gain, interleave, latency, shortest_of_two
+from ampopt.measure import latency, shortest_of_two
 from ampopt.onnx_export import PRECISIONS, export_onnx
 from ampopt.onnx_knobs import changed
 from ampopt.onnx_options import CPU, CUDA, SessionOptions
 from ampopt.onnx_session import Array, OnnxRunner, relative_error
 from ampopt.onnx_tuning import PAUSE_S, tune
 from ampopt.quiet import quiet
+from ampopt.sampling import Sampler, gain, interleave
 from benchmarks.export_networks import NETWORKS, network
 from benchmarks.exports_table import line, to_markdown
 from benchmarks.results_files import commit, results_folder

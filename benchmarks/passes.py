@@ -29,8 +29,9 @@ from ampopt.environment import environment
 from ampopt.errors import AmpoptError
 from ampopt.flags import cuda_math
 from ampopt.ledger import ORIGINAL
-from ampopt.measure import interleave, latency
+from ampopt.measure import latency
 from ampopt.numerics import relative_error
+from ampopt.sampling import interleave
 from ampopt.signature import flatten_outputs
 from benchmarks import by_hand
 from benchmarks.models import CPU_WORKLOADS, WORKLOADS

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from ampopt import measure
-from ampopt.measure import Gain, Measurement, Sampler
+from ampopt import sampling
+from ampopt.sampling import Gain, Measurement, Sampler
 from tests.ampopt.planted import KEEP
 
 TIMED = [
@@ -21,7 +21,7 @@ TIMED = [
 def _few_rounds(
     samplers: Mapping[str, Sampler], *, seconds: float, least: int = 8, most: int = 400
 ) -> dict[str, Measurement]:
-    return measure.interleave(samplers, seconds=0.0, least=3)
+    return sampling.interleave(samplers, seconds=0.0, least=3)
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from ampopt.capture import Captured, capture, device_of, private_copy
 from ampopt.graph import aten, copy_of, finish, insert_call
 from ampopt.lanes import Lane
 from ampopt.ledger import Entry, Ledger
-from ampopt.measure import Gain
 from ampopt.pass_manager import LaneState, PassManager
 from ampopt.program import Program, Settings
 from ampopt.runtime import OptimizedModule
+from ampopt.sampling import Gain
 from ampopt.signature import flatten_call
 from ampopt.transform import Declined, Family, Numerics, Pass, Recipe, Result
 from ampopt.verify import Verifier

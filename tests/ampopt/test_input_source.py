@@ -110,7 +110,7 @@ def test_a_file_that_is_no_image_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_image_without_pillow_names_the_extra(picture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(MissingExtraError, match=r"ampopt\[vision\]"):
         example_call(image=picture)
 

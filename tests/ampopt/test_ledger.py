@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ampopt.ledger import ORIGINAL, Entry, LaneSummary, Ledger, Timing, Verdict
-from ampopt.measure import Gain, Measurement
 from ampopt.report import COLUMNS, to_markdown, to_text
+from ampopt.sampling import Gain, Measurement
 from ampopt.transform import Declined
 
 

@@ -16,7 +16,7 @@ from ampopt.errors import InputError
 from ampopt.onnx_knobs import changed, knobs_for, thread_counts
 from ampopt.onnx_options import CPU, CUDA, OPENVINO
 from ampopt.onnx_session import Array, SessionError, SessionOptions
-from ampopt.onnx_tuning import Tuning, gain, tune
+from ampopt.onnx_tuning import Tuning, tune
 from tests.ampopt.onnx_models import convolution, image
 
 Seconds = Callable[[SessionOptions], float]
@@ -215,25 +215,6 @@ def test_thread_counts_are_of_the_cores_that_the_process_may_use(monkeypatch: py
     assert thread_counts() == [1, 2, 4, 6]
     monkeypatch.setattr("ampopt.onnx_knobs.os.sched_getaffinity", lambda _: {0, 4}, raising=False)
     assert thread_counts() == [1, 2]
-
-
-def test_the_interval_of_a_gain_holds_the_truth_in_95_of_100_cases() -> None:
-    noise, held = np.random.default_rng(0), 0
-    for _ in range(1000):
-        before, after = noise.lognormal(0, 0.3, (20, 3)), noise.lognormal(0, 0.3, (20, 3))
-        _, low, high = gain(2 * before, after)
-        held += low <= 2.0 <= high
-    assert held >= 940
-
-
-def test_a_gain_of_few_rounds_is_the_whole_range() -> None:
-    before, after = np.array([[2.0], [4.0], [6.0], [8.0], [3.0], [5.0]]), np.ones((6, 1))
-    assert gain(before, after) == (4.5, 2.0, 8.0)
-
-
-def test_drift_that_both_share_is_no_gain() -> None:
-    drifting = np.linspace(1, 3, 20)[:, None]
-    assert gain(drifting, drifting) == (1.0, 1.0, 1.0)
 
 
 @pytest.mark.gpu

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
 
+from ampopt import onnx_verify
 from ampopt.capture import Captured
 from ampopt.onnx_export import export_onnx
-from ampopt.onnx_providers import CPU, CUDA, nodes_off, providers, session
-from ampopt.onnx_verify import ON_CPU_FP16, OnnxVerifier, OutputCheck, verify_onnx
+from ampopt.onnx_options import CPU, CUDA
+from ampopt.onnx_session import Node
+from ampopt.onnx_verify import (
+    ON_CPU_FP16,
+    OnnxVerifier,
+    OutputCheck,
+    nodes_off,
+    providers,
+    verify_onnx,
+)
 from ampopt.verify import Verifier
 from tests.ampopt.planted import captured_of
 from tests.helpers import Model
@@ -118,35 +125,29 @@ def test_no_limit_lets_an_output_of_zeros_pass() -> None:
     assert (rows[0].error, rows[0].limit, rows[0].passed) == (1.0, 0.5, False)
 
 
-def test_nodes_off_the_gpu_are_told_from_the_profile() -> None:
-    def event(name: str, provider: str, cat: str = "Node") -> dict[str, Any]:
-        facts = {"provider": provider, "op_name": name.split("_")[0]}
-        return {"cat": cat, "name": f"{name}_kernel_time", "args": facts}
-
-    events = [
-        event("Conv_1", CUDA),
-        event("TopK_2", CPU),
-        event("TopK_2", CPU),
-        event("run", CPU, "Session"),
-        {"cat": "Node", "name": "Conv_1_fence_before", "args": {"op_name": "Conv"}},
-    ]
-    assert nodes_off(events, CUDA) == ("TopK_2 (TopK)",)
+def test_nodes_of_another_provider_are_named() -> None:
+    nodes = {CUDA: [Node("Conv_1", "Conv")], CPU: [Node("TopK_2", "TopK")]}
+    assert nodes_off(nodes, CUDA) == ("TopK_2 (TopK)",)
+    assert nodes_off(nodes, CPU) == ("Conv_1 (Conv)",)
 
 
-def test_the_profile_of_this_onnx_runtime_is_understood(
+def test_a_provider_that_does_not_start_is_a_note(
+    exported: tuple[Path, nn.Module, Captured], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, original, captured = exported
+    monkeypatch.setattr("ampopt.onnx_verify.providers", lambda: (CPU, "NoSuchExecutionProvider"))
+    monkeypatch.setitem(onnx_verify._OPTIONS, "NoSuchExecutionProvider", {})
+    check = verify_onnx(path, original, [captured], torch.float32, NAMES)
+    assert check.reason is None
+    assert check.providers == (CPU,)
+    assert any("nothing was verified on NoSuchExecutionProvider" in note for note in check.notes)
+
+
+def test_a_file_that_the_cpu_does_not_load_is_refused(
     exported: tuple[Path, nn.Module, Captured], tmp_path: Path
 ) -> None:
-    options = onnxruntime.SessionOptions()
-    options.enable_profiling, options.profile_file_prefix = True, str(tmp_path / "profile")
-    run = onnxruntime.InferenceSession(str(exported[0]), options, providers=[CPU])
-    run.run(None, {run.get_inputs()[0].name: X.numpy()})
-    events = json.loads(Path(run.end_profiling()).read_text(encoding="utf-8"))
-    assert any("Conv" in name for name in nodes_off(events, CUDA))
-    assert nodes_off(events, CPU) == ()
-
-
-def test_a_session_leaves_no_profile_behind(exported: tuple[Path, nn.Module, Captured]) -> None:
-    with session(exported[0], CPU) as run:
-        folder = Path(run._directory.name)
-        assert len(run(X)) == 2
-    assert not folder.exists()
+    _, original, captured = exported
+    (tmp_path / "broken.onnx").write_bytes(b"no model")
+    check = verify_onnx(tmp_path / "broken.onnx", original, [captured], torch.float32, NAMES)
+    assert check.reason is not None
+    assert "does not load the model" in check.reason

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import ampopt
 from ampopt.errors import VerificationError
 from ampopt.ledger import ORIGINAL, Verdict
-from ampopt.measure import Measurement
+from ampopt.sampling import Measurement
 from tests.ampopt.planted import Planted, optimize
 from tests.helpers import Model, with_statistics
 

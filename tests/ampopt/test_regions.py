@@ -78,7 +78,7 @@ class Overwriting(nn.Module):
 def keep_the_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the whole comparison find the patched model twice as fast, whatever the clock says."""
     from ampopt import regions
-    from ampopt.measure import Measurement
+    from ampopt.sampling import Measurement
 
     def measured(samplers: dict[str, Any], **options: Any) -> dict[str, Measurement]:
         for sampler in samplers.values():

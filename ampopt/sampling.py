@@ -1,0 +1,97 @@
+"""Samples that are taken in turn, medians with their confidence, and decisions outside the noise."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Sampler = Callable[[], float]
+"""Takes one sample and returns it in seconds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """Raw samples in seconds, in the order in which they were taken, and what follows from them."""
+
+    samples: tuple[float, ...]
+
+    def quantile(self, q: float) -> float:
+        """The sample below which a share `q` of all samples lies, in seconds."""
+        ordered = sorted(self.samples)
+        return ordered[min(len(ordered) - 1, math.ceil(q * len(ordered)) - 1 if q > 0 else 0)]
+
+    @property
+    def median(self) -> float:
+        """The median sample, in seconds."""
+        return statistics.median(self.samples)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the quartiles, as a share of the median."""
+        return (self.quantile(0.75) - self.quantile(0.25)) / 2 / self.median
+
+    def to_dict(self) -> dict[str, Any]:
+        """Quantiles in milliseconds and the number of samples, for JSON."""
+        names = {"p50_ms": self.median, "p90_ms": self.quantile(0.9), "p99_ms": self.quantile(0.99)}
+        values = {name: round(1e3 * value, 6) for name, value in names.items()}
+        return {**values, "spread": round(self.spread, 4), "samples": len(self.samples)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gain:
+    """How many times faster `after` is than `before`: the median of paired ratios and its 95 % interval."""
+
+    ratio: float
+    low: float
+    high: float
+
+    @property
+    def is_real(self) -> bool:
+        """Faster, outside the noise and by at least half a percent."""
+        return self.low > 1.0 and self.ratio >= 1.005
+
+    @property
+    def is_loss(self) -> bool:
+        """Slower, outside the noise and by at least half a percent."""
+        return self.high < 1.0 and self.ratio <= 0.995
+
+
+def gain(before: Measurement, after: Measurement) -> Gain:
+    """Compare two interleaved measurements sample by sample.
+
+    The interval holds the median of the ratios with 95 % confidence whatever their distribution: its ends
+    are order statistics with binomial(n, 1/2) ranks (Conover, Practical Nonparametric Statistics, 3.2).
+    """
+    ratios = sorted(b / a for b, a in zip(before.samples, after.samples, strict=True))
+    rank = _interval_rank(len(ratios))
+    return Gain(statistics.median(ratios), ratios[rank], ratios[len(ratios) - 1 - rank])
+
+
+def _interval_rank(n: int) -> int:
+    """The largest r for which order statistics r and n-1-r hold the median with 95 % confidence."""
+    tail, rank = 0.5**n, 0
+    while (further := tail + math.comb(n, rank + 1) * 0.5**n) <= 0.025 and rank + 1 < n / 2:
+        tail, rank = further, rank + 1
+    return rank
+
+
+def interleave(
+    samplers: Mapping[str, Sampler], *, seconds: float, least: int = 6, most: int = 400
+) -> dict[str, Measurement]:
+    """Sample every subject in turn (A B C A B C …) until `seconds` have passed.
+
+    At least `least` rounds are made and at most `most`; a first one warms up and is not counted.
+    """
+    for sampler in samplers.values():
+        sampler()
+    samples: dict[str, list[float]] = {name: [] for name in samplers}
+    end, rounds = time.perf_counter() + seconds, 0
+    while rounds < least or (rounds < most and time.perf_counter() < end):
+        for name, sampler in samplers.items():
+            samples[name].append(sampler())
+        rounds += 1
+    return {name: Measurement(tuple(values)) for name, values in samples.items()}
