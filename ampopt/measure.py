@@ -6,15 +6,14 @@ between their launches removed: the time of a CUDA-graph replay. On a CPU the tw
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 
 import torch
 
+from ampopt import sampling
 from ampopt.sampling import Sampler
-
-LONG_CALL_S = 0.02
-"""From here on a call is timed without an untimed one before it."""
 
 
 def synchronize(device: torch.device) -> None:
@@ -24,25 +23,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def latency(call: Callable[[], object], device: torch.device) -> Sampler:
-    """Samples the latency of one synchronised call, by the host's clock.
-
-    An untimed call goes before each timed one, so that it finds the caches as the subject's own last call
-    left them and not as the other subjects' did; where a call takes long, caches matter no more.
-    """
-    last = 0.0
-
-    def sample() -> float:
-        nonlocal last
-        if last < LONG_CALL_S:
-            call()
-        synchronize(device)
-        start = time.perf_counter()
-        call()
-        synchronize(device)
-        last = time.perf_counter() - start
-        return last
-
-    return sample
+    """Samples the latency of one synchronised call on a device, see `sampling.latency`."""
+    return sampling.latency(call, functools.partial(synchronize, device))
 
 
 def shortest_of_two(call: Callable[[], object], device: torch.device, *, long_s: float) -> float:

@@ -127,7 +127,8 @@ def run_onnx(runner: OnnxRunner, *tensors: Tensor) -> list[Tensor]:
         tensor.detach().cpu().numpy().astype(info.dtype, copy=False)
         for info, tensor in zip(runner.inputs, tensors, strict=True)
     )
-    return [torch.from_numpy(array) for array in runner(*arrays)]
+    device = tensors[0].device if tensors else None
+    return [torch.from_numpy(array).to(device) for array in runner(*arrays)]
 
 
 def nodes_off(nodes: Mapping[str, Sequence[Node]], provider: str) -> tuple[str, ...]:

@@ -12,6 +12,9 @@ from typing import Any
 Sampler = Callable[[], float]
 """Takes one sample and returns it in seconds."""
 
+LONG_CALL_S = 0.02
+"""From here on a call is timed without an untimed one before it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
@@ -95,3 +98,25 @@ def interleave(
             samples[name].append(sampler())
         rounds += 1
     return {name: Measurement(tuple(values)) for name, values in samples.items()}
+
+
+def latency(call: Callable[[], object], synchronize: Callable[[], None] = lambda: None) -> Sampler:
+    """Samples the latency of one call and what `synchronize` waits for, by the host's clock.
+
+    An untimed call goes before each timed one, so that it finds the caches as the subject's own last call
+    left them and not as the other subjects' did; where a call takes long, caches matter no more.
+    """
+    last = 0.0
+
+    def sample() -> float:
+        nonlocal last
+        if last < LONG_CALL_S:
+            call()
+        synchronize()
+        start = time.perf_counter()
+        call()
+        synchronize()
+        last = time.perf_counter() - start
+        return last
+
+    return sample

@@ -18,7 +18,7 @@ def test_a_quick_call_is_timed_after_an_untimed_one_and_a_long_one_is_not(
         nonlocal now, calls
         now, calls = now + step, calls + 1
 
-    monkeypatch.setattr("ampopt.measure.time.perf_counter", lambda: now)
+    monkeypatch.setattr("ampopt.sampling.time.perf_counter", lambda: now)
     sample = latency(call, torch.device("cpu"))
     assert [round(sample(), 6) for _ in range(2)] == [0.001, 0.001]
     assert calls == 4

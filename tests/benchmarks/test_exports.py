@@ -7,14 +7,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import exports
+from benchmarks import exports, exports_timing
 from benchmarks.export_networks import NETWORKS, TIMM, make_small_constants_random
-from benchmarks.exports import in_own_process, rows_of, write_rows
+from benchmarks.exports import exported, rows_of, with_timing, write_rows
 from benchmarks.exports_table import COLUMNS, line, means, to_markdown
+from benchmarks.exports_timing import timing
 from benchmarks.models import WORKLOADS
 
 CPU = torch.device("cpu")
@@ -64,15 +66,17 @@ def test_small_constants_become_random_and_everything_else_stays() -> None:
 
 
 def test_tiny_network_is_verified_in_both_precisions_and_timed_in_fp32(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(exports, "TUNING_S", 0.1)
-    monkeypatch.setattr(exports, "TIMING_S", 0.1)
+    monkeypatch.setattr(exports_timing, "TUNING_S", 0.1)
+    monkeypatch.setattr(exports_timing, "TIMING_S", 0.1)
     with torch.no_grad():
-        single, half = json.loads(json.dumps([*rows_of("linear5x128", ["fp32", "fp16"], CPU, timing=True)]))
+        rows = list(rows_of("linear5x128", ["fp32", "fp16"], CPU, tmp_path, plain=True))
+    single, half = json.loads(json.dumps(rows))
     for row in (single, half):
         assert row["report"]["verified"]
         assert row["report"]["error"] > 0
+        row["timing"] = timing(tmp_path, row["precision"], "CPUExecutionProvider")
     assert half["report"]["error"] > 10 * single["report"]["error"]
     gains = single["timing"]["gains"]["plain / ours"]
     assert 0 < gains["low"] <= gains["ratio"] <= gains["high"]
@@ -82,32 +86,33 @@ def test_tiny_network_is_verified_in_both_precisions_and_timed_in_fp32(
     assert line(single).count("|") == line(half).count("|") == len(COLUMNS) + 1
 
 
-def test_failed_export_is_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_export_is_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*args: Any, **options: Any) -> None:
         raise ValueError("no | such operator")
 
     monkeypatch.setattr(exports, "export_onnx", refuse)
     with torch.no_grad():
-        (row,) = rows_of("linear5x128", ["fp32"], CPU, timing=True)
+        (row,) = rows_of("linear5x128", ["fp32"], CPU, tmp_path, plain=False)
     assert row["error"] == "ValueError: no | such operator"
-    assert "timing" not in row
+    assert with_timing([row], tmp_path, "CPUExecutionProvider") == [row]
     assert cells(row)["error"] == "NOT VERIFIED: ValueError: no / such operator"
 
 
-def test_failed_plain_export_leaves_the_verification_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **options: Any) -> None:
-        raise ValueError("no plain file")
-
-    monkeypatch.setattr(exports, "timed", refuse)
-    with torch.no_grad():
-        (row,) = rows_of("linear5x128", ["fp32"], CPU, timing=True)
-    assert row["report"]["verified"]
-    assert cells(row)["ours ms"] == "ValueError: no plain file"
+def test_failed_plain_export_leaves_the_verification_and_says_why(tmp_path: Path) -> None:
+    np.savez(tmp_path / "inputs.npz", np.zeros(1, np.float32))
+    (row,) = with_timing([verified("linear5x128", "fp32")], tmp_path, "CPUExecutionProvider")
+    assert "plain.onnx" in row["timing"]["not_timed"]
+    assert cells(row)["ours ms"].startswith("SessionError")
 
 
-def test_process_that_ends_early_leaves_a_row_for_each_precision() -> None:
+def test_timing_process_that_ends_early_leaves_the_verification_and_says_how(tmp_path: Path) -> None:
+    (row,) = with_timing([verified("linear5x128", "fp32")], tmp_path, "NoSuchProvider")
+    assert row["timing"] == {"not_timed": "its process ended with status 2"}
+
+
+def test_process_that_ends_early_leaves_a_row_for_each_precision(tmp_path: Path) -> None:
     options = argparse.Namespace(precisions=["fp32", "fp16"], device="cpu", no_timing=True)
-    rows = in_own_process("no such network", options)
+    rows = exported("no such network", tmp_path / "exports", options)
     assert [row["precision"] for row in rows] == ["fp32", "fp16"]
     assert {row["error"] for row in rows} == {"the process ended with status 2"}
 

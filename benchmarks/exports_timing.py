@@ -1,0 +1,110 @@
+"""Latencies of ONNX files beside a plain export of the same network, in a process without PyTorch.
+
+    python -m benchmarks.exports_timing FOLDER --provider CUDAExecutionProvider --precisions fp32 fp16
+
+Reads FOLDER/inputs.npz, plain.onnx and fp32.onnx, fp16.onnx; prints a JSON object, precision by precision.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ampopt.onnx_knobs import changed
+from ampopt.onnx_options import CPU, CUDA, SAFE_OPTIONS, SessionOptions
+from ampopt.onnx_session import Array, OnnxRunner, relative_error
+from ampopt.onnx_tuning import PAUSE_S, tune
+from ampopt.sampling import Sampler, gain, interleave, latency
+
+TUNING_S = 2.0
+"""For the sweep of the options of one file, loading included."""
+
+TIMING_S = 1.0
+"""For the calls in turn of one file and its peers."""
+
+LONG_BATCH_S = 0.5
+"""A batch of several samples whose call takes longer on a CPU is not timed."""
+
+_TF32 = {"provider_options": {"use_tf32": "1"}}
+
+
+def timing(folder: Path, precision: str, provider: str) -> dict[str, Any]:
+    """What `timed` says of a file, or why there is nothing to say."""
+    if precision == "fp16" and provider == CPU:
+        return {"not_timed": "not timed: a CPU computes it in FP32"}
+    with np.load(folder / "inputs.npz") as stored:
+        arrays = tuple(stored.values())
+    try:
+        return timed(folder / f"{precision}.onnx", folder / "plain.onnx", arrays, precision, provider)
+    except Exception as failure:
+        return {"not_timed": f"{type(failure).__name__}: {failure}"}
+
+
+def timed(
+    ours: Path, plain: Path, arrays: tuple[Array, ...], precision: str, provider: str
+) -> dict[str, Any]:
+    """Latencies of both files in this process, called in turn, and the ratios of those taken together.
+
+    Ours has tuned options, the other ONNX Runtime's own. These allow TF32 on a GPU, which ours does not: for
+    FP32 each file is timed there with the other's setting, too. `difference` is the relative error of our
+    outputs against the plain file's.
+    """
+    runners = {"plain": OnnxRunner(plain, SessionOptions(provider))}
+    runners["plain"](*arrays)
+    start = time.perf_counter()
+    runners["plain"](*arrays)
+    seconds = time.perf_counter() - start
+    if provider == CPU and len(arrays[0]) > 1 and seconds > LONG_BATCH_S:
+        return {"not_timed": f"not timed: a batch of {len(arrays[0])} takes {seconds:.1f} s"}
+    tuning = tune(ours, arrays, seconds=TUNING_S, providers=[provider])
+    pairs = {"plain / ours": ("plain", "ours")}
+    runners["ours"] = OnnxRunner(ours, tuning.best)
+    if provider == CUDA and precision == "fp32":
+        runners["plain without TF32"] = OnnxRunner(plain, SessionOptions.default(provider))
+        runners["ours with TF32"] = OnnxRunner(ours, changed(tuning.best, _TF32))
+        pairs["plain / ours, both with TF32"] = ("plain", "ours with TF32")
+        pairs["plain / ours, both without TF32"] = ("plain without TF32", "ours")
+    pause = PAUSE_S if provider == CPU else 0.0
+    samplers = {name: rested(functools.partial(runner, *arrays), pause) for name, runner in runners.items()}
+    times = interleave(samplers, seconds=TIMING_S)
+    outputs = (runners[name](*arrays) for name in ("ours", "plain"))
+    return {
+        **{name: measured.to_dict() for name, measured in times.items()},
+        "gains": {key: dataclasses.asdict(gain(times[a], times[b])) for key, (a, b) in pairs.items()},
+        "difference": max(map(relative_error, *outputs)),
+        "tuning": {"session": tuning.session(), "ratio": tuning.ratio},
+    }
+
+
+def rested(call: Callable[[], object], pause: float) -> Sampler:
+    """Samples a call's latency once the threads of the session before it have stopped spinning."""
+    sample = latency(call)
+
+    def after_pause() -> float:
+        time.sleep(pause)
+        return sample()
+
+    return after_pause
+
+
+def main() -> None:
+    """Time the files of one network."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--provider", choices=list(SAFE_OPTIONS), required=True)
+    parser.add_argument("--precisions", nargs="+", required=True)
+    options = parser.parse_args()
+    found = {name: timing(options.folder, name, options.provider) for name in options.precisions}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
