@@ -24,7 +24,7 @@ from ampopt.onnx_session import Array, OnnxRunner, relative_error
 from ampopt.onnx_tuning import PAUSE_S, tune
 from ampopt.sampling import Sampler, gain, interleave, latency
 
-TUNING_S = 2.0
+TUNING_S = 8.0
 """For the sweep of the options of one file, loading included."""
 
 TIMING_S = 1.0

@@ -1,0 +1,94 @@
+"""Page-locked host memory: results of a GPU reach the host several times faster in it than in plain memory.
+
+The CUDA runtime is the one that this process has loaded already; nothing is linked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MOST_BLOCKS = 4
+"""Page-locked memory is scarce: a caller who keeps more results than this gets the others in plain memory."""
+
+_TO_HOST, _PORTABLE = 2, 1  # cudaMemcpyDeviceToHost, cudaHostAllocPortable
+
+
+def cuda_runtime() -> Any | None:
+    """The CUDA runtime that is loaded, or None where there is none or it cannot be told (not on Linux)."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text(encoding="utf-8").splitlines() if maps.is_file() else []
+    loaded = [line.split(maxsplit=5)[-1] for line in lines if "/libcudart.so" in line]
+    if not loaded:
+        return None
+    runtime = ctypes.CDLL(loaded[0])
+    runtime.cudaHostAlloc.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_uint]
+    runtime.cudaFreeHost.argtypes = [ctypes.c_void_p]
+    runtime.cudaMemcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return runtime
+
+
+class HostCopies:
+    """Copies of one device buffer of a fixed size, each in memory of its own.
+
+    That memory is page-locked for up to `MOST_BLOCKS` copies that are alive at a time. A block is used
+    again once no array shows it any more.
+    """
+
+    def __init__(self, runtime: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self._runtime, self._shape, self._dtype = runtime, shape, dtype
+        self._bytes = math.prod(shape) * dtype.itemsize
+        self._free: deque[int] = deque()  # its methods are atomic: blocks come back from any thread
+        self._made = 0
+
+    def copy(self, pointer: int) -> np.ndarray[Any, np.dtype[Any]]:
+        """What lies at an address of the device, once everything that wrote it is done.
+
+        Raises RuntimeError where CUDA refuses.
+        """
+        address = self._block()
+        if address is None:
+            found = np.empty(self._shape, self._dtype)
+        else:
+            found = np.asarray(_Block(self._free, address, self._shape, self._dtype))
+        if status := self._runtime.cudaMemcpy(found.ctypes.data, pointer, self._bytes, _TO_HOST):
+            raise RuntimeError(f"cudaMemcpy to the host failed with CUDA error {status}")
+        return found
+
+    def _block(self) -> int | None:
+        """The address of a free block, None where there is none."""
+        if self._free:
+            return self._free.popleft()
+        if self._made == MOST_BLOCKS or not self._bytes:
+            return None
+        address = ctypes.c_void_p()
+        if self._runtime.cudaHostAlloc(ctypes.byref(address), self._bytes, _PORTABLE):
+            return None
+        self._made += 1
+        return address.value
+
+    def __del__(self) -> None:
+        """Free the blocks; those that arrays still show stay, as long as the process does."""
+        while self._free:
+            self._runtime.cudaFreeHost(self._free.popleft())
+
+
+class _Block:
+    """What NumPy makes an array of, and keeps as long as one shows this memory."""
+
+    def __init__(self, free: deque[int], address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self._free, self._address = free, address
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": shape,
+            "typestr": dtype.str,
+            "version": 3,
+        }
+
+    def __del__(self) -> None:
+        self._free.append(self._address)
