@@ -154,7 +154,7 @@ def _onnx(
     report = module.export_onnx(path, precision=precision)
     model = path if report.data_sha256 is not None else path.read_bytes()
     arrays = [_storable(tensor).numpy() for tensor in test.inputs.values()]
-    return report, tune(model, arrays, seconds=seconds, tolerance=test.tolerance)
+    return report, tune(model, arrays, seconds=seconds, tolerance=test.tolerance, tf32=precision == "fp16")
 
 
 def _quantiles(tuned: Tuning) -> dict[str, Any]:

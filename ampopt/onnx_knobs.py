@@ -14,7 +14,7 @@ Knob = Mapping[str, Mapping[str, Any]]
 """The settings that exclude each other: how a report names them, and the fields that they change."""
 
 
-def knobs_for(start: SessionOptions, allow_tf32: bool) -> list[Knob]:
+def knobs_for(start: SessionOptions) -> list[Knob]:
     """What is tried, in order, as changes of fields; those in `provider_options` are added to it.
 
     What gains most comes first, because a sweep may end early: on a GPU a CUDA graph and the layout of the
@@ -23,7 +23,6 @@ def knobs_for(start: SessionOptions, allow_tf32: bool) -> list[Knob]:
     if start.provider == CUDA:
         graph = {"enable_cuda_graph": "1"}
         native: list[dict[str, dict[str, str]]] = [
-            *([{"use_tf32=1": {"use_tf32": "1"}}] if allow_tf32 else []),
             {"fuse_conv_bias=1": {"fuse_conv_bias": "1"}},
             {f"cudnn_conv_algo_search={s}": {"cudnn_conv_algo_search": s} for s in ("HEURISTIC", "DEFAULT")},
             {"cudnn_conv_use_max_workspace=0": {"cudnn_conv_use_max_workspace": "0"}},

@@ -94,12 +94,13 @@ def tune(
     *,
     seconds: float,
     providers: Sequence[str] | None = None,
-    allow_tf32: bool = False,
+    tf32: bool = False,
     tolerance: float = 1e-3,
 ) -> Tuning:
     """Sweep the options of the fastest of `providers` for about `seconds`; loading counts too.
 
-    By default the providers are CUDA, where this ONNX Runtime has it, and the CPU. Outputs may be
+    By default the providers are CUDA, where this ONNX Runtime has it, and the CPU; `tf32` is for a model in
+    float16, see `SessionOptions.default`. Outputs may be
     `tolerance` (relative error) away from those of the first provider that loads, at its default options.
     Raises InputError where the inputs do not fit the model, SessionError where no provider loads it.
     """
@@ -107,9 +108,9 @@ def tune(
         found = onnxruntime().get_available_providers()
         providers = [provider for provider in (CUDA, CPU) if provider in found]
     end = time.perf_counter() + seconds
-    settings = [(provider, SessionOptions.default(provider)) for provider in providers]
+    settings = [(provider, SessionOptions.default(provider, tf32=tf32)) for provider in providers]
     sweep = _Sweep(model, tuple(inputs), settings, tolerance=tolerance, end=end)
-    start, knobs = sweep.best, knobs_for(sweep.best.options, allow_tf32)
+    start, knobs = sweep.best, knobs_for(sweep.best.options)
     for turn, knob in enumerate(knobs):
         sweep.turn(knob, share=1 / (len(knobs) - turn + 1))
     ratio = sweep.final(start)

@@ -8,23 +8,25 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ampopt.capture import Captured
 from ampopt.emulated_half import EmulatedHalf
+from ampopt.onnx_knobs import changed
 from ampopt.onnx_options import CPU, CUDA, OPENVINO, SessionError, SessionOptions
 from ampopt.onnx_session import Node, OnnxRunner, onnxruntime
 from ampopt.portable import autocast_program
 from ampopt.verify import Metric, Run, Verifier
 
-_OPTIONS: dict[str, dict[str, str]] = {
+_ONCE: dict[str, dict[str, Any]] = {
     CPU: {},
-    # strict float32, as the limits are; and no search over algorithms that are used once
-    CUDA: {"use_tf32": "0", "cudnn_conv_algo_search": "HEURISTIC"},
+    CUDA: {"provider_options": {"cudnn_conv_algo_search": "HEURISTIC"}},
     OPENVINO: {},
 }
+"""What differs from the default options: no search over algorithms that are used once."""
 
 TORCH = "torch"
 """Stands in a provider's place for the portable program itself, run by PyTorch."""
@@ -118,7 +120,7 @@ def _excess(check: OutputCheck) -> float:
 def providers() -> tuple[str, ...]:
     """The providers that this installation of ONNX Runtime offers, of those that ampopt verifies on."""
     available = onnxruntime().get_available_providers()
-    return tuple(name for name in _OPTIONS if name in available)
+    return tuple(name for name in _ONCE if name in available)
 
 
 def run_onnx(runner: OnnxRunner, *tensors: Tensor) -> list[Tensor]:
@@ -162,8 +164,9 @@ def verify_onnx(
     off_gpu: tuple[str, ...] | None = None
     notes = [verifier.note for verifier in verifiers if verifier.note]
     for provider in providers():
+        options = SessionOptions.default(provider, tf32=dtype is torch.float16)
         try:
-            runner = OnnxRunner(path, SessionOptions(provider, _OPTIONS[provider]))
+            runner = OnnxRunner(path, changed(options, _ONCE[provider]))
         except SessionError as error:
             if provider == CPU:
                 tally.reasons.append(str(error))

@@ -57,7 +57,7 @@ def load(
         raise BundleError(f"{os.fspath(path)} holds no {MODEL}: save it again with its ONNX model")
     with _model(files) as model:
         try:
-            runner, notes = _started(model, _choices(files.manifest["onnx"]["session"], provider))
+            runner, notes = _started(model, _choices(files.manifest["onnx"], provider))
             if notes and retune_seconds > 0:
                 runner = _retuned(model, runner, files, retune_seconds)
                 notes.append(f"measured anew: {runner.options}")
@@ -78,9 +78,9 @@ def _model(files: BundleFiles) -> Iterator[bytes | Path]:
         yield files.read(MODEL)
 
 
-def _choices(session: Mapping[str, Any], provider: str | None) -> list[Choice]:
+def _choices(onnx: Mapping[str, Any], provider: str | None) -> list[Choice]:
     """What to try, in order. Raises BundleError where the stored options are none."""
-    ort = onnxruntime()
+    ort, session = onnxruntime(), onnx["session"]
     tuned_for = session.get("onnxruntime")
     stored = SessionOptions.from_dict({k: v for k, v in session.items() if k != "onnxruntime"})
     choices: list[Choice] = []
@@ -98,10 +98,14 @@ def _choices(session: Mapping[str, Any], provider: str | None) -> list[Choice]:
     there = [name for name in (CUDA, CPU) if name in ort.get_available_providers()]
     wanted = [provider] if provider else [stored.provider, *there] if tuned_for else there
     defaults = [
-        (SessionOptions.default(name), f"{name} runs with default options: {reason}")
+        (SessionOptions.default(name, tf32=_is_half(onnx)), f"{name} runs with default options: {reason}")
         for name in dict.fromkeys(wanted)
     ]
     return [*choices, *defaults]
+
+
+def _is_half(onnx: Mapping[str, Any]) -> bool:
+    return bool(onnx["precision"] == "fp16")
 
 
 def _started(model: bytes | Path, choices: Sequence[Choice]) -> tuple[OnnxRunner, list[str]]:
@@ -121,9 +125,15 @@ def _retuned(model: bytes | Path, runner: OnnxRunner, files: BundleFiles, second
     example = self_test_tensors(files, "input", runner.inputs)
     inputs = [example[info.name].astype(info.dtype, copy=False) for info in runner.inputs]
     providers, tolerance = [runner.options.provider], files.manifest["tolerance"]
-    return OnnxRunner(
-        model, tune(model, inputs, seconds=seconds, providers=providers, tolerance=tolerance).best
+    tuning = tune(
+        model,
+        inputs,
+        seconds=seconds,
+        providers=providers,
+        tolerance=tolerance,
+        tf32=_is_half(files.manifest["onnx"]),
     )
+    return OnnxRunner(model, tuning.best)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

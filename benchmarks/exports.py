@@ -146,11 +146,15 @@ def exported(name: str, folder: Path, options: argparse.Namespace) -> list[dict[
 
 def with_timing(rows: Sequence[dict[str, Any]], folder: Path, provider: str) -> list[dict[str, Any]]:
     """Rows with the timing of those that were verified, measured in a process of its own."""
-    there = [row["precision"] for row in rows if "report" in row]
-    if not there:
+    limits = {
+        row["precision"]: max(output["limit"] for output in row["report"]["outputs"])
+        for row in rows
+        if "report" in row
+    }
+    if not limits:
         return list(rows)
     command = [sys.executable, "-m", "benchmarks.exports_timing", str(folder), "--provider", provider]
-    command += ["--precisions", *there]
+    command += ["--tolerances", *(f"{precision}={limit}" for precision, limit in limits.items())]
     try:
         ended = subprocess.run(command, check=False, timeout=MOST_S, stdout=subprocess.PIPE, text=True)
         found = json.loads(ended.stdout) if ended.returncode == 0 else {}

@@ -1,6 +1,6 @@
 """Latencies of ONNX files beside a plain export of the same network, in a process without PyTorch.
 
-    python -m benchmarks.exports_timing FOLDER --provider CUDAExecutionProvider --precisions fp32 fp16
+    python -m benchmarks.exports_timing FOLDER --provider CUDAExecutionProvider --tolerances fp32=1e-5
 
 Reads FOLDER/inputs.npz, plain.onnx and fp32.onnx, fp16.onnx; prints a JSON object, precision by precision.
 """
@@ -24,7 +24,7 @@ from ampopt.onnx_session import Array, OnnxRunner, relative_error
 from ampopt.onnx_tuning import PAUSE_S, tune
 from ampopt.sampling import Sampler, gain, interleave, latency
 
-TUNING_S = 8.0
+TUNING_S = 4.0
 """For the sweep of the options of one file, loading included."""
 
 TIMING_S = 1.0
@@ -36,20 +36,27 @@ LONG_BATCH_S = 0.5
 _TF32 = {"provider_options": {"use_tf32": "1"}}
 
 
-def timing(folder: Path, precision: str, provider: str) -> dict[str, Any]:
-    """What `timed` says of a file, or why there is nothing to say."""
+def timing(folder: Path, precision: str, provider: str, tolerance: float) -> dict[str, Any]:
+    """What `timed` says of a file, or why there is nothing to say; options keep to the tolerance."""
     if precision == "fp16" and provider == CPU:
         return {"not_timed": "not timed: a CPU computes it in FP32"}
     with np.load(folder / "inputs.npz") as stored:
         arrays = tuple(stored.values())
     try:
-        return timed(folder / f"{precision}.onnx", folder / "plain.onnx", arrays, precision, provider)
+        return timed(
+            folder / f"{precision}.onnx", folder / "plain.onnx", arrays, precision, provider, tolerance
+        )
     except Exception as failure:
         return {"not_timed": f"{type(failure).__name__}: {failure}"}
 
 
 def timed(
-    ours: Path, plain: Path, arrays: tuple[Array, ...], precision: str, provider: str
+    ours: Path,
+    plain: Path,
+    arrays: tuple[Array, ...],
+    precision: str,
+    provider: str,
+    tolerance: float,
 ) -> dict[str, Any]:
     """Latencies of both files in this process, called in turn, and the ratios of those taken together.
 
@@ -64,11 +71,12 @@ def timed(
     seconds = time.perf_counter() - start
     if provider == CPU and len(arrays[0]) > 1 and seconds > LONG_BATCH_S:
         return {"not_timed": f"not timed: a batch of {len(arrays[0])} takes {seconds:.1f} s"}
-    tuning = tune(ours, arrays, seconds=TUNING_S, providers=[provider])
+    half = precision == "fp16"
+    tuning = tune(ours, arrays, seconds=TUNING_S, providers=[provider], tolerance=tolerance, tf32=half)
     pairs = {"plain / ours": ("plain", "ours")}
     runners["ours"] = OnnxRunner(ours, tuning.best)
-    if provider == CUDA and precision == "fp32":
-        runners["plain without TF32"] = OnnxRunner(plain, SessionOptions.default(provider))
+    if provider == CUDA and not half:
+        runners["plain without TF32"] = OnnxRunner(plain, SessionOptions.default(provider, tf32=False))
         runners["ours with TF32"] = OnnxRunner(ours, changed(tuning.best, _TF32))
         pairs["plain / ours, both with TF32"] = ("plain", "ours with TF32")
         pairs["plain / ours, both without TF32"] = ("plain without TF32", "ours")
@@ -80,7 +88,7 @@ def timed(
         **{name: measured.to_dict() for name, measured in times.items()},
         "gains": {key: dataclasses.asdict(gain(times[a], times[b])) for key, (a, b) in pairs.items()},
         "difference": max(map(relative_error, *outputs)),
-        "tuning": {"session": tuning.session(), "ratio": tuning.ratio},
+        "tuning": tuning.to_dict(),
     }
 
 
@@ -100,9 +108,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--provider", choices=list(SAFE_OPTIONS), required=True)
-    parser.add_argument("--precisions", nargs="+", required=True)
+    parser.add_argument("--tolerances", nargs="+", required=True, help="fp32=1e-5 fp16=1e-3")
     options = parser.parse_args()
-    found = {name: timing(options.folder, name, options.provider) for name in options.precisions}
+    tolerances = dict(pair.split("=") for pair in options.tolerances)
+    found = {
+        name: timing(options.folder, name, options.provider, float(limit))
+        for name, limit in tolerances.items()
+    }
     print(json.dumps(found))
 
 

@@ -63,7 +63,7 @@ def test_options_that_are_no_mapping_are_refused(data: object) -> None:
 
 @pytest.mark.parametrize("provider", SAFE_OPTIONS)
 def test_what_a_sweep_starts_from_can_be_stored(provider: str) -> None:
-    options = SessionOptions.default(provider)
+    options = SessionOptions.default(provider, tf32=False)
     assert SessionOptions.from_dict(options.to_dict()) == options
 
 
@@ -250,7 +250,7 @@ def test_the_error_of_integers_is_the_share_that_differs() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        SessionOptions.default(CUDA),
+        SessionOptions.default(CUDA, tf32=False),
         SessionOptions(CUDA, {"use_tf32": "0"}, io_binding=True),
         SessionOptions(CUDA, {"use_tf32": "0", "enable_cuda_graph": "1"}, io_binding=True),
         SessionOptions(CUDA, {"use_tf32": "0", "prefer_nhwc": "1", "fuse_conv_bias": "1"}, io_binding=True),

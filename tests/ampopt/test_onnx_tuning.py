@@ -142,11 +142,13 @@ def test_on_cuda_graphs_are_tried_with_fixed_buffers_on_top_of_the_rest(
     assert all(o.provider_options["use_tf32"] == "0" for o in fake.loaded)
 
 
-def test_tf32_is_tried_only_where_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeRunners(monkeypatch, lambda o: 0.001 if o.provider_options["use_tf32"] == "1" else 0.002)
-    assert tune(b"", [], seconds=9.0, providers=[CUDA]).best.provider_options["use_tf32"] == "0"
-    found = tune(b"", [], seconds=9.0, providers=[CUDA], allow_tf32=True)
-    assert found.best.provider_options["use_tf32"] == "1"
+@pytest.mark.parametrize(("tf32", "options"), [(False, {"use_tf32": "0"}), (True, {})])
+def test_tf32_is_off_unless_it_is_asked_for(
+    tf32: bool, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeRunners(monkeypatch, lambda o: 0.001)
+    assert tune(b"", [], seconds=9.0, providers=[CUDA], tf32=tf32).best == SessionOptions(CUDA, options)
+    assert {o.provider_options.get("use_tf32") for o in fake.loaded} == {options.get("use_tf32")}
 
 
 @pytest.mark.parametrize(("cpu", "expected"), [(0.001, CPU), (0.1, CUDA)])
@@ -183,7 +185,7 @@ def test_settings_without_time_are_not_tried_and_say_so(monkeypatch: pytest.Monk
     tuning = tune(b"", [], seconds=1.0, providers=[CPU])
     assert len(fake.loaded) == 1
     assert {row.reason for row in tuning.rows if row.verdict == "not tried"} == {"out of time"}
-    assert len(tuning.rows) == 1 + sum(map(len, knobs_for(SessionOptions(), allow_tf32=False)))
+    assert len(tuning.rows) == 1 + sum(map(len, knobs_for(SessionOptions())))
 
 
 def test_a_sweep_keeps_to_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +200,7 @@ def test_inputs_that_do_not_fit_are_the_callers_mistake() -> None:
 
 
 def test_a_provider_without_knobs_runs_at_its_defaults() -> None:
-    assert knobs_for(SessionOptions(OPENVINO), allow_tf32=True) == []
+    assert knobs_for(SessionOptions(OPENVINO)) == []
 
 
 def test_a_change_adds_to_the_providers_options() -> None:

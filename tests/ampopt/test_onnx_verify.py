@@ -136,7 +136,7 @@ def test_a_provider_that_does_not_start_is_a_note(
 ) -> None:
     path, original, captured = exported
     monkeypatch.setattr("ampopt.onnx_verify.providers", lambda: (CPU, "NoSuchExecutionProvider"))
-    monkeypatch.setitem(onnx_verify._OPTIONS, "NoSuchExecutionProvider", {})
+    monkeypatch.setitem(onnx_verify._ONCE, "NoSuchExecutionProvider", {})
     check = verify_onnx(path, original, [captured], torch.float32, NAMES)
     assert check.reason is None
     assert check.providers == (CPU,)
