@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampopt.graph import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, aten
+from ampopt.graph import CONVOLUTIONS, FULL_PRECISION, TRANSPOSED_CONVOLUTIONS, aten
 from ampopt.program import Program, autocast_scope
 
 Decisions = dict[fx.Node, dict[fx.Node, torch.dtype]]
@@ -62,6 +62,11 @@ _NEED_RANGE = {
 _FLOATING = (torch.float32, torch.float16, torch.bfloat16)
 _RECURRENT = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
 """Their kernels take their weights as one block and break on cast ones: they stay in FP32."""
+
+
+def stays_in_fp32(node: fx.Node) -> bool:
+    """Whether no policy may lower a call: it is recurrent, or the model switches autocast off for it."""
+    return node.target in _RECURRENT or FULL_PRECISION in node.meta
 
 
 class _CastRecorder(TorchDispatchMode):
@@ -118,13 +123,13 @@ class _AutocastRun(_Run):
     FP32 inside an operator whose result is `low` is the operator's own business and not autocast's.
     """
 
-    def __init__(self, module: fx.GraphModule, low: torch.dtype) -> None:
+    def __init__(self, module: fx.GraphModule, low: torch.dtype, device: torch.device) -> None:
         super().__init__(module)
-        self._low = low
+        self._low, self._device = low, device
 
     def decide_and_call(self, node: fx.Node) -> Any:
-        if node.target in _RECURRENT:
-            with torch.autocast(next(iter(self.module.buffers())).device.type, enabled=False):
+        if stays_in_fp32(node):
+            with autocast_scope(self._device, None):
                 return self.call_with(node, self.casts_to(node, torch.float32))
         with _CastRecorder() as recorder:
             result = super().decide_and_call(node)
@@ -166,7 +171,7 @@ def record_autocast(
     program: Program, module: fx.GraphModule, dtype: torch.dtype
 ) -> tuple[Decisions, dict[fx.Node, torch.dtype]]:
     """What autocast to `dtype` does to each call of `module`, and the dtype of every result under it."""
-    run = _run(_AutocastRun(module, dtype), program, dtype)
+    run = _run(_AutocastRun(module, dtype, program.device), program, dtype)
     return run.decisions, run.dtypes
 
 
@@ -181,13 +186,14 @@ def decide(policy: str, program: Program, module: fx.GraphModule, dtype: torch.d
         return record_autocast(program, module, dtype)[0]
     wants: Callable[[fx.Node], torch.dtype | None] = {
         "O1": lambda node: _o1(node, dtype),
-        "O2": lambda node: torch.float32 if node.target in _NORMALIZATIONS | _RECURRENT else dtype,
-        "half": lambda node: torch.float32 if node.target in _RECURRENT else dtype,
+        "O2": lambda node: torch.float32 if node.target in _NORMALIZATIONS else dtype,
+        "half": lambda _: dtype,
     }[policy]
-    return _run(_PolicyRun(module, wants), program).decisions
+    policy_run = _PolicyRun(module, lambda node: torch.float32 if stays_in_fp32(node) else wants(node))
+    return _run(policy_run, program).decisions
 
 
 def _o1(node: fx.Node, dtype: torch.dtype) -> torch.dtype | None:
     if node.target in _PRODUCTS:
         return dtype
-    return torch.float32 if node.target in _NEED_RANGE | _RECURRENT else None
+    return torch.float32 if node.target in _NEED_RANGE else None

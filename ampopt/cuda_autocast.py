@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt.errors import ExportError
-from ampopt.graph import aten, copy_of, finish, insert_call, where
+from ampopt.graph import FULL_PRECISION, aten, copy_of, finish, insert_call, where
 from ampopt.program import Program
 
 _CUDA = torch.device("cuda", 0)
@@ -56,6 +56,14 @@ class _CudaRun(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function":
             return super().run_node(n)
+        values = {source: self.env[source] for source in n.all_input_nodes}
+        halves = [s for s, v in values.items() if isinstance(v, Tensor) and v.dtype is torch.float16]
+        if FULL_PRECISION in n.meta:
+            self.widened.extend((n, source) for source in halves)
+            wide = values | {source: values[source].float() for source in halves}
+            args, kwargs = fx.map_arg((n.args, n.kwargs), lambda source: wide[source])
+            with torch.autocast("cuda", enabled=False):
+                return self.call_function(n.target, args, kwargs)
         with _WideningCasts() as casts:
             try:
                 result = super().run_node(n)
@@ -66,8 +74,6 @@ class _CudaRun(fx.Interpreter):
                 ) from error
         if isinstance(result, Tensor) and result.dtype is torch.float16:
             return result  # an operator that widens inside and rounds again does so everywhere
-        values = {source: self.env[source] for source in n.all_input_nodes}
-        halves = [s for s, v in values.items() if isinstance(v, Tensor) and v.dtype is torch.float16]
         if _is_float32(result) and not any(map(_is_float32, values.values())):
             self.widened.extend((n, source) for source in halves)  # asked for by `dtype=`, or by a cast
         else:

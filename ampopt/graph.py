@@ -241,6 +241,9 @@ def where(node: fx.Node) -> str:
     return f"{node.name} at {own[-1][0]}:{own[-1][1]}" if own else node.name
 
 
+FULL_PRECISION = "full_precision"
+"""Key of a node's `meta`: the model switches autocast off for it, so it takes its inputs in FP32."""
+
 SWITCHES = {"train": False, "training": False, "dropout_p": 0.0}
 """Arguments that switch off an operator's random numbers, and the value that does."""
 

@@ -18,6 +18,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from ampopt.errors import CaptureError
 from ampopt.graph import (
+    FULL_PRECISION,
     arguments,
     aten,
     calls,
@@ -131,16 +132,47 @@ def _lift_weights(exported: ExportedProgram) -> fx.GraphModule:
         elif node.op == "output":
             flat = [mapping[arg] for arg in node.args[0] if isinstance(arg, fx.Node)]
             graph.output(tuple(flat))
-        elif node.target is aten._assert_tensor_metadata.default:
-            continue  # it would forbid every later change of dtype
-        elif node.op == "call_function":
-            new = graph.node_copy(node, lambda old: mapping[old])
-            kept = ("stack_trace", "nn_module_stack", "val")
-            new.meta = {key: node.meta[key] for key in kept if key in node.meta}
-            mapping[node] = new
         else:
-            raise CaptureError(f"the graph holds a {node.op} node, which ampopt does not know: {where(node)}")
+            _copy_into(graph, node, mapping, full_precision=False)
     return fx.GraphModule(root, graph)
+
+
+def _copy_into(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, Any], *, full_precision: bool) -> None:
+    """Copy a call; a block under the model's own `torch.autocast` is copied call by call in its place.
+
+    Where that block switches autocast off, its calls are marked for `bake-autocast`.
+    """
+    if node.target is aten._assert_tensor_metadata.default:
+        return  # it would forbid every later change of dtype
+    if node.op == "get_attr" and isinstance(block := _block(node), fx.GraphModule):
+        mapping[node] = block
+    elif node.target is torch.ops.higher_order.wrap_with_autocast:
+        _, _, enabled, _, block, *operands = node.args
+        inside = mapping[block].graph  # type: ignore[index]
+        names = inside.find_nodes(op="placeholder")
+        inner = dict(zip(names, (mapping[o] for o in operands), strict=True))  # type: ignore[index]
+        for own in inside.nodes:
+            if own.op == "output":
+                mapping[node] = [inner[result] for result in own.args[0]]
+            elif own.op != "placeholder":
+                _copy_into(graph, own, inner, full_precision=not enabled)
+    elif node.target is operator.getitem and isinstance(results := mapping[node.all_input_nodes[0]], list):
+        mapping[node] = results[node.args[1]]  # type: ignore[index]
+    elif node.op == "call_function":
+        new = graph.node_copy(node, lambda old: mapping[old])
+        kept = ("stack_trace", "nn_module_stack", "val")
+        new.meta = {key: node.meta[key] for key in kept if key in node.meta}
+        if full_precision:
+            new.meta[FULL_PRECISION] = True
+        mapping[node] = new
+    else:
+        raise CaptureError(f"the graph holds a {node.op} node, which ampopt does not know: {where(node)}")
+
+
+def _block(node: fx.Node) -> object:
+    """What a get_attr node reads."""
+    owner = node.graph.owning_module
+    return getattr(owner, str(node.target), None) if owner is not None else None
 
 
 def _weight(exported: ExportedProgram, spec: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import getitem
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ampopt.graph import FULL_PRECISION, calls
 from tests.ampopt.planted import captured_of
 from tests.helpers import Model, check_graph, with_statistics
 
@@ -124,3 +126,26 @@ def test_an_inplace_activation_is_renamed_and_no_more_is_decomposed() -> None:
     assert "aten.relu.default" in code
     assert "aten.batch_norm.default" in code
     assert "aten.relu_" not in code
+
+
+def _with_own_autocast(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    with torch.autocast("cpu", enabled=False):
+        low, high = y.float().aminmax(dim=1)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            z = high - low
+    out: Tensor = z + y.mean(1)
+    return out
+
+
+def test_a_block_under_the_models_own_autocast_is_written_out_in_its_place() -> None:
+    original, captured = captured_of(Model(_with_own_autocast, conv=conv()), X)
+    nodes = list(calls(captured.program.graph))
+    assert all(isinstance(node.target, torch._ops.OpOverload) or node.target is getitem for node in nodes)
+    marked = [str(node.target) for node in nodes if FULL_PRECISION in node.meta]
+    assert "aten.aminmax.default" in marked
+    assert "aten.sub.Tensor" not in marked  # the innermost autocast decides
+    assert "aten.conv2d.default" not in marked
+    with torch.no_grad():
+        (found,) = captured.program.run(X)
+        assert torch.equal(found, original(X))

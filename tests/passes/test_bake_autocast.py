@@ -333,3 +333,22 @@ def test_on_a_gpu_a_softmax_is_asked_for_full_precision() -> None:
     assert dtypes_of(baked)["linear"] is torch.float16
     assert dtypes_of(baked)["softmax"] is torch.float32
     _check_bits(baked, program.run(x), [x])
+
+
+def _normalized_in_fp32(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    with torch.autocast("cpu", enabled=False):
+        weights = (y.float() @ y.float().mT).relu()
+    out: Tensor = m.last(weights @ y.to(weights.dtype))
+    return out
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_the_model_takes_out_of_autocast_stays_in_fp32(policy: str) -> None:
+    make = _model(_normalized_in_fp32, conv=_conv(), last=nn.Conv2d(8, 3, 1))
+    program = program_of(make(), torch.randn(IMAGE), lane=BF16)
+    baked = BakeAutocast(policy).apply(program).program
+    dtypes = dtypes_of(baked)
+    first, last = (node for node in calls(baked.graph, [aten.matmul.default]))
+    assert dtypes[first.name] is torch.float32
+    assert dtypes[last.name] is torch.bfloat16
