@@ -10,6 +10,9 @@ from ampopt.errors import AmpoptError, BundleError
 
 CPU, CUDA, OPENVINO = "CPUExecutionProvider", "CUDAExecutionProvider", "OpenVINOExecutionProvider"
 
+PREFERRED = (CUDA, OPENVINO, CPU)
+"""The providers that ampopt knows; where nothing was measured, the first that is there is taken."""
+
 LEVELS = {
     "none": "ORT_DISABLE_ALL",
     "basic": "ORT_ENABLE_BASIC",

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ampopt.onnx_knobs import Knob, changed, knobs_for
-from ampopt.onnx_options import CPU, CUDA
+from ampopt.onnx_options import CPU, PREFERRED
 from ampopt.onnx_session import (
     Array,
     OnnxRunner,
@@ -99,14 +99,14 @@ def tune(
 ) -> Tuning:
     """Sweep the options of the fastest of `providers` for about `seconds`; loading counts too.
 
-    By default the providers are CUDA, where this ONNX Runtime has it, and the CPU; `tf32` is for a model in
+    By default the providers are all of `PREFERRED` that this ONNX Runtime has; `tf32` is for a model in
     float16, see `SessionOptions.default`. Outputs may be
     `tolerance` (relative error) away from those of the first provider that loads, at its default options.
     Raises InputError where the inputs do not fit the model, SessionError where no provider loads it.
     """
     if providers is None:
         found = onnxruntime().get_available_providers()
-        providers = [provider for provider in (CUDA, CPU) if provider in found]
+        providers = [provider for provider in PREFERRED if provider in found]
     end = time.perf_counter() + seconds
     settings = [(provider, SessionOptions.default(provider, tf32=tf32)) for provider in providers]
     sweep = _Sweep(model, tuple(inputs), settings, tolerance=tolerance, end=end)

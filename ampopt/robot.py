@@ -20,7 +20,7 @@ from ampopt.bundle_files import BundleFiles, open_bundle
 from ampopt.errors import AmpoptError, BundleError
 from ampopt.field_test import field_test
 from ampopt.onnx_knobs import thread_counts
-from ampopt.onnx_options import CPU, CUDA
+from ampopt.onnx_options import PREFERRED
 from ampopt.onnx_session import OnnxRunner, SessionError, SessionOptions, onnxruntime
 from ampopt.onnx_tuning import tune
 from ampopt.robot_model import RobotModel, self_test_tensors
@@ -47,7 +47,7 @@ def load(
     ONNX Runtime gets the bundle's own options where its version and provider are those that they hold for.
     Otherwise that is logged as a warning, and the options are the defaults or, with `retune_seconds`, what
     a measurement of that length finds. `provider` asks for one of ONNX Runtime's, such as
-    CPUExecutionProvider; without it the bundle's own comes first, then CUDA, then the CPU.
+    CPUExecutionProvider; without it the bundle's own comes first, then CUDA, OpenVINO, the CPU.
     `verify_key` is the public key of whom the bundle must be signed by.
 
     Raises BundleError where the bundle is damaged, does not load here, or fails its self-test.
@@ -95,7 +95,7 @@ def _choices(onnx: Mapping[str, Any], provider: str | None) -> list[Choice]:
     else:
         reason = "the bundle's own do not load here"
         choices.append((stored, None))
-    there = [name for name in (CUDA, CPU) if name in ort.get_available_providers()]
+    there = [name for name in PREFERRED if name in ort.get_available_providers()]
     wanted = [provider] if provider else [stored.provider, *there] if tuned_for else there
     defaults = [
         (SessionOptions.default(name, tf32=_is_half(onnx)), f"{name} runs with default options: {reason}")

@@ -19,12 +19,13 @@ import pytest
 
 from ampopt import robot
 from ampopt.errors import BundleError, InputError
-from ampopt.onnx_options import CPU, CUDA, SessionOptions
+from ampopt.onnx_options import CPU, CUDA, OPENVINO, SessionOptions
 from ampopt.onnx_session import Array, OnnxRunner, SessionError
 from ampopt.signing import generate_keys
 from tests.ampopt.onnx_models import convolution, image, save_bundle, sum_and_product
 
 HERE = Path(__file__).resolve().parents[2]
+OTHERS = {CUDA, OPENVINO} & set(onnxruntime.get_available_providers())
 VERSION = onnxruntime.__version__
 
 
@@ -196,7 +197,7 @@ def test_the_bundles_own_options_are_used(tmp_path: Path) -> None:
         (stored(provider=CUDA), "do not load here"),
     ],
 )
-@pytest.mark.skipif(CUDA in onnxruntime.get_available_providers(), reason="other options fit here")
+@pytest.mark.skipif(bool(OTHERS), reason="other options fit here")
 def test_options_that_do_not_fit_give_way_to_the_defaults_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, session: dict[str, Any], reason: str
 ) -> None:
