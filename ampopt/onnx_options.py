@@ -46,19 +46,22 @@ class SessionError(AmpoptError):
 
 @dataclasses.dataclass(frozen=True)
 class SessionOptions:
-    """How a session is set up; the defaults are those of ONNX Runtime.
+    """How a session is set up; the defaults are those of ONNX Runtime, except that threads rest between runs.
 
     `threads` are those inside one operator (None: ONNX Runtime decides); `spinning` lets them burn time while
-    they wait; `parallel` runs independent branches at the same time; `optimization` is one of `LEVELS`;
-    `io_binding` keeps inputs and outputs in fixed buffers on the device, which CUDA graphs need.
-    Treating denormal numbers as zero is left out: the first session of a process decides it for all others,
-    and sets it for everything else that runs in the thread, NumPy included.
+    they wait, and `spin_after_run` goes on with that for some 20 ms after a run, which takes the cores from
+    everybody else (50 ms of CPU time for a call of 3 ms, on 2 cores); `parallel` runs independent branches at
+    the same time; `optimization` is one of `LEVELS`; `io_binding` keeps inputs and outputs in fixed buffers
+    on the device, which CUDA graphs need. Treating denormal numbers as zero is left out: the first session of
+    a process decides it for all others, and sets it for everything else that runs in the thread, NumPy
+    included.
     """
 
     provider: str = CPU
     provider_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     threads: int | None = None
     spinning: bool = True
+    spin_after_run: bool = False
     parallel: bool = False
     optimization: str = "all"
     io_binding: bool = False
@@ -70,7 +73,8 @@ class SessionOptions:
         Without it CUDA computes float32 in float32, and leaves the Tensor Cores out of float16 convolutions
         as well: DeepLabV3+ in float16 took 21 ms in place of 4 (H200, ONNX Runtime 1.31.1).
         """
-        return SessionOptions(provider, {"use_tf32": "0"} if provider == CUDA and not tf32 else {})
+        native = {"use_tf32": "0"} if provider == CUDA and not tf32 else {}
+        return SessionOptions(provider, native)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; `from_dict` reads it."""
@@ -102,7 +106,7 @@ class SessionOptions:
             type(self.threads) is not int or not 1 <= self.threads <= MOST_THREADS
         ):
             return f"threads is null or a number from 1 to {MOST_THREADS}, not {self.threads!r}"
-        for name in ("spinning", "parallel", "io_binding"):
+        for name in ("spinning", "spin_after_run", "parallel", "io_binding"):
             if not isinstance(value := getattr(self, name), bool):
                 return f"{name} is true or false, not {value!r}"
         if not isinstance(self.optimization, str) or self.optimization not in LEVELS:

@@ -235,6 +235,8 @@ def _native(ort: Any, options: SessionOptions) -> Any:
     )
     native.intra_op_num_threads = options.threads or 0
     native.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spinning)))
+    stop = str(int(not options.spin_after_run))
+    native.add_session_config_entry("session.force_spinning_stop", stop)
     native.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     return native
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ampopt.onnx_knobs import Knob, changed, knobs_for
-from ampopt.onnx_options import CPU, PREFERRED
+from ampopt.onnx_options import PREFERRED
 from ampopt.onnx_session import (
     Array,
     OnnxRunner,
@@ -37,9 +37,6 @@ CALLS_PER_TURN = 3
 
 LONG_CALL_S = 0.02
 """From here on a turn is one call: caches and clocks are as the call itself leaves them."""
-
-PAUSE_S = 0.03
-"""Before a turn on the CPU: the threads of the last session still spin for more than 20 ms."""
 
 Setting = tuple[str, SessionOptions]
 """What is changed, as the rows name it, and the options with it."""
@@ -194,11 +191,9 @@ class _Sweep:
     def _measure(self, subjects: Sequence[_Subject], share: float) -> list[Array]:
         """Seconds of each subject's calls, of shape (rounds, calls in a turn)."""
         end = time.perf_counter() + share * max(0.0, self._end - time.perf_counter())
-        pause = PAUSE_S if any(subject.options.provider == CPU for subject in subjects) else 0.0
         turns: list[list[list[float]]] = [[] for _ in subjects]
         while len(turns[0]) < LEAST_ROUNDS or (len(turns[0]) < MOST_ROUNDS and time.perf_counter() < end):
             for subject, taken in zip(subjects, turns, strict=True):
-                time.sleep(pause)
                 taken.append(self._turn(subject))
         return [np.array(taken) for taken in turns]
 

@@ -23,7 +23,7 @@ BOUND = SessionOptions(io_binding=True)
 
 
 def test_options_survive_json() -> None:
-    options = SessionOptions(CUDA, {"prefer_nhwc": "1"}, 3, False, True, "layout", True)
+    options = SessionOptions(CUDA, {"prefer_nhwc": "1"}, 3, False, True, True, "layout", True)
     assert SessionOptions.from_dict(json.loads(json.dumps(options.to_dict()))) == options
     assert SessionOptions.from_dict({}) == SessionOptions()
 
