@@ -273,3 +273,10 @@ def is_opaque(node: fx.Node) -> bool:
     keys = torch._C.DispatchKey
     symbolic = (keys.Meta, keys.CompositeImplicitAutograd, keys.CompositeExplicitAutograd)
     return not any(overload.has_kernel_for_dispatch_key(key) for key in symbolic)
+
+
+def cast_for_readers(module: fx.GraphModule, node: fx.Node, dtype: torch.dtype) -> None:
+    """Give everybody who reads a node its value in `dtype`."""
+    cast = insert_call(module, node.next, aten._to_copy.default, node, dtype=dtype)
+    cast.meta = {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
+    node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)

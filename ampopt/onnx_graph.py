@@ -12,9 +12,8 @@ from torch import Tensor, fx
 
 from ampopt.emulated_half import EmulatedHalf
 from ampopt.errors import ExportError, InputError
-from ampopt.graph import aten, copy_of, dtype_of, finish, insert_call, record_shapes, where
+from ampopt.graph import aten, cast_for_readers, copy_of, dtype_of, finish, insert_call, record_shapes, where
 from ampopt.onnx_dynamic import Dims, rename_dims
-from ampopt.portable import cast_for_readers
 from ampopt.program import Program
 from ampopt.quiet import quiet
 
@@ -38,6 +37,18 @@ def to_onnx(
     if target not in OPSETS:
         raise InputError(f"target={target!r}: choose from {', '.join(OPSETS)}")
     graph, examples = _with_border(program, half_io)
+    return model_of(graph, examples, OPSETS[target], input_names, output_names, dims)
+
+
+def model_of(
+    graph: fx.GraphModule,
+    examples: tuple[Tensor, ...],
+    opset: int,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    dims: Dims,
+) -> Any:
+    """Convert a graph of plain ATen operators to an `onnx_ir.Model`; raises ExportError as `to_onnx`."""
     shapes = tuple(dict.fromkeys(named, torch.export.Dim.DYNAMIC) for named in dims)
     dynamic = shapes if any(dims) else None
     try:
@@ -48,7 +59,7 @@ def to_onnx(
                 exported,
                 dynamo=True,
                 verbose=False,
-                opset_version=OPSETS[target],
+                opset_version=opset,
                 input_names=list(input_names),
                 output_names=list(output_names),
             )
@@ -58,7 +69,7 @@ def to_onnx(
     model = result.model
     _tidy(model)
     rename_dims(model, dims)
-    _check_vocabulary(model, OPSETS[target])
+    _check_vocabulary(model, opset)
     return model
 
 

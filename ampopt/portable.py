@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from torch import fx
 
 from ampopt.capture import Captured
 from ampopt.cuda_autocast import with_widening_casts
 from ampopt.emulated_half import EmulatedHalf
 from ampopt.errors import InputError
-from ampopt.graph import aten, calls, copy_of, dtype_of, finish, insert_call, record_shapes
+from ampopt.graph import aten, calls, cast_for_readers, copy_of, dtype_of, finish, insert_call, record_shapes
 from ampopt.lanes import Lane
 from ampopt.passes import PIPELINE, BakeAutocast, RemoveInferenceNoops
 from ampopt.program import Program
@@ -94,10 +93,3 @@ def _with_uniform_norms(program: Program) -> Program:
                 node.replace_input_with(source, wide)
         cast_for_readers(module, node, dtype_of(known[node.name]))
     return program.with_graph(finish(module))
-
-
-def cast_for_readers(module: fx.GraphModule, node: fx.Node, dtype: torch.dtype) -> None:
-    """Give everybody who reads a node its value in `dtype`."""
-    cast = insert_call(module, node.next, aten._to_copy.default, node, dtype=dtype)
-    cast.meta = {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
-    node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)

@@ -14,6 +14,7 @@ from ampopt.passes.fuse_conv_act import FuseConvAct
 from ampopt.passes.fuse_conv_onednn import FuseConvOnednn
 from ampopt.passes.fuse_linear_act import FuseLinearAct
 from ampopt.passes.merge_linear_chain import MergeLinearChain
+from ampopt.passes.onnx_runtime import OnnxRuntime
 from ampopt.passes.remove_inference_noops import RemoveInferenceNoops
 from ampopt.passes.script import Script
 from ampopt.passes.search_conv_algorithms import SearchConvAlgorithms
@@ -35,6 +36,7 @@ __all__ = [
     "FuseConvOnednn",
     "FuseLinearAct",
     "MergeLinearChain",
+    "OnnxRuntime",
     "RemoveInferenceNoops",
     "Script",
     "SearchConvAlgorithms",
@@ -60,7 +62,7 @@ Precision comes before the algebra so that the algebra is timed in the precision
 compute new weights from the unrounded ones all the same.
 """
 
-ENGINES: tuple[Pass, ...] = (Script(), Compile())
+ENGINES: tuple[Pass, ...] = (Script(), OnnxRuntime(), Compile())
 """Alternatives that run the rewritten graph; the cheapest to try first."""
 
 LAUNCHES: tuple[Pass, ...] = (CudaGraph(),)

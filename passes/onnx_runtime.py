@@ -1,0 +1,108 @@
+"""onnx-runtime: run the graph in ONNX Runtime."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ampopt.graph import calls, is_opaque
+from ampopt.onnx_graph import OPSETS, model_of
+from ampopt.onnx_options import PREFERRED, SessionOptions
+from ampopt.onnx_session import OnnxRunner, onnxruntime
+from ampopt.onnx_tuning import tune
+from ampopt.program import Border, Program
+from ampopt.transform import Family, Numerics, Pass, Result
+
+TUNING_S = 3.0
+"""For measuring session options, their sessions' loading included."""
+
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+"""What the pass needs; the extra `onnx` brings it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OnnxRuntime(Pass):
+    """Run the graph in ONNX Runtime, with the session options that are fastest on this machine.
+
+    Rewrites: what executes the graph. Inputs enter in plain layout, because the runtime chooses its own.
+    Requires: a CPU, float32, and the packages of the extra `onnx`.
+    Declines: programs that still run under autocast, or that call operators ONNX does not know.
+    Correct because: ONNX's operators are the graph's own (`onnx_graph` refuses what has no equal), and the
+    runtime computes the same expressions, possibly in another order. Options are only taken where their
+    outputs agree with those of the default options.
+    Cost: seconds to export and to measure options; a second copy of the weights.
+    """
+
+    numerics = Numerics.REASSOCIATED
+    family = Family.ENGINE
+    portable = False
+    slow_to_apply = True
+
+    session: tuple[tuple[str, str], ...] | None = None
+    """The session's options, each as JSON; None: measure them, for `TUNING_S`."""
+
+    def why_not(self, program: Program) -> str | None:
+        """See the class."""
+        if program.device.type != "cpu":
+            return "on a GPU the graph itself, captured, has always been faster"
+        if program.settings.autocast is not None:
+            return "it still runs under autocast"
+        if program.lane_dtype is not torch.float32:
+            return "ONNX Runtime's CPU provider computes in float32"
+        missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+        if missing:
+            return f"{missing[0]} is not installed: run  pip install 'ampopt[onnx]'"
+        found = next((node for node in calls(program.graph) if is_opaque(node)), None)
+        return f"ONNX does not know {found.target}" if found is not None else None
+
+    def expected_seconds(self, program: Program) -> float:
+        """The export takes some seconds to begin with, and more for every operator."""
+        tuning = TUNING_S if self.session is None else 0.0
+        return 2.0 + 0.02 * sum(1 for _ in calls(program.graph)) + tuning
+
+    def apply(self, program: Program) -> Result:
+        """Export, choose options, run once; see the class."""
+        if program.engine is not None:
+            return Result(program, 0)
+        entry = tuple(Border(border.dtype) for border in program.entry)
+        entered = tuple(b.convert(t) for b, t in zip(entry, program.examples, strict=True))
+        model = _as_onnx(program, entered)
+        if self.session is None:
+            found = [name for name in PREFERRED if name in onnxruntime().get_available_providers()]
+            arrays = [tensor.numpy() for tensor in entered]
+            options = tune(model, arrays, seconds=TUNING_S, providers=found).best
+        else:
+            options = SessionOptions.from_dict({name: json.loads(value) for name, value in self.session})
+        engine = _engine(OnnxRunner(model, options))
+        engine(*entered)
+        chosen = tuple((name, json.dumps(value)) for name, value in options.to_dict().items())
+        changed = program.replace(engine=engine, entry=entry)
+        return Result(changed, 1, replay=dataclasses.replace(self, session=chosen))
+
+
+def _as_onnx(program: Program, entered: tuple[Tensor, ...]) -> bytes:
+    """The program's graph without its border as a serialized model."""
+    import onnx_ir
+
+    results = program.graph.graph.output_node().args[0]
+    assert isinstance(results, Sequence)
+    inputs = [f"input_{index}" for index in range(len(entered))]
+    outputs = [f"output_{index}" for index in range(len(results))]
+    none = tuple(dict[int, str]() for _ in entered)
+    model = model_of(program.graph, entered, OPSETS["onnxruntime"], inputs, outputs, none)
+    data: bytes = onnx_ir.to_proto(model).SerializeToString()
+    return data
+
+
+def _engine(runner: OnnxRunner) -> Callable[..., Sequence[Tensor]]:
+    """A session as a function of CPU tensors; no copies: arrays and tensors share their memory."""
+
+    def call(*tensors: Tensor) -> Sequence[Tensor]:
+        return tuple([torch.from_numpy(array) for array in runner(*[t.numpy() for t in tensors])])
+
+    return call

@@ -1,0 +1,192 @@
+"""onnx-runtime: ONNX Runtime runs the program."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ampopt
+from ampopt.errors import AmpoptError
+from ampopt.graph import copy_of
+from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn, OnnxRuntime, onnx_runtime
+from ampopt.program import Program
+from ampopt.recipe_file import read_recipe, write_recipe
+from ampopt.sampling import Gain
+from ampopt.transform import Pass, Result, replay
+from tests.helpers import BF16, FP32, Model, apply_to_untouched, check_outputs, program_of, with_statistics
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the sweep of the options finds does not matter here."""
+    monkeypatch.setattr(onnx_runtime, "TUNING_S", 0.05)
+
+
+def network() -> nn.Module:
+    return with_statistics(
+        nn.Sequential(
+            nn.Conv2d(3, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.Hardswish(),
+            nn.Conv2d(8, 8, 3, groups=8),
+            nn.GELU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32, 5),
+        )
+    )
+
+
+class Unpooling(nn.Module):
+    """An encoder and decoder whose indices cross over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+        self.pool, self.unpool = nn.MaxPool2d(2, return_indices=True), nn.MaxUnpool2d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, indices = self.pool(self.down(x).relu())
+        return self.up(self.unpool(y, indices))  # type: ignore[no-any-return]
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "one output": (network, (2, 3, 10, 10)),
+    "several outputs": (
+        lambda: Model(lambda m, x: (m.a(x).relu(), {"max": x.max(1), "mask": x > 0}), a=nn.Linear(4, 4)),
+        (3, 4),
+    ),
+    "an output that is an input": (lambda: Model(lambda m, x: (x, m.a(x)), a=nn.Linear(4, 4)), (3, 4)),
+    "an output without dimensions": (lambda: Model(lambda m, x: m.a(x).sum(), a=nn.Linear(4, 4)), (3, 4)),
+    "unpooling": (Unpooling, (1, 3, 8, 8)),
+    "attention": (lambda: Model(lambda m, x: m.a(x, x, x)[0], a=nn.MultiheadAttention(8, 2)), (3, 2, 8)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_engine_computes_what_the_model_does(name: str) -> None:
+    build, shape = MODELS[name]
+    model, x = build().eval(), torch.randn(shape)
+    program = program_of(model, x)
+    result = apply_to_untouched(OnnxRuntime(), program)
+    assert result.rewrites == 1
+    assert result.program.graph is program.graph
+    assert result.program.engine is not None
+    check_outputs(OnnxRuntime.numerics, program, result.program, model, [x], FP32)
+
+
+@pytest.mark.parametrize("before", [(FoldConvBn(), ChannelsLast()), (FoldConvBn(),)])
+def test_it_runs_rewritten_programs(before: tuple[Pass, ...]) -> None:
+    model, x = network(), torch.randn(2, 3, 10, 10)
+    program = program_of(model, x, on_top_of=before)
+    check_outputs(OnnxRuntime.numerics, program, OnnxRuntime().apply(program).program, model, [x], FP32)
+
+
+def test_integers_stay_integers() -> None:
+    model = Model(lambda m, x: (m.table(x), x + 1), table=nn.Embedding(7, 4)).eval()
+    ids = torch.tensor([[1, 6, 0], [2, 2, 5]])
+    program = program_of(model, ids)
+    _, plus = (done := OnnxRuntime().apply(program).program).run(ids)
+    assert torch.equal(plus, ids + 1)
+    assert plus.dtype is torch.int64
+    check_outputs(OnnxRuntime.numerics, program, done, model, [ids], FP32)
+
+
+def test_results_are_the_callers_own() -> None:
+    program = OnnxRuntime().apply(program_of(network(), torch.randn(2, 3, 10, 10))).program
+    x = torch.randn(2, 3, 10, 10)
+    (first,) = program.run(x)
+    kept = first.clone()
+    (second,) = program.run(torch.randn(2, 3, 10, 10))
+    second.zero_()
+    assert torch.equal(first, kept)
+    assert torch.equal(program.run(x)[0], kept)
+
+
+def test_its_replay_has_the_options_and_is_right_for_another_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, elsewhere = network(), torch.randn(2, 3, 10, 10), torch.randn(1, 3, 12, 8)
+    step = OnnxRuntime().apply(program_of(model, x)).replay
+    assert isinstance(step, OnnxRuntime)
+    assert step.session is not None
+    assert dict(step.session)["provider"].endswith('ExecutionProvider"')
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise AssertionError("a replay measures nothing")
+
+    monkeypatch.setattr(onnx_runtime, "tune", refuse)
+    there = program_of(model, elsewhere)
+    replayed = replay(read_recipe(json.loads(json.dumps(write_recipe((step,))))), there)
+    assert replayed.recipe == (step,)
+    check_outputs(OnnxRuntime.numerics, there, replayed, model, [elsewhere], FP32)
+
+
+def test_a_second_apply_does_nothing() -> None:
+    once = OnnxRuntime().apply(program_of(network(), torch.randn(2, 3, 10, 10))).program
+    assert apply_to_untouched(OnnxRuntime(), once).rewrites == 0
+
+
+def test_what_it_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, step = torch.randn(2, 3, 10, 10), OnnxRuntime()
+    low = program_of(network(), x, lane=BF16)
+    assert step.why_not(low) == "it still runs under autocast"
+    assert "computes in float32" in str(step.why_not(BakeAutocast().apply(low).program))
+    program = program_of(network(), x)
+    module = copy_of(program.graph)
+    next(
+        iter(module.graph.find_nodes(op="call_function", target=torch.ops.aten.conv2d.default))
+    ).target = torch.ops.mkldnn._convolution_pointwise.default
+    assert "ONNX does not know mkldnn" in str(step.why_not(program.with_graph(module)))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else object())
+    assert step.why_not(program) == "onnxscript is not installed: run  pip install 'ampopt[onnx]'"
+
+
+def test_what_onnx_cannot_express_fails_with_its_name() -> None:
+    model = Model(lambda m, x: torch.linalg.eigvals(m.a(x)).abs(), a=nn.Linear(4, 4)).eval()
+    with pytest.raises(AmpoptError, match="eig"):
+        OnnxRuntime().apply(program_of(model, torch.randn(4, 4)))
+
+
+class _OtherWeights(OnnxRuntime):
+    """An engine made from weights that are a little off."""
+
+    def apply(self, program: Program) -> Result:
+        module = copy.deepcopy(program.graph)
+        for weight in module.buffers():
+            weight.mul_(1 + 1e-4)
+        result = super().apply(program.with_graph(module))
+        return Result(program.replace(engine=result.program.engine), result.rewrites)
+
+
+def test_the_check_catches_an_engine_with_other_weights() -> None:
+    model, x = network(), torch.randn(2, 3, 10, 10)
+    program = program_of(model, x)
+    with pytest.raises(AssertionError, match="the error is"):
+        check_outputs(OnnxRuntime.numerics, program, _OtherWeights().apply(program).program, model, [x], FP32)
+
+
+@pytest.mark.slow
+def test_an_optimized_model_that_runs_in_it_is_copied_saved_and_opened(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    model, x = network(), torch.randn(2, 3, 10, 10)
+    monkeypatch.setattr("ampopt.pass_manager.gain", lambda before, after: Gain(2.0, 1.9, 2.1))
+    others = ("script", "compile")
+    fast = ampopt.optimize(model, x, precision="fp32", budget_s=30, exclude=others, progress=False)
+    assert isinstance(fast, ampopt.OptimizedModule)
+    assert "onnx-runtime" in [step.name for step in fast.program.recipe]
+    with torch.no_grad():
+        expected, found = model(x), fast(x)
+        assert torch.allclose(found, expected, atol=1e-4)
+        assert torch.equal(copy.deepcopy(fast)(x), found)
+        fast.save(tmp_path / "robot.ampopt", tune_s=0.1)
+        assert torch.allclose(ampopt.load(tmp_path / "robot.ampopt")(x), expected, atol=1e-4)
