@@ -49,7 +49,7 @@ class SessionOptions:
     """How a session is set up; the defaults are those of ONNX Runtime, except that threads rest between runs.
 
     `threads` are those inside one operator (None: ONNX Runtime decides); `spinning` lets them burn time while
-    they wait, and `spin_after_run` goes on with that for some 20 ms after a run, which takes the cores from
+    they wait, and `spin_after_run` goes on with that for some 50 ms after a run, which takes the cores from
     everybody else (50 ms of CPU time for a call of 3 ms, on 2 cores); `parallel` runs independent branches at
     the same time; `optimization` is one of `LEVELS`; `io_binding` keeps inputs and outputs in fixed buffers
     on the device, which CUDA graphs need. Treating denormal numbers as zero is left out: the first session of

@@ -33,8 +33,8 @@ TIMING_S = 1.0
 LONG_BATCH_S = 0.5
 """A batch of several samples whose call takes longer on a CPU is not timed."""
 
-PAUSE_S = 0.03
-"""Before a call on the CPU: the threads of the plain file's session spin for more than 20 ms after a run."""
+PAUSE_S = 0.1
+"""Before a call on the CPU: the threads of the plain file's session spin for some 50 ms after a run."""
 
 _TF32 = {"provider_options": {"use_tf32": "1"}}
 
@@ -85,7 +85,7 @@ def timed(
         pairs["plain / ours, both without TF32"] = ("plain without TF32", "ours")
     pause = PAUSE_S if provider == CPU else 0.0
     samplers = {name: rested(functools.partial(runner, *arrays), pause) for name, runner in runners.items()}
-    times = interleave(samplers, seconds=TIMING_S)
+    times = interleave(samplers, seconds=TIMING_S, least=12)
     outputs = (runners[name](*arrays) for name in ("ours", "plain"))
     return {
         **{name: measured.to_dict() for name, measured in times.items()},
