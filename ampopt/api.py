@@ -42,6 +42,7 @@ def optimize(
     policy: str = "amp",
     amp_dtype: torch.dtype | None = None,
     exclude: Sequence[str] = (),
+    cache: bool = True,
     progress: bool | None = None,
 ) -> OptimizedModule | PartlyOptimizedModule:
     """Make a model faster for inference, and prove it.
@@ -67,6 +68,8 @@ def optimize(
         policy: how mixed precision is decided: "amp" (autocast's own lists), "O1", "O2" (as apex), "half".
         amp_dtype: torch.float16 or torch.bfloat16; None: float16 on CUDA, bfloat16 on a CPU.
         exclude: names of passes to leave out (`ampopt passes` lists them).
+        cache: use what an earlier call found for the same graph, shapes, device and libraries, and keep what
+            this one finds; it is verified and timed anew. `ampopt cache` tells where, and clears it.
         progress: show a progress line; None: where the standard error is a terminal.
 
     Returns:
@@ -78,12 +81,12 @@ def optimize(
         tried. Where no lane verifies, nothing is raised: the original answers, and the report says why.
     """
     started = time.perf_counter()
-    options = Options(precision, tolerance, metric, budget_s, outputs, policy, amp_dtype, tuple(exclude))
+    options = Options(
+        precision, tolerance, metric, budget_s, outputs, policy, amp_dtype, tuple(exclude), cache
+    )
     original, args, kwargs, note = prepare_call(model, example_inputs, example_kwargs or {}, device)
     where = device_of(original, flatten_call(args, kwargs)[0])
     with progress_line(progress, started, budget_s) as tell, Stage(where) as stage:
-        if any(step.risky for step in options.allowed(ENGINES)) and budget_s >= WORTH_A_STAGE_S:
-            stage.prepare()
         result = _optimize(model, original, args, kwargs, options, started, tell, stage)
     if note:
         result.report.notes.insert(0, note)
@@ -101,9 +104,12 @@ def _optimize(
     stage: Stage,
 ) -> OptimizedModule | PartlyOptimizedModule:
     name = type(original).__name__
+    rehearses = any(step.risky for step in options.allowed(ENGINES)) and options.budget_s >= WORTH_A_STAGE_S
     try:
         captured = capture(original, args, kwargs, stage.device)
     except CaptureError as error:
+        if rehearses:
+            stage.prepare()
         pristine, reason = private_copy(model, stage.device), str(error)
         return optimize_regions(
             original,
@@ -116,9 +122,10 @@ def _optimize(
             progress=tell,
             stage=stage,
         )
-    return Optimizer(
-        original, captured, options, name=name, started=started, progress=tell, stage=stage
-    ).run()
+    optimizer = Optimizer(original, captured, options, name=name, started=started, progress=tell, stage=stage)
+    if rehearses and not optimizer.is_tuned:
+        stage.prepare()
+    return optimizer.run()
 
 
 def prepare_call(

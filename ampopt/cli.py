@@ -1,4 +1,4 @@
-"""The command line: `ampopt optimize`, `compare`, `export`, `verify` and `passes`."""
+"""The command line: `ampopt optimize`, `compare`, `export`, `verify`, `passes` and `cache`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ampopt import cli_options as cli
 from ampopt.cli_options import check_destination, console, finite, model_and_call, readable_errors, write
 from ampopt.errors import VerificationError
 from ampopt.passes import ENGINES, LAUNCHES, PIPELINE
+from ampopt.tuning_cache import default_cache
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("export")(cli_deploy.export)
@@ -45,6 +46,7 @@ def run(
     policy: cli.Policy = "amp",
     device: cli.Device = None,
     exclude: cli.Exclude = None,
+    cache: cli.Cache = True,
     json_file: cli.JsonFile = None,
     markdown_file: Annotated[Path | None, Option("--markdown", help="File to write the report to.")] = None,
     verbose: cli.Verbose = False,
@@ -68,6 +70,7 @@ def run(
             policy=policy,
             device=where,
             exclude=tuple(exclude or ()),
+            **({} if comparing else {"cache": cache}),
         )
         found = result if comparing else result.report
         console().print(str(found) if comparing else report.to_rich(found), soft_wrap=comparing)
@@ -99,6 +102,18 @@ def list_passes(as_json: Annotated[bool, Option("--json", help="As JSON, on stdo
     for row in rows:
         table.add_row(*row.values())
     console().print(table)
+
+
+@app.command("cache")
+def show_cache(clear: Annotated[bool, Option("--clear", help="Remove everything.")] = False) -> None:
+    """Tell where tuning results are kept, and how many; or clear them."""
+    if (kept := default_cache()) is None:
+        typer.echo("there is no cache: AMPOPT_CACHE is empty")
+    elif clear:
+        typer.echo(f"{kept.clear()} tuning results removed from {kept.folder}")
+    else:
+        sizes = [file.stat().st_size for file in kept.files()]
+        typer.echo(f"{len(sizes)} tuning results, {sum(sizes) / 1024:.0f} KiB, in {kept.folder}")
 
 
 def _print_version(asked: bool) -> None:

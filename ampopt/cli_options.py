@@ -53,6 +53,9 @@ Device = Annotated[
     str | None, Option(help="cpu or cuda. Default: cuda, if there is one; a saved model's own.")
 ]
 Exclude = Annotated[list[str] | None, Option(metavar="PASS", help="To leave out; repeatable.")]
+Cache = Annotated[
+    bool, Option(help="Use what an earlier call found for this model, and keep what this one does.")
+]
 JsonFile = Annotated[Path | None, Option("--json", help="File to write the report to.")]
 Verbose = Annotated[bool, Option("--verbose", help="Show the whole trace of an error.")]
 

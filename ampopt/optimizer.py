@@ -26,6 +26,7 @@ from ampopt.runtime import OptimizedModule, Outputs
 from ampopt.sampling import gain, interleave
 from ampopt.signature import describe
 from ampopt.transform import Pass, Recipe
+from ampopt.tuning_cache import default_cache, key_of
 from ampopt.verify import Metric, Verifier
 
 REWRITING, TRYING = 0.6, 0.85
@@ -53,6 +54,7 @@ class Options:
     policy: str = "amp"
     amp_dtype: torch.dtype | None = None
     exclude: tuple[str, ...] = ()
+    cache: bool = True
 
     def __post_init__(self) -> None:
         known = {step.name for step in (*PIPELINE, *ENGINES, *LAUNCHES)}
@@ -67,6 +69,11 @@ class Options:
             raise InputError(f"outputs={self.outputs!r}: choose 'copy' or 'static'")
         lanes_for(self.precision, torch.device("cpu"), self.amp_dtype)
         BakeAutocast(policy=self.policy)
+
+    def wishes(self) -> dict[str, object]:
+        """What decides which passes win, for the key of the cache."""
+        names = ("precision", "tolerance", "budget_s", "policy", "amp_dtype", "exclude")
+        return {**{name: getattr(self, name) for name in names}, "metric": self.metric is not None}
 
     def pipeline(self) -> tuple[Pass, ...]:
         """The rewriting passes in order, as the options ask for them."""
@@ -112,6 +119,14 @@ class Optimizer:
             program, self._verifier, self.ledger, deadline=deadline, progress=progress, stage=stage
         )
         self._states: list[LaneState] = []
+        self._cache = default_cache() if options.cache else None
+        self._key = key_of(program, options.wishes()) if self._cache else ""
+        self._known = self._cache.find(self._key) if self._cache else None
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether a recipe for this model was found in the cache."""
+        return self._known is not None
 
     def run(self) -> OptimizedModule:
         """Try everything that the budget allows and give back the best; Ctrl-C gives the best so far."""
@@ -119,19 +134,38 @@ class Optimizer:
         with self._interruptible():
             if not (affordable := self._affordable(lanes)):
                 return self._unchanged()
-            for lane in affordable:
-                self._states.append(self._manager.open(lane))
-            for number, state in enumerate(self._states, start=1):
-                share = REWRITING * self._options.budget_s * number / len(self._states)
-                self._manager.rewrite(state, self._options.pipeline(), deadline=self._started + share)
-            self._try_engines(slow=False)
-            self._try_engines(slow=True)
+            if not self._recall(affordable):
+                self._search(affordable)
         if not self._states:
             raise VerificationError("interrupted before anything was tried")
         self._summarize()
         best = self._choose()
         self.ledger.seconds = time.perf_counter() - self._started
         return self._module(None if self.ledger.chosen == ORIGINAL else best)
+
+    def _recall(self, lanes: Sequence[Lane]) -> bool:
+        """Take up every lane where an earlier call left it; False where that is unknown or not good now."""
+        if self._known is None or set(self._known) != {lane.name for lane in lanes}:
+            return False
+        states = [self._manager.open(lane) for lane in lanes]
+        if not all(self._manager.recall(state, self._known[state.lane.name]) for state in states):
+            self.ledger.notes.append("what an earlier call had found does not hold any more: tuned anew")
+            return False
+        self._states = states
+        self.ledger.notes.append("tuned by an earlier call (`ampopt cache` tells where that is kept)")
+        return True
+
+    def _search(self, lanes: Sequence[Lane]) -> None:
+        """Try everything in every lane, and keep what was found for the next call."""
+        for lane in lanes:
+            self._states.append(self._manager.open(lane))
+        for number, state in enumerate(self._states, start=1):
+            share = REWRITING * self._options.budget_s * number / len(self._states)
+            self._manager.rewrite(state, self._options.pipeline(), deadline=self._started + share)
+        self._try_engines(slow=False)
+        self._try_engines(slow=True)
+        if self._cache is not None:
+            self._cache.store(self._key, {s.lane.name: s.best.program.recipe for s in self._states})
 
     def _affordable(self, lanes: Sequence[Lane]) -> list[Lane]:
         """The lanes that the time budget can judge; what is left out is noted.

@@ -102,6 +102,12 @@ class PassManager:
         self._give_second_chances(state, passes)
         state.rewritten, self._deadline = state.best.program, whole
 
+    def recall(self, state: LaneState, recipe: tuple[Pass, ...]) -> bool:
+        """Replay a recipe that won before; whether it is right and still faster, and so the best."""
+        if recipe:
+            self._try(state, "tuned before", [_Recall(recipe)], state.base)
+        return state.best.program.recipe == recipe
+
     def _give_second_chances(self, state: LaneState, passes: Sequence[Pass]) -> None:
         """Try passes that were right but too slow again, where those that come after them are there.
 
@@ -273,6 +279,19 @@ class _Replay(Pass):
     def apply(self, program: Program) -> Result:
         replayed = replay(self.recipe, program)
         return Result(replayed, len(replayed.recipe))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recall(_Replay):
+    """Replay a whole recipe, ways to run and to launch included, or nothing of it."""
+
+    family = Family.LAUNCH
+
+    def apply(self, program: Program) -> Result:
+        result = super().apply(program)
+        if result.program.recipe != self.recipe:
+            raise AmpoptError("not every pass of it applies here")
+        return result
 
 
 def _account(entry: Entry, result: Result, seconds: float, unrehearsed: str | None) -> Entry:

@@ -82,7 +82,7 @@ def fold(model: nn.Module) -> nn.Module:
 def half_channels_last_fold_graph(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
     """FP16 weights and activations, channels_last, BN folded, a plain CUDA graph, cuDNN's search on."""
     folded = fold(model).half().to(memory_format=torch.channels_last)
-    entered = tuple(_as_half_channels_last(tensor) for tensor in inputs)
+    entered = tuple(as_half_channels_last(tensor) for tensor in inputs)
     before = torch.backends.cudnn.benchmark
     try:
         torch.backends.cudnn.benchmark = True
@@ -91,6 +91,7 @@ def half_channels_last_fold_graph(model: nn.Module, inputs: tuple[Tensor, ...]) 
         torch.backends.cudnn.benchmark = before
 
 
-def _as_half_channels_last(tensor: Tensor) -> Tensor:
+def as_half_channels_last(tensor: Tensor) -> Tensor:
+    """A floating-point tensor in float16, an image in channels_last, too."""
     half = tensor.half() if tensor.is_floating_point() else tensor
     return half.contiguous(memory_format=torch.channels_last) if half.dim() == 4 else half

@@ -64,6 +64,7 @@ def measure(name: str, device: torch.device, budget_s: float) -> dict[str, Any]:
                 precision=lane,
                 budget_s=budget_s,
                 exclude=("script", "compile"),
+                cache=False,
                 progress=False,
             )
             summary = fast.report.lanes[lane]

@@ -12,6 +12,9 @@ THREADS = max(1, CORES // WORKERS)
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_variable] = str(THREADS)
 
+# What one test tunes must not answer another.
+os.environ["AMPOPT_CACHE"] = ""
+
 import pytest  # noqa: E402
 import torch  # noqa: E402
 

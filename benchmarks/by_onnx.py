@@ -1,0 +1,165 @@
+"""What a user would do with ONNX: a plain export, run by ONNX Runtime, OpenVINO or TensorRT."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ampopt.onnx_options import CPU, CUDA, SessionOptions
+from ampopt.onnx_session import OnnxRunner, onnxruntime
+from ampopt.onnx_tuning import tune
+from ampopt.quiet import quiet
+from benchmarks.by_hand import Call
+
+TUNING_S = 20.0
+"""For the sweep of a session's options: a user who takes the trouble takes the time."""
+
+SEARCHES, SWITCHES = ("EXHAUSTIVE", "HEURISTIC", "DEFAULT"), ("0", "1")
+
+
+def exported(model: nn.Module, inputs: tuple[Tensor, ...]) -> bytes:
+    """A plain `torch.onnx.export` of the model as it is."""
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        path = Path(folder) / "model.onnx"
+        torch.onnx.export(model, inputs, path, dynamo=True, verbose=False, external_data=False)
+        return path.read_bytes()
+
+
+def on_cpu(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
+    """ONNX Runtime's CPU provider with its own defaults."""
+    return _of_arrays(OnnxRunner(exported(model, inputs), SessionOptions(CPU, spin_after_run=True)))
+
+
+def on_cpu_tuned(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
+    """ONNX Runtime's CPU provider with the best options that a sweep finds."""
+    data = exported(model, inputs)
+    found = tune(data, [tensor.numpy() for tensor in inputs], seconds=TUNING_S, providers=[CPU])
+    return _of_arrays(OnnxRunner(data, found.best))
+
+
+def _of_arrays(runner: OnnxRunner) -> Call:
+    return lambda *tensors: [torch.from_numpy(a) for a in runner(*(t.numpy() for t in tensors))]
+
+
+def openvino(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
+    """OpenVINO on the CPU, tuned for latency, float32 throughout. ImportError where it is not installed."""
+    import openvino
+
+    core = openvino.Core()
+    hints = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
+    compiled = core.compile_model(core.read_model(exported(model, inputs)), "CPU", hints)
+    request = compiled.create_infer_request()
+
+    def call(*tensors: Tensor) -> Sequence[Tensor]:
+        found = request.infer([tensor.numpy() for tensor in tensors])
+        return [torch.from_numpy(array.copy()) for array in found.to_tuple()]
+
+    return call
+
+
+def on_cuda(model: nn.Module, inputs: tuple[Tensor, ...], *, half: bool) -> Call:
+    """ONNX Runtime's CUDA provider, tensors staying on the GPU, with its best options."""
+    options = [
+        {"cudnn_conv_algo_search": search, "prefer_nhwc": nhwc, "enable_cuda_graph": graph}
+        for search, nhwc, graph in itertools.product(SEARCHES, SWITCHES, SWITCHES)
+    ]
+    if not half:
+        options = [{**native, "use_tf32": "0"} for native in options]
+    return _fastest(model, inputs, half, CUDA, options)
+
+
+def tensorrt(model: nn.Module, inputs: tuple[Tensor, ...], *, half: bool) -> Call:
+    """ONNX Runtime's TensorRT provider. RuntimeError where TensorRT is not installed."""
+    options = [{"trt_fp16_enable": str(half), "trt_cuda_graph_enable": graph} for graph in ("False", "True")]
+    return _fastest(model, inputs, half, "TensorrtExecutionProvider", options)
+
+
+def _fastest(
+    model: nn.Module,
+    inputs: tuple[Tensor, ...],
+    half: bool,
+    provider: str,
+    options: Sequence[dict[str, str]],
+) -> Call:
+    """The fastest of the sessions that load; RuntimeError with the last reason where none does."""
+    if half:
+        model, inputs = copy.deepcopy(model).half(), tuple(_as_half(tensor) for tensor in inputs)
+    data = exported(model, inputs)
+    best: tuple[float, Call] | None = None
+    reason: Exception | None = None
+    for native in options:
+        try:
+            call = _Bound(data, provider, native, inputs)
+            seconds = _median_seconds(functools.partial(call, *inputs))
+        except Exception as failure:  # ONNX Runtime raises whatever its providers do
+            reason = failure
+            continue
+        if best is None or seconds < best[0]:
+            best = seconds, call
+    if best is None:
+        raise RuntimeError(f"no session of {provider} loads and runs: {reason}")
+    chosen = best[1]
+    return (lambda *tensors: chosen(*map(_as_half, tensors))) if half else chosen
+
+
+def _as_half(tensor: Tensor) -> Tensor:
+    return tensor.half() if tensor.is_floating_point() else tensor
+
+
+class _Bound:
+    """A session on a GPU whose inputs and outputs are torch tensors that stay in their place."""
+
+    def __init__(
+        self, data: bytes, provider: str, native: dict[str, str], inputs: tuple[Tensor, ...]
+    ) -> None:
+        ort = onnxruntime()
+        ort.preload_dlls()
+        settings = ort.SessionOptions()
+        settings.log_severity_level = 4
+        self._session = ort.InferenceSession(data, settings, providers=[(provider, native)])
+        if provider not in self._session.get_providers():
+            raise RuntimeError(f"{provider} did not load")
+        self._inputs = [tensor.clone().contiguous() for tensor in inputs]
+        self._outputs = [
+            torch.empty(info.shape, dtype=_dtype(info.type), device=inputs[0].device)
+            for info in self._session.get_outputs()
+        ]
+        self._binding = self._session.io_binding()
+        for bind, infos, tensors in (
+            (self._binding.bind_input, self._session.get_inputs(), self._inputs),
+            (self._binding.bind_output, self._session.get_outputs(), self._outputs),
+        ):
+            for info, tensor in zip(infos, tensors, strict=True):
+                kind = torch.empty(0, dtype=tensor.dtype).numpy().dtype
+                bind(info.name, "cuda", tensor.device.index or 0, kind, list(tensor.shape), tensor.data_ptr())
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        for buffer, tensor in zip(self._inputs, tensors, strict=True):
+            buffer.copy_(tensor)
+        torch.cuda.current_stream().synchronize()  # the session has a stream of its own
+        self._session.run_with_iobinding(self._binding)
+        return [output.clone() for output in self._outputs]
+
+
+def _dtype(name: str) -> torch.dtype:
+    named = {"float": torch.float32, "float16": torch.float16, "double": torch.float64, "int64": torch.int64}
+    return named[name.removeprefix("tensor(").removesuffix(")")]
+
+
+def _median_seconds(call: Callable[[], object], rounds: int = 20) -> float:
+    taken = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[rounds // 4 :])

@@ -1,0 +1,116 @@
+"""The race: every network, every peer and ampopt side by side.
+
+    python -m benchmarks.peers [--models NAME ...] [--contestants NAME ...] [--thorough] [--device cuda|cpu]
+
+Each contestant is prepared in a process of its own, one after another; then they are sampled in turn, call
+by call, on the same inputs. One that fails has a row with its reason. Writes DIR/<device>/peers.json, the
+table and the chart that are made from it; networks that were not run this time keep their rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ampopt.environment import environment
+from ampopt.sampling import Sampler, interleave
+from benchmarks.contestants import Contestant, contestants
+from benchmarks.peers_table import draw, to_markdown
+from benchmarks.race_networks import RACE
+from benchmarks.race_process import Racer, write_parts
+from benchmarks.results_files import commit, results_folder
+
+PAUSE_S = 0.1
+"""Before a call on a CPU: the threads of the contestant before it spin for up to 50 ms after a call."""
+
+SECONDS, LEAST_ROUNDS = 20.0, 15
+
+
+def race(
+    network: str, entered: Sequence[Contestant], device: torch.device, seconds: float = SECONDS
+) -> dict[str, Any]:
+    """Run one network: for every contestant its facts and times, or why it has none."""
+    rows: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="ampopt-race-") as folder, contextlib.ExitStack() as stack:
+        write_parts(network, device, Path(folder))
+        racers: dict[str, Racer] = {}
+        for contestant in entered:
+            racer = Racer(network, contestant.name, device, Path(folder))
+            stack.callback(racer.end)
+            rows[contestant.name] = {"lane": contestant.lane}
+            try:
+                rows[contestant.name] |= racer.ask("prepare")
+                racers[contestant.name] = racer
+            except RuntimeError as failure:
+                rows[contestant.name]["error"] = str(failure)
+                racer.end()
+            print(f"{network}: {contestant.name}: {_said(rows[contestant.name])}", flush=True)
+        pause = PAUSE_S if device.type == "cpu" else 0.0
+        samplers = {name: rested(racer, pause) for name, racer in racers.items()}
+        for name, times in interleave(samplers, seconds=seconds, least=LEAST_ROUNDS).items():
+            rows[name] |= times.to_dict()
+    return {
+        "network": network,
+        "environment": environment(device),
+        "commit": commit(),
+        "contestants": rows,
+    }
+
+
+def rested(racer: Racer, pause: float) -> Sampler:
+    """Samples a contestant once the threads of the one before it rest."""
+
+    def sample() -> float:
+        time.sleep(pause)
+        return float(racer.ask("sample"))
+
+    return sample
+
+
+def _said(row: dict[str, Any]) -> str:
+    return row.get("error") or f"prepared in {row['prepare_s']:.1f} s, error {row['relative_error']:.1e}"
+
+
+def write_row(folder: Path, row: dict[str, Any]) -> None:
+    """Add a network's row to peers.json in place of its old one, and remake the table and the chart."""
+    file = folder / "peers.json"
+    rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    kept = {old["network"]: old for old in rows} | {row["network"]: row}
+    ordered = [kept[name] for name in RACE if name in kept]
+    file.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+    (folder / "peers.md").write_text(to_markdown(ordered), encoding="utf-8")
+    draw(ordered, folder / "peers.png")
+
+
+def main() -> None:
+    """Race every network asked for, and write the results after each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--models", nargs="+", choices=RACE, default=RACE, metavar="NAME")
+    parser.add_argument("--contestants", nargs="+", metavar="NAME", help="by default all")
+    parser.add_argument("--thorough", action="store_true", help="those that take minutes to prepare, too")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of sampling for each network")
+    parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    everybody = contestants(device)
+    names = options.contestants or [c.name for c in everybody if options.thorough or not c.thorough]
+    if unknown := set(names) - {contestant.name for contestant in everybody}:
+        parser.error(f"no contestant {', '.join(sorted(unknown))}: {', '.join(c.name for c in everybody)}")
+    entered = [contestant for contestant in everybody if contestant.name in names]
+    folder = results_folder(options.out, device)
+    for network in options.models:
+        write_row(folder, race(network, entered, device, options.seconds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The table and the chart of the race, made from its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results_files import geometric_mean
+
+Row = dict[str, Any]
+
+LANES = ("fp32", "amp")
+
+
+def to_markdown(rows: Sequence[Row]) -> str:
+    """Latencies, the best peer against ampopt lane by lane, preparation times, errors."""
+    facts: dict[str, str] = next((row["environment"] for row in rows), {})
+    commits = ", ".join(sorted({row["commit"] for row in rows}))
+    names = list(dict.fromkeys(name for row in rows for name in row["contestants"]))
+    parts = [
+        f"# The race on {facts.get('device', '?')}",
+        "",
+        ", ".join(f"{key} {value}" for key, value in facts.items() if key != "device"),
+        f"; commit {commits}. TF32 is off in the FP32 lane. Contestants in processes of their own, sampled",
+        "in turn on the same inputs.",
+        "",
+        "## Median latency of one synchronised call, ms (p99)",
+        "",
+        *_table(rows, names, _latency),
+        "",
+        *[line for lane in LANES for line in summary(rows, lane)],
+        "",
+        "## Time to prepare, s",
+        "",
+        *_table(rows, names, lambda row: f"{row['prepare_s']:.1f}"),
+        "",
+        "## Relative error against float64",
+        "",
+        *_table(rows, names, lambda row: f"{row['relative_error']:.1e}"),
+        "",
+        "## Memory taken, MiB",
+        "",
+        *_table(rows, names, lambda row: f"{row['bytes'] / 2**20:.0f}"),
+        "",
+        "## Not run",
+        "",
+        *_failures(rows),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _table(rows: Sequence[Row], names: Sequence[str], show: Any) -> list[str]:
+    lines = ["| network | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for row in rows:
+        found = (row["contestants"].get(name, {}) for name in names)
+        cells = [show(each) if "p50_ms" in each else "failed" if "error" in each else "–" for each in found]
+        lines.append(f"| {row['network']} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _latency(row: Row) -> str:
+    return f"{row['p50_ms']:.3f} ({row['p99_ms']:.2f})"
+
+
+def _failures(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for row in rows:
+        for name, each in row["contestants"].items():
+            if "error" in each:
+                lines.append(f"- {row['network']}, {name}: {' '.join(str(each['error']).split())[:300]}")
+    return lines or ["- none: everybody ran everywhere"]
+
+
+def best_peer(row: Row, lane: str) -> tuple[str, float] | None:
+    """The fastest contestant of a lane that is not ampopt, and its median latency in ms."""
+    peers = {
+        name: float(each["p50_ms"])
+        for name, each in row["contestants"].items()
+        if each["lane"] == lane and "p50_ms" in each and not name.startswith("ampopt")
+    }
+    return min(peers.items(), key=lambda item: item[1]) if peers else None
+
+
+def ours(row: Row, lane: str) -> float | None:
+    """ampopt's median latency in a lane in ms; None where it did not run."""
+    found = row["contestants"].get(f"ampopt {lane}", {}).get("p50_ms")
+    return None if found is None else float(found)
+
+
+def summary(rows: Sequence[Row], lane: str) -> list[str]:
+    """How ampopt stands against the best peer of a lane on each network; the geometric mean last."""
+    lines, ratios = [], {}
+    for row in rows:
+        peer, mine = best_peer(row, lane), ours(row, lane)
+        if peer is None or mine is None:
+            continue
+        ratios[row["network"]] = peer[1] / mine
+        lines.append(f"| {row['network']} | {peer[0]} | {peer[1]:.3f} | {mine:.3f} | {peer[1] / mine:.3f} |")
+    if not ratios:
+        return []
+    worst = min(ratios, key=ratios.__getitem__)
+    return [
+        f"### {lane} lane: the best peer against ampopt",
+        "",
+        "| network | best peer | its ms | ampopt ms | best peer / ampopt |",
+        "|---" * 5 + "|",
+        *lines,
+        "",
+        f"- geometric mean {geometric_mean(list(ratios.values())):.3f}, "
+        f"least {ratios[worst]:.3f} ({worst}), over {len(ratios)} networks",
+        "",
+    ]
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """A chart of speed: for each network and lane the latency of every contestant over ampopt's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(LANES), figsize=(15, 1.5 + 0.38 * len(rows)), squeeze=False)
+    for axis, lane in zip(axes[0], LANES, strict=True):
+        names = list(
+            dict.fromkeys(n for r in rows for n, each in r["contestants"].items() if each["lane"] == lane)
+        )
+        for name in names:
+            points = [
+                (each["p50_ms"] / mine, index)
+                for index, row in enumerate(rows)
+                if "p50_ms" in (each := row["contestants"].get(name, {}))
+                and (mine := ours(row, lane)) is not None
+            ]
+            if points:
+                style = {"marker": "D", "s": 45, "color": "black"} if name.startswith("ampopt") else {}
+                axis.scatter(*zip(*points, strict=True), label=name, **style)
+                axis.legend(fontsize=7)
+        axis.axvline(1.0, color="black", linewidth=0.8)
+        axis.set_xscale("log", base=2)
+        axis.set_yticks(range(len(rows)), [row["network"] for row in rows])
+        axis.invert_yaxis()
+        axis.grid(axis="x", alpha=0.3)
+        axis.set_title(f"{lane} lane")
+        axis.set_xlabel("latency / ampopt's latency: right of 1 is slower than ampopt")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

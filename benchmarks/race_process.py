@@ -1,0 +1,161 @@
+"""One contestant of the race in a process of its own: prepared once, then sampled whenever it is asked.
+
+Requests come as JSON lines on the standard input, answers go as JSON lines to the standard output; whatever
+libraries print there goes to the standard error. `Racer` is the other end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ampopt.flags import cuda_math
+from ampopt.measure import latency, synchronize
+from ampopt.numerics import relative_error
+from ampopt.signature import flatten_outputs
+from benchmarks.contestants import contestants
+from benchmarks.race_networks import racer
+
+SETTLED = 0.02
+"""A warm-up ends when the median of its latest calls is this close to that of the calls before them."""
+
+WINDOW, WARM_UP_S = 8, 5.0
+
+
+class Racer:
+    """A contestant in its process. Any method raises RuntimeError where that process ended."""
+
+    def __init__(self, network: str, contestant: str, device: torch.device, folder: Path) -> None:
+        command = [sys.executable, "-m", "benchmarks.race_process", network, contestant, str(device)]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen([*command, str(folder)], stdin=pipe, stdout=pipe, text=True)
+
+    def ask(self, request: str) -> Any:
+        """`prepare`: a dict of facts; `sample`: the seconds of one call; raises what failed there."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            line = self._process.stdout.readline()
+        except OSError:
+            line = ""
+        if not line:
+            raise RuntimeError(f"its process ended with status {self._process.wait()}")
+        answer = json.loads(line)
+        if "failed" in answer:
+            raise RuntimeError(answer["failed"])
+        return answer["done"]
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def prepare(network: str, name: str, device: torch.device, folder: Path) -> tuple[Callable[[], object], Any]:
+    """Make a contestant and warm it up: a function that calls it, and what there is to say of it."""
+    contestant = next(each for each in contestants(device) if each.name == name)
+    model = racer(network)[0].to(device)
+    inputs, reference = (torch.load(folder / f"{part}.pt", weights_only=True) for part in PARTS)
+    inputs = tuple(tensor.to(device) for tensor in inputs)
+    before = used_memory(device)
+    start = time.perf_counter()
+    made = contestant.make(model, inputs)
+    call = functools.partial(made, *inputs)
+    outputs = flatten_outputs(call())[0]
+    synchronize(device)
+    seconds = time.perf_counter() - start
+    pairs = zip(outputs, reference, strict=True)
+    error = max(relative_error(output.cpu(), expected) for output, expected in pairs)
+    warm_up(call, device)
+    facts = {"prepare_s": seconds, "relative_error": error, "bytes": used_memory(device) - before}
+    return call, {**facts, "passes": _passes(made)}
+
+
+PARTS = ("inputs", "reference")
+"""The files of a network: its inputs, and the original's flat outputs in float64."""
+
+
+def write_parts(network: str, device: torch.device, folder: Path) -> None:
+    """Write the inputs and what the original answers to them in float64, for every contestant."""
+    model, inputs = racer(network)
+    with torch.no_grad():
+        double = model.double().to(device)
+        expected = flatten_outputs(double(*(tensor.double().to(device) for tensor in inputs)))[0]
+    torch.save(inputs, folder / "inputs.pt")
+    torch.save([tensor.cpu() for tensor in expected], folder / "reference.pt")
+
+
+def used_memory(device: torch.device) -> int:
+    """Bytes in use: of the whole GPU, where other contestants hold theirs; else this process's peak."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def warm_up(call: Callable[[], object], device: torch.device) -> None:
+    """Call until the latency has settled, see `SETTLED`, or `WARM_UP_S` have passed."""
+    sample, end = latency(call, device), time.perf_counter() + WARM_UP_S
+    taken: list[float] = []
+    while time.perf_counter() < end:
+        taken.append(sample())
+        latest, earlier = sorted(taken[-WINDOW:]), sorted(taken[-2 * WINDOW : -WINDOW])
+        if len(earlier) == WINDOW:
+            middle = WINDOW // 2
+            if abs(latest[middle] / earlier[middle] - 1) < SETTLED:
+                return
+
+
+def _passes(made: object) -> list[str] | None:
+    """What ampopt kept, for its own rows."""
+    program = getattr(made, "program", None)
+    return [step.name for step in program.recipe] if program is not None else None
+
+
+def serve(arguments: argparse.Namespace, answer: Callable[[dict[str, Any]], None]) -> None:
+    """Answer requests until the standard input ends; a failure is an answer, too."""
+    device = torch.device(arguments.device)
+    sample: Callable[[], float] | None = None
+    for line in sys.stdin:
+        try:
+            if json.loads(line) == "prepare":
+                call, facts = prepare(arguments.network, arguments.contestant, device, arguments.folder)
+                sample = latency(call, device)
+                answer({"done": facts})
+            else:
+                assert sample is not None
+                answer({"done": sample()})
+        except Exception as failure:
+            answer({"failed": f"{type(failure).__name__}: {failure}"})
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("network")
+    parser.add_argument("contestant")
+    parser.add_argument("device")
+    parser.add_argument("folder", type=Path)
+    arguments = parser.parse_args()
+    with os.fdopen(os.dup(1), "w") as pipe:
+        os.dup2(2, 1)
+        strict = cuda_math(tf32=False, search=False) if "cuda" in arguments.device else None
+        with torch.no_grad(), strict or contextlib.nullcontext():
+            serve(arguments, lambda facts: print(json.dumps(facts), file=pipe, flush=True))
+
+
+if __name__ == "__main__":
+    main()

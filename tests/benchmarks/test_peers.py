@@ -1,0 +1,148 @@
+"""The race: contestants in their processes, what a failure leaves, the table and the chart."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks import peers
+from benchmarks.by_hand import as_half_channels_last
+from benchmarks.contestants import BUDGET_S, Contestant, channels_last, compiled, contestants, torchscript
+from benchmarks.models import WORKLOADS
+from benchmarks.peers import race, write_row
+from benchmarks.peers_table import best_peer, ours, summary, to_markdown
+from benchmarks.race_networks import BATCH_8, RACE, racer
+from benchmarks.race_process import Racer, warm_up
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def entered(*names: str) -> list[Contestant]:
+    return [contestant for contestant in contestants(CPU) if contestant.name in names]
+
+
+def row(network: str, **times: float | str) -> dict[str, Any]:
+    """A row of results; a text is a failure. Names ending in `_amp` are of that lane."""
+    found: dict[str, Any] = {}
+    for key, value in times.items():
+        lane = "amp" if key.endswith("_amp") else "fp32"
+        name = f"ampopt {lane}" if key.startswith("ampopt") else key
+        facts = {"prepare_s": 1.0, "relative_error": 1e-6, "bytes": 2**20, "p50_ms": value, "p99_ms": value}
+        found[name] = {"lane": lane} | ({"error": value} if isinstance(value, str) else facts)
+    return {"network": network, "environment": {"device": "d"}, "commit": "c", "contestants": found}
+
+
+def test_the_race_is_of_the_workloads_nine_more_and_five_batches() -> None:
+    assert RACE[: len(WORKLOADS)] == tuple(WORKLOADS)
+    assert len(RACE) == len(set(RACE)) == len(WORKLOADS) + 9 + 5
+    assert sum(name.endswith(BATCH_8) for name in RACE) == 5
+
+
+def test_a_batch_of_8_is_of_the_same_network() -> None:
+    model, (x,) = racer("torchvision/mobilenet_v2")
+    batched, (xs,) = racer("torchvision/mobilenet_v2-b8")
+    assert xs.shape == (8, *x.shape[1:])
+    weights, same = model.state_dict(), batched.state_dict()
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_every_device_has_both_lanes_with_the_original_and_ampopt(device: torch.device) -> None:
+    found = contestants(device)
+    assert len({contestant.name for contestant in found}) == len(found)
+    for lane in ("fp32", "amp"):
+        assert any(c.lane == lane and c.name.startswith("eager") for c in found)
+        assert any(c.lane == lane and c.is_ours for c in found)
+    assert all("max-autotune" in c.name for c in found if c.thorough)
+    assert BUDGET_S == 60
+
+
+@pytest.mark.parametrize(
+    "make", [channels_last, torchscript, functools.partial(compiled, mode=None, freezing=False)]
+)
+def test_peers_compute_what_the_model_does(make: Callable[..., Callable[..., Any]]) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
+    x = torch.randn(1, 3, 8, 8)
+    with torch.no_grad():
+        assert torch.allclose(make(model, (x,))(x), model(x), atol=1e-5)
+
+
+def test_what_enters_half_is_half_and_integers_stay() -> None:
+    image = as_half_channels_last(torch.randn(1, 3, 4, 4))
+    assert image.dtype is torch.float16
+    assert image.is_contiguous(memory_format=torch.channels_last)
+    assert as_half_channels_last(torch.arange(3)).dtype is torch.int64
+
+
+@pytest.mark.slow
+def test_a_race_has_a_row_for_everybody_and_reasons_for_those_who_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(peers, "PAUSE_S", 0.0)
+    everybody = [*entered("eager", "TorchScript"), Contestant("nobody", "fp32", torchscript)]
+    made = race("linear5x128", everybody, CPU, seconds=0.2)
+    found = json.loads(json.dumps(made))["contestants"]
+    assert list(found) == ["eager", "TorchScript", "nobody"]
+    for name in ("eager", "TorchScript"):
+        assert found[name]["samples"] >= peers.LEAST_ROUNDS
+        assert 0 < found[name]["p50_ms"] <= found[name]["p99_ms"]
+        assert found[name]["relative_error"] < 1e-5
+        assert found[name]["prepare_s"] > 0
+    assert found["eager"]["samples"] == found["TorchScript"]["samples"]
+    assert found["nobody"] == {"lane": "fp32", "error": "StopIteration: "}
+    write_row(tmp_path, made)
+    assert "linear5x128, nobody: StopIteration" in (tmp_path / "peers.md").read_text()
+    assert (tmp_path / "peers.png").stat().st_size > 1000
+
+
+def test_a_process_that_ends_is_a_reason(tmp_path: Path) -> None:
+    racing = Racer("no such network", "eager", CPU, tmp_path)
+    racing._process.kill()
+    with pytest.raises(RuntimeError, match="its process ended with status -9"):
+        racing.ask("prepare")
+    racing.end()
+
+
+def test_a_warm_up_ends_when_the_latency_has_settled() -> None:
+    calls = 0
+
+    def call() -> None:
+        nonlocal calls
+        calls += 1
+        Tensor.sum(torch.ones(200_000))
+
+    warm_up(call, CPU)
+    assert calls >= 16
+
+
+def test_the_best_peer_is_the_fastest_of_the_lane_that_is_not_ours() -> None:
+    made = row("resnet18", eager=4.0, script=2.0, ampopt=1.0, ort="no such library", eager_amp=0.5)
+    assert best_peer(made, "fp32") == ("script", 2.0)
+    assert best_peer(made, "amp") == ("eager_amp", 0.5)
+    assert ours(made, "fp32") == 1.0
+    assert ours(made, "amp") is None
+
+
+def test_the_summary_has_the_geometric_mean_and_the_worst() -> None:
+    rows = [row("resnet18", eager=4.0, ampopt=1.0), row("cropunet", eager=1.0, ampopt=1.0)]
+    assert summary(rows, "fp32")[-2].startswith("- geometric mean 2.000, least 1.000 (cropunet), over 2")
+    assert summary(rows, "amp") == []
+
+
+def test_rows_keep_the_order_of_the_race_and_failures_are_named(tmp_path: Path) -> None:
+    write_row(tmp_path, row("cropunet", eager=1.0, ampopt=1.0))
+    write_row(tmp_path, row("encdecmil18", eager=2.0, ampopt="out of\nmemory"))
+    write_row(tmp_path, row("cropunet", eager=3.0, ampopt=1.0))
+    rows = json.loads((tmp_path / "peers.json").read_text())
+    assert [each["network"] for each in rows] == ["encdecmil18", "cropunet"]
+    table = (tmp_path / "peers.md").read_text()
+    assert table == to_markdown(rows)
+    assert "- encdecmil18, ampopt fp32: out of memory" in table
+    assert "| cropunet | 3.000 (3.00) | 1.000 (1.00) |" in table
