@@ -110,10 +110,10 @@ def show_cache(clear: Annotated[bool, Option("--clear", help="Remove everything.
     if (kept := default_cache()) is None:
         typer.echo("there is no cache: AMPOPT_CACHE is empty")
     elif clear:
-        typer.echo(f"{kept.clear()} tuning results removed from {kept.folder}")
+        typer.echo(f"tuning results removed from {kept.folder}: {kept.clear()}")
     else:
         sizes = [file.stat().st_size for file in kept.files()]
-        typer.echo(f"{len(sizes)} tuning results, {sum(sizes) / 1024:.0f} KiB, in {kept.folder}")
+        typer.echo(f"tuning results in {kept.folder}: {len(sizes)}, {sum(sizes) / 1024:.0f} KiB")
 
 
 def _print_version(asked: bool) -> None:

@@ -37,6 +37,7 @@ def export(
     policy: cli.Policy = "amp",
     device: cli.Device = None,
     exclude: cli.Exclude = None,
+    cache: cli.Cache = True,
     onnx: Annotated[
         Literal["auto", "fp32", "fp16"], Option(help="What the ONNX model computes in; auto: as the lane.")
     ] = "auto",
@@ -78,6 +79,7 @@ def export(
             policy=policy,
             device=where,
             exclude=tuple(exclude or ()),
+            cache=cache,
         )
         if not isinstance(fast, OptimizedModule):
             raise InputError(

@@ -246,3 +246,22 @@ def test_what_a_file_cannot_hold_is_an_export_error_and_leaves_the_old_bundle(tm
     with pytest.raises(ExportError, match="empty_like"):
         draws.save(target, onnx=None)
     assert target.read_bytes() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["ampopt", "auto"])
+def test_on_a_gpu_the_program_is_replayed_under_its_cuda_graph(backend: str, tmp_path: Path) -> None:
+    model = with_statistics(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU())).cuda()
+    x, y = (torch.randn(1, 3, 32, 32, device="cuda") for _ in range(2))
+    fast = ampopt.optimize(model, x, precision="amp", budget_s=20, exclude=("compile",), progress=False)
+    assert isinstance(fast, OptimizedModule)
+    fast.save(tmp_path / "robot.ampopt", tune_s=2.0)
+    loaded = ampopt.load(tmp_path / "robot.ampopt", backend=backend)
+    assert loaded.captured.program.device.type == "cuda"
+    with torch.no_grad():
+        found, expected = loaded(y), model(y)
+    assert (found - expected).norm() < 5e-3 * expected.norm()
+    if backend == "ampopt":
+        assert isinstance(loaded._call, OptimizedModule)
+        assert loaded._call.program.recipe == fast.program.recipe
+        assert loaded._call.program.cuda_graph
