@@ -22,9 +22,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def latency(call: Callable[[], object], device: torch.device) -> Sampler:
+def latency(
+    call: Callable[[], object], device: torch.device, *, long_s: float = sampling.LONG_CALL_S
+) -> Sampler:
     """Samples the latency of one synchronised call on a device, see `sampling.latency`."""
-    return sampling.latency(call, functools.partial(synchronize, device))
+    return sampling.latency(call, functools.partial(synchronize, device), long_s=long_s)
 
 
 def shortest_of_two(call: Callable[[], object], device: torch.device, *, long_s: float) -> float:

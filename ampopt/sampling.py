@@ -100,17 +100,22 @@ def interleave(
     return {name: Measurement(tuple(values)) for name, values in samples.items()}
 
 
-def latency(call: Callable[[], object], synchronize: Callable[[], None] = lambda: None) -> Sampler:
+def latency(
+    call: Callable[[], object],
+    synchronize: Callable[[], None] = lambda: None,
+    *,
+    long_s: float = LONG_CALL_S,
+) -> Sampler:
     """Samples the latency of one call and what `synchronize` waits for, by the host's clock.
 
     An untimed call goes before each timed one, so that it finds the caches as the subject's own last call
-    left them and not as the other subjects' did; where a call takes long, caches matter no more.
+    left them and not as the other subjects' did; where a call takes `long_s`, caches matter no more.
     """
     last = 0.0
 
     def sample() -> float:
         nonlocal last
-        if last < LONG_CALL_S:
+        if last < long_s:
             call()
         synchronize()
         start = time.perf_counter()

@@ -33,6 +33,9 @@ SETTLED = 0.02
 
 WINDOW, WARM_UP_S = 8, 5.0
 
+LONG_CALL_S = 0.5
+"""A shorter call is timed after an untimed one: threads have rested since the contestant's last turn."""
+
 
 class Racer:
     """A contestant in its process. Any method raises RuntimeError where that process ended."""
@@ -133,7 +136,7 @@ def serve(arguments: argparse.Namespace, answer: Callable[[dict[str, Any]], None
         try:
             if json.loads(line) == "prepare":
                 call, facts = prepare(arguments.network, arguments.contestant, device, arguments.folder)
-                sample = latency(call, device)
+                sample = latency(call, device, long_s=LONG_CALL_S)
                 answer({"done": facts})
             else:
                 assert sample is not None
