@@ -18,7 +18,7 @@ from ampopt.errors import InputError, VerificationError
 from ampopt.lanes import Lane, lanes_for
 from ampopt.ledger import ORIGINAL, LaneSummary, Ledger
 from ampopt.measure import latency, peak_memory, shortest_of_two
-from ampopt.pass_manager import LaneState, PassManager, Progress
+from ampopt.pass_manager import LaneState, PassManager, Progress, long_call_s
 from ampopt.passes import ENGINES, LAUNCHES, PIPELINE, AllowTf32, BakeAutocast
 from ampopt.program import Settings
 from ampopt.rehearsal import Stage
@@ -225,7 +225,8 @@ class Optimizer:
             calls[f"eager {state.lane.name}"] = lambda run=eager: run(*examples)
             calls[f"best {state.lane.name}"] = state.best.call
         with torch.no_grad():
-            samplers = {name: latency(call, self.device) for name, call in calls.items()}
+            long_s = long_call_s(self.device)
+            samplers = {name: latency(call, self.device, long_s=long_s) for name, call in calls.items()}
             timed = interleave(samplers, seconds=min(3.0, 0.05 * self._options.budget_s))
         self.ledger.baseline = timed["baseline"]
         for state in self._states:
