@@ -120,8 +120,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(LANES), figsize=(15, 1.5 + 0.38 * len(rows)), squeeze=False)
-    for axis, lane in zip(axes[0], LANES, strict=True):
+    lanes = [lane for lane in LANES if any(ours(row, lane) is not None for row in rows)]
+    size = (2 + 7 * max(1, len(lanes)), 1.8 + 0.4 * len(rows))
+    figure, axes = plt.subplots(1, max(1, len(lanes)), figsize=size, squeeze=False)
+    for axis, lane in zip(axes[0], lanes, strict=False):
         names = list(
             dict.fromkeys(n for r in rows for n, each in r["contestants"].items() if each["lane"] == lane)
         )

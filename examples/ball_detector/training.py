@@ -16,7 +16,7 @@ from benchmarks.networks import EncDecMil18
 from examples.ball_detector.peaks import CELL, FOUND, distances, peaks
 from examples.ball_detector.rendering import HEIGHT, WIDTH, Renderer
 
-STEPS, BATCH = 1000, 8
+STEPS, BATCH = 650, 8
 LEARNING_RATE = 1e-2
 SPREAD = 1.25
 """Standard deviation, in cells, of the Gaussian that a heat map should be."""
