@@ -3,7 +3,8 @@
     python -m benchmarks.families [--device cpu|cuda] [--models NAME ...] [--budget 15] [--out DIR]
 
 Writes DIR/<device>/families.json and a table, network by network; networks not run this time keep their rows.
-TorchScript and inductor are left out, so that every family takes seconds; each network runs in this process.
+Ways to run (TorchScript, ONNX Runtime, inductor) are left out, so that every family takes seconds; each
+network runs in this process.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 
 from ampopt import AmpoptError, optimize
 from ampopt.environment import environment
+from ampopt.passes import ENGINES
 from benchmarks.models import randomize_batch_norm
 from benchmarks.results_files import commit, results_folder
 
@@ -63,7 +65,7 @@ def measure(name: str, device: torch.device, budget_s: float) -> dict[str, Any]:
                 (x.to(device),),
                 precision=lane,
                 budget_s=budget_s,
-                exclude=("script", "compile"),
+                exclude=tuple(step.name for step in ENGINES),
                 cache=False,
                 progress=False,
             )

@@ -13,6 +13,7 @@ import torch
 import ampopt
 from ampopt.bundle_files import open_bundle
 from ampopt.signing import generate_keys
+from tests.ampopt.planted import NO_ENGINES
 from tests.ampopt.test_cli import CODE, QUICK, call
 
 INPUT = ("--input", "1x3x8x8", "--device", "cpu", *QUICK)
@@ -61,7 +62,7 @@ def test_export_writes_a_bundle_that_verify_passes(model: str, tmp_path: Path) -
 
 def test_verify_fails_where_frames_come_faster_than_answers(tmp_path: Path) -> None:
     fast = ampopt.optimize(
-        torch.nn.Conv2d(3, 8, 3), torch.randn(1, 3, 64, 64), budget_s=2.0, exclude=("compile", "script"),
+        torch.nn.Conv2d(3, 8, 3), torch.randn(1, 3, 64, 64), budget_s=2.0, exclude=NO_ENGINES,
         progress=False,
     )  # fmt: skip
     assert isinstance(fast, ampopt.OptimizedModule)
@@ -74,9 +75,7 @@ def test_verify_fails_where_frames_come_faster_than_answers(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("change", ["flip", "cut", "text"])
 def test_verify_refuses_what_is_no_whole_bundle(change: str, tmp_path: Path) -> None:
-    fast = ampopt.optimize(
-        torch.nn.ReLU(), torch.randn(2), budget_s=1.0, exclude=("compile", "script"), progress=False
-    )
+    fast = ampopt.optimize(torch.nn.ReLU(), torch.randn(2), budget_s=1.0, exclude=NO_ENGINES, progress=False)
     assert isinstance(fast, ampopt.OptimizedModule)
     target = tmp_path / "b"
     fast.save(target, onnx=None)
