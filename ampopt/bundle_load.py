@@ -25,7 +25,7 @@ from ampopt.environment import environment
 from ampopt.errors import AmpoptError, BundleError, InputError
 from ampopt.executable import executable
 from ampopt.ledger import Ledger
-from ampopt.measure import latency
+from ampopt.measure import engine_latency
 from ampopt.numerics import relative_error
 from ampopt.optimizer import Optimizer, Options
 from ampopt.program import Settings
@@ -290,7 +290,7 @@ def _fastest(loaded: Sequence[LoadedModel], test: _Test, device: torch.device) -
     if len(loaded) == 1:
         return loaded[0]
     calls = {
-        model.backend: latency(lambda model=model: model(*test.args, **test.kwargs), device)  # type: ignore[misc]
+        model.backend: engine_latency(lambda model=model: model(*test.args, **test.kwargs), device)  # type: ignore[misc]
         for model in loaded
     }
     with torch.no_grad():

@@ -54,7 +54,7 @@ Device = Annotated[
 ]
 Exclude = Annotated[list[str] | None, Option(metavar="PASS", help="To leave out; repeatable.")]
 Cache = Annotated[
-    bool, Option(help="Use what an earlier call found for this model, and keep what this one does.")
+    bool, Option(help="Use what an earlier call found for this model, and keep what this one finds.")
 ]
 JsonFile = Annotated[Path | None, Option("--json", help="File to write the report to.")]
 Verbose = Annotated[bool, Option("--verbose", help="Show the whole trace of an error.")]

@@ -16,7 +16,7 @@ from ampopt.environment import environment
 from ampopt.errors import CaptureError, InputError
 from ampopt.executable import executable
 from ampopt.lanes import Lane, lanes_for
-from ampopt.measure import latency
+from ampopt.measure import engine_latency
 from ampopt.optimizer import Options
 from ampopt.passes import ENGINES, LAUNCHES
 from ampopt.program import Program
@@ -131,7 +131,9 @@ class _Comparer:
         plain, device = executable(without), with_pass.device
         examples = with_pass.examples
         calls = {"before": lambda: plain(*examples), "after": lambda: run(*examples)}
-        timed = interleave({k: latency(call, device) for k, call in calls.items()}, seconds=self.sample_s)
+        timed = interleave(
+            {k: engine_latency(call, device) for k, call in calls.items()}, seconds=self.sample_s
+        )
         factor = gain(timed["before"], timed["after"])
         return ComparedPass(
             self.lane.name,

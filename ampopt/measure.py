@@ -29,6 +29,19 @@ def latency(
     return sampling.latency(call, functools.partial(synchronize, device), long_s=long_s)
 
 
+LONG_ENGINE_CALL_S = 0.2
+"""On a CPU a shorter call of an engine is timed after an untimed one, see `engine_latency`."""
+
+
+def engine_latency(call: Callable[[], object], device: torch.device) -> Sampler:
+    """As `latency`, for subjects that may run in different engines.
+
+    On a CPU the threads of one engine spin for milliseconds after its call, on the cores that the next one's
+    threads need: so longer calls, too, are timed after an untimed one.
+    """
+    return latency(call, device, long_s=LONG_ENGINE_CALL_S if device.type == "cpu" else sampling.LONG_CALL_S)
+
+
 def shortest_of_two(call: Callable[[], object], device: torch.device, *, long_s: float) -> float:
     """Seconds that a call takes: the first one where it is not longer than `long_s`, else the better of two.
 

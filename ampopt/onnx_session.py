@@ -229,6 +229,7 @@ def _native(ort: Any, options: SessionOptions) -> Any:
     if level is None:
         raise SessionError(f"onnxruntime {ort.__version__} has no optimization {options.optimization!r}")
     native = ort.SessionOptions()
+    native.log_severity_level = 3  # errors; its warnings are of kernels that do not fit, one after another
     native.graph_optimization_level = level
     native.execution_mode = getattr(
         ort.ExecutionMode, "ORT_PARALLEL" if options.parallel else "ORT_SEQUENTIAL"

@@ -17,8 +17,8 @@ from ampopt.environment import environment
 from ampopt.errors import InputError, VerificationError
 from ampopt.lanes import Lane, lanes_for
 from ampopt.ledger import ORIGINAL, LaneSummary, Ledger
-from ampopt.measure import latency, peak_memory, shortest_of_two
-from ampopt.pass_manager import LaneState, PassManager, Progress, long_call_s
+from ampopt.measure import engine_latency, latency, peak_memory, shortest_of_two
+from ampopt.pass_manager import LaneState, PassManager, Progress
 from ampopt.passes import ENGINES, LAUNCHES, PIPELINE, AllowTf32, BakeAutocast
 from ampopt.program import Settings
 from ampopt.rehearsal import Stage
@@ -72,8 +72,14 @@ class Options:
 
     def wishes(self) -> dict[str, object]:
         """What decides which passes win, for the key of the cache."""
-        names = ("precision", "tolerance", "budget_s", "policy", "amp_dtype", "exclude")
-        return {**{name: getattr(self, name) for name in names}, "metric": self.metric is not None}
+        passes = (*self.pipeline(), *self.allowed(ENGINES), *self.allowed(LAUNCHES))
+        names = ("precision", "tolerance", "budget_s", "amp_dtype")
+        told = {name: getattr(self, name) for name in names}
+        return {
+            **told,
+            "metric": self.metric is not None,
+            "passes": [(type(s).__module__, s) for s in passes],
+        }
 
     def pipeline(self) -> tuple[Pass, ...]:
         """The rewriting passes in order, as the options ask for them."""
@@ -225,8 +231,7 @@ class Optimizer:
             calls[f"eager {state.lane.name}"] = lambda run=eager: run(*examples)
             calls[f"best {state.lane.name}"] = state.best.call
         with torch.no_grad():
-            long_s = long_call_s(self.device)
-            samplers = {name: latency(call, self.device, long_s=long_s) for name, call in calls.items()}
+            samplers = {name: engine_latency(call, self.device) for name, call in calls.items()}
             timed = interleave(samplers, seconds=min(3.0, 0.05 * self._options.budget_s))
         self.ledger.baseline = timed["baseline"]
         for state in self._states:

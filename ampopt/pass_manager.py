@@ -13,24 +13,15 @@ from ampopt.errors import AmpoptError
 from ampopt.executable import Executable, executable
 from ampopt.lanes import Lane
 from ampopt.ledger import Entry, Ledger, Timing, Verdict
-from ampopt.measure import device_time, latency, peak_memory, synchronize
+from ampopt.measure import device_time, engine_latency, latency, peak_memory, synchronize
 from ampopt.program import Program
 from ampopt.rehearsal import Stage, first_line
-from ampopt.sampling import LONG_CALL_S, Measurement, gain, interleave
+from ampopt.sampling import Measurement, gain, interleave
 from ampopt.transform import Family, Numerics, Pass, Result, replay
 from ampopt.verify import Verifier
 
-LONG_ENGINE_CALL_S = 0.2
-"""On a CPU a shorter call of an engine is timed after an untimed one: the other engine's threads spin for
-milliseconds after its call, on the cores that this one's threads need."""
-
 Progress = Callable[[str, str], None]
 """Told (lane, pass) when work on a pass begins."""
-
-
-def long_call_s(device: torch.device) -> float:
-    """Seconds from which a call is timed without an untimed one before it, where engines are compared."""
-    return LONG_ENGINE_CALL_S if device.type == "cpu" else LONG_CALL_S
 
 
 def silent(_lane: str, _name: str) -> None:
@@ -245,13 +236,14 @@ class PassManager:
         """Both clocks for the best so far and for the candidate, sampled in turn."""
         device = candidate.device
         subjects = {"before": best, "after": candidate}
-        long_s = long_call_s(device) if step.family is Family.ENGINE else LONG_CALL_S
-        calls = {name: latency(s.call, device, long_s=long_s) for name, s in subjects.items()}
+        is_of_host = step.family in (Family.ENGINE, Family.LAUNCH)
+        sampler = engine_latency if is_of_host else latency
+        calls = {name: sampler(subject.call, device) for name, subject in subjects.items()}
         on_host = interleave(calls, seconds=self._sample_s)
         graphs = {name: graph for name, s in subjects.items() if (graph := s.replayed()) is not None}
         replays = {name: device_time(graph.replay, device) for name, graph in graphs.items()}
         on_device: dict[str, Measurement] = interleave(replays, seconds=self._sample_s) if replays else {}
-        judged_on_host = step.family in (Family.ENGINE, Family.LAUNCH) or len(on_device) < 2
+        judged_on_host = is_of_host or len(on_device) < 2
         judge = on_host if judged_on_host else on_device
         return dataclasses.replace(
             entry,

@@ -57,6 +57,7 @@ class HostCopies:
         else:
             found = np.asarray(_Block(self._free, address, self._shape, self._dtype))
         if status := self._runtime.cudaMemcpy(found.ctypes.data, pointer, self._bytes, _TO_HOST):
+            self._runtime.cudaGetLastError()
             raise RuntimeError(f"cudaMemcpy to the host failed with CUDA error {status}")
         return found
 
@@ -68,6 +69,7 @@ class HostCopies:
             return None
         address = ctypes.c_void_p()
         if self._runtime.cudaHostAlloc(ctypes.byref(address), self._bytes, _PORTABLE):
+            self._runtime.cudaGetLastError()  # else the next who asks, PyTorch perhaps, takes it for its own
             return None
         self._made += 1
         return address.value

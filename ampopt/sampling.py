@@ -100,6 +100,16 @@ def interleave(
     return {name: Measurement(tuple(values)) for name, values in samples.items()}
 
 
+def rested(sampler: Sampler, pause_s: float) -> Sampler:
+    """Samples after a pause, in which the threads of the subject before it come to rest."""
+
+    def after_pause() -> float:
+        time.sleep(pause_s)
+        return sampler()
+
+    return after_pause
+
+
 def latency(
     call: Callable[[], object],
     synchronize: Callable[[], None] = lambda: None,

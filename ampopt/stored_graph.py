@@ -20,12 +20,16 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ampopt.errors import ExportError
+from ampopt.graph import FULL_PRECISION
 from ampopt.operator_list import find_operator, why_not_call, why_not_operator
 from ampopt.stored_values import array, decode_value, encode_value, members, refuse, text
 
 MOST_NODES = 100_000
 _DEEPEST = 3
 """Nesting of lists among the arguments of an operator."""
+
+_MARKED = "call in fp32"
+"""The kind of a call for which the model switches autocast off."""
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
 _WORDS = re.compile(r"[A-Za-z0-9_ ,.>-]{0,200}")
@@ -51,7 +55,7 @@ def _write_node(node: fx.Node, device: torch.device, where: str) -> dict[str, An
     if node.target is not operator.getitem and (reason := why_not_operator(node.target)):
         raise ExportError(f"{where}: a file cannot hold {node.target}: {reason}")
     return {
-        "call": node.name,
+        _MARKED if FULL_PRECISION in node.meta else "call": node.name,
         "operator": "getitem" if node.target is operator.getitem else str(node.target),
         "args": [_write_argument(value, device, where) for value in node.args],
         "kwargs": {name: _write_argument(value, device, where) for name, value in node.kwargs.items()},
@@ -93,9 +97,12 @@ def read_graph(
             node = _read_weight(graph, _identifier(name, where), weight, weights, where)
             read.add(node.target)
         else:
-            name, *call = members(data, ("call", "operator", "args", "kwargs"), where)
+            kind = _MARKED if kind == _MARKED else "call"
+            name, *call = members(data, (kind, "operator", "args", "kwargs"), where)
             name = _identifier(name, where)
             node = _read_call(graph, name, call, found, device, f"{file}, node {name!r}")
+            if kind == _MARKED:
+                node.meta[FULL_PRECISION] = True
         if name in found or node.name != name:  # torch.fx renames what would shadow a name that it uses
             refuse(where, f"the name {name!r} is taken")
         found[name] = node

@@ -36,11 +36,6 @@ class Contestant:
     make: Make
     thorough: bool = False
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether this is ampopt."""
-        return self.name.startswith("ampopt")
-
 
 def channels_last(model: nn.Module, _: tuple[Tensor, ...]) -> Call:
     """The model and its inputs in channels_last."""

@@ -10,9 +10,9 @@ precisions that were not run this time keep their rows.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
+import operator
 import shutil
 import subprocess
 import sys
@@ -32,7 +32,7 @@ from ampopt.onnx_options import CPU, CUDA
 from ampopt.quiet import quiet
 from benchmarks.export_networks import NETWORKS, network
 from benchmarks.exports_table import line, to_markdown
-from benchmarks.results_files import commit, results_folder
+from benchmarks.results_files import commit, results_folder, update
 
 MOST_S = 1800.0
 """After which a network's process is ended."""
@@ -46,15 +46,19 @@ def rows_of(
     With `plain` the files to compare with are there before: inputs.npz, and plain.onnx if it can be made.
     """
     model, inputs = network(name)
+    untimed: dict[str, Any] = {}
     if plain:
         np.savez(folder / "inputs.npz", *(tensor.numpy() for tensor in inputs))
-        with contextlib.suppress(Exception), quiet():  # the timing says that the file is missing
-            torch.onnx.export(model, inputs, folder / "plain.onnx", dynamo=True, verbose=False)
+        try:
+            with quiet():
+                torch.onnx.export(model, inputs, folder / "plain.onnx", dynamo=True, verbose=False)
+        except Exception as failure:
+            untimed = {"timing": {"not_timed": f"no plain export: {type(failure).__name__}: {failure}"}}
     model, inputs = model.to(device), tuple(tensor.to(device) for tensor in inputs)
     captured: Captured | None = None
     for precision in precisions:
         row: dict[str, Any] = {"workload": name, "precision": precision}
-        row |= {"environment": environment(device), "commit": commit()}
+        row |= {"environment": environment(device), "commit": commit(), **untimed}
         try:
             original = private_copy(model)
             captured = captured or capture(original, inputs, {}, device)
@@ -68,12 +72,9 @@ def rows_of(
 
 def write_rows(folder: Path, new: Sequence[dict[str, Any]]) -> None:
     """Add rows to exports.json, in place of those of the same network and precision, and remake the table."""
-    file = folder / "exports.json"
-    rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    kept = {(row["workload"], row["precision"]): row for row in (*rows, *new)}
     order = ((name, precision) for name in NETWORKS for precision in PRECISIONS)
-    ordered = [kept[key] for key in order if key in kept]
-    file.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+    key = operator.itemgetter("workload", "precision")
+    ordered = update(folder / "exports.json", new, key, order)
     (folder / "exports.md").write_text(to_markdown(ordered), encoding="utf-8")
 
 
@@ -149,7 +150,7 @@ def with_timing(rows: Sequence[dict[str, Any]], folder: Path, provider: str) -> 
     limits = {
         row["precision"]: max(output["limit"] for output in row["report"]["outputs"])
         for row in rows
-        if "report" in row
+        if "report" in row and "timing" not in row
     }
     if not limits:
         return list(rows)
@@ -162,7 +163,10 @@ def with_timing(rows: Sequence[dict[str, Any]], folder: Path, provider: str) -> 
     except subprocess.TimeoutExpired:
         found, end = {}, f"its process took longer than {MOST_S:.0f} s"
     lost = {"not_timed": end}
-    return [{**row, "timing": found.get(row["precision"], lost)} if "report" in row else row for row in rows]
+    return [
+        {**row, "timing": found.get(row["precision"], lost)} if row["precision"] in limits else row
+        for row in rows
+    ]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.results_files import geometric_mean
+from benchmarks.results_files import geometric_mean, heading
 
 COLUMNS = (
     *("workload", "precision", "error", "eager's error", "limit", "provider", "opset", "nodes"),
@@ -18,13 +18,8 @@ FP32_LAST = ("fp16", "fp32")
 
 def to_markdown(rows: Sequence[dict[str, Any]]) -> str:
     """A line for each network and precision under a heading that says where and with what, means last."""
-    facts: dict[str, str] = next((row["environment"] for row in rows if "environment" in row), {})
-    commits = ", ".join(sorted({row.get("commit", "?") for row in rows}))
     lines = [
-        f"# ONNX exports on {facts.get('device', '?')}",
-        "",
-        ", ".join(f"{key} {value}" for key, value in facts.items() if key != "device"),
-        f"; commit {commits}.",
+        *heading("ONNX exports", rows),
         "Relative error against float64, eager's own in the same precision, and the limit that follows",
         "from it, for the output and provider nearest to its limit (torch: the program that the file was",
         "made from, with every float16 rounding). Median latency in ms of one call in ONNX Runtime, from",

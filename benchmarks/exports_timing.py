@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from ampopt.onnx_knobs import changed
 from ampopt.onnx_options import CPU, CUDA, SAFE_OPTIONS, SessionOptions
 from ampopt.onnx_session import Array, OnnxRunner, relative_error
 from ampopt.onnx_tuning import tune
-from ampopt.sampling import Sampler, gain, interleave, latency
+from ampopt.sampling import gain, interleave, latency, rested
 
 TUNING_S = 4.0
 """For the sweep of the options of one file, loading included."""
@@ -34,7 +33,7 @@ LONG_BATCH_S = 0.5
 """A batch of several samples whose call takes longer on a CPU is not timed."""
 
 PAUSE_S = 0.1
-"""Before a call on the CPU: the threads of the plain file's session spin for some 50 ms after a run."""
+"""Before a call on a CPU: with ONNX Runtime's own options threads spin for 50 ms after a run."""
 
 _TF32 = {"provider_options": {"use_tf32": "1"}}
 
@@ -84,7 +83,8 @@ def timed(
         pairs["plain / ours, both with TF32"] = ("plain", "ours with TF32")
         pairs["plain / ours, both without TF32"] = ("plain without TF32", "ours")
     pause = PAUSE_S if provider == CPU else 0.0
-    samplers = {name: rested(functools.partial(runner, *arrays), pause) for name, runner in runners.items()}
+    calls = {name: latency(functools.partial(runner, *arrays)) for name, runner in runners.items()}
+    samplers = {name: rested(sampler, pause) for name, sampler in calls.items()}
     times = interleave(samplers, seconds=TIMING_S, least=12)
     outputs = (runners[name](*arrays) for name in ("ours", "plain"))
     return {
@@ -93,17 +93,6 @@ def timed(
         "difference": max(map(relative_error, *outputs)),
         "tuning": tuning.to_dict(),
     }
-
-
-def rested(call: Callable[[], object], pause: float) -> Sampler:
-    """Samples a call's latency once the threads of the session before it have stopped spinning."""
-    sample = latency(call)
-
-    def after_pause() -> float:
-        time.sleep(pause)
-        return sample()
-
-    return after_pause
 
 
 def main() -> None:

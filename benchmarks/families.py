@@ -10,7 +10,7 @@ network runs in this process.
 from __future__ import annotations
 
 import argparse
-import json
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ampopt import AmpoptError, optimize
 from ampopt.environment import environment
 from ampopt.passes import ENGINES
 from benchmarks.models import randomize_batch_norm
-from benchmarks.results_files import commit, results_folder
+from benchmarks.results_files import commit, results_folder, update
 
 CLASSIFIERS = (
     *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet"),
@@ -116,16 +116,11 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     folder = results_folder(options.out, device)
-    file = folder / "families.json"
-    kept = (
-        {row["model"]: row for row in json.loads(file.read_text(encoding="utf-8"))} if file.exists() else {}
-    )
     for name in options.models:
-        kept[name] = measure(name, device, options.budget)
-        rows = [kept[known] for known in names if known in kept]
-        file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        row = measure(name, device, options.budget)
+        rows = update(folder / "families.json", [row], operator.itemgetter("model"), names)
         (folder / "families.md").write_text(to_markdown(rows), encoding="utf-8")
-        print(to_markdown([kept[name]]).splitlines()[-3], flush=True)
+        print(to_markdown([row]).splitlines()[-3], flush=True)
 
 
 if __name__ == "__main__":

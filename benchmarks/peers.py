@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import functools
+import operator
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,13 @@ from typing import Any
 import torch
 
 from ampopt.environment import environment
-from ampopt.sampling import Sampler, interleave
+from ampopt.sampling import interleave, rested
 from benchmarks.contestants import Contestant, contestants
+from benchmarks.exports_timing import PAUSE_S
 from benchmarks.peers_table import draw, to_markdown
 from benchmarks.race_networks import RACE
 from benchmarks.race_process import Racer, write_parts
-from benchmarks.results_files import commit, results_folder
-
-PAUSE_S = 0.1
-"""Before a call on a CPU: the threads of the contestant before it spin for up to 50 ms after a call."""
+from benchmarks.results_files import commit, results_folder, update
 
 SECONDS, LEAST_ROUNDS = 20.0, 15
 
@@ -54,7 +52,9 @@ def race(
                 racer.end()
             print(f"{network}: {contestant.name}: {_said(rows[contestant.name])}", flush=True)
         pause = PAUSE_S if device.type == "cpu" else 0.0
-        samplers = {name: rested(racer, pause) for name, racer in racers.items()}
+        samplers = {
+            name: rested(functools.partial(racer.ask, "sample"), pause) for name, racer in racers.items()
+        }
         for name, times in interleave(samplers, seconds=seconds, least=LEAST_ROUNDS).items():
             rows[name] |= times.to_dict()
     return {
@@ -65,27 +65,13 @@ def race(
     }
 
 
-def rested(racer: Racer, pause: float) -> Sampler:
-    """Samples a contestant once the threads of the one before it rest."""
-
-    def sample() -> float:
-        time.sleep(pause)
-        return float(racer.ask("sample"))
-
-    return sample
-
-
 def _said(row: dict[str, Any]) -> str:
     return row.get("error") or f"prepared in {row['prepare_s']:.1f} s, error {row['relative_error']:.1e}"
 
 
 def write_row(folder: Path, row: dict[str, Any]) -> None:
     """Add a network's row to peers.json in place of its old one, and remake the table and the chart."""
-    file = folder / "peers.json"
-    rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    kept = {old["network"]: old for old in rows} | {row["network"]: row}
-    ordered = [kept[name] for name in RACE if name in kept]
-    file.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+    ordered = update(folder / "peers.json", [row], operator.itemgetter("network"), RACE)
     (folder / "peers.md").write_text(to_markdown(ordered), encoding="utf-8")
     draw(ordered, folder / "peers.png")
 

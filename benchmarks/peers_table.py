@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results_files import geometric_mean
+from benchmarks.results_files import geometric_mean, heading
 
 Row = dict[str, Any]
 
@@ -15,14 +15,10 @@ LANES = ("fp32", "amp")
 
 def to_markdown(rows: Sequence[Row]) -> str:
     """Latencies, the best peer against ampopt lane by lane, preparation times, errors."""
-    facts: dict[str, str] = next((row["environment"] for row in rows), {})
-    commits = ", ".join(sorted({row["commit"] for row in rows}))
     names = list(dict.fromkeys(name for row in rows for name in row["contestants"]))
     parts = [
-        f"# The race on {facts.get('device', '?')}",
-        "",
-        ", ".join(f"{key} {value}" for key, value in facts.items() if key != "device"),
-        f"; commit {commits}. TF32 is off in the FP32 lane. Contestants in processes of their own, sampled",
+        *heading("The race", rows),
+        "TF32 is off in the FP32 lane. Contestants in processes of their own, sampled",
         "in turn on the same inputs.",
         "",
         "## Median latency of one synchronised call, ms (p99)",

@@ -7,6 +7,7 @@ import math
 import os
 import statistics
 import subprocess
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 
 from ampopt.environment import device_name
 from benchmarks.models import WORKLOADS
+
+Row = dict[str, Any]
 
 HAND = "fp16 + channels_last + fold + graph by hand"
 
@@ -48,13 +51,32 @@ def results_folder(root: Path, device: torch.device) -> Path:
     return folder
 
 
+def update(
+    file: Path, new: Sequence[Row], key: Callable[[Row], object], order: Iterable[object]
+) -> list[Row]:
+    """Add rows to a JSON file in place of those with the same key; all rows, in the order of their keys."""
+    rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    kept = {key(row): row for row in (*rows, *new)}
+    ordered = [kept[each] for each in order if each in kept]
+    file.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+    return ordered
+
+
+def heading(title: str, rows: Sequence[Row]) -> list[str]:
+    """The lines that say where, with what and at which commits rows were measured; the last goes on."""
+    facts: dict[str, str] = next((row["environment"] for row in rows if "environment" in row), {})
+    commits = ", ".join(sorted({row.get("commit", "?") for row in rows}))
+    return [
+        f"# {title} on {facts.get('device', '?')}",
+        "",
+        ", ".join(f"{key} {value}" for key, value in facts.items() if key != "device"),
+        f"; commit {commits}.",
+    ]
+
+
 def write_results(folder: Path, row: dict[str, Any]) -> None:
     """Add or replace one workload's row in passes.json and make the table anew."""
-    file = folder / "passes.json"
-    rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    kept = {old["workload"]: old for old in rows} | {row["workload"]: row}
-    ordered = [kept[name] for name in WORKLOADS if name in kept]
-    file.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+    ordered = update(folder / "passes.json", [row], lambda each: each["workload"], WORKLOADS)
     (folder / "passes.md").write_text(to_markdown(ordered), encoding="utf-8")
 
 
@@ -147,13 +169,9 @@ def _arrow(entry: dict[str, Any], clock: str) -> str:
 
 def to_markdown(rows: list[dict[str, Any]]) -> str:
     """Both tables under a heading that says where and with what they were measured."""
-    facts: dict[str, str] = next((row["environment"] for row in rows if "environment" in row), {})
-    commits = ", ".join(sorted({row.get("commit", "?") for row in rows}))
     header = [
-        f"# Per-pass effects on {facts.get('device', '?')}",
-        "",
-        ", ".join(f"{key} {value}" for key, value in facts.items() if key != "device"),
-        f"; commit {commits}. Median latency in ms of one synchronised call, contestants sampled in turn.",
+        *heading("Per-pass effects", rows),
+        "Median latency in ms of one synchronised call, contestants sampled in turn.",
         "",
     ]
     parts = [*header, *latency_table(rows), "", "## Every pass", "", *pass_table(rows)]

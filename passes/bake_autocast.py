@@ -22,7 +22,8 @@ class BakeAutocast(Pass):
     weights are stored in it, inputs of the model that are only read in it enter in it, a result is cast
     once for all who want it so.
     Requires: a program of an AMP lane that still runs under autocast.
-    Declines: other programs; recurrent layers stay in FP32.
+    Declines: other programs; recurrent layers, and what the model itself takes out of autocast
+    (`torch.autocast(..., enabled=False)`), stay in FP32.
     Correct because: for `amp`, the graph is run once under autocast itself and every cast of an operator's
     input is noted; the shapes are constants and the graph has no control flow, so every later call would
     make the same casts. Where autocast asks an operator for another result dtype (softmax in FP32), its

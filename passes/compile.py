@@ -24,7 +24,8 @@ class Compile(Pass):
     Declines: programs that still run under autocast, or that call operators which inductor cannot see into.
     Correct because: the graph is functional with constant shapes, which is what inductor compiles; fused
     kernels compute the same expressions, possibly in another order. The first calls happen here, outside any
-    capture: a first call inside a capture has poisoned whole processes.
+    capture: a first call inside a capture has poisoned whole processes. The pass manager rehearses it in
+    another process before, which alone suffers where the compiler crashes or hangs.
     Cost: seconds to a minute of compilation.
     """
 

@@ -90,6 +90,35 @@ def reference_of(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
         return flatten_outputs(private_copy(model).double()(*wide))[0]
 
 
+def several_kinds() -> nn.Module:
+    """A small classifier with convolutions, one of them depthwise, a norm, pooling and a linear layer."""
+    return with_statistics(
+        nn.Sequential(
+            nn.Conv2d(3, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3, groups=8),
+            nn.GELU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32, 5),
+        )
+    )
+
+
+class Unpooling(nn.Module):
+    """An encoder and decoder whose indices cross over: tracing the module itself fails in torch 2.15."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+        self.pool, self.unpool = nn.MaxPool2d(2, return_indices=True), nn.MaxUnpool2d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, indices = self.pool(self.down(x).relu())
+        return self.up(self.unpool(y, indices))  # type: ignore[no-any-return]
+
+
 def eager_of(model: nn.Module, inputs: Sequence[Tensor], lane: Lane) -> list[Tensor]:
     """The original model's flat outputs in a lane: in strict FP32, or under autocast."""
     with lane.settings.scope(device_of(model, inputs)):

@@ -134,13 +134,14 @@ class Bench:
     ) -> None:
         table = cost
 
-        def latency(call: Any, device: torch.device, *, long_s: float = 0.0) -> Callable[[], float]:
+        def latency(call: Any, device: torch.device) -> Callable[[], float]:
             names = frozenset(step.name for step in call.__self__.program.recipe)
             if callable(table):
                 return lambda: table(names)
             return lambda: float(torch.tensor([table.get(name, 1.0) for name in sorted(names)]).prod())
 
-        monkeypatch.setattr("ampopt.pass_manager.latency", latency)
+        for sampler in ("latency", "engine_latency"):
+            monkeypatch.setattr(f"ampopt.pass_manager.{sampler}", latency)
         original, captured = captured_of(model, *args)
         self.ledger = Ledger("model", {}, ())
         self.verifier = Verifier(original, captured, **verifier)

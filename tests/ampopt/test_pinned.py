@@ -20,9 +20,11 @@ class FakeRuntime:
     def __init__(self) -> None:
         self.blocks: dict[int, Any] = {}
         self.refuses_memory, self.refuses_copies = False, False
+        self.last_error = 0
 
     def cudaHostAlloc(self, address: Any, size: int, flags: int) -> int:  # noqa: N802
         if self.refuses_memory:
+            self.last_error = 2
             return 2
         block = ctypes.create_string_buffer(size)
         address._obj.value = ctypes.addressof(block)
@@ -33,9 +35,14 @@ class FakeRuntime:
         del self.blocks[address]
         return 0
 
+    def cudaGetLastError(self) -> int:  # noqa: N802
+        found, self.last_error = self.last_error, 0
+        return found
+
     def cudaMemcpy(self, to: int, source: int, size: int, kind: int) -> int:  # noqa: N802
         assert kind == 2
         if self.refuses_copies:
+            self.last_error = 700
             return 700
         ctypes.memmove(to, source, size)
         return 0
@@ -86,6 +93,7 @@ def test_without_page_locked_memory_copies_are_in_plain_memory() -> None:
     runtime.refuses_memory = True
     assert (HostCopies(runtime, SHAPE, DTYPE).copy(values.ctypes.data) == 2.0).all()
     assert not runtime.blocks
+    assert runtime.last_error == 0
 
 
 def test_a_copy_that_fails_is_an_error_and_loses_no_block() -> None:
@@ -95,6 +103,7 @@ def test_a_copy_that_fails_is_an_error_and_loses_no_block() -> None:
     for _ in range(MOST_BLOCKS + 1):
         with pytest.raises(RuntimeError, match="CUDA error 700"):
             copies.copy(values.ctypes.data)
+    assert runtime.last_error == 0
     gc.collect()
     runtime.refuses_copies = False
     assert copies.copy(values.ctypes.data).ctypes.data in runtime.blocks

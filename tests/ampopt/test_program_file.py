@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampopt.errors import BundleError, ExportError
-from ampopt.graph import aten, copy_of, finish, insert_call
+from ampopt.graph import FULL_PRECISION, aten, calls, copy_of, finish, insert_call
 from ampopt.lanes import Lane
 from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn, FuseConvOnednn, Script
 from ampopt.program import Program, Settings
@@ -125,6 +125,23 @@ def test_a_small_network_comes_back(name: str, lane: Lane) -> None:
 def test_a_recurrent_network_comes_back(lane: Lane, passes: tuple[Pass, ...]) -> None:
     model = nn.LSTM(4, 6, num_layers=2, batch_first=True)
     check_round_trip(program_of(model, torch.randn(2, 5, 4), lane=lane, on_top_of=passes))
+
+
+def _with_own_autocast(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = m.conv(x)
+    with torch.autocast("cpu", enabled=False):
+        z = y.float() @ y.float().mT
+    return z + y.to(z.dtype)
+
+
+def test_what_the_model_takes_out_of_autocast_is_marked_in_the_file() -> None:
+    model = Model(_with_own_autocast, conv=nn.Conv2d(3, 4, 1)).eval()
+    program = program_of(model, torch.randn(1, 3, 6, 6))
+    marks = [FULL_PRECISION in node.meta for node in calls(program.graph)]
+    assert any(marks)
+    assert not all(marks)
+    read = check_round_trip(program)
+    assert [FULL_PRECISION in node.meta for node in calls(read.graph)] == marks
 
 
 def test_a_program_without_weights_or_calls_comes_back() -> None:

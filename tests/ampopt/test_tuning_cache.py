@@ -16,6 +16,7 @@ from torch import nn
 
 import ampopt
 from ampopt import tuning_cache
+from ampopt.optimizer import Options
 from ampopt.passes import Compile, FoldConvBn, RemoveInferenceNoops
 from ampopt.program import Program
 from ampopt.transform import Pass, Result
@@ -239,3 +240,15 @@ def test_a_recipe_that_does_not_apply_is_left_and_everything_tried_anew(
     assert fast.report.verified
     found = json.loads(file.read_text())["lanes"]["fp32"]
     assert "merge-linear-chain" not in [step["pass"] for step in found]
+
+
+def test_a_pipeline_with_another_pass_is_another_wish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a pass that the user adds would never be tried on a model that was tuned without it."""
+    made, options = program(), Options()
+    own = key_of(made, options.wishes())
+    assert key_of(made, Options().wishes()) == own
+    assert key_of(made, Options(exclude=("compile",)).wishes()) != own
+    assert key_of(made, Options(policy="O1").wishes()) != own
+    assert key_of(made, Options(outputs="static").wishes()) == own
+    monkeypatch.setattr("ampopt.optimizer.PIPELINE", (*ampopt.passes.PIPELINE, _MyOwn()))
+    assert key_of(made, options.wishes()) != own

@@ -98,6 +98,24 @@ def test_failed_export_is_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch,
     assert cells(row)["error"] == "NOT VERIFIED: ValueError: no / such operator"
 
 
+def test_reason_of_a_failed_plain_export_is_told_and_nothing_is_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = torch.onnx.export
+
+    def refuse(model: Any, *args: Any, **options: Any) -> Any:
+        if args and isinstance(args[-1], Path):
+            raise ValueError("no such operator")
+        return real(model, *args, **options)
+
+    monkeypatch.setattr(torch.onnx, "export", refuse)
+    with torch.no_grad():
+        rows = list(rows_of("linear5x128", ["fp32"], CPU, tmp_path, plain=True))
+    (row,) = with_timing(rows, tmp_path, "CPUExecutionProvider")
+    assert row["report"]["verified"]
+    assert cells(row)["ours ms"] == "no plain export: ValueError: no such operator"
+
+
 def test_failed_plain_export_leaves_the_verification_and_says_why(tmp_path: Path) -> None:
     np.savez(tmp_path / "inputs.npz", np.zeros(1, np.float32))
     (row,) = with_timing([verified("linear5x128", "fp32")], tmp_path, "CPUExecutionProvider")

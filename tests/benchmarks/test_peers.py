@@ -59,7 +59,7 @@ def test_every_device_has_both_lanes_with_the_original_and_ampopt(device: torch.
     assert len({contestant.name for contestant in found}) == len(found)
     for lane in ("fp32", "amp"):
         assert any(c.lane == lane and c.name.startswith("eager") for c in found)
-        assert any(c.lane == lane and c.is_ours for c in found)
+        assert any(c.lane == lane and c.name == f"ampopt {lane}" for c in found)
     assert all("max-autotune" in c.name for c in found if c.thorough)
     assert BUDGET_S == 60
 

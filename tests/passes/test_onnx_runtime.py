@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import ampopt
 from ampopt.errors import AmpoptError
@@ -20,7 +20,16 @@ from ampopt.program import Program
 from ampopt.recipe_file import read_recipe, write_recipe
 from ampopt.sampling import Gain
 from ampopt.transform import Pass, Result, replay
-from tests.helpers import BF16, FP32, Model, apply_to_untouched, check_outputs, program_of, with_statistics
+from tests.helpers import (
+    BF16,
+    FP32,
+    Model,
+    Unpooling,
+    apply_to_untouched,
+    check_outputs,
+    program_of,
+    several_kinds,
+)
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -32,36 +41,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx_runtime, "TUNING_S", 0.05)
 
 
-def network() -> nn.Module:
-    return with_statistics(
-        nn.Sequential(
-            nn.Conv2d(3, 8, 3),
-            nn.BatchNorm2d(8),
-            nn.Hardswish(),
-            nn.Conv2d(8, 8, 3, groups=8),
-            nn.GELU(),
-            nn.AdaptiveAvgPool2d(2),
-            nn.Flatten(),
-            nn.Linear(32, 5),
-        )
-    )
-
-
-class Unpooling(nn.Module):
-    """An encoder and decoder whose indices cross over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.up = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
-        self.pool, self.unpool = nn.MaxPool2d(2, return_indices=True), nn.MaxUnpool2d(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, indices = self.pool(self.down(x).relu())
-        return self.up(self.unpool(y, indices))  # type: ignore[no-any-return]
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "one output": (network, (2, 3, 10, 10)),
+    "one output": (several_kinds, (2, 3, 10, 10)),
     "several outputs": (
         lambda: Model(lambda m, x: (m.a(x).relu(), {"max": x.max(1), "mask": x > 0}), a=nn.Linear(4, 4)),
         (3, 4),
@@ -87,7 +68,7 @@ def test_the_engine_computes_what_the_model_does(name: str) -> None:
 
 @pytest.mark.parametrize("before", [(FoldConvBn(), ChannelsLast()), (FoldConvBn(),)])
 def test_it_runs_rewritten_programs(before: tuple[Pass, ...]) -> None:
-    model, x = network(), torch.randn(2, 3, 10, 10)
+    model, x = several_kinds(), torch.randn(2, 3, 10, 10)
     program = program_of(model, x, on_top_of=before)
     check_outputs(OnnxRuntime.numerics, program, OnnxRuntime().apply(program).program, model, [x], FP32)
 
@@ -103,7 +84,7 @@ def test_integers_stay_integers() -> None:
 
 
 def test_results_are_the_callers_own() -> None:
-    program = OnnxRuntime().apply(program_of(network(), torch.randn(2, 3, 10, 10))).program
+    program = OnnxRuntime().apply(program_of(several_kinds(), torch.randn(2, 3, 10, 10))).program
     x = torch.randn(2, 3, 10, 10)
     (first,) = program.run(x)
     kept = first.clone()
@@ -114,7 +95,7 @@ def test_results_are_the_callers_own() -> None:
 
 
 def test_its_replay_has_the_options_and_is_right_for_another_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x, elsewhere = network(), torch.randn(2, 3, 10, 10), torch.randn(1, 3, 12, 8)
+    model, x, elsewhere = several_kinds(), torch.randn(2, 3, 10, 10), torch.randn(1, 3, 12, 8)
     step = OnnxRuntime().apply(program_of(model, x)).replay
     assert isinstance(step, OnnxRuntime)
     assert step.session is not None
@@ -131,16 +112,16 @@ def test_its_replay_has_the_options_and_is_right_for_another_shape(monkeypatch: 
 
 
 def test_a_second_apply_does_nothing() -> None:
-    once = OnnxRuntime().apply(program_of(network(), torch.randn(2, 3, 10, 10))).program
+    once = OnnxRuntime().apply(program_of(several_kinds(), torch.randn(2, 3, 10, 10))).program
     assert apply_to_untouched(OnnxRuntime(), once).rewrites == 0
 
 
 def test_what_it_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x, step = torch.randn(2, 3, 10, 10), OnnxRuntime()
-    low = program_of(network(), x, lane=BF16)
+    low = program_of(several_kinds(), x, lane=BF16)
     assert step.why_not(low) == "it still runs under autocast"
     assert "computes in float32" in str(step.why_not(BakeAutocast().apply(low).program))
-    program = program_of(network(), x)
+    program = program_of(several_kinds(), x)
     module = copy_of(program.graph)
     next(
         iter(module.graph.find_nodes(op="call_function", target=torch.ops.aten.conv2d.default))
@@ -168,7 +149,7 @@ class _OtherWeights(OnnxRuntime):
 
 
 def test_the_check_catches_an_engine_with_other_weights() -> None:
-    model, x = network(), torch.randn(2, 3, 10, 10)
+    model, x = several_kinds(), torch.randn(2, 3, 10, 10)
     program = program_of(model, x)
     with pytest.raises(AssertionError, match="the error is"):
         check_outputs(OnnxRuntime.numerics, program, _OtherWeights().apply(program).program, model, [x], FP32)
@@ -178,7 +159,7 @@ def test_the_check_catches_an_engine_with_other_weights() -> None:
 def test_an_optimized_model_that_runs_in_it_is_copied_saved_and_opened(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    model, x = network(), torch.randn(2, 3, 10, 10)
+    model, x = several_kinds(), torch.randn(2, 3, 10, 10)
     monkeypatch.setattr("ampopt.pass_manager.gain", lambda before, after: Gain(2.0, 1.9, 2.1))
     others = ("script", "compile")
     fast = ampopt.optimize(model, x, precision="fp32", budget_s=30, exclude=others, progress=False)

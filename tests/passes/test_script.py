@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ampopt.errors import PassError
 from ampopt.graph import copy_of
@@ -21,51 +21,23 @@ from tests.helpers import (
     FP16,
     FP32,
     Model,
+    Unpooling,
     apply_to_untouched,
     check_outputs,
     error_of,
     program_of,
-    with_statistics,
+    several_kinds,
 )
 
-
-def _network() -> nn.Module:
-    return with_statistics(
-        nn.Sequential(
-            nn.Conv2d(3, 8, 3),
-            nn.BatchNorm2d(8),
-            nn.ReLU(),
-            nn.Conv2d(8, 8, 3, groups=8),
-            nn.GELU(),
-            nn.AdaptiveAvgPool2d(2),
-            nn.Flatten(),
-            nn.Linear(32, 5),
-        )
-    )
-
-
-class _Unpooling(nn.Module):
-    """An encoder and decoder whose indices cross over: tracing the module itself fails in torch 2.15."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.up = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
-        self.pool, self.unpool = nn.MaxPool2d(2, return_indices=True), nn.MaxUnpool2d(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, indices = self.pool(self.down(x).relu())
-        return self.up(self.unpool(y, indices))  # type: ignore[no-any-return]
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "one output": (_network, (2, 3, 10, 10)),
+    "one output": (several_kinds, (2, 3, 10, 10)),
     "several outputs": (
         lambda: Model(lambda m, x: (m.a(x).relu(), {"max": x.max(1), "mask": x > 0}), a=nn.Linear(4, 4)),
         (3, 4),
     ),
     "a tuple of one": (lambda: Model(lambda m, x: (m.a(x),), a=nn.Linear(4, 4)), (3, 4)),
     "an output that is an input": (lambda: Model(lambda m, x: (x, m.a(x)), a=nn.Linear(4, 4)), (3, 4)),
-    "unpooling": (_Unpooling, (1, 3, 8, 8)),
+    "unpooling": (Unpooling, (1, 3, 8, 8)),
     "attention": (lambda: Model(lambda m, x: m.a(x, x, x)[0], a=nn.MultiheadAttention(8, 2)), (3, 2, 8)),
     "recurrent": (lambda: Model(lambda m, x: m.a(x)[0], a=nn.GRU(4, 4)), (3, 2, 4)),
 }
@@ -91,13 +63,13 @@ def test_the_engine_computes_what_the_model_does(name: str) -> None:
     ],
 )
 def test_it_runs_rewritten_programs(lane: Lane, before: list[Pass]) -> None:
-    model, x = _network(), torch.randn(2, 3, 10, 10)
+    model, x = several_kinds(), torch.randn(2, 3, 10, 10)
     program = program_of(model, x, lane=lane, on_top_of=before)
     check_outputs(Script.numerics, program, Script().apply(program).program, model, [x], lane)
 
 
 def test_its_replay_is_right_for_another_shape() -> None:
-    model, x, elsewhere = _network(), torch.randn(2, 3, 10, 10), torch.randn(1, 3, 12, 8)
+    model, x, elsewhere = several_kinds(), torch.randn(2, 3, 10, 10), torch.randn(1, 3, 12, 8)
     result = Script().apply(program_of(model, x))
     there = program_of(model, elsewhere)
     replayed = replay((result.replay or Script(),), there)
@@ -113,12 +85,12 @@ def test_a_shape_that_its_cpu_kernels_cannot_do_is_refused_or_right() -> None:
 
 
 def test_a_second_apply_does_nothing() -> None:
-    once = Script().apply(program_of(_network(), torch.randn(2, 3, 10, 10))).program
+    once = Script().apply(program_of(several_kinds(), torch.randn(2, 3, 10, 10))).program
     assert apply_to_untouched(Script(), once).rewrites == 0
 
 
 def test_a_program_that_still_runs_under_autocast_is_refused() -> None:
-    program = program_of(_network(), torch.randn(2, 3, 10, 10), lane=BF16)
+    program = program_of(several_kinds(), torch.randn(2, 3, 10, 10), lane=BF16)
     assert Script().why_not(program) == "it still runs under autocast"
     assert Script().why_not(BakeAutocast().apply(program).program) is None
 
@@ -144,7 +116,7 @@ class _TracesAnotherProgram(Script):
 
 
 def test_the_check_catches_an_engine_with_other_weights() -> None:
-    model, x = _network(), torch.randn(2, 3, 10, 10)
+    model, x = several_kinds(), torch.randn(2, 3, 10, 10)
     program = program_of(model, x)
     wrong = _TracesAnotherProgram().apply(program).program
     with pytest.raises(AssertionError, match="the error is"):
@@ -163,7 +135,7 @@ def test_the_check_catches_an_engine_with_other_weights() -> None:
 def test_on_a_gpu_the_engine_computes_what_the_model_does(
     lane: Lane, before: list[Pass], launch: list[Pass]
 ) -> None:
-    model, x = _network().cuda(), torch.randn(2, 3, 10, 10, device="cuda")
+    model, x = several_kinds().cuda(), torch.randn(2, 3, 10, 10, device="cuda")
     program = program_of(model, x, lane=lane, on_top_of=before)
     after = replay((Script(), *launch), program)
     assert after.engine is not None
