@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import shared_cache
 
 from ampopt import flags
 from ampopt.errors import PassError
@@ -21,21 +23,26 @@ _search_thread = ThreadPoolExecutor(1, thread_name_prefix="ampopt-cudnn-search")
 """Where programs that search cuDNN's algorithms are captured; see `_capture`."""
 
 
-def capture_calls(body: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+def capture_calls(
+    body: Callable[[], tuple[Tensor, ...]], beside: torch.cuda.CUDAGraph | None = None
+) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
     """A CUDA graph of one call of `body` on the current device, and the static tensors that it returns.
 
-    The caller keeps alive whatever tensors `body` reads. Raises PassError where the capture fails.
+    `beside` is an earlier graph of the same work, never replayed at the same time: memory is shared with it,
+    but for the outputs, and nothing is warmed up again. The caller keeps alive whatever tensors `body` reads.
+    Raises PassError where the capture fails.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     try:
         with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
+            for _ in range(WARM_UPS if beside is None else 0):
                 body()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        pool = None if beside is None else beside.pool()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             outputs = body()
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
@@ -44,7 +51,7 @@ def capture_calls(body: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CU
 
 
 def _capture(
-    program: Program, body: Callable[[], tuple[Tensor, ...]]
+    program: Program, body: Callable[[], tuple[Tensor, ...]], beside: torch.cuda.CUDAGraph | None = None
 ) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
     """`capture_calls` in the program's settings, and in a thread of its own where algorithms are searched.
 
@@ -55,7 +62,7 @@ def _capture(
 
     def work() -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
         with torch.cuda.stream(stream), program.settings.scope(program.device):
-            return capture_calls(body)
+            return capture_calls(body, beside)
 
     return flags.work_elsewhere(_search_thread, work) if program.settings.search_algorithms else work()
 
@@ -73,13 +80,20 @@ class ReplayedProgram:
         self._graph.replay()
 
 
+LENT = 2
+"""Graphs whose outputs are lent: one result may still be in the caller's hands when the next is made."""
+
+
 class CapturedGraph:
     """A program captured for the shapes of its example inputs.
 
-    A call copies the inputs into static buffers (casting and changing layout on the way), replays, and
-    copies the outputs out (casting back on the way). With `static=True` the outputs are static buffers
-    that the next call overwrites. Safe from several threads and streams: one call at a time, and a call
-    from another stream waits for the work of the one before.
+    A call copies the inputs into static buffers (casting and changing layout on the way), replays, and gives
+    out what the caller owns. For that the program is captured several times, in memory that the captures
+    share but for their outputs. The outputs of a `_LentGraph` go to the caller as they are, and it is not
+    replayed again before the caller has let go of them. Where all are still held, the graph whose outputs
+    are never lent is replayed, and they are copied. With `static=True` there is one graph, and its outputs
+    are buffers that the next call overwrites. Safe from several threads and streams: one call at a time, and
+    a call from another stream waits for the work of the one before.
     """
 
     def __init__(self, program: Program, inputs: Sequence[Tensor] | None = None, *, static: bool = False):
@@ -93,17 +107,20 @@ class CapturedGraph:
                 for border, tensor in zip(program.entry, examples, strict=True)
             ]
             self._graph, self._outputs = _capture(program, self._body)
+            lent = [] if static else [_capture(program, self._whole, self._graph) for _ in range(LENT)]
+        self._lent = [_LentGraph(*captured) for captured in lent if _can_be_lent(captured[1], self._outputs)]
         self._replay = functools.partial(torch._C._CUDAGraph.replay, self._graph)
         self._copies_in = [static.copy_ for static in self._inputs]
         self._copies_out = [_copy_out(b, t) for b, t in zip(program.exit, self._outputs, strict=True)]
         self._index, self._raw_stream = program.device.index or 0, self._stream.cuda_stream
 
     def _body(self) -> tuple[Tensor, ...]:
-        program = self._program
-        outputs = program.function(*self._inputs)
-        if self._static:
-            outputs = [b.convert(t) for b, t in zip(program.exit, outputs, strict=True)]
-        return tuple(outputs)
+        return self._whole() if self._static else tuple(self._program.function(*self._inputs))
+
+    def _whole(self) -> tuple[Tensor, ...]:
+        """The outputs as the caller is promised."""
+        outputs = self._program.function(*self._inputs)
+        return tuple([b.convert(t) for b, t in zip(self._program.exit, outputs, strict=True)])
 
     def replay(self) -> None:
         """Run the captured kernels on whatever the static inputs hold."""
@@ -116,6 +133,9 @@ class CapturedGraph:
                 self._follow_stream()
             for copy_in, tensor in zip(self._copies_in, tensors, strict=True):
                 copy_in(tensor.detach() if tensor.requires_grad else tensor)
+            for lent in self._lent:
+                if lent.is_free():
+                    return lent.run()
             self._replay()
             if self._static:
                 return self._outputs
@@ -126,6 +146,51 @@ class CapturedGraph:
         self._stream.synchronize()
         self._stream = torch.cuda.current_stream(self._program.device)
         self._raw_stream = self._stream.cuda_stream
+
+
+class _LentGraph:
+    """A captured graph whose outputs the caller gets without a copy.
+
+    Every tensor that shares an output's memory holds a reference to its storage, so the storage's own count
+    tells whether anybody but this graph still has it; Python's count tells it of the storage object. What
+    was sent to another process is in use for good.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: tuple[Tensor, ...]) -> None:
+        self._outputs = outputs
+        self._replay = functools.partial(torch._C._CUDAGraph.replay, graph)
+        self._aliases = [output.detach for output in outputs]
+        self._storages = [output.untyped_storage() for output in outputs]
+        self._places = [storage._cdata for storage in self._storages]
+        self._untouched = self._references()
+
+    def _references(self) -> list[int]:
+        counts = [*map(torch._C._storage_Use_Count, self._places), *map(sys.getrefcount, self._storages)]
+        if shared_cache:
+            sent = [reference.cdata for reference in list(shared_cache.values())]
+            counts += [place for place in self._places if place in sent]
+        return counts
+
+    def is_free(self) -> bool:
+        """Whether nothing that was given out shares memory with the outputs any more."""
+        return self._references() == self._untouched
+
+    def run(self) -> tuple[Tensor, ...]:
+        """Replay and give the outputs out."""
+        self._replay()
+        return tuple([alias() for alias in self._aliases])
+
+
+def _can_be_lent(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether each output has its memory to itself, and not in common with another capture's outputs.
+
+    What all captures have in common was there before them, such as a weight.
+    """
+    storages = [output.untyped_storage() for output in outputs]
+    whole = all(s.nbytes() == t.numel() * t.element_size() for s, t in zip(storages, outputs, strict=True))
+    places = [storage.data_ptr() for storage in storages]
+    apart = set(places).isdisjoint(other.untyped_storage().data_ptr() for other in others)
+    return whole and apart and len(set(places)) == len(places)
 
 
 def _copy_out(border: Border, output: Tensor) -> Callable[[], Tensor]:

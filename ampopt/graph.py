@@ -263,13 +263,21 @@ def reads_strides(module: fx.GraphModule) -> fx.Node | None:
     return next(calls(module, depends), None)
 
 
-def is_opaque(node: fx.Node) -> bool:
-    """Whether a compiler cannot see into a call: no ATen operator, or one that only runs on real tensors."""
+def is_native(node: fx.Node) -> bool:
+    """Whether a call is of no operator that PyTorch itself defines for every machine."""
     overload = node.target
     if not isinstance(overload, torch._ops.OpOverload):
         return getattr(overload, "__module__", "") not in ("_operator", "math", "builtins")
-    if overload.namespace not in ("aten", "prims"):
-        return True
+    return overload.namespace not in ("aten", "prims") or _runs_on_real_tensors_only(overload)
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """Whether a compiler cannot work around a call: a foreign operator, or one without a shape function."""
+    ours = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "ampopt"
+    return is_native(node) and not ours
+
+
+def _runs_on_real_tensors_only(overload: torch._ops.OpOverload) -> bool:
     keys = torch._C.DispatchKey
     symbolic = (keys.Meta, keys.CompositeImplicitAutograd, keys.CompositeExplicitAutograd)
     return not any(overload.has_kernel_for_dispatch_key(key) for key in symbolic)

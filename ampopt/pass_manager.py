@@ -155,13 +155,26 @@ class PassManager:
                         self._try(state, f"{engine.name}{suffix} + {launch.name}", [launch], made)
 
     def _readable_forms(self, state: LaneState, engine: Pass) -> list[tuple[str, Program]]:
-        """The rewritten program as the engine can take it: with native kernels, without them, or both."""
-        forms = [("", state.rewritten)]
-        recipe = tuple(step for step in state.rewritten.recipe if step.family is not Family.KERNEL)
-        if recipe != state.rewritten.recipe:
-            forms.append((" (unfused)", replay(recipe, state.base)))
+        """The rewritten program as the engine can take it: with native kernels, without them, or both.
+
+        For an engine that is worth its time also without each kind of them: where an engine fuses by itself,
+        a kernel that was faster before it may not be so any more.
+        """
+        kernels = [step for step in state.rewritten.recipe if step.family is Family.KERNEL]
+        left_out = {"": list[Pass]()} | ({" (unfused)": kernels} if kernels else {})
+        if engine.slow_to_apply and len(kernels) > 1:
+            left_out |= {f" (without {kernel.name})": [kernel] for kernel in kernels}
+        forms = [
+            (suffix, self._without(state, missing) if missing else state.rewritten)
+            for suffix, missing in left_out.items()
+        ]
         readable = [form for form in forms if engine.why_not(form[1]) is None]
         return readable or forms[:1]
+
+    def _without(self, state: LaneState, missing: Sequence[Pass]) -> Program:
+        """The rewritten program without some of its passes."""
+        recipe = tuple(step for step in state.rewritten.recipe if step not in missing)
+        return replay(recipe, state.base)
 
     def _try(self, state: LaneState, name: str, steps: Sequence[Pass], program: Program) -> Program | None:
         """Try passes on a program; keep the outcome as the lane's best where that is right.
@@ -185,6 +198,7 @@ class PassManager:
                 if (declined := step.why_not(program)) is not None:
                     self._record(blank, verdict=Verdict.DECLINED, reason=declined)
                     return None
+                step = step.within(left)
                 unrehearsed = None
                 if step.risky and self._stage is not None:
                     unrehearsed = self._stage.rehearse(step, program, seconds=left)
@@ -277,6 +291,10 @@ class _Replay(Pass):
     portable = False
 
     recipe: tuple[Pass, ...]
+
+    def within(self, seconds: float) -> Pass:
+        """Every pass of it within the time; they follow each other, but few take any."""
+        return dataclasses.replace(self, recipe=tuple(step.within(seconds) for step in self.recipe))
 
     def apply(self, program: Program) -> Result:
         replayed = replay(self.recipe, program)

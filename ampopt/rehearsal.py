@@ -23,7 +23,9 @@ from types import TracebackType
 import torch
 
 from ampopt.cuda_graphs import ReplayedProgram
+from ampopt.cudnn_shapes import know_shapes
 from ampopt.errors import AmpoptError, PassError
+from ampopt.fused_conv import fused_conv
 from ampopt.measure import synchronize
 from ampopt.program import Program
 from ampopt.transform import Pass
@@ -176,5 +178,7 @@ def _main(line: Connection) -> None:
 
 
 if __name__ == "__main__":
+    know_shapes()
+    fused_conv()  # programs that come may call it
     _warm_up(torch.device(sys.argv[2]))
     _main(Connection(int(sys.argv[1])))

@@ -1,7 +1,7 @@
 """What a user would write by hand: the contestants that ampopt is measured against.
 
-Each takes a model in evaluation mode with its inputs and returns a function of those inputs. The CUDA
-graph copies its inputs in and clones its outputs, as ampopt's does, so that both do the same work.
+Each takes a model in evaluation mode with its inputs and returns a function of those inputs, whose results
+are float32, as the model's own, and stay the caller's: a CUDA graph's are copied out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def autocast(dtype: torch.dtype) -> Callable[[nn.Module, tuple[Tensor, ...]], Ca
 
         def call(*tensors: Tensor) -> object:
             with torch.autocast(device, dtype):
-                return model(*tensors)
+                return as_float(model(*tensors))
 
         return call
 
@@ -39,7 +39,7 @@ def autocast(dtype: torch.dtype) -> Callable[[nn.Module, tuple[Tensor, ...]], Ca
 
 
 def cuda_graph(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
-    """A plain CUDA graph around the model: inputs copied (and cast) in, outputs cloned."""
+    """A plain CUDA graph around the model: inputs copied (and cast) in, outputs copied (and cast) out."""
     static = [tensor.clone() for tensor in inputs]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -66,7 +66,18 @@ class _Replayed:
         for buffer, tensor in zip(self.static, tensors, strict=True):
             buffer.copy_(tensor)
         self.graph.replay()
-        return pytree.tree_map(torch.clone, self.outputs)
+        return pytree.tree_map_only(Tensor, _copied_out, self.outputs)
+
+
+def _copied_out(output: Tensor) -> Tensor:
+    return output.float() if output.dtype is torch.float16 else output.clone()
+
+
+def as_float(outputs: object) -> object:
+    """Outputs with float32 in the place of lower precision."""
+    return pytree.tree_map_only(
+        Tensor, lambda t: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t, outputs
+    )
 
 
 def fold(model: nn.Module) -> nn.Module:

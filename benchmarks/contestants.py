@@ -28,12 +28,14 @@ BUDGET_S = 60.0
 class Contestant:
     """A way to run a model: its name, the lane it is judged in, and how it is made.
 
-    `thorough` ones take minutes to prepare and run only where that is asked for.
+    `tunes`: it times alternatives while it is prepared, so it has the device to itself then. `thorough` ones
+    take minutes to prepare and run only where that is asked for.
     """
 
     name: str
     lane: str
     make: Make
+    tunes: bool = False
     thorough: bool = False
 
 
@@ -58,15 +60,21 @@ def autocast_channels_last(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call
     return call
 
 
+class InHalf(nn.Module):
+    """A model in float16 and channels_last that takes and gives float32: the casts are part of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = copy.deepcopy(model).half().to(memory_format=torch.channels_last)
+
+    def forward(self, *tensors: Tensor) -> object:
+        """Cast, run, cast back."""
+        return by_hand.as_float(self.model(*map(by_hand.as_half_channels_last, tensors)))
+
+
 def in_half(make: Make) -> Make:
-    """A contestant on the model in float16 and channels_last; inputs are cast in every call."""
-
-    def contestant(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
-        half = copy.deepcopy(model).half().to(memory_format=torch.channels_last)
-        call = make(half, tuple(map(by_hand.as_half_channels_last, inputs)))
-        return lambda *tensors: call(*map(by_hand.as_half_channels_last, tensors))
-
-    return contestant
+    """A contestant on the model in float16, see `InHalf`."""
+    return lambda model, inputs: make(InHalf(model).eval(), inputs)
 
 
 def torchscript(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
@@ -99,7 +107,9 @@ def ours(model: nn.Module, inputs: tuple[Tensor, ...], *, lane: str) -> Call:
 
 def contestants(device: torch.device) -> list[Contestant]:
     """Everybody who can be tried on a device, the original first."""
-    ampopts = [Contestant(f"ampopt {lane}", lane, functools.partial(ours, lane=lane)) for lane in LANES]
+    ampopts = [
+        Contestant(f"ampopt {lane}", lane, functools.partial(ours, lane=lane), tunes=True) for lane in LANES
+    ]
     return [*(_on_cuda() if device.type == "cuda" else _on_cpu()), *ampopts]
 
 
@@ -114,9 +124,9 @@ def _on_cpu() -> list[Contestant]:
         Contestant("channels_last", "fp32", channels_last),
         Contestant("TorchScript", "fp32", torchscript),
         Contestant("compile freezing", "fp32", compile_),
-        Contestant("compile max-autotune", "fp32", autotune, thorough=True),
+        Contestant("compile max-autotune", "fp32", autotune, tunes=True, thorough=True),
         Contestant("ONNX Runtime", "fp32", by_onnx.on_cpu),
-        Contestant("ONNX Runtime, best options", "fp32", by_onnx.on_cpu_tuned),
+        Contestant("ONNX Runtime, best options", "fp32", by_onnx.on_cpu_tuned, tunes=True),
         Contestant("OpenVINO", "fp32", by_onnx.openvino),
         Contestant("eager bf16 autocast", "amp", by_hand.autocast(torch.bfloat16)),
         Contestant("bf16 autocast channels_last", "amp", autocast_channels_last),
@@ -136,8 +146,8 @@ def _on_cuda() -> list[Contestant]:
         found += [
             Contestant(f"TorchScript {lane}", lane, wrap(torchscript)),
             Contestant(f"compile reduce-overhead {lane}", lane, wrap(overhead)),
-            Contestant(f"compile max-autotune {lane}", lane, wrap(autotune), thorough=True),
-            Contestant(f"ONNX Runtime {lane}", lane, functools.partial(by_onnx.on_cuda, half=lane == "amp")),
-            Contestant(f"TensorRT {lane}", lane, functools.partial(by_onnx.tensorrt, half=lane == "amp")),
+            Contestant(f"compile max-autotune {lane}", lane, wrap(autotune), tunes=True, thorough=True),
+            Contestant(f"ONNX Runtime {lane}", lane, wrap(by_onnx.on_cuda), tunes=True),
+            Contestant(f"TensorRT {lane}", lane, wrap(by_onnx.tensorrt), tunes=True),
         ]
     return found

@@ -1,10 +1,12 @@
 """The race: every network, every peer and ampopt side by side.
 
-    python -m benchmarks.peers [--models NAME ...] [--contestants NAME ...] [--thorough] [--device cuda|cpu]
+    python -m benchmarks.peers [--models NAME ...] [--lanes fp32 amp] [--contestants NAME ...] [--thorough]
 
-Each contestant is prepared in a process of its own, one after another; then they are sampled in turn, call
-by call, on the same inputs. One that fails has a row with its reason. Writes DIR/<device>/peers.json, the
-table and the chart that are made from it; networks that were not run this time keep their rows.
+Each contestant is prepared in a process of its own. Those that time alternatives meanwhile follow each
+other; on a GPU the rest, which only compile and capture, are prepared beside them. Then all are warmed up,
+one after another, and sampled in turn, call by call, on the same inputs. One that fails has a row with its
+reason. Writes DIR/<device>/peers.json, the table and the chart that are made from it; networks and lanes that
+were not run this time keep what they had.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import json
 import operator
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ import torch
 
 from ampopt.environment import environment
 from ampopt.sampling import interleave, rested
-from benchmarks.contestants import Contestant, contestants
+from benchmarks.contestants import LANES, Contestant, contestants
 from benchmarks.exports_timing import PAUSE_S
 from benchmarks.peers_table import draw, to_markdown
 from benchmarks.race_networks import RACE
@@ -31,26 +35,42 @@ from benchmarks.results_files import commit, results_folder, update
 
 SECONDS, LEAST_ROUNDS = 20.0, 15
 
+BESIDE = 3
+"""Contestants that are prepared beside those that tune."""
+
 
 def race(
     network: str, entered: Sequence[Contestant], device: torch.device, seconds: float = SECONDS
 ) -> dict[str, Any]:
     """Run one network: for every contestant its facts and times, or why it has none."""
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {each.name: {"lane": each.lane} for each in entered}
     with tempfile.TemporaryDirectory(prefix="ampopt-race-") as folder, contextlib.ExitStack() as stack:
         write_parts(network, device, Path(folder))
         racers: dict[str, Racer] = {}
-        for contestant in entered:
-            racer = Racer(network, contestant.name, device, Path(folder))
+
+        def ready(contestant: Contestant) -> None:
+            name = contestant.name
+            racer = Racer(network, name, device, Path(folder))
             stack.callback(racer.end)
-            rows[contestant.name] = {"lane": contestant.lane}
             try:
-                rows[contestant.name] |= racer.ask("prepare")
-                racers[contestant.name] = racer
+                rows[name] |= racer.ask("prepare")
+                racers[name] = racer
             except RuntimeError as failure:
-                rows[contestant.name]["error"] = str(failure)
+                rows[name]["error"] = str(failure)
                 racer.end()
-            print(f"{network}: {contestant.name}: {_said(rows[contestant.name])}", flush=True)
+            print(f"{network}: {name}: {_said(rows[name])}", flush=True)
+
+        with ThreadPoolExecutor(BESIDE if device.type == "cuda" else 1) as pool:
+            others = [pool.submit(ready, each) for each in entered if not each.tunes]
+            if device.type != "cuda":
+                wait(others)
+            for each in entered:
+                if each.tunes:
+                    ready(each)
+            for other in others:
+                other.result()
+        for name in [name for name in rows if name in racers]:
+            racers[name].ask("settle")
         pause = PAUSE_S if device.type == "cpu" else 0.0
         samplers = {
             name: rested(functools.partial(racer.ask, "sample"), pause) for name, racer in racers.items()
@@ -70,10 +90,25 @@ def _said(row: dict[str, Any]) -> str:
 
 
 def write_row(folder: Path, row: dict[str, Any]) -> None:
-    """Add a network's row to peers.json in place of its old one, and remake the table and the chart."""
-    ordered = update(folder / "peers.json", [row], operator.itemgetter("network"), RACE)
+    """Put a network's row into peers.json, lane by lane, and remake the table and the chart."""
+    file = folder / "peers.json"
+    rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    for old in rows:
+        if old["network"] == row["network"]:
+            row = _with_other_lanes(row, old)
+    ordered = update(file, [row], operator.itemgetter("network"), RACE)
     (folder / "peers.md").write_text(to_markdown(ordered), encoding="utf-8")
     draw(ordered, folder / "peers.png")
+
+
+def _with_other_lanes(row: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+    """A row with the contestants of an older one whose lanes it has not; both commits are then named."""
+    lanes = {each["lane"] for each in row["contestants"].values()}
+    kept = {name: each for name, each in old["contestants"].items() if each["lane"] not in lanes}
+    if not kept:
+        return row
+    commits = dict.fromkeys([*old["commit"].split(", "), row["commit"]])
+    return {**row, "commit": ", ".join(commits), "contestants": {**kept, **row["contestants"]}}
 
 
 def main() -> None:
@@ -82,6 +117,7 @@ def main() -> None:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--models", nargs="+", choices=RACE, default=RACE, metavar="NAME")
     parser.add_argument("--contestants", nargs="+", metavar="NAME", help="by default all")
+    parser.add_argument("--lanes", nargs="+", choices=LANES, default=list(LANES))
     parser.add_argument("--thorough", action="store_true", help="those that take minutes to prepare, too")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of sampling for each network")
     parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
@@ -92,7 +128,11 @@ def main() -> None:
     names = options.contestants or [c.name for c in everybody if options.thorough or not c.thorough]
     if unknown := set(names) - {contestant.name for contestant in everybody}:
         parser.error(f"no contestant {', '.join(sorted(unknown))}: {', '.join(c.name for c in everybody)}")
-    entered = [contestant for contestant in everybody if contestant.name in names]
+    entered = [
+        contestant
+        for contestant in everybody
+        if contestant.name in names and contestant.lane in options.lanes
+    ]
     folder = results_folder(options.out, device)
     for network in options.models:
         write_row(folder, race(network, entered, device, options.seconds))

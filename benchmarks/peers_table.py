@@ -18,8 +18,8 @@ def to_markdown(rows: Sequence[Row]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row["contestants"]))
     parts = [
         *heading("The race", rows),
-        "TF32 is off in the FP32 lane. Contestants in processes of their own, sampled",
-        "in turn on the same inputs.",
+        "TF32 is off in the FP32 lane. Contestants in processes of their own, sampled in turn on the same",
+        "inputs; all take float32 and give float32 that stays the caller's.",
         "",
         "## Median latency of one synchronised call, ms (p99)",
         "",

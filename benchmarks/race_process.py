@@ -24,6 +24,7 @@ import torch
 from ampopt.flags import cuda_math
 from ampopt.measure import latency, synchronize
 from ampopt.numerics import relative_error
+from ampopt.runtime import OptimizedModule
 from ampopt.signature import flatten_outputs
 from benchmarks.contestants import contestants
 from benchmarks.race_networks import racer
@@ -46,7 +47,7 @@ class Racer:
         self._process = subprocess.Popen([*command, str(folder)], stdin=pipe, stdout=pipe, text=True)
 
     def ask(self, request: str) -> Any:
-        """`prepare`: a dict of facts; `sample`: the seconds of one call; raises what failed there."""
+        """`prepare`: a dict of facts; `settle`; `sample`: the seconds of a call. Raises what failed there."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -68,7 +69,7 @@ class Racer:
 
 
 def prepare(network: str, name: str, device: torch.device, folder: Path) -> tuple[Callable[[], object], Any]:
-    """Make a contestant and warm it up: a function that calls it, and what there is to say of it."""
+    """Make a contestant: a function that calls it, and what there is to say of it."""
     contestant = next(each for each in contestants(device) if each.name == name)
     model = racer(network)[0].to(device)
     inputs, reference = (torch.load(folder / f"{part}.pt", weights_only=True) for part in PARTS)
@@ -82,7 +83,6 @@ def prepare(network: str, name: str, device: torch.device, folder: Path) -> tupl
     seconds = time.perf_counter() - start
     pairs = zip(outputs, reference, strict=True)
     error = max(relative_error(output.cpu(), expected) for output, expected in pairs)
-    warm_up(call, device)
     facts = {"prepare_s": seconds, "relative_error": error, "bytes": used_memory(device) - before}
     return call, {**facts, "passes": _passes(made)}
 
@@ -123,23 +123,27 @@ def warm_up(call: Callable[[], object], device: torch.device) -> None:
 
 
 def _passes(made: object) -> list[str] | None:
-    """What ampopt kept, for its own rows."""
-    program = getattr(made, "program", None)
-    return [step.name for step in program.recipe] if program is not None else None
+    """What ampopt kept, for its own rows; what it tried is printed."""
+    if not isinstance(made, OptimizedModule):
+        return None
+    print(made.report)
+    return [step.name for step in made.program.recipe]
 
 
 def serve(arguments: argparse.Namespace, answer: Callable[[dict[str, Any]], None]) -> None:
     """Answer requests until the standard input ends; a failure is an answer, too."""
     device = torch.device(arguments.device)
-    sample: Callable[[], float] | None = None
     for line in sys.stdin:
         try:
-            if json.loads(line) == "prepare":
+            request = json.loads(line)
+            if request == "prepare":
                 call, facts = prepare(arguments.network, arguments.contestant, device, arguments.folder)
                 sample = latency(call, device, long_s=LONG_CALL_S)
                 answer({"done": facts})
+            elif request == "settle":
+                warm_up(call, device)
+                answer({"done": None})
             else:
-                assert sample is not None
                 answer({"done": sample()})
         except Exception as failure:
             answer({"failed": f"{type(failure).__name__}: {failure}"})

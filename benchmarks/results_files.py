@@ -65,7 +65,7 @@ def update(
 def heading(title: str, rows: Sequence[Row]) -> list[str]:
     """The lines that say where, with what and at which commits rows were measured; the last goes on."""
     facts: dict[str, str] = next((row["environment"] for row in rows if "environment" in row), {})
-    commits = ", ".join(sorted({row.get("commit", "?") for row in rows}))
+    commits = ", ".join(sorted({each for row in rows for each in row.get("commit", "?").split(", ")}))
     return [
         f"# {title} on {facts.get('device', '?')}",
         "",

@@ -12,9 +12,11 @@ from ampopt.passes.fold_constants import FoldConstants
 from ampopt.passes.fold_conv_bn import FoldConvBn
 from ampopt.passes.fuse_conv_act import FuseConvAct
 from ampopt.passes.fuse_conv_onednn import FuseConvOnednn
+from ampopt.passes.fuse_conv_triton import FuseConvTriton
 from ampopt.passes.fuse_linear_act import FuseLinearAct
 from ampopt.passes.merge_linear_chain import MergeLinearChain
 from ampopt.passes.onnx_runtime import OnnxRuntime
+from ampopt.passes.parallel_branches import ParallelBranches
 from ampopt.passes.remove_inference_noops import RemoveInferenceNoops
 from ampopt.passes.script import Script
 from ampopt.passes.search_conv_algorithms import SearchConvAlgorithms
@@ -34,9 +36,11 @@ __all__ = [
     "FoldConvBn",
     "FuseConvAct",
     "FuseConvOnednn",
+    "FuseConvTriton",
     "FuseLinearAct",
     "MergeLinearChain",
     "OnnxRuntime",
+    "ParallelBranches",
     "RemoveInferenceNoops",
     "Script",
     "SearchConvAlgorithms",
@@ -51,6 +55,7 @@ PIPELINE: tuple[Pass, ...] = (
     AllowTf32(),
     SearchConvAlgorithms(),
     ChannelsLast(),
+    FuseConvTriton(),
     Degroup(),
     FuseConvAct(),
     FuseConvOnednn(),
@@ -62,7 +67,7 @@ Precision comes before the algebra so that the algebra is timed in the precision
 compute new weights from the unrounded ones all the same.
 """
 
-ENGINES: tuple[Pass, ...] = (Script(), OnnxRuntime(), Compile())
+ENGINES: tuple[Pass, ...] = (Script(), ParallelBranches(), OnnxRuntime(), Compile())
 """Alternatives that run the rewritten graph; the cheapest to try first."""
 
 LAUNCHES: tuple[Pass, ...] = (CudaGraph(),)

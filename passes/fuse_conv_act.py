@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch import fx
 
+from ampopt.cudnn_shapes import know_shapes
 from ampopt.graph import (
     arguments,
     aten,
@@ -54,6 +55,7 @@ class FuseConvAct(Pass):
 
     def apply(self, program: Program) -> Result:
         """Match from the ReLU backwards, check, fuse; see the class."""
+        know_shapes()
         module, rewrites = record_shapes(program), 0
         declined: list[Declined] = []
         for relu in calls(module, [aten.relu.default]):

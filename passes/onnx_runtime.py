@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ampopt.graph import calls, is_opaque
+from ampopt.graph import calls, is_native
 from ampopt.onnx_graph import OPSETS, model_of
 from ampopt.onnx_options import PREFERRED, SessionOptions
 from ampopt.onnx_session import OnnxRunner, onnxruntime
@@ -57,7 +57,7 @@ class OnnxRuntime(Pass):
         missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
         if missing:
             return f"{missing[0]} is not installed: run  pip install 'ampopt[onnx]'"
-        found = next((node for node in calls(program.graph) if is_opaque(node)), None)
+        found = next((node for node in calls(program.graph) if is_native(node)), None)
         return f"ONNX does not know {found.target}" if found is not None else None
 
     def expected_seconds(self, program: Program) -> float:

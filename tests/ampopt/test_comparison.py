@@ -25,7 +25,7 @@ def net() -> nn.Module:
 
 
 def compared(model: nn.Module, **options: Any) -> ampopt.Comparison:
-    """`compare` without the engines that compile, and silent."""
+    """`compare` without engines, and silent."""
     return ampopt.compare(model, X, exclude=NO_ENGINES, progress=False, **options)
 
 

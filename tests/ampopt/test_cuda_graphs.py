@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import ampopt
-from ampopt.cuda_graphs import CapturedGraph, ReplayedProgram
+from ampopt.cuda_graphs import LENT, CapturedGraph, ReplayedProgram
 from ampopt.errors import PassError
 from ampopt.ledger import Verdict
 from ampopt.passes import CudaGraph, FoldConvBn
@@ -84,6 +84,51 @@ def test_a_second_call_does_not_change_the_result_of_the_first(fast: ampopt.Opti
     assert first.data_ptr() != second.data_ptr()
     first.zero_()
     assert torch.equal(fast(image(seed=1)), kept)
+
+
+def test_results_are_lent_and_no_two_in_the_callers_hands_share_memory(
+    model: nn.Module, fast: ampopt.OptimizedModule
+) -> None:
+    inputs = [image(seed=seed) for seed in range(LENT + 3)]
+    held = [fast(x) for x in inputs]
+    assert len({result.data_ptr() for result in held}) == len(held)
+    assert all(close(result, expected(model, x)) for result, x in zip(held, inputs, strict=True))
+
+
+def test_what_shares_a_results_memory_keeps_it_from_being_used_again(fast: ampopt.OptimizedModule) -> None:
+    ways: tuple[Callable[[Tensor], Any], ...] = (
+        lambda y: y[:, 0],
+        lambda y: y.detach(),
+        lambda y: y.untyped_storage(),
+        lambda y: y.__dlpack__(),
+        lambda y: nn.Parameter(y),
+    )
+    for way in ways:
+        first = fast(image(seed=1))
+        place = first.data_ptr()
+        held = way(first)
+        del first
+        assert all(fast(image(seed=seed)).data_ptr() != place for seed in range(4))
+        del held
+        assert any(fast(image(seed=seed)).data_ptr() == place for seed in range(4))
+
+
+def test_a_result_outlives_the_module_that_made_it(model: nn.Module) -> None:
+    fast = module_of(model, image(), passes=PASSES)
+    found, wanted = fast(image(seed=1)), expected(model, image(seed=1))
+    del fast
+    torch.cuda.empty_cache()
+    _ = [torch.randn_like(found) for _ in range(64)]
+    assert close(found, wanted)
+
+
+def test_a_result_that_is_constant_is_never_lent() -> None:
+    model = Model(lambda m, x: (m.conv(x), m.conv.weight), conv=nn.Conv2d(3, 4, 1)).cuda()
+    fast = module_of(model, image(), passes=(CudaGraph(),))
+    kept = fast(image())[1].clone()
+    for _ in range(4):
+        fast(image())[1].zero_()
+    assert torch.equal(fast(image())[1], kept)
 
 
 def test_static_outputs_are_overwritten_by_the_next_call_as_documented(model: nn.Module) -> None:

@@ -203,6 +203,29 @@ def test_a_pass_that_needs_more_than_is_left_is_not_begun(
     assert second.verdict is Verdict.KEPT
 
 
+@dataclasses.dataclass(frozen=True)
+class _Measuring(Planted):
+    """Writes into its recipe how much time it was given."""
+
+    def within(self, seconds: float) -> Pass:
+        return dataclasses.replace(self, seconds=seconds)
+
+
+def test_a_pass_that_measures_is_told_what_is_left_alone_and_in_a_replay(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module
+) -> None:
+    slow = {"layout": 1.5, frozenset({"layout", "measuring"}): 0.4}
+
+    def cost(names: frozenset[str]) -> float:
+        return slow.get(names, 1.5 if "layout" in names else 0.9)
+
+    bench = Bench(monkeypatch, net, X, cost=cost, seconds_left=100.0)
+    bench.rewrite(Planted("layout"), _Measuring("measuring"))
+    assert bench.kept == ["layout", "measuring"]
+    (measuring,) = (step for step in bench.state.best.program.recipe if isinstance(step, _Measuring))
+    assert 0 < measuring.seconds <= 100
+
+
 def _layout_wants_its_kernel(names: frozenset[str]) -> float:
     if "layout" not in names:
         return 0.9 if "kernel" in names else 1.0
@@ -271,6 +294,27 @@ def test_an_engine_that_cannot_read_kernels_gets_the_program_without_them(
     assert last.name.endswith("(unfused)")
     assert last.verdict is Verdict.KEPT
     assert [name for name in bench.kept if "engine" not in name] == ["good"]
+
+
+def test_an_engine_that_takes_long_is_tried_without_each_kind_of_kernel(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module
+) -> None:
+    class _SlowEngine(_Engine):
+        slow_to_apply = True
+
+        def why_not(self, program: Program) -> str | None:
+            return None
+
+    def cost(names: frozenset[str]) -> float:
+        engine = any("engine" in name for name in names)
+        return 0.2 if engine and "right" in names and "left" not in names else 0.9 ** len(names)
+
+    bench = Bench(monkeypatch, net, X, cost=cost)
+    bench.rewrite(PlantedKernel("left"), PlantedKernel("right"))
+    bench.manager.choose_engine(bench.state, [_SlowEngine()], [])
+    assert bench.kept == ["right", "_-slow-engine"]
+    tried = [entry.name.partition(" ")[2] for entry in bench.ledger.entries[-4:]]
+    assert tried == ["", "(unfused)", "(without left)", "(without right)"]
 
 
 def test_progress_is_told_about_every_pass(monkeypatch: pytest.MonkeyPatch, net: nn.Module) -> None:

@@ -13,8 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import peers
-from benchmarks.by_hand import as_half_channels_last
-from benchmarks.contestants import BUDGET_S, Contestant, channels_last, compiled, contestants, torchscript
+from benchmarks.by_hand import as_float, as_half_channels_last
+from benchmarks.contestants import (
+    BUDGET_S,
+    Contestant,
+    InHalf,
+    channels_last,
+    compiled,
+    contestants,
+    torchscript,
+)
 from benchmarks.models import WORKLOADS
 from benchmarks.peers import race, write_row
 from benchmarks.peers_table import best_peer, ours, summary, to_markdown
@@ -79,6 +87,38 @@ def test_what_enters_half_is_half_and_integers_stay() -> None:
     assert image.dtype is torch.float16
     assert image.is_contiguous(memory_format=torch.channels_last)
     assert as_half_channels_last(torch.arange(3)).dtype is torch.int64
+
+
+def test_a_model_in_half_takes_and_gives_float32() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
+    x = torch.randn(1, 3, 8, 8)
+    with torch.no_grad():
+        found, expected = InHalf(model)(x), model(x)
+    assert isinstance(found, Tensor)
+    assert found.dtype is torch.float32
+    assert 0 < (found - expected).norm() < 1e-2 * expected.norm()
+    assert model[0].weight.dtype is torch.float32, "the model itself stays as it is"
+
+
+def test_outputs_become_float32_and_others_stay() -> None:
+    mask, low = torch.tensor([True]), torch.ones(2, dtype=torch.bfloat16)
+    found = as_float({"mask": mask, "low": low})
+    assert isinstance(found, dict)
+    assert found["mask"] is mask
+    assert found["low"].dtype is torch.float32
+
+
+def test_a_lane_that_was_not_run_keeps_what_it_had(tmp_path: Path) -> None:
+    write_row(tmp_path, row("cropunet", eager=1.0, ampopt=1.0, gone=3.0))
+    newer = row("cropunet", eager_amp=0.5, ampopt_amp=0.4) | {"commit": "d"}
+    write_row(tmp_path, newer)
+    (found,) = json.loads((tmp_path / "peers.json").read_text())
+    assert list(found["contestants"]) == ["eager", "ampopt fp32", "gone", "eager_amp", "ampopt amp"]
+    assert found["commit"] == "c, d"
+    write_row(tmp_path, row("cropunet", eager=2.0, ampopt=1.5))
+    (found,) = json.loads((tmp_path / "peers.json").read_text())
+    assert list(found["contestants"]) == ["eager_amp", "ampopt amp", "eager", "ampopt fp32"]
+    assert "commit c, d." in (tmp_path / "peers.md").read_text()
 
 
 @pytest.mark.slow

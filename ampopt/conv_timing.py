@@ -1,0 +1,121 @@
+"""The fastest tile of `fused_conv` at one piece of a network, by measurement."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterable
+from concurrent import futures
+
+import torch
+from torch import Tensor
+
+from ampopt.conv_tiles import Operands, Site
+from ampopt.cuda_graphs import capture_calls
+from ampopt.fused_conv import Tile, fused_conv, reference
+from ampopt.measure import device_time
+from ampopt.numerics import relative_error
+from ampopt.program import Settings
+from ampopt.sampling import interleave
+
+AT_ONCE = 10
+"""Launches in one captured graph of a measurement, so that the graph's own start weighs little."""
+
+COMPILERS = min(8, os.cpu_count() or 1)
+
+PLAIN, BY_CUDNN = "as it is", "by cuDNN"
+"""What a site would be computed by otherwise: operators one after another, or cuDNN's fused one."""
+
+
+def launch(site: Site, operands: Operands, tile: Tile) -> Tensor:
+    """One call of the operator."""
+    result: Tensor = fused_conv()(
+        *operands, list(site.geometry), site.groups, site.act1, site.act2, str(tile)
+    )
+    return result
+
+
+def compile_all(sites: Iterable[Site], device: torch.device, seconds: float) -> None:
+    """Compile what the tiles of all sites need, several at a time; what fails here fails again when timed."""
+    jobs: dict[object, Callable[[], Tensor]] = {}
+    for site in sites:
+        for tile in site.tiles():
+            jobs.setdefault(
+                site.compile_key(tile),
+                functools.partial(_launch_random, site, tile, device),
+            )
+
+    def quietly(job: Callable[[], Tensor]) -> None:
+        with contextlib.suppress(Exception):
+            job()
+
+    pool = futures.ThreadPoolExecutor(COMPILERS)
+    try:
+        with contextlib.suppress(futures.TimeoutError):
+            list(pool.map(quietly, jobs.values(), timeout=seconds))
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _launch_random(site: Site, tile: Tile, device: torch.device) -> Tensor:
+    return launch(site, site.random_operands(device), tile)
+
+
+def fastest(
+    site: Site,
+    device: torch.device,
+    settings: Settings,
+    seconds: float = 0.1,
+) -> dict[str, float]:
+    """The device time in seconds of one call, by tile and for `PLAIN` and, where it has a form, `BY_CUDNN`.
+
+    Tiles that this GPU cannot run, or that compute anything else than `PLAIN`, are left out.
+    """
+    samplers, alive = {}, []
+    with settings.scope(device):
+        operands = site.random_operands(device)
+        calls = {name: functools.partial(run, site, operands) for name, run in _other_ways(site).items()}
+        expected = calls[PLAIN]()
+        limit = 1e-4 if site.dtype is torch.float32 and not site.tf32 else 2e-2
+        for tile in site.tiles():
+            calls[str(tile)] = functools.partial(launch, site, operands, tile)
+        for name, call in calls.items():
+            try:
+                if relative_error(call(), expected) > limit:
+                    continue
+                graph = capture_calls(functools.partial(_repeat, call))[0]
+            except Exception:  # a tile that this GPU has no room for, or a shape that cuDNN does not fuse
+                if name == PLAIN:
+                    raise
+                continue
+            alive.append(graph)
+            samplers[name] = device_time(graph.replay, device)
+        timed = interleave(samplers, seconds=seconds, least=4, most=20)
+    return {name: measured.median / AT_ONCE for name, measured in timed.items()}
+
+
+def _repeat(call: Callable[[], Tensor]) -> tuple[Tensor, ...]:
+    for _ in range(AT_ONCE):
+        result = call()
+    return (result,)
+
+
+def _other_ways(site: Site) -> dict[str, Callable[[Site, Operands], Tensor]]:
+    ways: dict[str, Callable[[Site, Operands], Tensor]] = {PLAIN: _plain}
+    acts = (site.act1, site.add, site.act2)
+    if site.geometry and not site.scale and acts in (("relu", False, ""), ("", True, "relu")):
+        ways[BY_CUDNN] = _by_cudnn
+    return ways
+
+
+def _plain(site: Site, operands: Operands) -> Tensor:
+    return reference(*operands, site.geometry, site.groups, site.act1, site.act2)
+
+
+def _by_cudnn(site: Site, operands: Operands) -> Tensor:
+    x, w, b, z, _ = operands
+    border = (site.geometry[:2], site.geometry[2:4], site.geometry[4:], site.groups)
+    if z is None:
+        return torch.cudnn_convolution_relu(x, w, b, *border)
+    return torch.cudnn_convolution_add_relu(x, w, z, 1.0, b, *border)

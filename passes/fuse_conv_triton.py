@@ -1,0 +1,153 @@
+"""fuse-conv-triton: convolutions and linear layers with all that follows them, one generated kernel each."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from ampopt import conv_timing
+from ampopt.conv_chains import Chain, find_chains
+from ampopt.conv_tiles import Site
+from ampopt.conv_timing import BY_CUDNN, PLAIN
+from ampopt.fused_conv import Tile, fused_conv, is_available
+from ampopt.graph import add_constant, arguments, aten, constant, finish, insert_call, record_shapes, replace
+from ampopt.group_forms import merge_groups
+from ampopt.pixel_layout import in_order, packed_depthwise
+from ampopt.program import Program
+from ampopt.transform import Declined, Family, Numerics, Pass, Result
+
+SHARE = 0.7
+"""Of the time that is left; the rest is for the passes after it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FuseConvTriton(Pass):
+    """Fuse `act(act(conv(x * s) + b) + z)` into one Triton kernel, wherever that is measured to be faster.
+
+    Rewrites: conv2d and linear with constant weights, with the activation, the addition of a tensor of the
+    same shape, and the activation that follow, to `ampopt::fused_conv`; before a 1x1 convolution also the
+    multiplication with one number a channel (squeeze-and-excite). Groups of few channels are computed several
+    at a time. Each is timed at its real shape, dtype and layout, in the tiles of `conv_tiles`, against the
+    same operators one after another and against cuDNN's fused form.
+    Requires: CUDA and Triton; float32, float16 or bfloat16; feature maps with the channel innermost.
+    Declines: other layouts and dtypes; other readers in between; where nothing is gained, or the time for
+    measurements is spent; a replay where a choice does not fit the shape; programs under autocast.
+    Correct because: the kernel computes the same sums of the same products; what is fused reads the sums
+    before they are rounded, so that fewer roundings happen. Groups computed together have zeros for each
+    other's weights. z and s are computed before the fused call, which stands in the last node's place.
+    Cost: seconds of compilation and measurement, in Triton's own cache afterwards.
+
+    `choices` holds (node's name, tile) as measured; a replay applies them unmeasured.
+    """
+
+    numerics = Numerics.REASSOCIATED
+    family = Family.KERNEL
+    portable = False
+
+    choices: tuple[tuple[str, str], ...] | None = None
+    least_gain: float = 1.03
+    seconds: float = 25.0
+
+    def why_not(self, program: Program) -> str | None:
+        """Triton compiles for CUDA."""
+        if program.device.type != "cuda":
+            return "its kernels need CUDA"
+        if not is_available():
+            return "Triton is not installed"
+        return "it still runs under autocast" if program.settings.autocast is not None else None
+
+    def within(self, seconds: float) -> Pass:
+        """Measure less where little time is left; a replay measures nothing."""
+        if self.choices is not None:
+            return self
+        return dataclasses.replace(self, seconds=min(self.seconds, SHARE * seconds))
+
+    def apply(self, program: Program) -> Result:
+        """Match, measure (or take `choices`), rewrite; see the class."""
+        end = time.perf_counter() + self.seconds
+        module = record_shapes(program)
+        chains, declined = find_chains(module, program.settings.tf32)
+        if self.choices is None:
+            chosen, more = self._choose(chains, program, end)
+        else:
+            chosen, more = _that_fit(dict(self.choices), chains)
+        declined += more
+        taken = [chain for chain in chains if chain.conv.name in chosen]
+        if not taken:
+            return Result(program, 0, tuple(declined))
+        moved: dict[fx.Node, fx.Node] = {}
+        for chain in taken:
+            moved[chain.last] = _fuse(module, chain, chosen[chain.conv.name], moved)
+        frozen = dataclasses.replace(self, choices=tuple((c.conv.name, chosen[c.conv.name]) for c in taken))
+        changed = program.with_graph(finish(module))
+        return Result(changed, len(taken), tuple(declined), replay=frozen)
+
+    def _choose(
+        self, chains: Sequence[Chain], program: Program, end: float
+    ) -> tuple[dict[str, str], list[Declined]]:
+        """The fastest tile of each chain for which one is faster than what is there."""
+        declined, chosen, known = list[Declined](), dict[str, str](), dict[Site, dict[str, float]]()
+        left = end - time.perf_counter()
+        conv_timing.compile_all(dict.fromkeys(chain.site for chain in chains), program.device, 0.6 * left)
+        for chain in chains:
+            name, site = chain.conv.name, chain.site
+            if site not in known:
+                if time.perf_counter() > end:
+                    declined.append(Declined(name, "the time for measurements was spent"))
+                    continue
+                known[site] = conv_timing.fastest(site, program.device, program.settings)
+            ours = {tile: t for tile, t in known[site].items() if tile not in (PLAIN, BY_CUDNN)}
+            now = min(t for way, t in known[site].items() if way not in ours)
+            best = min(ours, key=ours.__getitem__, default=None)
+            if best is not None and now / ours[best] >= self.least_gain:
+                chosen[name] = best
+            else:
+                text = f"{1e6 * ours[best]:.1f} µs" if best is not None else "nothing"
+                declined.append(Declined(name, f"as it is {1e6 * now:.1f} µs, the best tile {text}"))
+        return chosen, declined
+
+
+def _that_fit(choices: dict[str, str], chains: Sequence[Chain]) -> tuple[dict[str, str], list[Declined]]:
+    """The choices whose kernels can compute what is here; they may have been made at another shape."""
+    here = [(chain, choices[chain.conv.name]) for chain in chains if chain.conv.name in choices]
+    fitting = {chain.conv.name: text for chain, text in here if chain.site.fits(Tile.parse(text))}
+    names = [chain.conv.name for chain, _ in here if chain.conv.name not in fitting]
+    return fitting, [Declined(name, "the tile that was chosen does not fit this shape") for name in names]
+
+
+def _fuse(module: fx.GraphModule, chain: Chain, tile: str, moved: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Put the fused call in the place of a chain; `moved` tells what stands for results of earlier chains."""
+    own, site = arguments(chain.conv), chain.site
+    weight = constant(module, own["weight"])
+    assert weight is not None
+    groups = own["groups"] if site.geometry else 1
+    if groups != site.groups:
+        weight = merge_groups(weight, groups, groups // site.groups)
+    is_image, is_depthwise = bool(site.geometry), Tile.parse(tile).kind == "depthwise"
+    weight = packed_depthwise(weight) if is_depthwise else in_order(weight, is_image=is_image)
+    w = add_constant(module, f"{chain.conv.name}_weight", weight, chain.last)
+    source = moved.get(chain.source, chain.source)
+    if chain.reorder:
+        source = _reordered(module, source, chain.last)
+    add, scale = (node and moved.get(node, node) for node in (chain.add, chain.scale))
+    call = (source, w, own["bias"], add, scale, list(site.geometry), site.groups)
+    new = insert_call(module, chain.last, fused_conv(), *call, site.act1, site.act2, tile)
+    new.meta["tensor_meta"] = chain.last.meta["tensor_meta"]  # another chain may add this result
+    replace(chain.last, new)
+    return new
+
+
+def _reordered(module: fx.GraphModule, source: fx.Node, reader: fx.Node) -> fx.Node:
+    """A copy of an image with its channels innermost, one for all that read it after that."""
+    for user in source.users:
+        is_copy = user.target is aten.clone.default
+        if is_copy and user.kwargs.get("memory_format") is torch.channels_last and user < reader:
+            return user
+    place = source.next
+    while place.op in ("placeholder", "get_attr"):
+        place = place.next
+    return insert_call(module, place, aten.clone.default, source, memory_format=torch.channels_last)

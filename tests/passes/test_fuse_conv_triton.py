@@ -1,0 +1,549 @@
+"""fuse-conv-triton: what is matched, declined and chosen, in Triton's interpreter and for real on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from ampopt.conv_chains import Chain, find_chains, merge_factor
+from ampopt.conv_tiles import Site
+from ampopt.fused_conv import Tile, fused_conv, reference
+from ampopt.graph import aten, calls, record_shapes
+from ampopt.lanes import Lane
+from ampopt.passes import (
+    AllowTf32,
+    BakeAutocast,
+    ChannelsLast,
+    Compile,
+    CudaGraph,
+    FoldConvBn,
+    FuseConvTriton,
+)
+from ampopt.program import Program
+from ampopt.transform import Declined, Pass, Result
+from tests.helpers import (
+    FP16,
+    FP32,
+    Model,
+    apply_to_untouched,
+    check_graph,
+    check_pass,
+    error_of,
+    program_of,
+    spoilt,
+    targets_of,
+    text_of,
+    with_statistics,
+)
+
+Function = Callable[[Any, Tensor], Any]
+NHWC = [ChannelsLast()]
+
+
+def _definition(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    z: Tensor | None,
+    s: Tensor | None,
+    geometry: list[int],
+    groups: int,
+    act1: str,
+    act2: str,
+    tile: str,
+) -> Tensor:
+    y = reference(x, w, b, z, s, geometry, groups, act1, act2)
+    return y.contiguous(memory_format=torch.channels_last) if geometry else y
+
+
+class OnCpu(FuseConvTriton):
+    """The pass with the first tile chosen everywhere, and the operator replaced by its definition."""
+
+    def why_not(self, program: Program) -> str | None:
+        return None
+
+    def _choose(
+        self, chains: Sequence[Chain], program: Program, end: float
+    ) -> tuple[dict[str, str], list[Declined]]:
+        return {chain.conv.name: str(chain.site.tiles()[0]) for chain in chains}, []
+
+    def apply(self, program: Program) -> Result:
+        result = super().apply(program)
+        if not result.modified:
+            return result
+        return dataclasses.replace(spoilt(result, _use_definition), replay=result.replay)
+
+
+def _use_definition(module: fx.GraphModule) -> None:
+    for node in calls(module, [fused_conv()]):
+        node.target = _definition
+
+
+def _model(function: Function) -> Model:
+    """`a`, `b` of the same shape, strided `s`, `d`, grouped `g`, depthwise `w`, 1x1 `p`, `q`, linear `l`."""
+    return Model(
+        function,
+        a=nn.Conv2d(16, 16, 3, padding=1),
+        b=nn.Conv2d(16, 16, 3, padding=1, bias=False),
+        s=nn.Conv2d(16, 24, 3, stride=2, padding=(2, 1), dilation=2),
+        d=nn.Conv2d(16, 24, 1, stride=2),
+        t=nn.Conv2d(16, 24, 3, stride=2, padding=1),
+        g=nn.Conv2d(16, 16, 3, padding=1, groups=4),
+        w=nn.Conv2d(16, 16, 3, padding=1, groups=16),
+        p=nn.Conv2d(16, 16, 1),
+        q=nn.Conv2d(16, 16, 1),
+        l=nn.Linear(16, 16),
+    )
+
+
+def _squeezed(m: Any, x: Tensor) -> Tensor:
+    return m.q(m.p(x.mean((2, 3), keepdim=True)).relu()).sigmoid()  # type: ignore[no-any-return]
+
+
+def _found(program: Program) -> tuple[list[Chain], list[Declined]]:
+    return find_chains(record_shapes(program), program.settings.tf32)
+
+
+def _describe(chain: Chain) -> str:
+    site = chain.site
+    words = ["reordered"] * chain.reorder + ["scaled"] * site.scale
+    words += [chain.conv.name, site.act1, "add" if site.add else "", site.act2]
+    return " ".join(word for word in words if word)
+
+
+FUSED: dict[str, tuple[Function, list[str]]] = {
+    "conv": (lambda m, x: m.a(x), ["conv2d"]),
+    "relu": (lambda m, x: m.a(x).relu(), ["conv2d relu"]),
+    "hardswish": (lambda m, x: F.hardswish(m.s(x)), ["conv2d hardswish"]),
+    "relu6": (lambda m, x: F.relu6(m.a(x)), ["conv2d relu6"]),
+    "hardtanh": (lambda m, x: F.hardtanh(m.a(x), 0, 6), ["conv2d relu6"]),
+    "another hardtanh": (lambda m, x: F.hardtanh(m.a(x), 0, 5), ["conv2d"]),
+    "clamp": (lambda m, x: m.a(x).clamp(min=0), ["conv2d relu"]),
+    "two-sided clamp": (lambda m, x: m.a(x).clamp(0, 6), ["conv2d relu6"]),
+    "gelu by tanh": (lambda m, x: F.gelu(m.a(x), approximate="tanh"), ["conv2d gelu_tanh"]),
+    "two activations": (lambda m, x: m.a(x).relu().sigmoid(), ["conv2d relu"]),
+    "residual block": (
+        lambda m, x: (m.b(m.a(x).relu()) + x).relu(),
+        ["conv2d relu", "conv2d_1 add relu"],
+    ),
+    "addition from the right": (lambda m, x: x + m.a(x), ["conv2d add"]),
+    "activation before the addition": (lambda m, x: F.silu(m.a(x)) + x, ["conv2d silu add"]),
+    "downsample block": (
+        lambda m, x: (m.t(x) + m.d(x)).relu(),
+        ["conv2d add relu", "conv2d_1"],
+    ),
+    "downsample block, the other way": (
+        lambda m, x: (m.d(x) + m.t(x)).relu(),
+        ["conv2d add relu", "conv2d_1"],
+    ),
+    "squeeze and excite": (
+        lambda m, x: m.q((y := F.hardswish(m.w(x))) * _squeezed(m, y)) + x,
+        ["conv2d hardswish", "conv2d_1 relu", "conv2d_2 sigmoid", "scaled conv2d_3 add"],
+    ),
+    "factors before more than a pixel": (
+        lambda m, x: m.a(x * x.mean((2, 3), keepdim=True)),
+        ["conv2d"],
+    ),
+    "factors that are read twice": (
+        lambda m, x: [m.p(y := x * x.mean((2, 3), keepdim=True)), y.tanh()],
+        ["conv2d"],
+    ),
+    "grouped": (lambda m, x: m.g(x).relu(), ["conv2d relu"]),
+    "two readers": (lambda m, x: [y := m.a(x), y.relu()], ["conv2d"]),
+    "two readers of the activation": (lambda m, x: [(y := m.a(x).relu()) + x, y], ["conv2d relu"]),
+    "added to itself": (lambda m, x: (y := m.a(x)) + y, ["conv2d"]),
+    "addition with a factor": (lambda m, x: torch.add(m.a(x), x, alpha=2), ["conv2d"]),
+    "addition that broadcasts": (lambda m, x: m.a(x) + x[:1], ["conv2d"]),
+    "addition of a number": (lambda m, x: m.a(x) + 1, ["conv2d"]),
+    "addition of another layout": (
+        lambda m, x: m.a(x) + x.permute(0, 1, 3, 2).contiguous(),
+        ["conv2d"],
+    ),
+    "linear": (lambda m, x: F.gelu(m.l(x.mean((2, 3)))), ["linear gelu"]),
+    "linear residual": (
+        lambda m, x: m.l(y := x.flatten(2).permute(0, 2, 1).contiguous()) + y,
+        ["linear add"],
+    ),
+    "slice of channels": (lambda m, x: m.p(torch.cat([x, x], 1)[:, 8:24]), ["conv2d"]),
+    "another order": (lambda m, x: m.a(x.permute(0, 1, 3, 2)).relu(), ["reordered conv2d relu"]),
+    "two readers of another order": (
+        lambda m, x: m.a(y := x.permute(0, 1, 3, 2)) + m.b(y),
+        ["reordered conv2d add", "reordered conv2d_1"],
+    ),
+    "one tap with a border": (
+        lambda m, x: F.conv2d(x, m.p.weight, m.p.bias, padding=1),
+        ["conv2d"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_it_fuses(name: str) -> None:
+    function, expected = FUSED[name]
+    model, x, elsewhere = _model(function), torch.randn(2, 16, 8, 8), [torch.randn(3, 16, 6, 6)]
+    chains, _ = _found(program_of(model, x, on_top_of=NHWC))
+    assert [_describe(chain) for chain in chains] == expected
+    result = check_pass(
+        OnCpu(), model, x, rewrites=len(expected), on_top_of=NHWC, elsewhere=elsewhere, limit=1e-5
+    )
+    assert result.replay == OnCpu(choices=tuple((c.conv.name, str(c.site.tiles()[0])) for c in chains))
+
+
+def test_the_fused_calls_read_as_documented() -> None:
+    model = _model(lambda m, x: (m.s(F.hardswish(m.w(x))) + m.s(x)).relu())
+    program = program_of(model, torch.randn(2, 16, 8, 8), on_top_of=NHWC)
+    choices = (("conv2d", "depthwise:8:32:1:1:2:1:ieee"), ("conv2d_1", "dense:16:32:32:1:2:4:ieee"))
+    fused = FuseConvTriton(choices=choices).apply(program)
+    assert text_of(fused.program).splitlines() == [
+        "fused_conv_default = ampopt.fused_conv.default(inputs_0, conv2d_weight_1, p_w_bias, None, None, "
+        "[1, 1, 1, 1, 1, 1], 16, hardswish, , depthwise:8:32:1:1:2:1:ieee)",
+        "conv2d_2 = aten.conv2d.default(inputs_0, conv2d_2_weight, p_s_bias, [2, 2], [2, 1], [2, 2])",
+        "fused_conv_default_1 = ampopt.fused_conv.default(fused_conv_default, conv2d_1_weight_1, p_s_bias, "
+        "conv2d_2, None, [2, 2, 2, 1, 2, 2], 1, , relu, dense:16:32:32:1:2:4:ieee)",
+    ]
+    check_graph(fused.program)
+
+
+def test_neighbouring_groups_are_computed_together() -> None:
+    program = program_of(_model(lambda m, x: m.g(x)), torch.randn(2, 16, 8, 8), on_top_of=NHWC)
+    (chain,), _ = _found(program)
+    assert (chain.site.groups, chain.site.weight_shape) == (1, (16, 16, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("weight", "groups", "expected"),
+    [
+        ((64, 4, 3, 3), 16, 4),
+        ((64, 16, 3, 3), 4, 1),
+        ((16, 1, 3, 3), 16, 1),
+        ((32, 1, 3, 3), 16, 16),
+        ((3, 2, 3, 3), 3, 1),
+        ((12, 2, 3, 3), 6, 2),
+    ],
+)
+def test_groups_are_merged_up_to_a_tensor_cores_width(
+    weight: tuple[int, ...], groups: int, expected: int
+) -> None:
+    assert merge_factor(weight, groups) == expected
+
+
+def test_an_input_in_another_order_is_copied_once() -> None:
+    model = _model(lambda m, x: [m.a(y := x.permute(0, 1, 3, 2)), m.b(y), m.s(y.sin())])
+    result = OnCpu().apply(program_of(model, torch.randn(2, 16, 8, 8), on_top_of=NHWC))
+    clones = list(calls(result.program.graph, [aten.clone.default]))
+    assert result.rewrites == 3
+    assert [clone.args[0].name for clone in clones].count("permute") == 1  # type: ignore[union-attr]
+
+
+def test_a_copy_that_comes_later_is_not_taken() -> None:
+    model = _model(lambda m, x: [m.a(y := x.permute(0, 1, 3, 2)), y.clone(memory_format=torch.channels_last)])
+    check_pass(OnCpu(), model, torch.randn(2, 16, 8, 8), rewrites=1, on_top_of=NHWC)
+
+
+DECLINED: dict[str, tuple[nn.Module, Tensor, str]] = {
+    "computed weight": (
+        Model(lambda m, x: F.conv2d(x, m.weight * x.mean()), weight=torch.randn(4, 4, 3, 3)),
+        torch.randn(1, 4, 8, 8),
+        "its weight is computed",
+    ),
+    "computed bias": (
+        Model(lambda m, x: F.linear(x, m.w, x.mean((0, 1))), w=torch.randn(4, 4)),
+        torch.randn(2, 3, 4),
+        "its weight is computed",
+    ),
+    "double": (nn.Linear(4, 4).double(), torch.randn(2, 4).double(), "there is no kernel for float64"),
+    "image without a batch": (nn.Conv2d(4, 4, 3), torch.randn(4, 8, 8), "its input has no batch"),
+    "vector without a batch": (nn.Linear(4, 4), torch.randn(4), "its input has no batch"),
+    "linear layer in another order": (
+        Model(lambda m, x: m.l(x.permute(0, 2, 1)), l=nn.Linear(4, 4)),
+        torch.randn(2, 4, 3),
+        "its input is not contiguous",
+    ),
+    "channels outermost": (
+        nn.Conv2d(4, 4, 3),
+        torch.randn(1, 4, 8, 8),
+        "the channels of its output are not innermost",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_it_declines(name: str) -> None:
+    model, x, reason = DECLINED[name]
+    result = check_pass(OnCpu(), model, x, rewrites=0)
+    assert [declined.reason for declined in result.declined] == [reason]
+
+
+def test_it_declines_what_32_bits_cannot_address() -> None:
+    module = record_shapes(
+        program_of(
+            _model(lambda m, x: m.p(torch.cat([x, x], 1)[:, :16])), torch.randn(2, 16, 8, 8), on_top_of=NHWC
+        )
+    )
+    conv = next(calls(module, [aten.conv2d.default]))
+    side, pixel = 2**12, 2**7
+    # 2^28 elements that are read, in a tensor of 2^31
+    strides = {"slice_1": (side * side * pixel, 1, side * pixel, pixel)}
+    for node in (conv, conv.args[0]):
+        assert isinstance(node, fx.Node)
+        meta = node.meta["tensor_meta"]
+        dense = (16 * side * side, 1, 16 * side, 16)
+        stride = dense if node is conv else strides["slice_1"]
+        node.meta["tensor_meta"] = meta._replace(shape=torch.Size((1, 16, side, side)), stride=stride)
+    assert [declined.reason for declined in find_chains(module, False)[1]] == [
+        "its offsets do not fit into 32 bits"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, "its kernels need CUDA"),
+        ({"device": torch.device("cuda")}, "it still runs under autocast"),
+    ],
+)
+def test_it_refuses_whole_programs(change: dict[str, Any], reason: str) -> None:
+    program = program_of(nn.Linear(4, 4), torch.randn(2, 4), lane=FP16).replace(**change)
+    assert FuseConvTriton().why_not(program) == reason
+
+
+def test_it_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ampopt.passes.fuse_conv_triton.is_available", lambda: False)
+    program = program_of(nn.Linear(4, 4), torch.randn(2, 4)).replace(device=torch.device("cuda"))
+    assert FuseConvTriton().why_not(program) == "Triton is not installed"
+
+
+def test_choices_for_nodes_that_are_gone_are_left_out() -> None:
+    program = program_of(_model(lambda m, x: m.a(x)), torch.randn(2, 16, 8, 8), on_top_of=NHWC)
+    tile = "dense:16:32:32:1:2:4:ieee"
+    result = apply_to_untouched(FuseConvTriton(choices=(("conv2d", tile), ("conv2d_7", tile))), program)
+    assert (result.rewrites, result.replay) == (1, FuseConvTriton(choices=(("conv2d", tile),)))
+    nothing = apply_to_untouched(FuseConvTriton(choices=(("conv2d_7", tile),)), program)
+    assert (nothing.rewrites, nothing.declined) == (0, ())
+
+
+@pytest.mark.parametrize(
+    ("function", "size", "tile"),
+    [
+        pytest.param(lambda m, x: m.a(x), 8, "depthwise:8:32:1:1:2:1:ieee", id="depthwise"),
+        pytest.param(lambda m, x: m.a(x), 8, "vector:1:4:256:1:4:1:ieee", id="taps"),
+        pytest.param(
+            lambda m, x: m.p(x * x.mean((2, 3), keepdim=True)), 2, "vector:1:4:256:1:4:1:ieee", id="factors"
+        ),
+    ],
+)
+def test_a_choice_that_does_not_fit_the_shape_is_declined(function: Function, size: int, tile: str) -> None:
+    program = program_of(_model(function), torch.randn(2, 16, size, size), on_top_of=NHWC)
+    result = apply_to_untouched(FuseConvTriton(choices=(("conv2d", tile),)), program)
+    assert result.rewrites == 0
+    assert result.declined == (Declined("conv2d", "the tile that was chosen does not fit this shape"),)
+
+
+@dataclasses.dataclass
+class _Clock:
+    """Stands in for measurements: each takes a second and finds `times`."""
+
+    times: dict[str, float]
+    now: float = 0.0
+    measured: list[Site] = dataclasses.field(default_factory=list)
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def fastest(self, site: Site, device: torch.device, settings: object) -> dict[str, float]:
+        self.measured.append(site)
+        self.now += 1.0
+        return self.times
+
+    def compile_all(self, sites: Iterable[Site], device: torch.device, seconds: float) -> None:
+        assert seconds > 0
+
+
+def _measured_by(clock: _Clock, monkeypatch: pytest.MonkeyPatch, step: FuseConvTriton) -> Result:
+    monkeypatch.setattr(
+        "ampopt.passes.fuse_conv_triton.time", SimpleNamespace(perf_counter=clock.perf_counter)
+    )
+    monkeypatch.setattr("ampopt.conv_timing.fastest", clock.fastest)
+    monkeypatch.setattr("ampopt.conv_timing.compile_all", clock.compile_all)
+    model = _model(lambda m, x: m.s(m.a(m.a(x).relu()).relu()))
+    return apply_to_untouched(step, program_of(model, torch.randn(2, 16, 8, 8), on_top_of=NHWC))
+
+
+SLOW, FAST = "dense:16:32:32:1:2:4:ieee", "dense:32:32:32:1:4:4:ieee"
+
+
+def test_the_fastest_tile_is_taken_and_equal_sites_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock({"as it is": 5e-6, "by cuDNN": 4e-6, SLOW: 3e-6, FAST: 2e-6})
+    result = _measured_by(clock, monkeypatch, FuseConvTriton())
+    assert len(clock.measured) == 2
+    assert result.replay == FuseConvTriton(choices=tuple((f"conv2d{n}", FAST) for n in ("", "_1", "_2")))
+
+
+@pytest.mark.parametrize(
+    ("times", "reason"),
+    [
+        ({"as it is": 5e-6, "by cuDNN": 2e-6, FAST: 1.97e-6}, "as it is 2.0 µs, the best tile 2.0 µs"),
+        ({"as it is": 5e-6, SLOW: 8e-6, FAST: 7e-6}, "as it is 5.0 µs, the best tile 7.0 µs"),
+        ({"as it is": 5e-6}, "as it is 5.0 µs, the best tile nothing"),
+    ],
+)
+def test_what_gains_too_little_is_declined(
+    times: dict[str, float], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = _measured_by(_Clock(times), monkeypatch, FuseConvTriton())
+    assert result.rewrites == 0
+    assert {declined.reason for declined in result.declined} == {reason}
+
+
+def test_measuring_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock({"as it is": 5e-6, FAST: 2e-6})
+    result = _measured_by(clock, monkeypatch, FuseConvTriton(seconds=0.5))
+    assert [name for name, _ in result.replay.choices or ()] == ["conv2d", "conv2d_1"]  # type: ignore[union-attr]
+    assert result.declined == (Declined("conv2d_2", "the time for measurements was spent"),)
+
+
+class _ForgetsTheAddition(OnCpu):
+    def apply(self, program: Program) -> Result:
+        result = super().apply(program)
+        return spoilt(result, _forget_additions) if result.modified else result
+
+
+def _forget_additions(module: fx.GraphModule) -> None:
+    for node in calls(module, [_definition]):
+        node.args = (*node.args[:3], None, *node.args[4:])
+
+
+def test_the_check_catches_an_addition_that_is_forgotten() -> None:
+    model = _model(lambda m, x: (m.a(x) + x).relu())
+    with pytest.raises(AssertionError, match="the error is"):
+        check_pass(_ForgetsTheAddition(), model, torch.randn(2, 16, 8, 8), rewrites=1, on_top_of=NHWC)
+
+
+def _nets() -> dict[str, tuple[nn.Module, Tensor]]:
+    """Small networks whose chains depend on each other."""
+
+    def block(m: Any, x: Tensor) -> Tensor:
+        x = F.hardswish(m.norm(m.stem(x)))
+        x = (m.second(m.first(x).relu()) + x).relu()
+        y = F.hardswish(m.deep(x))
+        x = m.project(y * F.hardsigmoid(m.grow(m.shrink(y.mean((2, 3), keepdim=True)).relu()))) + x
+        x = (m.down(x) + m.grouped(x)).relu()
+        return F.gelu(m.head(x.mean((2, 3))))
+
+    conv = functools.partial(nn.Conv2d, kernel_size=3, padding=1)
+    net = Model(
+        block,
+        stem=conv(3, 16, stride=2),
+        norm=nn.BatchNorm2d(16),
+        first=conv(16, 16),
+        second=conv(16, 16),
+        deep=conv(16, 16, groups=16),
+        shrink=nn.Conv2d(16, 8, 1),
+        grow=nn.Conv2d(8, 16, 1),
+        project=nn.Conv2d(16, 16, 1),
+        down=nn.Conv2d(16, 24, 1, stride=2),
+        grouped=conv(16, 24, stride=2, groups=4),
+        head=nn.Linear(24, 10),
+    )
+    return {"all kinds": (with_statistics(net), torch.randn(2, 3, 12, 12))}
+
+
+def _with_tiles(program: Program, tile: Callable[[Chain], str | None]) -> Result:
+    chosen = [(chain.conv.name, tile(chain)) for chain in _found(program)[0]]
+    return FuseConvTriton(choices=tuple((name, text) for name, text in chosen if text)).apply(program)
+
+
+def main() -> None:
+    """Print the error of a fused network in Triton's interpreter, and how many rewrites it took."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, x = _nets()["all kinds"]
+    program = program_of(model, x, on_top_of=[FoldConvBn(), ChannelsLast()])
+    result = _with_tiles(program, lambda chain: str(chain.site.tiles()[-1]))
+    again = (result.replay or FuseConvTriton()).apply(result.program)
+    error = error_of(result.program, model, [x])
+    print(json.dumps({"rewrites": result.rewrites, "again": again.rewrites, "error": error}))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_fused_chains_that_read_each_other_are_right_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "tests.passes.test_fuse_conv_triton"]
+    environment, root = {**os.environ, "TRITON_INTERPRET": "1"}, Path(__file__).parents[2]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["rewrites"], found["again"]) == (10, 0)
+    assert found["error"] < 1e-5
+
+
+LANES = [
+    pytest.param(FP32, [FoldConvBn(), ChannelsLast()], id="float32"),
+    pytest.param(FP32, [FoldConvBn(), AllowTf32(), ChannelsLast()], id="tf32"),
+    pytest.param(FP16, [BakeAutocast(), FoldConvBn(), ChannelsLast()], id="float16"),
+]
+
+
+def _limit(program: Program) -> float:
+    half = program.lane_dtype is not torch.float32
+    return 2e-2 if half or program.settings.tf32 else 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("lane", "before"), LANES)
+def test_on_a_gpu_what_is_measured_to_be_faster_is_right(lane: Lane, before: list[Pass]) -> None:
+    model, x = _nets()["all kinds"]
+    model, x = model.cuda(), x.cuda()
+    program = program_of(model, x, lane=lane, on_top_of=before)
+    result = apply_to_untouched(FuseConvTriton(), program)
+    assert result.rewrites + len(result.declined) == 10
+    check_graph(result.program)
+    assert error_of(result.program, model, [x]) < _limit(program)
+    if result.replay is not None:
+        assert result.replay.apply(result.program).rewrites == 0
+        assert targets_of(result.replay.apply(program).program) == targets_of(result.program)
+
+
+def _in_parts(tile: Tile) -> Tile:
+    return dataclasses.replace(tile, parts=3) if tile.kind == "dense" else tile
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["dense", "depthwise", "vector", "parts"])
+@pytest.mark.parametrize(("lane", "before"), LANES)
+def test_on_a_gpu_every_kind_of_tile_is_right(lane: Lane, before: list[Pass], kind: str) -> None:
+    model, x = _nets()["all kinds"]
+    model, x = model.cuda(), x.cuda()
+    program = program_of(model, x, lane=lane, on_top_of=before)
+
+    def tile(chain: Chain) -> str | None:
+        tiles = [t for t in chain.site.tiles() if t.kind == ("dense" if kind == "parts" else kind)]
+        return str(_in_parts(tiles[0]) if kind == "parts" else tiles[0]) if tiles else None
+
+    result = _with_tiles(program, tile)
+    assert result.rewrites > 0
+    assert error_of(result.program, model, [x]) < _limit(program)
+    if kind in ("dense", "parts"):
+        fused = _with_tiles(program, lambda chain: str(_in_parts(chain.site.tiles()[0]))).program
+        for engine in (Compile(), CudaGraph()):
+            changed = engine.apply(fused)
+            assert changed.rewrites == 1
+            assert error_of(changed.program, model, [x]) < _limit(program)
+
+
+if __name__ == "__main__":
+    main()
