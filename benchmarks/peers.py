@@ -46,34 +46,37 @@ def race(
     rows: dict[str, dict[str, Any]] = {each.name: {"lane": each.lane} for each in entered}
     with tempfile.TemporaryDirectory(prefix="ampopt-race-") as folder, contextlib.ExitStack() as stack:
         write_parts(network, device, Path(folder))
-        racers: dict[str, Racer] = {}
-
-        def ready(contestant: Contestant) -> None:
-            name = contestant.name
-            racer = Racer(network, name, device, Path(folder))
+        racers = {each.name: Racer(network, each.name, device, Path(folder)) for each in entered}
+        for racer in racers.values():
             stack.callback(racer.end)
+
+        def ask(name: str, request: str) -> None:
             try:
-                rows[name] |= racer.ask("prepare")
-                racers[name] = racer
+                rows[name] |= racers[name].ask(request)
             except RuntimeError as failure:
                 rows[name]["error"] = str(failure)
-                racer.end()
+                racers[name].end()
+
+        def prepare(name: str) -> None:
+            ask(name, "prepare")
             print(f"{network}: {name}: {_said(rows[name])}", flush=True)
 
         with ThreadPoolExecutor(BESIDE if device.type == "cuda" else 1) as pool:
-            others = [pool.submit(ready, each) for each in entered if not each.tunes]
+            others = [pool.submit(prepare, each.name) for each in entered if not each.tunes]
             if device.type != "cuda":
                 wait(others)
             for each in entered:
                 if each.tunes:
-                    ready(each)
+                    prepare(each.name)
             for other in others:
                 other.result()
-        for name in [name for name in rows if name in racers]:
-            racers[name].ask("settle")
+        for name in [name for name in racers if "error" not in rows[name]]:
+            ask(name, "settle")
         pause = PAUSE_S if device.type == "cpu" else 0.0
         samplers = {
-            name: rested(functools.partial(racer.ask, "sample"), pause) for name, racer in racers.items()
+            name: rested(functools.partial(racer.ask, "sample"), pause)
+            for name, racer in racers.items()
+            if "error" not in rows[name]
         }
         for name, times in interleave(samplers, seconds=seconds, least=LEAST_ROUNDS).items():
             rows[name] |= times.to_dict()

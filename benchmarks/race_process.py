@@ -47,7 +47,7 @@ class Racer:
         self._process = subprocess.Popen([*command, str(folder)], stdin=pipe, stdout=pipe, text=True)
 
     def ask(self, request: str) -> Any:
-        """`prepare`: a dict of facts; `settle`; `sample`: the seconds of a call. Raises what failed there."""
+        """`prepare`: a dict of facts; `settle`: {}; `sample`: the seconds of a call. Raises what failed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -142,7 +142,7 @@ def serve(arguments: argparse.Namespace, answer: Callable[[dict[str, Any]], None
                 answer({"done": facts})
             elif request == "settle":
                 warm_up(call, device)
-                answer({"done": None})
+                answer({"done": {}})
             else:
                 answer({"done": sample()})
         except Exception as failure:
