@@ -34,17 +34,25 @@ SETTLED = 0.02
 
 WINDOW, WARM_UP_S = 8, 5.0
 
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
 LONG_CALL_S = 0.5
 """A shorter call is timed after an untimed one: threads have rested since the contestant's last turn."""
 
 
 class Racer:
-    """A contestant in its process. Any method raises RuntimeError where that process ended."""
+    """A contestant in its process, with compilers' caches of its own that are empty at first.
+
+    Any method raises RuntimeError where that process ended.
+    """
 
     def __init__(self, network: str, contestant: str, device: torch.device, folder: Path) -> None:
         command = [sys.executable, "-m", "benchmarks.race_process", network, contestant, str(device)]
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen([*command, str(folder)], stdin=pipe, stdout=pipe, text=True)
+        caches = {name: str(folder / f"{contestant} {name}") for name in CACHES}
+        self._process = subprocess.Popen(
+            [*command, str(folder)], stdin=pipe, stdout=pipe, text=True, env={**os.environ, **caches}
+        )
 
     def ask(self, request: str) -> Any:
         """`prepare`: a dict of facts; `settle`: {}; `sample`: the seconds of a call. Raises what failed."""
