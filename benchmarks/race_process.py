@@ -49,7 +49,8 @@ class Racer:
     def __init__(self, network: str, contestant: str, device: torch.device, folder: Path) -> None:
         command = [sys.executable, "-m", "benchmarks.race_process", network, contestant, str(device)]
         pipe = subprocess.PIPE
-        caches = {name: str(folder / f"{contestant} {name}") for name in CACHES}
+        plain = "".join(c if c.isalnum() else "_" for c in contestant)  # compilers trip over blanks
+        caches = {name: str(folder / plain / name.lower()) for name in CACHES}
         self._process = subprocess.Popen(
             [*command, str(folder)], stdin=pipe, stdout=pipe, text=True, env={**os.environ, **caches}
         )
