@@ -24,7 +24,7 @@ _search_thread = ThreadPoolExecutor(1, thread_name_prefix="ampopt-cudnn-search")
 
 
 def capture_calls(
-    body: Callable[[], tuple[Tensor, ...]], beside: torch.cuda.CUDAGraph | None = None
+    body: Callable[[], tuple[Tensor, ...]], warm_ups: int = WARM_UPS
 ) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
     """A CUDA graph of one call of `body` on the current device, and the static tensors that it returns.
 
@@ -36,13 +36,12 @@ def capture_calls(
     side.wait_stream(torch.cuda.current_stream())
     try:
         with torch.cuda.stream(side):
-            for _ in range(WARM_UPS if beside is None else 0):
+            for _ in range(warm_ups):
                 body()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        pool = None if beside is None else beside.pool()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             outputs = body()
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
@@ -51,7 +50,7 @@ def capture_calls(
 
 
 def _capture(
-    program: Program, body: Callable[[], tuple[Tensor, ...]], beside: torch.cuda.CUDAGraph | None = None
+    program: Program, body: Callable[[], tuple[Tensor, ...]], warm_ups: int = WARM_UPS
 ) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
     """`capture_calls` in the program's settings, and in a thread of its own where algorithms are searched.
 
@@ -62,7 +61,7 @@ def _capture(
 
     def work() -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
         with torch.cuda.stream(stream), program.settings.scope(program.device):
-            return capture_calls(body, beside)
+            return capture_calls(body, warm_ups)
 
     return flags.work_elsewhere(_search_thread, work) if program.settings.search_algorithms else work()
 
@@ -82,6 +81,10 @@ class ReplayedProgram:
 
 LENT = 2
 """Graphs whose outputs are lent: one result may still be in the caller's hands when the next is made."""
+
+
+MOST_MEMORY = 0.02
+"""The share of a GPU's memory that a captured run may take for there to be more than one of it."""
 
 
 class CapturedGraph:
@@ -106,8 +109,11 @@ class CapturedGraph:
                 border.convert(tensor.to(program.device)).clone()
                 for border, tensor in zip(program.entry, examples, strict=True)
             ]
+            before, whole = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]
             self._graph, self._outputs = _capture(program, self._body)
-            lent = [] if static else [_capture(program, self._whole, self._graph) for _ in range(LENT)]
+            is_small = torch.cuda.memory_reserved() - before <= MOST_MEMORY * whole
+            count = LENT if is_small and not static else 0
+            lent = [_capture(program, self._whole, warm_ups=0) for _ in range(count)]
         self._lent = [_LentGraph(*captured) for captured in lent if _can_be_lent(captured[1], self._outputs)]
         self._replay = functools.partial(torch._C._CUDAGraph.replay, self._graph)
         self._copies_in = [static.copy_ for static in self._inputs]
