@@ -20,6 +20,12 @@ from ampopt.sampling import Measurement, gain, interleave
 from ampopt.transform import Family, Numerics, Pass, Result, replay
 from ampopt.verify import Verifier
 
+LEAST_ENABLING = 0.95
+"""A pass that others build on may cost this at first; it is left out in the end where nothing came of it."""
+
+HOST_SHARE = 0.25
+"""Of a comparison's time for the clock that does not judge it."""
+
 Progress = Callable[[str, str], None]
 """Told (lane, pass) when work on a pass begins."""
 
@@ -62,6 +68,8 @@ class LaneState:
     rewritten: Program
     too_slow: list[Pass] = dataclasses.field(default_factory=list)
     """Passes that were right but gained nothing, with what they measured written into their fields."""
+    at_a_loss: list[Pass] = dataclasses.field(default_factory=list)
+    """Passes that were kept for what later ones may build on them although they cost a little."""
 
 
 class PassManager:
@@ -100,6 +108,9 @@ class PassManager:
         for step in passes:
             self._try(state, step.name, [step], state.best.program)
         self._give_second_chances(state, passes)
+        for step in state.at_a_loss:
+            recipe = tuple(s for s in state.best.program.recipe if s != step)
+            self._try(state, f"without {step.name}", [_Replay(recipe)], state.base)
         state.rewritten, self._deadline = state.best.program, whole
 
     def recall(self, state: LaneState, recipe: tuple[Pass, ...]) -> bool:
@@ -138,10 +149,10 @@ class PassManager:
     def choose_engine(
         self, state: LaneState, engines: Sequence[Pass | None], launches: Sequence[Pass]
     ) -> None:
-        """Try ways to run, each alone and with each way to launch, against the best so far.
+        """Try ways to run, with each way to launch, against the best so far.
 
         None stands for running the graph as it is. An engine that cannot see into native kernels gets the
-        program without them.
+        program without them. It is tried by itself only where it cannot be launched in any of the ways.
         """
         for engine in engines:
             if engine is None:
@@ -149,16 +160,17 @@ class PassManager:
                     self._try(state, launch.name, [launch], state.rewritten)
                 continue
             for suffix, program in self._readable_forms(state, engine):
-                made = self._try(state, engine.name + suffix, [engine], program)
-                for launch in launches:
-                    if made is not None and launch.why_not(made) is None:
-                        self._try(state, f"{engine.name}{suffix} + {launch.name}", [launch], made)
+                name = engine.name + suffix
+                usable = [launch for launch in launches if launch.why_not(program) is None]
+                made = [self._try(state, f"{name} + {each.name}", [engine, each], program) for each in usable]
+                if all(outcome is None for outcome in made):
+                    self._try(state, name, [engine], program)
 
     def _readable_forms(self, state: LaneState, engine: Pass) -> list[tuple[str, Program]]:
-        """The rewritten program as the engine can take it: with native kernels, without them, or both.
+        """The rewritten program as the engine can take it: with native kernels, or else without them.
 
-        For an engine that is worth its time also without each kind of them: where an engine fuses by itself,
-        a kernel that was faster before it may not be so any more.
+        An engine that is worth more time is tried without them all the same, and without each kind of them:
+        where it fuses by itself, a kernel that was faster before it may not be so any more.
         """
         kernels = [step for step in state.rewritten.recipe if step.family is Family.KERNEL]
         left_out = {"": list[Pass]()} | ({" (unfused)": kernels} if kernels else {})
@@ -168,8 +180,8 @@ class PassManager:
             (suffix, self._without(state, missing) if missing else state.rewritten)
             for suffix, missing in left_out.items()
         ]
-        readable = [form for form in forms if engine.why_not(form[1]) is None]
-        return readable or forms[:1]
+        readable = [form for form in forms if engine.why_not(form[1]) is None] or forms
+        return readable if engine.slow_to_apply else readable[:1]
 
     def _without(self, state: LaneState, missing: Sequence[Pass]) -> Program:
         """The rewritten program without some of its passes."""
@@ -188,15 +200,16 @@ class PassManager:
             self._record(blank, reason="the time budget was spent")
             return None
         start = time.perf_counter()
+        same_bits_as: Program | None = None
         try:
             for step in steps:
+                if (declined := step.why_not(program)) is not None:
+                    self._record(blank, verdict=Verdict.DECLINED, reason=declined)
+                    return None
                 needed, left = step.expected_seconds(program), self._deadline - start
                 if needed > left:
                     reason = f"it needs about {needed:.0f} s, and {max(left, 0):.0f} s of the budget are left"
                     self._record(blank, reason=reason)
-                    return None
-                if (declined := step.why_not(program)) is not None:
-                    self._record(blank, verdict=Verdict.DECLINED, reason=declined)
                     return None
                 step = step.within(left)
                 unrehearsed = None
@@ -207,9 +220,10 @@ class PassManager:
                 if not result.modified:
                     self._record(blank, verdict=Verdict.DECLINED, reason=_why_nothing(result))
                     return None
-                before_program = program
+                keeps_bits = step.numerics_on(program) is Numerics.BITWISE
+                same_bits_as = (same_bits_as or program) if keeps_bits else None
                 program = result.program if isinstance(step, _Replay) else _with_recipe(result, step)
-            return self._judge(state, blank, steps[-1], before_program, Subject(program))
+            return self._judge(state, blank, steps[-1], same_bits_as, Subject(program))
         except KeyboardInterrupt:
             self._record(blank, reason="interrupted")
             raise
@@ -219,21 +233,23 @@ class PassManager:
             return None
 
     def _judge(
-        self, state: LaneState, entry: Entry, step: Pass, before: Program, candidate: Subject
+        self, state: LaneState, entry: Entry, step: Pass, same_bits_as: Program | None, candidate: Subject
     ) -> Program | None:
-        """Verify, time, decide, record."""
+        """Verify, time, decide, record. `same_bits_as` is the program whose every bit must have stayed."""
         check = self._verifier.check(candidate.run, state.lane.dtype)
         entry = dataclasses.replace(entry, error=check.error, limit=check.limit)
         wrong = check.reason
-        if wrong is None and step.numerics_on(before) is Numerics.BITWISE:
-            wrong = _differing_bits(before, candidate)
+        if wrong is None and same_bits_as is not None:
+            wrong = _differing_bits(same_bits_as, candidate)
         if wrong is not None:
             self._record(entry, verdict=Verdict.REVERTED, reason=wrong)
             return None
         entry = self._time(entry, step, state.best, candidate)
         assert entry.gain is not None
-        if step.enables_others and not entry.gain.is_loss:
+        if step.enables_others and (not entry.gain.is_loss or entry.gain.ratio >= LEAST_ENABLING):
             verdict, reason = Verdict.KEPT, _pace(entry, "later passes build on it")
+            if entry.gain.is_loss:
+                state.at_a_loss.append(candidate.program.recipe[-1])
         elif entry.gain.is_real:
             verdict, reason = Verdict.KEPT, _pace(entry, "faster")
         else:
@@ -253,11 +269,12 @@ class PassManager:
         is_of_host = step.family in (Family.ENGINE, Family.LAUNCH)
         sampler = engine_latency if is_of_host else latency
         calls = {name: sampler(subject.call, device) for name, subject in subjects.items()}
-        on_host = interleave(calls, seconds=self._sample_s)
         graphs = {name: graph for name, s in subjects.items() if (graph := s.replayed()) is not None}
         replays = {name: device_time(graph.replay, device) for name, graph in graphs.items()}
+        judged_on_host = is_of_host or len(replays) < 2
+        share = 1.0 if judged_on_host else HOST_SHARE
+        on_host = interleave(calls, seconds=share * self._sample_s)
         on_device: dict[str, Measurement] = interleave(replays, seconds=self._sample_s) if replays else {}
-        judged_on_host = is_of_host or len(on_device) < 2
         judge = on_host if judged_on_host else on_device
         return dataclasses.replace(
             entry,
@@ -298,7 +315,7 @@ class _Replay(Pass):
 
     def apply(self, program: Program) -> Result:
         replayed = replay(self.recipe, program)
-        return Result(replayed, len(replayed.recipe))
+        return Result(replayed, max(1, len(replayed.recipe)))  # without any pass it is a program, too
 
 
 @dataclasses.dataclass(frozen=True)

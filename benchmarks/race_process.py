@@ -34,6 +34,9 @@ SETTLED = 0.02
 
 WINDOW, WARM_UP_S = 8, 5.0
 
+COMPILERS = min(8, os.cpu_count() or 1)
+"""Processes in which inductor compiles; by default it begins one for every core, contestant by contestant."""
+
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 LONG_CALL_S = 0.5
@@ -52,7 +55,11 @@ class Racer:
         plain = "".join(c if c.isalnum() else "_" for c in contestant)  # compilers trip over blanks
         caches = {name: str(folder / plain / name.lower()) for name in CACHES}
         self._process = subprocess.Popen(
-            [*command, str(folder)], stdin=pipe, stdout=pipe, text=True, env={**os.environ, **caches}
+            [*command, str(folder)],
+            stdin=pipe,
+            stdout=pipe,
+            text=True,
+            env={**os.environ, **caches, "TORCHINDUCTOR_COMPILE_THREADS": str(COMPILERS)},
         )
 
     def ask(self, request: str) -> Any:

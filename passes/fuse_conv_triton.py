@@ -14,13 +14,24 @@ from ampopt.conv_chains import Chain, find_chains
 from ampopt.conv_tiles import Site
 from ampopt.conv_timing import BY_CUDNN, PLAIN
 from ampopt.fused_conv import Tile, fused_conv, is_available
-from ampopt.graph import add_constant, arguments, aten, constant, finish, insert_call, record_shapes, replace
+from ampopt.graph import (
+    add_constant,
+    arguments,
+    aten,
+    constant,
+    finish,
+    insert_call,
+    reads_strides,
+    record_shapes,
+    replace,
+)
 from ampopt.group_forms import merge_groups
+from ampopt.layouts import in_channels_last
 from ampopt.pixel_layout import in_order, packed_depthwise
 from ampopt.program import Program
 from ampopt.transform import Declined, Family, Numerics, Pass, Result
 
-SHARE = 0.7
+SHARE = 0.5
 """Of the time that is left; the rest is for the passes after it."""
 
 
@@ -31,7 +42,9 @@ class FuseConvTriton(Pass):
     Rewrites: conv2d and linear with constant weights, with the activation, the addition of a tensor of the
     same shape, and the activation that follow, to `ampopt::fused_conv`; before a 1x1 convolution also the
     multiplication with one number a channel (squeeze-and-excite). Groups of few channels are computed several
-    at a time. Each is timed at its real shape, dtype and layout, in the tiles of `conv_tiles`, against the
+    at a time. The program is brought into channels_last before, as by the pass of that name, because that is
+    what the kernels read, and the two are worth trying together where that layout alone is a loss. Each is
+    timed at its real shape, dtype and layout, in the tiles of `conv_tiles`, against the
     same operators one after another and against cuDNN's fused form.
     Requires: CUDA and Triton; float32, float16 or bfloat16; feature maps with the channel innermost.
     Declines: other layouts and dtypes; other readers in between; where nothing is gained, or the time for
@@ -50,14 +63,16 @@ class FuseConvTriton(Pass):
 
     choices: tuple[tuple[str, str], ...] | None = None
     least_gain: float = 1.03
-    seconds: float = 25.0
+    seconds: float = 15.0
 
     def why_not(self, program: Program) -> str | None:
-        """Triton compiles for CUDA."""
+        """Triton compiles for CUDA; programs that read memory by strides keep their layout."""
         if program.device.type != "cuda":
             return "its kernels need CUDA"
         if not is_available():
             return "Triton is not installed"
+        if (found := reads_strides(program.graph)) is not None:
+            return f"{found.name} reads memory by its strides"
         return "it still runs under autocast" if program.settings.autocast is not None else None
 
     def within(self, seconds: float) -> Pass:
@@ -69,7 +84,8 @@ class FuseConvTriton(Pass):
     def apply(self, program: Program) -> Result:
         """Match, measure (or take `choices`), rewrite; see the class."""
         end = time.perf_counter() + self.seconds
-        module = record_shapes(program)
+        laid = in_channels_last(program).program
+        module = record_shapes(laid)
         chains, declined = find_chains(module, program.settings.tf32)
         if self.choices is None:
             chosen, more = self._choose(chains, program, end)
@@ -83,7 +99,7 @@ class FuseConvTriton(Pass):
         for chain in taken:
             moved[chain.last] = _fuse(module, chain, chosen[chain.conv.name], moved)
         frozen = dataclasses.replace(self, choices=tuple((c.conv.name, chosen[c.conv.name]) for c in taken))
-        changed = program.with_graph(finish(module))
+        changed = laid.with_graph(finish(module))
         return Result(changed, len(taken), tuple(declined), replay=frozen)
 
     def _choose(

@@ -143,6 +143,80 @@ def test_what_others_build_on_is_kept_unless_it_costs(
     assert (bench.rewrite(PlantedFoundation("base"))[0].verdict is Verdict.KEPT) == kept
 
 
+def test_what_others_build_on_may_cost_a_little_until_they_come(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module
+) -> None:
+    def cost(names: frozenset[str]) -> float:
+        return {frozenset({"base"}): 1.03, frozenset({"base", "roof"}): 0.5}.get(names, 1.0)
+
+    bench = Bench(monkeypatch, net, X, cost=cost)
+    rows = bench.rewrite(PlantedFoundation("base"), Planted("roof"))
+    assert bench.kept == ["base", "roof"]
+    assert [(e.name, e.verdict) for e in rows][-1] == ("without base", Verdict.REVERTED)
+
+
+def test_what_others_build_on_goes_where_nothing_came_of_it(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module
+) -> None:
+    bench = Bench(monkeypatch, net, X, cost={"base": 1.03})
+    rows = bench.rewrite(PlantedFoundation("base"))
+    assert [(e.name, e.verdict) for e in rows] == [("base", Verdict.KEPT), ("without base", Verdict.KEPT)]
+    assert bench.kept == []
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launch(Pass):
+    """Refuses to launch what an engine runs where it was told so."""
+
+    numerics = Numerics.REASSOCIATED
+    family = Family.LAUNCH
+    portable = False
+
+    fails: bool = False
+
+    def apply(self, program: Program) -> Result:
+        if self.fails:
+            raise RuntimeError("it cannot be captured")
+        return Result(program.replace(settings=dataclasses.replace(program.settings, tf32=True)), 1)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_is_tried_by_itself_only_where_it_cannot_be_launched(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module, fails: bool
+) -> None:
+    bench = Bench(monkeypatch, net, X, cost={"good": 0.8, "_-engine": 0.5, "_-launch": 0.9})
+    bench.rewrite(GOOD)
+    bench.manager.choose_engine(bench.state, [_Engine()], [_Launch(fails=fails)])
+    rows = [(entry.name, entry.verdict) for entry in bench.ledger.entries[1:]]
+    if fails:
+        assert rows == [("_-engine + _-launch", Verdict.FAILED), ("_-engine", Verdict.KEPT)]
+    else:
+        assert rows == [("_-engine + _-launch", Verdict.KEPT)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _ChangesBits(Planted):
+    """Claims to keep every bit, as do those before and after it."""
+
+    numerics = Numerics.BITWISE
+    family = Family.ENGINE
+
+
+def test_a_claim_to_keep_every_bit_is_checked_for_an_engine_that_is_launched(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module
+) -> None:
+    class _ExactLaunch(_Launch):
+        numerics = Numerics.BITWISE
+
+    bench = Bench(monkeypatch, net, X, cost={"changes": 0.5})
+    bench.manager.choose_engine(
+        bench.state, [_ChangesBits("changes", factor=1.0 + 2.0**-23)], [_ExactLaunch()]
+    )
+    first = bench.ledger.entries[0]
+    assert first.name.startswith("changes + ")
+    assert (first.verdict, first.reason) == (Verdict.REVERTED, "it claims to keep every bit and does not")
+
+
 def test_nothing_to_do_is_declined_with_node_and_reason(
     monkeypatch: pytest.MonkeyPatch, net: nn.Module
 ) -> None:

@@ -273,11 +273,6 @@ DECLINED: dict[str, tuple[nn.Module, Tensor, str]] = {
         torch.randn(2, 4, 3),
         "its input is not contiguous",
     ),
-    "channels outermost": (
-        nn.Conv2d(4, 4, 3),
-        torch.randn(1, 4, 8, 8),
-        "the channels of its output are not innermost",
-    ),
 }
 
 
@@ -307,6 +302,21 @@ def test_it_declines_what_32_bits_cannot_address() -> None:
     assert [declined.reason for declined in find_chains(module, False)[1]] == [
         "its offsets do not fit into 32 bits"
     ]
+
+
+def test_a_program_with_its_channels_outermost_is_laid_out_anew_together_with_the_kernels() -> None:
+    x = torch.randn(1, 4, 8, 8)
+    program = program_of(nn.Conv2d(4, 4, 3), x)
+    result = check_pass(OnCpu(), nn.Conv2d(4, 4, 3), x, rewrites=1)
+    assert program.entry[0].memory_format is torch.contiguous_format
+    assert result.program.entry[0].memory_format is torch.channels_last
+
+
+def test_it_refuses_programs_that_read_memory_by_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ampopt.passes.fuse_conv_triton.is_available", lambda: True)
+    model = Model(lambda m, x: m.a(x).as_strided((2, 3), (3, 1)), a=nn.Conv2d(4, 4, 3))
+    program = program_of(model, torch.randn(1, 4, 8, 8)).replace(device=torch.device("cuda"))
+    assert str(FuseConvTriton().why_not(program)).endswith("reads memory by its strides")
 
 
 @pytest.mark.parametrize(
