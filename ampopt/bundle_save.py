@@ -33,10 +33,12 @@ from ampopt.onnx_names import input_names_of, output_names_of
 from ampopt.onnx_tuning import Tuning, tune
 from ampopt.onnx_verify import OnnxVerifier
 from ampopt.passes import BakeAutocast
+from ampopt.program import Program
 from ampopt.program_file import write_program
 from ampopt.recipe_file import write_recipe
 from ampopt.sampling import Measurement, interleave
-from ampopt.torchscript_file import write_torchscript
+from ampopt.torchscript_file import why_not_torchscript, write_torchscript
+from ampopt.transform import Family, replay
 from ampopt.version import __version__
 
 if TYPE_CHECKING:
@@ -93,10 +95,7 @@ def save_bundle(
     }
     if cpp:
         flat = list(test.inputs.values()), list(test.outputs.values())
-        native = module.program
-        if native.settings.autocast is not None:  # which a trace does not see; its casts it does
-            native = BakeAutocast().apply(native).program
-        files["program.pt"] = write_torchscript(native, *flat, test.tolerance)
+        files["program.pt"] = write_torchscript(_for_libtorch(module), *flat, test.tolerance)
     manifest: dict[str, Any] = {
         "ampopt": __version__,
         "created": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -121,6 +120,20 @@ def save_bundle(
             files |= {file.name: file for file in sorted(Path(folder).iterdir())}
         key = None if sign_key is None else Path(sign_key)
         write_bundle(path, manifest, files, sign_key=key, as_folder=as_folder)
+
+
+def _for_libtorch(module: Deployable) -> Program:
+    """The program that C++ runs: this machine's own, or without kernels where only this process has them."""
+    recipe, native = module._recipe, _with_casts(module.program)
+    if why_not_torchscript(native) is None:
+        return native
+    plain = tuple(step for step in recipe.passes if step.family in (Family.REWRITE, Family.PLACEMENT))
+    return _with_casts(replay(plain, recipe.start(module._captured.program)))
+
+
+def _with_casts(program: Program) -> Program:
+    """The program with its autocast, which a trace does not see, written out as casts, which it does."""
+    return program if program.settings.autocast is None else BakeAutocast().apply(program).program
 
 
 def _self_test(

@@ -22,6 +22,9 @@ from ampopt.sampling import interleave
 AT_ONCE = 10
 """Launches in one captured graph of a measurement, so that the graph's own start weighs little."""
 
+NEAR = 1.2
+"""A tile whose first sample takes so many times the least one's is not sampled again."""
+
 COMPILERS = min(8, os.cpu_count() or 1)
 
 PLAIN, BY_CUDNN = "as it is", "by cuDNN"
@@ -70,7 +73,8 @@ def fastest(
 ) -> dict[str, float]:
     """The device time in seconds of one call, by tile and for `PLAIN` and, where it has a form, `BY_CUDNN`.
 
-    Tiles that this GPU cannot run, or that compute anything else than `PLAIN`, are left out.
+    Tiles that this GPU cannot run, or that compute anything else than `PLAIN`, are left out; so are those
+    that a first sample shows to be far behind.
     """
     samplers, alive = {}, []
     with settings.scope(device):
@@ -84,14 +88,17 @@ def fastest(
             try:
                 if relative_error(call(), expected) > limit:
                     continue
-                graph = capture_calls(functools.partial(_repeat, call))[0]
+                graph = capture_calls(functools.partial(_repeat, call), warm_ups=0)[0]
             except Exception:  # a tile that this GPU has no room for, or a shape that cuDNN does not fuse
                 if name == PLAIN:
                     raise
                 continue
             alive.append(graph)
             samplers[name] = device_time(graph.replay, device)
-        timed = interleave(samplers, seconds=seconds, least=4, most=20)
+        once = {name: sampler() for name, sampler in samplers.items()}
+        near = NEAR * min(once.values())
+        promising = {n: s for n, s in samplers.items() if once[n] <= near or n in (PLAIN, BY_CUDNN)}
+        timed = interleave(promising, seconds=seconds, least=4, most=20)
     return {name: measured.median / AT_ONCE for name, measured in timed.items()}
 
 

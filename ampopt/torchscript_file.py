@@ -76,7 +76,7 @@ def write_torchscript(
     Raises ExportError where TorchScript or C++ cannot run the program, the self-test does not fit it, or
     the file does not pass.
     """
-    if reason := _why_not(program) or _misfit(program, inputs, outputs):
+    if reason := why_not_torchscript(program) or _misfit(program, inputs, outputs):
         raise ExportError(f"no TorchScript file can be written of this program: {reason}")
     kept = [tensor.detach().cpu().clone() for tensor in inputs]
     expected = [tensor.detach().cpu().clone() for tensor in outputs]
@@ -113,7 +113,7 @@ def _serialized(program: Program, inputs: list[Tensor], outputs: list[Tensor], t
     return buffer.getvalue()
 
 
-def _why_not(program: Program) -> str | None:
+def why_not_torchscript(program: Program) -> str | None:
     """Why C++ could not run what a trace makes of the program."""
     if program.settings.autocast is not None:
         return "it still runs under autocast, which a trace does not see (bake-autocast writes its casts out)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from ampopt.bundle_files import BundleFiles, open_bundle, write_bundle
 from ampopt.bundle_load import LoadedModel
 from ampopt.errors import BundleError, ExportError, InputError
 from ampopt.ledger import Ledger
-from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn
+from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn, FuseConvOnednn
 from ampopt.program import Settings
 from ampopt.runtime import OptimizedModule
 from ampopt.signing import generate_keys
@@ -61,6 +62,15 @@ def bundle(fast: OptimizedModule, tmp_path_factory: pytest.TempPathFactory) -> P
     path = tmp_path_factory.mktemp("bundle") / "robot.ampopt"
     fast.save(path, tune_s=0.5, cpp=True)
     return path
+
+
+def test_cpp_gets_the_program_without_kernels_that_a_trace_cannot_hold(tmp_path: Path) -> None:
+    model = with_statistics(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())).eval()
+    fused = module_of(model, X, passes=(FoldConvBn(), FuseConvOnednn()))
+    assert any(buffer.is_mkldnn for buffer in fused.program.graph.buffers())
+    fused.save(tmp_path / "robot.ampopt", onnx=None, cpp=True)
+    program = torch.jit.load(io.BytesIO(open_bundle(tmp_path / "robot.ampopt").read("program.pt")))
+    assert torch.allclose(program([X])[0], model(X), atol=1e-5)
 
 
 def rewritten(bundle: Path, target: Path, change: Callable[[dict[str, Any], dict[str, bytes]], None]) -> Path:

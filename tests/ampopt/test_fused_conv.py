@@ -326,7 +326,8 @@ def test_units_divide_all_counts() -> None:
     ("change", "expected"),
     [
         ({}, True),
-        ({"channels": 8}, False),
+        ({"channels": 8}, True),
+        ({"channels": 16}, False),
         ({"taps": (3, 1)}, False),
         ({"groups": 3}, False),
         ({"pixel": 4}, False),

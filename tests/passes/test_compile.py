@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from ampopt.fused_conv import fused_conv
 from ampopt.graph import aten, calls, copy_of
 from ampopt.lanes import Lane
 from ampopt.passes import BakeAutocast, ChannelsLast, Compile, CudaGraph, FoldConvBn
@@ -124,11 +125,13 @@ def test_an_operator_of_another_library_is_refused() -> None:
     assert Compile().why_not(program) == "inductor cannot see into ampopt_tests.doubled.default"
 
 
-@pytest.mark.parametrize(
-    "target", [aten.cudnn_convolution_relu.default, aten.cudnn_convolution_add_relu.default], ids=str
-)
-def test_an_operator_without_a_fake_kernel_is_refused(target: object) -> None:
+def test_an_operator_without_a_fake_kernel_is_refused() -> None:
+    target = aten.miopen_convolution_relu.default
     assert Compile().why_not(_with_target(target)) == f"inductor cannot see into {target}"
+
+
+def test_ampopts_own_operator_is_worked_around() -> None:
+    assert Compile().why_not(_with_target(fused_conv())) is None
 
 
 def test_a_python_function_is_refused_and_the_operator_module_is_not() -> None:
