@@ -80,12 +80,22 @@ def race(
         }
         for name, times in interleave(samplers, seconds=seconds, least=LEAST_ROUNDS).items():
             rows[name] |= times.to_dict()
+        if device.type == "cuda":
+            for name in samplers:
+                rows[name]["bytes"] = freed(racers[name], device)
     return {
         "network": network,
         "environment": environment(device),
         "commit": commit(),
         "contestants": rows,
     }
+
+
+def freed(racer: Racer, device: torch.device) -> int:
+    """End a contestant; the bytes of GPU memory that come back, those of its CUDA context among them."""
+    before = torch.cuda.mem_get_info(device)[0]
+    racer.end()
+    return torch.cuda.mem_get_info(device)[0] - before
 
 
 def _said(row: dict[str, Any]) -> str:

@@ -37,7 +37,7 @@ def to_markdown(rows: Sequence[Row]) -> str:
         "",
         "## Memory taken, MiB",
         "",
-        *_table(rows, names, lambda row: f"{row['bytes'] / 2**20:.0f}"),
+        *_table(rows, names, lambda row: f"{row['bytes'] / 2**20:.0f}" if "bytes" in row else "–"),
         "",
         "## Not run",
         "",

@@ -90,7 +90,7 @@ def prepare(network: str, name: str, device: torch.device, folder: Path) -> tupl
     model = racer(network)[0].to(device)
     inputs, reference = (torch.load(folder / f"{part}.pt", weights_only=True) for part in PARTS)
     inputs = tuple(tensor.to(device) for tensor in inputs)
-    before = used_memory(device)
+    before = peak_bytes()
     start = time.perf_counter()
     made = contestant.make(model, inputs)
     call = functools.partial(made, *inputs)
@@ -99,8 +99,8 @@ def prepare(network: str, name: str, device: torch.device, folder: Path) -> tupl
     seconds = time.perf_counter() - start
     pairs = zip(outputs, reference, strict=True)
     error = max(relative_error(output.cpu(), expected) for output, expected in pairs)
-    facts = {"prepare_s": seconds, "relative_error": error, "bytes": used_memory(device) - before}
-    return call, {**facts, "passes": _passes(made)}
+    facts = {"prepare_s": seconds, "relative_error": error, "passes": _passes(made)}
+    return call, facts if device.type == "cuda" else {**facts, "bytes": peak_bytes() - before}
 
 
 PARTS = ("inputs", "reference")
@@ -117,11 +117,8 @@ def write_parts(network: str, device: torch.device, folder: Path) -> None:
     torch.save([tensor.cpu() for tensor in expected], folder / "reference.pt")
 
 
-def used_memory(device: torch.device) -> int:
-    """Bytes in use: of the whole GPU, where other contestants hold theirs; else this process's peak."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free
+def peak_bytes() -> int:
+    """The most memory that this process has had on the host."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
