@@ -30,6 +30,9 @@ from ampopt.measure import synchronize
 from ampopt.program import Program
 from ampopt.transform import Pass
 
+POLITE = 10
+"""By how much the process stands back on a CPU: its parent may be timing something on the same cores."""
+
 
 class Stage:
     """A process to rehearse in: begun when first needed, replaced after a failure, killed at the end.
@@ -178,6 +181,8 @@ def _main(line: Connection) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[2].startswith("cpu"):
+        os.nice(POLITE)
     know_shapes()
     fused_conv()  # programs that come may call it
     _warm_up(torch.device(sys.argv[2]))

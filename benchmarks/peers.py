@@ -46,9 +46,11 @@ def race(
     rows: dict[str, dict[str, Any]] = {each.name: {"lane": each.lane} for each in entered}
     with tempfile.TemporaryDirectory(prefix="ampopt-race-") as folder, contextlib.ExitStack() as stack:
         write_parts(network, device, Path(folder))
-        racers = {each.name: Racer(network, each.name, device, Path(folder)) for each in entered}
-        for racer in racers.values():
-            stack.callback(racer.end)
+        racers: dict[str, Racer] = {}
+
+        def start(name: str) -> None:
+            racers[name] = Racer(network, name, device, Path(folder))
+            stack.callback(racers[name].end)
 
         def ask(name: str, request: str) -> None:
             try:
@@ -58,9 +60,13 @@ def race(
                 racers[name].end()
 
         def prepare(name: str) -> None:
+            if name not in racers:
+                start(name)
             ask(name, "prepare")
             print(f"{network}: {name}: {_said(rows[name])}", flush=True)
 
+        for each in entered if device.type == "cuda" else ():  # they load their libraries side by side
+            start(each.name)
         with ThreadPoolExecutor(BESIDE if device.type == "cuda" else 1) as pool:
             others = [pool.submit(prepare, each.name) for each in entered if not each.tunes]
             if device.type != "cuda":
