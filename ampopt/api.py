@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ampopt.capture import capture, device_of, private_copy, untouched_rng
+from ampopt.cuda_graphs import Outputs
 from ampopt.errors import CaptureError, InputError
 from ampopt.infer import infer_inputs
 from ampopt.optimizer import Optimizer, Options
@@ -20,7 +21,7 @@ from ampopt.program import autocast_scope
 from ampopt.progress import progress_line
 from ampopt.regions import PartlyOptimizedModule, optimize_regions
 from ampopt.rehearsal import Stage
-from ampopt.runtime import OptimizedModule, Outputs
+from ampopt.runtime import OptimizedModule
 from ampopt.signature import flatten_call
 from ampopt.verify import Metric
 
@@ -64,7 +65,9 @@ def optimize(
         budget_s: seconds for everything; what does not fit is reported as not tried.
         device: optimize a copy on this device; None: where the weights are.
         outputs: "copy": results are the caller's own; "static": with a CUDA graph, results are buffers that
-            the next call overwrites (no copy).
+            the next call overwrites (no copy); "lent": with one, a result is a buffer that is not used again
+            while any tensor shares its memory (no copy, but three times the memory, and work on other
+            streams has to end before the last of them is dropped: `record_stream` does not reach it).
         policy: how mixed precision is decided: "amp" (autocast's own lists), "O1", "O2" (as apex), "half".
         amp_dtype: torch.float16 or torch.bfloat16; None: float16 on CUDA, bfloat16 on a CPU.
         exclude: names of passes to leave out (`ampopt passes` lists them).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterable
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ampopt.conv_tiles import Operands, Site
 from ampopt.cuda_graphs import capture_calls
+from ampopt.errors import first_line
 from ampopt.fused_conv import Tile, fused_conv, reference
 from ampopt.measure import device_time
 from ampopt.numerics import relative_error
@@ -29,6 +31,14 @@ COMPILERS = min(8, os.cpu_count() or 1)
 
 PLAIN, BY_CUDNN = "as it is", "by cuDNN"
 """What a site would be computed by otherwise: operators one after another, or cuDNN's fused one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """What was found at a site: device seconds of one call, and why other ways have none; by tile or way."""
+
+    seconds: dict[str, float]
+    refused: dict[str, str]
 
 
 def launch(site: Site, operands: Operands, tile: Tile) -> Tensor:
@@ -70,13 +80,13 @@ def fastest(
     device: torch.device,
     settings: Settings,
     seconds: float = 0.1,
-) -> dict[str, float]:
-    """The device time in seconds of one call, by tile and for `PLAIN` and, where it has a form, `BY_CUDNN`.
+) -> Timed:
+    """Time a site's tiles, `PLAIN`, and `BY_CUDNN` where it has that form.
 
     Tiles that this GPU cannot run, or that compute anything else than `PLAIN`, are left out; so are those
     that a first sample shows to be far behind.
     """
-    samplers, alive = {}, []
+    samplers, alive, refused = {}, [], dict[str, str]()
     with settings.scope(device):
         operands = site.random_operands(device)
         calls = {name: functools.partial(run, site, operands) for name, run in _other_ways(site).items()}
@@ -86,12 +96,14 @@ def fastest(
             calls[str(tile)] = functools.partial(launch, site, operands, tile)
         for name, call in calls.items():
             try:
-                if relative_error(call(), expected) > limit:
+                if (error := relative_error(call(), expected)) > limit:
+                    refused[name] = f"its error is {error:.1e}"
                     continue
                 graph = capture_calls(functools.partial(_repeat, call), warm_ups=0)[0]
-            except Exception:  # a tile that this GPU has no room for, or a shape that cuDNN does not fuse
+            except Exception as failure:  # no room for a tile on this GPU, or nothing that cuDNN fuses
                 if name == PLAIN:
                     raise
+                refused[name] = first_line(failure)
                 continue
             alive.append(graph)
             samplers[name] = device_time(graph.replay, device)
@@ -99,7 +111,7 @@ def fastest(
         near = NEAR * min(once.values())
         promising = {n: s for n, s in samplers.items() if once[n] <= near or n in (PLAIN, BY_CUDNN)}
         timed = interleave(promising, seconds=seconds, least=4, most=20)
-    return {name: measured.median / AT_ONCE for name, measured in timed.items()}
+    return Timed({name: measured.median / AT_ONCE for name, measured in timed.items()}, refused)
 
 
 def _repeat(call: Callable[[], Tensor]) -> tuple[Tensor, ...]:

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,9 +29,8 @@ def capture_calls(
 ) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
     """A CUDA graph of one call of `body` on the current device, and the static tensors that it returns.
 
-    `beside` is an earlier graph of the same work, never replayed at the same time: memory is shared with it,
-    but for the outputs, and nothing is warmed up again. The caller keeps alive whatever tensors `body` reads.
-    Raises PassError where the capture fails.
+    `warm_ups` calls go before it, on a side stream; none where `body` has been called already. The caller
+    keeps alive whatever tensors `body` reads. Raises PassError where the capture fails.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -79,9 +79,11 @@ class ReplayedProgram:
         self._graph.replay()
 
 
+Outputs = Literal["copy", "lent", "static"]
+"""Who owns the results of a captured program, see `CapturedGraph`."""
+
 LENT = 2
 """Graphs whose outputs are lent: one result may still be in the caller's hands when the next is made."""
-
 
 MOST_MEMORY = 0.02
 """The share of a GPU's memory that a captured run may take for there to be more than one of it."""
@@ -90,18 +92,21 @@ MOST_MEMORY = 0.02
 class CapturedGraph:
     """A program captured for the shapes of its example inputs.
 
-    A call copies the inputs into static buffers (casting and changing layout on the way), replays, and gives
-    out what the caller owns. For that the program is captured several times, in memory that the captures
-    share but for their outputs. The outputs of a `_LentGraph` go to the caller as they are, and it is not
-    replayed again before the caller has let go of them. Where all are still held, the graph whose outputs
-    are never lent is replayed, and they are copied. With `static=True` there is one graph, and its outputs
-    are buffers that the next call overwrites. Safe from several threads and streams: one call at a time, and
-    a call from another stream waits for the work of the one before.
+    A call copies the inputs into static buffers (casting and changing layout on the way) and replays. With
+    `outputs="copy"` it copies the outputs out (casting back on the way). With "static" they are buffers that
+    the next call overwrites. With "lent" the program is captured several times, each in memory of its own:
+    the outputs of a `_LentGraph` go to the caller as they are, and it is not replayed again before the
+    caller has let go of them; where all are still held, or a run takes more than `MOST_MEMORY`, they are
+    copied. PyTorch's `record_stream` does not reach lent results: work on another stream that reads one has
+    to end before the last tensor that shares its memory is dropped. Safe from several threads and streams:
+    one call at a time, and a call from another stream waits for the work of the one before.
     """
 
-    def __init__(self, program: Program, inputs: Sequence[Tensor] | None = None, *, static: bool = False):
+    def __init__(
+        self, program: Program, inputs: Sequence[Tensor] | None = None, *, outputs: Outputs = "copy"
+    ):
         """Warm up on a side stream, then capture. Raises PassError where the capture fails."""
-        self._program, self._static, self._lock = program, static, threading.Lock()
+        self._program, self._static, self._lock = program, outputs == "static", threading.Lock()
         examples = program.examples if inputs is None else tuple(inputs)
         with torch.cuda.device(program.device):
             self._stream: torch.cuda.Stream = torch.cuda.current_stream()
@@ -109,10 +114,10 @@ class CapturedGraph:
                 border.convert(tensor.to(program.device)).clone()
                 for border, tensor in zip(program.entry, examples, strict=True)
             ]
-            before, whole = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]
+            before = torch.cuda.memory_reserved()
             self._graph, self._outputs = _capture(program, self._body)
-            is_small = torch.cuda.memory_reserved() - before <= MOST_MEMORY * whole
-            count = LENT if is_small and not static else 0
+            taken, whole = torch.cuda.memory_reserved() - before, torch.cuda.mem_get_info()[1]
+            count = LENT if outputs == "lent" and taken <= MOST_MEMORY * whole else 0
             lent = [_capture(program, self._whole, warm_ups=0) for _ in range(count)]
         self._lent = [_LentGraph(*captured) for captured in lent if _can_be_lent(captured[1], self._outputs)]
         self._replay = functools.partial(torch._C._CUDAGraph.replay, self._graph)

@@ -50,3 +50,9 @@ def need(package: str, extra: str) -> Any:
         if (e.name or "").partition(".")[0] != root:
             raise
         raise MissingExtraError(root, extra) from e
+
+
+def first_line(error: Exception) -> str:
+    """The error's type and the first line of what it says."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}".removesuffix(": ")

@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ampopt.cuda_graphs import CapturedGraph
+from ampopt.cuda_graphs import CapturedGraph, Outputs
 from ampopt.program import Program
 
 Executable = Callable[..., tuple[Tensor, ...]]
 """Flat tensors in, flat tensors out, as the caller is promised."""
 
 
-def executable(program: Program, *, static: bool = False) -> Executable:
-    """What runs the program. `static`: outputs may be buffers that the next call overwrites.
+def executable(program: Program, *, outputs: Outputs = "copy") -> Executable:
+    """What runs the program. `outputs`: who owns them where it is captured, see `CapturedGraph`.
 
     Raises PassError where a CUDA graph cannot be captured.
     """
-    return CapturedGraph(program, static=static) if program.cuda_graph else program.run
+    return CapturedGraph(program, outputs=outputs) if program.cuda_graph else program.run

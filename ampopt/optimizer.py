@@ -7,12 +7,13 @@ import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from ampopt.capture import Captured
+from ampopt.cuda_graphs import Outputs
 from ampopt.environment import environment
 from ampopt.errors import InputError, VerificationError
 from ampopt.lanes import Lane, lanes_for
@@ -22,7 +23,7 @@ from ampopt.pass_manager import LaneState, PassManager, Progress
 from ampopt.passes import ENGINES, LAUNCHES, PIPELINE, AllowTf32, BakeAutocast
 from ampopt.program import Settings
 from ampopt.rehearsal import Stage
-from ampopt.runtime import OptimizedModule, Outputs
+from ampopt.runtime import OptimizedModule
 from ampopt.sampling import gain, interleave
 from ampopt.signature import describe
 from ampopt.transform import Pass, Recipe
@@ -65,8 +66,8 @@ class Options:
             raise InputError(f"budget_s={self.budget_s}: give a positive number of seconds")
         if self.tolerance is not None and not self.tolerance >= 0:
             raise InputError(f"tolerance={self.tolerance}: give a relative error, 0 or more")
-        if self.outputs not in ("copy", "static"):
-            raise InputError(f"outputs={self.outputs!r}: choose 'copy' or 'static'")
+        if self.outputs not in get_args(Outputs):
+            raise InputError(f"outputs={self.outputs!r}: choose 'copy', 'lent' or 'static'")
         lanes_for(self.precision, torch.device("cpu"), self.amp_dtype)
         BakeAutocast(policy=self.policy)
 

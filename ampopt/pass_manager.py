@@ -9,19 +9,21 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ampopt.cuda_graphs import ReplayedProgram
-from ampopt.errors import AmpoptError
+from ampopt.errors import AmpoptError, first_line
 from ampopt.executable import Executable, executable
 from ampopt.lanes import Lane
 from ampopt.ledger import Entry, Ledger, Timing, Verdict
 from ampopt.measure import device_time, engine_latency, latency, peak_memory, synchronize
 from ampopt.program import Program
-from ampopt.rehearsal import Stage, first_line
+from ampopt.rehearsal import Stage
 from ampopt.sampling import Measurement, gain, interleave
 from ampopt.transform import Family, Numerics, Pass, Result, replay
 from ampopt.verify import Verifier
 
 LEAST_ENABLING = 0.95
 """A pass that others build on may cost this at first; it is left out in the end where nothing came of it."""
+
+_FAILURES = (Verdict.FAILED, Verdict.REVERTED)
 
 HOST_SHARE = 0.25
 """Of a comparison's time for the clock that does not judge it."""
@@ -108,7 +110,7 @@ class PassManager:
         for step in passes:
             self._try(state, step.name, [step], state.best.program)
         self._give_second_chances(state, passes)
-        for step in state.at_a_loss:
+        for step in (s for s in state.at_a_loss if s in state.best.program.recipe):
             recipe = tuple(s for s in state.best.program.recipe if s != step)
             self._try(state, f"without {step.name}", [_Replay(recipe)], state.base)
         state.rewritten, self._deadline = state.best.program, whole
@@ -152,7 +154,7 @@ class PassManager:
         """Try ways to run, with each way to launch, against the best so far.
 
         None stands for running the graph as it is. An engine that cannot see into native kernels gets the
-        program without them. It is tried by itself only where it cannot be launched in any of the ways.
+        program without them. It is tried by itself only where it cannot be launched, or fails when it is.
         """
         for engine in engines:
             if engine is None:
@@ -163,7 +165,8 @@ class PassManager:
                 name = engine.name + suffix
                 usable = [launch for launch in launches if launch.why_not(program) is None]
                 made = [self._try(state, f"{name} + {each.name}", [engine, each], program) for each in usable]
-                if all(outcome is None for outcome in made):
+                failed = all(outcome is None for outcome in made)
+                if not usable or (failed and self._ledger.entries[-1].verdict in _FAILURES):
                     self._try(state, name, [engine], program)
 
     def _readable_forms(self, state: LaneState, engine: Pass) -> list[tuple[str, Program]]:

@@ -24,7 +24,7 @@ import torch
 
 from ampopt.cuda_graphs import ReplayedProgram
 from ampopt.cudnn_shapes import know_shapes
-from ampopt.errors import AmpoptError, PassError
+from ampopt.errors import AmpoptError, PassError, first_line
 from ampopt.fused_conv import fused_conv
 from ampopt.measure import synchronize
 from ampopt.program import Program
@@ -165,12 +165,6 @@ def _answer(parcel: str) -> dict[str, str]:
     except Exception as error:
         return {"failed": first_line(error)}
     return {}
-
-
-def first_line(error: Exception) -> str:
-    """The error's type and the first line of what it says."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}".removesuffix(": ")
 
 
 def _main(line: Connection) -> None:

@@ -8,13 +8,14 @@ import textwrap
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ampopt.capture import Captured, capture
+from ampopt.cuda_graphs import Outputs
 from ampopt.deployable import Deployable
 from ampopt.errors import AmpoptError, InputError, VerificationError
 from ampopt.executable import Executable, executable
@@ -35,8 +36,6 @@ from ampopt.transform import Pass, Recipe, replay
 from ampopt.verify import Verifier
 
 logger = logging.getLogger("ampopt")
-
-Outputs = Literal["copy", "static"]
 
 _HOOKS = (
     "_forward_hooks",
@@ -85,13 +84,13 @@ class OptimizedModule(Deployable):
     ) -> None:
         """Take over a private copy of the original, its capture, and the program chosen for it.
 
-        `outputs="static"`: where a CUDA graph runs, outputs are its own buffers, overwritten by the next
-        call. `ready` is the program's executable where one exists already. `serve_original`: nothing
-        was faster, so the original answers every call.
+        `outputs`: who owns the results where a CUDA graph runs, see `ampopt.optimize`. `ready` is the
+        program's executable where one exists already. `serve_original`: nothing was faster, so the original
+        answers every call.
         """
         super().__init__()
-        if outputs not in ("copy", "static"):
-            raise InputError(f"outputs={outputs!r}: choose 'copy' or 'static'")
+        if outputs not in get_args(Outputs):
+            raise InputError(f"outputs={outputs!r}: choose 'copy', 'lent' or 'static'")
         self.report, self.program = report, program
         self._original = [original]  # in a list: not a submodule, so `.to()` leaves it alone
         self._captured, self._recipe, self._outputs = captured, recipe, outputs
@@ -195,7 +194,7 @@ class OptimizedModule(Deployable):
         return self._admit(captured.leaves, captured, run)
 
     def _executable(self, program: Program) -> Executable:
-        return executable(program, static=self._outputs == "static")
+        return executable(program, outputs=self._outputs)
 
     def _admit(self, leaves: Sequence[Any], captured: Captured, run: Executable) -> _Served:
         served = _Served(run, captured.layout)

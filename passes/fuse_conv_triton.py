@@ -12,7 +12,7 @@ from torch import fx
 from ampopt import conv_timing
 from ampopt.conv_chains import Chain, find_chains
 from ampopt.conv_tiles import Site
-from ampopt.conv_timing import BY_CUDNN, PLAIN
+from ampopt.conv_timing import BY_CUDNN, PLAIN, Timed
 from ampopt.fused_conv import Tile, fused_conv, is_available
 from ampopt.graph import (
     add_constant,
@@ -106,7 +106,7 @@ class FuseConvTriton(Pass):
         self, chains: Sequence[Chain], program: Program, end: float
     ) -> tuple[dict[str, str], list[Declined]]:
         """The fastest tile of each chain for which one is faster than what is there."""
-        declined, chosen, known = list[Declined](), dict[str, str](), dict[Site, dict[str, float]]()
+        declined, chosen, known = list[Declined](), dict[str, str](), dict[Site, Timed]()
         left = end - time.perf_counter()
         conv_timing.compile_all(dict.fromkeys(chain.site for chain in chains), program.device, 0.6 * left)
         for chain in chains:
@@ -116,13 +116,15 @@ class FuseConvTriton(Pass):
                     declined.append(Declined(name, "the time for measurements was spent"))
                     continue
                 known[site] = conv_timing.fastest(site, program.device, program.settings)
-            ours = {tile: t for tile, t in known[site].items() if tile not in (PLAIN, BY_CUDNN)}
-            now = min(t for way, t in known[site].items() if way not in ours)
+            seconds, refused = known[site].seconds, known[site].refused
+            ours = {tile: t for tile, t in seconds.items() if tile not in (PLAIN, BY_CUDNN)}
+            now = min(t for way, t in seconds.items() if way not in ours)
             best = min(ours, key=ours.__getitem__, default=None)
             if best is not None and now / ours[best] >= self.least_gain:
                 chosen[name] = best
             else:
-                text = f"{1e6 * ours[best]:.1f} µs" if best is not None else "nothing"
+                reason = next((why for tile, why in refused.items() if tile != BY_CUDNN), "there is none")
+                text = f"{1e6 * ours[best]:.1f} µs" if best is not None else f"fails: {reason}"
                 declined.append(Declined(name, f"as it is {1e6 * now:.1f} µs, the best tile {text}"))
         return chosen, declined
 

@@ -218,7 +218,7 @@ def test_on_a_gpu_tiles_are_timed_beside_what_is_there(site: Site) -> None:
     cuda = torch.device("cuda", torch.cuda.current_device())
     state = torch.cuda.get_rng_state()
     conv_timing.compile_all([site], cuda, 60.0)
-    times = conv_timing.fastest(site, cuda, Settings(), seconds=0.02)
+    times = conv_timing.fastest(site, cuda, Settings(), seconds=0.02).seconds
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert conv_timing.PLAIN in times
     assert (conv_timing.BY_CUDNN in times) == (site in (CONV_RELU, CONV_ADD_RELU))

@@ -194,6 +194,12 @@ def test_an_engine_is_tried_by_itself_only_where_it_cannot_be_launched(
         assert rows == [("_-engine + _-launch", Verdict.KEPT)]
 
 
+def test_an_engine_that_refuses_is_one_row(monkeypatch: pytest.MonkeyPatch, net: nn.Module) -> None:
+    bench = Bench(monkeypatch, net, X, cost={})
+    bench.manager.choose_engine(bench.state, [_Refuses("shy")], [_Launch()])
+    assert [(e.name, e.verdict) for e in bench.ledger.entries] == [("shy + _-launch", Verdict.DECLINED)]
+
+
 @dataclasses.dataclass(frozen=True)
 class _ChangesBits(Planted):
     """Claims to keep every bit, as do those before and after it."""

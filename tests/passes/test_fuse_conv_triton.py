@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 
 from ampopt.conv_chains import Chain, find_chains, merge_factor
 from ampopt.conv_tiles import Site
+from ampopt.conv_timing import Timed
 from ampopt.fused_conv import Tile, fused_conv, reference
 from ampopt.graph import aten, calls, record_shapes
 from ampopt.lanes import Lane
@@ -374,10 +375,10 @@ class _Clock:
     def perf_counter(self) -> float:
         return self.now
 
-    def fastest(self, site: Site, device: torch.device, settings: object) -> dict[str, float]:
+    def fastest(self, site: Site, device: torch.device, settings: object) -> Timed:
         self.measured.append(site)
         self.now += 1.0
-        return self.times
+        return Timed(self.times, {"dense:1": "OutOfResources: shared memory"})
 
     def compile_all(self, sites: Iterable[Site], device: torch.device, seconds: float) -> None:
         assert seconds > 0
@@ -408,7 +409,7 @@ def test_the_fastest_tile_is_taken_and_equal_sites_are_measured_once(monkeypatch
     [
         ({"as it is": 5e-6, "by cuDNN": 2e-6, FAST: 1.97e-6}, "as it is 2.0 µs, the best tile 2.0 µs"),
         ({"as it is": 5e-6, SLOW: 8e-6, FAST: 7e-6}, "as it is 5.0 µs, the best tile 7.0 µs"),
-        ({"as it is": 5e-6}, "as it is 5.0 µs, the best tile nothing"),
+        ({"as it is": 5e-6}, "as it is 5.0 µs, the best tile fails: OutOfResources: shared memory"),
     ],
 )
 def test_what_gains_too_little_is_declined(
