@@ -65,9 +65,7 @@ def optimize(
         budget_s: seconds for everything; what does not fit is reported as not tried.
         device: optimize a copy on this device; None: where the weights are.
         outputs: "copy": results are the caller's own; "static": with a CUDA graph, results are buffers that
-            the next call overwrites (no copy); "lent": with one, a result is a buffer that is not used again
-            while any tensor shares its memory (no copy, but three times the memory, and work on other
-            streams has to end before the last of them is dropped: `record_stream` does not reach it).
+            the next call overwrites (no memory is allocated, and the addresses stay).
         policy: how mixed precision is decided: "amp" (autocast's own lists), "O1", "O2" (as apex), "half".
         amp_dtype: torch.float16 or torch.bfloat16; None: float16 on CUDA, bfloat16 on a CPU.
         exclude: names of passes to leave out (`ampopt passes` lists them).

@@ -1,9 +1,7 @@
-"""One program captured as a CUDA graph: static inputs, a replay, outputs that the caller owns."""
+"""One program captured as a CUDA graph: it reads the caller's tensors and writes into fresh ones."""
 
 from __future__ import annotations
 
-import functools
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +9,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import shared_cache
+from torch.nn import Parameter
 
 from ampopt import flags
 from ampopt.errors import PassError
-from ampopt.program import Border, Program
+from ampopt.graph_pointers import GraphNodes, Pointer
+from ampopt.numerics import relative_error
+from ampopt.program import Program
 
 WARM_UPS = 3
 """Runs before the capture: library handles, workspaces and algorithm searches must exist by then."""
@@ -25,12 +25,13 @@ _search_thread = ThreadPoolExecutor(1, thread_name_prefix="ampopt-cudnn-search")
 
 
 def capture_calls(
-    body: Callable[[], tuple[Tensor, ...]], warm_ups: int = WARM_UPS
+    body: Callable[[], tuple[Tensor, ...]], warm_ups: int = WARM_UPS, *, keep_graph: bool = False
 ) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
     """A CUDA graph of one call of `body` on the current device, and the static tensors that it returns.
 
     `warm_ups` calls go before it, on a side stream; none where `body` has been called already. The caller
-    keeps alive whatever tensors `body` reads. Raises PassError where the capture fails.
+    keeps alive whatever tensors `body` reads. `keep_graph`: its nodes can be read afterwards. Raises
+    PassError where the capture fails.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -40,9 +41,11 @@ def capture_calls(
                 body()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             outputs = body()
+        if keep_graph:
+            graph.instantiate()
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         raise PassError(f"the CUDA graph could not be captured: {reason}") from error
@@ -61,7 +64,7 @@ def _capture(
 
     def work() -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
         with torch.cuda.stream(stream), program.settings.scope(program.device):
-            return capture_calls(body, warm_ups)
+            return capture_calls(body, warm_ups, keep_graph=True)
 
     return flags.work_elsewhere(_search_thread, work) if program.settings.search_algorithms else work()
 
@@ -79,78 +82,75 @@ class ReplayedProgram:
         self._graph.replay()
 
 
-Outputs = Literal["copy", "lent", "static"]
+Outputs = Literal["copy", "static"]
 """Who owns the results of a captured program, see `CapturedGraph`."""
 
-LENT = 2
-"""Graphs whose outputs are lent: one result may still be in the caller's hands when the next is made."""
+ALIGNED = 256
+"""Bytes that divide the address of a tensor that is read in place; kernels were chosen for such ones."""
 
-MOST_MEMORY = 0.02
-"""The share of a GPU's memory that a captured run may take for there to be more than one of it."""
+SAME = 1e-2
+"""The relative error within which two runs of one graph are the same: some operators add in any order."""
 
 
 class CapturedGraph:
-    """A program captured for the shapes of its example inputs.
+    """A program captured for the shapes of its example inputs, conversions at its border included.
 
-    A call copies the inputs into static buffers (casting and changing layout on the way) and replays. With
-    `outputs="copy"` it copies the outputs out (casting back on the way). With "static" they are buffers that
-    the next call overwrites. With "lent" the program is captured several times, each in memory of its own:
-    the outputs of a `_LentGraph` go to the caller as they are, and it is not replayed again before the
-    caller has let go of them; where all are still held, or a run takes more than `MOST_MEMORY`, they are
-    copied. PyTorch's `record_stream` does not reach lent results: work on another stream that reads one has
-    to end before the last tensor that shares its memory is dropped. Safe from several threads and streams:
-    one call at a time, and a call from another stream waits for the work of the one before.
+    A call reads the caller's tensors where they are. With `outputs="copy"` it writes into fresh tensors, with
+    "static" into buffers that the next call overwrites. To that end the addresses in the graph's nodes are
+    changed before it is launched (`graph_pointers`); whether the results are then the same is tried once,
+    after the capture. Inputs that are laid out otherwise than the examples, or begin at an odd address, are
+    copied into a buffer first. Where addresses cannot be changed, everything is copied in and out. Safe from
+    several threads and streams: one call at a time, and a call from another stream waits for the work of the
+    one before.
     """
 
     def __init__(
         self, program: Program, inputs: Sequence[Tensor] | None = None, *, outputs: Outputs = "copy"
     ):
         """Warm up on a side stream, then capture. Raises PassError where the capture fails."""
-        self._program, self._static, self._lock = program, outputs == "static", threading.Lock()
+        self._program, self._is_static, self._lock = program, outputs == "static", threading.Lock()
         examples = program.examples if inputs is None else tuple(inputs)
         with torch.cuda.device(program.device):
             self._stream: torch.cuda.Stream = torch.cuda.current_stream()
-            self._inputs = [
-                border.convert(tensor.to(program.device)).clone()
-                for border, tensor in zip(program.entry, examples, strict=True)
-            ]
-            before = torch.cuda.memory_reserved()
+            self._inputs = [tensor.detach().to(program.device, copy=True) for tensor in examples]
             self._graph, self._outputs = _capture(program, self._body)
-            taken, whole = torch.cuda.memory_reserved() - before, torch.cuda.mem_get_info()[1]
-            count = LENT if outputs == "lent" and taken <= MOST_MEMORY * whole else 0
-            lent = [_capture(program, self._whole, warm_ups=0) for _ in range(count)]
-        self._lent = [_LentGraph(*captured) for captured in lent if _can_be_lent(captured[1], self._outputs)]
-        self._replay = functools.partial(torch._C._CUDAGraph.replay, self._graph)
-        self._copies_in = [static.copy_ for static in self._inputs]
-        self._copies_out = [_copy_out(b, t) for b, t in zip(program.exit, self._outputs, strict=True)]
+            self._sources, self._targets = self._pointers()
+        self._strides = [tensor.stride() for tensor in self._inputs]
         self._index, self._raw_stream = program.device.index or 0, self._stream.cuda_stream
 
     def _body(self) -> tuple[Tensor, ...]:
-        return self._whole() if self._static else tuple(self._program.function(*self._inputs))
-
-    def _whole(self) -> tuple[Tensor, ...]:
         """The outputs as the caller is promised."""
-        outputs = self._program.function(*self._inputs)
-        return tuple([b.convert(t) for b, t in zip(self._program.exit, outputs, strict=True)])
+        return self._program.run(*self._inputs)
 
     def replay(self) -> None:
-        """Run the captured kernels on whatever the static inputs hold."""
-        self._replay()
+        """Run the captured kernels on the example inputs, into buffers."""
+        self._launch([tensor.data_ptr() for tensor in self._inputs], self._outputs)
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Flat tensors in, flat tensors out."""
         with self._lock:
             if torch._C._cuda_getCurrentRawStream(self._index) != self._raw_stream:
                 self._follow_stream()
-            for copy_in, tensor in zip(self._copies_in, tensors, strict=True):
-                copy_in(tensor.detach() if tensor.requires_grad else tensor)
-            for lent in self._lent:
-                if lent.is_free():
-                    return lent.run()
-            self._replay()
-            if self._static:
-                return self._outputs
-            return tuple([copy_out() for copy_out in self._copies_out])
+            addresses = [
+                tensor.data_ptr() if self._sources and _is_laid_out(tensor, strides) else _copied(tensor, to)
+                for tensor, strides, to in zip(tensors, self._strides, self._inputs, strict=True)
+            ]
+            if self._is_static:
+                return self._launch(addresses, self._outputs)
+            if not self._targets:
+                return tuple([output.clone() for output in self._launch(addresses, self._outputs)])
+            return self._launch(addresses, tuple([torch.empty_like(output) for output in self._outputs]))
+
+    def _launch(self, addresses: Sequence[int], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Launch on inputs at these addresses, writing into `outputs` where that can be chosen."""
+        for source, address in zip(self._sources, addresses, strict=False):
+            if address != source.address:
+                source.move(address)
+        for target, output in zip(self._targets, outputs, strict=False):
+            if (address := output.data_ptr()) != target.address:
+                target.move(address)
+        torch._C._CUDAGraph.replay(self._graph)
+        return outputs
 
     def _follow_stream(self) -> None:
         """Let the work of the call before, on another stream, end before this one touches the buffers."""
@@ -158,56 +158,89 @@ class CapturedGraph:
         self._stream = torch.cuda.current_stream(self._program.device)
         self._raw_stream = self._stream.cuda_stream
 
+    def _pointers(self) -> tuple[list[Pointer], list[Pointer]]:
+        """Where the graph's nodes hold the addresses of inputs and outputs; nothing where that is not sure.
 
-class _LentGraph:
-    """A captured graph whose outputs the caller gets without a copy.
+        It is tried: the graph's own buffers are filled with NaN, and a launch on other memory has to give
+        what it gave before, and to leave its inputs as they are.
+        """
+        examples, others = ([tensor.clone() for tensor in self._inputs] for _ in range(2))
+        self._graph.replay()
+        expected = [output.clone() for output in self._outputs]
+        for tensor in self._inputs:
+            _spoil(tensor)
+        try:
+            if not self._outputs_can_move(expected):
+                self._capture_into_buffers()
+            nodes = GraphNodes(self._graph)
+            self._sources = [nodes.pointer(tensor) for tensor in self._inputs]
+            self._targets = [] if self._is_static else [nodes.pointer(tensor) for tensor in self._outputs]
+            fresh = tuple([_spoil(torch.empty_like(tensor)) for tensor in expected])
+            self._launch([tensor.data_ptr() for tensor in others], fresh)
+            found = self._outputs if self._is_static else fresh
+            same = all(relative_error(a, b) <= SAME for a, b in zip(found, expected, strict=True))
+            same &= all(relative_error(a, b) == 0.0 for a, b in zip(others, examples, strict=True))
+        except (OSError, AttributeError, RuntimeError):  # no driver's function, or one that refuses
+            same = False
+        for tensor, example in zip(self._inputs, examples, strict=True):
+            tensor.copy_(example)
+        if same:
+            return self._sources, self._targets
+        self._graph, self._outputs = _capture(self._program, self._body, warm_ups=0)
+        return [], []
 
-    Every tensor that shares an output's memory holds a reference to its storage, so the storage's own count
-    tells whether anybody but this graph still has it; Python's count tells it of the storage object. What
-    was sent to another process is in use for good.
-    """
+    def _outputs_can_move(self, expected: Sequence[Tensor]) -> bool:
+        """Whether one node writes each output, into memory of its own that no other node touches.
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: tuple[Tensor, ...]) -> None:
-        self._outputs = outputs
-        self._replay = functools.partial(torch._C._CUDAGraph.replay, graph)
-        self._aliases = [output.detach for output in outputs]
-        self._storages = [output.untyped_storage() for output in outputs]
-        self._places = [storage._cdata for storage in self._storages]
-        self._untouched = self._references()
+        What is the same although the inputs hold NaN now may be no result of the graph at all, but a weight.
+        Outputs that stay need only be apart from the inputs, which do not.
+        """
+        places = [tensor.untyped_storage().data_ptr() for tensor in (*self._outputs, *self._inputs)]
+        if self._is_static or not self._outputs:
+            return set(places[: len(self._outputs)]).isdisjoint(places[len(self._outputs) :])
+        self._graph.replay()
+        nodes = GraphNodes(self._graph)
+        return len(set(places)) == len(places) and all(
+            nodes.pointer(output).nodes == 1
+            and output.is_contiguous()
+            and output.untyped_storage().nbytes() == output.numel() * output.element_size()
+            and not torch.equal(output, before)
+            for output, before in zip(self._outputs, expected, strict=True)
+        )
 
-    def _references(self) -> list[int]:
-        counts = [*map(torch._C._storage_Use_Count, self._places), *map(sys.getrefcount, self._storages)]
-        if shared_cache:
-            sent = [reference.cdata for reference in list(shared_cache.values())]
-            counts += [place for place in self._places if place in sent]
-        return counts
+    def _capture_into_buffers(self) -> None:
+        """Capture anew, with outputs written into memory that nothing else is written into."""
+        buffers = tuple([torch.empty_like(output) for output in self._outputs])
 
-    def is_free(self) -> bool:
-        """Whether nothing that was given out shares memory with the outputs any more."""
-        return self._references() == self._untouched
+        def body() -> tuple[Tensor, ...]:
+            for buffer, output in zip(buffers, self._body(), strict=True):
+                buffer.copy_(output)
+            return buffers
 
-    def run(self) -> tuple[Tensor, ...]:
-        """Replay and give the outputs out."""
-        self._replay()
-        return tuple([alias() for alias in self._aliases])
-
-
-def _can_be_lent(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether each output has its memory to itself, and not in common with another capture's outputs.
-
-    What all captures have in common was there before them, such as a weight.
-    """
-    storages = [output.untyped_storage() for output in outputs]
-    whole = all(s.nbytes() == t.numel() * t.element_size() for s, t in zip(storages, outputs, strict=True))
-    places = [storage.data_ptr() for storage in storages]
-    apart = set(places).isdisjoint(other.untyped_storage().data_ptr() for other in others)
-    return whole and apart and len(set(places)) == len(places)
+        self._graph, self._outputs = _capture(self._program, body, warm_ups=0)
 
 
-def _copy_out(border: Border, output: Tensor) -> Callable[[], Tensor]:
-    """What makes the caller's own tensor of a static output, by the quickest call that PyTorch has for it."""
-    if output.is_contiguous() and output.dtype is border.dtype:
-        return output.clone
-    if output.is_contiguous() and border.dtype is torch.float32:
-        return output.float
-    return functools.partial(output.to, dtype=border.dtype, memory_format=border.memory_format, copy=True)
+def _is_laid_out(tensor: Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether a kernel that was captured for these strides can read the tensor in its place."""
+    return (
+        tensor.__class__ in _PLAIN
+        and tensor.stride() == strides
+        and tensor.data_ptr() % ALIGNED == 0
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
+
+
+_PLAIN = (Tensor, Parameter)
+"""Other classes of tensors may keep their numbers elsewhere."""
+
+
+def _copied(tensor: Tensor, buffer: Tensor) -> int:
+    """Copy a tensor into a buffer; the buffer's address."""
+    buffer.copy_(tensor.detach() if tensor.requires_grad else tensor)
+    return buffer.data_ptr()
+
+
+def _spoil(tensor: Tensor) -> Tensor:
+    """Fill a tensor with NaN, or with 0 where its dtype has none, which is a valid index."""
+    return tensor.fill_(float("nan") if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 0)

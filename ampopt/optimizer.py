@@ -67,7 +67,7 @@ class Options:
         if self.tolerance is not None and not self.tolerance >= 0:
             raise InputError(f"tolerance={self.tolerance}: give a relative error, 0 or more")
         if self.outputs not in get_args(Outputs):
-            raise InputError(f"outputs={self.outputs!r}: choose 'copy', 'lent' or 'static'")
+            raise InputError(f"outputs={self.outputs!r}: choose 'copy' or 'static'")
         lanes_for(self.precision, torch.device("cpu"), self.amp_dtype)
         BakeAutocast(policy=self.policy)
 

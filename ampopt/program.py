@@ -28,8 +28,8 @@ FlatFunction = Callable[..., Sequence[Tensor]]
 class Border:
     """The dtype and memory format in which one flat tensor crosses the program's border.
 
-    Conversions at the border are not nodes of the graph: the runtime does them inside the copies that it
-    makes anyway, so that a cast or a change of layout there costs no kernel of its own.
+    Conversions at the border are not nodes of the graph, so that passes may change it without them; a CUDA
+    graph holds them.
     """
 
     dtype: torch.dtype

@@ -90,7 +90,7 @@ class OptimizedModule(Deployable):
         """
         super().__init__()
         if outputs not in get_args(Outputs):
-            raise InputError(f"outputs={outputs!r}: choose 'copy', 'lent' or 'static'")
+            raise InputError(f"outputs={outputs!r}: choose 'copy' or 'static'")
         self.report, self.program = report, program
         self._original = [original]  # in a list: not a submodule, so `.to()` leaves it alone
         self._captured, self._recipe, self._outputs = captured, recipe, outputs

@@ -20,10 +20,11 @@ class CudaGraph(Pass):
     Requires: CUDA; every operator runs on the device without waiting for the host.
     Declines: CPUs; graphs with an operator whose result's shape depends on data, or that reads a value back
     to the host, because neither can be captured.
-    Correct because: a replay launches the same kernels with the same arguments in the same order; inputs are
-    copied into the buffers that were captured, and outputs out of them before the next call. Where cuDNN's
-    algorithms are searched, the capture finds its own, which may round differently than those before it.
-    Cost: the memory of the captured run stays allocated; one copy of inputs and outputs.
+    Correct because: a replay launches the same kernels with the same arguments in the same order, but for the
+    addresses of inputs and outputs, which are changed to the caller's; that this is right is tried once.
+    Where cuDNN's algorithms are searched, the capture finds its own, which may round differently than those
+    before it.
+    Cost: the memory of the captured run stays allocated.
     """
 
     numerics = Numerics.BITWISE

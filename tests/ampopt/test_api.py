@@ -254,7 +254,7 @@ def expected_call(model: nn.Module, args: Any, kwargs: Any) -> Tensor:
         ({"precision": "int3"}, "choose from auto, fp32, amp"),
         ({"amp_dtype": torch.float64}, "choose torch.float16 or torch.bfloat16"),
         ({"device": "tpu-9"}, "is no device"),
-        ({"outputs": "mine"}, "choose 'copy', 'lent' or 'static'"),
+        ({"outputs": "mine"}, "choose 'copy' or 'static'"),
         ({"example_inputs": torch.ones(2, 7, 3, 3)}, "fails on the example inputs"),
     ],
 )
@@ -266,7 +266,7 @@ def test_arguments_that_do_not_serve_are_refused(arguments: dict[str, Any], reas
 
 def test_a_wrong_way_to_give_outputs_is_refused_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ampopt.api.capture", lambda *args: pytest.fail("the long work began"))
-    with pytest.raises(InputError, match="choose 'copy', 'lent' or 'static'"):
+    with pytest.raises(InputError, match="choose 'copy' or 'static'"):
         optimize(block(), X, outputs="mine")
 
 
