@@ -48,7 +48,7 @@ class Entry:
 
     `error` is the relative error against the original in float64 (or the user's metric), `limit` what was
     allowed; `gain` is on the clock that the pass is judged by; `memory` in bytes; `seconds` is what applying
-    the pass took (compile time, searches), apart from verifying and timing it.
+    the pass took (compile time, searches), `took_s` the whole trial, verifying and timing included.
     """
 
     lane: str
@@ -65,6 +65,7 @@ class Entry:
     limit: float | None = None
     memory: int | None = None
     seconds: float = 0.0
+    took_s: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -83,6 +84,7 @@ class Entry:
             "limit": _finite(self.limit),
             "memory_bytes": self.memory,
             "apply_s": round(self.seconds, 3),
+            "took_s": round(self.took_s, 3),
         }
 
 

@@ -33,6 +33,9 @@ from ampopt.verify import Metric, Verifier
 REWRITING, TRYING = 0.6, 0.85
 """The share of the time budget after which no rewrite, and nothing at all, is begun any more."""
 
+LEAST_REWRITING, LAUNCHING = 0.25, 0.1
+"""Shares of it: rewrites may have so much although a way to run takes long; for capturing what they leave."""
+
 CALLS_OF_A_TRIAL = 20
 """Calls that verify and time one pass at the least: three draws, warm-ups, six samples before and after."""
 
@@ -166,13 +169,23 @@ class Optimizer:
         """Try everything in every lane, and keep what was found for the next call."""
         for lane in lanes:
             self._states.append(self._manager.open(lane))
+        rewriting = self._seconds_for_rewriting()
         for number, state in enumerate(self._states, start=1):
-            share = REWRITING * self._options.budget_s * number / len(self._states)
-            self._manager.rewrite(state, self._options.pipeline(), deadline=self._started + share)
-        self._try_engines(slow=False)
-        self._try_engines(slow=True)
+            deadline = self._started + rewriting * number / len(self._states)
+            self._manager.rewrite(state, self._options.pipeline(), deadline=deadline)
+        engines = self._options.allowed(ENGINES)
+        self._try_engines([None])
+        self._try_engines([engine for engine in engines if engine.slow_to_apply])
+        self._try_engines([engine for engine in engines if not engine.slow_to_apply])
         if self._cache is not None:
             self._cache.store(self._key, {s.lane.name: s.best.program.recipe for s in self._states})
+
+    def _seconds_for_rewriting(self) -> float:
+        """What rewrites may take, of all lanes together, so that the slowest way to run still gets a turn."""
+        whole, program = self._options.budget_s, self._captured.program
+        longest = max((e.expected_seconds(program) for e in self._options.allowed(ENGINES)), default=0.0)
+        rest = (TRYING - LAUNCHING) * whole - longest
+        return min(REWRITING * whole, max(LEAST_REWRITING * whole, rest))
 
     def _affordable(self, lanes: Sequence[Lane]) -> list[Lane]:
         """The lanes that the time budget can judge; what is left out is noted.
@@ -212,16 +225,12 @@ class Optimizer:
         except KeyboardInterrupt:
             self.ledger.notes.append("interrupted: this is the best so far")
 
-    def _try_engines(self, *, slow: bool) -> None:
+    def _try_engines(self, engines: Sequence[Pass | None]) -> None:
         """Ways to run for every lane, the lane that is ahead first."""
-        launches = self._options.allowed(LAUNCHES)
-        engines: list[Pass | None] = [e for e in self._options.allowed(ENGINES) if e.slow_to_apply == slow]
-        if not slow:
-            engines.insert(0, None)
         calls = {s.lane.name: latency(s.best.call, self.device) for s in self._states}
         timed = interleave(calls, seconds=0.2, least=3)
         for state in sorted(self._states, key=lambda s: timed[s.lane.name].median):
-            self._manager.choose_engine(state, engines, launches)
+            self._manager.choose_engine(state, engines, self._options.allowed(LAUNCHES))
 
     def _summarize(self) -> None:
         """Time eager and the best of every lane side by side, verify the best once more, write it down."""

@@ -17,7 +17,7 @@ _STYLES = {
     Verdict.FAILED: "red",
     Verdict.NOT_TRIED: "magenta",
 }
-COLUMNS = ("lane", "pass", "verdict", "latency ms", "device ms", "gain", "error", "why")
+COLUMNS = ("lane", "pass", "verdict", "latency ms", "device ms", "gain", "error", "took", "why")
 
 
 def _milliseconds(before: float | None, after: float | None) -> str:
@@ -36,7 +36,8 @@ def row(entry: Entry) -> tuple[str, ...]:
     latency = _milliseconds(_clock(entry.before, "latency"), _clock(entry.after, "latency"))
     device = _milliseconds(_clock(entry.before, "device"), _clock(entry.after, "device"))
     count = f"{entry.rewrites} rewrites; " if entry.rewrites > 1 else ""
-    return entry.lane, entry.name, entry.verdict.value, latency, device, gain, error, count + entry.reason
+    took, why = f"{entry.took_s:.1f} s", count + entry.reason
+    return entry.lane, entry.name, entry.verdict.value, latency, device, gain, error, took, why
 
 
 def summary_lines(ledger: Ledger) -> list[str]:

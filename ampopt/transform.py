@@ -87,7 +87,7 @@ class Pass(abc.ABC):
     risky: ClassVar[bool] = False
     """True: a foreign compiler that could take the process down, so it is rehearsed in another one first."""
     slow_to_apply: ClassVar[bool] = False
-    """True: takes so long that everything cheaper is tried first, in every lane."""
+    """True: takes seconds to minutes; a new input shape at work does not wait for it."""
 
     @property
     def name(self) -> str:

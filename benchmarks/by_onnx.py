@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ampopt.flags import older_flags_readable
 from ampopt.onnx_options import CPU, CUDA, SessionOptions
 from ampopt.onnx_session import OnnxRunner, onnxruntime
 from ampopt.onnx_tuning import tune
@@ -28,7 +29,7 @@ SEARCHES = ("EXHAUSTIVE", "HEURISTIC")
 
 def exported(model: nn.Module, inputs: tuple[Tensor, ...]) -> bytes:
     """A plain `torch.onnx.export` of the model as it is."""
-    with tempfile.TemporaryDirectory() as folder, quiet():
+    with tempfile.TemporaryDirectory() as folder, quiet(), older_flags_readable():
         path = Path(folder) / "model.onnx"
         torch.onnx.export(model, inputs, path, dynamo=True, verbose=False, external_data=False)
         return path.read_bytes()
