@@ -132,10 +132,12 @@ class Site:
         if self.is_depthwise:
             tiles = [Tile("depthwise", r, c, warps=warps) for r, c, warps in _DEPTHWISE_TILES]
             most = 2 * max(self.rows, 8), 2 * max(self.weight_shape[0], 16)
-            return [tile for tile in tiles if tile.rows < most[0] and tile.cols < most[1]] or tiles[:1]
+            fitting = [tile for tile in tiles if tile.rows < most[0] and tile.cols < most[1]]
+            return sorted(fitting, key=self._estimate_light) or tiles[:1]
         vectors = []
         if self._is_product and self.rows <= FEW_ROWS:
             vectors = [Tile("vector", 1, c, d, warps=warps) for c, d, warps in _VECTOR_TILES]
+            vectors.sort(key=self._estimate_light)
         return vectors + sorted(self._dense_tiles(), key=self.estimate)[:MOST_DENSE]
 
     def _dense_tiles(self) -> Iterator[Tile]:
@@ -177,6 +179,24 @@ class Site:
         waves = -(-self._programs(tile.rows, tile.cols) * tile.parts // PROCESSORS)
         again = 3000.0 if tile.parts > 1 else 0.0
         return waves * (600 + step * -(-self._steps(tile.depth) // tile.parts)) + again
+
+    def _estimate_light(self, tile: Tile) -> float:
+        """The same for a tile without Tensor Cores: waves of warps times what one thread has to do."""
+        programs = -(-self.rows // tile.rows) * -(-self.weight_shape[0] // tile.cols)
+        waves = -(-programs * tile.warps // (16 * PROCESSORS))
+        steps = math.prod(self.taps) if tile.kind == "depthwise" else -(-self.weight_shape[1] // tile.depth)
+        each = tile.rows * tile.cols * tile.depth / (32 * tile.warps)
+        return waves * (600 + steps * (100 + 6 * each))
+
+    @functools.cached_property
+    def least_seconds(self) -> float:
+        """A rough time that no kernel can beat: an H200's arithmetic, its memory, and a launch."""
+        rate = 4e14 if self.dtype in _HALVES else 2e14 if self.tf32 else 4e13
+        operations = 2 * self.rows * math.prod(self.weight_shape)
+        elements = (
+            math.prod(self.input_shape) + math.prod(self.weight_shape) + self.rows * self.weight_shape[0]
+        )
+        return 2e-6 + max(operations / rate, elements * self.dtype.itemsize / 4e12)
 
     def compile_key(self, tile: Tile) -> object:
         """Sites and tiles with equal keys share their compiled kernels."""

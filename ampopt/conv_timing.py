@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 
 import torch
@@ -23,6 +23,9 @@ from ampopt.sampling import interleave
 
 AT_ONCE = 10
 """Launches in one captured graph of a measurement, so that the graph's own start weighs little."""
+
+SAMPLE_S = 5e-4
+"""Seconds of one sample."""
 
 NEAR = 1.2
 """A tile whose first sample takes so many times the least one's is not sampled again; the best one is."""
@@ -49,26 +52,33 @@ def launch(site: Site, operands: Operands, tile: Tile) -> Tensor:
     return result
 
 
-def compile_all(sites: Iterable[Site], device: torch.device, seconds: float) -> None:
-    """Compile what the tiles of all sites need, several at a time; what fails here fails again when timed."""
-    jobs: dict[object, Callable[[], Tensor]] = {}
-    for site in sites:
-        for tile in site.tiles():
-            jobs.setdefault(
-                site.compile_key(tile),
-                functools.partial(_launch_random, site, tile, device),
-            )
+def compile_all(sites: Iterable[Site], device: torch.device, seconds: float) -> set[object]:
+    """Compile what the tiles of all sites need, several at a time, for so many seconds.
 
-    def quietly(job: Callable[[], Tensor]) -> None:
+    The first tiles of all sites come before the second ones of any, so that each site has some where the
+    time is short. Returns the `Site.compile_key` of what is done; what fails here fails again when timed.
+    """
+    jobs: dict[object, Callable[[], Tensor]] = {}
+    tiles = [(site, site.tiles()) for site in sites]
+    for rank in range(max((len(found) for _, found in tiles), default=0)):
+        for site, found in tiles:
+            if rank < len(found):
+                job = functools.partial(_launch_random, site, found[rank], device)
+                jobs.setdefault(site.compile_key(found[rank]), job)
+    done: set[object] = set()
+
+    def quietly(key: object) -> None:
         with contextlib.suppress(Exception):
-            job()
+            jobs[key]()
+        done.add(key)
 
     pool = futures.ThreadPoolExecutor(COMPILERS)
     try:
         with contextlib.suppress(futures.TimeoutError):
-            list(pool.map(quietly, jobs.values(), timeout=seconds))
+            list(pool.map(quietly, jobs, timeout=seconds))
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+    return done
 
 
 def _launch_random(site: Site, tile: Tile, device: torch.device) -> Tensor:
@@ -76,12 +86,9 @@ def _launch_random(site: Site, tile: Tile, device: torch.device) -> Tensor:
 
 
 def fastest(
-    site: Site,
-    device: torch.device,
-    settings: Settings,
-    seconds: float = 0.1,
+    site: Site, tiles: Sequence[Tile], device: torch.device, settings: Settings, seconds: float = 0.03
 ) -> Timed:
-    """Time a site's tiles, `PLAIN`, and `BY_CUDNN` where it has that form.
+    """Time a site's `tiles`, `PLAIN`, and `BY_CUDNN` where it has that form.
 
     Tiles that this GPU cannot run, or that compute anything else than `PLAIN`, are left out; so are those
     that a first sample shows to be far behind.
@@ -92,7 +99,7 @@ def fastest(
         calls = {name: functools.partial(run, site, operands) for name, run in _other_ways(site).items()}
         expected = calls[PLAIN]()
         limit = 1e-4 if site.dtype is torch.float32 and not site.tf32 else 2e-2
-        for tile in site.tiles():
+        for tile in tiles:
             calls[str(tile)] = functools.partial(launch, site, operands, tile)
         for name, call in calls.items():
             try:
@@ -106,7 +113,7 @@ def fastest(
                 refused[name] = first_line(failure)
                 continue
             alive.append(graph)
-            samplers[name] = device_time(graph.replay, device)
+            samplers[name] = device_time(graph.replay, device, sample_s=SAMPLE_S)
         once = {name: sampler() for name, sampler in samplers.items()}
         near = NEAR * min(once.values())
         first = min(once.keys() - {PLAIN, BY_CUDNN}, key=once.__getitem__, default=PLAIN)

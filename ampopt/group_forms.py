@@ -145,7 +145,7 @@ def _runner(conv: GroupedConv, form: Form, device: torch.device) -> Callable[[],
 
 
 def measure_forms(
-    conv: GroupedConv, forms: list[Form], program: Program, seconds: float = 0.25
+    conv: GroupedConv, forms: list[Form], program: Program, seconds: float = 0.1
 ) -> list[tuple[Form, float]]:
     """The median time in seconds of each form, in the program's own settings, sampled in turn.
 

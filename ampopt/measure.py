@@ -59,8 +59,8 @@ def shortest_of_two(call: Callable[[], object], device: torch.device, *, long_s:
     return first if first <= long_s else min(first, once())
 
 
-def device_time(replay: Callable[[], object], device: torch.device) -> Sampler:
-    """Samples the device time of one replay of a CUDA graph: many in a row between two events."""
+def device_time(replay: Callable[[], object], device: torch.device, *, sample_s: float = 2e-3) -> Sampler:
+    """Samples the device time of one replay of a CUDA graph: as many in a row as take about `sample_s`."""
     first = torch.cuda.Event(enable_timing=True)
     last = torch.cuda.Event(enable_timing=True)
     count = 0
@@ -77,7 +77,7 @@ def device_time(replay: Callable[[], object], device: torch.device) -> Sampler:
     def sample() -> float:
         nonlocal count
         if count == 0:
-            count = max(1, min(50, round(2e-3 / max(run(1), 1e-6))))
+            count = max(1, min(50, round(sample_s / max(run(1), 1e-6))))
         return run(count)
 
     return sample

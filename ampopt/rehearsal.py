@@ -87,6 +87,7 @@ class Stage:
         line = self._begin()
         try:
             line.send_bytes(parcel.encode())  # short: it never waits for the other side, which may hang
+            _load_compiler()
             if not line.poll(max(seconds, 0.0)):
                 raise PassError(f"it took longer than the {seconds:.0f} s that were left of the budget")
             answer: dict[str, str] = json.loads(line.recv_bytes())
@@ -131,6 +132,12 @@ class Stage:
 
 def _possible() -> bool:
     return os.name == "posix" and bool(sys.executable)
+
+
+def _load_compiler() -> None:
+    """Load inductor here, too, which takes seconds, while the other process compiles."""
+    with contextlib.suppress(ImportError):
+        import torch._inductor.compile_fx  # noqa: F401
 
 
 def _warm_up(device: torch.device) -> None:

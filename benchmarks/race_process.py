@@ -139,7 +139,7 @@ def _passes(made: object) -> list[str] | None:
     """What ampopt kept, for its own rows; what it tried is printed."""
     if not isinstance(made, OptimizedModule):
         return None
-    print(made.report)
+    print(made.report, *made.program.recipe, sep="\n")
     return [step.name for step in made.program.recipe]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +27,9 @@ from ampopt.group_forms import AS_IS, Form, GroupedConv, forms_for, measure_form
 from ampopt.program import Program
 from ampopt.transform import Declined, Family, Numerics, Pass, Result
 
+SHARE = 0.5
+"""Of the time that is left; the rest is for the passes after it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Degroup(Pass):
@@ -36,7 +40,8 @@ class Degroup(Pass):
     each group and a concatenation), either of them also with its input in the other memory format. Every
     form is timed at the convolution's real shape, dtype and layout, format changes at its border included.
     Requires: a weight of the graph, a batched input.
-    Declines: where the form that is there is the fastest, and says by how much; computed weights.
+    Declines: where the form that is there is the fastest, and says by how much; computed weights; where the
+    time for measurements is spent.
     Correct because: group g's outputs depend on group g's inputs alone. In a merged group the weights from
     other groups' inputs are zero, and zero times a finite number adds nothing; a split is the definition.
     Cost: merging by m multiplies the weights and the arithmetic by m.
@@ -50,9 +55,15 @@ class Degroup(Pass):
 
     choices: tuple[tuple[str, str], ...] | None = None
     least_gain: float = 1.03
+    seconds: float = 5.0
+
+    def within(self, seconds: float) -> Pass:
+        """Measure less where little time is left."""
+        return dataclasses.replace(self, seconds=min(self.seconds, SHARE * seconds))
 
     def apply(self, program: Program) -> Result:
         """Find, measure (or take `choices`), rewrite; see the class."""
+        end = time.perf_counter() + self.seconds
         module = record_shapes(program)
         convs = [n for n in calls(module, [aten.conv2d.default]) if arguments(n)["groups"] > 1]
         if not convs:
@@ -67,6 +78,9 @@ class Degroup(Pass):
             conv = _describe(module, node)
             if fixed is not None:
                 form = Form.parse(fixed[node.name]) if node.name in fixed else AS_IS
+            elif conv not in cache and time.perf_counter() > end:
+                form = AS_IS
+                declined.append(Declined(node.name, "the time for measurements was spent"))
             else:
                 timed = cache.get(conv) or measure_forms(conv, forms_for(conv), program)
                 cache[conv] = timed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -33,6 +34,9 @@ from ampopt.transform import Declined, Family, Numerics, Pass, Result
 
 SHARE = 0.5
 """Of the time that is left; the rest is for the passes after it."""
+
+COMPILING = 0.6
+"""Of its own time for compiling; the rest is for measuring."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,15 +111,18 @@ class FuseConvTriton(Pass):
     ) -> tuple[dict[str, str], list[Declined]]:
         """The fastest tile of each chain for which one is faster than what is there."""
         declined, chosen, known = list[Declined](), dict[str, str](), dict[Site, Timed]()
-        left = end - time.perf_counter()
-        conv_timing.compile_all(dict.fromkeys(chain.site for chain in chains), program.device, 0.6 * left)
+        counts = Counter(chain.site for chain in chains)
+        sites = sorted(counts, key=lambda site: -counts[site] * site.least_seconds)
+        ready = conv_timing.compile_all(sites, program.device, COMPILING * (end - time.perf_counter()))
+        for site in sites:
+            tiles = [tile for tile in site.tiles() if site.compile_key(tile) in ready]
+            if tiles and time.perf_counter() < end:
+                known[site] = conv_timing.fastest(site, tiles, program.device, program.settings)
         for chain in chains:
             name, site = chain.conv.name, chain.site
             if site not in known:
-                if time.perf_counter() > end:
-                    declined.append(Declined(name, "the time for measurements was spent"))
-                    continue
-                known[site] = conv_timing.fastest(site, program.device, program.settings)
+                declined.append(Declined(name, "the time for measurements was spent"))
+                continue
             seconds, refused = known[site].seconds, known[site].refused
             ours = {tile: t for tile, t in seconds.items() if tile not in (PLAIN, BY_CUDNN)}
             now = min(t for way, t in seconds.items() if way not in ours)

@@ -197,14 +197,33 @@ def test_each_kernel_is_compiled_once_and_one_may_fail(
 
     monkeypatch.setattr(conv_timing, "launch", launch)
     twin = dataclasses.replace(PLAIN, geometry=(1, 1, 1, 1, 1, 1), input_shape=(1, 32, 9, 7))
-    conv_timing.compile_all([PLAIN, twin], CPU, 60.0)
+    done = conv_timing.compile_all([PLAIN, twin], CPU, 60.0)
     keys = [site.compile_key(tile) for site, tile in launched]
     assert len(set(keys)) == len(keys)
-    assert set(keys) == {s.compile_key(t) for s in (PLAIN, twin) for t in s.tiles()}
+    assert done == set(keys) == {s.compile_key(t) for s in (PLAIN, twin) for t in s.tiles()}
+
+
+def test_where_time_is_short_every_site_has_its_first_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[Site, Tile]] = []
+    monkeypatch.setattr(conv_timing, "COMPILERS", 1)
+    monkeypatch.setattr(conv_timing, "launch", lambda site, operands, tile: launched.append((site, tile)))
+    sites = [PLAIN, DEPTHWISE, LINEAR]
+    conv_timing.compile_all(sites, CPU, 60.0)
+    assert launched[:3] == [(site, site.tiles()[0]) for site in sites]
+    assert launched[3:6] == [(site, site.tiles()[1]) for site in sites]
 
 
 def test_compiling_ends_with_its_time() -> None:
-    conv_timing.compile_all([PLAIN], CPU, -1.0)
+    every = {PLAIN.compile_key(tile) for tile in PLAIN.tiles()}
+    assert conv_timing.compile_all([PLAIN], CPU, -1.0) < every
+
+
+@pytest.mark.parametrize("site", [PLAIN, POINT, LINEAR, DEPTHWISE])
+def test_more_of_anything_takes_no_less_time(site: Site) -> None:
+    twice = dataclasses.replace(site, input_shape=(2 * site.input_shape[0], *site.input_shape[1:]))
+    wide = dataclasses.replace(site, dtype=torch.float32)
+    assert 0 < site.least_seconds < twice.least_seconds
+    assert site.least_seconds < wide.least_seconds
 
 
 CONV_RELU = dataclasses.replace(PLAIN, act1="relu")
@@ -218,7 +237,7 @@ def test_on_a_gpu_tiles_are_timed_beside_what_is_there(site: Site) -> None:
     cuda = torch.device("cuda", torch.cuda.current_device())
     state = torch.cuda.get_rng_state()
     conv_timing.compile_all([site], cuda, 60.0)
-    times = conv_timing.fastest(site, cuda, Settings(), seconds=0.02).seconds
+    times = conv_timing.fastest(site, site.tiles(), cuda, Settings(), seconds=0.02).seconds
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert conv_timing.PLAIN in times
     assert (conv_timing.BY_CUDNN in times) == (site in (CONV_RELU, CONV_ADD_RELU))

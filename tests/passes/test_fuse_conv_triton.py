@@ -370,18 +370,21 @@ class _Clock:
 
     times: dict[str, float]
     now: float = 0.0
+    ready: int | None = None
     measured: list[Site] = dataclasses.field(default_factory=list)
 
     def perf_counter(self) -> float:
         return self.now
 
-    def fastest(self, site: Site, device: torch.device, settings: object) -> Timed:
+    def fastest(self, site: Site, tiles: Sequence[Tile], device: torch.device, settings: object) -> Timed:
+        assert tiles == site.tiles()[: self.ready]
         self.measured.append(site)
         self.now += 1.0
         return Timed(self.times, {"dense:1": "OutOfResources: shared memory"})
 
-    def compile_all(self, sites: Iterable[Site], device: torch.device, seconds: float) -> None:
+    def compile_all(self, sites: Iterable[Site], device: torch.device, seconds: float) -> set[object]:
         assert seconds > 0
+        return {site.compile_key(tile) for site in sites for tile in site.tiles()[: self.ready]}
 
 
 def _measured_by(clock: _Clock, monkeypatch: pytest.MonkeyPatch, step: FuseConvTriton) -> Result:
@@ -425,6 +428,15 @@ def test_measuring_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     result = _measured_by(clock, monkeypatch, FuseConvTriton(seconds=0.5))
     assert [name for name, _ in result.replay.choices or ()] == ["conv2d", "conv2d_1"]  # type: ignore[union-attr]
     assert result.declined == (Declined("conv2d_2", "the time for measurements was spent"),)
+
+
+def test_tiles_that_were_not_compiled_in_time_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock({"as it is": 5e-6, FAST: 2e-6}, ready=1)
+    assert _measured_by(clock, monkeypatch, FuseConvTriton()).rewrites == 3
+    clock = _Clock({"as it is": 5e-6, FAST: 2e-6}, ready=0)
+    result = _measured_by(clock, monkeypatch, FuseConvTriton())
+    assert clock.measured == []
+    assert {declined.reason for declined in result.declined} == {"the time for measurements was spent"}
 
 
 class _ForgetsTheAddition(OnCpu):

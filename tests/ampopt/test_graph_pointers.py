@@ -1,0 +1,220 @@
+"""Addresses in a graph's nodes: every kind of node is read, and every address moves, with its offset."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from ctypes import c_size_t, c_uint64, c_void_p
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ampopt import cuda_driver
+from ampopt.cuda_driver import CopyParams, KernelParams, MemsetParams
+from ampopt.graph_pointers import GraphNodes
+
+CONTEXT, GRAPH, READY = 0xC0, 0x60, 0xE0
+
+
+class FakeDriver:
+    """CUDA's driver with nodes that are Python objects: (type, parameters as `set` last saw them)."""
+
+    def __init__(self, nodes: list[tuple[int, Any]]) -> None:
+        self.nodes, self.contexts, self.refuses = nodes, [0xAA], False
+        self.set: dict[int, bytes] = {}
+        self.sizes: dict[int, list[int]] = {}
+
+    def cuCtxGetCurrent(self, context: Any) -> int:  # noqa: N802
+        context._obj.value = CONTEXT
+        return 0
+
+    def cuCtxPushCurrent_v2(self, context: c_void_p) -> int:  # noqa: N802
+        self.contexts.append(context.value or 0)
+        return 0
+
+    def cuCtxPopCurrent_v2(self, context: None) -> int:  # noqa: N802
+        self.contexts.pop()
+        return 0
+
+    def cuGraphGetNodes(self, graph: int, nodes: Any, count: Any) -> int:  # noqa: N802
+        assert graph == GRAPH
+        count._obj.value = len(self.nodes)
+        for index in range(len(self.nodes) if nodes is not None else 0):
+            nodes[index] = index + 1
+        return 0
+
+    def _node(self, handle: c_void_p) -> tuple[int, Any]:
+        return self.nodes[(handle.value or 0) - 1]
+
+    def cuGraphNodeGetType(self, node: c_void_p, kind: Any) -> int:  # noqa: N802
+        kind._obj.value = self._node(node)[0]
+        return 0
+
+    def _get(self, node: c_void_p, params: Any) -> int:
+        source = self._node(node)[1]
+        ctypes.memmove(ctypes.addressof(params._obj), ctypes.addressof(source), ctypes.sizeof(source))
+        return 0
+
+    cuGraphKernelNodeGetParams_v2 = cuGraphMemcpyNodeGetParams = cuGraphMemsetNodeGetParams = _get  # noqa: N815
+
+    def cuFuncGetParamInfo(self, function: int, index: int, offset: Any, size: Any) -> int:  # noqa: N802
+        sizes = self.sizes[function]
+        if index >= len(sizes):
+            return 1
+        size._obj.value = sizes[index]
+        return 0
+
+    cuKernelGetParamInfo = cuFuncGetParamInfo  # noqa: N815
+
+    def cuGraphExecKernelNodeSetParams_v2(self, ready: c_void_p, node: c_void_p, place: int) -> int:  # noqa: N802
+        assert (ready.value, self.contexts[-1]) == (READY, CONTEXT)
+        params = KernelParams.from_address(place)
+        if params.parameters:
+            sizes = self.sizes[params.function or params.kernel]
+            parts = [ctypes.string_at(params.parameters[i], size) for i, size in enumerate(sizes)]
+        else:
+            parts = [ctypes.string_at(*cuda_driver.packed_parameters(params))]
+        self.set[node.value or 0] = b"".join(parts)
+        return 700 if self.refuses else 0
+
+    def _set_plain(self, ready: c_void_p, node: c_void_p, place: int, context: c_void_p) -> int:
+        assert (ready.value, context.value, self.contexts[-1]) == (READY, CONTEXT, CONTEXT)
+        self.set[node.value or 0] = ctypes.string_at(place, ctypes.sizeof(self._node(node)[1]))
+        return 0
+
+    cuGraphExecMemcpyNodeSetParams = cuGraphExecMemsetNodeSetParams = _set_plain  # noqa: N815
+
+
+def words(data: bytes) -> list[int]:
+    """The words of a parameter."""
+    return list((c_uint64 * (len(data) // 8)).from_buffer_copy(data))
+
+
+KEPT: list[object] = []
+"""What lies behind bare addresses."""
+
+
+def kernel(driver: FakeDriver, *parameters: bytes, by_handle: bool = False) -> KernelParams:
+    """A kernel with these parameters, each at an address of its own."""
+    buffers = [ctypes.create_string_buffer(part, len(part)) for part in parameters]
+    table = (c_void_p * max(1, len(buffers)))(*map(ctypes.addressof, buffers))
+    KEPT.extend([buffers, table])
+    params, handle = KernelParams(), 0xF00 + len(driver.sizes)
+    setattr(params, "kernel" if by_handle else "function", handle)
+    params.parameters = ctypes.cast(table, ctypes.POINTER(c_void_p))
+    driver.sizes[handle] = [len(part) for part in parameters]
+    return params
+
+
+def packed(data: bytes) -> KernelParams:
+    """A kernel whose parameters lie in one buffer."""
+    params, buffer, size = KernelParams(), ctypes.create_string_buffer(data, len(data)), c_size_t(len(data))
+    KEPT.extend([buffer, size, cuda_driver.pack(params, buffer, size)])
+    return params
+
+
+def copying(source: int, target: int) -> Any:
+    """A copy between two addresses."""
+    params = CopyParams()
+    params[6], params[17] = source, target
+    return params
+
+
+def of(*values: int) -> bytes:
+    """Words as bytes."""
+    return bytes((c_uint64 * len(values))(*values))
+
+
+@pytest.fixture
+def tensor() -> Tensor:
+    return torch.zeros(16)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    fake = FakeDriver([])
+    monkeypatch.setattr("ampopt.cuda_driver.driver", lambda: fake)
+    monkeypatch.setattr("ampopt.graph_pointers.driver", lambda: fake)
+    yield fake
+    KEPT.clear()
+
+
+def read() -> GraphNodes:
+    """The nodes of a graph that PyTorch has captured."""
+    graph: Any = SimpleNamespace(raw_cuda_graph=lambda: GRAPH, raw_cuda_graph_exec=lambda: READY)
+    return GraphNodes(graph)
+
+
+def test_the_structures_have_the_sizes_of_cudas() -> None:
+    sizes = [ctypes.sizeof(kind) for kind in (KernelParams, CopyParams, MemsetParams)]
+    assert sizes == [72, 200, 48]
+    assert (KernelParams.parameters.offset, KernelParams.kernel.offset) == (40, 56)
+
+
+def test_addresses_in_every_kind_of_node_move_with_their_offsets(driver: FakeDriver, tensor: Tensor) -> None:
+    here, there = tensor.data_ptr(), 0x7000_0000_0000
+    driver.nodes += [
+        (0, kernel(driver, of(here), b"\1\2\3\4", of(5, here + 8, 6))),
+        (0, packed(of(7, here + 60))),
+        (1, copying(here, 99)),
+        (2, MemsetParams(here + 16)),
+        (5, None),
+        (0, kernel(driver, of(here), by_handle=True)),
+    ]
+    pointer = read().pointer(tensor)
+    assert (pointer.address, pointer.nodes) == (here, 5)
+    pointer.move(there)
+    assert pointer.address == there
+    assert driver.set[1] == of(there) + b"\1\2\3\4" + of(5, there + 8, 6)
+    assert driver.set[2] == of(7, there + 60)
+    assert (words(driver.set[3])[6], words(driver.set[3])[17]) == (there, 99)
+    assert words(driver.set[4]) == [there + 16, 0, 0, 0, 0, 0]
+    assert words(driver.set[6]) == [there]
+    assert driver.contexts == [0xAA]
+    pointer.move(here)
+    assert driver.set[1] == of(here) + b"\1\2\3\4" + of(5, here + 8, 6)
+
+
+def test_what_lies_beside_a_tensor_is_not_its_own(driver: FakeDriver, tensor: Tensor) -> None:
+    start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    driver.nodes += [(0, kernel(driver, of(start - 1, end, 0))), (0, kernel(driver, b"ab"))]
+    nodes = read()
+    assert nodes.pointer(tensor).nodes == 0
+    assert nodes.pointer(torch.empty(0)).nodes == 0
+    nodes.pointer(tensor).move(1)
+    assert driver.set == {}
+
+
+def test_two_tensors_in_one_node_move_apart(driver: FakeDriver, tensor: Tensor) -> None:
+    other = torch.zeros(4)
+    driver.nodes += [(0, kernel(driver, of(tensor.data_ptr(), other.data_ptr())))]
+    nodes = read()
+    first, second = nodes.pointer(tensor), nodes.pointer(other)
+    first.move(1 << 40)
+    second.move(1 << 41)
+    assert words(driver.set[1]) == [1 << 40, 1 << 41]
+
+
+def test_a_move_that_is_refused_is_not_taken_for_done(driver: FakeDriver, tensor: Tensor) -> None:
+    driver.nodes += [(0, kernel(driver, of(tensor.data_ptr())))]
+    pointer = read().pointer(tensor)
+    driver.refuses = True
+    with pytest.raises(RuntimeError, match="refuses, with status 700"):
+        pointer.move(1 << 40)
+    assert pointer.address not in (tensor.data_ptr(), 1 << 40)
+    assert driver.contexts == [0xAA]
+
+
+def test_nodes_whose_operands_are_unknown_are_refused(driver: FakeDriver) -> None:
+    driver.nodes += [(4, None)]
+    with pytest.raises(RuntimeError, match="node of type 4"):
+        read()
+
+
+def test_a_thread_without_cuda_cannot_read_nodes(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "cuCtxGetCurrent", lambda context: 0)
+    with pytest.raises(RuntimeError, match="has not used CUDA yet"):
+        read()
