@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,44 +13,46 @@ Row = dict[str, Any]
 LANES = ("fp32", "amp")
 
 
+EAGER = {"fp32": ("eager",), "amp": ("eager fp16 autocast", "eager bf16 autocast")}
+"""Whose error is the yardstick of a lane."""
+
+
 def to_markdown(rows: Sequence[Row]) -> str:
-    """Latencies, the best peer against ampopt lane by lane, preparation times, errors."""
-    names = list(dict.fromkeys(name for row in rows for name in row["contestants"]))
+    """Lane by lane the best peer against ampopt, latencies, preparation, errors, memory; then what failed."""
     parts = [
         *heading("The race", rows),
         "TF32 is off in the FP32 lane. Contestants in processes of their own, sampled in turn on the same",
-        "inputs; all take float32 and give float32 that stays the caller's.",
+        "inputs; all take float32 and give float32 that stays the caller's. Each row's commit: the JSON file.",
         "",
-        "## Median latency of one synchronised call, ms (p99)",
-        "",
-        *_table(rows, names, _latency),
-        "",
-        *[line for lane in LANES for line in summary(rows, lane)],
-        "",
-        "## Time to prepare, s",
-        "",
-        *_table(rows, names, lambda row: f"{row['prepare_s']:.1f}"),
-        "",
-        "## Relative error against float64",
-        "",
-        *_table(rows, names, lambda row: f"{row['relative_error']:.1e}"),
-        "",
-        "## Memory taken, MiB",
-        "",
-        *_table(rows, names, lambda row: f"{row['bytes'] / 2**20:.0f}" if "bytes" in row else "–"),
-        "",
-        "## Not run",
-        "",
-        *_failures(rows),
     ]
-    return "\n".join(parts) + "\n"
+    for lane in LANES:
+        running = [row for row in rows if any(each["lane"] == lane for each in row["contestants"].values())]
+        if running:
+            parts += _lane(running, lane)
+    return "\n".join([*parts, "## Not run", "", *_failures(rows)]) + "\n"
 
 
-def _table(rows: Sequence[Row], names: Sequence[str], show: Any) -> list[str]:
-    lines = ["| network | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+def _lane(rows: Sequence[Row], lane: str) -> list[str]:
+    shown: tuple[tuple[str, Callable[[Row], str]], ...] = (
+        ("Median latency of one synchronised call, ms (p99)", _latency),
+        ("Time to prepare, s", lambda row: f"{row['prepare_s']:.1f}"),
+        ("Relative error against float64", lambda row: f"{row['relative_error']:.1e}"),
+        ("Memory taken, MiB", lambda row: f"{row['bytes'] / 2**20:.0f}" if "bytes" in row else "–"),
+    )
+    lines = [f"## {lane} lane", "", *summary(rows, lane)]
+    for title, show in shown:
+        lines += [f"### {title}", "", *_table(rows, lane, show), ""]
+    return lines
+
+
+def _table(rows: Sequence[Row], lane: str, show: Callable[[Row], str]) -> list[str]:
+    found = [(name, each) for row in rows for name, each in row["contestants"].items()]
+    names = list(dict.fromkeys(name for name, each in found if each["lane"] == lane))
+    ran = [name for name in names if any("p50_ms" in row["contestants"].get(name, {}) for row in rows)]
+    lines = ["| network | " + " | ".join(ran) + " |", "|---" * (len(ran) + 1) + "|"]
     for row in rows:
-        found = (row["contestants"].get(name, {}) for name in names)
-        cells = [show(each) if "p50_ms" in each else "failed" if "error" in each else "–" for each in found]
+        these = (row["contestants"].get(name, {}) for name in ran)
+        cells = [show(each) if "p50_ms" in each else "failed" if "error" in each else "–" for each in these]
         lines.append(f"| {row['network']} | " + " | ".join(cells) + " |")
     return lines
 
@@ -60,11 +62,14 @@ def _latency(row: Row) -> str:
 
 
 def _failures(rows: Sequence[Row]) -> list[str]:
-    lines = []
+    """Who did not run and why, with the networks that this is so of."""
+    where: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         for name, each in row["contestants"].items():
             if "error" in each:
-                lines.append(f"- {row['network']}, {name}: {' '.join(str(each['error']).split())[:300]}")
+                reason = str(each["error"]).strip().splitlines()[0][:300]
+                where.setdefault((name, reason), []).append(row["network"])
+    lines = [f"- {name}: {reason} ({', '.join(networks)})" for (name, reason), networks in where.items()]
     return lines or ["- none: everybody ran everywhere"]
 
 
@@ -91,22 +96,30 @@ def summary(rows: Sequence[Row], lane: str) -> list[str]:
         peer, mine = best_peer(row, lane), ours(row, lane)
         if peer is None or mine is None:
             continue
-        ratios[row["network"]] = peer[1] / mine
-        lines.append(f"| {row['network']} | {peer[0]} | {peer[1]:.3f} | {mine:.3f} | {peer[1] / mine:.3f} |")
+        ratios[row["network"]] = ratio = peer[1] / mine
+        cells = (row["network"], peer[0], f"{peer[1]:.3f}", f"{mine:.3f}", f"{ratio:.3f}", _errors(row, lane))
+        lines.append("| " + " | ".join(cells) + " |")
     if not ratios:
         return []
     worst = min(ratios, key=ratios.__getitem__)
     return [
-        f"### {lane} lane: the best peer against ampopt",
+        "### The best peer against ampopt",
         "",
-        "| network | best peer | its ms | ampopt ms | best peer / ampopt |",
-        "|---" * 5 + "|",
+        "| network | best peer | its ms | ampopt ms | best peer / ampopt | ampopt's error / eager's |",
+        "|---" * 6 + "|",
         *lines,
         "",
         f"- geometric mean {geometric_mean(list(ratios.values())):.3f}, "
         f"least {ratios[worst]:.3f} ({worst}), over {len(ratios)} networks",
         "",
     ]
+
+
+def _errors(row: Row, lane: str) -> str:
+    """ampopt's error over that of the original in eager."""
+    mine = row["contestants"][f"ampopt {lane}"]["relative_error"]
+    eager = [row["contestants"].get(name, {}).get("relative_error") for name in EAGER[lane]]
+    return next((f"{mine / error:.2f}" for error in eager if error), "–")
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -137,7 +150,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axis.axvline(1.0, color="black", linewidth=0.8)
         axis.set_xscale("log", base=2)
         axis.set_yticks(range(len(rows)), [row["network"] for row in rows])
-        axis.invert_yaxis()
+        axis.set_ylim(len(rows) - 0.5, -0.5)  # the first on top
         axis.grid(axis="x", alpha=0.3)
         axis.set_title(f"{lane} lane")
         axis.set_xlabel("latency / ampopt's latency: right of 1 is slower than ampopt")

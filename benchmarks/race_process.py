@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ampopt.errors import first_line
 from ampopt.flags import cuda_math
 from ampopt.measure import latency, synchronize
 from ampopt.numerics import relative_error
@@ -159,7 +160,7 @@ def serve(arguments: argparse.Namespace, answer: Callable[[dict[str, Any]], None
             else:
                 answer({"done": sample()})
         except Exception as failure:
-            answer({"failed": f"{type(failure).__name__}: {failure}"})
+            answer({"failed": first_line(failure)})
 
 
 def main() -> None:

@@ -136,9 +136,9 @@ def test_a_race_has_a_row_for_everybody_and_reasons_for_those_who_failed(
         assert found[name]["relative_error"] < 1e-5
         assert found[name]["prepare_s"] > 0
     assert found["eager"]["samples"] == found["TorchScript"]["samples"]
-    assert found["nobody"] == {"lane": "fp32", "error": "StopIteration: "}
+    assert found["nobody"] == {"lane": "fp32", "error": "StopIteration"}
     write_row(tmp_path, made)
-    assert "linear5x128, nobody: StopIteration" in (tmp_path / "peers.md").read_text()
+    assert "- nobody: StopIteration (linear5x128)" in (tmp_path / "peers.md").read_text()
     assert (tmp_path / "peers.png").stat().st_size > 1000
 
 
@@ -170,6 +170,20 @@ def test_the_best_peer_is_the_fastest_of_the_lane_that_is_not_ours() -> None:
     assert ours(made, "amp") is None
 
 
+def test_errors_are_shown_beside_eagers() -> None:
+    made = row("resnet18", eager=4.0, ampopt=1.0, ampopt_amp=1.0, TorchScript_amp=2.0)
+    made["contestants"]["ampopt fp32"]["relative_error"] = 2e-6
+    assert "| resnet18 | eager | 4.000 | 1.000 | 4.000 | 2.00 |" in summary([made], "fp32")
+    assert "| resnet18 | TorchScript_amp | 2.000 | 1.000 | 2.000 | – |" in summary([made], "amp")
+
+
+def test_a_lane_shows_those_who_run_in_it() -> None:
+    table = to_markdown([row("resnet18", eager=4.0, ampopt=1.0, ampopt_amp=1.0, TensorRT_amp="absent")])
+    assert table.index("## fp32 lane") < table.index("| network | eager | ampopt fp32 |")
+    assert table.index("## amp lane") < table.index("| network | ampopt amp |")
+    assert "- TensorRT_amp: absent (resnet18)" in table
+
+
 def test_the_summary_has_the_geometric_mean_and_the_worst() -> None:
     rows = [row("resnet18", eager=4.0, ampopt=1.0), row("cropunet", eager=1.0, ampopt=1.0)]
     assert summary(rows, "fp32")[-2].startswith("- geometric mean 2.000, least 1.000 (cropunet), over 2")
@@ -184,5 +198,5 @@ def test_rows_keep_the_order_of_the_race_and_failures_are_named(tmp_path: Path) 
     assert [each["network"] for each in rows] == ["encdecmil18", "cropunet"]
     table = (tmp_path / "peers.md").read_text()
     assert table == to_markdown(rows)
-    assert "- encdecmil18, ampopt fp32: out of memory" in table
+    assert "- ampopt fp32: out of (encdecmil18)" in table
     assert "| cropunet | 3.000 (3.00) | 1.000 (1.00) |" in table
