@@ -50,7 +50,8 @@ class SessionOptions:
 
     `threads` are those inside one operator (None: ONNX Runtime decides); `spinning` lets them burn time while
     they wait, and `spin_after_run` goes on with that for some 50 ms after a run, which takes the cores from
-    everybody else (50 ms of CPU time for a call of 3 ms, on 2 cores); `parallel` runs independent branches at
+    everybody else (53 ms of CPU time for a call of 3 ms, on 2 cores; 3 ms without, where they rest after one
+    millisecond: from version 1.26 on, before that at once); `parallel` runs independent branches at
     the same time; `optimization` is one of `LEVELS`; `io_binding` keeps inputs and outputs in fixed buffers
     on the device, which CUDA graphs need. Treating denormal numbers as zero is left out: the first session of
     a process decides it for all others, and sets it for everything else that runs in the thread, NumPy

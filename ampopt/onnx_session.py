@@ -224,6 +224,15 @@ def _preload(ort: Any) -> str:
     return " ".join(said.getvalue().split())
 
 
+_STOPS = ("session.force_spinning_stop", "1")
+_LINGERS, _LINGERS_SINCE = ("session.intra_op.spin_duration_us", "1000"), (1, 26)
+"""Threads rest as soon as a run ends, or a millisecond later, after a call that may follow at once."""
+
+
+def _version(ort: Any) -> tuple[int, ...]:
+    return tuple(int(part) for part in ort.__version__.split(".")[:2])
+
+
 def _native(ort: Any, options: SessionOptions) -> Any:
     level = getattr(ort.GraphOptimizationLevel, LEVELS[options.optimization], None)
     if level is None:
@@ -236,8 +245,9 @@ def _native(ort: Any, options: SessionOptions) -> Any:
     )
     native.intra_op_num_threads = options.threads or 0
     native.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spinning)))
-    stop = str(int(not options.spin_after_run))
-    native.add_session_config_entry("session.force_spinning_stop", stop)
+    if not options.spin_after_run:
+        entry = _LINGERS if _version(ort) >= _LINGERS_SINCE else _STOPS
+        native.add_session_config_entry(*entry)
     native.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     return native
 

@@ -22,7 +22,7 @@ def to_markdown(rows: Sequence[Row]) -> str:
     parts = [
         *heading("The race", rows),
         "TF32 is off in the FP32 lane. Contestants in processes of their own, sampled in turn on the same",
-        "inputs; all take float32 and give float32 that stays the caller's. Each row's commit is in the JSON.",
+        "inputs; all take float32 and give float32 that stays the caller's. Each row's commit: see the JSON.",
         "",
     ]
     for lane in LANES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from pathlib import Path
@@ -14,7 +15,7 @@ from onnx import helper
 
 from ampopt.errors import BundleError, InputError
 from ampopt.onnx_options import CPU, CUDA, LEVELS, SAFE_OPTIONS
-from ampopt.onnx_session import Node, OnnxRunner, SessionError, SessionOptions, relative_error
+from ampopt.onnx_session import Node, OnnxRunner, SessionError, SessionOptions, _native, relative_error
 from tests.ampopt.onnx_models import convolution, image, model, sum_and_product
 
 HAS_CUDA = CUDA in onnxruntime.get_available_providers()
@@ -267,3 +268,22 @@ def test_cuda_gives_the_cpus_outputs_call_after_call(options: SessionOptions) ->
     for seed in range(5):
         x = image(seed=seed)
         assert relative_error(runner(x)[0], reference(x)[0]) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("version", "after", "expected"),
+    [
+        ("1.25.1", False, [("session.force_spinning_stop", "1")]),
+        ("1.26.0", False, [("session.intra_op.spin_duration_us", "1000")]),
+        ("1.26.0", True, []),
+    ],
+)
+def test_threads_rest_soon_after_a_run(
+    version: str, after: bool, expected: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnxruntime, "__version__", version)
+    native, names = _native(onnxruntime, SessionOptions(spin_after_run=after)), []
+    for name in ("session.force_spinning_stop", "session.intra_op.spin_duration_us"):
+        with contextlib.suppress(RuntimeError):  # no such entry
+            names.append((name, native.get_session_config_entry(name)))
+    assert names == expected
