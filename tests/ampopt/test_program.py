@@ -13,10 +13,15 @@ from ampopt.program import Settings
 CPU = torch.device("cpu")
 
 
-def state() -> tuple[object, ...]:
-    """The switches that surround a computation."""
-    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+def state() -> tuple[bool, bool, bool, torch.dtype]:
+    """Gradients, inference mode, autocast and its dtype, as they surround a computation."""
+    autocast = torch.is_autocast_enabled("cpu")
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        autocast,
+        torch.get_autocast_dtype("cpu"),
+    )
 
 
 @pytest.mark.parametrize("wanted", [None, torch.bfloat16])
@@ -34,7 +39,7 @@ def test_a_scope_holds_whatever_surrounds_it(around: Any, wanted: torch.dtype | 
     with around():
         before = state()
         with Settings(autocast=wanted).scope(CPU):
-            grad, inference, (autocast, dtype) = state()
+            grad, inference, autocast, dtype = state()
             assert (grad, inference, autocast) == (False, False, wanted is not None)
             assert wanted is None or dtype is wanted
             made = torch.ones(2) @ torch.ones(2)
