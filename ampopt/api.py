@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -91,6 +92,9 @@ def optimize(
         result = _optimize(model, original, args, kwargs, options, started, tell, stage)
     if note:
         result.report.notes.insert(0, note)
+    if where.type == "cuda":  # what was tried and lost lies in cycles and in PyTorch's cache
+        gc.collect()
+        torch.cuda.empty_cache()
     return result
 
 

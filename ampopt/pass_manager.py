@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,8 @@ from ampopt.rehearsal import Stage
 from ampopt.sampling import Measurement, gain, interleave
 from ampopt.transform import Family, Numerics, Pass, Result, replay
 from ampopt.verify import Verifier
+
+logger = logging.getLogger("ampopt")
 
 LEAST_ENABLING = 0.95
 """A pass that others build on may cost this at first; it is left out in the end where nothing came of it."""
@@ -235,6 +238,7 @@ class PassManager:
             self._record(blank, reason="interrupted")
             raise
         except Exception as error:
+            logger.debug("pass %s failed", name, exc_info=True)
             self._record(blank, verdict=Verdict.FAILED, reason=first_line(error))
             self._check_device(name)
             return None

@@ -9,6 +9,7 @@ the compilers' disk caches afterwards, so that doing it again here takes a fract
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -137,7 +138,7 @@ def _possible() -> bool:
 def _load_compiler() -> None:
     """Load inductor here, too, which takes seconds, while the other process compiles."""
     with contextlib.suppress(ImportError):
-        import torch._inductor.compile_fx  # noqa: F401
+        importlib.import_module("torch._inductor.compile_fx")
 
 
 def _warm_up(device: torch.device) -> None:
@@ -145,8 +146,10 @@ def _warm_up(device: torch.device) -> None:
 
     Where that fails, so will the first program, and then the reason is told.
     """
-    with contextlib.suppress(Exception):
-        torch.compile(torch.relu, options={"freezing": True})(torch.ones(8, device=device))
+    with contextlib.suppress(Exception), torch.no_grad():
+        small = torch.fx.symbolic_trace(torch.nn.ReLU())
+        example = torch.ones(8, device=device)
+        torch._inductor.compile(small, [example], options={"freezing": True})(example)
 
 
 def _perform(step: Pass, program: Program) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -83,19 +84,28 @@ def _interval_rank(n: int) -> int:
 
 
 def interleave(
-    samplers: Mapping[str, Sampler], *, seconds: float, least: int = 6, most: int = 400
+    samplers: Mapping[str, Sampler],
+    *,
+    seconds: float,
+    least: int = 6,
+    most: int = 400,
+    order: random.Random | None = None,
 ) -> dict[str, Measurement]:
     """Sample every subject in turn (A B C A B C …) until `seconds` have passed.
 
-    At least `least` rounds are made and at most `most`; a first one warms up and is not counted.
+    At least `least` rounds are made and at most `most`; a first one warms up and is not counted. `order`
+    shuffles every round, where what a subject leaves behind may disturb the one after it.
     """
     for sampler in samplers.values():
         sampler()
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     end, rounds = time.perf_counter() + seconds, 0
     while rounds < least or (rounds < most and time.perf_counter() < end):
-        for name, sampler in samplers.items():
-            samples[name].append(sampler())
+        names = list(samplers)
+        if order is not None:
+            order.shuffle(names)
+        for name in names:
+            samples[name].append(samplers[name]())
         rounds += 1
     return {name: Measurement(tuple(values)) for name, values in samples.items()}
 

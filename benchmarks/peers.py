@@ -4,9 +4,9 @@
 
 Each contestant is prepared in a process of its own. Those that time alternatives meanwhile follow each
 other; on a GPU the rest, which only compile and capture, are prepared beside them. Then all are warmed up,
-one after another, and sampled in turn, call by call, on the same inputs. One that fails has a row with its
-reason. Writes DIR/<device>/peers.json, the table and the chart that are made from it; networks and lanes that
-were not run this time keep what they had.
+one after another, and sampled in turn, call by call, in an order that is drawn anew for every round, on the
+same inputs. One that fails has a row with its reason. Writes DIR/<device>/peers.json, the table and the chart
+that are made from it; networks and lanes that were not run this time keep what they had.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import contextlib
 import functools
 import json
 import operator
+import random
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -84,7 +85,8 @@ def race(
             for name, racer in racers.items()
             if "error" not in rows[name]
         }
-        for name, times in interleave(samplers, seconds=seconds, least=LEAST_ROUNDS).items():
+        order = random.Random(0)
+        for name, times in interleave(samplers, seconds=seconds, least=LEAST_ROUNDS, order=order).items():
             rows[name] |= times.to_dict()
         if device.type == "cuda":
             for name in samplers:

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import functools
 import json
+import logging
 import os
 import resource
 import subprocess
@@ -173,6 +174,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with os.fdopen(os.dup(1), "w") as pipe:
         os.dup2(2, 1)
+        logging.basicConfig()
+        logging.getLogger("ampopt").setLevel(logging.DEBUG)  # why a pass failed, in full
         strict = cuda_math(tf32=False, search=False) if "cuda" in arguments.device else None
         with torch.no_grad(), strict or contextlib.nullcontext():
             serve(arguments, lambda facts: print(json.dumps(facts), file=pipe, flush=True))

@@ -1,13 +1,10 @@
-"""compile: run the graph through torch.compile's inductor."""
+"""compile: run the graph through inductor, the compiler behind `torch.compile`."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import warnings
-from collections.abc import Callable
-
-import torch
 
 from ampopt.graph import calls, is_opaque
 from ampopt.program import Program
@@ -23,9 +20,10 @@ class Compile(Pass):
     Requires: precision baked into the graph.
     Declines: programs that still run under autocast, or that call operators which inductor cannot see into.
     Correct because: the graph is functional with constant shapes, which is what inductor compiles; fused
-    kernels compute the same expressions, possibly in another order. The first calls happen here, outside any
-    capture: a first call inside a capture has poisoned whole processes. The pass manager rehearses it in
-    another process before, which alone suffers where the compiler crashes or hangs.
+    kernels compute the same expressions, possibly in another order. Dynamo is not needed: it would capture
+    what is captured already, and check in every call that nothing has changed. The first calls happen here,
+    outside any capture: a first call inside a capture has poisoned whole processes. The pass manager
+    rehearses it in another process before, which alone suffers where the compiler crashes or hangs.
     Cost: seconds to a minute of compilation.
     """
 
@@ -52,15 +50,14 @@ class Compile(Pass):
         """Compile and warm up; see the class."""
         if program.engine is not None:
             return Result(program, 0)
-        options: dict[str, str | int | bool | Callable[..., object]] = {
-            "triton.cudagraphs": False,
-            "freezing": True,
-        }
+        import torch._inductor as inductor  # it takes seconds to load
+
+        options = {"triton.cudagraphs": False, "freezing": True}
         module = copy.deepcopy(program.graph).eval()
-        engine = torch.compile(module, fullgraph=True, dynamic=False, options=options)
         with program.settings.scope(program.device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             entered = [b.convert(t) for b, t in zip(program.entry, program.examples, strict=True)]
+            engine = inductor.compile(module, [*entered], options=options)
             for _ in range(self.warm_ups):
                 engine(*entered)
         return Result(program.replace(engine=engine), 1)

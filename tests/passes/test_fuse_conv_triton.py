@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,36 +12,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ampopt.conv_chains import Chain, find_chains, merge_factor
+from ampopt.conv_chains import Chain, find_chains
 from ampopt.conv_tiles import Site
 from ampopt.conv_timing import Timed
 from ampopt.fused_conv import Tile, fused_conv, reference
 from ampopt.graph import aten, calls, record_shapes
-from ampopt.lanes import Lane
 from ampopt.passes import (
-    AllowTf32,
-    BakeAutocast,
     ChannelsLast,
-    Compile,
-    CudaGraph,
-    FoldConvBn,
     FuseConvTriton,
 )
 from ampopt.program import Program
-from ampopt.transform import Declined, Pass, Result
+from ampopt.transform import Declined, Result
 from tests.helpers import (
     FP16,
-    FP32,
     Model,
     apply_to_untouched,
     check_graph,
     check_pass,
-    error_of,
     program_of,
     spoilt,
-    targets_of,
     text_of,
-    with_statistics,
 )
 
 Function = Callable[[Any, Tensor], Any]
@@ -219,29 +202,6 @@ def test_the_fused_calls_read_as_documented() -> None:
     check_graph(fused.program)
 
 
-def test_neighbouring_groups_are_computed_together() -> None:
-    program = program_of(_model(lambda m, x: m.g(x)), torch.randn(2, 16, 8, 8), on_top_of=NHWC)
-    (chain,), _ = _found(program)
-    assert (chain.site.groups, chain.site.weight_shape) == (1, (16, 16, 3, 3))
-
-
-@pytest.mark.parametrize(
-    ("weight", "groups", "expected"),
-    [
-        ((64, 4, 3, 3), 16, 4),
-        ((64, 16, 3, 3), 4, 1),
-        ((16, 1, 3, 3), 16, 1),
-        ((32, 1, 3, 3), 16, 16),
-        ((3, 2, 3, 3), 3, 1),
-        ((12, 2, 3, 3), 6, 2),
-    ],
-)
-def test_groups_are_merged_up_to_a_tensor_cores_width(
-    weight: tuple[int, ...], groups: int, expected: int
-) -> None:
-    assert merge_factor(weight, groups) == expected
-
-
 def test_an_input_in_another_order_is_copied_once() -> None:
     model = _model(lambda m, x: [m.a(y := x.permute(0, 1, 3, 2)), m.b(y), m.s(y.sin())])
     result = OnCpu().apply(program_of(model, torch.randn(2, 16, 8, 8), on_top_of=NHWC))
@@ -282,27 +242,6 @@ def test_it_declines(name: str) -> None:
     model, x, reason = DECLINED[name]
     result = check_pass(OnCpu(), model, x, rewrites=0)
     assert [declined.reason for declined in result.declined] == [reason]
-
-
-def test_it_declines_what_32_bits_cannot_address() -> None:
-    module = record_shapes(
-        program_of(
-            _model(lambda m, x: m.p(torch.cat([x, x], 1)[:, :16])), torch.randn(2, 16, 8, 8), on_top_of=NHWC
-        )
-    )
-    conv = next(calls(module, [aten.conv2d.default]))
-    side, pixel = 2**12, 2**7
-    # 2^28 elements that are read, in a tensor of 2^31
-    strides = {"slice_1": (side * side * pixel, 1, side * pixel, pixel)}
-    for node in (conv, conv.args[0]):
-        assert isinstance(node, fx.Node)
-        meta = node.meta["tensor_meta"]
-        dense = (16 * side * side, 1, 16 * side, 16)
-        stride = dense if node is conv else strides["slice_1"]
-        node.meta["tensor_meta"] = meta._replace(shape=torch.Size((1, 16, side, side)), stride=stride)
-    assert [declined.reason for declined in find_chains(module, False)[1]] == [
-        "its offsets do not fit into 32 bits"
-    ]
 
 
 def test_a_program_with_its_channels_outermost_is_laid_out_anew_together_with_the_kernels() -> None:
@@ -454,119 +393,3 @@ def test_the_check_catches_an_addition_that_is_forgotten() -> None:
     model = _model(lambda m, x: (m.a(x) + x).relu())
     with pytest.raises(AssertionError, match="the error is"):
         check_pass(_ForgetsTheAddition(), model, torch.randn(2, 16, 8, 8), rewrites=1, on_top_of=NHWC)
-
-
-def _nets() -> dict[str, tuple[nn.Module, Tensor]]:
-    """Small networks whose chains depend on each other."""
-
-    def block(m: Any, x: Tensor) -> Tensor:
-        x = F.hardswish(m.norm(m.stem(x)))
-        x = (m.second(m.first(x).relu()) + x).relu()
-        y = F.hardswish(m.deep(x))
-        x = m.project(y * F.hardsigmoid(m.grow(m.shrink(y.mean((2, 3), keepdim=True)).relu()))) + x
-        x = (m.down(x) + m.grouped(x)).relu()
-        return F.gelu(m.head(x.mean((2, 3))))
-
-    conv = functools.partial(nn.Conv2d, kernel_size=3, padding=1)
-    net = Model(
-        block,
-        stem=conv(3, 16, stride=2),
-        norm=nn.BatchNorm2d(16),
-        first=conv(16, 16),
-        second=conv(16, 16),
-        deep=conv(16, 16, groups=16),
-        shrink=nn.Conv2d(16, 8, 1),
-        grow=nn.Conv2d(8, 16, 1),
-        project=nn.Conv2d(16, 16, 1),
-        down=nn.Conv2d(16, 24, 1, stride=2),
-        grouped=conv(16, 24, stride=2, groups=4),
-        head=nn.Linear(24, 10),
-    )
-    return {"all kinds": (with_statistics(net), torch.randn(2, 3, 12, 12))}
-
-
-def _with_tiles(program: Program, tile: Callable[[Chain], str | None]) -> Result:
-    chosen = [(chain.conv.name, tile(chain)) for chain in _found(program)[0]]
-    return FuseConvTriton(choices=tuple((name, text) for name, text in chosen if text)).apply(program)
-
-
-def main() -> None:
-    """Print the error of a fused network in Triton's interpreter, and how many rewrites it took."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model, x = _nets()["all kinds"]
-    program = program_of(model, x, on_top_of=[FoldConvBn(), ChannelsLast()])
-    result = _with_tiles(program, lambda chain: str(chain.site.tiles()[-1]))
-    again = (result.replay or FuseConvTriton()).apply(result.program)
-    error = error_of(result.program, model, [x])
-    print(json.dumps({"rewrites": result.rewrites, "again": again.rewrites, "error": error}))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_fused_chains_that_read_each_other_are_right_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "tests.passes.test_fuse_conv_triton"]
-    environment, root = {**os.environ, "TRITON_INTERPRET": "1"}, Path(__file__).parents[2]
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert (found["rewrites"], found["again"]) == (10, 0)
-    assert found["error"] < 1e-5
-
-
-LANES = [
-    pytest.param(FP32, [FoldConvBn(), ChannelsLast()], id="float32"),
-    pytest.param(FP32, [FoldConvBn(), AllowTf32(), ChannelsLast()], id="tf32"),
-    pytest.param(FP16, [BakeAutocast(), FoldConvBn(), ChannelsLast()], id="float16"),
-]
-
-
-def _limit(program: Program) -> float:
-    half = program.lane_dtype is not torch.float32
-    return 2e-2 if half or program.settings.tf32 else 1e-4
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("lane", "before"), LANES)
-def test_on_a_gpu_what_is_measured_to_be_faster_is_right(lane: Lane, before: list[Pass]) -> None:
-    model, x = _nets()["all kinds"]
-    model, x = model.cuda(), x.cuda()
-    program = program_of(model, x, lane=lane, on_top_of=before)
-    result = apply_to_untouched(FuseConvTriton(), program)
-    assert result.rewrites + len(result.declined) == 10
-    check_graph(result.program)
-    assert error_of(result.program, model, [x]) < _limit(program)
-    if result.replay is not None:
-        assert result.replay.apply(result.program).rewrites == 0
-        assert targets_of(result.replay.apply(program).program) == targets_of(result.program)
-
-
-def _in_parts(tile: Tile) -> Tile:
-    return dataclasses.replace(tile, parts=3) if tile.kind == "dense" else tile
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["dense", "depthwise", "vector", "parts"])
-@pytest.mark.parametrize(("lane", "before"), LANES)
-def test_on_a_gpu_every_kind_of_tile_is_right(lane: Lane, before: list[Pass], kind: str) -> None:
-    model, x = _nets()["all kinds"]
-    model, x = model.cuda(), x.cuda()
-    program = program_of(model, x, lane=lane, on_top_of=before)
-
-    def tile(chain: Chain) -> str | None:
-        tiles = [t for t in chain.site.tiles() if t.kind == ("dense" if kind == "parts" else kind)]
-        return str(_in_parts(tiles[0]) if kind == "parts" else tiles[0]) if tiles else None
-
-    result = _with_tiles(program, tile)
-    assert result.rewrites > 0
-    assert error_of(result.program, model, [x]) < _limit(program)
-    if kind in ("dense", "parts"):
-        fused = _with_tiles(program, lambda chain: str(_in_parts(chain.site.tiles()[0]))).program
-        for engine in (Compile(), CudaGraph()):
-            changed = engine.apply(fused)
-            assert changed.rewrites == 1
-            assert error_of(changed.program, model, [x]) < _limit(program)
-
-
-if __name__ == "__main__":
-    main()
