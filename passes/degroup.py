@@ -27,8 +27,8 @@ from ampopt.group_forms import AS_IS, Form, GroupedConv, forms_for, measure_form
 from ampopt.program import Program
 from ampopt.transform import Declined, Family, Numerics, Pass, Result
 
-SHARE = 0.5
-"""Of the time that is left; the rest is for the passes after it."""
+MEASURING_S = 5.0
+"""For all convolutions together; none is begun after it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,15 +55,10 @@ class Degroup(Pass):
 
     choices: tuple[tuple[str, str], ...] | None = None
     least_gain: float = 1.03
-    seconds: float = 5.0
-
-    def within(self, seconds: float) -> Pass:
-        """Measure less where little time is left."""
-        return dataclasses.replace(self, seconds=min(self.seconds, SHARE * seconds))
 
     def apply(self, program: Program) -> Result:
         """Find, measure (or take `choices`), rewrite; see the class."""
-        end = time.perf_counter() + self.seconds
+        end = time.perf_counter() + MEASURING_S
         module = record_shapes(program)
         convs = [n for n in calls(module, [aten.conv2d.default]) if arguments(n)["groups"] > 1]
         if not convs:

@@ -147,6 +147,14 @@ def test_equal_convolutions_are_measured_once(monkeypatch: pytest.MonkeyPatch) -
     assert len(result.hints) == 4
 
 
+def test_measuring_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = _pretend(monkeypatch, {Form(merge=2): 0.5})
+    monkeypatch.setattr("ampopt.passes.degroup.MEASURING_S", -1.0)
+    result = check_pass(Degroup(), nn.Conv2d(4, 4, 3, groups=2), torch.randn(1, 4, 6, 6), rewrites=0)
+    assert measured == []
+    assert [d.reason for d in result.declined] == ["the time for measurements was spent"]
+
+
 def test_a_gain_below_the_least_is_no_reason_to_rewrite(monkeypatch: pytest.MonkeyPatch) -> None:
     _pretend(monkeypatch, {Form(merge=2): 0.9})
     model, x = nn.Conv2d(4, 4, 3, groups=2), torch.randn(1, 4, 6, 6)
