@@ -1,8 +1,7 @@
 """Mixed-precision policies: which dtype each operator of a graph takes its floating-point inputs in.
 
-A policy decides, `write_casts` rewrites. `amp` does not repeat autocast's lists, which differ between
-devices and versions of PyTorch: it runs the graph once under `torch.autocast` and writes down what autocast
-does.
+A policy decides, `bake` rewrites. `amp` does not repeat autocast's lists, which differ between devices and
+versions of PyTorch: it runs the graph once under `torch.autocast` and writes down what autocast does.
 `O1` and `O2` follow apex's documentation: O1 casts by lists (matrix products and convolutions down,
 functions that need range up, mixed arguments to the widest), O2 stores everything in the lower precision
 but keeps normalization in FP32. `half` is everything in the lower precision.
@@ -10,7 +9,6 @@ but keeps normalization in FP32. `half` is everything in the lower precision.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,16 +16,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampopt.graph import (
-    CONVOLUTIONS,
-    FULL_PRECISION,
-    TRANSPOSED_CONVOLUTIONS,
-    add_rounded,
-    aten,
-    calls,
-    insert_call,
-)
-from ampopt.program import Border, Program, autocast_scope
+from ampopt.graph import CONVOLUTIONS, FULL_PRECISION, TRANSPOSED_CONVOLUTIONS, aten
+from ampopt.program import Program, autocast_scope
 
 Decisions = dict[fx.Node, dict[fx.Node, torch.dtype]]
 """For each call: the dtype that it wants each of its input nodes in; inputs not named stay as they are."""
@@ -207,38 +197,3 @@ def _o1(node: fx.Node, dtype: torch.dtype) -> torch.dtype | None:
     if node.target in _PRODUCTS:
         return dtype
     return torch.float32 if node.target in _NEED_RANGE else None
-
-
-def lower_inputs(module: fx.GraphModule, decisions: Decisions, entry: Sequence[Border]) -> list[Border]:
-    """The borders of the inputs; one that every reader wants in the same other dtype enters in it."""
-    borders = []
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    for node, border in zip(placeholders, entry, strict=True):
-        wanted = {decisions.get(user, {}).get(node) for user in node.users}
-        if len(wanted) == 1 and (dtype := wanted.pop()) is not None:
-            for user in node.users:
-                del decisions[user][node]
-            border = dataclasses.replace(border, dtype=dtype)
-        borders.append(border)
-    return borders
-
-
-def write_casts(module: fx.GraphModule, decisions: Decisions) -> int:
-    """Give each call its inputs as decided; count the inputs that changed."""
-    made: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
-    count = 0
-    for node in calls(module):
-        for source, dtype in decisions.get(node, {}).items():
-            if (source, dtype) not in made:
-                made[source, dtype] = _cast(module, source, dtype, first_reader=node)
-            node.replace_input_with(source, made[source, dtype])
-            count += 1
-    return count
-
-
-def _cast(module: fx.GraphModule, source: fx.Node, dtype: torch.dtype, first_reader: fx.Node) -> fx.Node:
-    if source.op == "get_attr":
-        weight = getattr(module, str(source.target))
-        first = next(iter(module.graph.nodes))
-        return add_rounded(module, f"{source.name}_{dtype}".replace("torch.", ""), weight, dtype, first)
-    return insert_call(module, first_reader, aten._to_copy.default, source, dtype=dtype)

@@ -20,7 +20,7 @@ from ampopt.lanes import Lane, lanes_for
 from ampopt.ledger import ORIGINAL, LaneSummary, Ledger
 from ampopt.measure import engine_latency, latency, peak_memory, shortest_of_two
 from ampopt.pass_manager import LaneState, PassManager, Progress
-from ampopt.passes import ENGINES, LAUNCHES, PIPELINE, AllowTf32, BakeAutocast, PureHalf
+from ampopt.passes import ENGINES, LAUNCHES, PIPELINE, AllowTf32, BakeAutocast
 from ampopt.program import Settings
 from ampopt.rehearsal import Stage
 from ampopt.runtime import OptimizedModule
@@ -90,8 +90,6 @@ class Options:
         passes: list[Pass] = []
         for step in PIPELINE:
             if isinstance(step, AllowTf32) and self.tolerance is None:
-                continue
-            if isinstance(step, PureHalf) and self.policy != "amp":
                 continue
             passes.append(BakeAutocast(policy=self.policy) if isinstance(step, BakeAutocast) else step)
         return self.allowed(passes)

@@ -17,7 +17,6 @@ from ampopt.passes.fuse_linear_act import FuseLinearAct
 from ampopt.passes.merge_linear_chain import MergeLinearChain
 from ampopt.passes.onnx_runtime import OnnxRuntime
 from ampopt.passes.parallel_branches import ParallelBranches
-from ampopt.passes.pure_half import PureHalf
 from ampopt.passes.remove_inference_noops import RemoveInferenceNoops
 from ampopt.passes.script import Script
 from ampopt.passes.search_conv_algorithms import SearchConvAlgorithms
@@ -42,7 +41,6 @@ __all__ = [
     "MergeLinearChain",
     "OnnxRuntime",
     "ParallelBranches",
-    "PureHalf",
     "RemoveInferenceNoops",
     "Script",
     "SearchConvAlgorithms",
@@ -53,7 +51,6 @@ PIPELINE: tuple[Pass, ...] = (
     FoldConstants(),
     BakeAutocast(),
     FoldConvBn(),
-    PureHalf(),
     MergeLinearChain(),
     AllowTf32(),
     SearchConvAlgorithms(),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from torch import fx
 
-from ampopt.casting import POLICIES, decide, lower_inputs, record_autocast, result_dtypes, write_casts
+from ampopt.casting import POLICIES, Decisions, decide, record_autocast, result_dtypes
 from ampopt.errors import PassError
-from ampopt.graph import arguments, calls, copy_of, finish
-from ampopt.program import Program
+from ampopt.graph import add_rounded, arguments, aten, calls, copy_of, finish, insert_call
+from ampopt.program import Border, Program
 from ampopt.transform import Family, Numerics, Pass, Result
 
 
@@ -56,10 +57,45 @@ class BakeAutocast(Pass):
         decisions = decide(self.policy, plain, module, dtype)
         expected = record_autocast(plain, module, dtype)[1] if self.policy == "amp" else {}
         expected_by_name = {node.name: want for node, want in expected.items() if node.op == "call_function"}
-        entry = tuple(lower_inputs(module, decisions, program.entry))
-        rewrites = max(1, write_casts(module, decisions))  # at the least, autocast itself is gone
+        entry = tuple(_lower_inputs(module, decisions, program.entry))
+        rewrites = max(1, _bake(module, decisions))  # at the least, autocast itself is gone
         baked = plain.with_graph(finish(module)).replace(entry=entry)
         return Result(_with_result_dtypes(baked, expected_by_name), rewrites)
+
+
+def _lower_inputs(module: fx.GraphModule, decisions: Decisions, entry: tuple[Border, ...]) -> list[Border]:
+    """The borders of the inputs; one that every reader wants in the same other dtype enters in it."""
+    borders = []
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node, border in zip(placeholders, entry, strict=True):
+        wanted = {decisions.get(user, {}).get(node) for user in node.users}
+        if len(wanted) == 1 and (dtype := wanted.pop()) is not None:
+            for user in node.users:
+                del decisions[user][node]
+            border = dataclasses.replace(border, dtype=dtype)
+        borders.append(border)
+    return borders
+
+
+def _bake(module: fx.GraphModule, decisions: Decisions) -> int:
+    """Give each call its inputs as decided; count the inputs that changed."""
+    made: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    count = 0
+    for node in calls(module):
+        for source, dtype in decisions.get(node, {}).items():
+            if (source, dtype) not in made:
+                made[source, dtype] = _cast(module, source, dtype, first_reader=node)
+            node.replace_input_with(source, made[source, dtype])
+            count += 1
+    return count
+
+
+def _cast(module: fx.GraphModule, source: fx.Node, dtype: torch.dtype, first_reader: fx.Node) -> fx.Node:
+    if source.op == "get_attr":
+        weight = getattr(module, str(source.target))
+        first = next(iter(module.graph.nodes))
+        return add_rounded(module, f"{source.name}_{dtype}".replace("torch.", ""), weight, dtype, first)
+    return insert_call(module, first_reader, aten._to_copy.default, source, dtype=dtype)
 
 
 def _with_result_dtypes(program: Program, expected: dict[str, torch.dtype]) -> Program:
