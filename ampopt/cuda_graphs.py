@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +13,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampopt import flags
-from ampopt.errors import PassError
+from ampopt.errors import PassError, first_line
 from ampopt.graph_pointers import GraphNodes, Pointer
 from ampopt.numerics import relative_error
 from ampopt.program import Program
+
+logger = logging.getLogger("ampopt")
 
 WARM_UPS = 3
 """Runs before the capture: library handles, workspaces and algorithm searches must exist by then."""
@@ -104,15 +107,12 @@ class CapturedGraph:
     one before.
     """
 
-    def __init__(
-        self, program: Program, inputs: Sequence[Tensor] | None = None, *, outputs: Outputs = "copy"
-    ):
+    def __init__(self, program: Program, *, outputs: Outputs = "copy") -> None:
         """Warm up on a side stream, then capture. Raises PassError where the capture fails."""
         self._program, self._is_static, self._lock = program, outputs == "static", threading.Lock()
-        examples = program.examples if inputs is None else tuple(inputs)
         with torch.cuda.device(program.device):
             self._stream: torch.cuda.Stream = torch.cuda.current_stream()
-            self._inputs = [tensor.detach().to(program.device, copy=True) for tensor in examples]
+            self._inputs = [tensor.detach().to(program.device, copy=True) for tensor in program.examples]
             self._graph, self._outputs = _capture(program, self._body)
             self._sources, self._targets = self._pointers()
         self._strides = [tensor.stride() for tensor in self._inputs]
@@ -121,10 +121,6 @@ class CapturedGraph:
     def _body(self) -> tuple[Tensor, ...]:
         """The outputs as the caller is promised."""
         return self._program.run(*self._inputs)
-
-    def replay(self) -> None:
-        """Run the captured kernels on the example inputs, into buffers."""
-        self._launch([tensor.data_ptr() for tensor in self._inputs], self._outputs)
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Flat tensors in, flat tensors out."""
@@ -180,12 +176,14 @@ class CapturedGraph:
             found = self._outputs if self._is_static else fresh
             same = all(relative_error(a, b) <= SAME for a, b in zip(found, expected, strict=True))
             same &= all(relative_error(a, b) == 0.0 for a, b in zip(others, examples, strict=True))
-        except (OSError, AttributeError, RuntimeError):  # no driver's function, or one that refuses
-            same = False
+            reason = "a launch on other memory gives something else"
+        except (OSError, AttributeError, RuntimeError) as error:  # no driver's function, or one that refuses
+            same, reason = False, first_line(error)
         for tensor, example in zip(self._inputs, examples, strict=True):
             tensor.copy_(example)
         if same:
             return self._sources, self._targets
+        logger.info("ampopt: inputs and outputs of a CUDA graph are copied in every call: %s", reason)
         self._graph, self._outputs = _capture(self._program, self._body, warm_ups=0)
         return [], []
 

@@ -173,10 +173,8 @@ class Optimizer:
         for number, state in enumerate(self._states, start=1):
             deadline = self._started + rewriting * number / len(self._states)
             self._manager.rewrite(state, self._options.pipeline(), deadline=deadline)
-        engines = self._options.allowed(ENGINES)
         self._try_engines([None])
-        self._try_engines([engine for engine in engines if engine.slow_to_apply])
-        self._try_engines([engine for engine in engines if not engine.slow_to_apply])
+        self._try_engines(self._options.allowed(ENGINES))
         if self._cache is not None:
             self._cache.store(self._key, {s.lane.name: s.best.program.recipe for s in self._states})
 

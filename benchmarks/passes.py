@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ampopt import OptimizedModule, optimize
-from ampopt.cuda_graphs import CapturedGraph
+from ampopt.cuda_graphs import ReplayedProgram
 from ampopt.environment import environment
 from ampopt.errors import AmpoptError
 from ampopt.flags import cuda_math
@@ -59,13 +59,13 @@ def strict_fp32(device: torch.device) -> contextlib.AbstractContextManager[objec
 
 
 def beyond_replay(fast: OptimizedModule, inputs: tuple[Tensor, ...], device: torch.device) -> float | None:
-    """Microseconds of a call beyond the replay of its CUDA graph: copies in and out, and host work.
+    """Microseconds of a call beyond the bare replay of its kernels in a CUDA graph, borders included.
 
     The difference of two median latencies, sampled in turn; None where no CUDA graph answers.
     """
     if not fast.program.cuda_graph or fast.report.chosen == ORIGINAL:
         return None
-    captured = CapturedGraph(fast.program)
+    captured = ReplayedProgram(fast.program)
     calls: dict[str, Callable[[], object]] = {
         "call": functools.partial(fast, *inputs),
         "replay": captured.replay,

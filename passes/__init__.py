@@ -67,8 +67,8 @@ Precision comes before the algebra so that the algebra is timed in the precision
 compute new weights from the unrounded ones all the same.
 """
 
-ENGINES: tuple[Pass, ...] = (Script(), ParallelBranches(), OnnxRuntime(), Compile())
-"""Alternatives that run the rewritten graph; the cheapest to try first."""
+ENGINES: tuple[Pass, ...] = (OnnxRuntime(), Compile(), Script(), ParallelBranches())
+"""Alternatives that run the rewritten graph, as they are tried: the likely winners first."""
 
 LAUNCHES: tuple[Pass, ...] = (CudaGraph(),)
 """Ways to launch, on top of every engine."""

@@ -138,14 +138,16 @@ class _Named(Tensor):
 
 
 def test_a_driver_that_refuses_costs_copies_and_nothing_else(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", logger="ampopt")
     monkeypatch.setattr("ampopt.graph_pointers.nodes_of", lambda graph: check(801))
     for outputs in ("copy", "static"):
         fast = module_of(model, image(), passes=PASSES, outputs=outputs)
         run = next(iter(fast._served.values())).run
         assert isinstance(run, CapturedGraph)
         assert run._sources == run._targets == []
+        assert "copied in every call: RuntimeError: CUDA's driver refuses, with status 801" in caplog.text
         for seed in range(3):
             assert close(fast(image(seed=seed)), expected(model, image(seed=seed)))
 
