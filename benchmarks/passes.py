@@ -21,19 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ampopt import OptimizedModule, optimize
-from ampopt.cuda_graphs import ReplayedProgram
 from ampopt.environment import environment
 from ampopt.errors import AmpoptError
 from ampopt.flags import cuda_math
-from ampopt.ledger import ORIGINAL
 from ampopt.measure import latency
 from ampopt.numerics import relative_error
 from ampopt.sampling import interleave
 from ampopt.signature import flatten_outputs
 from benchmarks import by_hand
+from benchmarks.host_time import beyond_replay
 from benchmarks.models import CPU_WORKLOADS, WORKLOADS
 from benchmarks.results_files import commit, results_folder, write_results
 
@@ -56,22 +54,6 @@ def contestants(device: torch.device) -> dict[str, Any]:
 def strict_fp32(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """TF32 off for the block."""
     return cuda_math(tf32=False, search=False) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def beyond_replay(fast: OptimizedModule, inputs: tuple[Tensor, ...], device: torch.device) -> float | None:
-    """Microseconds of a call beyond the bare replay of its kernels in a CUDA graph, borders included.
-
-    The difference of two median latencies, sampled in turn; None where no CUDA graph answers.
-    """
-    if not fast.program.cuda_graph or fast.report.chosen == ORIGINAL:
-        return None
-    captured = ReplayedProgram(fast.program)
-    calls: dict[str, Callable[[], object]] = {
-        "call": functools.partial(fast, *inputs),
-        "replay": captured.replay,
-    }
-    timed = interleave({key: latency(call, device) for key, call in calls.items()}, seconds=1.0)
-    return round(1e6 * (timed["call"].median - timed["replay"].median), 2)
 
 
 def measure_workload(name: str, device: torch.device, budget_s: float) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results_files import geometric_mean, heading
+from benchmarks.results_files import beyond_replays, geometric_mean, heading
 
 Row = dict[str, Any]
 
@@ -102,6 +102,11 @@ def summary(rows: Sequence[Row], lane: str) -> list[str]:
     if not ratios:
         return []
     worst = min(ratios, key=ratios.__getitem__)
+    beyond = [
+        us
+        for row in rows
+        if (us := row["contestants"].get(f"ampopt {lane}", {}).get("beyond_replay_us")) is not None
+    ]
     return [
         "### The best peer against ampopt",
         "",
@@ -111,6 +116,7 @@ def summary(rows: Sequence[Row], lane: str) -> list[str]:
         "",
         f"- geometric mean {geometric_mean(list(ratios.values())):.3f}, "
         f"least {ratios[worst]:.3f} ({worst}), over {len(ratios)} networks",
+        *([beyond_replays(beyond)] if beyond else []),
         "",
     ]
 

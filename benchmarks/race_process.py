@@ -29,6 +29,7 @@ from ampopt.numerics import relative_error
 from ampopt.runtime import OptimizedModule
 from ampopt.signature import flatten_outputs
 from benchmarks.contestants import contestants
+from benchmarks.host_time import beyond_replay
 from benchmarks.race_networks import racer
 
 SETTLED = 0.02
@@ -65,7 +66,7 @@ class Racer:
         )
 
     def ask(self, request: str) -> Any:
-        """`prepare`: a dict of facts; `settle`: {}; `sample`: the seconds of a call. Raises what failed."""
+        """`prepare` and `settle`: a dict of facts; `sample`: the seconds of a call. Raises what failed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -86,8 +87,10 @@ class Racer:
         self._process.communicate()
 
 
-def prepare(network: str, name: str, device: torch.device, folder: Path) -> tuple[Callable[[], object], Any]:
-    """Make a contestant: a function that calls it, and what there is to say of it."""
+def prepare(
+    network: str, name: str, device: torch.device, folder: Path
+) -> tuple[functools.partial[object], Any]:
+    """Make a contestant: it with its inputs bound, and what there is to say of it."""
     contestant = next(each for each in contestants(device) if each.name == name)
     model = racer(network)[0].to(device)
     inputs, reference = (torch.load(folder / f"{part}.pt", weights_only=True) for part in PARTS)
@@ -124,6 +127,16 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def settle(call: functools.partial[object], device: torch.device) -> dict[str, float]:
+    """Warm a contestant up; what a call of ampopt costs beyond the replay of its graph, if it has one."""
+    warm_up(call, device)
+    if device.type != "cuda" or not isinstance(call.func, OptimizedModule):
+        return {}
+    beyond = beyond_replay(call.func, call.args, device)
+    torch.cuda.empty_cache()  # the replay to compare with had memory of its own
+    return {} if beyond is None else {"beyond_replay_us": beyond}
+
+
 def warm_up(call: Callable[[], object], device: torch.device) -> None:
     """Call until the latency has settled, see `SETTLED`, or `WARM_UP_S` have passed."""
     sample, end = latency(call, device), time.perf_counter() + WARM_UP_S
@@ -156,8 +169,7 @@ def serve(arguments: argparse.Namespace, answer: Callable[[dict[str, Any]], None
                 sample = latency(call, device, long_s=LONG_CALL_S)
                 answer({"done": facts})
             elif request == "settle":
-                warm_up(call, device)
-                answer({"done": {}})
+                answer({"done": settle(call, device)})
             else:
                 answer({"done": sample()})
         except Exception as failure:
