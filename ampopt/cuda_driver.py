@@ -5,6 +5,7 @@ The driver is the one that this process uses already; nothing is linked.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from collections.abc import Iterator
@@ -46,6 +47,9 @@ _FUNCTIONS = {
     "cuGraphExecMemcpyNodeSetParams": [c_void_p, c_void_p, c_void_p, c_void_p],
     "cuGraphMemsetNodeGetParams": [c_void_p, POINTER(MemsetParams)],
     "cuGraphExecMemsetNodeSetParams": [c_void_p, c_void_p, c_void_p, c_void_p],
+    "cuGraphInstantiateWithFlags": [POINTER(c_void_p), c_void_p, c_uint64],
+    "cuGraphLaunch": [c_void_p, c_void_p],
+    "cuGraphExecDestroy": [c_void_p],
     "cuCtxGetCurrent": [POINTER(c_void_p)],
     "cuCtxPushCurrent_v2": [c_void_p],
     "cuCtxPopCurrent_v2": [POINTER(c_void_p)],
@@ -76,6 +80,29 @@ def current_context() -> c_void_p:
     if not context.value:
         raise RuntimeError("this thread has not used CUDA yet")
     return context
+
+
+@contextlib.contextmanager
+def in_context(context: c_void_p) -> Iterator[None]:
+    """Make a context the current one for the block."""
+    check(driver().cuCtxPushCurrent_v2(context))
+    try:
+        yield
+    finally:
+        check(driver().cuCtxPopCurrent_v2(None))
+
+
+def instantiate(graph: int) -> c_void_p:
+    """Make a graph, by its handle, ready to run."""
+    ready = c_void_p()
+    check(driver().cuGraphInstantiateWithFlags(byref(ready), graph, 0))
+    return ready
+
+
+def destroy(ready: c_void_p, context: c_void_p) -> None:
+    """Free what `instantiate` made, as soon as it runs no more."""
+    with in_context(context):
+        check(driver().cuGraphExecDestroy(ready))
 
 
 def nodes_of(graph: int) -> list[c_void_p]:

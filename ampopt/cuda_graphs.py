@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from torch.nn import Parameter
 
 from ampopt import flags
 from ampopt.errors import PassError, first_line
-from ampopt.graph_pointers import GraphNodes, Pointer
+from ampopt.graph_pointers import ReadyGraph
 from ampopt.numerics import relative_error
 from ampopt.program import Program
 
@@ -94,17 +95,22 @@ ALIGNED = 256
 SAME = 1e-2
 """The relative error within which two runs of one graph are the same: some operators add in any order."""
 
+FORMS = 6
+"""Ready forms of a captured graph, each for other addresses: those of a loop's tensors take turns in few."""
+
 
 class CapturedGraph:
     """A program captured for the shapes of its example inputs, conversions at its border included.
 
     A call reads the caller's tensors where they are. With `outputs="copy"` it writes into fresh tensors, with
     "static" into buffers that the next call overwrites. To that end the addresses in the graph's nodes are
-    changed before it is launched (`graph_pointers`); whether the results are then the same is tried once,
-    after the capture. Inputs that are laid out otherwise than the examples, or begin at an odd address, are
-    copied into a buffer first. Where addresses cannot be changed, everything is copied in and out. Safe from
-    several threads and streams: one call at a time, and a call from another stream waits for the work of the
-    one before.
+    changed (`graph_pointers`); whether the results are then the same is tried once, after the capture. As
+    changed addresses have to be sent to the GPU before a launch, the graph is kept ready in up to `FORMS`
+    forms, for the addresses that were used first; and memory for the results of the next call is taken while
+    the GPU works on this one's. Inputs that are laid out otherwise than the examples, or begin at an odd
+    address, are copied into a buffer first. Where addresses cannot be changed, everything is copied in and
+    out. Safe from several threads and streams: one call at a time, and a call from another stream waits for
+    the work of the one before.
     """
 
     def __init__(self, program: Program, *, outputs: Outputs = "copy") -> None:
@@ -112,11 +118,14 @@ class CapturedGraph:
         self._program, self._is_static, self._lock = program, outputs == "static", threading.Lock()
         with torch.cuda.device(program.device):
             self._stream: torch.cuda.Stream = torch.cuda.current_stream()
+            self._raw_stream = self._stream.cuda_stream
             self._inputs = [tensor.detach().to(program.device, copy=True) for tensor in program.examples]
             self._graph, self._outputs = _capture(program, self._body)
-            self._sources, self._targets = self._pointers()
+            self._forms: dict[tuple[int, ...], ReadyGraph] = {}
+            self._moves = self._can_move()
         self._strides = [tensor.stride() for tensor in self._inputs]
-        self._index, self._raw_stream = program.device.index or 0, self._stream.cuda_stream
+        self._index = program.device.index or 0
+        self._next: tuple[tuple[Tensor, ...], tuple[int, ...]] | None = None
 
     def _body(self) -> tuple[Tensor, ...]:
         """The outputs as the caller is promised."""
@@ -125,86 +134,126 @@ class CapturedGraph:
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Flat tensors in, flat tensors out."""
         with self._lock:
-            if torch._C._cuda_getCurrentRawStream(self._index) != self._raw_stream:
-                self._follow_stream()
-            addresses = [
-                tensor.data_ptr() if self._sources and _is_laid_out(tensor, strides) else _copied(tensor, to)
-                for tensor, strides, to in zip(tensors, self._strides, self._inputs, strict=True)
-            ]
-            if self._is_static:
-                return self._launch(addresses, self._outputs)
-            if not self._targets:
-                return tuple([output.clone() for output in self._launch(addresses, self._outputs)])
-            return self._launch(addresses, tuple([torch.empty_like(output) for output in self._outputs]))
+            if torch._C._cuda_getDevice() != self._index:
+                with torch.cuda.device(self._index):
+                    return self._call(tensors)
+            return self._call(tensors)
 
-    def _launch(self, addresses: Sequence[int], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Launch on inputs at these addresses, writing into `outputs` where that can be chosen."""
-        for source, address in zip(self._sources, addresses, strict=False):
-            if address != source.address:
-                source.move(address)
-        for target, output in zip(self._targets, outputs, strict=False):
-            if (address := output.data_ptr()) != target.address:
-                target.move(address)
-        torch._C._CUDAGraph.replay(self._graph)
+    def _call(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        if torch._C._cuda_getCurrentRawStream(self._index) != self._raw_stream:
+            self._follow_stream()
+        if not self._moves:
+            for tensor, buffer in zip(tensors, self._inputs, strict=True):
+                _copied(tensor, buffer)
+            torch._C._CUDAGraph.replay(self._graph)
+            return self._outputs if self._is_static else tuple([output.clone() for output in self._outputs])
+        sources = tuple(
+            [
+                tensor.data_ptr() if _is_laid_out(tensor, strides) else _copied(tensor, buffer)
+                for tensor, strides, buffer in zip(tensors, self._strides, self._inputs, strict=True)
+            ]
+        )
+        if self._is_static:
+            self._launch(sources)
+            return self._outputs
+        outputs, targets = self._next or self._fresh()
+        self._next = None
+        if outputs and outputs[0].is_inference() != torch.is_inference_mode_enabled():
+            outputs, targets = self._fresh()
+        self._launch(sources + targets)
+        with contextlib.suppress(torch.OutOfMemoryError):  # then the next call will say so, if it still is
+            self._next = self._fresh()
         return outputs
+
+    def _fresh(self) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """Memory for the results of one call, and its addresses."""
+        outputs = tuple([torch.empty_like(output) for output in self._outputs])
+        return outputs, tuple([output.data_ptr() for output in outputs])
+
+    def _launch(self, addresses: tuple[int, ...]) -> None:
+        """Launch on inputs and outputs at these addresses."""
+        form = self._forms.get(addresses)
+        if form is None:
+            form = self._moved(addresses)
+        form.launch(self._raw_stream)
+
+    def _moved(self, addresses: tuple[int, ...]) -> ReadyGraph:
+        """A form of the graph for these addresses: one more, or the one that has been there for longest."""
+        if len(self._forms) < FORMS:
+            form = ReadyGraph(self._graph, self._inputs, () if self._is_static else self._outputs)
+        else:
+            form = self._forms.pop(next(iter(self._forms)))
+        form.move(addresses)
+        self._forms[addresses] = form
+        return form
 
     def _follow_stream(self) -> None:
         """Let the work of the call before, on another stream, end before this one touches the buffers."""
         self._stream.synchronize()
         self._stream = torch.cuda.current_stream(self._program.device)
         self._raw_stream = self._stream.cuda_stream
+        self._next = None  # its memory belongs to the stream before
 
-    def _pointers(self) -> tuple[list[Pointer], list[Pointer]]:
-        """Where the graph's nodes hold the addresses of inputs and outputs; nothing where that is not sure.
+    def _can_move(self) -> bool:
+        """Whether inputs and outputs can be at other addresses than those captured; it is tried.
 
-        It is tried: the graph's own buffers are filled with NaN, and a launch on other memory has to give
-        what it gave before, and to leave its inputs as they are.
+        Where outputs cannot be, as they are the inputs' memory or read again, copies of them can.
         """
-        examples, others = ([tensor.clone() for tensor in self._inputs] for _ in range(2))
         self._graph.replay()
         expected = [output.clone() for output in self._outputs]
-        for tensor in self._inputs:
-            _spoil(tensor)
+        examples = [tensor.clone() for tensor in self._inputs]
         try:
-            if not self._outputs_can_move(expected):
+            for tensor in self._inputs:
+                _spoil(tensor)
+            reason = self._why_outputs_stay(expected) or self._why_not_moved(expected, examples)
+            if reason is not None:
                 self._capture_into_buffers()
-            nodes = GraphNodes(self._graph)
-            self._sources = [nodes.pointer(tensor) for tensor in self._inputs]
-            self._targets = [] if self._is_static else [nodes.pointer(tensor) for tensor in self._outputs]
-            fresh = tuple([_spoil(torch.empty_like(tensor)) for tensor in expected])
-            self._launch([tensor.data_ptr() for tensor in others], fresh)
-            found = self._outputs if self._is_static else fresh
-            same = all(relative_error(a, b) <= SAME for a, b in zip(found, expected, strict=True))
-            same &= all(relative_error(a, b) == 0.0 for a, b in zip(others, examples, strict=True))
-            reason = "a launch on other memory gives something else"
+                reason = self._why_not_moved(expected, examples)
         except (OSError, AttributeError, RuntimeError) as error:  # no driver's function, or one that refuses
-            same, reason = False, first_line(error)
+            reason = first_line(error)
         for tensor, example in zip(self._inputs, examples, strict=True):
             tensor.copy_(example)
-        if same:
-            return self._sources, self._targets
+        self._forms.clear()
+        if reason is None:
+            return True
         logger.info("ampopt: inputs and outputs of a CUDA graph are copied in every call: %s", reason)
         self._graph, self._outputs = _capture(self._program, self._body, warm_ups=0)
-        return [], []
+        return False
 
-    def _outputs_can_move(self, expected: Sequence[Tensor]) -> bool:
-        """Whether one node writes each output, into memory of its own that no other node touches.
+    def _why_not_moved(self, expected: Sequence[Tensor], examples: Sequence[Tensor]) -> str | None:
+        """Launch on other memory, while the graph's own inputs are spoiled; why that is not right, if so.
 
-        What is the same although the inputs hold NaN now may be no result of the graph at all, but a weight.
-        Outputs that stay need only be apart from the inputs, which do not.
+        The results have to be what they were before, in memory that was full of something else, and the
+        inputs have to be as they were.
+        """
+        self._forms.clear()
+        others = [tensor.clone() for tensor in examples]
+        fresh = [_unlike(tensor) for tensor in expected]
+        sources = tuple([tensor.data_ptr() for tensor in others])
+        targets = () if self._is_static else tuple([tensor.data_ptr() for tensor in fresh])
+        self._launch(sources + targets)
+        found = self._outputs if self._is_static else fresh
+        same = all(relative_error(a, b) <= SAME for a, b in zip(found, expected, strict=True))
+        same &= all(relative_error(a, b) == 0.0 for a, b in zip(others, examples, strict=True))
+        return None if same else "a launch on other memory gives something else"
+
+    def _why_outputs_stay(self, expected: Sequence[Tensor]) -> str | None:
+        """Why an output has to stay where it is, if so: a view, an input's memory, or no result at all.
+
+        What is the same although the inputs are spoiled now may be a weight. Static outputs stay anyway.
         """
         places = [tensor.untyped_storage().data_ptr() for tensor in (*self._outputs, *self._inputs)]
-        if self._is_static or not self._outputs:
-            return set(places[: len(self._outputs)]).isdisjoint(places[len(self._outputs) :])
+        count = len(self._outputs)
+        if self._is_static:
+            return None if set(places[:count]).isdisjoint(places[count:]) else "an output is an input"
         self._graph.replay()
-        nodes = GraphNodes(self._graph)
-        return len(set(places)) == len(places) and all(
-            nodes.pointer(output).nodes == 1
-            and output.is_contiguous()
+        can = len(set(places)) == len(places) and all(
+            output.is_contiguous()
             and output.untyped_storage().nbytes() == output.numel() * output.element_size()
             and not torch.equal(output, before)
             for output, before in zip(self._outputs, expected, strict=True)
         )
+        return None if can else "an output is not a tensor of its own"
 
     def _capture_into_buffers(self) -> None:
         """Capture anew, with outputs written into memory that nothing else is written into."""
@@ -241,4 +290,13 @@ def _copied(tensor: Tensor, buffer: Tensor) -> int:
 
 def _spoil(tensor: Tensor) -> Tensor:
     """Fill a tensor with NaN, or with 0 where its dtype has none, which is a valid index."""
-    return tensor.fill_(float("nan") if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 0)
+    return tensor.fill_(float("nan") if _has_nan(tensor) else 0)
+
+
+def _unlike(tensor: Tensor) -> Tensor:
+    """A tensor that is full of NaN, or of another number at every place where its dtype has none."""
+    return torch.full_like(tensor, float("nan")) if _has_nan(tensor) else tensor.bitwise_not()
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_size_t, c_uint64, c_void_p
 from typing import Any
@@ -26,7 +27,10 @@ from ampopt.cuda_driver import (
     MemsetParams,
     check,
     current_context,
+    destroy,
     driver,
+    in_context,
+    instantiate,
     nodes_of,
     pack,
     packed_parameters,
@@ -46,55 +50,69 @@ class _Node:
 
 
 class Pointer:
-    """Every place in a graph's nodes that holds an address inside one tensor's memory."""
+    """Places in a graph's nodes that hold an address inside one tensor's memory."""
 
-    def __init__(self, tensor: Tensor, nodes: Sequence[_Node], context: c_void_p) -> None:
-        self._context = context
+    def __init__(self, tensor: Tensor, nodes: Sequence[_Node], *, result: bool = False) -> None:
+        """`result`: of the last node alone; those before it have used the memory for other tensors."""
         self.address = start = tensor.data_ptr()
         end = start + tensor.numel() * tensor.element_size()
         inside = {node: [w for w in node.words if start <= w.value < end] for node in nodes}
-        self._nodes = [node for node, words in inside.items() if words]
-        self._updates = [node.update for node in self._nodes]
-        self._places = [(word, word.value - start) for words in inside.values() for word in words]
+        found = [(node, words) for node, words in inside.items() if words][-1 if result else 0 :]
+        self._nodes = [node for node, _ in found]
+        self._places = [(word, word.value - start) for _, words in found for word in words]
 
     @property
     def nodes(self) -> int:
-        """The number of nodes that read or write the tensor."""
+        """The number of nodes that hold such an address."""
         return len(self._nodes)
 
     def move(self, address: int) -> None:
         """Let later launches find the tensor at another address; those under way are not changed.
 
-        RuntimeError where the driver refuses.
+        The graph's context has to be current. RuntimeError where the driver refuses.
         """
         self.address = 0  # where that fails, it is at neither place
         for word, offset in self._places:
             word.value = address + offset
-        check(driver().cuCtxPushCurrent_v2(self._context))  # a thread may have none, or another device's
-        try:
-            for update in self._updates:
-                check(update())
-        finally:
-            check(driver().cuCtxPopCurrent_v2(None))
+        for node in self._nodes:
+            check(node.update())
         self.address = address
 
 
-class GraphNodes:
-    """The nodes of a graph that was captured with `keep_graph=True` and instantiated; it must stay alive."""
+class ReadyGraph:
+    """A captured graph, ready to run on inputs and outputs whose addresses can be changed."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Read every node's parameters.
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> None:
+        """Instantiate a graph that was captured with `keep_graph=True`, and that has to stay alive.
 
-        Raises OSError, AttributeError or RuntimeError where the driver or PyTorch does not tell them.
+        `inputs` and `outputs`: the tensors without gaps that it reads and writes, where they are now. An
+        output's memory has been other tensors' before, inside the graph: only the last node that uses it
+        is taken for the one that writes it. Whether that is so has to be tried. Raises OSError,
+        AttributeError or RuntimeError where the driver or PyTorch does not tell what is needed.
         """
         self._context = current_context()
-        self._ready = c_void_p(graph.raw_cuda_graph_exec())
+        self._ready = instantiate(graph.raw_cuda_graph())
+        weakref.finalize(self, destroy, self._ready, self._context).atexit = False
+        self._launch = functools.partial(driver().cuGraphLaunch, self._ready)
         read = [self._read(node) for node in nodes_of(graph.raw_cuda_graph())]
-        self._nodes = [node for node in read if node is not None]
+        nodes = [node for node in read if node is not None]
+        self.inputs = [Pointer(tensor, nodes) for tensor in inputs]
+        self.outputs = [Pointer(tensor, nodes, result=True) for tensor in outputs]
 
-    def pointer(self, tensor: Tensor) -> Pointer:
-        """Where the nodes hold addresses of a tensor without gaps."""
-        return Pointer(tensor, self._nodes, self._context)
+    def move(self, addresses: Sequence[int]) -> None:
+        """Let later launches use these addresses, those of the inputs first; see `Pointer.move`."""
+        with in_context(self._context):  # a thread may have none, or another device's
+            for pointer, address in zip((*self.inputs, *self.outputs), addresses, strict=True):
+                if address != pointer.address:
+                    pointer.move(address)
+
+    def launch(self, stream: int) -> None:
+        """Run on a stream, by its handle. RuntimeError where the driver refuses."""
+        if self._launch(stream):  # a thread that has not used the device yet
+            with in_context(self._context):
+                check(self._launch(stream))
 
     def _read(self, node: c_void_p) -> _Node | None:
         kind = type_of(node)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import ampopt
 from ampopt.cuda_driver import check
-from ampopt.cuda_graphs import CapturedGraph, ReplayedProgram
+from ampopt.cuda_graphs import FORMS, CapturedGraph, ReplayedProgram
 from ampopt.errors import PassError
 from ampopt.ledger import Verdict
 from ampopt.passes import CudaGraph, FoldConvBn
@@ -90,15 +90,79 @@ def test_a_second_call_does_not_change_the_result_of_the_first(fast: ampopt.Opti
 def test_a_call_copies_nothing_and_allocates_only_its_result(fast: ampopt.OptimizedModule) -> None:
     run = next(iter(fast._served.values())).run
     assert isinstance(run, CapturedGraph)
-    assert [pointer.nodes for pointer in (*run._sources, *run._targets)] == [1, 1]
     x = image(seed=1)
     fast(x)
+    form = next(iter(run._forms.values()))
+    assert [pointer.nodes for pointer in (*form.inputs, *form.outputs)] == [1, 1]
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         fast(x)
     called = {event.name for event in profile.events()}
     assert "aten::empty_like" in called
     assert not called & {"aten::copy_", "aten::clone", "aten::to"}
+
+
+def test_a_result_in_memory_that_other_tensors_had_before_is_not_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CapturedGraph, "_capture_into_buffers", lambda graph: pytest.fail("copied"))
+    torch.manual_seed(0)
+    linear = [nn.Linear(64, 64) for _ in range(3)]
+    model = nn.Sequential(linear[0], nn.ReLU(), linear[1], nn.ReLU(), linear[2]).cuda().eval()
+    fast = module_of(model, torch.randn(8, 64, device="cuda"), passes=(CudaGraph(),))
+    for _ in range(3):
+        x = torch.randn(8, 64, device="cuda")
+        assert close(fast(x), expected(model, x))
+
+
+def test_results_that_are_read_again_inside_the_graph_are_right() -> None:
+    torch.manual_seed(0)
+    model = Model(lambda m, x: (y := m.linear(x), y.relu(), y.sum()), linear=nn.Linear(64, 64)).cuda()
+    fast = module_of(model, torch.randn(8, 64, device="cuda"), passes=(CudaGraph(),))
+    for _ in range(3):
+        x = torch.randn(8, 64, device="cuda")
+        for found, wanted in zip(fast(x), model(x), strict=True):
+            assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_loop_uses_few_forms_of_its_graph_and_any_loop_is_right(
+    model: nn.Module, fast: ampopt.OptimizedModule
+) -> None:
+    run = next(iter(fast._served.values())).run
+    assert isinstance(run, CapturedGraph)
+    result = None
+    for seed in range(20):  # the input and the result of the call before are alive
+        x = image(seed=seed)
+        result = fast(x)
+        assert close(result, expected(model, x))
+    x, seen = image(), []
+    for _ in range(20):
+        fast(x)
+        seen.append(set(run._forms))
+    assert len(seen[-1]) <= FORMS
+    assert seen[5] == seen[-1]  # nothing moves any more
+    kept = []
+    for seed in range(30):
+        kept.append((image(seed=seed), fast(image(seed=seed))))
+        del kept[seed % 3 : seed % 5]
+        assert all(close(y, expected(model, x)) for x, y in kept)
+    assert len(run._forms) == FORMS
+
+
+def test_a_result_belongs_to_the_mode_of_its_own_call(fast: ampopt.OptimizedModule) -> None:
+    for inference in (True, False, False, True):
+        with torch.inference_mode(inference):
+            assert fast(image()).is_inference() == inference
+
+
+def test_a_thread_that_never_used_the_device_can_call(model: nn.Module, fast: ampopt.OptimizedModule) -> None:
+    x = image(seed=9)
+    wanted = expected(model, x)
+    fast(x)
+    torch.cuda.synchronize()
+    found = ThreadPoolExecutor(1).submit(lambda: [fast(x) for _ in range(3)]).result()
+    torch.cuda.synchronize()
+    assert all(close(y, wanted) for y in found)
 
 
 def test_a_result_outlives_the_module_that_made_it(model: nn.Module) -> None:
@@ -146,7 +210,7 @@ def test_a_driver_that_refuses_costs_copies_and_nothing_else(
         fast = module_of(model, image(), passes=PASSES, outputs=outputs)
         run = next(iter(fast._served.values())).run
         assert isinstance(run, CapturedGraph)
-        assert run._sources == run._targets == []
+        assert not run._moves
         assert "copied in every call: RuntimeError: CUDA's driver refuses, with status 801" in caplog.text
         for seed in range(3):
             assert close(fast(image(seed=seed)), expected(model, image(seed=seed)))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Sequence
 from ctypes import c_size_t, c_uint64, c_void_p
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,9 @@ from torch import Tensor
 
 from ampopt import cuda_driver
 from ampopt.cuda_driver import CopyParams, KernelParams, MemsetParams
-from ampopt.graph_pointers import GraphNodes
+from ampopt.graph_pointers import ReadyGraph
 
-CONTEXT, GRAPH, READY = 0xC0, 0x60, 0xE0
+CONTEXT, GRAPH, READY, STREAM = 0xC0, 0x60, 0xE0, 0x50
 
 
 class FakeDriver:
@@ -26,6 +27,22 @@ class FakeDriver:
         self.nodes, self.contexts, self.refuses = nodes, [0xAA], False
         self.set: dict[int, bytes] = {}
         self.sizes: dict[int, list[int]] = {}
+        self.launched, self.destroyed = list[int](), list[int]()
+
+    def cuGraphInstantiateWithFlags(self, ready: Any, graph: int, flags: int) -> int:  # noqa: N802
+        assert (graph, flags) == (GRAPH, 0)
+        ready._obj.value = READY
+        return 0
+
+    def cuGraphLaunch(self, ready: c_void_p, stream: int) -> int:  # noqa: N802
+        assert (ready.value, stream) == (READY, STREAM)
+        self.launched.append(self.contexts[-1])
+        return 0 if self.contexts[-1] == CONTEXT else 201
+
+    def cuGraphExecDestroy(self, ready: c_void_p) -> int:  # noqa: N802
+        assert self.contexts[-1] == CONTEXT
+        self.destroyed.append(ready.value or 0)
+        return 0
 
     def cuCtxGetCurrent(self, context: Any) -> int:  # noqa: N802
         context._obj.value = CONTEXT
@@ -139,13 +156,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     monkeypatch.setattr("ampopt.cuda_driver.driver", lambda: fake)
     monkeypatch.setattr("ampopt.graph_pointers.driver", lambda: fake)
     yield fake
+    gc.collect()  # while there still is a driver to destroy graphs with
     KEPT.clear()
 
 
-def read() -> GraphNodes:
-    """The nodes of a graph that PyTorch has captured."""
-    graph: Any = SimpleNamespace(raw_cuda_graph=lambda: GRAPH, raw_cuda_graph_exec=lambda: READY)
-    return GraphNodes(graph)
+def read(inputs: Sequence[Tensor] = (), outputs: Sequence[Tensor] = ()) -> ReadyGraph:
+    """A graph that PyTorch has captured, made ready to run."""
+    graph: Any = SimpleNamespace(raw_cuda_graph=lambda: GRAPH)
+    return ReadyGraph(graph, inputs, outputs)
 
 
 def test_the_structures_have_the_sizes_of_cudas() -> None:
@@ -164,9 +182,10 @@ def test_addresses_in_every_kind_of_node_move_with_their_offsets(driver: FakeDri
         (5, None),
         (0, kernel(driver, of(here), by_handle=True)),
     ]
-    pointer = read().pointer(tensor)
+    ready = read([tensor])
+    (pointer,) = ready.inputs
     assert (pointer.address, pointer.nodes) == (here, 5)
-    pointer.move(there)
+    ready.move([there])
     assert pointer.address == there
     assert driver.set[1] == of(there) + b"\1\2\3\4" + of(5, there + 8, 6)
     assert driver.set[2] == of(7, there + 60)
@@ -174,37 +193,63 @@ def test_addresses_in_every_kind_of_node_move_with_their_offsets(driver: FakeDri
     assert words(driver.set[4]) == [there + 16, 0, 0, 0, 0, 0]
     assert words(driver.set[6]) == [there]
     assert driver.contexts == [0xAA]
-    pointer.move(here)
+    ready.move([here])
     assert driver.set[1] == of(here) + b"\1\2\3\4" + of(5, here + 8, 6)
 
 
 def test_what_lies_beside_a_tensor_is_not_its_own(driver: FakeDriver, tensor: Tensor) -> None:
     start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     driver.nodes += [(0, kernel(driver, of(start - 1, end, 0))), (0, kernel(driver, b"ab"))]
-    nodes = read()
-    assert nodes.pointer(tensor).nodes == 0
-    assert nodes.pointer(torch.empty(0)).nodes == 0
-    nodes.pointer(tensor).move(1)
+    ready = read([tensor, torch.empty(0)])
+    assert [pointer.nodes for pointer in ready.inputs] == [0, 0]
+    ready.move([1, 2])
     assert driver.set == {}
+
+
+def test_a_result_is_what_the_last_node_writes_in_its_memory(driver: FakeDriver, tensor: Tensor) -> None:
+    here, other = tensor.data_ptr(), torch.zeros(16)
+    driver.nodes += [
+        (0, kernel(driver, of(other.data_ptr(), here))),
+        (0, kernel(driver, of(here, 77))),
+        (0, kernel(driver, of(77, here))),
+        (0, kernel(driver, of(77, 78))),
+    ]
+    ready = read([other], [tensor])
+    assert [pointer.nodes for pointer in (*ready.inputs, *ready.outputs)] == [1, 1]
+    ready.move([other.data_ptr(), 1 << 40])
+    assert {node: words(data) for node, data in driver.set.items()} == {3: [77, 1 << 40]}
+
+
+def test_a_launch_finds_the_context_and_a_graph_is_destroyed_in_it(
+    driver: FakeDriver, tensor: Tensor
+) -> None:
+    ready = read([tensor])
+    driver.contexts.append(CONTEXT)
+    ready.launch(STREAM)
+    driver.contexts.pop()
+    ready.launch(STREAM)  # another one is current
+    assert driver.launched == [CONTEXT, 0xAA, CONTEXT]
+    gc.collect()
+    assert (driver.contexts, driver.destroyed) == ([0xAA], [])
+    del ready
+    gc.collect()
+    assert (driver.contexts, driver.destroyed) == ([0xAA], [READY])
 
 
 def test_two_tensors_in_one_node_move_apart(driver: FakeDriver, tensor: Tensor) -> None:
     other = torch.zeros(4)
     driver.nodes += [(0, kernel(driver, of(tensor.data_ptr(), other.data_ptr())))]
-    nodes = read()
-    first, second = nodes.pointer(tensor), nodes.pointer(other)
-    first.move(1 << 40)
-    second.move(1 << 41)
+    read([tensor, other]).move([1 << 40, 1 << 41])
     assert words(driver.set[1]) == [1 << 40, 1 << 41]
 
 
 def test_a_move_that_is_refused_is_not_taken_for_done(driver: FakeDriver, tensor: Tensor) -> None:
     driver.nodes += [(0, kernel(driver, of(tensor.data_ptr())))]
-    pointer = read().pointer(tensor)
+    ready = read([tensor])
     driver.refuses = True
     with pytest.raises(RuntimeError, match="refuses, with status 700"):
-        pointer.move(1 << 40)
-    assert pointer.address not in (tensor.data_ptr(), 1 << 40)
+        ready.move([1 << 40])
+    assert ready.inputs[0].address not in (tensor.data_ptr(), 1 << 40)
     assert driver.contexts == [0xAA]
 
 
