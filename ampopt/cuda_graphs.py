@@ -180,6 +180,7 @@ class CapturedGraph:
     def _moved(self, addresses: tuple[int, ...]) -> ReadyGraph:
         """A form of the graph for these addresses: one more, or the one that has been there for longest."""
         if len(self._forms) < FORMS:
+            self._stream.query()  # a thread that is new to CUDA takes up the device's context
             form = ReadyGraph(self._graph, self._inputs, () if self._is_static else self._outputs)
         else:
             form = self._forms.pop(next(iter(self._forms)))
