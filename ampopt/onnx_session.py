@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import io
 import math
+import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ __all__ = [
     "TensorInfo",
     "check_array",
     "onnxruntime",
+    "optimized",
     "relative_error",
 ]
 
@@ -188,7 +190,7 @@ def onnxruntime() -> Any:
         ) from e
 
 
-def _open(model: bytes | Path, options: SessionOptions) -> Any:
+def _open(model: bytes | Path, options: SessionOptions, *, save: Path | None = None) -> Any:
     ort = onnxruntime()
     available = ort.get_available_providers()
     if options.provider not in available:
@@ -201,8 +203,11 @@ def _open(model: bytes | Path, options: SessionOptions) -> Any:
     if options.provider != CPU:
         providers.append(CPU)
     source = model if isinstance(model, bytes) else str(model)
+    native = _native(ort, options)
+    if save is not None:
+        native.optimized_model_filepath = str(save)
     try:
-        session = ort.InferenceSession(source, _native(ort, options), providers=providers, enable_fallback=0)
+        session = ort.InferenceSession(source, native, providers=providers, enable_fallback=0)
     except Exception as e:
         raise SessionError(
             f"ONNX Runtime {ort.__version__} does not load the model with {options}: {e}"
@@ -213,6 +218,14 @@ def _open(model: bytes | Path, options: SessionOptions) -> Any:
             f" It needs a GPU with its driver and the libraries that its log names on stderr. {said}".rstrip()
         )
     return session
+
+
+def optimized(model: bytes, options: SessionOptions) -> bytes:
+    """The model as ONNX Runtime optimizes it for this machine. Raises SessionError as a session does."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "optimized.onnx"
+        _open(model, options, save=path)
+        return path.read_bytes()
 
 
 def _preload(ort: Any) -> str:

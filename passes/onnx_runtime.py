@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import json
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from ampopt.errors import first_line
 from ampopt.graph import calls, is_native
+from ampopt.measure import latency
+from ampopt.onnx_blocked import keep_blocked
 from ampopt.onnx_graph import OPSETS, model_of
-from ampopt.onnx_options import PREFERRED, SessionOptions
+from ampopt.onnx_options import CPU, PREFERRED, SessionOptions
+from ampopt.onnx_pooling import use_pooling_operators
 from ampopt.onnx_session import OnnxRunner, onnxruntime
 from ampopt.onnx_tuning import tune
 from ampopt.program import Border, Program
+from ampopt.sampling import gain, interleave
 from ampopt.transform import Family, Numerics, Pass, Result
+
+logger = logging.getLogger("ampopt")
 
 TUNING_S = 3.0
 """For measuring session options, their sessions' loading included."""
+
+COMPARING_S = 1.5
+"""For comparing two sessions."""
+
+Engine = Callable[..., Sequence[Tensor]]
+
+BLOCKED = "blocked"
+"""Among a session's options: its model went through `keep_blocked`."""
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 """What the pass needs; the extra `onnx` brings it."""
@@ -29,12 +46,14 @@ PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 class OnnxRuntime(Pass):
     """Run the graph in ONNX Runtime, with the session options that are fastest on this machine.
 
+    Where that is faster, ONNX Runtime's own optimized graph loses reorderings of its channels first.
+
     Rewrites: what executes the graph. Inputs enter in plain layout, because the runtime chooses its own.
     Requires: a CPU, float32, and the packages of the extra `onnx`.
     Declines: programs that still run under autocast, or that call operators ONNX does not know.
     Correct because: ONNX's operators are the graph's own (`onnx_graph` refuses what has no equal), and the
     runtime computes the same expressions, possibly in another order. Options are only taken where their
-    outputs agree with those of the default options.
+    outputs agree with those of the default options. `onnx_blocked` and `onnx_pooling` are exact.
     Cost: seconds to export and to measure options; a second copy of the weights.
     """
 
@@ -44,7 +63,7 @@ class OnnxRuntime(Pass):
     slow_to_apply = True
 
     session: tuple[tuple[str, str], ...] | None = None
-    """The session's options, each as JSON; None: measure them, for `TUNING_S`."""
+    """The session's options, each as JSON, with `BLOCKED` where its model was; None: measure them."""
 
     def why_not(self, program: Program) -> str | None:
         """See the class."""
@@ -62,7 +81,7 @@ class OnnxRuntime(Pass):
 
     def expected_seconds(self, program: Program) -> float:
         """The export takes some seconds to begin with, and more for every operator."""
-        tuning = TUNING_S if self.session is None else 0.0
+        tuning = TUNING_S + COMPARING_S if self.session is None else 0.0
         return 2.0 + 0.02 * sum(1 for _ in calls(program.graph)) + tuning
 
     def apply(self, program: Program) -> Result:
@@ -72,17 +91,44 @@ class OnnxRuntime(Pass):
         entry = tuple(Border(border.dtype) for border in program.entry)
         entered = tuple(b.convert(t) for b, t in zip(entry, program.examples, strict=True))
         model = _as_onnx(program, entered)
-        if self.session is None:
+        stored = None if self.session is None else {name: json.loads(value) for name, value in self.session}
+        if stored is None:
             found = [name for name in PREFERRED if name in onnxruntime().get_available_providers()]
             arrays = [tensor.numpy() for tensor in entered]
-            options = tune(model, arrays, seconds=TUNING_S, providers=found).best
+            options, is_blocked = tune(model, arrays, seconds=TUNING_S, providers=found).best, None
         else:
-            options = SessionOptions.from_dict({name: json.loads(value) for name, value in self.session})
+            is_blocked = stored.pop(BLOCKED, False)
+            options = SessionOptions.from_dict(stored)
         engine = _engine(OnnxRunner(model, options))
         engine(*entered)
-        chosen = tuple((name, json.dumps(value)) for name, value in options.to_dict().items())
+        other = None if is_blocked is False else _with_fewer_reorderings(model, options)
+        if other is not None and (is_blocked or _is_faster(other, engine, entered)):
+            engine, is_blocked = other, True
+        chosen = {**options.to_dict(), BLOCKED: bool(is_blocked)}
+        session = tuple((name, json.dumps(value)) for name, value in chosen.items())
         changed = program.replace(engine=engine, entry=entry)
-        return Result(changed, 1, replay=dataclasses.replace(self, session=chosen))
+        return Result(changed, 1, replay=dataclasses.replace(self, session=session))
+
+
+def _with_fewer_reorderings(model: bytes, options: SessionOptions) -> Engine | None:
+    """An engine with `keep_blocked`; None where there is nothing to gain or ONNX Runtime will not have it."""
+    if options.provider != CPU or options.optimization != "all":
+        return None
+    try:
+        blocked = keep_blocked(model, options)
+        if blocked is None:
+            return None
+        return _engine(OnnxRunner(blocked, dataclasses.replace(options, optimization="none")))
+    except Exception as error:  # whatever it is: the model as it was runs
+        logger.info("ampopt: ONNX Runtime's reorderings stay: %s", first_line(error))
+        return None
+
+
+def _is_faster(other: Engine, engine: Engine, entered: Sequence[Tensor]) -> bool:
+    calls = {"as it was": engine, "blocked": other}
+    samplers = {k: latency(functools.partial(call, *entered), torch.device("cpu")) for k, call in calls.items()}
+    timed = interleave(samplers, seconds=COMPARING_S)
+    return gain(timed["as it was"], timed["blocked"]).is_real
 
 
 def _as_onnx(program: Program, entered: tuple[Tensor, ...]) -> bytes:
@@ -95,11 +141,12 @@ def _as_onnx(program: Program, entered: tuple[Tensor, ...]) -> bytes:
     outputs = [f"output_{index}" for index in range(len(results))]
     none = tuple(dict[int, str]() for _ in entered)
     model = model_of(program.graph, entered, OPSETS["onnxruntime"], inputs, outputs, none)
+    use_pooling_operators(model)
     data: bytes = onnx_ir.to_proto(model).SerializeToString()
     return data
 
 
-def _engine(runner: OnnxRunner) -> Callable[..., Sequence[Tensor]]:
+def _engine(runner: OnnxRunner) -> Engine:
     """A session as a function of CPU tensors; no copies: arrays and tensors share their memory."""
 
     def call(*tensors: Tensor) -> Sequence[Tensor]:
