@@ -15,6 +15,7 @@ from torch import Tensor
 from ampopt.errors import first_line
 from ampopt.graph import calls, is_native
 from ampopt.measure import latency
+from ampopt.numerics import relative_error
 from ampopt.onnx_blocked import keep_blocked
 from ampopt.onnx_graph import OPSETS, model_of
 from ampopt.onnx_options import CPU, PREFERRED, SessionOptions
@@ -32,6 +33,9 @@ TUNING_S = 3.0
 
 COMPARING_S = 1.5
 """For comparing two sessions."""
+
+SAME = 1e-4
+"""The relative error within which two sessions compute the same."""
 
 Engine = Callable[..., Sequence[Tensor]]
 
@@ -100,8 +104,8 @@ class OnnxRuntime(Pass):
             is_blocked = stored.pop(BLOCKED, False)
             options = SessionOptions.from_dict(stored)
         engine = _engine(OnnxRunner(model, options))
-        engine(*entered)
-        other = None if is_blocked is False else _with_fewer_reorderings(model, options)
+        expected = engine(*entered)
+        other = None if is_blocked is False else _with_fewer_reorderings(model, options, entered, expected)
         if other is not None and (is_blocked or _is_faster(other, engine, entered)):
             engine, is_blocked = other, True
         chosen = {**options.to_dict(), BLOCKED: bool(is_blocked)}
@@ -110,7 +114,9 @@ class OnnxRuntime(Pass):
         return Result(changed, 1, replay=dataclasses.replace(self, session=session))
 
 
-def _with_fewer_reorderings(model: bytes, options: SessionOptions) -> Engine | None:
+def _with_fewer_reorderings(
+    model: bytes, options: SessionOptions, entered: Sequence[Tensor], expected: Sequence[Tensor]
+) -> Engine | None:
     """An engine with `keep_blocked`; None where there is nothing to gain or ONNX Runtime will not have it."""
     if options.provider != CPU or options.optimization != "all":
         return None
@@ -118,10 +124,15 @@ def _with_fewer_reorderings(model: bytes, options: SessionOptions) -> Engine | N
         blocked = keep_blocked(model, options)
         if blocked is None:
             return None
-        return _engine(OnnxRunner(blocked, dataclasses.replace(options, optimization="none")))
-    except Exception as error:  # whatever it is: the model as it was runs
-        logger.info("ampopt: ONNX Runtime's reorderings stay: %s", first_line(error))
+        engine = _engine(OnnxRunner(blocked, dataclasses.replace(options, optimization="none")))
+        error = max(relative_error(a, b) for a, b in zip(engine(*entered), expected, strict=True))
+    except Exception as failure:  # whatever it is: the model as it was runs
+        logger.info("ampopt: ONNX Runtime's reorderings stay: %s", first_line(failure))
         return None
+    if error > SAME:
+        logger.info("ampopt: ONNX Runtime's reorderings stay: without them the error is %.2g", error)
+        return None
+    return engine
 
 
 def _is_faster(other: Engine, engine: Engine, entered: Sequence[Tensor]) -> bool:
