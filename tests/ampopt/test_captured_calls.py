@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +49,7 @@ def captured() -> CapturedGraph:
     graph._inputs, graph._outputs = [torch.zeros(4)], (torch.zeros(4),)
     graph._strides, graph._index, graph._raw_stream = [(1,)], 0, 7
     graph._graph, graph._forms, graph._next = None, {}, None
+    graph._stream = SimpleNamespace(query=lambda: True)
     made: CapturedGraph = graph
     return made
 
