@@ -137,7 +137,8 @@ def _with_fewer_reorderings(
 
 def _is_faster(other: Engine, engine: Engine, entered: Sequence[Tensor]) -> bool:
     calls = {"as it was": engine, "blocked": other}
-    samplers = {k: latency(functools.partial(call, *entered), torch.device("cpu")) for k, call in calls.items()}
+    cpu = torch.device("cpu")
+    samplers = {name: latency(functools.partial(call, *entered), cpu) for name, call in calls.items()}
     timed = interleave(samplers, seconds=COMPARING_S)
     return gain(timed["as it was"], timed["blocked"]).is_real
 
