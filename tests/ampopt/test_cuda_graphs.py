@@ -14,37 +14,16 @@ import torch
 from torch import Tensor, nn
 
 import ampopt
-from ampopt.cuda_driver import check
-from ampopt.cuda_graphs import FORMS, CapturedGraph, ReplayedProgram
+from ampopt.cuda_graphs import CapturedGraph, ReplayedProgram
 from ampopt.errors import PassError
 from ampopt.ledger import Verdict
-from ampopt.passes import CudaGraph, FoldConvBn
+from ampopt.passes import CudaGraph
 from tests.ampopt import snapshot
 from tests.ampopt.planted import captured_of, module_of, optimize
-from tests.helpers import FP16, FP32, Model, eager_of, largest_error, reference_of, with_statistics
+from tests.ampopt.small_net import PASSES, close, expected, image, net
+from tests.helpers import FP16, FP32, Model, eager_of, largest_error, reference_of
 
 pytestmark = pytest.mark.gpu
-PASSES = (FoldConvBn(), CudaGraph())
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    layers = (nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1))
-    return with_statistics(nn.Sequential(*layers)).cuda()
-
-
-def image(height: int = 32, width: int = 32, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(1, 3, height, width, generator=generator).cuda()
-
-
-def expected(model: nn.Module, x: Tensor) -> Tensor:
-    """The model's answer in strict FP32."""
-    return eager_of(model, [x], FP32)[0]
-
-
-def close(actual: Tensor, wanted: Tensor) -> bool:
-    return actual.shape == wanted.shape and bool((actual - wanted).norm() <= 1e-5 * wanted.norm())
 
 
 @pytest.fixture
@@ -87,68 +66,6 @@ def test_a_second_call_does_not_change_the_result_of_the_first(fast: ampopt.Opti
     assert torch.equal(fast(image(seed=1)), kept)
 
 
-def test_a_call_copies_nothing_and_allocates_only_its_result(fast: ampopt.OptimizedModule) -> None:
-    run = next(iter(fast._served.values())).run
-    assert isinstance(run, CapturedGraph)
-    x = image(seed=1)
-    fast(x)
-    form = next(iter(run._forms.values()))
-    assert [pointer.nodes for pointer in (*form.inputs, *form.outputs)] == [1, 1]
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        fast(x)
-    called = {event.name for event in profile.events()}
-    assert "aten::empty_like" in called
-    assert not called & {"aten::copy_", "aten::clone", "aten::to"}
-
-
-def test_a_result_in_memory_that_other_tensors_had_before_is_not_copied(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(CapturedGraph, "_capture_into_buffers", lambda graph: pytest.fail("copied"))
-    torch.manual_seed(0)
-    linear = [nn.Linear(64, 64) for _ in range(3)]
-    model = nn.Sequential(linear[0], nn.ReLU(), linear[1], nn.ReLU(), linear[2]).cuda().eval()
-    fast = module_of(model, torch.randn(8, 64, device="cuda"), passes=(CudaGraph(),))
-    for _ in range(3):
-        x = torch.randn(8, 64, device="cuda")
-        assert close(fast(x), expected(model, x))
-
-
-def test_results_that_are_read_again_inside_the_graph_are_right() -> None:
-    torch.manual_seed(0)
-    model = Model(lambda m, x: (y := m.linear(x), y.relu(), y.sum()), linear=nn.Linear(64, 64)).cuda()
-    fast = module_of(model, torch.randn(8, 64, device="cuda"), passes=(CudaGraph(),))
-    for _ in range(3):
-        x = torch.randn(8, 64, device="cuda")
-        for found, wanted in zip(fast(x), model(x), strict=True):
-            assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_a_loop_uses_few_forms_of_its_graph_and_any_loop_is_right(
-    model: nn.Module, fast: ampopt.OptimizedModule
-) -> None:
-    run = next(iter(fast._served.values())).run
-    assert isinstance(run, CapturedGraph)
-    result = None
-    for seed in range(20):  # the input and the result of the call before are alive
-        x = image(seed=seed)
-        result = fast(x)
-        assert close(result, expected(model, x))
-    x, seen = image(), []
-    for _ in range(20):
-        fast(x)
-        seen.append(set(run._forms))
-    assert len(seen[-1]) <= FORMS
-    assert seen[5] == seen[-1]  # nothing moves any more
-    kept = []
-    for seed in range(30):
-        kept.append((image(seed=seed), fast(image(seed=seed))))
-        del kept[seed % 3 : seed % 5]
-        assert all(close(y, expected(model, x)) for x, y in kept)
-    assert len(run._forms) == FORMS
-
-
 def test_a_result_belongs_to_the_mode_of_its_own_call(fast: ampopt.OptimizedModule) -> None:
     for inference in (True, False, False, True):
         with torch.inference_mode(inference):
@@ -185,61 +102,6 @@ def test_calls_in_flight_keep_their_own_inputs_and_outputs(
     torch.cuda.synchronize()
     assert len({y.data_ptr() for y in found}) == len(found)
     assert all(close(a, b) for a, b in zip(found, wanted, strict=True))
-
-
-def test_inputs_at_odd_addresses_and_of_other_classes_are_copied(
-    model: nn.Module, fast: ampopt.OptimizedModule
-) -> None:
-    room, x = torch.empty(3 * 32 * 32 + 1, device="cuda"), image(seed=4)
-    shifted = room[1:].view_as(x).copy_(x)
-    negative = torch._neg_view(-x)
-    for laid in (shifted, negative, nn.Parameter(x), x.as_subclass(_Named)):
-        assert close(fast(laid), expected(model, x))
-
-
-class _Named(Tensor):
-    """Some library's own kind of tensor."""
-
-
-def test_a_driver_that_refuses_costs_copies_and_nothing_else(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", logger="ampopt")
-    monkeypatch.setattr("ampopt.graph_pointers.nodes_of", lambda graph: check(801))
-    for outputs in ("copy", "static"):
-        fast = module_of(model, image(), passes=PASSES, outputs=outputs)
-        run = next(iter(fast._served.values())).run
-        assert isinstance(run, CapturedGraph)
-        assert not run._moves
-        assert "copied in every call: RuntimeError: CUDA's driver refuses, with status 801" in caplog.text
-        for seed in range(3):
-            assert close(fast(image(seed=seed)), expected(model, image(seed=seed)))
-
-
-@pytest.mark.parametrize("outputs", ["copy", "static"])
-def test_operands_of_every_kind_are_found(outputs: str) -> None:
-    """cuBLAS packs its parameters, concatenation has addresses in a table, views begin in the middle."""
-    torch.manual_seed(0)
-    cases: tuple[tuple[Callable[[Any, Tensor], Any], Tensor], ...] = (
-        (lambda m, x: m.linear(x), torch.randn(8, 64)),
-        (lambda m, x: m.linear(x.half().float()), torch.randn(8, 64)),
-        (lambda m, x: torch.cat([x[2:], x[:3], x * 2]), torch.randn(5, 64)),
-        (lambda m, x: (x, x[1:], x.relu(), x.sum(0)), torch.randn(5, 64)),
-        (lambda m, x: (x[:, 32:].contiguous(), m.linear.weight, torch.zeros_like(x)), torch.randn(5, 64)),
-        (
-            lambda m, x: torch.zeros_like(m.linear.weight).index_add(0, x, m.linear.weight[:5]),
-            torch.arange(5),
-        ),
-        (lambda m, x: x.argmax(1), torch.randn(5, 64)),
-    )
-    for function, example in cases:
-        model = Model(function, linear=nn.Linear(64, 64)).cuda()
-        x = example.cuda()
-        fast = module_of(model, x, passes=(CudaGraph(),), outputs=outputs)
-        for other in (x.clone(), x.flip(0).contiguous(), x.clone()):
-            found, wanted = fast(other), model(other)
-            pairs = zip(found, wanted, strict=True) if isinstance(wanted, tuple) else [(found, wanted)]
-            assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in pairs)
 
 
 def test_static_outputs_are_overwritten_by_the_next_call_as_documented(model: nn.Module) -> None:
