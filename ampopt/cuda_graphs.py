@@ -139,6 +139,10 @@ class CapturedGraph:
                     return self._call(tensors)
             return self._call(tensors)
 
+    def replay(self) -> None:
+        """Run the captured kernels in the graph's own memory, as `ReplayedProgram` does."""
+        self._graph.replay()
+
     def _call(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if torch._C._cuda_getCurrentRawStream(self._index) != self._raw_stream:
             self._follow_stream()

@@ -45,6 +45,8 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs",
 )
 
+_Restore = Callable[[Sequence[Tensor]], Any]
+
 MOST_KEYS = 4
 """How many kinds of call (strides, calls that the original answers) are remembered for each program kept."""
 
@@ -98,8 +100,8 @@ class OptimizedModule(Deployable):
         self._lock = threading.RLock()
         self._served: OrderedDict[object, _Served] = OrderedDict()
         self._any_strides: dict[object, _Served] = {}
-        self._single: dict[object, tuple[Executable, object]] = {}
-        self._latest: tuple[Callable[[Tensor], bool], Executable] = _NONE_YET
+        self._single: dict[object, tuple[Executable, _Restore, object]] = {}
+        self._latest: tuple[Callable[[Tensor], bool], Executable, _Restore] = _NONE_YET
         self._serve_original = serve_original
         if serve_original:
             self.forward = self._call_original  # type: ignore[method-assign]
@@ -119,16 +121,16 @@ class OptimizedModule(Deployable):
         if len(args) == 1 and not kwargs:
             tensor = args[0]
             if tensor.__class__ is Tensor:
-                same, again = self._latest
+                same, again, restore = self._latest
                 if same(tensor):
-                    return again(tensor)[0]
+                    return restore(again(tensor))
                 found = self._single.get((tensor.shape, tensor.dtype, tensor.stride(), tensor.device))
                 if found is not None:
-                    run, key = found
+                    run, restore, key = found
                     if len(self._served) > 1:
                         self._touch(key)
-                    self._latest = recognizer(tensor), run
-                    return run(tensor)[0]
+                    self._latest = recognizer(tensor), run, restore
+                    return restore(run(tensor))
         return self._general(args, kwargs)
 
     def _call_original(self, *args: Any, **kwargs: Any) -> Any:
@@ -211,8 +213,8 @@ class OptimizedModule(Deployable):
         key = call_key(leaves, spec)
         self._served[key] = served
         single = len(leaves) == 1 and isinstance(leaves[0], Tensor) and spec == _ONE_TENSOR
-        if single and served.layout is not None and served.layout.is_single_tensor:
-            self._single[tensor_key(leaves[0])] = (served.run, key)
+        if single and served.layout is not None:
+            self._single[tensor_key(leaves[0])] = (served.run, served.layout.restore, key)
         programs = self._programs()
         while len(programs) > self._max_shapes:
             oldest = next(key for key, found in self._served.items() if found.layout is not None)
@@ -229,7 +231,7 @@ class OptimizedModule(Deployable):
     def _forget(self, key: object) -> None:
         served = self._served.pop(key)
         self._latest = _NONE_YET
-        self._single = {k: found for k, found in self._single.items() if found[1] != key}
+        self._single = {k: found for k, found in self._single.items() if found[2] != key}
         if all(other is not served for other in self._served.values()):
             self._any_strides = {k: s for k, s in self._any_strides.items() if s is not served}
 
@@ -305,7 +307,7 @@ def _no_answer(*_tensors: Tensor) -> tuple[Tensor, ...]:
     raise AssertionError("no call is recognized yet")
 
 
-_NONE_YET = (_never, _no_answer)
+_NONE_YET = (_never, _no_answer, tuple)
 
 _ONE_TENSOR = flatten_call((torch.empty(0),), {})[1]
 

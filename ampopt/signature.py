@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -94,15 +97,23 @@ class OutputLayout:
     spec: pytree.TreeSpec
     template: tuple[object, ...]
 
-    @property
-    def is_single_tensor(self) -> bool:
-        """Whether the model returns one bare tensor."""
-        return len(self.template) == 1 and self.spec.is_leaf() and self.template[0] is OutputLayout.TENSOR
+    @functools.cached_property
+    def restore(self) -> Callable[[Sequence[Tensor]], Any]:
+        """Makes the model's nested result from the program's flat outputs; the usual ones in no time."""
+        count = len(self.template)
+        if any(leaf is not OutputLayout.TENSOR for leaf in self.template):
+            return self._restore
+        built = pytree.tree_unflatten(list(range(count)), self.spec)
+        if type(built) is int:
+            return operator.itemgetter(0)
+        kind: type[Any] = type(built)
+        if kind in (tuple, list) and list(built) == list(range(count)):
+            return kind
+        if kind in (dict, OrderedDict) and list(built.values()) == list(range(count)):
+            return lambda tensors: kind(zip(built, tensors, strict=True))
+        return self._restore
 
-    def restore(self, tensors: Sequence[Tensor]) -> Any:
-        """The model's nested result made from the program's flat outputs."""
-        if self.is_single_tensor:
-            return tensors[0]
+    def _restore(self, tensors: Sequence[Tensor]) -> Any:
         remaining = iter(tensors)
         leaves = [next(remaining) if leaf is OutputLayout.TENSOR else leaf for leaf in self.template]
         return pytree.tree_unflatten(leaves, self.spec)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from ampopt.errors import InputError
 from ampopt.signature import call_key, check_same_call, describe, flatten_call, flatten_outputs
@@ -73,6 +75,38 @@ def test_a_layout_survives_copies(duplicate: Any) -> None:
     assert again["a"][0] is tensors[0]
     assert again["a"][1] is None
     assert again["b"] == [tensors[1], 3]
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        X,
+        (),
+        (X,),
+        [X, X + 1],
+        (X, (X + 1,)),
+        {"b": X, "a": X + 1},
+        OrderedDict(b=X, a=X + 1),
+        {"a": X, "b": None},
+        Pair(X, X + 1),
+        [{"a": X}],
+        defaultdict(None, a=X),
+    ],
+    ids=repr,
+)
+def test_a_result_of_any_structure_is_put_together_again(result: Any) -> None:
+    tensors, layout = flatten_outputs(result)
+    for _ in range(2):
+        again = layout.restore(tuple(tensors))
+        assert type(again) is type(result)
+        assert pytree.tree_structure(again) == pytree.tree_structure(result)
+        assert all(a is b for a, b in zip(pytree.tree_leaves(again), pytree.tree_leaves(result), strict=True))
+        if isinstance(again, dict):
+            assert list(again) == list(result)
+            again.clear()  # it is the caller's
 
 
 def test_another_dtype_or_device_is_refused_with_what_was_expected() -> None:
