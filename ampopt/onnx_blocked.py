@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ampopt.onnx_options import SessionOptions
-from ampopt.onnx_session import optimized
+from ampopt.onnx_profile import optimized
 
 DOMAIN = "com.microsoft.nchwc"
 

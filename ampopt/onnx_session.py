@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import io
 import math
-import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,8 +31,9 @@ __all__ = [
     "SessionOptions",
     "TensorInfo",
     "check_array",
+    "native_options",
     "onnxruntime",
-    "optimized",
+    "open_session",
     "relative_error",
 ]
 
@@ -76,14 +76,15 @@ class OnnxRunner:
     anew in each thread that calls.
     """
 
-    def __init__(self, model: bytes | Path, options: SessionOptions) -> None:
+    def __init__(self, model: bytes | Path, options: SessionOptions, *, library: Path | None = None) -> None:
         """Load a model; from a path where its weights lie in files beside it.
 
+        `library`: operators beside ONNX Runtime's own.
         Raises SessionError where it does not load, or does so without the provider that was asked for:
         ONNX Runtime by itself goes on with the CPU then.
         """
         self.options = options
-        self._session = _open(model, options)
+        self._session = open_session(model, native_options(options, library), options)
         self.inputs = tuple(_info(argument) for argument in self._session.get_inputs())
         self.outputs = tuple(_info(argument) for argument in self._session.get_outputs())
         self.nodes = _nodes(self._session)
@@ -190,7 +191,11 @@ def onnxruntime() -> Any:
         ) from e
 
 
-def _open(model: bytes | Path, options: SessionOptions, *, save: Path | None = None) -> Any:
+def open_session(model: bytes | Path, native: Any, options: SessionOptions) -> Any:
+    """ONNX Runtime's session of a model, by `native_options`, on the options' provider alone.
+
+    Raises SessionError.
+    """
     ort = onnxruntime()
     available = ort.get_available_providers()
     if options.provider not in available:
@@ -203,9 +208,6 @@ def _open(model: bytes | Path, options: SessionOptions, *, save: Path | None = N
     if options.provider != CPU:
         providers.append(CPU)
     source = model if isinstance(model, bytes) else str(model)
-    native = _native(ort, options)
-    if save is not None:
-        native.optimized_model_filepath = str(save)
     try:
         session = ort.InferenceSession(source, native, providers=providers, enable_fallback=0)
     except Exception as e:
@@ -218,14 +220,6 @@ def _open(model: bytes | Path, options: SessionOptions, *, save: Path | None = N
             f" It needs a GPU with its driver and the libraries that its log names on stderr. {said}".rstrip()
         )
     return session
-
-
-def optimized(model: bytes, options: SessionOptions) -> bytes:
-    """The model as ONNX Runtime optimizes it for this machine. Raises SessionError as a session does."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "optimized.onnx"
-        _open(model, options, save=path)
-        return path.read_bytes()
 
 
 def _preload(ort: Any) -> str:
@@ -246,7 +240,9 @@ def _version(ort: Any) -> tuple[int, ...]:
     return tuple(int(part) for part in ort.__version__.split(".")[:2])
 
 
-def _native(ort: Any, options: SessionOptions) -> Any:
+def native_options(options: SessionOptions, library: Path | None = None) -> Any:
+    """ONNX Runtime's own options for ours, and a library of operators. Raises SessionError."""
+    ort = onnxruntime()
     level = getattr(ort.GraphOptimizationLevel, LEVELS[options.optimization], None)
     if level is None:
         raise SessionError(f"onnxruntime {ort.__version__} has no optimization {options.optimization!r}")
@@ -262,7 +258,14 @@ def _native(ort: Any, options: SessionOptions) -> Any:
         entry = _LINGERS if _version(ort) >= _LINGERS_SINCE else _STOPS
         native.add_session_config_entry(*entry)
     native.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    if library is not None:
+        if _version(ort) < _LIBRARIES_SINCE:
+            raise SessionError(f"onnxruntime {ort.__version__} cannot run our operators in parallel")
+        native.register_custom_ops_library(str(library))
     return native
+
+
+_LIBRARIES_SINCE = (1, 17)
 
 
 def _info(argument: Any) -> TensorInfo:

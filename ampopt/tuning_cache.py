@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from ampopt.cache_folder import cache_folder
 from ampopt.environment import environment
 from ampopt.errors import BundleError
 from ampopt.program import Program
@@ -26,6 +27,9 @@ from ampopt.recipe_file import read_recipe, write_recipe
 from ampopt.transform import Pass
 
 SCHEMA, MOST_FILES, MOST_BYTES = 1, 256, 1 << 20
+
+KINDS = (".json", ".so", ".tmp")
+"""Files in the cache's folder: recipes, our compiled libraries, and what killed processes left behind."""
 
 LIBRARIES = ("triton", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino")
 """Beside torch and its CUDA libraries, which the environment names."""
@@ -76,9 +80,9 @@ class TuningCache:
                 old.unlink(missing_ok=True)
 
     def files(self) -> list[Path]:
-        """All files, the longest unused first; what killed processes left behind is among them."""
+        """All files, the longest unused first."""
         with contextlib.suppress(OSError):
-            found = [*self.folder.glob("*.json"), *self.folder.glob("*.tmp")]
+            found = [file for kind in KINDS for file in self.folder.glob(f"*{kind}")]
             times = {file: file.stat().st_mtime for file in found if file.is_file()}
             return sorted(times, key=times.__getitem__)
         return []
@@ -96,14 +100,9 @@ class TuningCache:
 
 
 def default_cache() -> TuningCache | None:
-    """The user's cache: in the folder $AMPOPT_CACHE (empty: none), else ~/.cache/ampopt/tuning."""
-    if (told := os.environ.get("AMPOPT_CACHE")) is not None:
-        return TuningCache(Path(told)) if told else None
-    try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # a user without a home
-        return None
-    return TuningCache(home / "ampopt" / "tuning")
+    """The user's cache, in `cache_folder`; None where there is none."""
+    folder = cache_folder()
+    return TuningCache(folder) if folder is not None else None
 
 
 def key_of(program: Program, wishes: Mapping[str, object]) -> str:
@@ -138,7 +137,7 @@ def _own_code() -> str:
     """A hash of ampopt's modules: another version of a pass may decide otherwise."""
     digest = hashlib.sha256()
     root = Path(__file__).parent
-    for file in sorted([*root.glob("*.py"), *(root / "passes").glob("*.py")]):
+    for file in sorted([*root.glob("*.py"), *root.glob("passes/*.py"), *root.glob("cpp/*")]):
         digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()
 

@@ -16,10 +16,10 @@ from ampopt.errors import first_line
 from ampopt.graph import calls, is_native
 from ampopt.measure import latency
 from ampopt.numerics import relative_error
-from ampopt.onnx_blocked import keep_blocked
 from ampopt.onnx_graph import OPSETS, model_of
-from ampopt.onnx_options import CPU, PREFERRED, SessionOptions
+from ampopt.onnx_options import PREFERRED, SessionOptions
 from ampopt.onnx_pooling import use_pooling_operators
+from ampopt.onnx_rewrites import STEPS, Rewrites, rewritten
 from ampopt.onnx_session import OnnxRunner, onnxruntime
 from ampopt.onnx_tuning import tune
 from ampopt.program import Border, Program
@@ -34,13 +34,13 @@ TUNING_S = 3.0
 COMPARING_S = 1.5
 """For comparing two sessions."""
 
+PROFILING_S = 2.0
+"""About what it takes to compile our operator and to time every convolution."""
+
 SAME = 1e-4
 """The relative error within which two sessions compute the same."""
 
 Engine = Callable[..., Sequence[Tensor]]
-
-BLOCKED = "blocked"
-"""Among a session's options: its model went through `keep_blocked`."""
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 """What the pass needs; the extra `onnx` brings it."""
@@ -50,15 +50,18 @@ PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 class OnnxRuntime(Pass):
     """Run the graph in ONNX Runtime, with the session options that are fastest on this machine.
 
-    Where that is faster, ONNX Runtime's own optimized graph loses reorderings of its channels first.
+    Where that is faster, ONNX Runtime's own optimized graph loses reorderings of its channels first, and
+    convolutions of 3x3 weights are computed by Winograd's algorithm, where there is a C++ compiler.
 
     Rewrites: what executes the graph. Inputs enter in plain layout, because the runtime chooses its own.
     Requires: a CPU, float32, and the packages of the extra `onnx`.
     Declines: programs that still run under autocast, or that call operators ONNX does not know.
     Correct because: ONNX's operators are the graph's own (`onnx_graph` refuses what has no equal), and the
     runtime computes the same expressions, possibly in another order. Options are only taken where their
-    outputs agree with those of the default options. `onnx_blocked` and `onnx_pooling` are exact.
-    Cost: seconds to export and to measure options; a second copy of the weights.
+    outputs agree with those of the default options. `onnx_blocked` and `onnx_pooling` are exact;
+    `onnx_winograd` computes the same function with another rounding.
+    Cost: seconds to export and to measure options; a second copy of the weights, of which those for
+    Winograd's algorithm have 16 numbers for every 9.
     """
 
     numerics = Numerics.REASSOCIATED
@@ -67,7 +70,7 @@ class OnnxRuntime(Pass):
     slow_to_apply = True
 
     session: tuple[tuple[str, str], ...] | None = None
-    """The session's options, each as JSON, with `BLOCKED` where its model was; None: measure them."""
+    """The session's options and `Rewrites`, each field as JSON; None: measure them."""
 
     def why_not(self, program: Program) -> str | None:
         """See the class."""
@@ -85,7 +88,7 @@ class OnnxRuntime(Pass):
 
     def expected_seconds(self, program: Program) -> float:
         """The export takes some seconds to begin with, and more for every operator."""
-        tuning = TUNING_S + COMPARING_S if self.session is None else 0.0
+        tuning = TUNING_S + 2 * COMPARING_S + PROFILING_S if self.session is None else 0.0
         return 2.0 + 0.02 * sum(1 for _ in calls(program.graph)) + tuning
 
     def apply(self, program: Program) -> Result:
@@ -95,44 +98,57 @@ class OnnxRuntime(Pass):
         entry = tuple(Border(border.dtype) for border in program.entry)
         entered = tuple(b.convert(t) for b, t in zip(entry, program.examples, strict=True))
         model = _as_onnx(program, entered)
-        stored = None if self.session is None else {name: json.loads(value) for name, value in self.session}
-        if stored is None:
+        if self.session is None:
             found = [name for name in PREFERRED if name in onnxruntime().get_available_providers()]
             arrays = [tensor.numpy() for tensor in entered]
-            options, is_blocked = tune(model, arrays, seconds=TUNING_S, providers=found).best, None
+            options = tune(model, arrays, seconds=TUNING_S, providers=found).best
+            engine, rewrites = _fastest(model, options, entered)
         else:
-            is_blocked = stored.pop(BLOCKED, False)
+            stored = {name: json.loads(value) for name, value in self.session}
+            rewrites = Rewrites.taken_from(stored)
             options = SessionOptions.from_dict(stored)
-        engine = _engine(OnnxRunner(model, options))
-        expected = engine(*entered)
-        other = None if is_blocked is False else _with_fewer_reorderings(model, options, entered, expected)
-        if other is not None and (is_blocked or _is_faster(other, engine, entered)):
-            engine, is_blocked = other, True
-        chosen = {**options.to_dict(), BLOCKED: bool(is_blocked)}
+            engine = _engine(OnnxRunner(model, options))
+            if rewrites != Rewrites():
+                tried = _tried(model, options, lambda: rewrites, entered, engine(*entered))
+                engine = tried[0] if tried is not None else engine
+        chosen = {**options.to_dict(), **dataclasses.asdict(rewrites)}
         session = tuple((name, json.dumps(value)) for name, value in chosen.items())
         changed = program.replace(engine=engine, entry=entry)
         return Result(changed, 1, replay=dataclasses.replace(self, session=session))
 
 
-def _with_fewer_reorderings(
-    model: bytes, options: SessionOptions, entered: Sequence[Tensor], expected: Sequence[Tensor]
-) -> Engine | None:
-    """An engine with `keep_blocked`; None where there is nothing to gain or ONNX Runtime will not have it."""
-    if options.provider != CPU or options.optimization != "all":
-        return None
+def _fastest(model: bytes, options: SessionOptions, entered: Sequence[Tensor]) -> tuple[Engine, Rewrites]:
+    """The engine as the options have it, or with its graph rewritten where that is faster; and how."""
+    engine, chosen = _engine(OnnxRunner(model, options)), Rewrites()
+    expected, arrays = engine(*entered), [tensor.numpy() for tensor in entered]
+    for step in STEPS:
+        rewrites = functools.partial(step, model, options, arrays, chosen)
+        tried = _tried(model, options, rewrites, entered, expected)
+        if tried is not None and _is_faster(tried[0], engine, entered):
+            engine, chosen = tried
+    return engine, chosen
+
+
+def _tried(
+    model: bytes,
+    options: SessionOptions,
+    rewrites: Callable[[], Rewrites | None],
+    entered: Sequence[Tensor],
+    expected: Sequence[Tensor],
+) -> tuple[Engine, Rewrites] | None:
+    """An engine with its graph rewritten; None where there is nothing to gain, or it does not do."""
     try:
-        blocked = keep_blocked(model, options)
-        if blocked is None:
+        if (chosen := rewrites()) is None:
             return None
-        engine = _engine(OnnxRunner(blocked, dataclasses.replace(options, optimization="none")))
+        engine = _engine(rewritten(model, options, chosen))
         error = max(relative_error(a, b) for a, b in zip(engine(*entered), expected, strict=True))
-    except Exception as failure:  # whatever it is: the model as it was runs
-        logger.info("ampopt: ONNX Runtime's reorderings stay: %s", first_line(failure))
+    except Exception as failure:  # whatever it is: the graph as it was runs
+        logger.info("ampopt: ONNX Runtime's graph stays as it was: %s", first_line(failure))
         return None
     if error > SAME:
-        logger.info("ampopt: ONNX Runtime's reorderings stay: without them the error is %.2g", error)
+        logger.info("ampopt: ONNX Runtime's graph stays as it was: rewritten, its error is %.2g", error)
         return None
-    return engine
+    return engine, chosen
 
 
 def _is_faster(other: Engine, engine: Engine, entered: Sequence[Tensor]) -> bool:

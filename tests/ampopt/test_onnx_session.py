@@ -15,7 +15,7 @@ from onnx import helper
 
 from ampopt.errors import BundleError, InputError
 from ampopt.onnx_options import CPU, CUDA, LEVELS, SAFE_OPTIONS
-from ampopt.onnx_session import Node, OnnxRunner, SessionError, SessionOptions, _native, relative_error
+from ampopt.onnx_session import Node, OnnxRunner, SessionError, SessionOptions, native_options, relative_error
 from tests.ampopt.onnx_models import convolution, image, model, sum_and_product
 
 HAS_CUDA = CUDA in onnxruntime.get_available_providers()
@@ -282,7 +282,7 @@ def test_threads_rest_soon_after_a_run(
     version: str, after: bool, expected: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(onnxruntime, "__version__", version)
-    native, names = _native(onnxruntime, SessionOptions(spin_after_run=after)), []
+    native, names = native_options(SessionOptions(spin_after_run=after)), []
     for name in ("session.force_spinning_stop", "session.intra_op.spin_duration_us"):
         with contextlib.suppress(RuntimeError):  # no such entry
             names.append((name, native.get_session_config_entry(name)))

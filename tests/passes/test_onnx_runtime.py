@@ -6,7 +6,6 @@ import copy
 import importlib.util
 import json
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +15,6 @@ from torch import nn
 import ampopt
 from ampopt.errors import AmpoptError
 from ampopt.graph import copy_of
-from ampopt.onnx_blocked import keep_blocked
-from ampopt.onnx_options import SessionOptions
 from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn, OnnxRuntime, onnx_runtime
 from ampopt.program import Program
 from ampopt.recipe_file import read_recipe, write_recipe
@@ -174,90 +171,3 @@ def test_an_optimized_model_that_runs_in_it_is_copied_saved_and_opened(
         assert torch.equal(copy.deepcopy(fast)(x), found)
         fast.save(tmp_path / "robot.ampopt", tune_s=0.1)
         assert torch.allclose(ampopt.load(tmp_path / "robot.ampopt")(x), expected, atol=1e-4)
-
-
-def squeeze_and_excite() -> nn.Module:
-    """What `keep_blocked` has something to do with."""
-    torch.manual_seed(0)
-
-    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
-        y = m.first(x).relu()
-        return m.last(y * m.up(m.down(y.mean((2, 3), keepdim=True)).relu()).sigmoid())  # type: ignore[no-any-return]
-
-    conv = nn.Conv2d
-    return Model(
-        forward, first=conv(3, 32, 3), down=conv(32, 16, 1), up=conv(16, 32, 1), last=conv(32, 16, 1)
-    )
-
-
-@pytest.fixture
-def default_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a short sweep takes for the best options is chance, and other graphs have no blocks."""
-    found = SimpleNamespace(best=SessionOptions())
-    monkeypatch.setattr(onnx_runtime, "tune", lambda *_, **__: found)
-
-
-def blocked(step: object) -> bool:
-    assert isinstance(step, OnnxRuntime)
-    assert step.session is not None
-    return bool(json.loads(dict(step.session)["blocked"]))
-
-
-@pytest.mark.usefixtures("default_options")
-@pytest.mark.parametrize("faster", [True, False])
-def test_fewer_reorderings_are_kept_where_they_are_faster_and_in_replays(
-    faster: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(onnx_runtime, "_is_faster", lambda *_: faster)
-    model, x = squeeze_and_excite(), torch.randn(1, 3, 12, 12)
-    program = program_of(model, x)
-    result = OnnxRuntime().apply(program)
-    check_outputs(OnnxRuntime.numerics, program, result.program, model, [x], FP32)
-    assert blocked(result.replay) == faster
-    monkeypatch.setattr(onnx_runtime, "_is_faster", lambda *_: pytest.fail("a replay measures nothing"))
-    asked: list[object] = []
-
-    def keep(*given: Any) -> bytes | None:
-        asked.append(given)
-        return keep_blocked(*given)
-
-    monkeypatch.setattr(onnx_runtime, "keep_blocked", keep)
-    again = result.replay
-    assert again is not None
-    there = program_of(model, torch.randn(1, 3, 16, 10))
-    replayed = again.apply(there)
-    assert len(asked) == faster
-    assert blocked(replayed.replay) == faster
-    check_outputs(OnnxRuntime.numerics, there, replayed.program, model, list(there.examples), FP32)
-
-
-@pytest.mark.usefixtures("default_options")
-@pytest.mark.parametrize("failing", ["it raises", "it is wrong", "it does not load"])
-def test_reorderings_stay_where_doing_without_them_fails(
-    failing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", logger="ampopt")
-    model, x = squeeze_and_excite(), torch.randn(1, 3, 12, 12)
-    program = program_of(model, x)
-    other = onnx_runtime._as_onnx(program_of(Model(lambda m, x: x.mean() * x, a=nn.Linear(1, 1)), x), (x,))
-
-    def keep(*_: object) -> bytes:
-        if failing == "it raises":
-            raise ValueError("planted")
-        return other if failing == "it is wrong" else b"no model"
-
-    monkeypatch.setattr(onnx_runtime, "keep_blocked", keep)
-    result = OnnxRuntime().apply(program)
-    assert not blocked(result.replay)
-    assert "reorderings stay" in caplog.text
-    check_outputs(OnnxRuntime.numerics, program, result.program, model, [x], FP32)
-
-
-@pytest.mark.usefixtures("default_options")
-def test_options_written_before_there_were_blocks_are_read() -> None:
-    model, x = squeeze_and_excite(), torch.randn(1, 3, 12, 12)
-    step = OnnxRuntime().apply(program_of(model, x)).replay
-    assert isinstance(step, OnnxRuntime)
-    assert step.session is not None
-    older = OnnxRuntime(session=tuple(pair for pair in step.session if pair[0] != "blocked"))
-    assert not blocked(older.apply(program_of(model, x)).replay)

@@ -1,0 +1,75 @@
+"""What is done to the graphs that ONNX Runtime makes for a CPU, one step after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from ampopt.errors import BundleError
+from ampopt.onnx_blocked import keep_blocked
+from ampopt.onnx_options import CPU, SessionOptions
+from ampopt.onnx_profile import optimized
+from ampopt.onnx_session import Array, OnnxRunner
+from ampopt.onnx_winograd import quicker_by_winograd, winograd_library, with_winograd
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewrites:
+    """Whether the graph went through `keep_blocked`, and the convolutions that `with_winograd` changed."""
+
+    blocked: bool = False
+    winograd: tuple[str, ...] = ()
+
+    @staticmethod
+    def taken_from(data: dict[str, Any]) -> Rewrites:
+        """Take a rewrite's fields, as JSON has them, out of a mapping. Raises BundleError."""
+        blocked, winograd = data.pop("blocked", False), data.pop("winograd", [])
+        if not isinstance(blocked, bool):
+            raise BundleError(f"blocked is true or false, not {blocked!r}")
+        if not isinstance(winograd, list) or not all(isinstance(name, str) for name in winograd):
+            raise BundleError(f"winograd is a list of names, not {winograd!r}")
+        return Rewrites(blocked, tuple(winograd))
+
+
+def rewritten(model: bytes, options: SessionOptions, rewrites: Rewrites) -> OnnxRunner:
+    """A session with its graph rewritten. Raises SessionError or CompilerError."""
+    if rewrites == Rewrites():
+        return OnnxRunner(model, options)
+    graph, plain = _graph(model, options, rewrites), _plain(options)
+    if not rewrites.winograd:
+        return OnnxRunner(graph, plain)
+    return OnnxRunner(with_winograd(graph, plain, rewrites.winograd), plain, library=winograd_library())
+
+
+def blocked(
+    model: bytes, options: SessionOptions, _arrays: Sequence[Array], before: Rewrites
+) -> Rewrites | None:
+    """With fewer reorderings; None where there are none to save."""
+    changed = _can_be(options) and keep_blocked(model, options)
+    return dataclasses.replace(before, blocked=True) if changed else None
+
+
+def winograd(
+    model: bytes, options: SessionOptions, arrays: Sequence[Array], before: Rewrites
+) -> Rewrites | None:
+    """With fewer multiplications where that is quicker; None where it nowhere is."""
+    if not _can_be(options):
+        return None
+    names = quicker_by_winograd(_graph(model, options, before), _plain(options), arrays)
+    return dataclasses.replace(before, winograd=names) if names else None
+
+
+STEPS = (blocked, winograd)
+
+
+def _can_be(options: SessionOptions) -> bool:
+    return options.provider == CPU and options.optimization == "all"
+
+
+def _plain(options: SessionOptions) -> SessionOptions:
+    return dataclasses.replace(options, optimization="none")
+
+
+def _graph(model: bytes, options: SessionOptions, rewrites: Rewrites) -> bytes:
+    return (keep_blocked(model, options) if rewrites.blocked else None) or optimized(model, options)

@@ -1,0 +1,151 @@
+"""Convolutions of ONNX Runtime's CPU graphs by Winograd's algorithm, in 16 multiplications for every 36.
+
+ONNX Runtime's own convolutions in blocks of channels run at three quarters of what the processor can do, so
+that nothing but fewer multiplications makes them much faster. Those of 3x3 weights and stride 1 become an
+operator of our own, `cpp/onnx_ops.cpp`, which reads and writes the same blocks.
+
+Correct because: over the real numbers F(2x2, 3x3) is the convolution (Lavin and Gray, "Fast Algorithms for
+Convolutional Neural Networks", 2016). Its transforms of images add and subtract only, those of the weights
+are computed in float64. An infinity or NaN in an image may turn up as NaN at neighbouring pixels that a
+direct convolution does not reach.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ampopt.native import library
+from ampopt.onnx_blocked import DOMAIN, block_size
+from ampopt.onnx_options import SessionOptions
+from ampopt.onnx_profile import node_seconds
+from ampopt.onnx_session import Array
+
+OWN_DOMAIN = "ampopt"
+
+ACTIVATIONS = ("", "Relu", "LeakyRelu", "Clip")
+"""What the operator computes with its result; it knows them by their places here."""
+
+TRANSFORM = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])
+
+
+def winograd_library() -> Path:
+    """The compiled operator. Raises CompilerError."""
+    return library("onnx_ops.cpp", f"BLOCK={block_size()}")
+
+
+def quicker_by_winograd(model: bytes, options: SessionOptions, arrays: Sequence[Array]) -> tuple[str, ...]:
+    """The convolutions, named by their results, that are quicker so: measured one by one.
+
+    `model`: as ONNX Runtime has optimized it. Raises CompilerError or SessionError.
+    """
+    changed = with_winograd(model, options)
+    names = _own_results(changed)
+    if not names:
+        return ()
+    before = node_seconds(_named(model), options, arrays)
+    after = node_seconds(_named(changed), options, arrays, library=winograd_library())
+    return tuple(name for name in names if after[name] < before[name])
+
+
+def with_winograd(model: bytes, options: SessionOptions, names: Collection[str] | None = None) -> bytes:
+    """The model with the convolutions `names` by Winograd's algorithm; None: with all that can be.
+
+    `model`: as ONNX Runtime has optimized it.
+    """
+    from onnx import helper, load_from_string
+
+    found = load_from_string(model)
+    weights = {each.name: each for each in found.graph.initializer}
+    chosen = [
+        node
+        for node in found.graph.node
+        if _is_suited(node, weights) and (names is None or node.output[0] in names)
+    ]
+    for node in chosen:
+        _replace(node, weights, found.graph, options)
+    used = {name for node in found.graph.node for name in node.input}
+    for name in weights.keys() - used:
+        found.graph.initializer.remove(weights[name])
+    found.opset_import.append(helper.make_opsetid(OWN_DOMAIN, 1))
+    data: bytes = found.SerializeToString()
+    return data
+
+
+def transformed(weight: Array, block: int) -> Array:
+    """G g Gᵀ of weights (K, C, 3, 3), as `cpp/winograd.h` wants them: (K, 16 C), in its own order."""
+    filters, channels = weight.shape[:2]
+    wide = weight.astype(np.float64)
+    each = np.einsum("ia,kcab,jb->ijck", TRANSFORM, wide, TRANSFORM, optimize=True)
+    each = each.reshape(16, channels, filters).astype(np.float32)
+    groups = [each[:, :, start : start + 2 * block].ravel() for start in range(0, filters, 2 * block)]
+    return np.concatenate(groups).reshape(filters, 16 * channels)
+
+
+def _is_suited(node: Any, weights: dict[str, Any]) -> bool:
+    if node.domain != DOMAIN or node.op_type != "Conv" or node.input[1] not in weights:
+        return False
+    has, block = _attributes(node), block_size()
+    filters, channels = weights[node.input[1]].dims[:2]
+    return (
+        list(has.get("kernel_shape", [])) == [3, 3]
+        and set(has.get("strides", [1])) == set(has.get("dilations", [1])) == {1}
+        and has.get("group", 1) == 1
+        and has.get("auto_pad", b"NOTSET") == b"NOTSET"
+        and has.get("activation", b"").decode() in ACTIVATIONS
+        and filters % block == channels % block == 0
+    )
+
+
+def _attributes(node: Any) -> dict[str, Any]:
+    from onnx import helper
+
+    return {each.name: helper.get_attribute_value(each) for each in node.attribute}
+
+
+def _replace(node: Any, weights: dict[str, Any], graph: Any, options: SessionOptions) -> None:
+    from onnx import helper, numpy_helper
+
+    block, has, name = block_size(), _attributes(node), f"{node.input[1]}_winograd"
+    if name not in {each.name for each in graph.initializer}:
+        stored = numpy_helper.to_array(weights[node.input[1]])
+        filters, channels = stored.shape[:2]
+        blocks = stored.reshape(filters // block, channels // block, 3, 3, block, block)
+        plain = blocks.transpose(0, 5, 1, 4, 2, 3).reshape(filters, channels, 3, 3)
+        graph.initializer.append(numpy_helper.from_array(transformed(plain, block), name))
+    alpha, beta = (*has.get("activation_params", ()), 0.0, 0.0)[:2]
+    pads = dict(zip(("top", "left", "bottom", "right"), has.get("pads", [0] * 4), strict=True))
+    made = helper.make_node(
+        "WinogradConv",
+        [node.input[0], name, *node.input[2:]],
+        node.output,
+        name=node.name,
+        domain=OWN_DOMAIN,
+        activation=ACTIVATIONS.index(has.get("activation", b"").decode()),
+        alpha=float(alpha),
+        beta=float(beta),
+        threads=options.threads or os.cpu_count() or 1,
+        **{f"pad_{side}": count for side, count in pads.items()},
+    )
+    node.CopyFrom(made)
+
+
+def _own_results(model: bytes) -> list[str]:
+    from onnx import load_from_string
+
+    return [n.output[0] for n in load_from_string(model).graph.node if n.domain == OWN_DOMAIN]
+
+
+def _named(model: bytes) -> bytes:
+    """The model with every node named by its first result."""
+    from onnx import load_from_string
+
+    found = load_from_string(model)
+    for node in found.graph.node:
+        node.name = node.output[0]
+    data: bytes = found.SerializeToString()
+    return data

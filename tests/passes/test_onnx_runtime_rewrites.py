@@ -1,0 +1,193 @@
+"""onnx-runtime: ONNX Runtime's own graph is rewritten where that is faster, and stays where it fails."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ampopt import native, onnx_rewrites, onnx_winograd
+from ampopt.errors import BundleError
+from ampopt.onnx_blocked import keep_blocked
+from ampopt.onnx_options import SessionOptions
+from ampopt.passes import OnnxRuntime, onnx_runtime
+from ampopt.recipe_file import read_recipe, write_recipe
+from tests.helpers import FP32, Model, check_outputs, program_of
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, native.COMPILERS)), reason="there is no C++ compiler"
+)
+
+
+def squeeze_and_excite() -> nn.Module:
+    """What `keep_blocked` has something to do with."""
+    torch.manual_seed(0)
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = m.first(x).relu()
+        return m.last(y * m.up(m.down(y.mean((2, 3), keepdim=True)).relu()).sigmoid())  # type: ignore[no-any-return]
+
+    conv = nn.Conv2d
+    return Model(
+        forward, first=conv(3, 32, 3), down=conv(32, 16, 1), up=conv(16, 32, 1), last=conv(32, 16, 1)
+    )
+
+
+@pytest.fixture
+def default_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a short sweep takes for the best options is chance, and other graphs have no blocks."""
+    found = SimpleNamespace(best=SessionOptions())
+    monkeypatch.setattr(onnx_runtime, "tune", lambda *_, **__: found)
+
+
+def blocked(step: object) -> bool:
+    assert isinstance(step, OnnxRuntime)
+    assert step.session is not None
+    return bool(json.loads(dict(step.session)["blocked"]))
+
+
+@pytest.mark.usefixtures("default_options")
+@pytest.mark.parametrize("faster", [True, False])
+def test_fewer_reorderings_are_kept_where_they_are_faster_and_in_replays(
+    faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnx_runtime, "_is_faster", lambda *_: faster)
+    monkeypatch.setattr(onnx_runtime, "STEPS", (onnx_rewrites.blocked,))
+    model, x = squeeze_and_excite(), torch.randn(1, 3, 12, 12)
+    program = program_of(model, x)
+    result = OnnxRuntime().apply(program)
+    check_outputs(OnnxRuntime.numerics, program, result.program, model, [x], FP32)
+    assert blocked(result.replay) == faster
+    monkeypatch.setattr(onnx_runtime, "_is_faster", lambda *_: pytest.fail("a replay measures nothing"))
+    asked: list[object] = []
+
+    def keep(*given: Any) -> bytes | None:
+        asked.append(given)
+        return keep_blocked(*given)
+
+    monkeypatch.setattr(onnx_rewrites, "keep_blocked", keep)
+    again = result.replay
+    assert again is not None
+    there = program_of(model, torch.randn(1, 3, 16, 10))
+    replayed = again.apply(there)
+    assert bool(asked) == faster
+    assert blocked(replayed.replay) == faster
+    check_outputs(OnnxRuntime.numerics, there, replayed.program, model, list(there.examples), FP32)
+
+
+@pytest.mark.usefixtures("default_options")
+@pytest.mark.parametrize("failing", ["it raises", "it is wrong", "it does not load"])
+def test_reorderings_stay_where_doing_without_them_fails(
+    failing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="ampopt")
+    model, x = squeeze_and_excite(), torch.randn(1, 3, 12, 12)
+    program = program_of(model, x)
+    other = onnx_runtime._as_onnx(program_of(Model(lambda m, x: x.mean() * x, a=nn.Linear(1, 1)), x), (x,))
+
+    def keep(*_: object) -> bytes:
+        if failing == "it raises":
+            raise ValueError("planted")
+        return other if failing == "it is wrong" else b"no model"
+
+    monkeypatch.setattr(onnx_rewrites, "keep_blocked", keep)
+    result = OnnxRuntime().apply(program)
+    assert not blocked(result.replay)
+    assert "graph stays as it was" in caplog.text
+    check_outputs(OnnxRuntime.numerics, program, result.program, model, [x], FP32)
+
+
+@pytest.mark.usefixtures("default_options")
+def test_options_written_before_there_were_blocks_are_read() -> None:
+    model, x = squeeze_and_excite(), torch.randn(1, 3, 12, 12)
+    step = OnnxRuntime().apply(program_of(model, x)).replay
+    assert isinstance(step, OnnxRuntime)
+    assert step.session is not None
+    others = [pair for pair in step.session if pair[0] not in ("blocked", "winograd")]
+    older = OnnxRuntime(session=tuple(others))
+    assert not blocked(older.apply(program_of(model, x)).replay)
+
+
+def plain_convolutions() -> nn.Module:
+    """What Winograd's algorithm has something to do with."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d
+    return nn.Sequential(conv(3, 16, 3), conv(16, 32, 3, padding=1), nn.ReLU(), conv(32, 16, 3)).eval()
+
+
+@pytest.fixture
+def winograd_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([2.0, 1.0])
+
+    def seconds(*_: object, **__: object) -> dict[str, float]:
+        time = next(times)
+        return defaultdict(lambda: time)
+
+    monkeypatch.setattr(onnx_runtime, "_is_faster", lambda *_: True)
+    monkeypatch.setattr(onnx_winograd, "node_seconds", seconds)
+
+
+def changed_convolutions(step: object) -> list[str]:
+    assert isinstance(step, OnnxRuntime)
+    return list(json.loads(dict(step.session or ())["winograd"]))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("default_options", "winograd_is_faster")
+def test_convolutions_by_winograd_are_kept_in_replays_and_in_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = plain_convolutions(), torch.randn(1, 3, 12, 12)
+    program = program_of(model, x)
+    result = OnnxRuntime().apply(program)
+    assert len(changed_convolutions(result.replay)) == 2
+    check_outputs(OnnxRuntime.numerics, program, result.program, model, [x], FP32)
+    assert result.replay is not None
+    (again,) = read_recipe(write_recipe((result.replay,)))
+    there = program_of(model, torch.randn(1, 3, 16, 10))
+    loaded: list[Path] = []
+
+    def library() -> Path:
+        loaded.append(onnx_winograd.winograd_library())
+        return loaded[-1]
+
+    monkeypatch.setattr(onnx_rewrites, "winograd_library", library)
+    replayed = again.apply(there)
+    assert loaded
+    check_outputs(OnnxRuntime.numerics, there, replayed.program, model, list(there.examples), FP32)
+
+
+@pytest.mark.usefixtures("default_options", "winograd_is_faster")
+def test_without_a_compiler_the_graph_stays_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="ampopt")
+    monkeypatch.setattr(native, "COMPILERS", ())
+    monkeypatch.delenv("CXX", raising=False)
+    model, x = plain_convolutions(), torch.randn(1, 3, 12, 12)
+    program = program_of(model, x)
+    result = OnnxRuntime().apply(program)
+    assert changed_convolutions(result.replay) == []
+    assert "there is no C++ compiler" in caplog.text
+    check_outputs(OnnxRuntime.numerics, program, result.program, model, [x], FP32)
+    assert isinstance(result.replay, OnnxRuntime)
+    other = {**dict(result.replay.session or ()), "winograd": '["conv2d_1"]'}
+    replayed = OnnxRuntime(session=tuple(other.items())).apply(program)
+    check_outputs(OnnxRuntime.numerics, program, replayed.program, model, [x], FP32)
+
+
+@pytest.mark.parametrize("value", ["3", '"conv"', "[1]", "null"])
+def test_what_a_file_says_of_the_graph_is_checked(value: str) -> None:
+    program = program_of(plain_convolutions(), torch.randn(1, 3, 12, 12))
+    with pytest.raises(BundleError, match="winograd is a list of names"):
+        OnnxRuntime(session=(("winograd", value),)).apply(program)
+    with pytest.raises(BundleError, match="blocked is true or false"):
+        OnnxRuntime(session=(("blocked", value),)).apply(program)
