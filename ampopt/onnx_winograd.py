@@ -57,7 +57,7 @@ def with_winograd(model: bytes, options: SessionOptions, names: Collection[str] 
 
     `model`: as ONNX Runtime has optimized it.
     """
-    from onnx import helper, load_from_string
+    from onnx import helper, load_from_string, numpy_helper
 
     found = load_from_string(model)
     weights = {each.name: each for each in found.graph.initializer}
@@ -66,10 +66,17 @@ def with_winograd(model: bytes, options: SessionOptions, names: Collection[str] 
         for node in found.graph.node
         if _is_suited(node, weights) and (names is None or node.output[0] in names)
     ]
+    replaced: dict[str, str] = {}
     for node in chosen:
-        _replace(node, weights, found.graph, options)
+        name = node.input[1]
+        if name not in replaced:
+            replaced[name] = _unused(f"{name}_winograd", found.graph)
+            made = numpy_helper.from_array(_transformed(weights[name]), replaced[name])
+            found.graph.initializer.append(made)
+        node.CopyFrom(_winograd_conv(node, replaced[name], options))
     used = {name for node in found.graph.node for name in node.input}
-    for name in weights.keys() - used:
+    used.update(value.name for value in found.graph.output)
+    for name in replaced.keys() - used:
         found.graph.initializer.remove(weights[name])
     found.opset_import.append(helper.make_opsetid(OWN_DOMAIN, 1))
     data: bytes = found.SerializeToString()
@@ -107,21 +114,35 @@ def _attributes(node: Any) -> dict[str, Any]:
     return {each.name: helper.get_attribute_value(each) for each in node.attribute}
 
 
-def _replace(node: Any, weights: dict[str, Any], graph: Any, options: SessionOptions) -> None:
-    from onnx import helper, numpy_helper
+def _unused(name: str, graph: Any) -> str:
+    """A name that no tensor has."""
+    taken = {each.name for each in (*graph.initializer, *graph.input)}
+    taken.update(result for node in graph.node for result in node.output)
+    while name in taken:
+        name += "_"
+    return name
 
-    block, has, name = block_size(), _attributes(node), f"{node.input[1]}_winograd"
-    if name not in {each.name for each in graph.initializer}:
-        stored = numpy_helper.to_array(weights[node.input[1]])
-        filters, channels = stored.shape[:2]
-        blocks = stored.reshape(filters // block, channels // block, 3, 3, block, block)
-        plain = blocks.transpose(0, 5, 1, 4, 2, 3).reshape(filters, channels, 3, 3)
-        graph.initializer.append(numpy_helper.from_array(transformed(plain, block), name))
+
+def _transformed(stored: Any) -> Array:
+    """`transformed` of weights that ONNX Runtime has ordered in blocks."""
+    from onnx import numpy_helper
+
+    array, block = numpy_helper.to_array(stored), block_size()
+    filters, channels = array.shape[:2]
+    blocks = array.reshape(filters // block, channels // block, 3, 3, block, block)
+    return transformed(blocks.transpose(0, 5, 1, 4, 2, 3).reshape(filters, channels, 3, 3), block)
+
+
+def _winograd_conv(node: Any, weights: str, options: SessionOptions) -> Any:
+    """Our operator in the place of a convolution."""
+    from onnx import helper
+
+    has = _attributes(node)
     alpha, beta = (*has.get("activation_params", ()), 0.0, 0.0)[:2]
     pads = dict(zip(("top", "left", "bottom", "right"), has.get("pads", [0] * 4), strict=True))
-    made = helper.make_node(
+    return helper.make_node(
         "WinogradConv",
-        [node.input[0], name, *node.input[2:]],
+        [node.input[0], weights, *node.input[2:]],
         node.output,
         name=node.name,
         domain=OWN_DOMAIN,
@@ -131,7 +152,6 @@ def _replace(node: Any, weights: dict[str, Any], graph: Any, options: SessionOpt
         threads=options.threads or os.cpu_count() or 1,
         **{f"pad_{side}": count for side, count in pads.items()},
     )
-    node.CopyFrom(made)
 
 
 def _own_results(model: bytes) -> list[str]:

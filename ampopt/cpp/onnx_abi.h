@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <exception>
 #include <initializer_list>
+#include <stdexcept>
 #include <string>
 #include <vector>
 

@@ -179,6 +179,22 @@ def test_those_that_are_quicker_are_named_and_only_they_are_changed(monkeypatch:
     assert relative_error(runner(changed)(x)[0], OnnxRunner(model, PLAIN)(x)[0]) < 1e-6
 
 
+def test_weights_may_be_shared_and_have_any_name() -> None:
+    model = onnx.load_from_string(two_convolutions()[0])
+    first, second = (node for node in model.graph.node if node.op_type == "Conv")
+    second.input[1] = first.input[1]
+    taken = f"{first.input[1]}_winograd"
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(3, np.float32), taken))
+    model.graph.node.append(onnx.helper.make_node("Neg", [taken], ["other"]))
+    model.graph.output.append(onnx.helper.make_tensor_value_info("other", 1, [3]))
+    data = model.SerializeToString()
+    old, changed = OnnxRunner(data, PLAIN), with_winograd(data, PLAIN)
+    assert operators(changed)["WinogradConv"] == 2
+    x = image(old)
+    for found, wanted in zip(runner(changed)(x), old(x), strict=True):
+        assert relative_error(found, wanted) < 1e-6
+
+
 def test_convolutions_are_timed_one_by_one() -> None:
     model, names = two_convolutions()
     assert set(quicker_by_winograd(model, PLAIN, [image(OnnxRunner(model, PLAIN))])) <= set(names)
