@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from ampopt.onnx_options import SessionOptions
 from ampopt.onnx_session import Array, native_options, open_session
 
-PROFILED = 10
-"""The runs of a session that is profiled."""
+MOST_RUNS, LEAST_RUNS, PROFILING_S = 10, 2, 1.0
+"""The runs of a session that is profiled: as many as that time allows, within these bounds."""
 
 _TIMED = "_kernel_time"
 
@@ -29,7 +30,7 @@ def optimized(model: bytes, options: SessionOptions) -> bytes:
 def node_seconds(
     model: bytes, options: SessionOptions, arrays: Sequence[Array], *, library: Path | None = None
 ) -> dict[str, float]:
-    """The seconds that each node takes, by its name: the least of `PROFILED` runs in ONNX Runtime's profile.
+    """The seconds that each node takes, by its name: the least of several runs in ONNX Runtime's profile.
 
     Raises SessionError as a session does.
     """
@@ -38,8 +39,10 @@ def node_seconds(
         native.enable_profiling, native.profile_file_prefix = True, str(Path(folder) / "profile")
         session = open_session(model, native, options)
         feeds = {each.name: array for each, array in zip(session.get_inputs(), arrays, strict=True)}
-        for _ in range(PROFILED):
-            session.run(None, feeds)
+        end = time.perf_counter() + PROFILING_S
+        for run in range(MOST_RUNS):
+            if run < LEAST_RUNS or time.perf_counter() < end:
+                session.run(None, feeds)
         events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
     least: dict[str, float] = {}
     for event in events:

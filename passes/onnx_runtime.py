@@ -19,6 +19,7 @@ from ampopt.numerics import relative_error
 from ampopt.onnx_graph import OPSETS, model_of
 from ampopt.onnx_options import PREFERRED, SessionOptions
 from ampopt.onnx_pooling import use_pooling_operators
+from ampopt.onnx_profile import PROFILING_S
 from ampopt.onnx_rewrites import STEPS, Rewrites, rewritten
 from ampopt.onnx_session import OnnxRunner, onnxruntime
 from ampopt.onnx_tuning import tune
@@ -33,9 +34,6 @@ TUNING_S = 3.0
 
 COMPARING_S = 1.5
 """For comparing two sessions."""
-
-PROFILING_S = 2.0
-"""About what it takes to compile our operator and to time every convolution."""
 
 SAME = 1e-4
 """The relative error within which two sessions compute the same."""
@@ -88,7 +86,7 @@ class OnnxRuntime(Pass):
 
     def expected_seconds(self, program: Program) -> float:
         """The export takes some seconds to begin with, and more for every operator."""
-        tuning = TUNING_S + 2 * COMPARING_S + PROFILING_S if self.session is None else 0.0
+        tuning = TUNING_S + 2 * (COMPARING_S + PROFILING_S) if self.session is None else 0.0
         return 2.0 + 0.02 * sum(1 for _ in calls(program.graph)) + tuning
 
     def apply(self, program: Program) -> Result:
