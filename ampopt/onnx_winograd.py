@@ -86,9 +86,8 @@ def with_winograd(model: bytes, options: SessionOptions, names: Collection[str] 
 def transformed(weight: Array, block: int) -> Array:
     """G g Gᵀ of weights (K, C, 3, 3), as `cpp/winograd.h` wants them: (K, 16 C), in its own order."""
     filters, channels = weight.shape[:2]
-    wide = weight.astype(np.float64)
-    each = np.einsum("ia,kcab,jb->ijck", TRANSFORM, wide, TRANSFORM, optimize=True)
-    each = each.reshape(16, channels, filters).astype(np.float32)
+    wide = np.kron(TRANSFORM, TRANSFORM) @ weight.reshape(-1, 9).astype(np.float64).T
+    each = wide.astype(np.float32).reshape(16, filters, channels).transpose(0, 2, 1)
     groups = [each[:, :, start : start + 2 * block].ravel() for start in range(0, filters, 2 * block)]
     return np.concatenate(groups).reshape(filters, 16 * channels)
 

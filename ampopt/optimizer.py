@@ -142,9 +142,9 @@ class Optimizer:
         """Try everything that the budget allows and give back the best; Ctrl-C gives the best so far."""
         lanes = lanes_for(self._options.precision, self.device, self._options.amp_dtype)
         with self._interruptible():
-            if not (affordable := self._affordable(lanes)):
-                return self._unchanged()
-            if not self._recall(affordable):
+            if not self._recall(lanes):
+                if not (affordable := self._affordable(lanes)):
+                    return self._unchanged()
                 self._search(affordable)
         if not self._states:
             raise VerificationError("interrupted before anything was tried")
@@ -155,12 +155,18 @@ class Optimizer:
 
     def _recall(self, lanes: Sequence[Lane]) -> bool:
         """Take up every lane where an earlier call left it; False where that is unknown or not good now."""
-        if self._known is None or set(self._known) != {lane.name for lane in lanes}:
+        known = self._known
+        if not known or not known.keys() <= {lane.name for lane in lanes}:
             return False
-        states = [self._manager.open(lane) for lane in lanes]
-        if not all(self._manager.recall(state, self._known[state.lane.name]) for state in states):
+        states = [self._manager.open(lane) for lane in lanes if lane.name in known]
+        if not all(self._manager.recall(state, known[state.lane.name]) for state in states):
             self.ledger.notes.append("what an earlier call had found does not hold any more: tuned anew")
             return False
+        for name in [lane.name for lane in lanes if lane.name not in known]:
+            self.ledger.notes.append(
+                f"the {name} lane was not tried: an earlier call found it too slow to be judged "
+                "(cache=False looks again)"
+            )
         self._states = states
         self.ledger.notes.append("tuned by an earlier call (`ampopt cache` tells where that is kept)")
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import ampopt
 from ampopt.errors import VerificationError
 from ampopt.ledger import ORIGINAL, Verdict
+from ampopt.pass_manager import PassManager
 from ampopt.sampling import Measurement
 from tests.ampopt.planted import Planted, optimize
 from tests.helpers import Model, with_statistics
@@ -64,6 +66,19 @@ def test_a_lane_too_slow_to_be_judged_is_left_out_with_a_note() -> None:
     assert set(report.lanes) == {"fp32"}
     said = "the amp lane was not tried: one call of it takes 0.1"
     assert any(note.startswith(said) for note in report.notes)
+
+
+def test_a_lane_that_was_too_slow_is_not_called_again_by_the_next_optimize(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AMPOPT_CACHE", str(tmp_path))
+    slow = SlowUnderAutocast(nn.Conv2d(3, 8, 3), nn.ReLU())
+    optimize(slow, X, budget_s=5.0)
+    monkeypatch.setattr("ampopt.optimizer.shortest_of_two", lambda *_, **__: pytest.fail("called again"))
+    monkeypatch.setattr(PassManager, "recall", lambda manager, state, recipe: True)
+    report = optimize(slow, X, budget_s=5.0).report
+    assert set(report.lanes) == {"fp32"}
+    assert any("too slow to be judged (cache=False looks again)" in note for note in report.notes)
 
 
 def test_where_no_lane_can_be_judged_the_original_answers() -> None:
