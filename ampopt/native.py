@@ -72,7 +72,9 @@ def _compiler() -> str:
     for name in filter(None, (os.environ.get("CXX"), *COMPILERS)):
         if found := shutil.which(name):
             return found
-    raise CompilerError(f"there is no C++ compiler: $CXX, {', '.join(COMPILERS)} are not to be found")
+    raise CompilerError(
+        f"there is no C++ compiler: $CXX, {', '.join(COMPILERS)} are not to be found; install one of them"
+    )
 
 
 @functools.cache

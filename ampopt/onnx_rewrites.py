@@ -34,8 +34,6 @@ class Rewrites:
 
 def rewritten(model: bytes, options: SessionOptions, rewrites: Rewrites) -> OnnxRunner:
     """A session with its graph rewritten. Raises SessionError or CompilerError."""
-    if rewrites == Rewrites():
-        return OnnxRunner(model, options)
     graph, plain = _graph(model, options, rewrites), _plain(options)
     if not rewrites.winograd:
         return OnnxRunner(graph, plain)

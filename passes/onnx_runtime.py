@@ -95,33 +95,35 @@ class OnnxRuntime(Pass):
             return Result(program, 0)
         entry = tuple(Border(border.dtype) for border in program.entry)
         entered = tuple(b.convert(t) for b, t in zip(entry, program.examples, strict=True))
-        model = _as_onnx(program, entered)
+        model, hints = _as_onnx(program, entered), list[str]()
         if self.session is None:
             found = [name for name in PREFERRED if name in onnxruntime().get_available_providers()]
             arrays = [tensor.numpy() for tensor in entered]
             options = tune(model, arrays, seconds=TUNING_S, providers=found).best
-            engine, rewrites = _fastest(model, options, entered)
+            engine, rewrites = _fastest(model, options, entered, hints)
         else:
             stored = {name: json.loads(value) for name, value in self.session}
             rewrites = Rewrites.taken_from(stored)
             options = SessionOptions.from_dict(stored)
             engine = _engine(OnnxRunner(model, options))
             if rewrites != Rewrites():
-                tried = _tried(model, options, lambda: rewrites, entered, engine(*entered))
+                tried = _tried(model, options, lambda: rewrites, entered, engine(*entered), hints)
                 engine = tried[0] if tried is not None else engine
         chosen = {**options.to_dict(), **dataclasses.asdict(rewrites)}
         session = tuple((name, json.dumps(value)) for name, value in chosen.items())
         changed = program.replace(engine=engine, entry=entry)
-        return Result(changed, 1, replay=dataclasses.replace(self, session=session))
+        return Result(changed, 1, hints=tuple(hints), replay=dataclasses.replace(self, session=session))
 
 
-def _fastest(model: bytes, options: SessionOptions, entered: Sequence[Tensor]) -> tuple[Engine, Rewrites]:
+def _fastest(
+    model: bytes, options: SessionOptions, entered: Sequence[Tensor], hints: list[str]
+) -> tuple[Engine, Rewrites]:
     """The engine as the options have it, or with its graph rewritten where that is faster; and how."""
     engine, chosen = _engine(OnnxRunner(model, options)), Rewrites()
     expected, arrays = engine(*entered), [tensor.numpy() for tensor in entered]
     for step in STEPS:
         rewrites = functools.partial(step, model, options, arrays, chosen)
-        tried = _tried(model, options, rewrites, entered, expected)
+        tried = _tried(model, options, rewrites, entered, expected, hints)
         if tried is not None and _is_faster(tried[0], engine, entered):
             engine, chosen = tried
     return engine, chosen
@@ -133,28 +135,31 @@ def _tried(
     rewrites: Callable[[], Rewrites | None],
     entered: Sequence[Tensor],
     expected: Sequence[Tensor],
+    hints: list[str],
 ) -> tuple[Engine, Rewrites] | None:
-    """An engine with its graph rewritten; None where there is nothing to gain, or it does not do."""
+    """An engine with its graph rewritten; None where there is nothing to gain, or it fails, see `hints`."""
     try:
         if (chosen := rewrites()) is None:
             return None
         engine = _engine(rewritten(model, options, chosen))
         error = max(relative_error(a, b) for a, b in zip(engine(*entered), expected, strict=True))
     except Exception as failure:  # whatever it is: the graph as it was runs
-        logger.info("ampopt: ONNX Runtime's graph stays as it was: %s", first_line(failure))
+        hints.append(f"ONNX Runtime's graph stays as it was: {first_line(failure)}")
+        logger.info("ampopt: %s", hints[-1])
         return None
     if error > SAME:
-        logger.info("ampopt: ONNX Runtime's graph stays as it was: rewritten, its error is %.2g", error)
+        hints.append(f"ONNX Runtime's graph stays as it was: rewritten, its error is {error:.2g}")
+        logger.info("ampopt: %s", hints[-1])
         return None
     return engine, chosen
 
 
 def _is_faster(other: Engine, engine: Engine, entered: Sequence[Tensor]) -> bool:
-    calls = {"as it was": engine, "blocked": other}
+    calls = {"as it was": engine, "rewritten": other}
     cpu = torch.device("cpu")
     samplers = {name: latency(functools.partial(call, *entered), cpu) for name, call in calls.items()}
     timed = interleave(samplers, seconds=COMPARING_S)
-    return gain(timed["as it was"], timed["blocked"]).is_real
+    return gain(timed["as it was"], timed["rewritten"]).is_real
 
 
 def _as_onnx(program: Program, entered: tuple[Tensor, ...]) -> bytes:

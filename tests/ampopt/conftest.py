@@ -7,10 +7,13 @@ import importlib
 from collections.abc import Iterator, Mapping
 
 import pytest
+from torch import nn
 
+import ampopt
 from ampopt import sampling
 from ampopt.sampling import Gain, Measurement, Sampler
-from tests.ampopt.planted import KEEP
+from tests.ampopt.planted import KEEP, module_of
+from tests.ampopt.small_net import PASSES, image, net
 
 TIMED = [
     importlib.import_module(f"ampopt.{name}")
@@ -54,3 +57,15 @@ class _AllKept(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, *details: object) -> None:
         self._scope.__exit__(None, None, None)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """A small network on a GPU; files with other models have their own."""
+    return net()
+
+
+@pytest.fixture
+def fast(model: nn.Module) -> ampopt.OptimizedModule:
+    """The network in a captured graph."""
+    return module_of(model, image(), passes=PASSES)

@@ -26,16 +26,6 @@ from tests.helpers import FP16, FP32, Model, eager_of, largest_error, reference_
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture
-def model() -> nn.Module:
-    return net()
-
-
-@pytest.fixture
-def fast(model: nn.Module) -> ampopt.OptimizedModule:
-    return module_of(model, image(), passes=PASSES)
-
-
 def test_a_replay_equals_eager_on_fresh_inputs_of_any_strides(
     model: nn.Module, fast: ampopt.OptimizedModule
 ) -> None:

@@ -14,20 +14,10 @@ from ampopt.cuda_driver import check
 from ampopt.cuda_graphs import FORMS, CapturedGraph
 from ampopt.passes import CudaGraph
 from tests.ampopt.planted import module_of
-from tests.ampopt.small_net import PASSES, close, expected, image, net
+from tests.ampopt.small_net import PASSES, close, expected, image
 from tests.helpers import Model
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def model() -> nn.Module:
-    return net()
-
-
-@pytest.fixture
-def fast(model: nn.Module) -> ampopt.OptimizedModule:
-    return module_of(model, image(), passes=PASSES)
 
 
 def test_a_call_copies_nothing_and_allocates_only_its_result(fast: ampopt.OptimizedModule) -> None:

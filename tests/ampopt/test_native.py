@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,10 +12,7 @@ import pytest
 
 from ampopt import native
 from ampopt.native import CompilerError, library
-
-needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, native.COMPILERS)), reason="there is no C++ compiler"
-)
+from tests.ampopt.compiler import needs_compiler
 
 
 @pytest.fixture

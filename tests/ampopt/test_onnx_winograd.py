@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampopt import native, onnx_winograd
+from ampopt import onnx_winograd
 from ampopt.onnx_options import SessionError, SessionOptions
 from ampopt.onnx_session import Array, OnnxRunner, relative_error
 
@@ -31,11 +30,10 @@ from ampopt.onnx_winograd import (  # noqa: E402
     winograd_library,
     with_winograd,
 )
+from tests.ampopt.compiler import needs_compiler  # noqa: E402
 from tests.ampopt.image_graphs import Graph, operators  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
-    not any(map(shutil.which, native.COMPILERS)), reason="there is no C++ compiler"
-)
+pytestmark = needs_compiler
 
 OPTIONS = SessionOptions(threads=2)
 PLAIN = dataclasses.replace(OPTIONS, optimization="none")
