@@ -45,7 +45,8 @@ def engine_latency(call: Callable[[], object], device: torch.device) -> Sampler:
 def shortest_of_two(call: Callable[[], object], device: torch.device, *, long_s: float) -> float:
     """Seconds that a call takes: the first one where it is not longer than `long_s`, else the better of two.
 
-    A first call may be long because libraries load and kernels are chosen in it.
+    A first call may be long because libraries load and kernels are chosen in it, or because something else
+    ran on the machine.
     """
 
     def once() -> float:

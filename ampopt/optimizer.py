@@ -36,6 +36,9 @@ REWRITING, TRYING = 0.6, 0.85
 LEAST_REWRITING, LAUNCHING = 0.25, 0.1
 """Shares of it: rewrites may have so much although a way to run takes long; for capturing what they leave."""
 
+COMPARING_S, COMPARING_AGAIN_S = 3.0, 1.0
+"""Seconds of the final comparison at the most: of a search, and of what an earlier call had found."""
+
 CALLS_OF_A_TRIAL = 20
 """Calls that verify and time one pass at the least: three draws, warm-ups, six samples before and after."""
 
@@ -141,14 +144,16 @@ class Optimizer:
     def run(self) -> OptimizedModule:
         """Try everything that the budget allows and give back the best; Ctrl-C gives the best so far."""
         lanes = lanes_for(self._options.precision, self.device, self._options.amp_dtype)
+        recalled = False
         with self._interruptible():
-            if not self._recall(lanes):
+            recalled = self._recall(lanes)
+            if not recalled:
                 if not (affordable := self._affordable(lanes)):
                     return self._unchanged()
                 self._search(affordable)
         if not self._states:
             raise VerificationError("interrupted before anything was tried")
-        self._summarize()
+        self._summarize(COMPARING_AGAIN_S if recalled else COMPARING_S)
         best = self._choose()
         self.ledger.seconds = time.perf_counter() - self._started
         return self._module(None if self.ledger.chosen == ORIGINAL else best)
@@ -204,7 +209,7 @@ class Optimizer:
         for lane in lanes:
             share = REWRITING * whole / len(lanes) if kept else whole
             call = functools.partial(self._verifier.eager(lane.dtype), *examples)
-            seconds = shortest_of_two(call, self.device, long_s=share / CALLS_OF_A_TRIAL)
+            seconds = shortest_of_two(call, self.device, long_s=SLOW_CALL_S)
             judgeable = seconds < SLOW_CALL_S or seconds * CALLS_OF_A_TRIAL < share
             if not judgeable and (not kept or seconds > 2 * fastest):
                 self.ledger.notes.append(
@@ -236,7 +241,7 @@ class Optimizer:
         for state in sorted(self._states, key=lambda s: timed[s.lane.name].median):
             self._manager.choose_engine(state, engines, self._options.allowed(LAUNCHES))
 
-    def _summarize(self) -> None:
+    def _summarize(self, seconds: float) -> None:
         """Time eager and the best of every lane side by side, verify the best once more, write it down."""
         examples = self._captured.program.examples
         calls: dict[str, Any] = {"baseline": lambda: self._verifier.call_original(self._original, examples)}
@@ -246,7 +251,7 @@ class Optimizer:
             calls[f"best {state.lane.name}"] = state.best.call
         with torch.no_grad():
             samplers = {name: engine_latency(call, self.device) for name, call in calls.items()}
-            timed = interleave(samplers, seconds=min(3.0, 0.05 * self._options.budget_s))
+            timed = interleave(samplers, seconds=min(seconds, 0.05 * self._options.budget_s))
         self.ledger.baseline = timed["baseline"]
         for state in self._states:
             lane = state.lane

@@ -36,7 +36,7 @@ def row(entry: Entry) -> tuple[str, ...]:
     latency = _milliseconds(_clock(entry.before, "latency"), _clock(entry.after, "latency"))
     device = _milliseconds(_clock(entry.before, "device"), _clock(entry.after, "device"))
     count = f"{entry.rewrites} rewrites; " if entry.rewrites > 1 else ""
-    took, why = f"{entry.took_s:.1f} s", count + entry.reason
+    took, why = f"{entry.took_s:.1f} s", "; ".join((count + entry.reason, *entry.hints))
     return entry.lane, entry.name, entry.verdict.value, latency, device, gain, error, took, why
 
 

@@ -93,6 +93,7 @@ def test_every_row_and_note_is_in_the_report(write: Any) -> None:
     for part in (
         *COLUMNS,
         "3 rewrites; faster: 2.000x",
+        "a hint",
         "4.000 → 2.000",
         "as you call it now: 4.000 ms",
         "→ fp32 (float32): eager 4.000 ms, optimized 2.000 ms, 2.00x; error 1.0e-07, eager's 1.0e-07",

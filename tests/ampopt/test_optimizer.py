@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import ampopt
 from ampopt.errors import VerificationError
 from ampopt.ledger import ORIGINAL, Verdict
+from ampopt.measure import shortest_of_two
 from ampopt.pass_manager import PassManager
 from ampopt.sampling import Measurement
 from tests.ampopt.planted import Planted, optimize
@@ -66,6 +68,29 @@ def test_a_lane_too_slow_to_be_judged_is_left_out_with_a_note() -> None:
     assert set(report.lanes) == {"fp32"}
     said = "the amp lane was not tried: one call of it takes 0.1"
     assert any(note.startswith(said) for note in report.notes)
+
+
+class StallsOnce(SlowUnderAutocast):
+    """Where something else has the processor for a moment."""
+
+    stalls = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if StallsOnce.stalls:
+            StallsOnce.stalls = False
+            time.sleep(0.2)
+        return super().forward(x)
+
+
+def test_a_stall_does_not_make_a_slow_lane_affordable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stalled(call: Callable[[], object], device: torch.device, *, long_s: float) -> float:
+        StallsOnce.stalls = True
+        return shortest_of_two(call, device, long_s=long_s)
+
+    monkeypatch.setattr("ampopt.optimizer.shortest_of_two", stalled)
+    report = optimize(StallsOnce(nn.Conv2d(3, 8, 3), nn.ReLU()), X, budget_s=5.0).report
+    assert not StallsOnce.stalls
+    assert set(report.lanes) == {"fp32"}
 
 
 def test_a_lane_that_was_too_slow_is_not_called_again_by_the_next_optimize(
