@@ -1,34 +1,134 @@
-"""What a call costs beyond the kernels that it replays."""
+"""What a call costs beyond the kernels that it replays, on every network of the race.
+
+    python -m benchmarks.host_time [--models NAME ...] [--out DIR]
+
+The programs are made by a few quick passes, as the cost does not depend on what the kernels are. Writes
+DIR/<device>/host_time.json and the Markdown table that is made from it; networks that were not run this time
+keep the rows that are there. Needs a CUDA device.
+"""
 
 from __future__ import annotations
 
+import argparse
 import functools
-from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ampopt import OptimizedModule
+from ampopt.capture import Captured, capture, private_copy
 from ampopt.cuda_graphs import CapturedGraph
-from ampopt.ledger import ORIGINAL
+from ampopt.environment import environment
+from ampopt.lanes import Lane, lanes_for
+from ampopt.ledger import ORIGINAL, Ledger
 from ampopt.measure import latency
-from ampopt.sampling import interleave
+from ampopt.passes import BakeAutocast, ChannelsLast, CudaGraph, FoldConvBn
+from ampopt.sampling import Measurement, interleave
+from ampopt.signature import flatten_outputs
+from ampopt.transform import Recipe, replay
+from benchmarks.race_networks import RACE, racer
+from benchmarks.results_files import Row, beyond_replays, commit, heading, results_folder, update
+
+PASSES = (BakeAutocast(), FoldConvBn(), ChannelsLast(), CudaGraph())
 
 
-def beyond_replay(fast: OptimizedModule, inputs: tuple[Tensor, ...], device: torch.device) -> float | None:
-    """Microseconds of a call beyond the bare replay of its kernels in a CUDA graph, borders included.
+def beside_replay(
+    fast: OptimizedModule, inputs: tuple[Tensor, ...], device: torch.device
+) -> dict[str, Measurement] | None:
+    """The latencies of a `call` and of the bare `replay` of its kernels in a CUDA graph, sampled in turn.
 
-    The difference of two median latencies, sampled in turn; None where no CUDA graph answers. The replay is
-    that of the same graph: another capture of the same kernels takes up to 10 us more or less.
+    None where no CUDA graph answers. The replay is that of the same graph: another capture of the same
+    kernels takes up to 10 us more or less.
     """
     if not fast.program.cuda_graph or fast.report.chosen == ORIGINAL:
         return None
     fast(*inputs)
     captured = next(reversed(fast._served.values())).run
     assert isinstance(captured, CapturedGraph)
-    calls: dict[str, Callable[[], object]] = {
-        "call": functools.partial(fast, *inputs),
-        "replay": captured.replay,
-    }
-    timed = interleave({key: latency(call, device) for key, call in calls.items()}, seconds=1.0)
+    call = latency(functools.partial(fast, *inputs), device)
+    return interleave({"call": call, "replay": latency(captured.replay, device)}, seconds=1.0)
+
+
+def beyond_replay(fast: OptimizedModule, inputs: tuple[Tensor, ...], device: torch.device) -> float | None:
+    """Microseconds of a call beyond the bare replay, a difference of two medians; see `beside_replay`."""
+    timed = beside_replay(fast, inputs, device)
+    return None if timed is None else _beyond_us(timed)
+
+
+def _beyond_us(timed: dict[str, Measurement]) -> float:
     return round(1e6 * (timed["call"].median - timed["replay"].median), 2)
+
+
+def measure_network(name: str, device: torch.device) -> Row:
+    """One network in both lanes."""
+    model, inputs = racer(name)
+    original = private_copy(model).to(device).eval()
+    tensors = tuple(tensor.to(device) for tensor in inputs)
+    captured = capture(original, tensors, {}, device)
+    lanes: dict[str, dict[str, Any]] = {}
+    for lane in lanes_for("auto", device):
+        try:
+            fast = _quickly(original, captured, lane)
+            timed = beside_replay(fast, tensors, device)
+            assert timed is not None
+            lanes[lane.name] = {
+                **{key: each.to_dict() for key, each in timed.items()},
+                "beyond_replay_us": _beyond_us(timed),
+                "results": len(flatten_outputs(fast(*tensors))[0]),
+            }
+        except Exception as failure:
+            lanes[lane.name] = {"error": f"{type(failure).__name__}: {failure}"}
+    return {"network": name, "environment": environment(device), "commit": commit(), "lanes": lanes}
+
+
+def _quickly(original: nn.Module, captured: Captured, lane: Lane) -> OptimizedModule:
+    """A captured network after a few passes, in a CUDA graph; nothing is timed."""
+    program = replay(PASSES, lane.start(captured.program))
+    recipe = Recipe(lane.settings, lane.dtype, program.recipe)
+    return OptimizedModule(original, captured, program, recipe, Ledger("network", {}, ()))
+
+
+def to_markdown(rows: list[Row]) -> str:
+    """The rows as a table."""
+    head = ("network", "lane", "tensors in the result", "call us", "replay us", "beyond us")
+    lines = [*heading("Calls beside the replays of their CUDA graphs", rows), ""]
+    lines += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    beyond: list[float] = []
+    for row in rows:
+        for lane, found in row["lanes"].items():
+            if "error" in found:
+                lines.append(f"| {row['network']} | {lane} | – | {found['error']} | – | – |")
+                continue
+            times = [f"{1e3 * found[key]['p50_ms']:.1f}" for key in ("call", "replay")]
+            cells = [row["network"], lane, str(found["results"]), *times, f"{found['beyond_replay_us']:.1f}"]
+            lines.append("| " + " | ".join(cells) + " |")
+            beyond.append(found["beyond_replay_us"])
+    return "\n".join([*lines, "", *([beyond_replays(beyond)] if beyond else [])]) + "\n"
+
+
+def write_row(folder: Path, row: Row) -> None:
+    """Add or replace a network's row in host_time.json and make the table anew."""
+    rows = update(folder / "host_time.json", [row], lambda each: each["network"], RACE)
+    (folder / "host_time.md").write_text(to_markdown(rows), encoding="utf-8")
+
+
+def main() -> None:
+    """Measure every network asked for and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--models", nargs="+", choices=RACE, default=list(RACE), metavar="NAME")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device, and without one there are no CUDA graphs")
+    device = torch.device("cuda", 0)
+    folder = results_folder(options.out, device)
+    for name in options.models:
+        with torch.no_grad():
+            write_row(folder, measure_network(name, device))
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
