@@ -44,7 +44,8 @@ def race(
     network: str, entered: Sequence[Contestant], device: torch.device, seconds: float = SECONDS
 ) -> dict[str, Any]:
     """Run one network: for every contestant its facts and times, or why it has none."""
-    rows: dict[str, dict[str, Any]] = {each.name: {"lane": each.lane} for each in entered}
+    now = commit()
+    rows: dict[str, dict[str, Any]] = {each.name: {"lane": each.lane, "commit": now} for each in entered}
     with tempfile.TemporaryDirectory(prefix="ampopt-race-") as folder, contextlib.ExitStack() as stack:
         write_parts(network, device, Path(folder))
         racers: dict[str, Racer] = {}
@@ -94,7 +95,7 @@ def race(
     return {
         "network": network,
         "environment": environment(device),
-        "commit": commit(),
+        "commit": now,
         "contestants": rows,
     }
 
@@ -123,13 +124,14 @@ def write_row(folder: Path, row: dict[str, Any]) -> None:
 
 
 def _with_other_lanes(row: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-    """A row with the contestants of an older one whose lanes it has not; both commits are then named."""
+    """A row with the contestants of an older one whose lanes it has not; all commits are then named."""
     lanes = {each["lane"] for each in row["contestants"].values()}
     kept = {name: each for name, each in old["contestants"].items() if each["lane"] not in lanes}
     if not kept:
         return row
-    commits = dict.fromkeys([*old["commit"].split(", "), row["commit"]])
-    return {**row, "commit": ", ".join(commits), "contestants": {**kept, **row["contestants"]}}
+    everybody = {**kept, **row["contestants"]}
+    commits = dict.fromkeys(each["commit"] for each in everybody.values())
+    return {**row, "commit": ", ".join(commits), "contestants": everybody}
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ def to_markdown(rows: Sequence[Row]) -> str:
     parts = [
         *heading("The race", rows),
         "TF32 is off in the FP32 lane. Contestants in processes of their own, sampled in turn on the same",
-        "inputs; all take float32 and give float32 that stays the caller's. Each row's commit: see the JSON.",
+        "inputs; all take float32 and give float32 that stays the caller's.",
         "",
     ]
     for lane in LANES:
@@ -89,29 +89,35 @@ def ours(row: Row, lane: str) -> float | None:
     return None if found is None else float(found)
 
 
+_SUMMARY = (
+    *("network", "best peer", "its ms", "ampopt ms", "best peer / ampopt", "ampopt's error / eager's"),
+    *("a call beyond its replay, µs", "commit"),
+)
+
+
 def summary(rows: Sequence[Row], lane: str) -> list[str]:
     """How ampopt stands against the best peer of a lane on each network; the geometric mean last."""
-    lines, ratios = [], {}
+    lines, ratios, beyond = list[str](), dict[str, float](), list[float]()
     for row in rows:
         peer, mine = best_peer(row, lane), ours(row, lane)
         if peer is None or mine is None:
             continue
         ratios[row["network"]] = ratio = peer[1] / mine
-        cells = (row["network"], peer[0], f"{peer[1]:.3f}", f"{mine:.3f}", f"{ratio:.3f}", _errors(row, lane))
+        times = (f"{peer[1]:.3f}", f"{mine:.3f}", f"{ratio:.3f}")
+        us = row["contestants"][f"ampopt {lane}"].get("beyond_replay_us")
+        beyond += [] if us is None else [us]
+        shown = "–" if us is None else f"{us:.1f}"
+        made_at = row["contestants"][f"ampopt {lane}"]["commit"]
+        cells = (row["network"], peer[0], *times, _errors(row, lane), shown, made_at)
         lines.append("| " + " | ".join(cells) + " |")
     if not ratios:
         return []
     worst = min(ratios, key=ratios.__getitem__)
-    beyond = [
-        us
-        for row in rows
-        if (us := row["contestants"].get(f"ampopt {lane}", {}).get("beyond_replay_us")) is not None
-    ]
     return [
         "### The best peer against ampopt",
         "",
-        "| network | best peer | its ms | ampopt ms | best peer / ampopt | ampopt's error / eager's |",
-        "|---" * 6 + "|",
+        "| " + " | ".join(_SUMMARY) + " |",
+        "|---" * len(_SUMMARY) + "|",
         *lines,
         "",
         f"- geometric mean {geometric_mean(list(ratios.values())):.3f}, "

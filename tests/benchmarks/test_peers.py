@@ -43,7 +43,7 @@ def row(network: str, **times: float | str) -> dict[str, Any]:
         lane = "amp" if key.endswith("_amp") else "fp32"
         name = f"ampopt {lane}" if key.startswith("ampopt") else key
         facts = {"prepare_s": 1.0, "relative_error": 1e-6, "bytes": 2**20, "p50_ms": value, "p99_ms": value}
-        found[name] = {"lane": lane} | ({"error": value} if isinstance(value, str) else facts)
+        found[name] = {"lane": lane, "commit": "c"} | ({"error": value} if isinstance(value, str) else facts)
     return {"network": network, "environment": {"device": "d"}, "commit": "c", "contestants": found}
 
 
@@ -110,7 +110,9 @@ def test_outputs_become_float32_and_others_stay() -> None:
 
 def test_a_lane_that_was_not_run_keeps_what_it_had(tmp_path: Path) -> None:
     write_row(tmp_path, row("cropunet", eager=1.0, ampopt=1.0, gone=3.0))
-    newer = row("cropunet", eager_amp=0.5, ampopt_amp=0.4) | {"commit": "d"}
+    newer = row("cropunet", eager_amp=0.5, ampopt_amp=0.4)
+    for each in newer["contestants"].values():
+        each["commit"] = "d"
     write_row(tmp_path, newer)
     (found,) = json.loads((tmp_path / "peers.json").read_text())
     assert list(found["contestants"]) == ["eager", "ampopt fp32", "gone", "eager_amp", "ampopt amp"]
@@ -119,6 +121,9 @@ def test_a_lane_that_was_not_run_keeps_what_it_had(tmp_path: Path) -> None:
     (found,) = json.loads((tmp_path / "peers.json").read_text())
     assert list(found["contestants"]) == ["eager_amp", "ampopt amp", "eager", "ampopt fp32"]
     assert "commit c, d." in (tmp_path / "peers.md").read_text()
+    write_row(tmp_path, row("cropunet", eager_amp=0.5, ampopt_amp=0.4))
+    (found,) = json.loads((tmp_path / "peers.json").read_text())
+    assert found["commit"] == "c", "what no contestant is of is named no more"
 
 
 @pytest.mark.slow
@@ -136,7 +141,7 @@ def test_a_race_has_a_row_for_everybody_and_reasons_for_those_who_failed(
         assert found[name]["relative_error"] < 1e-5
         assert found[name]["prepare_s"] > 0
     assert found["eager"]["samples"] == found["TorchScript"]["samples"]
-    assert found["nobody"] == {"lane": "fp32", "error": "StopIteration"}
+    assert found["nobody"] == {"lane": "fp32", "commit": made["commit"], "error": "StopIteration"}
     write_row(tmp_path, made)
     assert "- nobody: StopIteration (linear5x128)" in (tmp_path / "peers.md").read_text()
     assert (tmp_path / "peers.png").stat().st_size > 1000
@@ -173,8 +178,8 @@ def test_the_best_peer_is_the_fastest_of_the_lane_that_is_not_ours() -> None:
 def test_errors_are_shown_beside_eagers() -> None:
     made = row("resnet18", eager=4.0, ampopt=1.0, ampopt_amp=1.0, TorchScript_amp=2.0)
     made["contestants"]["ampopt fp32"]["relative_error"] = 2e-6
-    assert "| resnet18 | eager | 4.000 | 1.000 | 4.000 | 2.00 |" in summary([made], "fp32")
-    assert "| resnet18 | TorchScript_amp | 2.000 | 1.000 | 2.000 | – |" in summary([made], "amp")
+    assert "| resnet18 | eager | 4.000 | 1.000 | 4.000 | 2.00 | – | c |" in summary([made], "fp32")
+    assert "| resnet18 | TorchScript_amp | 2.000 | 1.000 | 2.000 | – | – | c |" in summary([made], "amp")
 
 
 def test_a_lane_shows_those_who_run_in_it() -> None:
