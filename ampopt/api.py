@@ -71,7 +71,8 @@ def optimize(
         amp_dtype: torch.float16 or torch.bfloat16; None: float16 on CUDA, bfloat16 on a CPU.
         exclude: names of passes to leave out (`ampopt passes` lists them).
         cache: use what an earlier call found for the same graph, shapes, device and libraries, and keep what
-            this one finds; it is verified and timed anew. `ampopt cache` tells where, and clears it.
+            this one finds; it is verified and timed anew. `ampopt cache` tells where, and clears it. Exported
+            and compiled code is kept there in any case; AMPOPT_CACHE="" keeps nothing.
         progress: show a progress line; None: where the standard error is a terminal.
 
     Returns:

@@ -99,7 +99,7 @@ def save_bundle(
     manifest: dict[str, Any] = {
         "ampopt": __version__,
         "created": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "model": {"name": module.report.model, "sha256": model_hash(captured)},
+        "model": {"name": module.report.model, "sha256": model_hash(captured.program.graph)},
         "lane": {"name": "amp" if low else "fp32", "dtype": _dtype(recipe.lane_dtype)},
         "inputs": _border(test.inputs),
         "outputs": _border(test.outputs),

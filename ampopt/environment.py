@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
 import os
 import platform
+from pathlib import Path
 
 import torch
 
 from ampopt.version import __version__
+
+LIBRARIES = ("triton", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino")
+"""Beside torch and its CUDA libraries, which the environment names."""
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -49,3 +57,22 @@ def _driver() -> str:
         return next((word for word in words if word[0].isdigit() and "." in word), "unknown")
     except OSError:
         return "unknown"
+
+
+@functools.cache
+def own_code() -> str:
+    """A hash of ampopt's modules: another version of a pass may decide otherwise."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parent
+    for file in sorted([*root.glob("*.py"), *root.glob("passes/*.py"), *root.glob("cpp/*")]):
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def library_versions() -> list[str]:
+    """The versions of `LIBRARIES`, those that are installed."""
+    found = []
+    for name in LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return found

@@ -161,7 +161,7 @@ def export_onnx(
                 f"the exported model is wrong, and was not written: {check.reason}; force=True keeps it, "
                 "marked as failed"
             )
-        identity = model_hash(captured)
+        identity = model_hash(captured.program.graph)
         append_metadata(written, _metadata(check, identity, precision, io, target))
         external = publish(written, place)
     return OnnxReport(

@@ -36,9 +36,6 @@ REWRITING, TRYING = 0.6, 0.85
 LEAST_REWRITING, LAUNCHING = 0.25, 0.1
 """Shares of it: rewrites may have so much although a way to run takes long; for capturing what they leave."""
 
-COMPARING_S, COMPARING_AGAIN_S = 3.0, 1.0
-"""Seconds of the final comparison at the most: of a search, and of what an earlier call had found."""
-
 CALLS_OF_A_TRIAL = 20
 """Calls that verify and time one pass at the least: three draws, warm-ups, six samples before and after."""
 
@@ -47,6 +44,19 @@ SLOW_CALL_S = 0.05
 
 AUTO_TOLERANCE = 1e-2
 """The largest relative error of a lane that `precision="auto"` chooses where the user gives no tolerance."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Care:
+    """Random inputs that programs are verified on beside the examples; how the last comparison is made."""
+
+    draws: int
+    seconds: float
+    least_rounds: int
+
+
+SEARCHING, RECALLING = Care(2, 3.0, 6), Care(1, 1.0, 3)
+"""The care that a search takes, and that taken where an earlier one's outcome is only looked at again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,22 +129,34 @@ class Optimizer:
     ) -> None:
         """`original` is a private copy in evaluation mode; `started` is on `time.perf_counter`'s clock."""
         self._original, self._captured, self._options, self._started = original, captured, options, started
-        self._max_captures = max_captures
+        self._progress, self._stage, self._max_captures = progress, stage, max_captures
         program = captured.program
         self.device = program.device
         inputs = tuple(describe(example) for example in program.examples)
         self.ledger = Ledger(name, environment(self.device), inputs)
-        self._verifier = Verifier(original, captured, tolerance=options.tolerance, metric=options.metric)
-        if self._verifier.note:
-            self.ledger.notes.append(self._verifier.note)
-        deadline = started + TRYING * options.budget_s  # the rest is for the final comparison
-        self._manager = PassManager(
-            program, self._verifier, self.ledger, deadline=deadline, progress=progress, stage=stage
-        )
         self._states: list[LaneState] = []
         self._cache = default_cache() if options.cache else None
         self._key = key_of(program, options.wishes()) if self._cache else ""
         self._known = self._cache.find(self._key) if self._cache else None
+        self._begin(SEARCHING if self._known is None else RECALLING)
+        if self._verifier.note:
+            self.ledger.notes.append(self._verifier.note)
+
+    def _begin(self, care: Care) -> None:
+        """Prepare to verify and time programs."""
+        self._care, options, captured = care, self._options, self._captured
+        self._verifier = Verifier(
+            self._original, captured, tolerance=options.tolerance, metric=options.metric, draws=care.draws
+        )
+        deadline = self._started + TRYING * options.budget_s  # the rest is for the last comparison
+        self._manager = PassManager(
+            captured.program,
+            self._verifier,
+            self.ledger,
+            deadline=deadline,
+            progress=self._progress,
+            stage=self._stage,
+        )
 
     @property
     def is_tuned(self) -> bool:
@@ -144,16 +166,15 @@ class Optimizer:
     def run(self) -> OptimizedModule:
         """Try everything that the budget allows and give back the best; Ctrl-C gives the best so far."""
         lanes = lanes_for(self._options.precision, self.device, self._options.amp_dtype)
-        recalled = False
         with self._interruptible():
-            recalled = self._recall(lanes)
-            if not recalled:
+            if not self._recall(lanes):
                 if not (affordable := self._affordable(lanes)):
                     return self._unchanged()
                 self._search(affordable)
         if not self._states:
             raise VerificationError("interrupted before anything was tried")
-        self._summarize(COMPARING_AGAIN_S if recalled else COMPARING_S)
+        if len(self.ledger.lanes) < len(self._states):
+            self._summarize()
         best = self._choose()
         self.ledger.seconds = time.perf_counter() - self._started
         return self._module(None if self.ledger.chosen == ORIGINAL else best)
@@ -163,18 +184,27 @@ class Optimizer:
         known = self._known
         if not known or not known.keys() <= {lane.name for lane in lanes}:
             return False
-        states = [self._manager.open(lane) for lane in lanes if lane.name in known]
-        if not all(self._manager.recall(state, known[state.lane.name]) for state in states):
-            self.ledger.notes.append("what an earlier call had found does not hold any more: tuned anew")
-            return False
+        self._states = [self._manager.open(lane) for lane in lanes if lane.name in known]
+        if not all(self._manager.recall(state, known[state.lane.name]) for state in self._states):
+            return self._forget("is not right any more")
+        self._summarize()
+        if any(gain(lane.eager, lane.best).is_loss for lane in self.ledger.lanes.values()):
+            return self._forget("is slower than the original now")
         for name in [lane.name for lane in lanes if lane.name not in known]:
             self.ledger.notes.append(
                 f"the {name} lane was not tried: an earlier call found it too slow to be judged "
                 "(cache=False looks again)"
             )
-        self._states = states
         self.ledger.notes.append("tuned by an earlier call (`ampopt cache` tells where that is kept)")
         return True
+
+    def _forget(self, why: str) -> bool:
+        """Start anew where what an earlier call had found is no good; False."""
+        self.ledger.notes.append(f"what an earlier call had found {why}: tuned anew")
+        self.ledger.lanes.clear()
+        self._states = []
+        self._begin(SEARCHING)
+        return False
 
     def _search(self, lanes: Sequence[Lane]) -> None:
         """Try everything in every lane, and keep what was found for the next call."""
@@ -241,7 +271,7 @@ class Optimizer:
         for state in sorted(self._states, key=lambda s: timed[s.lane.name].median):
             self._manager.choose_engine(state, engines, self._options.allowed(LAUNCHES))
 
-    def _summarize(self, seconds: float) -> None:
+    def _summarize(self) -> None:
         """Time eager and the best of every lane side by side, verify the best once more, write it down."""
         examples = self._captured.program.examples
         calls: dict[str, Any] = {"baseline": lambda: self._verifier.call_original(self._original, examples)}
@@ -251,7 +281,8 @@ class Optimizer:
             calls[f"best {state.lane.name}"] = state.best.call
         with torch.no_grad():
             samplers = {name: engine_latency(call, self.device) for name, call in calls.items()}
-            timed = interleave(samplers, seconds=min(seconds, 0.05 * self._options.budget_s))
+            seconds = min(self._care.seconds, 0.05 * self._options.budget_s)
+            timed = interleave(samplers, seconds=seconds, least=self._care.least_rounds)
         self.ledger.baseline = timed["baseline"]
         for state in self._states:
             lane = state.lane

@@ -122,7 +122,7 @@ class PassManager:
         state.rewritten, self._deadline = state.best.program, whole
 
     def recall(self, state: LaneState, recipe: tuple[Pass, ...]) -> bool:
-        """Replay a recipe that won before; whether it is right and still faster, and so the best."""
+        """Replay a recipe that won before; whether it is whole and right, and so the best; not timed."""
         if recipe:
             self._try(state, "tuned before", [_Recall(recipe)], state.base)
         return state.best.program.recipe == recipe
@@ -255,6 +255,10 @@ class PassManager:
         if wrong is not None:
             self._record(entry, verdict=Verdict.REVERTED, reason=wrong)
             return None
+        if isinstance(step, _Recall):
+            state.best = candidate
+            self._record(entry, verdict=Verdict.KEPT, reason="it won before; the last comparison times it")
+            return candidate.program
         entry = self._time(entry, step, state.best, candidate)
         assert entry.gain is not None
         if step.enables_others and (not entry.gain.is_loss or entry.gain.ratio >= LEAST_ENABLING):

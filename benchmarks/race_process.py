@@ -40,7 +40,7 @@ WINDOW, WARM_UP_S = 8, 5.0
 COMPILERS = min(8, os.cpu_count() or 1)
 """Processes in which inductor compiles; by default it begins one for every core, contestant by contestant."""
 
-CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "AMPOPT_CACHE")
 
 LONG_CALL_S = 0.5
 """A shorter call is timed after an untimed one: threads have rested since the contestant's last turn."""

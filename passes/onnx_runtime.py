@@ -16,6 +16,7 @@ from ampopt.errors import first_line
 from ampopt.graph import calls, is_native
 from ampopt.measure import latency
 from ampopt.numerics import relative_error
+from ampopt.onnx_cache import exported
 from ampopt.onnx_graph import OPSETS, model_of
 from ampopt.onnx_options import PREFERRED, SessionOptions
 from ampopt.onnx_pooling import use_pooling_operators
@@ -171,10 +172,13 @@ def _as_onnx(program: Program, entered: tuple[Tensor, ...]) -> bytes:
     inputs = [f"input_{index}" for index in range(len(entered))]
     outputs = [f"output_{index}" for index in range(len(results))]
     none = tuple(dict[int, str]() for _ in entered)
-    model = model_of(program.graph, entered, OPSETS["onnxruntime"], inputs, outputs, none)
-    use_pooling_operators(model)
-    data: bytes = onnx_ir.to_proto(model).SerializeToString()
-    return data
+
+    def export() -> object:
+        model = model_of(program.graph, entered, OPSETS["onnxruntime"], inputs, outputs, none)
+        use_pooling_operators(model)
+        return onnx_ir.to_proto(model)
+
+    return exported(program.graph, entered, export)
 
 
 def _engine(runner: OnnxRunner) -> Engine:

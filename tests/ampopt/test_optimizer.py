@@ -17,7 +17,7 @@ from ampopt.errors import VerificationError
 from ampopt.ledger import ORIGINAL, Verdict
 from ampopt.measure import shortest_of_two
 from ampopt.pass_manager import PassManager
-from ampopt.sampling import Measurement
+from ampopt.sampling import Gain, Measurement
 from tests.ampopt.planted import Planted, optimize
 from tests.helpers import Model, with_statistics
 
@@ -104,6 +104,54 @@ def test_a_lane_that_was_too_slow_is_not_called_again_by_the_next_optimize(
     report = optimize(slow, X, budget_s=5.0).report
     assert set(report.lanes) == {"fp32"}
     assert any("too slow to be judged (cache=False looks again)" in note for note in report.notes)
+
+
+@pytest.fixture
+def tuned(model: nn.Module, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> nn.Module:
+    """A model that an earlier call has tuned."""
+    monkeypatch.setenv("AMPOPT_CACHE", str(tmp_path))
+    monkeypatch.setattr("ampopt.optimizer.gain", lambda before, after: Gain(2.0, 2.0, 2.0))
+    assert len(optimize(model, X, precision="fp32").report.entries) > 1
+    return model
+
+
+def test_what_won_before_is_verified_and_only_timed_beside_the_original(
+    tuned: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PassManager, "_time", lambda *_: pytest.fail("timed by itself"))
+    report = optimize(tuned, X, precision="fp32").report
+    assert any("tuned by an earlier call" in note for note in report.notes)
+    assert report.verified
+    assert report.lanes["fp32"].best.median > 0
+    for entry in report.entries:  # none, where nothing had won
+        assert (entry.name, entry.verdict, entry.gain) == ("tuned before", Verdict.KEPT, None)
+        assert entry.error is not None
+
+
+def test_what_won_before_and_is_slower_now_is_tuned_anew(
+    tuned: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ampopt.optimizer.gain", lambda before, after: Gain(0.5, 0.5, 0.5))
+    report = optimize(tuned, X, precision="fp32").report
+    assert "what an earlier call had found is slower than the original now: tuned anew" in report.notes
+    assert {"fold-conv-bn", "channels-last"} <= {entry.name for entry in report.entries}
+    assert report.chosen == ORIGINAL
+
+
+def test_an_interrupted_look_at_what_won_before_is_finished(
+    tuned: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = iter([KeyboardInterrupt()])
+
+    def interrupted_once(call: object, device: torch.device) -> None:
+        for interrupt in checks:
+            raise interrupt
+
+    monkeypatch.setattr("ampopt.optimizer.peak_memory", interrupted_once)
+    report = optimize(tuned, X, precision="fp32").report
+    assert "interrupted: this is the best so far" in report.notes
+    assert set(report.lanes) == {"fp32"}
+    assert report.chosen == "fp32"
 
 
 def test_where_no_lane_can_be_judged_the_original_answers() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import ampopt
-from ampopt import tuning_cache
+from ampopt import cache_folder, tuning_cache
 from ampopt.optimizer import Options
 from ampopt.passes import Compile, FoldConvBn, RemoveInferenceNoops
 from ampopt.program import Program
@@ -69,7 +69,7 @@ def spoil_byte(data: bytes) -> bytes:
         lambda data: b"[1, 2]",
         lambda data: b"\xff\xfe",
         lambda data: b"[" * 100_000,
-        lambda data: data + b" " * tuning_cache.MOST_BYTES,
+        lambda data: data + b" " * cache_folder.MOST_BYTES,
     ],
 )
 def test_a_damaged_file_is_never_believed_and_is_removed(
@@ -116,7 +116,7 @@ def test_recipes_with_a_users_own_pass_are_not_stored(cache: TuningCache) -> Non
 def test_it_stays_bounded_and_the_longest_unused_go(
     cache: TuningCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning_cache, "MOST_FILES", 3)
+    monkeypatch.setattr(cache_folder, "MOST_FILES", 3)
     for number in range(3):
         cache.store(f"{number}" * 64, RECIPES)
         os.utime(cache.folder / f"{str(number) * 64}.json", (number, number))
@@ -190,8 +190,8 @@ def test_other_libraries_devices_or_code_are_other_keys(monkeypatch: pytest.Monk
     made, own = program(), key_of(program(), WISHES)
     for name, value in (
         ("environment", lambda device: {"torch": "1.0"}),
-        ("_versions", lambda: ["triton 1.0"]),
-        ("_own_code", lambda: "another"),
+        ("library_versions", lambda: ["triton 1.0"]),
+        ("own_code", lambda: "another"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(tuning_cache, name, value)
@@ -219,7 +219,7 @@ def test_a_second_call_takes_up_what_the_first_found(tmp_path: Path, monkeypatch
         assert second.program.recipe == first.program.recipe
         assert len(second.report.entries) <= 1 < tried
     else:  # a busy machine: what won before was not faster this time
-        assert any("does not hold any more" in note for note in second.report.notes)
+        assert any("tuned anew" in note for note in second.report.notes)
     assert second.report.verified
     x = torch.randn(1, 3, 64, 64)
     assert torch.allclose(first(x), second(x), atol=1e-4)
@@ -237,7 +237,7 @@ def test_a_recipe_that_does_not_apply_is_left_and_everything_tried_anew(
     cache, key = TuningCache(tmp_path), file.stem
     cache.store(key, {"fp32": (ampopt.passes.MergeLinearChain(), FoldConvBn())})
     fast = optimized(precision="fp32", budget_s=5)
-    assert any("does not hold any more" in note for note in fast.report.notes)
+    assert any("tuned anew" in note for note in fast.report.notes)
     assert fast.report.verified
     found = json.loads(file.read_text())["lanes"]["fp32"]
     assert "merge-linear-chain" not in [step["pass"] for step in found]
