@@ -7,10 +7,13 @@ between their launches removed: the time of a CUDA-graph replay. On a CPU the tw
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt import sampling
 from ampopt.sampling import Sampler
@@ -42,22 +45,48 @@ def engine_latency(call: Callable[[], object], device: torch.device) -> Sampler:
     return latency(call, device, long_s=LONG_ENGINE_CALL_S if device.type == "cpu" else sampling.LONG_CALL_S)
 
 
-def shortest_of_two(call: Callable[[], object], device: torch.device, *, long_s: float) -> float:
+def shortest_of_two(
+    call: Callable[[], object], device: torch.device, *, long_s: float, most_s: float
+) -> float:
     """Seconds that a call takes: the first one where it is not longer than `long_s`, else the better of two.
 
     A first call may be long because libraries load and kernels are chosen in it, or because something else
-    ran on the machine.
+    ran on the machine. A call is given up after `most_s`, before its next operator; infinity for two such.
     """
 
     def once() -> float:
         synchronize(device)
         start = time.perf_counter()
-        call()
-        synchronize(device)
+        try:
+            with _GivingUp(start + most_s):
+                call()
+            synchronize(device)
+        except _GivenUpError:
+            return math.inf
         return time.perf_counter() - start
 
     first = once()
     return first if first <= long_s else min(first, once())
+
+
+class _GivenUpError(Exception):
+    """A call was given up."""
+
+
+class _GivingUp(TorchDispatchMode):
+    """Raises `_GivenUpError` at the first operator after a time on `time.perf_counter`'s clock."""
+
+    def __init__(self, at: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._at = at
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """See the class."""
+        if time.perf_counter() > self._at:
+            raise _GivenUpError
+        return func(*args, **(kwargs or {}))
 
 
 def device_time(replay: Callable[[], object], device: torch.device, *, sample_s: float = 2e-3) -> Sampler:

@@ -17,7 +17,7 @@ from ampopt.cuda_graphs import Outputs
 from ampopt.environment import environment
 from ampopt.errors import InputError, VerificationError
 from ampopt.lanes import Lane, lanes_for
-from ampopt.ledger import ORIGINAL, LaneSummary, Ledger
+from ampopt.ledger import ORIGINAL, LaneSummary, Ledger, Verdict
 from ampopt.measure import engine_latency, latency, peak_memory, shortest_of_two
 from ampopt.pass_manager import LaneState, PassManager, Progress
 from ampopt.passes import ENGINES, LAUNCHES, PIPELINE, AllowTf32, BakeAutocast
@@ -216,7 +216,8 @@ class Optimizer:
             self._manager.rewrite(state, self._options.pipeline(), deadline=deadline)
         self._try_engines([None])
         self._try_engines(self._options.allowed(ENGINES))
-        if self._cache is not None:
+        tried = {entry.lane for entry in self.ledger.entries if entry.verdict is not Verdict.NOT_TRIED}
+        if self._cache is not None and all(state.lane.name in tried for state in self._states):
             self._cache.store(self._key, {s.lane.name: s.best.program.recipe for s in self._states})
 
     def _seconds_for_rewriting(self) -> float:
@@ -238,13 +239,13 @@ class Optimizer:
         kept: list[Lane] = []
         for lane in lanes:
             share = REWRITING * whole / len(lanes) if kept else whole
+            most_s = max(SLOW_CALL_S, share / CALLS_OF_A_TRIAL, 2 * fastest)
             call = functools.partial(self._verifier.eager(lane.dtype), *examples)
-            seconds = shortest_of_two(call, self.device, long_s=SLOW_CALL_S)
-            judgeable = seconds < SLOW_CALL_S or seconds * CALLS_OF_A_TRIAL < share
-            if not judgeable and (not kept or seconds > 2 * fastest):
+            seconds = shortest_of_two(call, self.device, long_s=SLOW_CALL_S, most_s=most_s)
+            if seconds > most_s:
                 self.ledger.notes.append(
-                    f"the {lane.name} lane was not tried: one call of it takes {seconds:.2g} s here, so that "
-                    f"no pass could be judged within {share:.2g} s of the time budget"
+                    f"the {lane.name} lane was not tried: one call of it takes over {most_s:.2g} s here, so "
+                    f"that no pass could be judged within {share:.2g} s of the time budget"
                 )
                 continue
             kept.append(lane)
