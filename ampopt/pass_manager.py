@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -17,7 +17,7 @@ from ampopt.ledger import Entry, Ledger, Timing, Verdict
 from ampopt.measure import device_time, engine_latency, latency, peak_memory, synchronize
 from ampopt.program import Program
 from ampopt.rehearsal import Stage
-from ampopt.sampling import Measurement, gain, interleave
+from ampopt.sampling import Measurement, Sampler, gain, interleave, joined
 from ampopt.transform import Family, Numerics, Pass, Result, replay
 from ampopt.verify import Verifier
 
@@ -33,6 +33,9 @@ HOST_SHARE = 0.25
 
 DEVICE_S = 0.15
 """Seconds of a comparison on the device clock, whose samples lie within a thousandth of each other."""
+
+LARGE_GAIN, MORE_ROUNDS = 1.1, 3
+"""From which ratio on a gain that the noise may have made is looked at longer, and how many times at most."""
 
 Progress = Callable[[str, str], None]
 """Told (lane, pass) when work on a pass begins."""
@@ -288,7 +291,7 @@ class PassManager:
         replays = {name: device_time(graph.replay, device) for name, graph in graphs.items()}
         judged_on_host = is_of_host or len(replays) < 2
         share = 1.0 if judged_on_host else HOST_SHARE
-        on_host = interleave(calls, seconds=share * self._sample_s)
+        on_host = self._on_host(calls, share * self._sample_s, patient=judged_on_host)
         on_device: dict[str, Measurement] = interleave(replays, seconds=DEVICE_S) if replays else {}
         judge = on_host if judged_on_host else on_device
         return dataclasses.replace(
@@ -298,6 +301,19 @@ class PassManager:
             gain=gain(judge["before"], judge["after"]),
             memory=peak_memory(candidate.call, device),
         )
+
+    def _on_host(
+        self, calls: Mapping[str, Sampler], seconds: float, *, patient: bool
+    ) -> dict[str, Measurement]:
+        """`before` and `after`, in turn; for longer where a large gain is not yet clear of the noise."""
+        timed = interleave(calls, seconds=seconds)
+        for _ in range(MORE_ROUNDS if patient else 0):
+            found = gain(timed["before"], timed["after"])
+            if found.is_real or found.ratio < LARGE_GAIN or time.perf_counter() > self._deadline:
+                break
+            more = interleave(calls, seconds=seconds)
+            timed = {name: joined(first, more[name]) for name, first in timed.items()}
+        return timed
 
     def _check_device(self, name: str) -> None:
         """Say so at once where a failed pass has left the CUDA context unusable."""

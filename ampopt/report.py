@@ -36,7 +36,9 @@ def row(entry: Entry) -> tuple[str, ...]:
     latency = _milliseconds(_clock(entry.before, "latency"), _clock(entry.after, "latency"))
     device = _milliseconds(_clock(entry.before, "device"), _clock(entry.after, "device"))
     count = f"{entry.rewrites} rewrites; " if entry.rewrites > 1 else ""
-    took, why = f"{entry.took_s:.1f} s", "; ".join((count + entry.reason, *entry.hints))
+    more = f" (and {len(entry.hints) - 1} more)" if len(entry.hints) > 1 else ""
+    hint = f"; {entry.hints[0]}{more}" if entry.hints else ""
+    took, why = f"{entry.took_s:.1f} s", count + entry.reason + hint
     return entry.lane, entry.name, entry.verdict.value, latency, device, gain, error, took, why
 
 

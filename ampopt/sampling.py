@@ -75,6 +75,11 @@ def gain(before: Measurement, after: Measurement) -> Gain:
     return Gain(statistics.median(ratios), ratios[rank], ratios[len(ratios) - 1 - rank])
 
 
+def joined(first: Measurement, second: Measurement) -> Measurement:
+    """The samples of both, as of one longer measurement."""
+    return Measurement(first.samples + second.samples)
+
+
 def _interval_rank(n: int) -> int:
     """The largest r for which order statistics r and n-1-r hold the median with 95 % confidence."""
     tail, rank = 0.5**n, 0

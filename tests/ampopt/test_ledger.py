@@ -31,7 +31,7 @@ def ledger(**changes: Any) -> Ledger:
             gain=Gain(2.0, 1.9, 2.1),
             error=1e-7,
             limit=1e-5,
-            hints=("a hint",),
+            hints=("a hint", "another"),
         ),
         Entry("fp32", "channels-last", Verdict.REVERTED, "slower: 0.9x", before=Timing(measured(2))),
         Entry("fp32", "wrong-one", Verdict.REVERTED, "NaN", error=float("inf"), limit=float("inf")),
@@ -93,7 +93,7 @@ def test_every_row_and_note_is_in_the_report(write: Any) -> None:
     for part in (
         *COLUMNS,
         "3 rewrites; faster: 2.000x",
-        "a hint",
+        "a hint (and 1 more)",
         "4.000 → 2.000",
         "as you call it now: 4.000 ms",
         "→ fp32 (float32): eager 4.000 ms, optimized 2.000 ms, 2.00x; error 1.0e-07, eager's 1.0e-07",

@@ -44,6 +44,26 @@ def test_each_pass_is_compared_with_the_best_so_far(monkeypatch: pytest.MonkeyPa
     assert bench.kept == ["good", "better"]
 
 
+@pytest.mark.parametrize(
+    ("good", "rounds", "verdict"),
+    [
+        ([0.5] * 6 + [1.5] + [0.5] * 99, 2, Verdict.KEPT),  # one disturbance, then none
+        ([0.5, 1.5] * 99, 4, Verdict.REVERTED),  # nothing but noise
+        ([0.95] * 6 + [1.5] + [0.95] * 99, 1, Verdict.REVERTED),  # a small gain is not worth more time
+        ([0.5] * 99, 1, Verdict.KEPT),
+    ],
+)
+def test_a_large_gain_in_the_noise_is_looked_at_longer(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module, good: list[float], rounds: int, verdict: Verdict
+) -> None:
+    samples = iter(good)
+    bench = Bench(monkeypatch, net, X, cost=lambda names: next(samples) if names else 1.0)
+    (entry, *_) = bench.rewrite(GOOD)
+    assert entry.verdict is verdict
+    assert entry.after is not None
+    assert len(entry.after.latency.samples) == 6 * rounds
+
+
 def test_a_pass_that_raises_is_a_failed_row_and_the_run_goes_on(
     monkeypatch: pytest.MonkeyPatch, net: nn.Module
 ) -> None:
