@@ -47,16 +47,22 @@ def keep(file: Path, data: bytes) -> None:
 def kept(file: Path) -> bytes | None:
     """What is in a file, which is then the last used one; None where there is none.
 
-    Raises OSError where it cannot be read, ValueError where it is larger than any that is kept.
+    Raises OSError where it cannot be read, ValueError where it is another user's or larger than any that is
+    kept.
     """
     try:
-        if file.stat().st_size > MOST_BYTES:
-            raise ValueError("too large")
+        if not is_ours(file) or file.stat().st_size > MOST_BYTES:
+            raise ValueError(f"{file} cannot be what was kept")
         data = file.read_bytes()
         os.utime(file)  # the oldest go first
     except FileNotFoundError:
         return None
     return data
+
+
+def is_ours(file: Path) -> bool:
+    """Whether nobody else can have put a file there: what is kept is run."""
+    return not hasattr(os, "getuid") or file.stat().st_uid == os.getuid()
 
 
 def drop(file: Path) -> None:

@@ -106,7 +106,7 @@ def list_passes(as_json: Annotated[bool, Option("--json", help="As JSON, on stdo
 
 @app.command("cache")
 def show_cache(clear: Annotated[bool, Option("--clear", help="Remove everything.")] = False) -> None:
-    """Tell where tuning results are kept, and how many; or clear them."""
+    """Tell where tuning results, exports and compiled code are kept, and how many files; or clear them."""
     if (kept := default_cache()) is None:
         typer.echo("there is no cache: AMPOPT_CACHE is empty")
     elif clear:

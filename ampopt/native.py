@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ampopt.cache_folder import cache_folder
+from ampopt.cache_folder import cache_folder, is_ours
 from ampopt.errors import AmpoptError
 
 SOURCES = Path(__file__).parent / "cpp"
@@ -47,7 +47,7 @@ def library(source: str, *macros: str) -> Path:
     folder = cache_folder() or Path(_own_folder().name)
     file = folder / f"{source.partition('.')[0]}-{_key(command)}.so"
     try:
-        if file.exists() and _is_ours(file):
+        if file.exists() and is_ours(file):
             os.utime(file)  # the oldest go first
         else:
             folder.mkdir(parents=True, exist_ok=True)
@@ -55,11 +55,6 @@ def library(source: str, *macros: str) -> Path:
     except OSError as error:
         raise CompilerError(f"the compiled {source} cannot be kept in {folder}: {error}") from error
     return file
-
-
-def _is_ours(file: Path) -> bool:
-    """Whether nobody else can have put it there: it will be run."""
-    return not hasattr(os, "getuid") or file.stat().st_uid == os.getuid()
 
 
 @functools.cache

@@ -104,11 +104,11 @@ def summary(rows: Sequence[Row], lane: str) -> list[str]:
             continue
         ratios[row["network"]] = ratio = peer[1] / mine
         times = (f"{peer[1]:.3f}", f"{mine:.3f}", f"{ratio:.3f}")
-        us = row["contestants"][f"ampopt {lane}"].get("beyond_replay_us")
+        facts = row["contestants"][f"ampopt {lane}"]
+        us = facts.get("beyond_replay_us")
         beyond += [] if us is None else [us]
         shown = "–" if us is None else f"{us:.1f}"
-        made_at = row["contestants"][f"ampopt {lane}"]["commit"]
-        cells = (row["network"], peer[0], *times, _errors(row, lane), shown, made_at)
+        cells = (row["network"], peer[0], *times, _errors(row, lane), shown, facts["commit"])
         lines.append("| " + " | ".join(cells) + " |")
     if not ratios:
         return []

@@ -59,8 +59,8 @@ class OnnxRuntime(Pass):
     runtime computes the same expressions, possibly in another order. Options are only taken where their
     outputs agree with those of the default options. `onnx_blocked` and `onnx_pooling` are exact;
     `onnx_winograd` computes the same function with another rounding.
-    Cost: seconds to export and to measure options; a second copy of the weights, of which those for
-    Winograd's algorithm have 16 numbers for every 9.
+    Cost: seconds to export, once for a program (`onnx_cache`), and to measure options; a second copy of the
+    weights, of which those for Winograd's algorithm have 16 numbers for every 9.
     """
 
     numerics = Numerics.REASSOCIATED

@@ -124,6 +124,14 @@ def test_a_damaged_file_is_not_believed_and_is_replaced(
     assert found(made) == expected
 
 
+def test_another_users_file_is_not_believed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = program()
+    export(made)
+    monkeypatch.setattr("os.getuid", lambda: -1)
+    with pytest.raises(pytest.fail.Exception, match="exported anew"):
+        found(made)
+
+
 def test_a_model_of_many_other_weights_is_not_kept(folder: Path) -> None:
     made, transposed = program(), torch.zeros(MOST_BYTES // 4)
     for _ in range(2):
