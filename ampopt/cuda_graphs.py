@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -15,14 +16,23 @@ from torch.nn import Parameter
 
 from ampopt import flags
 from ampopt.errors import PassError, first_line
-from ampopt.graph_pointers import ReadyGraph
+from ampopt.graph_pointers import Operands, ReadyGraph
+from ampopt.measure import device_time
 from ampopt.numerics import relative_error
 from ampopt.program import Program
+from ampopt.sampling import interleave
 
 logger = logging.getLogger("ampopt")
 
 WARM_UPS = 3
 """Runs before the capture: library handles, workspaces and algorithm searches must exist by then."""
+
+INSTANCES = 6
+"""Instances of a captured graph that are timed. An H200 takes up to 4 % longer for one than for another,
+and always as long for the same one: where the driver puts its parameters in memory decides."""
+
+INSTANCES_S, LONG_GRAPH_S = 0.05, 5e-3
+"""Seconds in which they are timed, and a graph's own from which on it makes no difference worth the time."""
 
 _search_thread = ThreadPoolExecutor(1, thread_name_prefix="ampopt-cudnn-search")
 """Where programs that search cuDNN's algorithms are captured; see `_capture`."""
@@ -73,17 +83,41 @@ def _capture(
     return flags.work_elsewhere(_search_thread, work) if program.settings.search_algorithms else work()
 
 
+def _by_speed(instances: Sequence[ReadyGraph], device: torch.device) -> list[ReadyGraph]:
+    """Instances of one graph, the fastest first; all of them run."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    samplers = {
+        str(place): device_time(functools.partial(ready.launch, stream), device)
+        for place, ready in enumerate(instances)
+    }
+    if samplers["0"]() > LONG_GRAPH_S:
+        return list(instances)
+    timed = interleave(samplers, seconds=INSTANCES_S, least=3)
+    return [instances[int(place)] for place in sorted(timed, key=lambda place: timed[place].median)]
+
+
 class ReplayedProgram:
-    """A whole run of a program in a CUDA graph, conversions at its border included, for the device clock."""
+    """A whole run of a program in a CUDA graph, conversions at its border included, for the device clock.
+
+    It is the fastest of a few instances, so that two programs are not compared by where theirs happen to be.
+    """
 
     def __init__(self, program: Program) -> None:
         """Capture a run on the program's example inputs. Raises PassError where that fails."""
         self._inputs = [example.clone() for example in program.examples]  # the graph reads these
         self._graph, self._outputs = _capture(program, lambda: program.run(*self._inputs))
+        self._index = program.device.index or 0
+        self._ready: ReadyGraph | None = None
+        with contextlib.suppress(*_REFUSALS):
+            instances = [ReadyGraph(self._graph) for _ in range(INSTANCES)]
+            self._ready = _by_speed(instances, program.device)[0]
 
     def replay(self) -> None:
         """Run the captured kernels."""
-        self._graph.replay()
+        if self._ready is not None:
+            self._ready.launch(torch._C._cuda_getCurrentRawStream(self._index))
+        else:
+            self._graph.replay()
 
 
 Outputs = Literal["copy", "static"]
@@ -95,8 +129,19 @@ ALIGNED = 256
 SAME = 1e-2
 """The relative error within which two runs of one graph are the same: some operators add in any order."""
 
-FORMS = 6
-"""Ready forms of a captured graph, each for other addresses: those of a loop's tensors take turns in few."""
+FORMS = 3
+"""Instances of a captured graph that stay, each for other inputs: those of a loop take turns in few."""
+
+_REFUSALS = (OSError, AttributeError, RuntimeError)
+"""There is no driver, it has not got a function, or one refuses."""
+
+
+class _Form:
+    """An instance of a graph and the results of its next call: it writes into their memory."""
+
+    def __init__(self, ready: ReadyGraph) -> None:
+        self.ready = ready
+        self.outputs: tuple[Tensor, ...] | None = None
 
 
 class CapturedGraph:
@@ -104,13 +149,15 @@ class CapturedGraph:
 
     A call reads the caller's tensors where they are. With `outputs="copy"` it writes into fresh tensors, with
     "static" into buffers that the next call overwrites. To that end the addresses in the graph's nodes are
-    changed (`graph_pointers`); whether the results are then the same is tried once, after the capture. As
-    changed addresses have to be sent to the GPU before a launch, the graph is kept ready in up to `FORMS`
-    forms, for the addresses that were used first; and memory for the results of the next call is taken while
-    the GPU works on this one's. Inputs that are laid out otherwise than the examples, or begin at an odd
-    address, are copied into a buffer first. Where addresses cannot be changed, everything is copied in and
-    out. Safe from several threads and streams: one call at a time, and a call from another stream waits for
-    the work of the one before.
+    changed (`graph_pointers`); whether the results are then the same is tried once, after the capture. While
+    the GPU works on a call, memory for the results of the next one is taken, and its addresses are set: so
+    that a loop launches one instance of the graph, and nothing but the launch is between a call and its
+    kernels. (Instances that take turns push each other's parameters out of the GPU's cache: up to 25 us.)
+    Inputs at other addresses than before have an instance of their own, up to `FORMS` of the fastest of
+    `INSTANCES`; after that, the one that has been there for longest is set to them. Inputs that are laid out
+    otherwise than the examples, or begin at an odd address, are copied into a buffer first. Where addresses
+    cannot be changed, everything is copied in and out. Safe from several threads and streams: one call at a
+    time, and a call from another stream waits for the work of the one before.
     """
 
     def __init__(self, program: Program, *, outputs: Outputs = "copy") -> None:
@@ -121,11 +168,11 @@ class CapturedGraph:
             self._raw_stream = self._stream.cuda_stream
             self._inputs = [tensor.detach().to(program.device, copy=True) for tensor in program.examples]
             self._graph, self._outputs = _capture(program, self._body)
-            self._forms: dict[tuple[int, ...], ReadyGraph] = {}
+            self._spare: list[ReadyGraph] = []
+            self._forms: dict[tuple[int, ...], _Form] = {}
             self._moves = self._can_move()
         self._strides = [tensor.stride() for tensor in self._inputs]
         self._index = program.device.index or 0
-        self._next: tuple[tuple[Tensor, ...], tuple[int, ...]] | None = None
 
     def _body(self) -> tuple[Tensor, ...]:
         """The outputs as the caller is promised."""
@@ -139,57 +186,59 @@ class CapturedGraph:
                     return self._call(tensors)
             return self._call(tensors)
 
-    def replay(self) -> None:
-        """Run the captured kernels in the graph's own memory, as `ReplayedProgram` does."""
-        self._graph.replay()
+    def bare_launch(self, *tensors: Tensor) -> Callable[[], None]:
+        """What launches the kernels of a call alone, for measurements: its tensors have to stay alive."""
+        self(*tensors)
+        if not self._moves:
+            return self._graph.replay
+        return functools.partial(self._forms[self._sources(tensors)].ready.launch, self._raw_stream)
 
     def _call(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if torch._C._cuda_getCurrentRawStream(self._index) != self._raw_stream:
             self._follow_stream()
+        sources = self._sources(tensors)
         if not self._moves:
-            for tensor, buffer in zip(tensors, self._inputs, strict=True):
-                _copied(tensor, buffer)
             torch._C._CUDAGraph.replay(self._graph)
             return self._outputs if self._is_static else tuple([output.clone() for output in self._outputs])
-        sources = tuple(
-            [
-                tensor.data_ptr() if _is_laid_out(tensor, strides) else _copied(tensor, buffer)
-                for tensor, strides, buffer in zip(tensors, self._strides, self._inputs, strict=True)
-            ]
-        )
+        form = self._forms.get(sources) or self._form_for(sources)
+        outputs = form.outputs
+        if outputs is None or (outputs and outputs[0].is_inference() != torch.is_inference_mode_enabled()):
+            outputs = self._prepare(form, sources)
         if self._is_static:
-            self._launch(sources)
-            return self._outputs
-        outputs, targets = self._next or self._fresh()
-        self._next = None
-        if outputs and outputs[0].is_inference() != torch.is_inference_mode_enabled():
-            outputs, targets = self._fresh()
-        self._launch(sources + targets)
-        with contextlib.suppress(torch.OutOfMemoryError):  # then the next call will say so, if it still is
-            self._next = self._fresh()
+            form.ready.launch(self._raw_stream)
+            return outputs
+        form.outputs = None
+        form.ready.launch(self._raw_stream)
+        with contextlib.suppress(RuntimeError):  # no memory: then the next call will say so, if it still is
+            self._prepare(form, sources)
         return outputs
 
-    def _fresh(self) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Memory for the results of one call, and its addresses."""
-        outputs = tuple([torch.empty_like(output) for output in self._outputs])
-        return outputs, tuple([output.data_ptr() for output in outputs])
+    def _sources(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        """Where the graph finds a call's tensors: in their own memory, or copied into its inputs."""
+        sources = [
+            tensor.data_ptr() if self._moves and _is_laid_out(tensor, strides) else _copied(tensor, buffer)
+            for tensor, strides, buffer in zip(tensors, self._strides, self._inputs, strict=True)
+        ]
+        return tuple(sources)
 
-    def _launch(self, addresses: tuple[int, ...]) -> None:
-        """Launch on inputs and outputs at these addresses."""
-        form = self._forms.get(addresses)
-        if form is None:
-            form = self._moved(addresses)
-        form.launch(self._raw_stream)
+    def _prepare(self, form: _Form, sources: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Take memory for the results of the form's next call, and let it write there."""
+        outputs, addresses = self._outputs, sources
+        if not self._is_static:
+            outputs = tuple([torch.empty_like(output) for output in self._outputs])
+            addresses += tuple([output.data_ptr() for output in outputs])
+        form.ready.move(addresses)
+        form.outputs = outputs
+        return outputs
 
-    def _moved(self, addresses: tuple[int, ...]) -> ReadyGraph:
-        """A form of the graph for these addresses: one more, or the one that has been there for longest."""
-        if len(self._forms) < FORMS:
-            self._stream.query()  # a thread that is new to CUDA takes up the device's context
-            form = ReadyGraph(self._graph, self._inputs, () if self._is_static else self._outputs)
+    def _form_for(self, sources: tuple[int, ...]) -> _Form:
+        """A form for inputs at these addresses: one more, or the one that has been there for longest."""
+        if self._spare:
+            form = _Form(self._spare.pop(0))
         else:
             form = self._forms.pop(next(iter(self._forms)))
-        form.move(addresses)
-        self._forms[addresses] = form
+            form.outputs = None
+        self._forms[sources] = form
         return form
 
     def _follow_stream(self) -> None:
@@ -197,7 +246,8 @@ class CapturedGraph:
         self._stream.synchronize()
         self._stream = torch.cuda.current_stream(self._program.device)
         self._raw_stream = self._stream.cuda_stream
-        self._next = None  # its memory belongs to the stream before
+        for form in self._forms.values():
+            form.outputs = None  # their memory belongs to the stream before
 
     def _can_move(self) -> bool:
         """Whether inputs and outputs can be at other addresses than those captured; it is tried.
@@ -214,11 +264,10 @@ class CapturedGraph:
             if reason is not None:
                 self._capture_into_buffers()
                 reason = self._why_not_moved(expected, examples)
-        except (OSError, AttributeError, RuntimeError) as error:  # no driver's function, or one that refuses
+        except _REFUSALS as error:
             reason = first_line(error)
         for tensor, example in zip(self._inputs, examples, strict=True):
             tensor.copy_(example)
-        self._forms.clear()
         if reason is None:
             return True
         logger.info("ampopt: inputs and outputs of a CUDA graph are copied in every call: %s", reason)
@@ -231,16 +280,20 @@ class CapturedGraph:
         The results have to be what they were before, in memory that was full of something else, and the
         inputs have to be as they were.
         """
-        self._forms.clear()
         others = [tensor.clone() for tensor in examples]
-        fresh = [_unlike(tensor) for tensor in expected]
-        sources = tuple([tensor.data_ptr() for tensor in others])
-        targets = () if self._is_static else tuple([tensor.data_ptr() for tensor in fresh])
-        self._launch(sources + targets)
+        fresh = [] if self._is_static else [_unlike(tensor) for tensor in expected]
+        operands = Operands(self._graph, self._inputs, () if self._is_static else self._outputs)
+        instances = [ReadyGraph(self._graph, operands) for _ in range(INSTANCES)]
+        for ready in instances:
+            ready.move(tuple([tensor.data_ptr() for tensor in (*others, *fresh)]))
+        instances[0].launch(self._raw_stream)
         found = self._outputs if self._is_static else fresh
         same = all(relative_error(a, b) <= SAME for a, b in zip(found, expected, strict=True))
         same &= all(relative_error(a, b) == 0.0 for a, b in zip(others, examples, strict=True))
-        return None if same else "a launch on other memory gives something else"
+        if not same:
+            return "a launch on other memory gives something else"
+        self._spare = _by_speed(instances, self._program.device)[:FORMS]
+        return None
 
     def _why_outputs_stay(self, expected: Sequence[Tensor]) -> str | None:
         """Why an output has to stay where it is, if so: a view, an input's memory, or no result at all.

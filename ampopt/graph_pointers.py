@@ -43,70 +43,88 @@ _WORD = 8
 
 
 class _Node:
-    """A node's parameters as words that may be overwritten; `update` makes the graph use them from now on."""
+    """A node's parameters as words that may be overwritten; `update` lets an instance use what they say."""
 
-    def __init__(self, words: Sequence[c_uint64], update: Callable[[], int], alive: object) -> None:
+    def __init__(self, words: Sequence[memoryview], update: Callable[[c_void_p], int], alive: object) -> None:
         self.words, self.update, self._alive = words, update, alive
 
 
-class Pointer:
-    """Places in a graph's nodes that hold an address inside one tensor's memory."""
+class _Uses:
+    """The places in a graph's nodes that hold an address inside one tensor's memory."""
 
     def __init__(self, tensor: Tensor, nodes: Sequence[_Node], *, result: bool = False) -> None:
         """`result`: of the last node alone; those before it have used the memory for other tensors."""
         self.address = start = tensor.data_ptr()
         end = start + tensor.numel() * tensor.element_size()
-        inside = {node: [w for w in node.words if start <= w.value < end] for node in nodes}
-        found = [(node, words) for node, words in inside.items() if words][-1 if result else 0 :]
-        self._nodes = [node for node, _ in found]
-        self._places = [(word, word.value - start) for _, words in found for word in words]
+        found = {
+            node: [
+                (words, place, word - start)
+                for words in node.words
+                for place, word in enumerate(words)
+                if start <= word < end
+            ]
+            for node in nodes
+        }
+        self.nodes = [node for node, places in found.items() if places][-1 if result else 0 :]
+        self._places = [place for node in self.nodes for place in found[node]]
 
-    @property
-    def nodes(self) -> int:
-        """The number of nodes that hold such an address."""
-        return len(self._nodes)
-
-    def move(self, address: int) -> None:
-        """Let later launches find the tensor at another address; those under way are not changed.
-
-        The graph's context has to be current. RuntimeError where the driver refuses.
-        """
-        self.address = 0  # where that fails, it is at neither place
-        for word, offset in self._places:
-            word.value = address + offset
-        for node in self._nodes:
-            check(node.update())
-        self.address = address
+    def write(self, address: int) -> None:
+        """Let the parameters say that the tensor is at another address."""
+        for words, place, offset in self._places:
+            words[place] = address + offset
 
 
-class ReadyGraph:
-    """A captured graph, ready to run on inputs and outputs whose addresses can be changed."""
+class Operands:
+    """Where the nodes of a captured graph have the addresses of its inputs and outputs."""
 
     def __init__(
         self, graph: torch.cuda.CUDAGraph, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
-        """Instantiate a graph that was captured with `keep_graph=True`, and that has to stay alive.
+        """Read the nodes of a graph that was captured with `keep_graph=True`, and that has to stay alive.
 
         `inputs` and `outputs`: the tensors without gaps that it reads and writes, where they are now. An
         output's memory has been other tensors' before, inside the graph: only the last node that uses it
         is taken for the one that writes it. Whether that is so has to be tried. Raises OSError,
         AttributeError or RuntimeError where the driver or PyTorch does not tell what is needed.
         """
+        context = current_context()
+        read = [_read(node, context) for node in nodes_of(graph.raw_cuda_graph())]
+        nodes = [node for node in read if node is not None]
+        self.uses = [_Uses(tensor, nodes) for tensor in inputs]
+        self.uses += [_Uses(tensor, nodes, result=True) for tensor in outputs]
+
+
+class ReadyGraph:
+    """An instance of a captured graph: ready to run, on inputs and outputs whose addresses can be changed."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, operands: Operands | None = None) -> None:
+        """Instantiate a graph that was captured with `keep_graph=True`, and that has to stay alive.
+
+        `operands`: those of the same graph; instances share them, one thread at a time. None: nothing moves.
+        Raises OSError, AttributeError or RuntimeError where the driver or PyTorch refuses.
+        """
         self._context = current_context()
         self._ready = instantiate(graph.raw_cuda_graph())
         weakref.finalize(self, destroy, self._ready, self._context).atexit = False
         self._launch = functools.partial(driver().cuGraphLaunch, self._ready)
-        read = [self._read(node) for node in nodes_of(graph.raw_cuda_graph())]
-        nodes = [node for node in read if node is not None]
-        self.inputs = [Pointer(tensor, nodes) for tensor in inputs]
-        self.outputs = [Pointer(tensor, nodes, result=True) for tensor in outputs]
+        self._uses = operands.uses if operands is not None else []
+        self.addresses = tuple([use.address for use in self._uses])
 
-    def move(self, addresses: Sequence[int]) -> None:
-        """Let later launches use these addresses, those of the inputs first; see `Pointer.move`."""
-        with in_context(self._context):  # a thread may have none, or another device's
-            for pointer, address in zip((*self.inputs, *self.outputs), addresses, strict=True):
-                if address != pointer.address:
-                    pointer.move(address)
+    def move(self, addresses: tuple[int, ...]) -> None:
+        """Let later launches use these addresses, the inputs' first; those under way are not changed.
+
+        RuntimeError where the driver refuses: then it is not known which ones are used.
+        """
+        pairs = zip(self._uses, self.addresses, addresses, strict=True)
+        changed = dict.fromkeys(node for use, old, new in pairs if old != new for node in use.nodes)
+        for use, address in zip(self._uses, addresses, strict=True):
+            use.write(address)
+        self.addresses = (0,) * len(addresses)
+        for node in changed:
+            if node.update(self._ready):  # a thread may have no context, or another device's
+                with in_context(self._context):
+                    check(node.update(self._ready))
+        self.addresses = addresses
 
     def launch(self, stream: int) -> None:
         """Run on a stream, by its handle. RuntimeError where the driver refuses."""
@@ -114,42 +132,44 @@ class ReadyGraph:
             with in_context(self._context):
                 check(self._launch(stream))
 
-    def _read(self, node: c_void_p) -> _Node | None:
-        kind = type_of(node)
-        if kind == KERNEL_NODE:
-            return self._kernel(node)
-        if kind == MEMCPY_NODE:
-            return self._plain(node, CopyParams(), "cuGraph{}MemcpyNode{}Params")
-        if kind == MEMSET_NODE:
-            return self._plain(node, MemsetParams(), "cuGraph{}MemsetNode{}Params")
-        if kind in NODES_WITHOUT_OPERANDS:
-            return None
-        raise RuntimeError(f"the operands of a node of type {kind} are not known")
 
-    def _kernel(self, node: c_void_p) -> _Node:
-        params = KernelParams()
-        check(driver().cuGraphKernelNodeGetParams_v2(node, byref(params)))
-        if params.parameters or not params.extra:
-            sizes = list(parameter_sizes(params))
-            owned = [_copied(params.parameters[index], size) for index, size in enumerate(sizes)]
-            table: object = (c_void_p * max(1, len(owned)))(*map(ctypes.addressof, owned))
-            params.parameters = ctypes.cast(table, POINTER(c_void_p))  # type: ignore[arg-type]
-        else:
-            place, size = packed_parameters(params)
-            sizes, owned = [size], [_copied(place, size)]
-            length = c_size_t(size)
-            table = (pack(params, owned[0], length), length)
-        words = [word for buffer, size in zip(owned, sizes, strict=True) for word in _words(buffer, size)]
-        set_params = driver().cuGraphExecKernelNodeSetParams_v2
-        update = functools.partial(set_params, self._ready, node, ctypes.addressof(params))
-        return _Node(words, update, (params, owned, table))
+def _read(node: c_void_p, context: c_void_p) -> _Node | None:
+    kind = type_of(node)
+    if kind == KERNEL_NODE:
+        return _kernel(node)
+    if kind == MEMCPY_NODE:
+        return _plain(node, CopyParams(), "cuGraph{}MemcpyNode{}Params", context)
+    if kind == MEMSET_NODE:
+        return _plain(node, MemsetParams(), "cuGraph{}MemsetNode{}Params", context)
+    if kind in NODES_WITHOUT_OPERANDS:
+        return None
+    raise RuntimeError(f"the operands of a node of type {kind} are not known")
 
-    def _plain(self, node: c_void_p, params: Any, name: str) -> _Node:
-        """A node whose parameters are one structure without addresses of others."""
-        check(getattr(driver(), name.format("", "Get"))(node, byref(params)))
-        set_params = getattr(driver(), name.format("Exec", "Set"))
-        update = functools.partial(set_params, self._ready, node, ctypes.addressof(params), self._context)
-        return _Node(_words(params, ctypes.sizeof(params)), update, params)
+
+def _kernel(node: c_void_p) -> _Node:
+    params = KernelParams()
+    check(driver().cuGraphKernelNodeGetParams_v2(node, byref(params)))
+    if params.parameters or not params.extra:
+        sizes = list(parameter_sizes(params))
+        owned = [_copied(params.parameters[index], size) for index, size in enumerate(sizes)]
+        table: object = (c_void_p * max(1, len(owned)))(*map(ctypes.addressof, owned))
+        params.parameters = ctypes.cast(table, POINTER(c_void_p))  # type: ignore[arg-type]
+    else:
+        place, size = packed_parameters(params)
+        sizes, owned = [size], [_copied(place, size)]
+        length = c_size_t(size)
+        table = (pack(params, owned[0], length), length)
+    words = [_words(buffer, size) for buffer, size in zip(owned, sizes, strict=True)]
+    set_params, place = driver().cuGraphExecKernelNodeSetParams_v2, ctypes.addressof(params)
+    return _Node(words, lambda ready: set_params(ready, node, place), (params, owned, table))
+
+
+def _plain(node: c_void_p, params: Any, name: str, context: c_void_p) -> _Node:
+    """A node whose parameters are one structure without addresses of others."""
+    check(getattr(driver(), name.format("", "Get"))(node, byref(params)))
+    set_params, place = getattr(driver(), name.format("Exec", "Set")), ctypes.addressof(params)
+    words = [_words(params, ctypes.sizeof(params))]
+    return _Node(words, lambda ready: set_params(ready, node, place, context), params)
 
 
 def _copied(address: int | None, size: int) -> Any:
@@ -159,5 +179,6 @@ def _copied(address: int | None, size: int) -> Any:
     return buffer
 
 
-def _words(buffer: Any, size: int) -> list[c_uint64]:
-    return [c_uint64.from_buffer(buffer, _WORD * place) for place in range(size // _WORD)]
+def _words(buffer: Any, size: int) -> memoryview:
+    """The whole words of a buffer, which stays alive with them."""
+    return memoryview(buffer).cast("B").cast("Q")[: size // _WORD]

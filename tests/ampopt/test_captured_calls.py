@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,19 +15,18 @@ from ampopt.cuda_graphs import FORMS, CapturedGraph
 
 
 class FakeForm:
-    """Doubles what lies at the first address into what lies at the second, and counts its moves."""
+    """Doubles what lies at the first address into what lies at the second, and counts moves and launches."""
 
-    made = moves = 0
-
-    def __init__(self, *_: object) -> None:
-        FakeForm.made += 1
+    moves = launches = static = 0
 
     def move(self, addresses: tuple[int, ...]) -> None:
-        FakeForm.moves += 1
+        self.moves += 1
         self.addresses = addresses
 
     def launch(self, stream: int) -> None:
-        source, target = ((ctypes.c_float * 4).from_address(address) for address in self.addresses)
+        self.launches += 1
+        addresses = (*self.addresses, self.static)[:2]
+        source, target = ((ctypes.c_float * 4).from_address(address) for address in addresses)
         target[:] = [2 * value for value in source]
 
 
@@ -36,9 +34,7 @@ class FakeForm:
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
-    monkeypatch.setattr("ampopt.cuda_graphs.ReadyGraph", FakeForm)
     monkeypatch.setattr("ampopt.cuda_graphs.ALIGNED", 16)
-    FakeForm.made = FakeForm.moves = 0
 
 
 @pytest.fixture
@@ -48,8 +44,7 @@ def captured() -> CapturedGraph:
     graph._lock, graph._is_static, graph._moves = threading.Lock(), False, True
     graph._inputs, graph._outputs = [torch.zeros(4)], (torch.zeros(4),)
     graph._strides, graph._index, graph._raw_stream = [(1,)], 0, 7
-    graph._graph, graph._forms, graph._next = None, {}, None
-    graph._stream = SimpleNamespace(query=lambda: True)
+    graph._forms, graph._spare = {}, [FakeForm() for _ in range(FORMS)]
     made: CapturedGraph = graph
     return made
 
@@ -65,26 +60,48 @@ def test_each_result_is_the_callers_and_right(captured: CapturedGraph) -> None:
     assert all(torch.equal(y, 2 * x) for x, y in zip(inputs, found, strict=True))
 
 
-def test_a_form_is_used_again_for_the_same_addresses(captured: CapturedGraph) -> None:
-    room = [(torch.empty(4),) for _ in range(2)]
-    turns: Iterator[int] = iter([0, 1] * 10)
-
-    def fresh() -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        outputs = room[next(turns)]
-        return outputs, (outputs[0].data_ptr(),)
-
-    captured._fresh = fresh  # type: ignore[method-assign]
-    x = number(3)
-    for _ in range(8):
+def test_a_loop_launches_one_form_that_is_set_to_the_next_result_after_the_launch(
+    captured: CapturedGraph,
+) -> None:
+    first, second = captured._spare[:2]
+    x, y = number(3), number(4)
+    for count in range(1, 9):
         assert torch.equal(captured(x)[0], number(6))
-    assert (FakeForm.made, FakeForm.moves) == (2, 2)
+        assert (first.launches, first.moves) == (count, count + 1)  # type: ignore[attr-defined]
+    for _ in range(4):
+        assert torch.equal(captured(y)[0], number(8))
+        assert torch.equal(captured(x)[0], number(6))
+    assert (first.launches, second.launches) == (12, 4)  # type: ignore[attr-defined]
+    assert (first.moves, second.moves) == (13, 5)  # type: ignore[attr-defined]
 
 
 def test_forms_are_bounded_and_the_oldest_moves(captured: CapturedGraph) -> None:
-    inputs = [number(value) for value in range(FORMS + 4)]
+    forms, inputs = list(captured._spare), [number(value) for value in range(FORMS + 1)]
     results = [captured(x)[0] for x in inputs]
-    assert (FakeForm.made, FakeForm.moves, len(captured._forms)) == (FORMS, FORMS + 4, FORMS)
+    assert [form.launches for form in forms] == [2, *[1] * (FORMS - 1)]  # type: ignore[attr-defined]
+    assert list(captured._forms) == [(x.data_ptr(),) for x in inputs[1:]]
     assert all(torch.equal(y, 2 * x) for x, y in zip(inputs, results, strict=True))
+
+
+def test_static_results_stay_where_they_are(captured: CapturedGraph) -> None:
+    captured._is_static = True
+    (buffer,), form, x = captured._outputs, captured._spare[0], number(5)
+    form.static = buffer.data_ptr()  # type: ignore[attr-defined]
+    for value in (5, 6):
+        (found,) = captured(x.fill_(value))
+        assert found is buffer
+        assert torch.equal(found, number(2 * value))
+    assert (form.launches, form.addresses) == (2, (x.data_ptr(),))  # type: ignore[attr-defined]
+
+
+def test_a_bare_launch_repeats_the_call_with_its_tensors(captured: CapturedGraph) -> None:
+    form, x, y = captured._spare[0], number(3), number(4)
+    launch = captured.bare_launch(x)
+    captured(y)
+    launch()
+    assert form.launches == 2  # type: ignore[attr-defined]
+    (prepared,) = captured._forms[x.data_ptr(),].outputs or ()
+    assert torch.equal(prepared, number(6))
 
 
 def test_another_layout_is_copied_and_leaves_its_tensor_alone(captured: CapturedGraph) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ampopt import cuda_driver
 from ampopt.cuda_driver import CopyParams, KernelParams, MemsetParams
-from ampopt.graph_pointers import ReadyGraph
+from ampopt.graph_pointers import Operands, ReadyGraph
 
 CONTEXT, GRAPH, READY, STREAM = 0xC0, 0x60, 0xE0, 0x50
 
@@ -87,7 +87,9 @@ class FakeDriver:
     cuKernelGetParamInfo = cuFuncGetParamInfo  # noqa: N815
 
     def cuGraphExecKernelNodeSetParams_v2(self, ready: c_void_p, node: c_void_p, place: int) -> int:  # noqa: N802
-        assert (ready.value, self.contexts[-1]) == (READY, CONTEXT)
+        assert ready.value == READY
+        if self.contexts[-1] != CONTEXT:
+            return 201
         params = KernelParams.from_address(place)
         if params.parameters:
             sizes = self.sizes[params.function or params.kernel]
@@ -98,7 +100,9 @@ class FakeDriver:
         return 700 if self.refuses else 0
 
     def _set_plain(self, ready: c_void_p, node: c_void_p, place: int, context: c_void_p) -> int:
-        assert (ready.value, context.value, self.contexts[-1]) == (READY, CONTEXT, CONTEXT)
+        assert (ready.value, context.value) == (READY, CONTEXT)
+        if self.contexts[-1] != CONTEXT:
+            return 201
         self.set[node.value or 0] = ctypes.string_at(place, ctypes.sizeof(self._node(node)[1]))
         return 0
 
@@ -160,10 +164,19 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     KEPT.clear()
 
 
+def captured() -> Any:
+    """A graph that PyTorch has captured."""
+    return SimpleNamespace(raw_cuda_graph=lambda: GRAPH)
+
+
 def read(inputs: Sequence[Tensor] = (), outputs: Sequence[Tensor] = ()) -> ReadyGraph:
-    """A graph that PyTorch has captured, made ready to run."""
-    graph: Any = SimpleNamespace(raw_cuda_graph=lambda: GRAPH)
-    return ReadyGraph(graph, inputs, outputs)
+    """Such a graph, made ready to run."""
+    return ReadyGraph(captured(), Operands(captured(), inputs, outputs))
+
+
+def nodes(ready: ReadyGraph) -> list[int]:
+    """How many nodes use each input and output."""
+    return [len(use.nodes) for use in ready._uses]
 
 
 def test_the_structures_have_the_sizes_of_cudas() -> None:
@@ -183,17 +196,16 @@ def test_addresses_in_every_kind_of_node_move_with_their_offsets(driver: FakeDri
         (0, kernel(driver, of(here), by_handle=True)),
     ]
     ready = read([tensor])
-    (pointer,) = ready.inputs
-    assert (pointer.address, pointer.nodes) == (here, 5)
-    ready.move([there])
-    assert pointer.address == there
+    assert (ready.addresses, nodes(ready)) == ((here,), [5])
+    ready.move((there,))
+    assert ready.addresses == (there,)
     assert driver.set[1] == of(there) + b"\1\2\3\4" + of(5, there + 8, 6)
     assert driver.set[2] == of(7, there + 60)
     assert (words(driver.set[3])[6], words(driver.set[3])[17]) == (there, 99)
     assert words(driver.set[4]) == [there + 16, 0, 0, 0, 0, 0]
     assert words(driver.set[6]) == [there]
     assert driver.contexts == [0xAA]
-    ready.move([here])
+    ready.move((here,))
     assert driver.set[1] == of(here) + b"\1\2\3\4" + of(5, here + 8, 6)
 
 
@@ -201,8 +213,8 @@ def test_what_lies_beside_a_tensor_is_not_its_own(driver: FakeDriver, tensor: Te
     start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     driver.nodes += [(0, kernel(driver, of(start - 1, end, 0))), (0, kernel(driver, b"ab"))]
     ready = read([tensor, torch.empty(0)])
-    assert [pointer.nodes for pointer in ready.inputs] == [0, 0]
-    ready.move([1, 2])
+    assert nodes(ready) == [0, 0]
+    ready.move((1, 2))
     assert driver.set == {}
 
 
@@ -215,8 +227,8 @@ def test_a_result_is_what_the_last_node_writes_in_its_memory(driver: FakeDriver,
         (0, kernel(driver, of(77, 78))),
     ]
     ready = read([other], [tensor])
-    assert [pointer.nodes for pointer in (*ready.inputs, *ready.outputs)] == [1, 1]
-    ready.move([other.data_ptr(), 1 << 40])
+    assert nodes(ready) == [1, 1]
+    ready.move((other.data_ptr(), 1 << 40))
     assert {node: words(data) for node, data in driver.set.items()} == {3: [77, 1 << 40]}
 
 
@@ -239,8 +251,23 @@ def test_a_launch_finds_the_context_and_a_graph_is_destroyed_in_it(
 def test_two_tensors_in_one_node_move_apart(driver: FakeDriver, tensor: Tensor) -> None:
     other = torch.zeros(4)
     driver.nodes += [(0, kernel(driver, of(tensor.data_ptr(), other.data_ptr())))]
-    read([tensor, other]).move([1 << 40, 1 << 41])
+    ready = read([tensor, other])
+    ready.move((1 << 40, 1 << 41))
     assert words(driver.set[1]) == [1 << 40, 1 << 41]
+    ready.move((1 << 42, 1 << 41))
+    assert words(driver.set[1]) == [1 << 42, 1 << 41]
+
+
+def test_instances_of_one_graph_move_apart(driver: FakeDriver, tensor: Tensor) -> None:
+    other = torch.zeros(4)
+    driver.nodes += [(0, kernel(driver, of(tensor.data_ptr(), other.data_ptr())))]
+    operands = Operands(captured(), [tensor], [other])
+    first, second = (ReadyGraph(captured(), operands) for _ in range(2))
+    first.move((1 << 40, 1 << 41))
+    second.move((tensor.data_ptr(), 1 << 42))
+    assert words(driver.set[1]) == [tensor.data_ptr(), 1 << 42]
+    first.move((1 << 40, 1 << 43))
+    assert words(driver.set[1]) == [1 << 40, 1 << 43]
 
 
 def test_a_move_that_is_refused_is_not_taken_for_done(driver: FakeDriver, tensor: Tensor) -> None:
@@ -248,9 +275,18 @@ def test_a_move_that_is_refused_is_not_taken_for_done(driver: FakeDriver, tensor
     ready = read([tensor])
     driver.refuses = True
     with pytest.raises(RuntimeError, match="refuses, with status 700"):
-        ready.move([1 << 40])
-    assert ready.inputs[0].address not in (tensor.data_ptr(), 1 << 40)
+        ready.move((1 << 40,))
     assert driver.contexts == [0xAA]
+    driver.refuses = False
+    driver.set.clear()
+    ready.move((tensor.data_ptr(),))  # nobody knows where it was
+    assert words(driver.set[1]) == [tensor.data_ptr()]
+
+
+def test_addresses_that_have_not_changed_are_not_sent(driver: FakeDriver, tensor: Tensor) -> None:
+    driver.nodes += [(0, kernel(driver, of(tensor.data_ptr())))]
+    read([tensor]).move((tensor.data_ptr(),))
+    assert driver.set == {}
 
 
 def test_nodes_whose_operands_are_unknown_are_refused(driver: FakeDriver) -> None:

@@ -26,7 +26,7 @@ def test_a_call_copies_nothing_and_allocates_only_its_result(fast: ampopt.Optimi
     x = image(seed=1)
     fast(x)
     form = next(iter(run._forms.values()))
-    assert [pointer.nodes for pointer in (*form.inputs, *form.outputs)] == [1, 1]
+    assert [len(use.nodes) for use in form.ready._uses] == [1, 1]
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         fast(x)
@@ -72,8 +72,7 @@ def test_a_loop_uses_few_forms_of_its_graph_and_any_loop_is_right(
     for _ in range(20):
         fast(x)
         seen.append(set(run._forms))
-    assert len(seen[-1]) <= FORMS
-    assert seen[5] == seen[-1]  # nothing moves any more
+    assert seen[0] == seen[-1]
     kept = []
     for seed in range(30):
         kept.append((image(seed=seed), fast(image(seed=seed))))

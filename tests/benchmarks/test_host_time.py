@@ -40,6 +40,7 @@ def test_a_network_is_measured_in_both_lanes() -> None:
         assert lane["results"] == 1
         assert lane["call"]["p50_ms"] > 0.0
         assert abs(lane["beyond_replay_us"]) < 1e3
+        assert 0.0 < lane["host call"]["p50_ms"] < lane["call"]["p50_ms"] + 0.1
 
 
 def row(network: str, **lanes: Any) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def row(network: str, **lanes: Any) -> dict[str, Any]:
 def measured(call_ms: float, replay_ms: float) -> dict[str, Any]:
     beyond = round(1e3 * (call_ms - replay_ms), 2)
     times = {"call": {"p50_ms": call_ms}, "replay": {"p50_ms": replay_ms}}
-    return {**times, "beyond_replay_us": beyond, "results": 1}
+    return {**times, "beyond_replay_us": beyond, "host_beyond_us": 3.25, "results": 1}
 
 
 def test_rows_are_kept_and_a_failure_has_one_too(tmp_path: Path) -> None:
@@ -59,6 +60,6 @@ def test_rows_are_kept_and_a_failure_has_one_too(tmp_path: Path) -> None:
     assert [each["network"] for each in kept] == ["resnet18", "conv3x64"]
     table = (tmp_path / "host_time.md").read_text()
     assert table == to_markdown(kept)
-    assert "| conv3x64 | fp32 | 1 | 250.0 | 240.0 | 10.0 |" in table
-    assert "| conv3x64 | amp | – | ValueError: no | – | – |" in table
+    assert "| conv3x64 | fp32 | 1 | 250.0 | 240.0 | 10.0 | 3.2 |" in table
+    assert "| conv3x64 | amp | – | ValueError: no | – | – | – |" in table
     assert "median 7.0 µs, least 4.0 µs, most 10.0 µs, over 2" in table
