@@ -120,10 +120,9 @@ class ReadyGraph:
         for use, address in zip(self._uses, addresses, strict=True):
             use.write(address)
         self.addresses = (0,) * len(addresses)
-        for node in changed:
-            if node.update(self._ready):  # a thread may have no context, or another device's
-                with in_context(self._context):
-                    check(node.update(self._ready))
+        with in_context(self._context):  # a thread may have none, or another device's
+            for node in changed:
+                check(node.update(self._ready))
         self.addresses = addresses
 
     def launch(self, stream: int) -> None:

@@ -87,9 +87,7 @@ class FakeDriver:
     cuKernelGetParamInfo = cuFuncGetParamInfo  # noqa: N815
 
     def cuGraphExecKernelNodeSetParams_v2(self, ready: c_void_p, node: c_void_p, place: int) -> int:  # noqa: N802
-        assert ready.value == READY
-        if self.contexts[-1] != CONTEXT:
-            return 201
+        assert (ready.value, self.contexts[-1]) == (READY, CONTEXT)
         params = KernelParams.from_address(place)
         if params.parameters:
             sizes = self.sizes[params.function or params.kernel]
@@ -100,9 +98,7 @@ class FakeDriver:
         return 700 if self.refuses else 0
 
     def _set_plain(self, ready: c_void_p, node: c_void_p, place: int, context: c_void_p) -> int:
-        assert (ready.value, context.value) == (READY, CONTEXT)
-        if self.contexts[-1] != CONTEXT:
-            return 201
+        assert (ready.value, context.value, self.contexts[-1]) == (READY, CONTEXT, CONTEXT)
         self.set[node.value or 0] = ctypes.string_at(place, ctypes.sizeof(self._node(node)[1]))
         return 0
 
