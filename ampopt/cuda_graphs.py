@@ -142,6 +142,7 @@ class _Form:
     def __init__(self, ready: ReadyGraph) -> None:
         self.ready = ready
         self.outputs: tuple[Tensor, ...] | None = None
+        self.inference = False
 
 
 class CapturedGraph:
@@ -196,13 +197,15 @@ class CapturedGraph:
     def _call(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if torch._C._cuda_getCurrentRawStream(self._index) != self._raw_stream:
             self._follow_stream()
-        sources = self._sources(tensors)
         if not self._moves:
+            for tensor, buffer in zip(tensors, self._inputs, strict=True):
+                _copied(tensor, buffer)
             torch._C._CUDAGraph.replay(self._graph)
             return self._outputs if self._is_static else tuple([output.clone() for output in self._outputs])
+        sources = self._sources(tensors)
         form = self._forms.get(sources) or self._form_for(sources)
         outputs = form.outputs
-        if outputs is None or (outputs and outputs[0].is_inference() != torch.is_inference_mode_enabled()):
+        if outputs is None or form.inference != torch.is_inference_mode_enabled():
             outputs = self._prepare(form, sources)
         if self._is_static:
             form.ready.launch(self._raw_stream)
@@ -214,11 +217,17 @@ class CapturedGraph:
         return outputs
 
     def _sources(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        """Where the graph finds a call's tensors: in their own memory, or copied into its inputs."""
-        sources = [
-            tensor.data_ptr() if self._moves and _is_laid_out(tensor, strides) else _copied(tensor, buffer)
-            for tensor, strides, buffer in zip(tensors, self._strides, self._inputs, strict=True)
-        ]
+        """Where the graph finds a call's tensors: in their own memory, or copied into its inputs.
+
+        In their own where the kernels, which were captured for these strides, can read them. It takes half of
+        the time before a launch, hence the plain loop.
+        """
+        sources = []
+        for tensor, strides, buffer in zip(tensors, self._strides, self._inputs, strict=True):
+            address = tensor.data_ptr() if tensor.__class__ in _PLAIN else 1
+            if address % ALIGNED or tensor.stride() != strides or tensor.is_neg() or tensor.is_conj():
+                address = _copied(tensor, buffer)
+            sources.append(address)
         return tuple(sources)
 
     def _prepare(self, form: _Form, sources: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -228,7 +237,7 @@ class CapturedGraph:
             outputs = tuple([torch.empty_like(output) for output in self._outputs])
             addresses += tuple([output.data_ptr() for output in outputs])
         form.ready.move(addresses)
-        form.outputs = outputs
+        form.outputs, form.inference = outputs, torch.is_inference_mode_enabled()
         return outputs
 
     def _form_for(self, sources: tuple[int, ...]) -> _Form:
@@ -323,17 +332,6 @@ class CapturedGraph:
             return buffers
 
         self._graph, self._outputs = _capture(self._program, body, warm_ups=0)
-
-
-def _is_laid_out(tensor: Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether a kernel that was captured for these strides can read the tensor in its place."""
-    return (
-        tensor.__class__ in _PLAIN
-        and tensor.stride() == strides
-        and tensor.data_ptr() % ALIGNED == 0
-        and not tensor.is_neg()
-        and not tensor.is_conj()
-    )
 
 
 _PLAIN = (Tensor, Parameter)
