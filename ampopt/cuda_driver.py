@@ -5,7 +5,6 @@ The driver is the one that this process uses already; nothing is linked.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 from collections.abc import Iterator
@@ -73,23 +72,22 @@ def check(status: int) -> None:
         raise RuntimeError(f"CUDA's driver refuses, with status {status}")
 
 
-def current_context() -> c_void_p:
-    """The context that this thread uses now. RuntimeError where it has used none yet."""
-    context = c_void_p()
-    check(driver().cuCtxGetCurrent(byref(context)))
-    if not context.value:
-        raise RuntimeError("this thread has not used CUDA yet")
-    return context
+class Context:
+    """A context of CUDA; a `with` block makes it the current one."""
 
+    def __init__(self) -> None:
+        """The one that this thread uses now. RuntimeError where it has used none yet."""
+        self.handle = c_void_p()
+        check(driver().cuCtxGetCurrent(byref(self.handle)))
+        if not self.handle.value:
+            raise RuntimeError("this thread has not used CUDA yet")
+        self._push, self._pop = driver().cuCtxPushCurrent_v2, driver().cuCtxPopCurrent_v2
 
-@contextlib.contextmanager
-def in_context(context: c_void_p) -> Iterator[None]:
-    """Make a context the current one for the block."""
-    check(driver().cuCtxPushCurrent_v2(context))
-    try:
-        yield
-    finally:
-        check(driver().cuCtxPopCurrent_v2(None))
+    def __enter__(self) -> None:
+        check(self._push(self.handle))
+
+    def __exit__(self, *_: object) -> None:
+        check(self._pop(None))
 
 
 def instantiate(graph: int) -> c_void_p:
@@ -99,9 +97,9 @@ def instantiate(graph: int) -> c_void_p:
     return ready
 
 
-def destroy(ready: c_void_p, context: c_void_p) -> None:
+def destroy(ready: c_void_p, context: Context) -> None:
     """Free what `instantiate` made, as soon as it runs no more."""
-    with in_context(context):
+    with context:
         check(driver().cuGraphExecDestroy(ready))
 
 

@@ -212,8 +212,10 @@ class CapturedGraph:
             return outputs
         form.outputs = None
         form.ready.launch(self._raw_stream)
-        with contextlib.suppress(RuntimeError):  # no memory: then the next call will say so, if it still is
+        try:
             self._prepare(form, sources)
+        except RuntimeError:  # no memory: the next call tries again, and says so
+            form.outputs = None
         return outputs
 
     def _sources(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:

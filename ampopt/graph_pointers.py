@@ -22,14 +22,13 @@ from ampopt.cuda_driver import (
     MEMCPY_NODE,
     MEMSET_NODE,
     NODES_WITHOUT_OPERANDS,
+    Context,
     CopyParams,
     KernelParams,
     MemsetParams,
     check,
-    current_context,
     destroy,
     driver,
-    in_context,
     instantiate,
     nodes_of,
     pack,
@@ -50,7 +49,7 @@ class _Node:
 
 
 class _Uses:
-    """The places in a graph's nodes that hold an address inside one tensor's memory."""
+    """The nodes of a graph that hold addresses inside a tensor's memory; `places`: words, index, offset."""
 
     def __init__(self, tensor: Tensor, nodes: Sequence[_Node], *, result: bool = False) -> None:
         """`result`: of the last node alone; those before it have used the memory for other tensors."""
@@ -66,12 +65,7 @@ class _Uses:
             for node in nodes
         }
         self.nodes = [node for node, places in found.items() if places][-1 if result else 0 :]
-        self._places = [place for node in self.nodes for place in found[node]]
-
-    def write(self, address: int) -> None:
-        """Let the parameters say that the tensor is at another address."""
-        for words, place, offset in self._places:
-            words[place] = address + offset
+        self.places = [place for node in self.nodes for place in found[node]]
 
 
 class Operands:
@@ -87,7 +81,7 @@ class Operands:
         is taken for the one that writes it. Whether that is so has to be tried. Raises OSError,
         AttributeError or RuntimeError where the driver or PyTorch does not tell what is needed.
         """
-        context = current_context()
+        context = Context()
         read = [_read(node, context) for node in nodes_of(graph.raw_cuda_graph())]
         nodes = [node for node in read if node is not None]
         self.uses = [_Uses(tensor, nodes) for tensor in inputs]
@@ -103,7 +97,7 @@ class ReadyGraph:
         `operands`: those of the same graph; instances share them, one thread at a time. None: nothing moves.
         Raises OSError, AttributeError or RuntimeError where the driver or PyTorch refuses.
         """
-        self._context = current_context()
+        self._context = Context()
         self._ready = instantiate(graph.raw_cuda_graph())
         weakref.finalize(self, destroy, self._ready, self._context).atexit = False
         self._launch = functools.partial(driver().cuGraphLaunch, self._ready)
@@ -115,12 +109,14 @@ class ReadyGraph:
 
         RuntimeError where the driver refuses: then it is not known which ones are used.
         """
-        pairs = zip(self._uses, self.addresses, addresses, strict=True)
-        changed = dict.fromkeys(node for use, old, new in pairs if old != new for node in use.nodes)
-        for use, address in zip(self._uses, addresses, strict=True):
-            use.write(address)
+        changed = list[_Node]()
+        for use, old, new in zip(self._uses, self.addresses, addresses, strict=True):
+            for words, place, offset in use.places:  # another instance may have written there
+                words[place] = new + offset
+            if old != new:
+                changed += use.nodes
         self.addresses = (0,) * len(addresses)
-        with in_context(self._context):  # a thread may have none, or another device's
+        with self._context:  # a thread may have none, or another device's
             for node in changed:
                 check(node.update(self._ready))
         self.addresses = addresses
@@ -128,11 +124,11 @@ class ReadyGraph:
     def launch(self, stream: int) -> None:
         """Run on a stream, by its handle. RuntimeError where the driver refuses."""
         if self._launch(stream):  # a thread that has not used the device yet
-            with in_context(self._context):
+            with self._context:
                 check(self._launch(stream))
 
 
-def _read(node: c_void_p, context: c_void_p) -> _Node | None:
+def _read(node: c_void_p, context: Context) -> _Node | None:
     kind = type_of(node)
     if kind == KERNEL_NODE:
         return _kernel(node)
@@ -163,12 +159,12 @@ def _kernel(node: c_void_p) -> _Node:
     return _Node(words, lambda ready: set_params(ready, node, place), (params, owned, table))
 
 
-def _plain(node: c_void_p, params: Any, name: str, context: c_void_p) -> _Node:
+def _plain(node: c_void_p, params: Any, name: str, context: Context) -> _Node:
     """A node whose parameters are one structure without addresses of others."""
     check(getattr(driver(), name.format("", "Get"))(node, byref(params)))
     set_params, place = getattr(driver(), name.format("Exec", "Set")), ctypes.addressof(params)
     words = [_words(params, ctypes.sizeof(params))]
-    return _Node(words, lambda ready: set_params(ready, node, place, context), params)
+    return _Node(words, lambda ready: set_params(ready, node, place, context.handle), params)
 
 
 def _copied(address: int | None, size: int) -> Any:
