@@ -87,6 +87,7 @@ class OnnxRunner:
         self._session = open_session(model, native_options(options, library), options)
         self.inputs = tuple(_info(argument) for argument in self._session.get_inputs())
         self.outputs = tuple(_info(argument) for argument in self._session.get_outputs())
+        self._names = [info.name for info in self.outputs]
         self.nodes = _nodes(self._session)
         self._buffers = (
             FixedBuffers(self._session, self.inputs, self.outputs, options) if options.io_binding else None
@@ -98,13 +99,23 @@ class OnnxRunner:
         Raises InputError where number, shape or dtype do not fit, SessionError where the run fails.
         """
         self._check(arrays)
+        if self._buffers is None:
+            return tuple(self.run({info.name: a for info, a in zip(self.inputs, arrays, strict=True)}))
         try:
-            if self._buffers is not None:
-                return self._buffers.run(arrays)
-            feeds = {info.name: array for info, array in zip(self.inputs, arrays, strict=True)}
-            return tuple(self._session.run(None, feeds))
+            return self._buffers.run(arrays)
         except Exception as e:
-            raise SessionError(f"ONNX Runtime failed to run the model with {self.options}: {e}") from e
+            raise self._failure(e) from e
+
+    def run(self, feeds: dict[str, Array]) -> Sequence[Array]:
+        """The same for arrays by their inputs' names, unchecked and without fixed buffers."""
+        try:
+            outputs: Sequence[Array] = self._session.run(self._names, feeds)
+        except Exception as e:
+            raise self._failure(e) from e
+        return outputs
+
+    def _failure(self, error: Exception) -> SessionError:
+        return SessionError(f"ONNX Runtime failed to run the model with {self.options}: {error}")
 
     def _check(self, arrays: Sequence[Array]) -> None:
         if len(arrays) != len(self.inputs):

@@ -18,7 +18,7 @@ from ampopt.capture import Captured, capture
 from ampopt.cuda_graphs import Outputs
 from ampopt.deployable import Deployable
 from ampopt.errors import AmpoptError, InputError, VerificationError
-from ampopt.executable import Executable, executable
+from ampopt.executable import Executable, executable, quick
 from ampopt.graph import reads_strides
 from ampopt.ledger import Ledger
 from ampopt.program import Program
@@ -47,16 +47,20 @@ _HOOKS = (
 
 _Restore = Callable[[Sequence[Tensor]], Any]
 
+_Recognized = tuple[Callable[[Tensor], bool], Executable, _Restore]
+"""Tells whether a tensor is of one kind, runs it, makes the result."""
+
 MOST_KEYS = 4
 """How many kinds of call (strides, calls that the original answers) are remembered for each program kept."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Served:
-    """One kind of call and what answers it; `layout` None: the original, which takes it as it is."""
+    """One kind of call and what answers it; without `layout` and `program` the original, as it is."""
 
     run: Callable[..., Any]
-    layout: OutputLayout | None
+    layout: OutputLayout | None = None
+    program: Program | None = None
 
 
 class OptimizedModule(Deployable):
@@ -100,14 +104,14 @@ class OptimizedModule(Deployable):
         self._lock = threading.RLock()
         self._served: OrderedDict[object, _Served] = OrderedDict()
         self._any_strides: dict[object, _Served] = {}
-        self._single: dict[object, tuple[Executable, _Restore, object]] = {}
-        self._latest: tuple[Callable[[Tensor], bool], Executable, _Restore] = _NONE_YET
+        self._single: dict[object, tuple[_Recognized, object]] = {}
+        self._latest: _Recognized = _NONE_YET
         self._serve_original = serve_original
         if serve_original:
             self.forward = self._call_original  # type: ignore[method-assign]
         else:
             run = ready if ready is not None and outputs == "copy" else self._executable(program)
-            self._admit(captured.leaves, captured, run)
+            self._admit(captured, program, run)
         self.training = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,11 +130,12 @@ class OptimizedModule(Deployable):
                     return restore(again(tensor))
                 found = self._single.get((tensor.shape, tensor.dtype, tensor.stride(), tensor.device))
                 if found is not None:
-                    run, restore, key = found
+                    recognized, key = found
                     if len(self._served) > 1:
                         self._touch(key)
-                    self._latest = recognizer(tensor), run, restore
-                    return restore(run(tensor))
+                    self._latest = recognized
+                    _same, again, restore = recognized
+                    return restore(again(tensor))
         return self._general(args, kwargs)
 
     def _call_original(self, *args: Any, **kwargs: Any) -> Any:
@@ -193,28 +198,30 @@ class OptimizedModule(Deployable):
         check = verifier.check(run, recipe.lane_dtype)
         if not check.passed:
             raise VerificationError(f"the optimized program is wrong for this call: {check.reason}")
-        return self._admit(captured.leaves, captured, run)
+        return self._admit(captured, program, run)
 
     def _executable(self, program: Program) -> Executable:
         return executable(program, outputs=self._outputs)
 
-    def _admit(self, leaves: Sequence[Any], captured: Captured, run: Executable) -> _Served:
-        served = _Served(run, captured.layout)
+    def _admit(self, captured: Captured, program: Program, run: Executable) -> _Served:
+        leaves, served = captured.leaves, _Served(run, captured.layout, program)
         if reads_strides(captured.program.graph) is None:  # the border brings any strides into order
             self._any_strides[call_key(leaves, captured.spec, strides=False)] = served
         return self._remember(leaves, captured.spec, served)
 
     def _fall_back(self, args: Any, kwargs: Any, reason: str, shown: str) -> _Served:
         logger.warning("ampopt: the original model answers calls with %s, because %s", shown, reason)
-        return self._remember(*flatten_call(args, kwargs), _Served(self._original[0], None))
+        return self._remember(*flatten_call(args, kwargs), _Served(self._original[0]))
 
     def _remember(self, leaves: Sequence[Any], spec: pytree.TreeSpec, served: _Served) -> _Served:
         """Let `served` answer every call like this one; the kinds of call used longest ago are forgotten."""
         key = call_key(leaves, spec)
         self._served[key] = served
         single = len(leaves) == 1 and isinstance(leaves[0], Tensor) and spec == _ONE_TENSOR
-        if single and served.layout is not None:
-            self._single[tensor_key(leaves[0])] = (served.run, served.layout.restore, key)
+        if single and served.layout is not None and served.program is not None:
+            tensor = leaves[0]
+            recognized = recognizer(tensor), quick(served.program, served.run, tensor), served.layout.restore
+            self._single[tensor_key(tensor)] = recognized, key
         programs = self._programs()
         while len(programs) > self._max_shapes:
             oldest = next(key for key, found in self._served.items() if found.layout is not None)
@@ -231,7 +238,7 @@ class OptimizedModule(Deployable):
     def _forget(self, key: object) -> None:
         served = self._served.pop(key)
         self._latest = _NONE_YET
-        self._single = {k: found for k, found in self._single.items() if found[2] != key}
+        self._single = {k: found for k, found in self._single.items() if found[1] != key}
         if all(other is not served for other in self._served.values()):
             self._any_strides = {k: s for k, s in self._any_strides.items() if s is not served}
 

@@ -17,6 +17,7 @@ from ampopt.graph import calls, is_native
 from ampopt.measure import latency
 from ampopt.numerics import relative_error
 from ampopt.onnx_cache import exported
+from ampopt.onnx_engine import OnnxEngine
 from ampopt.onnx_graph import OPSETS, model_of
 from ampopt.onnx_options import PREFERRED, SessionOptions
 from ampopt.onnx_pooling import use_pooling_operators
@@ -38,8 +39,6 @@ COMPARING_S = 1.5
 
 SAME = 1e-4
 """The relative error within which two sessions compute the same."""
-
-Engine = Callable[..., Sequence[Tensor]]
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 """What the pass needs; the extra `onnx` brings it."""
@@ -106,7 +105,7 @@ class OnnxRuntime(Pass):
             stored = {name: json.loads(value) for name, value in self.session}
             rewrites = Rewrites.taken_from(stored)
             options = SessionOptions.from_dict(stored)
-            engine = _engine(OnnxRunner(model, options))
+            engine = OnnxEngine(OnnxRunner(model, options))
             if rewrites != Rewrites():
                 tried = _tried(model, options, lambda: rewrites, entered, engine(*entered), hints)
                 engine = tried[0] if tried is not None else engine
@@ -118,9 +117,9 @@ class OnnxRuntime(Pass):
 
 def _fastest(
     model: bytes, options: SessionOptions, entered: Sequence[Tensor], hints: list[str]
-) -> tuple[Engine, Rewrites]:
+) -> tuple[OnnxEngine, Rewrites]:
     """The engine as the options have it, or with its graph rewritten where that is faster; and how."""
-    engine, chosen = _engine(OnnxRunner(model, options)), Rewrites()
+    engine, chosen = OnnxEngine(OnnxRunner(model, options)), Rewrites()
     expected, arrays = engine(*entered), [tensor.numpy() for tensor in entered]
     for step in STEPS:
         rewrites = functools.partial(step, model, options, arrays, chosen)
@@ -137,12 +136,12 @@ def _tried(
     entered: Sequence[Tensor],
     expected: Sequence[Tensor],
     hints: list[str],
-) -> tuple[Engine, Rewrites] | None:
+) -> tuple[OnnxEngine, Rewrites] | None:
     """An engine with its graph rewritten; None where there is nothing to gain, or it fails, see `hints`."""
     try:
         if (chosen := rewrites()) is None:
             return None
-        engine = _engine(rewritten(model, options, chosen))
+        engine = OnnxEngine(rewritten(model, options, chosen))
         error = max(relative_error(a, b) for a, b in zip(engine(*entered), expected, strict=True))
     except Exception as failure:  # whatever it is: the graph as it was runs
         hints.append(f"ONNX Runtime's graph stays as it was: {first_line(failure)}")
@@ -155,7 +154,7 @@ def _tried(
     return engine, chosen
 
 
-def _is_faster(other: Engine, engine: Engine, entered: Sequence[Tensor]) -> bool:
+def _is_faster(other: OnnxEngine, engine: OnnxEngine, entered: Sequence[Tensor]) -> bool:
     calls = {"as it was": engine, "rewritten": other}
     cpu = torch.device("cpu")
     samplers = {name: latency(functools.partial(call, *entered), cpu) for name, call in calls.items()}
@@ -179,12 +178,3 @@ def _as_onnx(program: Program, entered: tuple[Tensor, ...]) -> bytes:
         return onnx_ir.to_proto(model)
 
     return exported(program.graph, entered, export)
-
-
-def _engine(runner: OnnxRunner) -> Engine:
-    """A session as a function of CPU tensors; no copies: arrays and tensors share their memory."""
-
-    def call(*tensors: Tensor) -> Sequence[Tensor]:
-        return tuple([torch.from_numpy(array) for array in runner(*[t.numpy() for t in tensors])])
-
-    return call

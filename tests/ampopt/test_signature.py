@@ -12,7 +12,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ampopt.errors import InputError
-from ampopt.signature import call_key, check_same_call, describe, flatten_call, flatten_outputs
+from ampopt.signature import (
+    call_key,
+    check_same_call,
+    describe,
+    flatten_call,
+    flatten_outputs,
+    recognizer,
+    tensor_key,
+)
 
 X = torch.zeros(2, 3)
 
@@ -115,3 +123,22 @@ def test_another_dtype_or_device_is_refused_with_what_was_expected() -> None:
         check_same_call([X], [X.double()], X.device)
     with pytest.raises(InputError, match=r"tensor 1 of the call is float32\[2, 3\] on meta; .*on cpu"):
         check_same_call([X, X], [X, X.to("meta")], X.device)
+
+
+@pytest.mark.parametrize("example", [X, torch.zeros(0, 3), X.to("meta")], ids=["full", "empty", "meta"])
+def test_a_recognizer_tells_what_the_key_of_a_tensor_tells(example: torch.Tensor) -> None:
+    others = [
+        X,
+        X.clone(),
+        X.double(),
+        X.t(),
+        torch.zeros(3, 2).t(),
+        torch.zeros(3, 2),
+        torch.zeros(2, 3, 1),
+        torch.zeros(0, 3),
+        torch.zeros(2, 0),
+        torch.zeros(0, 3, dtype=torch.float64),
+        X.to("meta"),
+    ]
+    same = recognizer(example)
+    assert [same(other) for other in others] == [tensor_key(other) == tensor_key(example) for other in others]
