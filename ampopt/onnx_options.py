@@ -77,6 +77,10 @@ class SessionOptions:
         native = {"use_tf32": "0"} if provider == CUDA and not tf32 else {}
         return SessionOptions(provider, native)
 
+    def unoptimized(self) -> SessionOptions:
+        """For a model that is optimized already."""
+        return dataclasses.replace(self, optimization="none")
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON; `from_dict` reads it."""
         return {**dataclasses.asdict(self), "provider_options": dict(self.provider_options)}

@@ -8,6 +8,7 @@ from typing import Any
 
 from ampopt.errors import BundleError
 from ampopt.onnx_blocked import keep_blocked
+from ampopt.onnx_groups import is_quicker_merged, with_merged_groups
 from ampopt.onnx_options import CPU, SessionOptions
 from ampopt.onnx_profile import optimized
 from ampopt.onnx_session import Array, OnnxRunner
@@ -16,35 +17,46 @@ from ampopt.onnx_winograd import quicker_by_winograd, winograd_library, with_win
 
 @dataclasses.dataclass(frozen=True)
 class Rewrites:
-    """Whether the graph went through `keep_blocked`, and the convolutions that `with_winograd` changed."""
+    """What a graph went through: `with_merged_groups`, `keep_blocked`, `with_winograd` for these nodes."""
 
     blocked: bool = False
     winograd: tuple[str, ...] = ()
+    merged: bool = False
 
     @staticmethod
     def taken_from(data: dict[str, Any]) -> Rewrites:
         """Take a rewrite's fields, as JSON has them, out of a mapping. Raises BundleError."""
         blocked, winograd = data.pop("blocked", False), data.pop("winograd", [])
-        if not isinstance(blocked, bool):
-            raise BundleError(f"blocked is true or false, not {blocked!r}")
+        merged = data.pop("merged", False)
+        for name, value in (("blocked", blocked), ("merged", merged)):
+            if not isinstance(value, bool):
+                raise BundleError(f"{name} is true or false, not {value!r}")
         if not isinstance(winograd, list) or not all(isinstance(name, str) for name in winograd):
             raise BundleError(f"winograd is a list of names, not {winograd!r}")
-        return Rewrites(blocked, tuple(winograd))
+        return Rewrites(blocked, tuple(winograd), merged)
 
 
 def rewritten(model: bytes, options: SessionOptions, rewrites: Rewrites) -> OnnxRunner:
     """A session with its graph rewritten. Raises SessionError or CompilerError."""
-    graph, plain = _graph(model, options, rewrites), _plain(options)
+    graph, plain = _graph(model, options, rewrites), options.unoptimized()
     if not rewrites.winograd:
         return OnnxRunner(graph, plain)
     return OnnxRunner(with_winograd(graph, plain, rewrites.winograd), plain, library=winograd_library())
+
+
+def merged(
+    model: bytes, options: SessionOptions, arrays: Sequence[Array], before: Rewrites
+) -> Rewrites | None:
+    """With narrow groups merged where that is quicker, node by node; None where it is not."""
+    quicker = _can_be(options) and is_quicker_merged(model, options, arrays)
+    return dataclasses.replace(before, merged=True) if quicker else None
 
 
 def blocked(
     model: bytes, options: SessionOptions, _arrays: Sequence[Array], before: Rewrites
 ) -> Rewrites | None:
     """With fewer reorderings; None where there are none to save."""
-    changed = _can_be(options) and keep_blocked(model, options)
+    changed = _can_be(options) and keep_blocked(_source(model, before), options)
     return dataclasses.replace(before, blocked=True) if changed else None
 
 
@@ -54,20 +66,21 @@ def winograd(
     """With fewer multiplications where that is quicker; None where it nowhere is."""
     if not _can_be(options):
         return None
-    names = quicker_by_winograd(_graph(model, options, before), _plain(options), arrays)
+    names = quicker_by_winograd(_graph(model, options, before), options.unoptimized(), arrays)
     return dataclasses.replace(before, winograd=names) if names else None
 
 
-STEPS = (blocked, winograd)
+STEPS = (merged, blocked, winograd)
 
 
 def _can_be(options: SessionOptions) -> bool:
     return options.provider == CPU and options.optimization == "all"
 
 
-def _plain(options: SessionOptions) -> SessionOptions:
-    return dataclasses.replace(options, optimization="none")
+def _source(model: bytes, rewrites: Rewrites) -> bytes:
+    return (with_merged_groups(model) if rewrites.merged else None) or model
 
 
 def _graph(model: bytes, options: SessionOptions, rewrites: Rewrites) -> bytes:
-    return (keep_blocked(model, options) if rewrites.blocked else None) or optimized(model, options)
+    source = _source(model, rewrites)
+    return (keep_blocked(source, options) if rewrites.blocked else None) or optimized(source, options)

@@ -22,7 +22,7 @@ import numpy as np
 from ampopt.native import library
 from ampopt.onnx_blocked import DOMAIN, block_size
 from ampopt.onnx_options import SessionOptions
-from ampopt.onnx_profile import node_seconds
+from ampopt.onnx_profile import named, node_seconds
 from ampopt.onnx_session import Array
 
 OWN_DOMAIN = "ampopt"
@@ -47,8 +47,8 @@ def quicker_by_winograd(model: bytes, options: SessionOptions, arrays: Sequence[
     names = _own_results(changed)
     if not names:
         return ()
-    before = node_seconds(_named(model), options, arrays)
-    after = node_seconds(_named(changed), options, arrays, library=winograd_library())
+    before = node_seconds(named(model), options, arrays)
+    after = node_seconds(named(changed), options, arrays, library=winograd_library())
     return tuple(name for name in names if after[name] < before[name])
 
 
@@ -157,14 +157,3 @@ def _own_results(model: bytes) -> list[str]:
     from onnx import load_from_string
 
     return [n.output[0] for n in load_from_string(model).graph.node if n.domain == OWN_DOMAIN]
-
-
-def _named(model: bytes) -> bytes:
-    """The model with every node named by its first result."""
-    from onnx import load_from_string
-
-    found = load_from_string(model)
-    for node in found.graph.node:
-        node.name = node.output[0]
-    data: bytes = found.SerializeToString()
-    return data

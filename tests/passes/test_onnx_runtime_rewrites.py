@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from ampopt import native, onnx_rewrites, onnx_winograd
+from ampopt import native, onnx_groups, onnx_rewrites, onnx_winograd
 from ampopt.errors import BundleError
 from ampopt.onnx_blocked import keep_blocked
 from ampopt.onnx_options import SessionOptions
 from ampopt.passes import OnnxRuntime, onnx_runtime
 from ampopt.recipe_file import read_recipe, write_recipe
+from ampopt.sampling import Gain
 from tests.ampopt.compiler import needs_compiler
 from tests.helpers import FP32, Model, check_outputs, program_of
 
@@ -37,6 +38,15 @@ def squeeze_and_excite() -> nn.Module:
     return Model(
         forward, first=conv(3, 32, 3), down=conv(32, 16, 1), up=conv(16, 32, 1), last=conv(32, 16, 1)
     )
+
+
+LOOKS = [
+    (1.05, 1.15, False, True),
+    (0.95, 1.1, False, False),
+    (0.95, 1.1, True, True),
+    (0.8, 0.9, True, False),
+]
+"""A gain's interval, whether the nodes were measured, and whether the engine is taken."""
 
 
 @pytest.fixture
@@ -189,3 +199,52 @@ def test_what_a_file_says_of_the_graph_is_checked(value: str) -> None:
         OnnxRuntime(session=(("winograd", value),)).apply(program)
     with pytest.raises(BundleError, match="blocked is true or false"):
         OnnxRuntime(session=(("blocked", value),)).apply(program)
+    with pytest.raises(BundleError, match="merged is true or false"):
+        OnnxRuntime(session=(("merged", value),)).apply(program)
+
+
+@pytest.mark.usefixtures("default_options")
+@pytest.mark.parametrize("faster", [True, False])
+def test_narrow_groups_are_merged_where_that_is_faster_and_in_replays(
+    faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnx_groups, "block_size", lambda: 8)
+    monkeypatch.setattr(onnx_rewrites, "is_quicker_merged", lambda *_: True)
+    compared: list[object] = []
+
+    def compare(*given: object) -> bool:
+        compared.append(given[-1])
+        return faster
+
+    monkeypatch.setattr(onnx_runtime, "_is_faster", compare)
+    monkeypatch.setattr(onnx_runtime, "STEPS", (onnx_rewrites.merged, onnx_rewrites.blocked))
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(32, 32, 3, groups=8), nn.ReLU()), torch.randn(1, 32, 8, 8)
+    program = program_of(model, x)
+    result = OnnxRuntime().apply(program)
+    check_outputs(OnnxRuntime.numerics, program, result.program, model, [x], FP32)
+    assert compared[0] is True  # its nodes were measured
+    assert stored(result.replay)["merged"] is faster
+    monkeypatch.setattr(
+        onnx_rewrites, "is_quicker_merged", lambda *_: pytest.fail("a replay measures nothing")
+    )
+    assert result.replay is not None
+    there = program_of(model, torch.randn(2, 32, 6, 7))
+    replayed = result.replay.apply(there)
+    assert stored(replayed.replay)["merged"] is faster
+    check_outputs(OnnxRuntime.numerics, there, replayed.program, model, list(there.examples), FP32)
+
+
+def stored(step: object) -> dict[str, Any]:
+    assert isinstance(step, OnnxRuntime)
+    return {name: json.loads(value) for name, value in step.session or ()}
+
+
+@pytest.mark.parametrize(("low", "high", "by_node", "taken"), LOOKS)
+def test_what_was_measured_node_by_node_has_to_be_no_loss(
+    low: float, high: float, by_node: bool, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnx_runtime, "gain", lambda *_: Gain((low + high) / 2, low, high))
+    monkeypatch.setattr(onnx_runtime, "COMPARING_S", 0.0)
+    engine: Any = lambda *tensors: tensors  # noqa: E731
+    assert onnx_runtime._is_faster(engine, engine, [torch.zeros(1)], by_node) is taken
