@@ -220,8 +220,10 @@ class PassManager:
                 if (declined := step.why_not(program)) is not None:
                     self._record(blank, verdict=Verdict.DECLINED, reason=declined)
                     return None
-                needed, left = step.expected_seconds(program), self._deadline - start
-                if needed > left:
+                left = self._deadline - start
+                if step.expected_seconds(program) > left:
+                    step = step.hurried()
+                if (needed := step.expected_seconds(program)) > left:
                     reason = f"it needs about {needed:.0f} s, and {max(left, 0):.0f} s of the budget are left"
                     self._record(blank, reason=reason)
                     return None

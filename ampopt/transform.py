@@ -111,6 +111,10 @@ class Pass(abc.ABC):
         """About how long `apply` will take; it is not begun where the time budget has no room for it."""
         return 0.0
 
+    def hurried(self) -> Pass:
+        """The pass as it is applied where less time is left than it expects to take; it may need less so."""
+        return self
+
     def within(self, seconds: float) -> Pass:
         """The pass as it is to be applied where so many seconds are left of the time budget."""
         return self

@@ -70,7 +70,7 @@ class OnnxRuntime(Pass):
     slow_to_apply = True
 
     session: tuple[tuple[str, str], ...] | None = None
-    """The session's options and `Rewrites`, each field as JSON; None: measure them."""
+    """The session's options and `Rewrites`, each field as JSON, or the defaults; None: measure them."""
 
     def why_not(self, program: Program) -> str | None:
         """See the class."""
@@ -88,8 +88,12 @@ class OnnxRuntime(Pass):
 
     def expected_seconds(self, program: Program) -> float:
         """The export takes some seconds to begin with, and more for every operator."""
-        tuning = TUNING_S + 3 * (COMPARING_S + PROFILING_S) if self.session is None else 0.0
+        tuning = TUNING_S + 2 * (COMPARING_S + PROFILING_S) if self.session is None else 0.0
         return 2.0 + 0.02 * sum(1 for _ in calls(program.graph)) + tuning
+
+    def hurried(self) -> Pass:
+        """With default options: what is most of the gain takes a few seconds."""
+        return dataclasses.replace(self, session=self.session or ())
 
     def apply(self, program: Program) -> Result:
         """Export, choose options, run once; see the class."""
@@ -104,6 +108,8 @@ class OnnxRuntime(Pass):
             options = tune(model, arrays, seconds=TUNING_S, providers=found).best
             engine, rewrites = _fastest(model, options, entered, hints)
         else:
+            if not self.session:
+                hints.append("ONNX Runtime runs with default options: there was no time to measure others")
             stored = {name: json.loads(value) for name, value in self.session}
             rewrites = Rewrites.taken_from(stored)
             options = SessionOptions.from_dict(stored)

@@ -245,6 +245,29 @@ def test_a_pass_that_needs_more_than_is_left_is_not_begun(
 
 
 @dataclasses.dataclass(frozen=True)
+class _Thorough(Planted):
+    """Takes long, unless it is hurried."""
+
+    def hurried(self) -> Pass:
+        return dataclasses.replace(self, label="hurried", seconds=50.0, error=None)
+
+
+@pytest.mark.parametrize(
+    ("seconds_left", "found"), [(1000.0, "failed"), (100.0, "kept"), (20.0, "not tried")]
+)
+def test_a_pass_hurries_where_that_is_what_the_time_allows(
+    seconds_left: float, found: str, monkeypatch: pytest.MonkeyPatch, net: nn.Module
+) -> None:
+    step = _Thorough("thorough", seconds=500.0, error=ValueError("it was not hurried"))
+    bench = Bench(monkeypatch, net, X, cost=lambda _names: 0.5 if _names else 1.0, seconds_left=seconds_left)
+    (entry,) = bench.rewrite(step)
+    assert entry.verdict.value == found
+    assert bench.kept == (["hurried"] if found == "kept" else [])
+    if found == "not tried":
+        assert "it needs about 50 s, and 20 s of the budget are left" in entry.reason
+
+
+@dataclasses.dataclass(frozen=True)
 class _Measuring(Planted):
     """Writes into its recipe how much time it was given."""
 

@@ -171,3 +171,16 @@ def test_an_optimized_model_that_runs_in_it_is_copied_saved_and_opened(
         assert torch.equal(copy.deepcopy(fast)(x), found)
         fast.save(tmp_path / "robot.ampopt", tune_s=0.1)
         assert torch.allclose(ampopt.load(tmp_path / "robot.ampopt")(x), expected, atol=1e-4)
+
+
+def test_hurried_it_runs_with_default_options_and_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_runtime, "tune", lambda *_, **__: pytest.fail("measured"))
+    model, x = several_kinds(), torch.randn(2, 3, 10, 10)
+    program, step = program_of(model, x), OnnxRuntime().hurried()
+    assert step.expected_seconds(program) < OnnxRuntime().expected_seconds(program) / 2
+    result = step.apply(program)
+    check_outputs(OnnxRuntime.numerics, program, result.program, model, [x], FP32)
+    assert any("default options" in hint for hint in result.hints)
+    (again,) = read_recipe(write_recipe((result.replay or step,)))
+    assert again == result.replay
+    assert again.hurried() == again
