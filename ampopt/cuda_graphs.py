@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import threading
@@ -33,6 +32,9 @@ and always as long for the same one: where the driver puts its parameters in mem
 
 INSTANCES_S, LONG_GRAPH_S = 0.05, 5e-3
 """Seconds in which they are timed, and a graph's own from which on it makes no difference worth the time."""
+
+_REFUSALS = (OSError, AttributeError, RuntimeError)
+"""There is no driver, it has not got a function, or one refuses."""
 
 _search_thread = ThreadPoolExecutor(1, thread_name_prefix="ampopt-cudnn-search")
 """Where programs that search cuDNN's algorithms are captured; see `_capture`."""
@@ -108,9 +110,11 @@ class ReplayedProgram:
         self._graph, self._outputs = _capture(program, lambda: program.run(*self._inputs))
         self._index = program.device.index or 0
         self._ready: ReadyGraph | None = None
-        with contextlib.suppress(*_REFUSALS):
+        try:
             instances = [ReadyGraph(self._graph) for _ in range(INSTANCES)]
             self._ready = _by_speed(instances, program.device)[0]
+        except _REFUSALS as error:
+            logger.info("ampopt: the first instance of a CUDA graph is timed: %s", first_line(error))
 
     def replay(self) -> None:
         """Run the captured kernels."""
@@ -131,9 +135,6 @@ SAME = 1e-2
 
 FORMS = 3
 """Instances of a captured graph that stay, each for other inputs: those of a loop take turns in few."""
-
-_REFUSALS = (OSError, AttributeError, RuntimeError)
-"""There is no driver, it has not got a function, or one refuses."""
 
 
 class _Form:

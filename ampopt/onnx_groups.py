@@ -18,6 +18,7 @@ from ampopt.onnx_blocked import block_size
 from ampopt.onnx_options import SessionOptions
 from ampopt.onnx_profile import named, node_seconds, optimized
 from ampopt.onnx_session import Array
+from ampopt.onnx_weights import add_weights, remove_unread
 
 
 def with_merged_groups(model: bytes) -> bytes | None:
@@ -26,7 +27,7 @@ def with_merged_groups(model: bytes) -> bytes | None:
 
     found, block = load_from_string(model), block_size()
     weights = {each.name: each for each in found.graph.initializer}
-    changed = False
+    replaced = list[str]()
     for node in found.graph.node:
         group = next((each for each in node.attribute if each.name == "group"), None)
         if node.op_type != "Conv" or group is None or node.input[1] not in weights:
@@ -34,11 +35,13 @@ def with_merged_groups(model: bytes) -> bytes | None:
         weight = numpy_helper.to_array(weights[node.input[1]])
         count = _to_merge(weight, group.i, block)
         if count > 1:
-            name = f"{node.output[0]}_merged_weight"
-            found.graph.initializer.append(numpy_helper.from_array(merged(weight, group.i, count), name))
-            node.input[1], group.i, changed = name, group.i // count, True
+            replaced.append(node.input[1])
+            wide = merged(weight, group.i, count)
+            node.input[1] = add_weights(found.graph, f"{node.input[1]}_merged", wide)
+            group.i //= count
+    remove_unread(found.graph, replaced)
     data: bytes = found.SerializeToString()
-    return data if changed else None
+    return data if replaced else None
 
 
 def merged(weight: Array, groups: int, count: int) -> Array:

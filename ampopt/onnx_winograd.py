@@ -24,6 +24,7 @@ from ampopt.onnx_blocked import DOMAIN, block_size
 from ampopt.onnx_options import SessionOptions
 from ampopt.onnx_profile import named, node_seconds
 from ampopt.onnx_session import Array
+from ampopt.onnx_weights import add_weights, remove_unread
 
 OWN_DOMAIN = "ampopt"
 
@@ -57,7 +58,7 @@ def with_winograd(model: bytes, options: SessionOptions, names: Collection[str] 
 
     `model`: as ONNX Runtime has optimized it.
     """
-    from onnx import helper, load_from_string, numpy_helper
+    from onnx import helper, load_from_string
 
     found = load_from_string(model)
     weights = {each.name: each for each in found.graph.initializer}
@@ -70,14 +71,9 @@ def with_winograd(model: bytes, options: SessionOptions, names: Collection[str] 
     for node in chosen:
         name = node.input[1]
         if name not in replaced:
-            replaced[name] = _unused(f"{name}_winograd", found.graph)
-            made = numpy_helper.from_array(_transformed(weights[name]), replaced[name])
-            found.graph.initializer.append(made)
+            replaced[name] = add_weights(found.graph, f"{name}_winograd", _transformed(weights[name]))
         node.CopyFrom(_winograd_conv(node, replaced[name], options))
-    used = {name for node in found.graph.node for name in node.input}
-    used.update(value.name for value in found.graph.output)
-    for name in replaced.keys() - used:
-        found.graph.initializer.remove(weights[name])
+    remove_unread(found.graph, replaced)
     found.opset_import.append(helper.make_opsetid(OWN_DOMAIN, 1))
     data: bytes = found.SerializeToString()
     return data
@@ -111,15 +107,6 @@ def _attributes(node: Any) -> dict[str, Any]:
     from onnx import helper
 
     return {each.name: helper.get_attribute_value(each) for each in node.attribute}
-
-
-def _unused(name: str, graph: Any) -> str:
-    """A name that no tensor has."""
-    taken = {each.name for each in (*graph.initializer, *graph.input)}
-    taken.update(result for node in graph.node for result in node.output)
-    while name in taken:
-        name += "_"
-    return name
 
 
 def _transformed(stored: Any) -> Array:

@@ -60,8 +60,9 @@ class OnnxRuntime(Pass):
     outputs agree with those of the default options. `onnx_blocked` and `onnx_pooling` are exact, and so is
     `onnx_groups`, which adds zeros, for finite numbers; `onnx_winograd` computes the same function with
     another rounding.
-    Cost: seconds to export, once for a program (`onnx_cache`), and to measure options; a second copy of the
-    weights, of which those for Winograd's algorithm have 16 numbers for every 9.
+    Cost: seconds to export, once for a program (`onnx_cache`), and to measure options, which are the defaults
+    where there is no time for that (`hurried`); a second copy of the weights, of which those for Winograd's
+    algorithm have 16 numbers for every 9.
     """
 
     numerics = Numerics.REASSOCIATED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -145,6 +146,7 @@ def test_only_a_program_that_converts_nothing_has_a_quicker_way(model: nn.Module
     x = image(0)
     program = OnnxRuntime().apply(program_of(model, x)).program
     assert quick(program, program.run, x) != program.run
+    assert copy.deepcopy(program.engine) is program.engine
     assert quick(program, program.run, x.to(memory_format=torch.channels_last)) == program.run
     assert quick(program, program.run, x.double()) == program.run
     assert quick(program, program.run, x, x) == program.run

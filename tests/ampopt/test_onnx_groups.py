@@ -84,6 +84,10 @@ def test_weights_that_two_convolutions_share_are_merged_for_each() -> None:
     data = model(nodes, {"x": shape}, {"b": shape}, {"w": numbers(32, 4, 3, 3)})
     wide, x = with_merged_groups(data), numbers(*shape)
     assert groups_of(wide) == [4, 4]
+    assert [each.name for each in load_from_string(wide or b"").graph.initializer] == [
+        "w_merged",
+        "w_merged_",
+    ]
     assert wide is not None
     (found,), (wanted,) = (OnnxRunner(each, SessionOptions())(x) for each in (wide, data))
     assert relative_error(found, wanted) < 1e-5

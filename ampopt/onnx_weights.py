@@ -1,0 +1,29 @@
+"""Weights of an ONNX graph that are put beside others, or in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+
+def add_weights(graph: Any, name: str, array: np.ndarray[Any, np.dtype[Any]]) -> str:
+    """Add an initializer, under this name or a longer one that no tensor has; the name."""
+    from onnx import numpy_helper
+
+    taken = {each.name for each in (*graph.initializer, *graph.input)}
+    taken.update(result for node in graph.node for result in node.output)
+    while name in taken:
+        name += "_"
+    graph.initializer.append(numpy_helper.from_array(array, name))
+    return name
+
+
+def remove_unread(graph: Any, names: Iterable[str]) -> None:
+    """Remove those of these initializers that no node reads and that are no outputs."""
+    read = {name for node in graph.node for name in node.input}
+    read.update(value.name for value in graph.output)
+    unread = set(names) - read
+    for each in [each for each in graph.initializer if each.name in unread]:
+        graph.initializer.remove(each)
