@@ -50,6 +50,7 @@ _FUNCTIONS = {
     "cuGraphLaunch": [c_void_p, c_void_p],
     "cuGraphExecDestroy": [c_void_p],
     "cuCtxGetCurrent": [POINTER(c_void_p)],
+    "cuCtxSetCurrent": [c_void_p],
     "cuCtxPushCurrent_v2": [c_void_p],
     "cuCtxPopCurrent_v2": [POINTER(c_void_p)],
     "cuFuncGetParamInfo": [c_void_p, c_size_t, POINTER(c_size_t), POINTER(c_size_t)],
@@ -73,7 +74,7 @@ def check(status: int) -> None:
 
 
 class Context:
-    """A context of CUDA; a `with` block makes it the current one."""
+    """A context of CUDA; in a `with` block it is the thread's current one."""
 
     def __init__(self) -> None:
         """The one that this thread uses now. RuntimeError where it has used none yet."""
@@ -82,6 +83,10 @@ class Context:
         if not self.handle.value:
             raise RuntimeError("this thread has not used CUDA yet")
         self._push, self._pop = driver().cuCtxPushCurrent_v2, driver().cuCtxPopCurrent_v2
+
+    def stay(self) -> None:
+        """Make it the thread's, as CUDA's runtime does when a thread first uses a device."""
+        check(driver().cuCtxSetCurrent(self.handle))
 
     def __enter__(self) -> None:
         check(self._push(self.handle))

@@ -23,18 +23,20 @@ def executable(program: Program, *, outputs: Outputs = "copy") -> Executable:
     return CapturedGraph(program, outputs=outputs) if program.cuda_graph else program.run
 
 
-def quick(program: Program, run: Executable, *examples: Tensor) -> Executable:
-    """The program's `run` for tensors that are like the examples in all but their numbers.
+def quick(program: Program, run: Executable, example: Tensor) -> Executable:
+    """The program's `run` for an only tensor that is like `example` in all but its numbers.
 
-    That is class, dtype, shape, strides and device. Where an engine has a quicker way to take them, and
-    nothing is to be converted before or after it, that way; else `run` itself. Settings are not set, because
-    they are PyTorch's.
+    That is dtype, shape, strides and device; it is a plain tensor without negative or conjugate bit. Where
+    there is a quicker way to take it, that way, else `run` itself. An engine has one where nothing is to be
+    converted before or after it; settings are not set then, because they are PyTorch's.
     """
+    if isinstance(run, CapturedGraph):
+        return run.quick(example)
     engine = program.engine
-    if not isinstance(engine, OnnxEngine) or len(examples) != 1:
+    if not isinstance(engine, OnnxEngine):
         return run
-    converts = program.entry[0].convert(examples[0]) is not examples[0] or any(
+    converts = program.entry[0].convert(example) is not example or any(
         border.dtype is not dtype or border.memory_format is not torch.contiguous_format
         for border, dtype in zip(program.exit, engine.dtypes, strict=True)
     )
-    return run if converts else engine.quick(examples[0], run)
+    return run if converts else engine.quick(example, run)

@@ -8,10 +8,10 @@ their place, and nothing is copied.
 from __future__ import annotations
 
 import ctypes
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_size_t, c_uint64, c_void_p
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,14 +42,22 @@ _WORD = 8
 
 
 class _Node:
-    """A node's parameters as words that may be overwritten; `update` lets an instance use what they say."""
+    """A node's parameters as words that may be overwritten.
 
-    def __init__(self, words: Sequence[memoryview], update: Callable[[c_void_p], int], alive: object) -> None:
+    `update` makes, of an instance, what lets that one use what they say.
+    """
+
+    def __init__(
+        self, words: Sequence[memoryview], update: Callable[[c_void_p], Callable[[], int]], alive: object
+    ) -> None:
         self.words, self.update, self._alive = words, update, alive
 
 
 class _Uses:
-    """The nodes of a graph that hold addresses inside a tensor's memory; `places`: words, index, offset."""
+    """The nodes of a graph that hold addresses inside a tensor's memory; `places`: words, index, offset.
+
+    `written`: what they say now.
+    """
 
     def __init__(self, tensor: Tensor, nodes: Sequence[_Node], *, result: bool = False) -> None:
         """`result`: of the last node alone; those before it have used the memory for other tensors."""
@@ -66,6 +74,13 @@ class _Uses:
         }
         self.nodes = [node for node, places in found.items() if places][-1 if result else 0 :]
         self.places = [place for node in self.nodes for place in found[node]]
+        self.written = start
+
+    def write(self, address: int) -> None:
+        """Let the nodes' parameters, which all instances share, say that the tensor is at another address."""
+        for words, place, offset in self.places:
+            words[place] = address + offset
+        self.written = address
 
 
 class Operands:
@@ -97,35 +112,37 @@ class ReadyGraph:
         `operands`: those of the same graph; instances share them, one thread at a time. None: nothing moves.
         Raises OSError, AttributeError or RuntimeError where the driver or PyTorch refuses.
         """
-        self._context = Context()
+        self.context = Context()
         self._ready = instantiate(graph.raw_cuda_graph())
-        weakref.finalize(self, destroy, self._ready, self._context).atexit = False
-        self._launch = functools.partial(driver().cuGraphLaunch, self._ready)
+        weakref.finalize(self, destroy, self._ready, self.context).atexit = False
+        self._launch = partial(driver().cuGraphLaunch, self._ready)
         self._uses = operands.uses if operands is not None else []
+        self._updates = [[node.update(self._ready) for node in use.nodes] for use in self._uses]
         self.addresses = tuple([use.address for use in self._uses])
 
     def move(self, addresses: tuple[int, ...]) -> None:
         """Let later launches use these addresses, the inputs' first; those under way are not changed.
 
+        `context` has to be the thread's (the driver crashes in one without any), as it is after a launch.
         RuntimeError where the driver refuses: then it is not known which ones are used.
         """
-        changed = list[_Node]()
-        for use, old, new in zip(self._uses, self.addresses, addresses, strict=True):
-            for words, place, offset in use.places:  # another instance may have written there
-                words[place] = new + offset
+        changed: list[Callable[[], int]] = []  # a generic made here takes 1 µs
+        for use, updates, old, new in zip(self._uses, self._updates, self.addresses, addresses, strict=True):
+            if use.written != new:  # by whichever instance wrote last
+                use.write(new)
             if old != new:
-                changed += use.nodes
+                changed += updates
         self.addresses = (0,) * len(addresses)
-        with self._context:  # a thread may have none, or another device's
-            for node in changed:
-                check(node.update(self._ready))
+        for update in changed:
+            if status := update():
+                check(status)
         self.addresses = addresses
 
     def launch(self, stream: int) -> None:
-        """Run on a stream, by its handle. RuntimeError where the driver refuses."""
+        """Run on a stream, by its handle; after it the thread has a context. RuntimeError where it fails."""
         if self._launch(stream):  # a thread that has not used the device yet
-            with self._context:
-                check(self._launch(stream))
+            self.context.stay()
+            check(self._launch(stream))
 
 
 def _read(node: c_void_p, context: Context) -> _Node | None:
@@ -156,7 +173,7 @@ def _kernel(node: c_void_p) -> _Node:
         table = (pack(params, owned[0], length), length)
     words = [_words(buffer, size) for buffer, size in zip(owned, sizes, strict=True)]
     set_params, place = driver().cuGraphExecKernelNodeSetParams_v2, ctypes.addressof(params)
-    return _Node(words, lambda ready: set_params(ready, node, place), (params, owned, table))
+    return _Node(words, lambda ready: partial(set_params, ready, node, place), (params, owned, table))
 
 
 def _plain(node: c_void_p, params: Any, name: str, context: Context) -> _Node:
@@ -164,7 +181,7 @@ def _plain(node: c_void_p, params: Any, name: str, context: Context) -> _Node:
     check(getattr(driver(), name.format("", "Get"))(node, byref(params)))
     set_params, place = getattr(driver(), name.format("Exec", "Set")), ctypes.addressof(params)
     words = [_words(params, ctypes.sizeof(params))]
-    return _Node(words, lambda ready: set_params(ready, node, place, context.handle), params)
+    return _Node(words, lambda ready: partial(set_params, ready, node, place, context.handle), params)
 
 
 def _copied(address: int | None, size: int) -> Any:

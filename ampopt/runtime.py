@@ -47,8 +47,8 @@ _HOOKS = (
 
 _Restore = Callable[[Sequence[Tensor]], Any]
 
-_Recognized = tuple[Callable[[Tensor], bool], Executable, _Restore]
-"""Tells whether a tensor is of one kind, runs it, makes the result."""
+_Recognized = tuple[Callable[[object], bool], Executable, _Restore]
+"""Tells whether something is a tensor of one kind, runs it, makes the result."""
 
 MOST_KEYS = 4
 """How many kinds of call (strides, calls that the original answers) are remembered for each program kept."""
@@ -104,7 +104,7 @@ class OptimizedModule(Deployable):
         self._lock = threading.RLock()
         self._served: OrderedDict[object, _Served] = OrderedDict()
         self._any_strides: dict[object, _Served] = {}
-        self._single: dict[object, tuple[_Recognized, object]] = {}
+        self._single: dict[object, tuple[Executable, _Restore, object]] = {}
         self._latest: _Recognized = _NONE_YET
         self._serve_original = serve_original
         if serve_original:
@@ -124,17 +124,16 @@ class OptimizedModule(Deployable):
         """Answer one call; see the class. InputError for tensors of another dtype or device."""
         if len(args) == 1 and not kwargs:
             tensor = args[0]
-            if tensor.__class__ is Tensor:
-                same, again, restore = self._latest
-                if same(tensor):
-                    return restore(again(tensor))
-                found = self._single.get((tensor.shape, tensor.dtype, tensor.stride(), tensor.device))
+            same, again, restore = self._latest
+            if same(tensor):
+                return restore(again(tensor))
+            if tensor.__class__ is Tensor and not (tensor.is_neg() or tensor.is_conj()):
+                found = self._single.get(tensor_key(tensor))
                 if found is not None:
-                    recognized, key = found
+                    again, restore, key = found
                     if len(self._served) > 1:
                         self._touch(key)
-                    self._latest = recognized
-                    _same, again, restore = recognized
+                    self._latest = recognizer(tensor), again, restore
                     return restore(again(tensor))
         return self._general(args, kwargs)
 
@@ -220,8 +219,8 @@ class OptimizedModule(Deployable):
         single = len(leaves) == 1 and isinstance(leaves[0], Tensor) and spec == _ONE_TENSOR
         if single and served.layout is not None and served.program is not None:
             tensor = leaves[0]
-            recognized = recognizer(tensor), quick(served.program, served.run, tensor), served.layout.restore
-            self._single[tensor_key(tensor)] = recognized, key
+            again = quick(served.program, served.run, tensor)
+            self._single[tensor_key(tensor)] = again, served.layout.restore, key
         programs = self._programs()
         while len(programs) > self._max_shapes:
             oldest = next(key for key, found in self._served.items() if found.layout is not None)
@@ -238,7 +237,7 @@ class OptimizedModule(Deployable):
     def _forget(self, key: object) -> None:
         served = self._served.pop(key)
         self._latest = _NONE_YET
-        self._single = {k: found for k, found in self._single.items() if found[1] != key}
+        self._single = {k: found for k, found in self._single.items() if found[2] != key}
         if all(other is not served for other in self._served.values()):
             self._any_strides = {k: s for k, s in self._any_strides.items() if s is not served}
 
@@ -306,7 +305,7 @@ class OptimizedModule(Deployable):
         raise InputError("an optimized module cannot be pickled: its CUDA graphs live in this process only")
 
 
-def _never(_tensor: Tensor) -> bool:
+def _never(_anything: object) -> bool:
     return False
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ class FakeForm:
     """Doubles what lies at the first address into what lies at the second, and counts moves and launches."""
 
     moves = launches = static = 0
+    context = contextlib.nullcontext()
 
     def move(self, addresses: tuple[int, ...]) -> None:
         self.moves += 1
@@ -45,6 +46,7 @@ def captured() -> CapturedGraph:
     graph._inputs, graph._outputs = [torch.zeros(4)], (torch.zeros(4),)
     graph._strides, graph._index, graph._raw_stream = [(1,)], 0, 7
     graph._forms, graph._spare = {}, [FakeForm() for _ in range(FORMS)]
+    graph._fresh = [lambda: torch.zeros(4)]
     made: CapturedGraph = graph
     return made
 
@@ -117,21 +119,61 @@ def test_a_result_belongs_to_the_mode_of_its_own_call(captured: CapturedGraph, f
             assert captured(number(1))[0].is_inference() == inference
 
 
-def test_memory_that_is_missing_for_the_next_result_costs_this_one_nothing(
-    captured: CapturedGraph, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real: Callable[[Tensor], Tensor] = torch.empty_like
+def test_memory_that_is_missing_for_the_next_result_costs_this_one_nothing(captured: CapturedGraph) -> None:
     left = [1]
 
-    def empty_like(tensor: Tensor) -> Tensor:
+    def fresh() -> Tensor:
         if not left:
             raise torch.OutOfMemoryError("full")
         left.pop()
-        return real(tensor)
+        return torch.zeros(4)
 
-    monkeypatch.setattr(torch, "empty_like", empty_like)
+    captured._fresh = [fresh]
     assert torch.equal(captured(number(1))[0], number(2))
     with pytest.raises(torch.OutOfMemoryError, match="full"):
         captured(number(1))
     left.append(1)
     assert torch.equal(captured(number(4))[0], number(8))
+
+
+def test_a_quick_call_answers_as_any_other(captured: CapturedGraph) -> None:
+    quick, first = captured.quick(number(0)), captured._spare[0]
+    assert quick is not captured
+    x = number(3)
+    for count in range(1, 4):
+        assert torch.equal(quick(x)[0], number(6))
+        assert torch.equal(captured(x)[0], number(6))
+        assert first.launches == 2 * count  # type: ignore[attr-defined]
+    shifted = torch.arange(5.0)[1:]
+    assert shifted.data_ptr() % 16
+    assert torch.equal(quick(shifted)[0], 2 * shifted)
+    assert torch.equal(captured._inputs[0], shifted)
+
+
+@pytest.mark.parametrize("what", ["stream", "device"])
+def test_a_quick_call_from_elsewhere_is_made_where_it_belongs(
+    captured: CapturedGraph, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    seen: list[object] = []
+
+    def call(tensors: object) -> tuple[Tensor]:
+        seen.append(tensors)
+        return (number(1),)
+
+    monkeypatch.setattr(captured, "_call", call, raising=False)
+    name = {"stream": "_cuda_getCurrentRawStream", "device": "_cuda_getDevice"}[what]
+    monkeypatch.setattr(torch._C, name, lambda *_: 8, raising=False)
+    x = number(3)
+    captured.quick(x)(x)
+    assert seen == [(x,)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.zeros(5), torch.zeros(4).double(), torch.zeros(8)[::2]],
+    ids=["shape", "dtype", "strides"],
+)
+def test_a_quick_call_is_for_what_the_graph_can_read(captured: CapturedGraph, other: Tensor) -> None:
+    assert captured.quick(other) is captured
+    captured._moves = False
+    assert captured.quick(number(0)) is captured

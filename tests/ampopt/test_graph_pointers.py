@@ -24,7 +24,7 @@ class FakeDriver:
     """CUDA's driver with nodes that are Python objects: (type, parameters as `set` last saw them)."""
 
     def __init__(self, nodes: list[tuple[int, Any]]) -> None:
-        self.nodes, self.contexts, self.refuses = nodes, [0xAA], False
+        self.nodes, self.contexts, self.refuses = nodes, [CONTEXT], False
         self.set: dict[int, bytes] = {}
         self.sizes: dict[int, list[int]] = {}
         self.launched, self.destroyed = list[int](), list[int]()
@@ -46,6 +46,10 @@ class FakeDriver:
 
     def cuCtxGetCurrent(self, context: Any) -> int:  # noqa: N802
         context._obj.value = CONTEXT
+        return 0
+
+    def cuCtxSetCurrent(self, context: c_void_p) -> int:  # noqa: N802
+        self.contexts[-1] = context.value or 0
         return 0
 
     def cuCtxPushCurrent_v2(self, context: c_void_p) -> int:  # noqa: N802
@@ -200,7 +204,6 @@ def test_addresses_in_every_kind_of_node_move_with_their_offsets(driver: FakeDri
     assert (words(driver.set[3])[6], words(driver.set[3])[17]) == (there, 99)
     assert words(driver.set[4]) == [there + 16, 0, 0, 0, 0, 0]
     assert words(driver.set[6]) == [there]
-    assert driver.contexts == [0xAA]
     ready.move((here,))
     assert driver.set[1] == of(here) + b"\1\2\3\4" + of(5, here + 8, 6)
 
@@ -232,13 +235,14 @@ def test_a_launch_finds_the_context_and_a_graph_is_destroyed_in_it(
     driver: FakeDriver, tensor: Tensor
 ) -> None:
     ready = read([tensor])
-    driver.contexts.append(CONTEXT)
     ready.launch(STREAM)
-    driver.contexts.pop()
+    driver.contexts[:] = [0xAA]
     ready.launch(STREAM)  # another one is current
     assert driver.launched == [CONTEXT, 0xAA, CONTEXT]
+    assert driver.contexts == [CONTEXT]  # as `move` wants it
+    driver.contexts[:] = [0xAA]
     gc.collect()
-    assert (driver.contexts, driver.destroyed) == ([0xAA], [])
+    assert driver.destroyed == []
     del ready
     gc.collect()
     assert (driver.contexts, driver.destroyed) == ([0xAA], [READY])
@@ -272,7 +276,6 @@ def test_a_move_that_is_refused_is_not_taken_for_done(driver: FakeDriver, tensor
     driver.refuses = True
     with pytest.raises(RuntimeError, match="refuses, with status 700"):
         ready.move((1 << 40,))
-    assert driver.contexts == [0xAA]
     driver.refuses = False
     driver.set.clear()
     ready.move((tensor.data_ptr(),))  # nobody knows where it was

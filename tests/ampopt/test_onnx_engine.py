@@ -114,9 +114,10 @@ def test_what_is_not_there_as_its_numbers_say_takes_the_whole_call(
     x = image(4)
     fast(-x)
     negative = torch._neg_view(-x)
-    assert fast._latest[0](negative)
-    assert close(fast(negative), model(x))
-    assert len(whole) == 1
+    assert not fast._latest[0](negative)
+    for _ in range(2):
+        assert close(fast(negative), model(x))
+    assert len(whole) == 2
 
 
 def test_other_layouts_and_classes_are_served(model: nn.Module, fast: ampopt.OptimizedModule) -> None:
@@ -149,7 +150,6 @@ def test_only_a_program_that_converts_nothing_has_a_quicker_way(model: nn.Module
     assert copy.deepcopy(program.engine) is program.engine
     assert quick(program, program.run, x.to(memory_format=torch.channels_last)) == program.run
     assert quick(program, program.run, x.double()) == program.run
-    assert quick(program, program.run, x, x) == program.run
     (border,) = program.exit
     for other in ({"dtype": torch.float64}, {"memory_format": torch.channels_last}):
         converts = program.replace(exit=(border.__class__(**{**vars(border), **other}),))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from ampopt.errors import InputError
@@ -125,20 +126,38 @@ def test_another_dtype_or_device_is_refused_with_what_was_expected() -> None:
         check_same_call([X, X], [X, X.to("meta")], X.device)
 
 
-@pytest.mark.parametrize("example", [X, torch.zeros(0, 3), X.to("meta")], ids=["full", "empty", "meta"])
-def test_a_recognizer_tells_what_the_key_of_a_tensor_tells(example: torch.Tensor) -> None:
+class _Named(torch.Tensor):
+    """A tensor of another class."""
+
+
+EXAMPLES = {"full": X, "empty": torch.zeros(0, 3), "on meta": X.to("meta"), "a parameter": nn.Parameter(X)}
+
+
+@pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES.keys())
+def test_a_recognizer_tells_what_class_and_key_of_a_tensor_tell(example: torch.Tensor) -> None:
     others = [
-        X,
+        *EXAMPLES.values(),
         X.clone(),
         X.double(),
         X.t(),
         torch.zeros(3, 2).t(),
         torch.zeros(3, 2),
         torch.zeros(2, 3, 1),
-        torch.zeros(0, 3),
         torch.zeros(2, 0),
         torch.zeros(0, 3, dtype=torch.float64),
-        X.to("meta"),
+        X.as_subclass(_Named),
     ]
     same = recognizer(example)
-    assert [same(other) for other in others] == [tensor_key(other) == tensor_key(example) for other in others]
+    kind = type(example), tensor_key(example)
+    assert [same(other) for other in others] == [(type(o), tensor_key(o)) == kind for o in others]
+    assert not any(map(same, [3, None, "x", [example]]))
+
+
+def test_a_recognizer_tells_bits_and_modes_apart() -> None:
+    same = recognizer(X)
+    assert same(X.clone())
+    assert not same(torch._neg_view(X))
+    assert not recognizer(X * 1j)((X * 1j).conj())
+    with torch.inference_mode():
+        assert not same(X)
+        assert recognizer(X)(X)

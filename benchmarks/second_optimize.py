@@ -1,0 +1,102 @@
+"""How much of the time of a first `optimize` a second one of the same model takes.
+
+    python -m benchmarks.second_optimize [--models NAME ...] [--lanes fp32 amp] [--out DIR]
+
+Both run in processes of their own, as on a robot that is switched on again; all caches are empty before the
+first, and the second finds what that left. Writes DIR/<device>/second_optimize.json and the Markdown table
+that is made from it; networks and lanes that were not run this time keep the rows that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ampopt
+from ampopt.environment import environment
+from benchmarks.contestants import BUDGET_S, LANES
+from benchmarks.race_networks import RACE, racer
+from benchmarks.race_process import CACHES
+from benchmarks.results_files import Row, commit, heading, results_folder, update
+
+Facts = dict[str, Any]
+
+
+def optimize_once(network: str, lane: str, device: torch.device) -> Facts:
+    """The seconds of one `optimize` with its defaults, and what it kept."""
+    model, inputs = racer(network)
+    model, inputs = model.to(device), tuple(tensor.to(device) for tensor in inputs)
+    start = time.perf_counter()
+    fast = ampopt.optimize(model, inputs, precision=lane, budget_s=BUDGET_S, progress=False)
+    seconds = time.perf_counter() - start
+    assert isinstance(fast, ampopt.OptimizedModule)
+    return {"seconds": seconds, "passes": [step.name for step in fast.program.recipe]}
+
+
+def measure(network: str, lane: str, device: torch.device) -> Row:
+    """A network in one lane, twice; `error` instead of the times where one of the two failed."""
+    row: Row = {"network": network, "lane": lane, "commit": commit(), "environment": environment(device)}
+    command = [sys.executable, "-m", "benchmarks.second_optimize", "--once"]
+    command += ["--models", network, "--lanes", lane, "--device", device.type]
+    with tempfile.TemporaryDirectory(prefix="ampopt-second-") as folder:
+        env = {**os.environ, **{name: str(Path(folder, name.lower())) for name in CACHES}}
+        for call in ("first", "second"):
+            done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+            if done.returncode:
+                return {**row, "error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+            row[call] = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+def to_markdown(rows: list[Row]) -> str:
+    """The rows as a table."""
+    head = ("network", "lane", "first s", "second s", "share", "the same passes", "commit")
+    lines = [*heading("A second `optimize` of the same model", rows), ""]
+    lines += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for row in rows:
+        if "error" in row:
+            cells = [row["error"], "–", "–", "–"]
+        else:
+            first, second = row["first"], row["second"]
+            same = "yes" if first["passes"] == second["passes"] else "no"
+            share = f"{second['seconds'] / first['seconds']:.0%}"
+            cells = [f"{first['seconds']:.1f}", f"{second['seconds']:.1f}", share, same]
+        lines.append("| " + " | ".join([row["network"], row["lane"], *cells, row["commit"]]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure every network and lane asked for and write the results after each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--models", nargs="+", choices=RACE, default=RACE, metavar="NAME")
+    parser.add_argument("--lanes", nargs="+", choices=LANES, default=list(LANES))
+    parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--once", action="store_true", help="print the facts of one call and write nothing")
+    options = parser.parse_args()
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    if options.once:
+        print(json.dumps(optimize_once(options.models[0], options.lanes[0], device)))
+        return
+    folder = results_folder(options.out, device)
+    for network, lane in itertools.product(options.models, options.lanes):
+        row = measure(network, lane, device)
+        order = itertools.product(RACE, LANES)
+        rows = update(folder / "second_optimize.json", [row], lambda r: (r["network"], r["lane"]), order)
+        (folder / "second_optimize.md").write_text(to_markdown(rows), encoding="utf-8")
+        print(to_markdown([row]).splitlines()[-1], flush=True)
+
+
+if __name__ == "__main__":
+    main()
