@@ -127,11 +127,11 @@ class ReadyGraph:
         RuntimeError where the driver refuses: then it is not known which ones are used.
         """
         changed: list[Callable[[], int]] = []  # a generic made here takes 1 µs
-        for use, updates, old, new in zip(self._uses, self._updates, self.addresses, addresses, strict=True):
-            if use.written != new:  # by whichever instance wrote last
-                use.write(new)
-            if old != new:
-                changed += updates
+        for index, address in enumerate(addresses):
+            if self._uses[index].written != address:  # by whichever instance wrote last
+                self._uses[index].write(address)
+            if self.addresses[index] != address:
+                changed += self._updates[index]
         self.addresses = (0,) * len(addresses)
         for update in changed:
             if status := update():
