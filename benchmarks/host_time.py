@@ -115,18 +115,23 @@ def _quickly(original: nn.Module, captured: Captured, lane: Lane) -> OptimizedMo
 
 def to_markdown(rows: list[Row]) -> str:
     """The rows as a table."""
-    head = ("network", "lane", "tensors in the result", "call us", "replay us", "beyond us", "host beyond us")
+    head = (
+        *("network", "lane", "tensors in the result", "call us", "replay us"),
+        *("beyond us", "host beyond us", "commit"),
+    )
     lines = [*heading("Calls beside the replays of their CUDA graphs", rows), ""]
     lines += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     beyond: list[float] = []
     for row in rows:
         for lane, found in row["lanes"].items():
             if "error" in found:
-                lines.append(f"| {row['network']} | {lane} | – | {found['error']} | – | – | – |")
+                lines.append(
+                    f"| {row['network']} | {lane} | – | {found['error']} | – | – | – | {row['commit']} |"
+                )
                 continue
             times = [f"{1e3 * found[key]['p50_ms']:.1f}" for key in ("call", "replay")]
             beside = [f"{found[key]:.1f}" for key in ("beyond_replay_us", "host_beyond_us")]
-            cells = [row["network"], lane, str(found["results"]), *times, *beside]
+            cells = [row["network"], lane, str(found["results"]), *times, *beside, row["commit"]]
             lines.append("| " + " | ".join(cells) + " |")
             beyond.append(found["beyond_replay_us"])
     return "\n".join([*lines, "", *([beyond_replays(beyond)] if beyond else [])]) + "\n"

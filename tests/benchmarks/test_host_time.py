@@ -60,6 +60,6 @@ def test_rows_are_kept_and_a_failure_has_one_too(tmp_path: Path) -> None:
     assert [each["network"] for each in kept] == ["resnet18", "conv3x64"]
     table = (tmp_path / "host_time.md").read_text()
     assert table == to_markdown(kept)
-    assert "| conv3x64 | fp32 | 1 | 250.0 | 240.0 | 10.0 | 3.2 |" in table
-    assert "| conv3x64 | amp | – | ValueError: no | – | – | – |" in table
+    assert "| conv3x64 | fp32 | 1 | 250.0 | 240.0 | 10.0 | 3.2 | abc |" in table
+    assert "| conv3x64 | amp | – | ValueError: no | – | – | – | abc |" in table
     assert "median 7.0 µs, least 4.0 µs, most 10.0 µs, over 2" in table
