@@ -23,13 +23,16 @@ def executable(program: Program, *, outputs: Outputs = "copy") -> Executable:
     return CapturedGraph(program, outputs=outputs) if program.cuda_graph else program.run
 
 
-def quick(program: Program, run: Executable, example: Tensor) -> Executable:
-    """The program's `run` for an only tensor that is like `example` in all but its numbers.
+def quick(program: Program, run: Executable, *examples: Tensor) -> Executable:
+    """The program's `run` for tensors that are like the examples in all but their numbers.
 
-    That is dtype, shape, strides and device; it is a plain tensor without negative or conjugate bit. Where
-    there is a quicker way to take it, that way, else `run` itself. An engine has one where nothing is to be
-    converted before or after it; settings are not set then, because they are PyTorch's.
+    That is dtype, shape, strides and device; they are plain tensors without negative or conjugate bit. Where
+    there is a quicker way to take an only one, that way, else `run` itself. An engine has one where nothing
+    is to be converted before or after it; settings are not set then, because they are PyTorch's.
     """
+    if len(examples) != 1:
+        return run
+    (example,) = examples
     if isinstance(run, CapturedGraph):
         return run.quick(example)
     engine = program.engine

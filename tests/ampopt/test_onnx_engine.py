@@ -150,6 +150,7 @@ def test_only_a_program_that_converts_nothing_has_a_quicker_way(model: nn.Module
     assert copy.deepcopy(program.engine) is program.engine
     assert quick(program, program.run, x.to(memory_format=torch.channels_last)) == program.run
     assert quick(program, program.run, x.double()) == program.run
+    assert quick(program, program.run, x, x) == program.run
     (border,) = program.exit
     for other in ({"dtype": torch.float64}, {"memory_format": torch.channels_last}):
         converts = program.replace(exit=(border.__class__(**{**vars(border), **other}),))
