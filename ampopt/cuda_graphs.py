@@ -140,10 +140,13 @@ FORMS = 3
 
 
 class _Form:
-    """An instance of a graph and the results of its next call: it writes into their memory."""
+    """An instance of a graph for inputs at some addresses, and the results of its next call.
 
-    def __init__(self, ready: ReadyGraph) -> None:
-        self.ready = ready
+    It writes into their memory; None: it has to be prepared first. `inference`: they are of that mode.
+    """
+
+    def __init__(self, ready: ReadyGraph, sources: tuple[int, ...]) -> None:
+        self.ready, self.start, self.sources = ready, ready.start, sources
         self.outputs: tuple[Tensor, ...] | None = None
         self.inference = False
 
@@ -191,8 +194,9 @@ class CapturedGraph:
     def quick(self, example: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:
         """The same for a program's only input, on tensors that are like `example`, see `executable.quick`.
 
-        Whoever calls has looked. After a wait for the GPU what stands before the launch takes twice as long
-        as in a loop, so that nothing is looked at that is known.
+        Whoever calls has looked. After a wait for the GPU the processor's caches are cold, and everything
+        that is looked at before the launch takes up to ten times as long as in a loop: hence as little as
+        there can be, and the rest after it, while the GPU works.
         """
         if not self._moves or len(self._inputs) > 1 or tensor_key(example) != tensor_key(self._inputs[0]):
             return self
@@ -201,10 +205,14 @@ class CapturedGraph:
 
         def call(tensor: Tensor) -> tuple[Tensor, ...]:
             with self._lock:
-                address = tensor.data_ptr()
-                if address % ALIGNED or device_now() != index or stream_now(index) != self._raw_stream:
+                form, stream = self._forms.get((tensor.data_ptr(),)), self._raw_stream
+                if form is None or form.outputs is None:
                     return self._call((tensor,))
-                return self._launch((address,))
+                if stream_now(index) != stream or device_now() != index:
+                    return self._call((tensor,))
+                if form.start(stream):
+                    form.ready.launch(stream)
+                return self._launched(form)
 
         return call
 
@@ -226,24 +234,29 @@ class CapturedGraph:
                 _copied(tensor, buffer)
             torch._C._CUDAGraph.replay(self._graph)
             return self._outputs if self._is_static else tuple([output.clone() for output in self._outputs])
-        return self._launch(self._sources(tensors))
-
-    def _launch(self, sources: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Run on what lies at these addresses, on the stream of the call before."""
+        sources = self._sources(tensors)
         form = self._forms.get(sources) or self._form_for(sources)
-        outputs = form.outputs
-        if outputs is None or form.inference != torch.is_inference_mode_enabled():
+        if form.outputs is None:
             with form.ready.context:
-                outputs = self._prepare(form, sources)
-        if self._is_static:
-            form.ready.launch(self._raw_stream)
-            return outputs
-        form.outputs = None
+                self._prepare(form)
         form.ready.launch(self._raw_stream)
+        return self._launched(form)
+
+    def _launched(self, form: _Form) -> tuple[Tensor, ...]:
+        """The results of a launch; where they are the caller's, those of the next call get their memory now.
+
+        They are of the mode of the call before, and copied where this one is of another.
+        """
+        outputs, inference = form.outputs, form.inference
+        assert outputs is not None
+        if self._is_static:
+            return outputs
         try:
-            self._prepare(form, sources)
-        except RuntimeError:  # no memory: the next call tries again, and says so
-            form.outputs = None
+            self._prepare(form)
+        except RuntimeError as error:  # the next call tries again, and raises it
+            logger.debug("ampopt: the results of the next call have no memory yet: %s", first_line(error))
+        if inference != torch.is_inference_mode_enabled():
+            return tuple([output.clone() for output in outputs])
         return outputs
 
     def _sources(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -259,24 +272,20 @@ class CapturedGraph:
             sources.append(address)
         return tuple(sources)
 
-    def _prepare(self, form: _Form, sources: tuple[int, ...]) -> tuple[Tensor, ...]:
+    def _prepare(self, form: _Form) -> None:
         """Take memory for the results of the form's next call, and let it write there."""
-        outputs, addresses = self._outputs, sources
+        form.outputs = None  # until all of it is done
+        outputs, addresses = self._outputs, form.sources
         if not self._is_static:
             outputs = tuple([fresh() for fresh in self._fresh])
             addresses += tuple([output.data_ptr() for output in outputs])
         form.ready.move(addresses)
         form.outputs, form.inference = outputs, torch.is_inference_mode_enabled()
-        return outputs
 
     def _form_for(self, sources: tuple[int, ...]) -> _Form:
         """A form for inputs at these addresses: one more, or the one that has been there for longest."""
-        if self._spare:
-            form = _Form(self._spare.pop(0))
-        else:
-            form = self._forms.pop(next(iter(self._forms)))
-            form.outputs = None
-        self._forms[sources] = form
+        ready = self._spare.pop(0) if self._spare else self._forms.pop(next(iter(self._forms))).ready
+        self._forms[sources] = form = _Form(ready, sources)
         return form
 
     def _follow_stream(self) -> None:

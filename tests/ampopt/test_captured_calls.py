@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,14 +18,22 @@ from ampopt.cuda_graphs import FORMS, CapturedGraph
 class FakeForm:
     """Doubles what lies at the first address into what lies at the second, and counts moves and launches."""
 
-    moves = launches = static = 0
+    moves = launches = static = refusals = 0
     context = contextlib.nullcontext()
 
     def move(self, addresses: tuple[int, ...]) -> None:
         self.moves += 1
         self.addresses = addresses
 
+    def start(self, stream: int) -> int:
+        if self.refusals:
+            self.refusals -= 1
+            return 201
+        self.launch(stream)
+        return 0
+
     def launch(self, stream: int) -> None:
+        assert stream == 7
         self.launches += 1
         addresses = (*self.addresses, self.static)[:2]
         source, target = ((ctypes.c_float * 4).from_address(address) for address in addresses)
@@ -136,18 +145,96 @@ def test_memory_that_is_missing_for_the_next_result_costs_this_one_nothing(captu
     assert torch.equal(captured(number(4))[0], number(8))
 
 
-def test_a_quick_call_answers_as_any_other(captured: CapturedGraph) -> None:
-    quick, first = captured.quick(number(0)), captured._spare[0]
-    assert quick is not captured
-    x = number(3)
+@pytest.fixture
+def quick(captured: CapturedGraph) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    found = captured.quick(number(0))
+    assert found is not captured
+    return found
+
+
+Quick = Callable[[Tensor], tuple[Tensor, ...]]
+
+
+def test_a_quick_call_answers_as_any_other(captured: CapturedGraph, quick: Quick) -> None:
+    first, x = captured._spare[0], number(3)
     for count in range(1, 4):
         assert torch.equal(quick(x)[0], number(6))
         assert torch.equal(captured(x)[0], number(6))
         assert first.launches == 2 * count  # type: ignore[attr-defined]
     shifted = torch.arange(5.0)[1:]
     assert shifted.data_ptr() % 16
-    assert torch.equal(quick(shifted)[0], 2 * shifted)
+    for _ in range(2):
+        assert torch.equal(quick(shifted)[0], 2 * shifted)
     assert torch.equal(captured._inputs[0], shifted)
+
+
+def test_a_quick_call_like_earlier_ones_does_without_the_rest(
+    captured: CapturedGraph, quick: Quick, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole: list[object] = []
+    real = captured._call
+
+    def call(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        whole.append(tensors)
+        return real(tensors)
+
+    monkeypatch.setattr(captured, "_call", call, raising=False)
+    x, y = number(3), number(4)
+    found = [quick(each)[0] for each in (x, x, x, y, y, x)]
+    assert [each[0].item() for each in found] == [6, 6, 6, 8, 8, 6]
+    assert len({each.data_ptr() for each in found}) == 6
+    assert whole == [(x,), (y,)]
+
+
+def test_a_quick_call_in_a_thread_without_a_context_is_launched_in_one(
+    captured: CapturedGraph, quick: Quick
+) -> None:
+    form: Any = captured._spare[0]
+    x = number(3)
+    quick(x)
+    form.refusals = 1
+    assert torch.equal(quick(x)[0], number(6))
+    assert (form.refusals, form.launches) == (0, 2)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_quick_result_belongs_to_the_mode_of_its_own_call(quick: Quick, first: bool) -> None:
+    x = number(1)
+    for inference in (first, first, not first, first, not first, not first):
+        with torch.inference_mode(inference):
+            (found,) = quick(x)
+            assert found.is_inference() == inference
+            assert torch.equal(found, number(2))
+
+
+def test_static_results_of_quick_calls_stay_where_they_are(captured: CapturedGraph, quick: Quick) -> None:
+    captured._is_static = True
+    (buffer,), form, x = captured._outputs, captured._spare[0], number(5)
+    form.static = buffer.data_ptr()  # type: ignore[attr-defined]
+    for count in range(1, 4):
+        assert quick(x)[0] is buffer
+        assert (form.launches, form.moves) == (count, 1)  # type: ignore[attr-defined]
+
+
+def test_a_move_that_fails_leaves_nothing_to_launch(
+    captured: CapturedGraph, quick: Quick, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form: Any = captured._spare[0]
+    x, real = number(3), form.move
+    quick(x)
+
+    def refused(addresses: tuple[int, ...]) -> None:
+        real(tuple(8 for _ in addresses))
+        raise RuntimeError("refused")
+
+    monkeypatch.setattr(form, "move", refused)
+    assert torch.equal(quick(x)[0], number(6))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="refused"):
+            quick(x)
+    assert form.launches == 2
+    monkeypatch.setattr(form, "move", real)
+    assert torch.equal(quick(x)[0], number(6))
 
 
 @pytest.mark.parametrize("what", ["stream", "device"])
