@@ -1,12 +1,14 @@
 """The race: every network, every peer and ampopt side by side.
 
-    python -m benchmarks.peers [--models NAME ...] [--lanes fp32 amp] [--contestants NAME ...] [--thorough]
+    python -m benchmarks.peers [--models NAME ...] [--lanes fp32 amp] [--contestants NAME ...]
+                               [--thorough [NAME ...]] [--gpus INDEX ...]
 
 Each contestant is prepared in a process of its own. Those that time alternatives meanwhile follow each
 other; on a GPU the rest, which only compile and capture, are prepared beside them. Then all are warmed up,
 one after another, and sampled in turn, call by call, in an order that is drawn anew for every round, on the
-same inputs. One that fails has a row with its reason. Writes DIR/<device>/peers.json, the table and the chart
-that are made from it; networks and lanes that were not run this time keep what they had.
+same inputs. One that fails has a row with its reason. On several GPUs several races run at once. Writes
+DIR/<device>/peers.json, the table and the chart that are made from it; networks and lanes that were not run
+this time keep what they had.
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import operator
+import os
 import random
+import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -31,6 +36,7 @@ from benchmarks.contestants import LANES, Contestant, contestants
 from benchmarks.exports_timing import PAUSE_S
 from benchmarks.peers_table import draw, to_markdown
 from benchmarks.race_networks import RACE
+from benchmarks.race_on_gpus import longest_first, run_all
 from benchmarks.race_process import Racer, write_parts
 from benchmarks.results_files import commit, results_folder, update
 
@@ -114,13 +120,17 @@ def _said(row: dict[str, Any]) -> str:
 def write_row(folder: Path, row: dict[str, Any]) -> None:
     """Put a network's row into peers.json, lane by lane, and remake the table and the chart."""
     file = folder / "peers.json"
-    rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    for old in rows:
+    for old in _rows(folder):
         if old["network"] == row["network"]:
             row = _with_other_lanes(row, old)
     ordered = update(file, [row], operator.itemgetter("network"), RACE)
     (folder / "peers.md").write_text(to_markdown(ordered), encoding="utf-8")
     draw(ordered, folder / "peers.png")
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "peers.json"
+    return list(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else []
 
 
 def _with_other_lanes(row: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
@@ -141,24 +151,41 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=RACE, default=RACE, metavar="NAME")
     parser.add_argument("--contestants", nargs="+", metavar="NAME", help="by default all")
     parser.add_argument("--lanes", nargs="+", choices=LANES, default=list(LANES))
-    parser.add_argument("--thorough", action="store_true", help="those that take minutes to prepare, too")
+    slow = "those that take minutes to prepare, too, on these networks; without names on all"
+    parser.add_argument("--thorough", nargs="*", choices=RACE, metavar="NAME", help=slow)
+    parser.add_argument("--gpus", nargs="+", type=int, metavar="INDEX", help="a race at once on each")
+    parser.add_argument("--cores", nargs="+", type=int, metavar="INDEX", help="use these alone")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of sampling for each network")
     parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     everybody = contestants(device)
-    names = options.contestants or [c.name for c in everybody if options.thorough or not c.thorough]
-    if unknown := set(names) - {contestant.name for contestant in everybody}:
+    if unknown := set(options.contestants or ()) - {contestant.name for contestant in everybody}:
         parser.error(f"no contestant {', '.join(sorted(unknown))}: {', '.join(c.name for c in everybody)}")
-    entered = [
-        contestant
-        for contestant in everybody
-        if contestant.name in names and contestant.lane in options.lanes
-    ]
+    if options.cores:
+        os.sched_setaffinity(0, options.cores)
     folder = results_folder(options.out, device)
+    if options.gpus:
+        races = longest_first(itertools.product(options.models, options.lanes), _rows(folder))
+        done = functools.partial(write_row, folder)
+        if failed := run_all(races, options.gpus, _passed_on(options), done):
+            sys.exit("no row of " + ", ".join(map(", ".join, failed)))
+        return
     for network in options.models:
+        thorough = options.thorough is not None and network in (options.thorough or RACE)
+        names = options.contestants or [c.name for c in everybody if thorough or not c.thorough]
+        entered = [c for c in everybody if c.name in names and c.lane in options.lanes]
         write_row(folder, race(network, entered, device, options.seconds))
+
+
+def _passed_on(options: argparse.Namespace) -> list[str]:
+    """The options of a race that each of several at once has, too."""
+    passed = ["--device", options.device, "--seconds", str(options.seconds)]
+    for name in ("contestants", "thorough"):
+        if (values := getattr(options, name)) is not None:
+            passed += [f"--{name}", *values]
+    return passed
 
 
 if __name__ == "__main__":
