@@ -214,6 +214,16 @@ def test_a_failed_capture_leaves_the_process_usable() -> None:
     torch.randn(3, device="cuda")  # the generator is not registered with a dead graph
 
 
+def test_a_model_of_several_inputs_is_optimized() -> None:
+    torch.manual_seed(0)
+    model = Model(lambda m, x, y: m.linear(x).relu() * y, linear=nn.Linear(64, 64)).cuda().eval()
+    examples = torch.randn(8, 64, device="cuda"), torch.randn(8, 64, device="cuda")
+    fast = optimize(model, examples, budget_s=15.0, precision="fp32")
+    for _ in range(3):
+        x, y = (torch.randn(8, 64, device="cuda") for _ in range(2))
+        assert close(fast(x, y), eager_of(model, [x, y], FP32)[0])
+
+
 def test_a_model_that_cannot_be_captured_is_optimized_without_a_graph() -> None:
     model = Model(lambda m, x: m.conv(x) * x.sum().item(), conv=nn.Conv2d(3, 4, 1)).cuda()
     fast = optimize(model, image(), budget_s=20.0, precision="fp32")
