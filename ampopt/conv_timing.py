@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ampopt.conv_tiles import Operands, Site
-from ampopt.cuda_graphs import capture_calls
 from ampopt.errors import first_line
 from ampopt.fused_conv import Tile, fused_conv, reference
+from ampopt.graph_capture import capture_calls
 from ampopt.measure import device_time
 from ampopt.numerics import relative_error
 from ampopt.program import Settings

@@ -115,7 +115,7 @@ class ReadyGraph:
         self.context = Context()
         self._ready = instantiate(graph.raw_cuda_graph())
         weakref.finalize(self, destroy, self._ready, self.context).atexit = False
-        self.start: Callable[[int], int] = partial(driver().cuGraphLaunch, self._ready)
+        self._launch = partial(driver().cuGraphLaunch, self._ready)
         self._uses = operands.uses if operands is not None else []
         self._updates = [[node.update(self._ready) for node in use.nodes] for use in self._uses]
         self.addresses = tuple([use.address for use in self._uses])
@@ -140,9 +140,9 @@ class ReadyGraph:
 
     def launch(self, stream: int) -> None:
         """Run on a stream, by its handle; after it the thread has a context. RuntimeError where it fails."""
-        if self.start(stream):  # a thread that has not used the device yet
+        if self._launch(stream):  # a thread that has not used the device yet
             self.context.stay()
-            check(self.start(stream))
+            check(self._launch(stream))
 
 
 def _read(node: c_void_p, context: Context) -> _Node | None:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ampopt.cuda_graphs import capture_calls
 from ampopt.errors import PassError
+from ampopt.graph_capture import capture_calls
 from ampopt.measure import device_time, latency
 from ampopt.program import Program
 from ampopt.sampling import interleave

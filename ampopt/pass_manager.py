@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ampopt.cuda_graphs import ReplayedProgram
 from ampopt.errors import AmpoptError, first_line
 from ampopt.executable import Executable, executable, quick
+from ampopt.graph_capture import ReplayedProgram
 from ampopt.lanes import Lane
 from ampopt.ledger import Entry, Ledger, Timing, Verdict
 from ampopt.measure import device_time, engine_latency, latency, peak_memory, synchronize

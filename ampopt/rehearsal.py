@@ -23,10 +23,10 @@ from types import TracebackType
 
 import torch
 
-from ampopt.cuda_graphs import ReplayedProgram
 from ampopt.cudnn_shapes import know_shapes
 from ampopt.errors import AmpoptError, PassError, first_line
 from ampopt.fused_conv import fused_conv
+from ampopt.graph_capture import ReplayedProgram
 from ampopt.measure import synchronize
 from ampopt.program import Program
 from ampopt.transform import Pass

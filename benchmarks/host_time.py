@@ -10,7 +10,6 @@ keep the rows that are there. Needs a CUDA device.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import time
 from collections.abc import Callable
@@ -21,18 +20,18 @@ import torch
 from torch import Tensor, nn
 
 from ampopt import OptimizedModule
-from ampopt.capture import Captured, capture, private_copy
+from ampopt.capture import Captured
 from ampopt.cuda_graphs import CapturedGraph
-from ampopt.environment import environment
-from ampopt.lanes import Lane, lanes_for
+from ampopt.lanes import Lane
 from ampopt.ledger import ORIGINAL, Ledger
 from ampopt.measure import latency, synchronize
 from ampopt.passes import BakeAutocast, ChannelsLast, CudaGraph, FoldConvBn
 from ampopt.sampling import Measurement, Sampler, interleave
 from ampopt.signature import flatten_outputs
 from ampopt.transform import Recipe, replay
-from benchmarks.race_networks import RACE, racer
-from benchmarks.results_files import Row, beyond_replays, commit, heading, results_folder, update
+from benchmarks.on_cuda import row_of, run
+from benchmarks.race_networks import RACE
+from benchmarks.results_files import Row, beyond_replays, heading, update
 
 PASSES = (BakeAutocast(), FoldConvBn(), ChannelsLast(), CudaGraph())
 
@@ -85,25 +84,19 @@ def _beyond_us(timed: dict[str, Measurement], clock: str = "") -> float:
 
 def measure_network(name: str, device: torch.device) -> Row:
     """One network in both lanes."""
-    model, inputs = racer(name)
-    original = private_copy(model).to(device).eval()
-    tensors = tuple(tensor.to(device) for tensor in inputs)
-    captured = capture(original, tensors, {}, device)
-    lanes: dict[str, dict[str, Any]] = {}
-    for lane in lanes_for("auto", device):
-        try:
-            fast = _quickly(original, captured, lane)
-            timed = beside_replay(fast, tensors, device)
-            assert timed is not None
-            lanes[lane.name] = {
-                **{key: each.to_dict() for key, each in timed.items()},
-                "beyond_replay_us": _beyond_us(timed),
-                "host_beyond_us": _beyond_us(timed, "host "),
-                "results": len(flatten_outputs(fast(*tensors))[0]),
-            }
-        except Exception as failure:
-            lanes[lane.name] = {"error": f"{type(failure).__name__}: {failure}"}
-    return {"network": name, "environment": environment(device), "commit": commit(), "lanes": lanes}
+    return row_of(name, device, _measure_lane)
+
+
+def _measure_lane(original: nn.Module, captured: Captured, lane: Lane) -> dict[str, Any]:
+    fast, tensors = _quickly(original, captured, lane), captured.program.examples
+    timed = beside_replay(fast, tensors, captured.program.device)
+    assert timed is not None
+    return {
+        **{key: each.to_dict() for key, each in timed.items()},
+        "beyond_replay_us": _beyond_us(timed),
+        "host_beyond_us": _beyond_us(timed, "host "),
+        "results": len(flatten_outputs(fast(*tensors))[0]),
+    }
 
 
 def _quickly(original: nn.Module, captured: Captured, lane: Lane) -> OptimizedModule:
@@ -145,18 +138,7 @@ def write_row(folder: Path, row: Row) -> None:
 
 def main() -> None:
     """Measure every network asked for and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--models", nargs="+", choices=RACE, default=list(RACE), metavar="NAME")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("there is no CUDA device, and without one there are no CUDA graphs")
-    device = torch.device("cuda", 0)
-    folder = results_folder(options.out, device)
-    for name in options.models:
-        with torch.no_grad():
-            write_row(folder, measure_network(name, device))
-        torch.cuda.empty_cache()
+    run(__doc__, measure_network, write_row)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ DIR/<device>/left_out.json and the Markdown table that is made from it. Needs a 
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,18 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ampopt.capture import capture, private_copy
-from ampopt.cuda_graphs import ReplayedProgram, capture_calls
-from ampopt.environment import environment
 from ampopt.graph import arguments, aten, calls, record_shapes, tensor_meta
-from ampopt.lanes import lanes_for
+from ampopt.graph_capture import ReplayedProgram, capture_calls
 from ampopt.measure import device_time
 from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn
 from ampopt.program import Program, Settings
 from ampopt.sampling import interleave
 from ampopt.transform import replay
-from benchmarks.race_networks import RACE, racer
-from benchmarks.results_files import Row, commit, heading, results_folder, update
+from benchmarks.on_cuda import row_of, run
+from benchmarks.race_networks import RACE
+from benchmarks.results_files import Row, heading, update
 
 MULTIPLE = 8
 """Channels that Tensor Cores want to be divisible by, for two bytes a number."""
@@ -155,16 +152,11 @@ def _gain(times: dict[str, float], *, copied: bool) -> float:
 
 def measure_network(name: str, device: torch.device) -> Row:
     """One network in both lanes."""
-    model, inputs = racer(name)
-    original = private_copy(model).to(device).eval()
-    captured = capture(original, tuple(tensor.to(device) for tensor in inputs), {}, device)
-    lanes: dict[str, dict[str, Any]] = {}
-    for lane in lanes_for("auto", device):
-        try:
-            lanes[lane.name] = measure_lane(replay(PASSES, lane.start(captured.program)))
-        except Exception as failure:
-            lanes[lane.name] = {"error": f"{type(failure).__name__}: {failure}"}
-    return {"network": name, "environment": environment(device), "commit": commit(), "lanes": lanes}
+    return row_of(
+        name,
+        device,
+        lambda _original, captured, lane: measure_lane(replay(PASSES, lane.start(captured.program))),
+    )
 
 
 def to_markdown(rows: list[Row]) -> str:
@@ -184,22 +176,15 @@ def to_markdown(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write_row(folder: Path, row: Row) -> None:
+    """Add or replace a network's row in left_out.json and make the table anew."""
+    rows = update(folder / "left_out.json", [row], lambda each: each["network"], RACE)
+    (folder / "left_out.md").write_text(to_markdown(rows), encoding="utf-8")
+
+
 def main() -> None:
     """Measure every network asked for and write the results after each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--models", nargs="+", choices=RACE, default=list(RACE), metavar="NAME")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("there is no CUDA device, and its kernels are what is measured")
-    device = torch.device("cuda", 0)
-    folder = results_folder(options.out, device)
-    for name in options.models:
-        with torch.no_grad():
-            row = measure_network(name, device)
-        rows = update(folder / "left_out.json", [row], lambda each: each["network"], RACE)
-        (folder / "left_out.md").write_text(to_markdown(rows), encoding="utf-8")
-        torch.cuda.empty_cache()
+    run(__doc__, measure_network, write_row)
 
 
 if __name__ == "__main__":

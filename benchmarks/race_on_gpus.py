@@ -37,7 +37,8 @@ def run_all(
 ) -> list[Race]:
     """Run every race in `python -m benchmarks.peers` with these options; `done` gets each one's row.
 
-    It is called by one thread at a time. Returns the races that brought no row; what they printed is printed.
+    It is called by one thread at a time, after what the race printed was printed. Returns the races that
+    brought no row.
     """
     waiting: queue.SimpleQueue[Race] = queue.SimpleQueue()
     for race in races:
@@ -52,8 +53,9 @@ def run_all(
             except queue.Empty:
                 return
             start = time.perf_counter()
-            row = _run(race, gpus[place], _share(place, len(gpus)), options)
+            row, printed = _run(race, gpus[place], _share(place, len(gpus)), options)
             with lock:
+                print(printed, end="")
                 print(f"{race[0]}, {race[1]}: {time.perf_counter() - start:.0f} s", flush=True)
                 if row is None:
                     failed.append(race)
@@ -73,7 +75,7 @@ def _share(place: int, count: int) -> list[int]:
     return cores[place * each : (place + 1) * each] or cores
 
 
-def _run(race: Race, gpu: int, cores: Sequence[int], options: Sequence[str]) -> Row | None:
+def _run(race: Race, gpu: int, cores: Sequence[int], options: Sequence[str]) -> tuple[Row | None, str]:
     network, lane = race
     command = [sys.executable, "-m", "benchmarks.peers", "--models", network, "--lanes", lane, *options]
     command += ["--cores", *map(str, cores)]
@@ -88,8 +90,5 @@ def _run(race: Race, gpu: int, cores: Sequence[int], options: Sequence[str]) -> 
             check=False,
         )
         files = list(Path(folder).glob("*/peers.json"))
-        if found.returncode or not files:
-            print(found.stdout, flush=True)
-            return None
-        (row,) = json.loads(files[0].read_text(encoding="utf-8"))
-        return dict(row)
+        rows = json.loads(files[0].read_text(encoding="utf-8")) if files and not found.returncode else [None]
+        return rows[0], found.stdout

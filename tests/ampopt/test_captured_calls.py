@@ -18,19 +18,12 @@ from ampopt.cuda_graphs import FORMS, CapturedGraph
 class FakeForm:
     """Doubles what lies at the first address into what lies at the second, and counts moves and launches."""
 
-    moves = launches = static = refusals = 0
+    moves = launches = static = 0
     context = contextlib.nullcontext()
 
     def move(self, addresses: tuple[int, ...]) -> None:
         self.moves += 1
         self.addresses = addresses
-
-    def start(self, stream: int) -> int:
-        if self.refusals:
-            self.refusals -= 1
-            return 201
-        self.launch(stream)
-        return 0
 
     def launch(self, stream: int) -> None:
         assert stream == 7
@@ -184,17 +177,6 @@ def test_a_quick_call_like_earlier_ones_does_without_the_rest(
     assert [each[0].item() for each in found] == [6, 6, 6, 8, 8, 6]
     assert len({each.data_ptr() for each in found}) == 6
     assert whole == [(x,), (y,)]
-
-
-def test_a_quick_call_in_a_thread_without_a_context_is_launched_in_one(
-    captured: CapturedGraph, quick: Quick
-) -> None:
-    form: Any = captured._spare[0]
-    x = number(3)
-    quick(x)
-    form.refusals = 1
-    assert torch.equal(quick(x)[0], number(6))
-    assert (form.refusals, form.launches) == (0, 2)
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import ampopt
-from ampopt.cuda_graphs import CapturedGraph, ReplayedProgram
+from ampopt.cuda_graphs import CapturedGraph
 from ampopt.errors import PassError
+from ampopt.graph_capture import ReplayedProgram
 from ampopt.ledger import Verdict
 from ampopt.passes import CudaGraph
 from tests.ampopt import snapshot
@@ -180,7 +181,9 @@ def test_prepared_shapes_are_not_captured_later(
     model: nn.Module, fast: ampopt.OptimizedModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fast.prepare((1, 3, 40, 40), image(48))
-    monkeypatch.setattr("ampopt.cuda_graphs.capture_calls", lambda *args: pytest.fail("captured in the work"))
+    monkeypatch.setattr(
+        "ampopt.graph_capture.capture_calls", lambda *args: pytest.fail("captured in the work")
+    )
     for x in (image(40, 40), image(48)):
         assert close(fast(x), expected(model, x))
 

@@ -1,0 +1,51 @@
+"""What benchmarks of the race's networks on a GPU have in common: options, and a row for each network."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampopt.capture import Captured, capture, private_copy
+from ampopt.environment import environment
+from ampopt.lanes import Lane, lanes_for
+from benchmarks.race_networks import RACE, racer
+from benchmarks.results_files import Row, commit, results_folder
+
+
+def row_of(
+    name: str, device: torch.device, measure: Callable[[nn.Module, Captured, Lane], dict[str, Any]]
+) -> Row:
+    """A network in every lane, by what `measure` finds for it on the device, or why it failed."""
+    model, inputs = racer(name)
+    original = private_copy(model).to(device).eval()
+    captured = capture(original, tuple(tensor.to(device) for tensor in inputs), {}, device)
+    lanes: dict[str, dict[str, Any]] = {}
+    for lane in lanes_for("auto", device):
+        try:
+            lanes[lane.name] = measure(original, captured, lane)
+        except Exception as failure:
+            lanes[lane.name] = {"error": f"{type(failure).__name__}: {failure}"}
+    return {"network": name, "environment": environment(device), "commit": commit(), "lanes": lanes}
+
+
+def run(
+    about: str | None, measure: Callable[[str, torch.device], Row], write: Callable[[Path, Row], None]
+) -> None:
+    """Measure every network asked for on the command line, and write each one's row at once."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0] if about else None)
+    parser.add_argument("--models", nargs="+", choices=RACE, default=list(RACE), metavar="NAME")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device, and CUDA graphs are what is measured")
+    device = torch.device("cuda", 0)
+    folder = results_folder(options.out, device)
+    for name in options.models:
+        with torch.no_grad():
+            write(folder, measure(name, device))
+        torch.cuda.empty_cache()
