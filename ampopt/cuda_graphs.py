@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from ampopt.graph_capture import INSTANCES, REFUSALS, by_speed, capture_program
 from ampopt.graph_pointers import Operands, ReadyGraph
 from ampopt.numerics import relative_error
 from ampopt.program import Program
+from ampopt.quick_call import Answer, Quick, bind, plain
 from ampopt.signature import tensor_key
 
 logger = logging.getLogger("ampopt")
@@ -34,15 +36,20 @@ SAME = 1e-2
 FORMS = 3
 """Instances of a captured graph that stay, each for other inputs: those of a loop take turns in few."""
 
+MOST_OUTPUTS = 31
+"""Results for which the short way has room."""
+
 
 class _Form:
     """An instance of a graph for inputs at some addresses, and the results of its next call.
 
     It writes into their memory; None: it has to be prepared first. `inference`: they are of that mode.
+    `table`: where that of the instance lies, if anyone is to read it.
     """
 
     def __init__(self, ready: ReadyGraph, sources: tuple[int, ...]) -> None:
         self.ready, self.sources = ready, sources
+        self.table = ctypes.addressof(ready.table) if bind() is not None else 0
         self.outputs: tuple[Tensor, ...] | None = None
         self.inference = False
 
@@ -68,7 +75,7 @@ class CapturedGraph:
         self._program, self._is_static, self._lock = program, outputs == "static", threading.Lock()
         with torch.cuda.device(program.device):
             self._stream: torch.cuda.Stream = torch.cuda.current_stream()
-            self._raw_stream = self._stream.cuda_stream
+            self.raw_stream = self._stream.cuda_stream
             self._inputs = [tensor.detach().to(program.device, copy=True) for tensor in program.examples]
             self._graph, self._outputs = capture_program(program, self._body)
             self._spare: list[ReadyGraph] = []
@@ -87,42 +94,46 @@ class CapturedGraph:
         with self._lock:
             return self._call(tensors)
 
-    def quick(self, example: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:
-        """The same for a program's only input, on tensors that are like `example`, see `executable.quick`.
+    def quick(self, example: Tensor) -> Quick:
+        """The same for a program's only input, on tensors that are like `example`, by a shorter way.
 
-        Whoever calls has looked. After a wait for the GPU the processor's caches are cold, and everything
-        that is looked at before the launch takes up to ten times as long as in a loop: hence as little as
-        there can be, and the rest after it, while the GPU works.
+        It is for a loop's calls; all others, and where there is no compiler all of them, go this way.
         """
-        if not self._moves or len(self._inputs) > 1 or tensor_key(example) != tensor_key(self._inputs[0]):
-            return self
-        device_now, stream_now = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
-        index = self._index
+        if (
+            bind() is None
+            or not self._moves
+            or len(self._inputs) > 1
+            or len(self._outputs) > MOST_OUTPUTS
+            or tensor_key(example) != tensor_key(self._inputs[0])
+        ):
+            return plain(self)
+        return self._quick
 
-        def call(tensor: Tensor) -> tuple[Tensor, ...]:
-            with self._lock:
-                form, stream = self._forms.get((tensor.data_ptr(),)), self._raw_stream
-                if form is None or form.outputs is None:
-                    return self._call((tensor,))
-                if stream_now(index) != stream or device_now() != index:
-                    return self._call((tensor,))
-                form.ready.launch(stream)
-                return self._launched(form)
-
-        return call
+    def _quick(self, same: Callable[[object], bool], restore: Callable[[tuple[Tensor, ...]], Any]) -> Answer:
+        """Answers by C++; see `Part` in `cpp/quick_call.cpp` for the order."""
+        make = bind()
+        assert make is not None
+        return make(
+            (
+                *(same, restore, self, self._lock.acquire, self._lock.release, self, self._forms),
+                None if self._is_static else tuple(self._fresh),
+                *(torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice, self._index),
+                torch.is_inference_mode_enabled,
+            )
+        )
 
     def bare_launch(self, *tensors: Tensor) -> Callable[[], None]:
         """What launches the kernels of a call alone, for measurements: its tensors have to stay alive."""
         self(*tensors)
         if not self._moves:
             return self._graph.replay
-        return functools.partial(self._forms[self._sources(tensors)].ready.launch, self._raw_stream)
+        return functools.partial(self._forms[self._sources(tensors)].ready.launch, self.raw_stream)
 
     def _call(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if torch._C._cuda_getDevice() != self._index:
             with torch.cuda.device(self._index):
                 return self._call(tensors)
-        if torch._C._cuda_getCurrentRawStream(self._index) != self._raw_stream:
+        if torch._C._cuda_getCurrentRawStream(self._index) != self.raw_stream:
             self._follow_stream()
         if not self._moves:
             for tensor, buffer in zip(tensors, self._inputs, strict=True):
@@ -134,7 +145,7 @@ class CapturedGraph:
         if form.outputs is None:
             with form.ready.context:
                 self._prepare(form)
-        form.ready.launch(self._raw_stream)
+        form.ready.launch(self.raw_stream)
         return self._launched(form)
 
     def _launched(self, form: _Form) -> tuple[Tensor, ...]:
@@ -187,7 +198,7 @@ class CapturedGraph:
         """Let the work of the call before, on another stream, end before this one touches the buffers."""
         self._stream.synchronize()
         self._stream = torch.cuda.current_stream(self._program.device)
-        self._raw_stream = self._stream.cuda_stream
+        self.raw_stream = self._stream.cuda_stream
         for form in self._forms.values():
             form.outputs = None  # their memory belongs to the stream before
 
@@ -228,7 +239,7 @@ class CapturedGraph:
         instances = [ReadyGraph(self._graph, operands) for _ in range(INSTANCES)]
         for ready in instances:
             ready.move(tuple([tensor.data_ptr() for tensor in (*others, *fresh)]))
-        instances[0].launch(self._raw_stream)
+        instances[0].launch(self.raw_stream)
         found = self._outputs if self._is_static else fresh
         same = all(relative_error(a, b) <= SAME for a, b in zip(found, expected, strict=True))
         same &= all(relative_error(a, b) == 0.0 for a, b in zip(others, examples, strict=True))

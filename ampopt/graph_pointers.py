@@ -8,6 +8,7 @@ their place, and nothing is copied.
 from __future__ import annotations
 
 import ctypes
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_size_t, c_uint64, c_void_p
@@ -48,7 +49,10 @@ class _Node:
     """
 
     def __init__(
-        self, words: Sequence[memoryview], update: Callable[[c_void_p], Callable[[], int]], alive: object
+        self,
+        words: Sequence[ctypes.Array[c_uint64]],
+        update: Callable[[c_void_p], partial[int]],
+        alive: object,
     ) -> None:
         self.words, self.update, self._alive = words, update, alive
 
@@ -74,13 +78,13 @@ class _Uses:
         }
         self.nodes = [node for node, places in found.items() if places][-1 if result else 0 :]
         self.places = [place for node in self.nodes for place in found[node]]
-        self.written = start
+        self.written = c_uint64(start)
 
     def write(self, address: int) -> None:
         """Let the nodes' parameters, which all instances share, say that the tensor is at another address."""
         for words, place, offset in self.places:
             words[place] = address + offset
-        self.written = address
+        self.written.value = address
 
 
 class Operands:
@@ -118,7 +122,32 @@ class ReadyGraph:
         self._launch = partial(driver().cuGraphLaunch, self._ready)
         self._uses = operands.uses if operands is not None else []
         self._updates = [[node.update(self._ready) for node in use.nodes] for use in self._uses]
-        self.addresses = tuple([use.address for use in self._uses])
+        self._addresses = (c_uint64 * len(self._uses))(*[use.address for use in self._uses])
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Those that it uses now."""
+        return tuple(self._addresses)
+
+    @functools.cached_property
+    def table(self) -> ctypes.Array[c_uint64]:
+        """All that a launch and a move need, in words for `cpp/quick_call.cpp`: see `move` there."""
+        words: list[int] = [_address_of(self._launch.func), self._ready.value or 0, len(self._uses)]
+        for place, (use, updates) in enumerate(zip(self._uses, self._updates, strict=True)):
+            words += [ctypes.addressof(use.written), ctypes.addressof(self._addresses) + _WORD * place]
+            words += [len(use.places)]
+            for array, index, offset in use.places:
+                words += [ctypes.addressof(array) + _WORD * index, offset]
+            words += [len(updates)]
+            for update in updates:
+                _instance, node, params, *context = update.args
+                words += [
+                    _address_of(update.func),
+                    node.value,
+                    params,
+                    *([each.value for each in context] or [0]),
+                ]
+        return (c_uint64 * len(words))(*words)
 
     def move(self, addresses: tuple[int, ...]) -> None:
         """Let later launches use these addresses, the inputs' first; those under way are not changed.
@@ -128,15 +157,15 @@ class ReadyGraph:
         """
         changed: list[Callable[[], int]] = []  # a generic made here takes 1 µs
         for index, address in enumerate(addresses):
-            if self._uses[index].written != address:  # by whichever instance wrote last
+            if self._uses[index].written.value != address:  # by whichever instance wrote last
                 self._uses[index].write(address)
-            if self.addresses[index] != address:
+            if self._addresses[index] != address:
                 changed += self._updates[index]
-        self.addresses = (0,) * len(addresses)
+        self._addresses[:] = [0] * len(addresses)
         for update in changed:
             if status := update():
                 check(status)
-        self.addresses = addresses
+        self._addresses[:] = [*addresses]
 
     def launch(self, stream: int) -> None:
         """Run on a stream, by its handle; after it the thread has a context. RuntimeError where it fails."""
@@ -191,6 +220,11 @@ def _copied(address: int | None, size: int) -> Any:
     return buffer
 
 
-def _words(buffer: Any, size: int) -> memoryview:
+def _words(buffer: Any, size: int) -> ctypes.Array[c_uint64]:
     """The whole words of a buffer, which stays alive with them."""
-    return memoryview(buffer).cast("B").cast("Q")[: size // _WORD]
+    return (c_uint64 * (size // _WORD)).from_buffer(buffer)
+
+
+def _address_of(function: Any) -> int:
+    """Where a function of a shared library is."""
+    return ctypes.cast(function, c_void_p).value or 0

@@ -38,12 +38,13 @@ class CompilerError(AmpoptError):
     """There is no C++ compiler, or it does not compile our code."""
 
 
-def library(source: str, *macros: str) -> Path:
+def library(source: str, *macros: str, includes: Sequence[str] = ()) -> Path:
     """The library made of a file of `cpp/` with macros such as `BLOCK=8`; it is kept in the cache.
 
-    Raises CompilerError.
+    `includes`: folders of headers that are not the compiler's own. Raises CompilerError.
     """
-    command = (_compiler(), *FLAGS, *(f"-D{macro}" for macro in macros), str(SOURCES / source))
+    given = (*(f"-I{folder}" for folder in includes), *(f"-D{macro}" for macro in macros))
+    command = (_compiler(), *FLAGS, *given, str(SOURCES / source))
     folder = cache_folder() or Path(_own_folder().name)
     file = folder / f"{source.partition('.')[0]}-{_key(command)}.so"
     try:

@@ -22,6 +22,7 @@ from ampopt.executable import Executable, executable, quick
 from ampopt.graph import reads_strides
 from ampopt.ledger import Ledger
 from ampopt.program import Program
+from ampopt.quick_call import Answer, Quick
 from ampopt.signature import (
     OutputLayout,
     call_key,
@@ -46,9 +47,6 @@ _HOOKS = (
 )
 
 _Restore = Callable[[Sequence[Tensor]], Any]
-
-_Recognized = tuple[Callable[[object], bool], Executable, _Restore]
-"""Tells whether something is a tensor of one kind, runs it, makes the result."""
 
 MOST_KEYS = 4
 """How many kinds of call (strides, calls that the original answers) are remembered for each program kept."""
@@ -104,8 +102,8 @@ class OptimizedModule(Deployable):
         self._lock = threading.RLock()
         self._served: OrderedDict[object, _Served] = OrderedDict()
         self._any_strides: dict[object, _Served] = {}
-        self._single: dict[object, tuple[Executable, _Restore, object]] = {}
-        self._latest: _Recognized = _NONE_YET
+        self._single: dict[object, tuple[Quick, _Restore, object]] = {}
+        self._latest: Answer = _knows_nothing
         self._serve_original = serve_original
         if serve_original:
             self.forward = self._call_original  # type: ignore[method-assign]
@@ -119,9 +117,9 @@ class OptimizedModule(Deployable):
         if self._forward_pre_hooks or self._forward_hooks:
             return super().__call__(*args, **kwargs)
         if len(args) == 1 and not kwargs:
-            same, again, restore = self._latest
-            if same(args[0]):
-                return restore(again(args[0]))
+            found = self._latest(args[0])
+            if found is not NotImplemented:
+                return found
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,11 +129,13 @@ class OptimizedModule(Deployable):
             if tensor.__class__ is Tensor and not (tensor.is_neg() or tensor.is_conj()):
                 found = self._single.get(tensor_key(tensor))
                 if found is not None:
-                    again, restore, key = found
+                    make, restore, key = found
                     if len(self._served) > 1:
                         self._touch(key)
-                    self._latest = recognizer(tensor), again, restore
-                    return restore(again(tensor))
+                    self._latest = answer = make(recognizer(tensor), restore)
+                    result = answer(tensor)
+                    if result is not NotImplemented:
+                        return result
         return self._general(args, kwargs)
 
     def _call_original(self, *args: Any, **kwargs: Any) -> Any:
@@ -220,8 +220,8 @@ class OptimizedModule(Deployable):
         single = len(leaves) == 1 and isinstance(leaves[0], Tensor) and spec == _ONE_TENSOR
         if single and served.layout is not None and served.program is not None:
             tensor = leaves[0]
-            again = quick(served.program, served.run, tensor)
-            self._single[tensor_key(tensor)] = again, served.layout.restore, key
+            way = quick(served.program, served.run, tensor)
+            self._single[tensor_key(tensor)] = way, served.layout.restore, key
         programs = self._programs()
         while len(programs) > self._max_shapes:
             oldest = next(key for key, found in self._served.items() if found.layout is not None)
@@ -237,7 +237,7 @@ class OptimizedModule(Deployable):
 
     def _forget(self, key: object) -> None:
         served = self._served.pop(key)
-        self._latest = _NONE_YET
+        self._latest = _knows_nothing
         self._single = {k: found for k, found in self._single.items() if found[2] != key}
         if all(other is not served for other in self._served.values()):
             self._any_strides = {k: s for k, s in self._any_strides.items() if s is not served}
@@ -306,15 +306,9 @@ class OptimizedModule(Deployable):
         raise InputError("an optimized module cannot be pickled: its CUDA graphs live in this process only")
 
 
-def _never(_anything: object) -> bool:
-    return False
+def _knows_nothing(_anything: object) -> Any:
+    return NotImplemented
 
-
-def _no_answer(*_tensors: Tensor) -> tuple[Tensor, ...]:
-    raise AssertionError("no call is recognized yet")
-
-
-_NONE_YET = (_never, _no_answer, tuple)
 
 _ONE_TENSOR = flatten_call((torch.empty(0),), {})[1]
 

@@ -4,26 +4,57 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ampopt.cuda_graphs import FORMS, CapturedGraph
+from ampopt.cuda_graphs import FORMS, MOST_OUTPUTS, CapturedGraph
+from tests.ampopt.compiler import needs_compiler
+
+INSTANCE, NODE, PARAMETERS, CONTEXT = 0xE0, 5, 6, 0xC0
+
+Word = ctypes.c_uint64
 
 
 class FakeForm:
-    """Doubles what lies at the first address into what lies at the second, and counts moves and launches."""
+    """Doubles what lies at the first address into what lies at the second, and counts moves and launches.
+
+    C++ finds the same in `table`: two uses, each with an address at one place and offset, and one node.
+    """
 
     moves = launches = static = 0
     context = contextlib.nullcontext()
 
+    def __init__(self) -> None:
+        self.status = 0
+        self.places, self.written, self.used = (Word * 2)(), (Word * 2)(), (Word * 2)()
+        self._launch = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(self._launched)
+        update = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)
+        update_in = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+        self._updates = update(self._updated), update_in(self._updated)
+        words = [_address(self._launch), INSTANCE, 2]
+        for index, context in enumerate((0, CONTEXT)):
+            at = 8 * index
+            words += [ctypes.addressof(self.written) + at, ctypes.addressof(self.used) + at]
+            words += [1, ctypes.addressof(self.places) + at, OFFSET]
+            words += [1, _address(self._updates[index]), NODE, PARAMETERS, context]
+        self.table = (Word * len(words))(*words)
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        return tuple(place - OFFSET for place in self.places if place)
+
     def move(self, addresses: tuple[int, ...]) -> None:
         self.moves += 1
-        self.addresses = addresses
+        for index, address in enumerate(addresses):
+            self.places[index] = address + OFFSET
+            self.written[index] = self.used[index] = address
 
     def launch(self, stream: int) -> None:
         assert stream == 7
@@ -31,6 +62,25 @@ class FakeForm:
         addresses = (*self.addresses, self.static)[:2]
         source, target = ((ctypes.c_float * 4).from_address(address) for address in addresses)
         target[:] = [2 * value for value in source]
+
+    def _launched(self, instance: int, stream: int) -> int:
+        assert instance == INSTANCE
+        if self.status:
+            return self.status
+        self.launch(stream)
+        return 0
+
+    def _updated(self, *handles: int) -> int:
+        assert handles in ((INSTANCE, NODE, PARAMETERS), (INSTANCE, NODE, PARAMETERS, CONTEXT))
+        self.moves += 1
+        return self.status
+
+
+OFFSET = 16
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +96,7 @@ def captured() -> CapturedGraph:
     graph: Any = CapturedGraph.__new__(CapturedGraph)
     graph._lock, graph._is_static, graph._moves = threading.Lock(), False, True
     graph._inputs, graph._outputs = [torch.zeros(4)], (torch.zeros(4),)
-    graph._strides, graph._index, graph._raw_stream = [(1,)], 0, 7
+    graph._strides, graph._index, graph.raw_stream = [(1,)], 0, 7
     graph._forms, graph._spare = {}, [FakeForm() for _ in range(FORMS)]
     graph._fresh = [lambda: torch.zeros(4)]
     made: CapturedGraph = graph
@@ -138,14 +188,18 @@ def test_memory_that_is_missing_for_the_next_result_costs_this_one_nothing(captu
     assert torch.equal(captured(number(4))[0], number(8))
 
 
-@pytest.fixture
-def quick(captured: CapturedGraph) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    found = captured.quick(number(0))
-    assert found is not captured
-    return found
-
-
 Quick = Callable[[Tensor], tuple[Tensor, ...]]
+
+
+def made_quick(captured: CapturedGraph) -> Quick:
+    return captured.quick(number(0))(torch.is_tensor, tuple)
+
+
+@pytest.fixture(params=[pytest.param("C++", marks=needs_compiler), "Python"])
+def quick(captured: CapturedGraph, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Quick:
+    if request.param == "Python":
+        monkeypatch.setattr("ampopt.cuda_graphs.bind", lambda: None)
+    return made_quick(captured)
 
 
 def test_a_quick_call_answers_as_any_other(captured: CapturedGraph, quick: Quick) -> None:
@@ -161,22 +215,160 @@ def test_a_quick_call_answers_as_any_other(captured: CapturedGraph, quick: Quick
     assert torch.equal(captured._inputs[0], shifted)
 
 
-def test_a_quick_call_like_earlier_ones_does_without_the_rest(
-    captured: CapturedGraph, quick: Quick, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole: list[object] = []
+@pytest.fixture
+def whole(captured: CapturedGraph, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
+    """The tensors of all calls that go the general way."""
+    seen: list[tuple[Tensor, ...]] = []
     real = captured._call
 
     def call(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        whole.append(tensors)
+        seen.append((*tensors,))
         return real(tensors)
 
     monkeypatch.setattr(captured, "_call", call, raising=False)
+    return seen
+
+
+@needs_compiler
+def test_a_quick_call_like_earlier_ones_does_without_the_rest(
+    captured: CapturedGraph, whole: list[tuple[Tensor, ...]]
+) -> None:
+    quick, forms = made_quick(captured), list(captured._spare)
     x, y = number(3), number(4)
     found = [quick(each)[0] for each in (x, x, x, y, y, x)]
     assert [each[0].item() for each in found] == [6, 6, 6, 8, 8, 6]
     assert len({each.data_ptr() for each in found}) == 6
     assert whole == [(x,), (y,)]
+    first: Any = forms[0]
+    assert first.moves == 5, "two general moves, and then the result's address alone"
+    assert torch.equal(captured(x)[0], number(6))
+
+
+@needs_compiler
+def test_general_and_quick_calls_know_of_each_others_moves(captured: CapturedGraph) -> None:
+    quick, x, form = made_quick(captured), number(3), captured._spare[0]
+    for _ in range(3):
+        assert torch.equal(captured(x)[0], number(6))
+        assert torch.equal(quick(x)[0], number(6))
+        (prepared,) = captured._forms[x.data_ptr(),].outputs or ()
+        expected = (x.data_ptr(), prepared.data_ptr())
+        state: Any = form
+        assert state.addresses == tuple(state.written) == tuple(state.used) == expected
+
+
+@needs_compiler
+def test_only_what_is_recognized_is_answered(captured: CapturedGraph) -> None:
+    x, kept = number(3), list[object]()
+
+    def restore(flat: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        kept.append(flat)
+        return {"result": flat[0]}
+
+    answer = captured.quick(x)(lambda thing: thing is x, restore)
+    for _ in range(3):
+        assert torch.equal(answer(x)["result"], number(6))
+        assert answer(number(4)) is NotImplemented
+        assert answer("nothing") is NotImplemented
+    assert len(kept) == 3
+
+
+@needs_compiler
+def test_what_recognizing_and_restoring_raise_comes_through_and_the_lock_is_free(
+    captured: CapturedGraph,
+) -> None:
+    def fails(_: object) -> bool:
+        raise ValueError("as it was")
+
+    x = number(3)
+    for make in ((fails, tuple), (torch.is_tensor, fails)):
+        answer = captured.quick(x)(*make)
+        for _ in range(3):
+            with pytest.raises(ValueError, match="as it was"):
+                answer(x)
+    assert not captured._lock.locked()
+    assert torch.equal(captured(x)[0], number(6))
+
+
+@needs_compiler
+def test_a_launch_that_is_refused_goes_the_general_way(
+    captured: CapturedGraph, whole: list[tuple[Tensor, ...]]
+) -> None:
+    quick, x, form = made_quick(captured), number(3), captured._spare[0]
+    quick(x)
+    form.status = 201  # type: ignore[attr-defined]
+    assert torch.equal(quick(x)[0], number(6))
+    form.status = 0  # type: ignore[attr-defined]
+    assert torch.equal(quick(x)[0], number(6))
+    assert len(whole) == 2
+
+
+@needs_compiler
+@pytest.mark.parametrize("what", ["no memory", "a refusal"])
+def test_what_a_quick_call_cannot_prepare_the_next_one_does(
+    captured: CapturedGraph, whole: list[tuple[Tensor, ...]], what: str
+) -> None:
+    full = list[object]()
+
+    def fresh() -> Tensor:
+        if full:
+            raise torch.OutOfMemoryError("full")
+        return torch.zeros(4)
+
+    captured._fresh = [fresh]
+    quick, x, form = made_quick(captured), number(3), captured._spare[0]
+    quick(x)
+    real = form.launch
+
+    def launch(stream: int) -> None:
+        real(stream)
+        if what == "no memory":
+            full.append(1)
+        else:
+            form.status = 700  # type: ignore[attr-defined]
+
+    form.launch = launch  # type: ignore[method-assign]
+    assert torch.equal(quick(x)[0], number(6))
+    assert captured._forms[x.data_ptr(),].outputs is None
+    assert len(whole) == 1
+    form.launch = real  # type: ignore[method-assign]
+    if what == "no memory":
+        with pytest.raises(torch.OutOfMemoryError, match="full"):
+            quick(x)
+        full.clear()
+    form.status = 0  # type: ignore[attr-defined]
+    assert torch.equal(quick(x)[0], number(6))
+    assert len(whole) == (3 if what == "no memory" else 2)
+    assert torch.equal(quick(x)[0], number(6))
+
+
+@needs_compiler
+def test_quick_calls_leave_no_references_behind(captured: CapturedGraph) -> None:
+    quick, x = made_quick(captured), number(3)
+    quick(x)
+
+    def counts() -> list[int]:
+        (prepared,) = captured._forms[x.data_ptr(),].outputs or ()
+        kept = (x, captured, captured._forms[x.data_ptr(),], prepared, captured._fresh[0])
+        return [sys.getrefcount(each) for each in kept]
+
+    before = counts()
+    for _ in range(50):
+        (result,) = quick(x)
+    assert counts() == before
+    assert sys.getrefcount(result) == 2
+    assert [quick("nothing") for _ in range(50)] == [NotImplemented] * 50  # type: ignore[arg-type]
+    assert counts() == before
+
+
+@needs_compiler
+def test_threads_get_their_own_results_of_quick_calls(captured: CapturedGraph) -> None:
+    quick, inputs = made_quick(captured), [number(value) for value in range(3)]
+
+    def several(place: int) -> bool:
+        return all(torch.equal(quick(inputs[place])[0], 2 * inputs[place]) for _ in range(200))
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(several, range(3)))
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -189,8 +381,9 @@ def test_a_quick_result_belongs_to_the_mode_of_its_own_call(quick: Quick, first:
             assert torch.equal(found, number(2))
 
 
-def test_static_results_of_quick_calls_stay_where_they_are(captured: CapturedGraph, quick: Quick) -> None:
+def test_static_results_of_quick_calls_stay_where_they_are(captured: CapturedGraph) -> None:
     captured._is_static = True
+    quick = made_quick(captured)
     (buffer,), form, x = captured._outputs, captured._spare[0], number(5)
     form.static = buffer.data_ptr()  # type: ignore[attr-defined]
     for count in range(1, 4):
@@ -199,50 +392,62 @@ def test_static_results_of_quick_calls_stay_where_they_are(captured: CapturedGra
 
 
 def test_a_move_that_fails_leaves_nothing_to_launch(
-    captured: CapturedGraph, quick: Quick, monkeypatch: pytest.MonkeyPatch
+    captured: CapturedGraph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form: Any = captured._spare[0]
     x, real = number(3), form.move
-    quick(x)
+    captured(x)
 
     def refused(addresses: tuple[int, ...]) -> None:
         real(tuple(8 for _ in addresses))
         raise RuntimeError("refused")
 
     monkeypatch.setattr(form, "move", refused)
-    assert torch.equal(quick(x)[0], number(6))
+    assert torch.equal(captured(x)[0], number(6))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="refused"):
-            quick(x)
+            captured(x)
     assert form.launches == 2
     monkeypatch.setattr(form, "move", real)
-    assert torch.equal(quick(x)[0], number(6))
+    assert torch.equal(captured(x)[0], number(6))
 
 
+@needs_compiler
 @pytest.mark.parametrize("what", ["stream", "device"])
 def test_a_quick_call_from_elsewhere_is_made_where_it_belongs(
     captured: CapturedGraph, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     seen: list[object] = []
+    x = number(3)
+    captured(x)
 
     def call(tensors: object) -> tuple[Tensor]:
         seen.append(tensors)
         return (number(1),)
 
     monkeypatch.setattr(captured, "_call", call, raising=False)
+    made_quick(captured)(x)
+    assert seen == []
     name = {"stream": "_cuda_getCurrentRawStream", "device": "_cuda_getDevice"}[what]
     monkeypatch.setattr(torch._C, name, lambda *_: 8, raising=False)
-    x = number(3)
-    captured.quick(x)(x)
+    made_quick(captured)(x)
     assert seen == [(x,)]
 
 
+@needs_compiler
 @pytest.mark.parametrize(
     "other",
     [torch.zeros(5), torch.zeros(4).double(), torch.zeros(8)[::2]],
     ids=["shape", "dtype", "strides"],
 )
 def test_a_quick_call_is_for_what_the_graph_can_read(captured: CapturedGraph, other: Tensor) -> None:
-    assert captured.quick(other) is captured
+    assert captured.quick(number(0)) == captured._quick
+    assert captured.quick(other) != captured._quick
     captured._moves = False
-    assert captured.quick(number(0)) is captured
+    assert captured.quick(number(0)) != captured._quick
+
+
+@needs_compiler
+def test_more_results_than_there_is_room_for_go_the_general_way(captured: CapturedGraph) -> None:
+    captured._outputs = (torch.zeros(4),) * (MOST_OUTPUTS + 1)
+    assert captured.quick(number(0)) != captured._quick

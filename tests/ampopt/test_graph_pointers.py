@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_size_t, c_uint64, c_void_p
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,11 @@ from torch import Tensor
 
 from ampopt import cuda_driver
 from ampopt.cuda_driver import CopyParams, KernelParams, MemsetParams
+from ampopt.cuda_graphs import MOST_OUTPUTS
 from ampopt.graph_pointers import Operands, ReadyGraph
+from ampopt.native import CompilerError
+from ampopt.quick_call import Answer, bind, plain
+from tests.ampopt.compiler import needs_compiler
 
 CONTEXT, GRAPH, READY, STREAM = 0xC0, 0x60, 0xE0, 0x50
 
@@ -298,3 +303,111 @@ def test_a_thread_without_cuda_cannot_read_nodes(driver: FakeDriver, monkeypatch
     monkeypatch.setattr(driver, "cuCtxGetCurrent", lambda context: 0)
     with pytest.raises(RuntimeError, match="has not used CUDA yet"):
         read()
+
+
+def _as_functions(driver: FakeDriver) -> None:
+    """Let the driver's functions be C's, so that C++ can call them."""
+    for name, count in (
+        ("cuGraphLaunch", 2),
+        ("cuGraphExecKernelNodeSetParams_v2", 3),
+        ("cuGraphExecMemcpyNodeSetParams", 4),
+        ("cuGraphExecMemsetNodeSetParams", 4),
+    ):
+        made: Any = getattr(driver, name)
+        kinds = [c_void_p] * count
+
+        def call(*handles: int, made: Any = made, last: Any = int if count < 4 else c_void_p) -> int:
+            first, *others = handles
+            wrapped = [c_void_p(first), *others]
+            if len(handles) > 2:
+                wrapped[1] = c_void_p(others[0])
+            return int(made(*wrapped[:-1], last(wrapped[-1])))
+
+        setattr(driver, name, ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(call))
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["kernel", "packed", "copy", "fill"])
+def test_cpp_moves_and_launches_what_is_in_the_table(driver: FakeDriver, tensor: Tensor, kind: str) -> None:
+    x, made = torch.zeros(4), list[Tensor]()
+    here, start = tensor.data_ptr(), x.data_ptr()
+    driver.nodes += [(0, kernel(driver, of(start + 8, 4)))]
+    driver.nodes += {
+        "kernel": [(0, kernel(driver, of(3), of(start, here + 8)))],
+        "packed": [(0, packed(of(start, here + 8)))],
+        "copy": [(1, copying(start, here + 8))],
+        "fill": [(2, MemsetParams(here + 8))],
+    }[kind]
+    _as_functions(driver)
+    operands = Operands(captured(), [x], [tensor])
+    ready, other = (ReadyGraph(captured(), operands) for _ in range(2))
+    form = SimpleNamespace(outputs=(tensor,), inference=False, table=ctypes.addressof(ready.table))
+
+    def fresh() -> Tensor:
+        made.append(torch.zeros(16))
+        return made[-1]
+
+    answer = make_answer(form, {(start,): form}, fresh)
+    for count in range(1, 4):
+        other.move((1 << 40, 1 << 41))  # another instance writes into the same parameters
+        assert answer(x)[0] is (tensor, *made)[count - 1]
+        assert driver.launched == [CONTEXT] * count
+        there = made[-1].data_ptr()
+        assert ready.addresses == (start, there)
+        assert there + 8 in words(driver.set[2])
+        assert 1 << 40 not in words(driver.set[2])
+        assert form.outputs == (made[-1],)
+    ready.move((start, here))
+    assert here + 8 in words(driver.set[2])
+
+
+@needs_compiler
+def test_cpp_takes_a_refusal_for_not_done(driver: FakeDriver, tensor: Tensor) -> None:
+    x = torch.zeros(4)
+    driver.nodes += [(0, kernel(driver, of(x.data_ptr(), tensor.data_ptr())))]
+    _as_functions(driver)
+    ready = read([x], [tensor])
+    form = SimpleNamespace(outputs=(tensor,), inference=False, table=ctypes.addressof(ready.table))
+    answer = make_answer(form, {(x.data_ptr(),): form}, lambda: torch.zeros(16))
+    driver.refuses = True
+    assert answer(x)[0] is tensor
+    assert (form.outputs, ready.addresses) == (None, (x.data_ptr(), 0))
+    assert answer(x) == ["the other way"]
+
+
+def make_answer(form: Any, forms: dict[tuple[int, ...], Any], fresh: Callable[[], Tensor]) -> Answer:
+    """What `CapturedGraph` binds, around a form."""
+    lock, graph, make = threading.Lock(), SimpleNamespace(raw_stream=STREAM), bind()
+    assert make is not None
+    parts = (torch.is_tensor, list, lambda tensor: ("the other way",), lock.acquire, lock.release, graph)
+    now = (lambda index: STREAM, lambda: 0, 0, torch.is_inference_mode_enabled)
+    return make((*parts, forms, (fresh,), *now))
+
+
+@needs_compiler
+def test_cpp_is_given_as_much_as_it_takes() -> None:
+    make = bind()
+    assert make is not None
+    with pytest.raises(TypeError, match="a tuple of 12"):
+        make(())
+    with pytest.raises(TypeError, match="a tuple of 12"):
+        make([0] * 12)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="too many outputs"):
+        make((*[None] * 7, (None,) * (MOST_OUTPUTS + 1), *[None] * 4))
+    make((*[None] * 7, (None,) * MOST_OUTPUTS, *[None] * 4))
+
+
+def test_without_a_compiler_calls_go_through_python(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(*_: object, **__: object) -> object:
+        raise CompilerError("there is no C++ compiler")
+
+    monkeypatch.setattr("ampopt.quick_call.library", missing)
+    with caplog.at_level("INFO", "ampopt"):
+        assert bind.__wrapped__() is None
+    assert "through Python" in caplog.text
+    assert "there is no C++ compiler" in caplog.text
+    answer = plain(lambda tensor: (tensor, 1))(torch.is_tensor, list)  # type: ignore[arg-type, return-value]
+    assert answer("nothing") is NotImplemented
+    assert answer(x := torch.zeros(1)) == [x, 1]
