@@ -6,6 +6,9 @@ import copy
 import dataclasses
 import warnings
 
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from ampopt.graph import calls, is_opaque
 from ampopt.program import Program
 from ampopt.transform import Family, Numerics, Pass, Result
@@ -57,7 +60,21 @@ class Compile(Pass):
         with program.settings.scope(program.device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             entered = [b.convert(t) for b, t in zip(program.entry, program.examples, strict=True)]
-            engine = inductor.compile(module, [*entered], options=options)
+            with tracing(TracingContext(mode := _static_shapes())):
+                described = (mode.from_tensor(tensor, static_shapes=True) for tensor in entered)
+                engine = inductor.compile(module, [*described], options=options)
             for _ in range(self.warm_ups):
                 engine(*entered)
         return Result(program.replace(engine=engine), 1)
+
+
+def _static_shapes() -> FakeTensorMode:
+    """What inductor describes tensors with, so that it keeps compiled graphs on disk.
+
+    A repetition of what was rehearsed, and a later `optimize`, then only trace the graph. Without a
+    `ShapeEnv` inductor passes over that cache; where it describes the inputs itself, it reasons about every
+    shape as if that could change, which takes four times as long for Swin-T.
+    """
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # it takes seconds to load
+
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(assume_static_by_default=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -154,6 +155,23 @@ def test_a_python_function_is_refused_and_the_operator_module_is_not() -> None:
 )
 def test_ordinary_models_are_taken(model: nn.Module) -> None:
     assert Compile().why_not(program_of(model, torch.randn(2, 3, 10, 10))) is None
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_was_compiled_once_is_found_again_and_keeps_no_weights(
+    device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x = torch.randn(4, 3000, device=device)  # longer weights are not written into the code
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = Model(lambda m, x: (x * m.w).sin() + m.w.exp(), w=nn.Parameter(torch.randn(3000))).to(device)
+        before = counters["inductor"]["fxgraph_cache_hit"]
+        program = replay((Compile(),), program_of(model, x))
+        found.append(counters["inductor"]["fxgraph_cache_hit"] - before)
+        check_outputs(Compile.numerics, program_of(model, x), program, model, [x], FP32)
+    assert found == [0, 1]
 
 
 def test_more_operators_are_expected_to_take_longer() -> None:
