@@ -53,7 +53,6 @@ def race(
     now = commit()
     rows: dict[str, dict[str, Any]] = {each.name: {"lane": each.lane, "commit": now} for each in entered}
     with tempfile.TemporaryDirectory(prefix="ampopt-race-") as folder, contextlib.ExitStack() as stack:
-        write_parts(network, device, Path(folder))
         racers: dict[str, Racer] = {}
 
         def start(name: str) -> None:
@@ -75,6 +74,7 @@ def race(
 
         for each in entered if device.type == "cuda" else ():  # they load their libraries side by side
             start(each.name)
+        write_parts(network, device, Path(folder))
         with ThreadPoolExecutor(BESIDE if device.type == "cuda" else 1) as pool:
             others = [pool.submit(prepare, each.name) for each in entered if not each.tunes]
             if device.type != "cuda":

@@ -35,7 +35,7 @@ from benchmarks.race_networks import racer
 SETTLED = 0.02
 """A warm-up ends when the median of its latest calls is this close to that of the calls before them."""
 
-WINDOW, WARM_UP_S = 8, 5.0
+WINDOW, WARM_UP_S = 8, 3.0
 
 COMPILERS = min(8, os.cpu_count() or 1)
 """Processes in which inductor compiles; by default it begins one for every core, contestant by contestant."""
