@@ -63,7 +63,9 @@ def _repeated(call: Callable[[], Tensor]) -> tuple[Tensor, ...]:
 
 def _random(node: fx.Node, device: torch.device) -> Tensor:
     meta = tensor_meta(node)
-    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device).normal_()
+    last = sum((size - 1) * step for size, step in zip(meta.shape, meta.stride, strict=True))
+    memory = torch.randn(last + 1, dtype=meta.dtype, device=device)  # an expanded tensor's places are shared
+    return memory.as_strided(meta.shape, meta.stride)
 
 
 def _missing(count: int) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ampopt.graph import aten, calls, record_shapes
-from benchmarks.left_out import _alike, _gain, measure_lane, measure_network, to_markdown
+from benchmarks.left_out import _alike, _gain, _random, measure_lane, measure_network, to_markdown
 from tests.ampopt.planted import module_of
 from tests.helpers import Model
 
@@ -24,6 +24,18 @@ def test_equal_calls_are_timed_once_and_counted() -> None:
     module = record_shapes(program)
     assert sorted(count for _, count in _alike(list(calls(module, [aten.conv2d.default])))) == [1, 2]
     assert [count for _, count in _alike(list(calls(module, [aten.cat.default])))] == [1]
+
+
+def test_random_operands_are_laid_out_as_the_networks_also_where_places_are_shared() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([m.token.expand(4, -1, -1), x.transpose(1, 2)], 1)
+
+    model = Model(forward, token=nn.Parameter(torch.randn(1, 1, 8)))
+    program = module_of(model, torch.randn(4, 8, 5), passes=()).program
+    (cat,) = calls(record_shapes(program), [aten.cat.default])
+    found = [_random(part, torch.device("cpu")) for part in cat.all_input_nodes]
+    assert [(*each.shape, *each.stride()) for each in found] == [(4, 1, 8, 0, 8, 1), (4, 5, 8, 40, 1, 5)]
+    assert all(each.unique().numel() > 7 for each in found)
 
 
 def test_a_gain_is_that_of_the_best_form_and_never_negative() -> None:
