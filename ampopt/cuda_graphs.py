@@ -19,7 +19,7 @@ from ampopt.graph_capture import INSTANCES, REFUSALS, by_speed, capture_program
 from ampopt.graph_pointers import Operands, ReadyGraph
 from ampopt.numerics import relative_error
 from ampopt.program import Program
-from ampopt.quick_call import Answer, Quick, bind, plain
+from ampopt.quick_call import MOST_OUTPUTS, Answer, Quick, bind, plain
 from ampopt.signature import tensor_key
 
 logger = logging.getLogger("ampopt")
@@ -36,20 +36,17 @@ SAME = 1e-2
 FORMS = 3
 """Instances of a captured graph that stay, each for other inputs: those of a loop take turns in few."""
 
-MOST_OUTPUTS = 31
-"""Results for which the short way has room."""
-
 
 class _Form:
     """An instance of a graph for inputs at some addresses, and the results of its next call.
 
     It writes into their memory; None: it has to be prepared first. `inference`: they are of that mode.
-    `table`: where that of the instance lies, if anyone is to read it.
+    `table`: where that of the instance lies, if C++ is to read it, which is for models of one input.
     """
 
     def __init__(self, ready: ReadyGraph, sources: tuple[int, ...]) -> None:
         self.ready, self.sources = ready, sources
-        self.table = ctypes.addressof(ready.table) if bind() is not None else 0
+        self.table = ctypes.addressof(ready.table) if len(sources) == 1 and bind() is not None else 0
         self.outputs: tuple[Tensor, ...] | None = None
         self.inference = False
 
@@ -95,9 +92,10 @@ class CapturedGraph:
             return self._call(tensors)
 
     def quick(self, example: Tensor) -> Quick:
-        """The same for a program's only input, on tensors that are like `example`, by a shorter way.
+        """Answers a program's only input, a tensor that is like `example`, by a shorter way than `__call__`.
 
-        It is for a loop's calls; all others, and where there is no compiler all of them, go this way.
+        It is for a loop's calls: at an address seen before, on the same stream. All others, and where there
+        is no compiler all of them, are whole calls.
         """
         if (
             bind() is None
@@ -115,7 +113,7 @@ class CapturedGraph:
         assert make is not None
         return make(
             (
-                *(same, restore, self, self._lock.acquire, self._lock.release, self, self._forms),
+                *(same, restore, self._lock.acquire, self._lock.release, self, self._forms),
                 None if self._is_static else tuple(self._fresh),
                 *(torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice, self._index),
                 torch.is_inference_mode_enabled,

@@ -28,6 +28,9 @@ Answer = Callable[[object], Any]
 Quick = Callable[[Callable[[object], bool], Callable[[tuple[Tensor, ...]], Any]], Answer]
 """Makes an answer, of what recognizes a tensor and what makes a result of the program's flat outputs."""
 
+MOST_OUTPUTS = 31
+"""Flat outputs for which the C++ has room."""
+
 
 def plain(run: Callable[[Tensor], tuple[Tensor, ...]]) -> Quick:
     """The `Quick` that calls `run`."""
@@ -45,7 +48,11 @@ def plain(run: Callable[[Tensor], tuple[Tensor, ...]]) -> Quick:
 def bind() -> Callable[[tuple[object, ...]], Answer] | None:
     """What `cpp/quick_call.cpp` makes answers with, see `Part` there; None where it cannot be compiled."""
     try:
-        file = str(library("quick_call.cpp", includes=(sysconfig.get_path("include"),)))
+        file = str(
+            library(
+                "quick_call.cpp", f"MOST_OUTPUTS={MOST_OUTPUTS}", includes=(sysconfig.get_path("include"),)
+            )
+        )
         loader = importlib.machinery.ExtensionFileLoader("quick_call", file)
         spec = importlib.machinery.ModuleSpec("quick_call", loader, origin=file)
         module = importlib.util.module_from_spec(spec)

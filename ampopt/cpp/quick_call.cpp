@@ -1,4 +1,5 @@
-// A call of a captured CUDA graph by the shortest way, as an extension module of Python; see quick_call.py.
+// A call of a captured CUDA graph by the shortest way, as an extension module of Python; see quick_call.py,
+// which says how many outputs there is room for: MOST_OUTPUTS.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -12,13 +13,10 @@ using Launch = int (*)(void *instance, void *stream);
 using Update = int (*)(void *instance, void *node, void *params);
 using UpdateIn = int (*)(void *instance, void *node, void *params, void *context);
 
-constexpr Py_ssize_t MOST_USES = 32;
-
 // What `bind` is given, in order.
 enum Part {
     SAME,
     RESTORE,
-    SLOW,
     ACQUIRE,
     RELEASE,
     GRAPH,
@@ -111,7 +109,7 @@ PyObject *form_at(PyObject *forms, Word address) {
 bool prepare(PyObject *const *own, PyObject *form, const Word *table, Word source) {
     if (PyObject_SetAttr(form, outputs_name, Py_None) < 0) return false;  // until all of it is done
     const Py_ssize_t count = PyTuple_GET_SIZE(own[FRESH]);
-    Word addresses[MOST_USES] = {source};
+    Word addresses[1 + MOST_OUTPUTS] = {source};
     Owned made(PyTuple_New(count));
     if (!made) return false;
     for (Py_ssize_t index = 0; index < count; ++index) {
@@ -181,7 +179,7 @@ PyObject *answer(PyObject *bound, PyObject *tensor) {
     PyErr_Restore(type, value, trace);
     if (PyErr_Occurred()) return nullptr;
     if (flat) return PyObject_CallOneArg(own[RESTORE], flat.get());
-    Owned slow(PyObject_CallOneArg(own[SLOW], tensor));
+    Owned slow(PyObject_CallOneArg(own[GRAPH], tensor));
     return slow ? PyObject_CallOneArg(own[RESTORE], slow.get()) : nullptr;
 }
 
@@ -192,7 +190,7 @@ PyObject *bind(PyObject *, PyObject *parts) {
         PyErr_Format(PyExc_TypeError, "bind takes a tuple of %d", static_cast<int>(PARTS));
         return nullptr;
     }
-    if (PyObject *fresh = PyTuple_GET_ITEM(parts, FRESH); fresh != Py_None && PyTuple_GET_SIZE(fresh) >= MOST_USES) {
+    if (PyObject *fresh = PyTuple_GET_ITEM(parts, FRESH); fresh != Py_None && PyTuple_GET_SIZE(fresh) > MOST_OUTPUTS) {
         PyErr_SetString(PyExc_ValueError, "too many outputs");
         return nullptr;
     }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -14,73 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ampopt.cuda_graphs import FORMS, MOST_OUTPUTS, CapturedGraph
+from ampopt.cuda_graphs import FORMS, CapturedGraph, _Form
+from ampopt.quick_call import MOST_OUTPUTS
 from tests.ampopt.compiler import needs_compiler
-
-INSTANCE, NODE, PARAMETERS, CONTEXT = 0xE0, 5, 6, 0xC0
-
-Word = ctypes.c_uint64
-
-
-class FakeForm:
-    """Doubles what lies at the first address into what lies at the second, and counts moves and launches.
-
-    C++ finds the same in `table`: two uses, each with an address at one place and offset, and one node.
-    """
-
-    moves = launches = static = 0
-    context = contextlib.nullcontext()
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.places, self.written, self.used = (Word * 2)(), (Word * 2)(), (Word * 2)()
-        self._launch = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(self._launched)
-        update = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)
-        update_in = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
-        self._updates = update(self._updated), update_in(self._updated)
-        words = [_address(self._launch), INSTANCE, 2]
-        for index, context in enumerate((0, CONTEXT)):
-            at = 8 * index
-            words += [ctypes.addressof(self.written) + at, ctypes.addressof(self.used) + at]
-            words += [1, ctypes.addressof(self.places) + at, OFFSET]
-            words += [1, _address(self._updates[index]), NODE, PARAMETERS, context]
-        self.table = (Word * len(words))(*words)
-
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        return tuple(place - OFFSET for place in self.places if place)
-
-    def move(self, addresses: tuple[int, ...]) -> None:
-        self.moves += 1
-        for index, address in enumerate(addresses):
-            self.places[index] = address + OFFSET
-            self.written[index] = self.used[index] = address
-
-    def launch(self, stream: int) -> None:
-        assert stream == 7
-        self.launches += 1
-        addresses = (*self.addresses, self.static)[:2]
-        source, target = ((ctypes.c_float * 4).from_address(address) for address in addresses)
-        target[:] = [2 * value for value in source]
-
-    def _launched(self, instance: int, stream: int) -> int:
-        assert instance == INSTANCE
-        if self.status:
-            return self.status
-        self.launch(stream)
-        return 0
-
-    def _updated(self, *handles: int) -> int:
-        assert handles in ((INSTANCE, NODE, PARAMETERS), (INSTANCE, NODE, PARAMETERS, CONTEXT))
-        self.moves += 1
-        return self.status
-
-
-OFFSET = 16
-
-
-def _address(function: Any) -> int:
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
+from tests.ampopt.fake_form import FakeForm
 
 
 @pytest.fixture(autouse=True)
@@ -445,6 +380,17 @@ def test_a_quick_call_is_for_what_the_graph_can_read(captured: CapturedGraph, ot
     assert captured.quick(other) != captured._quick
     captured._moves = False
     assert captured.quick(number(0)) != captured._quick
+
+
+def test_a_graph_of_several_inputs_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_it() -> None:
+        raise AssertionError("nobody would use it")
+
+    monkeypatch.setattr("ampopt.cuda_graphs.bind", compile_it)
+    ready: Any = FakeForm()
+    assert _Form(ready, (16, 32)).table == 0
+    with pytest.raises(AssertionError, match="nobody would use it"):
+        _Form(ready, (16,))
 
 
 @needs_compiler
