@@ -119,8 +119,11 @@ class _Comparer:
             if step.why_not(program) is not None:
                 continue
             if step.risky:
-                self.stage.rehearse(step, program, seconds=self.deadline - time.perf_counter())
-            if (result := step.apply(program)).modified:
+                left = self.deadline - time.perf_counter()
+                result, _ = self.stage.apply(step, program, seconds=left)
+            else:
+                result = step.apply(program)
+            if result.modified:
                 program = result.program.replace(recipe=(*program.recipe, result.replay or step))
                 applied.append(step.name)
         return program, applied

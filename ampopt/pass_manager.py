@@ -204,8 +204,9 @@ class PassManager:
                 step = step.within(left)
                 unrehearsed = None
                 if step.risky and self._stage is not None:
-                    unrehearsed = self._stage.rehearse(step, program, seconds=left)
-                result = step.apply(program)
+                    result, unrehearsed = self._stage.apply(step, program, seconds=left)
+                else:
+                    result = step.apply(program)
                 blank = _account(blank, result, time.perf_counter() - start, unrehearsed)
                 if not result.modified:
                     self._record(blank, verdict=Verdict.DECLINED, reason=_why_nothing(result))

@@ -3,7 +3,8 @@
 A foreign compiler can bring the process down, corrupt its CUDA context for good, or not return in time.
 None of that can be undone from inside, so it first does its work, captured and replayed, on a stage of its
 own: a process that gets the program, and is killed when its time is over. What it compiles there lies in
-the compilers' disk caches afterwards, so that doing it again here takes a fraction of the time.
+the compilers' disk caches afterwards, so that doing it again here takes a fraction of the time. What a pass
+does before it compiles anything, it may do here meanwhile.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from types import TracebackType
 
@@ -29,7 +32,7 @@ from ampopt.fused_conv import fused_conv
 from ampopt.graph_capture import ReplayedProgram
 from ampopt.measure import synchronize
 from ampopt.program import Program
-from ampopt.transform import Pass
+from ampopt.transform import Pass, Result
 
 POLITE = 10
 """By how much the process stands back on a CPU: its parent may be timing something on the same cores."""
@@ -59,42 +62,48 @@ class Stage:
         if _possible():
             self._begin()
 
-    def rehearse(self, step: Pass, program: Program, *, seconds: float) -> str | None:
-        """Apply `step` to `program` over there and run the outcome; PassError where that fails.
+    def apply(self, step: Pass, program: Program, *, seconds: float) -> tuple[Result, str | None]:
+        """Apply `step` to `program`, there and here; PassError where it fails there or takes longer.
 
-        Returns None, or why no rehearsal was possible: the system has no POSIX processes, or the program
-        cannot be loaded in another one, such as one that calls operators registered in this one only.
+        With the result comes None, or why no rehearsal was possible: the system has no POSIX processes, or
+        the program cannot be loaded in another one, such as one that calls operators registered in this one
+        only.
+        """
+        with self.rehearsing(step, program, seconds=seconds) as rehearsed:
+            return step.apply_beside(program, rehearsed), rehearsed()
+
+    @contextlib.contextmanager
+    def rehearsing(
+        self, step: Pass, program: Program, *, seconds: float
+    ) -> Iterator[Callable[[], str | None]]:
+        """Have `step` applied to `program` over there, and the outcome run, while the block goes on.
+
+        The block gets what waits for the end of it; see `apply` for what that returns and raises, as often
+        as it is called. What the block leaves unfinished is killed.
         """
         if not _possible():
-            return "this system has no POSIX processes to rehearse in"
+            yield lambda: "this system has no POSIX processes to rehearse in"
+            return
         with tempfile.NamedTemporaryFile(prefix="ampopt-") as parcel:
             try:
                 pickle.dump((torch.get_num_threads(), step, program), parcel)
             except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
-                return f"the program cannot be sent to another process: {first_line(error)}"
+                reason = f"the program cannot be sent to another process: {first_line(error)}"
+                yield lambda: reason
+                return
             parcel.flush()
+            answer = _Answer(self._send(parcel.name), seconds, self._how_it_ended)
             try:
-                answer = self._ask(parcel.name, seconds)
-            except BaseException:  # Ctrl-C, too: nothing is to go on over there
-                self.close()
-                raise
-        if (reason := answer.get("failed")) is not None:
-            self.close()  # whatever failed there may have broken that process's CUDA context
-            raise PassError(f"it failed in a process of its own: {reason}")
-        return answer.get("unloadable")
+                yield answer.get
+            finally:  # Ctrl-C, too: nothing is to go on over there
+                if not answer.is_good:
+                    self.close()  # whatever failed there may have broken that process's CUDA context
 
-    def _ask(self, parcel: str, seconds: float) -> dict[str, str]:
-        """What is wrong over there: nothing, or `failed` or `unloadable` with the reason."""
+    def _send(self, parcel: str) -> Connection:
         line = self._begin()
-        try:
+        with contextlib.suppress(OSError):  # it has ended: its answer will say so
             line.send_bytes(parcel.encode())  # short: it never waits for the other side, which may hang
-            _load_compiler()
-            if not line.poll(max(seconds, 0.0)):
-                raise PassError(f"it took longer than the {seconds:.0f} s that were left of the budget")
-            answer: dict[str, str] = json.loads(line.recv_bytes())
-        except (EOFError, OSError) as error:
-            raise PassError(f"it brought down a process of its own ({self._how_it_ended()})") from error
-        return answer
+        return line
 
     def _begin(self) -> Connection:
         if self._line is None:
@@ -131,6 +140,43 @@ class Stage:
         self._process = self._line = None
 
 
+class _Answer:
+    """What a rehearsal comes to: waited for once, told as often as asked for."""
+
+    def __init__(self, line: Connection, seconds: float, how_it_ended: Callable[[], str]) -> None:
+        self._line, self._seconds, self._how_it_ended = line, seconds, how_it_ended
+        self._deadline = time.perf_counter() + seconds
+        self._told: dict[str, str] | PassError | None = None
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it came, and nothing failed."""
+        return isinstance(self._told, dict)
+
+    def get(self) -> str | None:
+        """None, or why there was no rehearsal; PassError where that failed."""
+        if self._told is None:
+            try:
+                self._told = self._wait()
+            except PassError as error:
+                self._told = error
+        if isinstance(self._told, PassError):
+            raise self._told
+        return self._told.get("unloadable")
+
+    def _wait(self) -> dict[str, str]:
+        _load_compiler()
+        try:
+            if not self._line.poll(max(self._deadline - time.perf_counter(), 0.0)):
+                raise PassError(f"it took longer than the {self._seconds:.0f} s that were left of the budget")
+            answer: dict[str, str] = json.loads(self._line.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise PassError(f"it brought down a process of its own ({self._how_it_ended()})") from error
+        if (reason := answer.get("failed")) is not None:
+            raise PassError(f"it failed in a process of its own: {reason}")
+        return answer
+
+
 def _possible() -> bool:
     return os.name == "posix" and bool(sys.executable)
 
@@ -163,7 +209,7 @@ def _perform(step: Pass, program: Program) -> None:
 
 
 def _answer(parcel: str) -> dict[str, str]:
-    """Do what was asked for; see `Stage._ask`."""
+    """Do what was asked for: nothing to say, or `failed` or `unloadable` with the reason."""
     try:
         with open(parcel, "rb") as file:
             threads, step, program = pickle.load(file)  # it comes from our own parent

@@ -123,6 +123,14 @@ class Pass(abc.ABC):
     def apply(self, program: Program) -> Result:
         """Apply the pass where it holds; say where it does not."""
 
+    def apply_beside(self, program: Program, rehearsed: Callable[[], object]) -> Result:
+        """Apply a risky pass while it is rehearsed; `rehearsed` waits for that, and raises where it failed.
+
+        What can take the process down comes after it. By default everything does.
+        """
+        rehearsed()
+        return self.apply(program)
+
 
 def replay(recipe: tuple[Pass, ...], program: Program) -> Program:
     """Apply the passes of a recipe, in order, to another capture of the same model.

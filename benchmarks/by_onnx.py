@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +93,7 @@ def _fastest(
     """
     if provider not in onnxruntime().get_available_providers():
         raise RuntimeError(f"this ONNX Runtime has no {provider}")
+    _load(provider)
     data = exported(model, inputs)
     best: tuple[float, Call] | None = None
     reason: Exception | None = None
@@ -111,19 +113,41 @@ def _fastest(
     return best[1]
 
 
+def _load(provider: str) -> None:
+    """Load a provider's library for a model that does nothing; RuntimeError where it does not load."""
+    ort = onnxruntime()
+    ort.preload_dlls()
+    found = ort.InferenceSession(_nothing(), _settings(), providers=[provider])
+    if provider not in found.get_providers():
+        raise RuntimeError(f"{provider} did not load")
+
+
+def _nothing() -> bytes:
+    """A model that gives back the number that it gets."""
+    import onnx
+
+    helper = onnx.helper
+    x, y = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "nothing", [x], [y])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    return bytes(model.SerializeToString())
+
+
+def _settings() -> Any:
+    settings = onnxruntime().SessionOptions()
+    settings.log_severity_level = 4
+    # The CPU provider's threads would spin on every core for 50 ms after a run, while others are timed.
+    settings.add_session_config_entry("session.force_spinning_stop", "1")
+    return settings
+
+
 class _Bound:
     """A session on a GPU whose inputs and outputs are torch tensors that stay in their place."""
 
     def __init__(
         self, data: bytes, provider: str, native: dict[str, str], inputs: tuple[Tensor, ...]
     ) -> None:
-        ort = onnxruntime()
-        ort.preload_dlls()
-        settings = ort.SessionOptions()
-        settings.log_severity_level = 4
-        # The CPU provider's threads would spin on every core for 50 ms after a run, while others are timed.
-        settings.add_session_config_entry("session.force_spinning_stop", "1")
-        self._session = ort.InferenceSession(data, settings, providers=[(provider, native)])
+        self._session = onnxruntime().InferenceSession(data, _settings(), providers=[(provider, native)])
         if provider not in self._session.get_providers():
             raise RuntimeError(f"{provider} did not load")
         self._inputs = [tensor.clone().contiguous() for tensor in inputs]

@@ -23,6 +23,7 @@ import os
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -50,7 +51,7 @@ def race(
     network: str, entered: Sequence[Contestant], device: torch.device, seconds: float = SECONDS
 ) -> dict[str, Any]:
     """Run one network: for every contestant its facts and times, or why it has none."""
-    now = commit()
+    now, begun = commit(), time.perf_counter()
     rows: dict[str, dict[str, Any]] = {each.name: {"lane": each.lane, "commit": now} for each in entered}
     with tempfile.TemporaryDirectory(prefix="ampopt-race-") as folder, contextlib.ExitStack() as stack:
         racers: dict[str, Racer] = {}
@@ -72,9 +73,13 @@ def race(
             ask(name, "prepare")
             print(f"{network}: {name}: {_said(rows[name])}", flush=True)
 
+        def tell(what: str) -> None:
+            print(f"{network}: {what} after {time.perf_counter() - begun:.0f} s", flush=True)
+
         for each in entered if device.type == "cuda" else ():  # they load their libraries side by side
             start(each.name)
         write_parts(network, device, Path(folder))
+        tell("reference computed")
         with ThreadPoolExecutor(BESIDE if device.type == "cuda" else 1) as pool:
             others = [pool.submit(prepare, each.name) for each in entered if not each.tunes]
             if device.type != "cuda":
@@ -84,8 +89,10 @@ def race(
                     prepare(each.name)
             for other in others:
                 other.result()
+        tell("all prepared")
         for name in [name for name in racers if "error" not in rows[name]]:
             ask(name, "settle")
+        tell("all warmed up")
         pause = PAUSE_S if device.type == "cpu" else 0.0
         samplers = {
             name: rested(functools.partial(racer.ask, "sample"), pause)
@@ -95,6 +102,7 @@ def race(
         order = random.Random(0)
         for name, times in interleave(samplers, seconds=seconds, least=LEAST_ROUNDS, order=order).items():
             rows[name] |= times.to_dict()
+        tell("all sampled")
         if device.type == "cuda":
             for name in samplers:
                 rows[name]["bytes"] = freed(racers[name], device)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ampopt.errors import first_line
 from ampopt.flags import cuda_math
@@ -92,7 +93,7 @@ def prepare(
 ) -> tuple[functools.partial[object], Any]:
     """Make a contestant: it with its inputs bound, and what there is to say of it."""
     contestant = next(each for each in contestants(device) if each.name == name)
-    model = racer(network)[0].to(device)
+    model = loaded(network, device)
     inputs, reference = (torch.load(folder / f"{part}.pt", weights_only=True) for part in PARTS)
     inputs = tuple(tensor.to(device) for tensor in inputs)
     before = peak_bytes()
@@ -106,6 +107,12 @@ def prepare(
     error = max(relative_error(output.cpu(), expected) for output, expected in pairs)
     facts = {"prepare_s": seconds, "relative_error": error, "passes": _passes(made)}
     return call, facts if device.type == "cuda" else {**facts, "bytes": peak_bytes() - before}
+
+
+@functools.cache
+def loaded(network: str, device: torch.device) -> nn.Module:
+    """The network on its device, made once: as the process begins, while others work out the reference."""
+    return racer(network)[0].to(device)
 
 
 PARTS = ("inputs", "reference")
@@ -189,6 +196,8 @@ def main() -> None:
         logging.getLogger("ampopt").setLevel(logging.DEBUG)  # why a pass failed, in full
         strict = cuda_math(tf32=False, search=False) if "cuda" in arguments.device else None
         with torch.no_grad(), strict or contextlib.nullcontext():
+            with contextlib.suppress(Exception):  # `prepare` finds it again, and is asked for the reason
+                loaded(arguments.network, torch.device(arguments.device))
             serve(arguments, lambda facts: print(json.dumps(facts), file=pipe, flush=True))
 
 

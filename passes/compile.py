@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,8 +29,9 @@ class Compile(Pass):
     kernels compute the same expressions, possibly in another order. Dynamo is not needed: it would capture
     what is captured already, and check in every call that nothing has changed. The first calls happen here,
     outside any capture: a first call inside a capture has poisoned whole processes. The pass manager
-    rehearses it in another process before, which alone suffers where the compiler crashes or hangs. What
-    inductor finds in its own cache was compiled of an equal graph, and gets this program's weights.
+    rehearses it in another process, which alone suffers where the compiler crashes or hangs; only tracing,
+    which runs no compiler and no compiled kernel, goes on here meanwhile. What inductor
+    finds in its own cache was compiled of an equal graph, and gets this program's weights.
     Cost: seconds to a minute of compilation; a few seconds where the same was compiled before.
     """
 
@@ -52,9 +56,18 @@ class Compile(Pass):
 
     def apply(self, program: Program) -> Result:
         """Compile and warm up; see the class."""
+        return self.apply_beside(program, lambda: None)
+
+    def apply_beside(self, program: Program, rehearsed: Callable[[], object]) -> Result:
+        """Trace the graph while the rehearsal compiles it; what inductor makes of the trace comes after."""
         if program.engine is not None:
             return Result(program, 0)
-        import torch._inductor as inductor  # it takes seconds to load
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # it takes seconds to load
+
+        @functools.wraps(compile_fx_inner)
+        def compile_trace(*args: Any, **kwargs: Any) -> Any:
+            rehearsed()
+            return compile_fx_inner(*args, **kwargs)
 
         options = {"triton.cudagraphs": False, "freezing": True}
         module = copy.deepcopy(program.graph).eval()
@@ -62,8 +75,12 @@ class Compile(Pass):
             warnings.simplefilter("ignore")
             entered = [b.convert(t) for b, t in zip(program.entry, program.examples, strict=True)]
             with tracing(TracingContext(mode := _static_shapes())):
-                described = (mode.from_tensor(tensor, static_shapes=True) for tensor in entered)
-                engine = inductor.compile(module, [*described], options=options)
+                described = [mode.from_tensor(tensor, static_shapes=True) for tensor in entered]
+                try:
+                    engine: Any = compile_fx(module, described, compile_trace, config_patches=options)
+                except Exception:
+                    rehearsed()  # where it failed, that is the reason, and not what inductor makes of it
+                    raise
             for _ in range(self.warm_ups):
                 engine(*entered)
         return Result(program.replace(engine=engine), 1)

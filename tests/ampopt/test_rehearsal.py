@@ -6,6 +6,7 @@ import dataclasses
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,27 @@ class Risky(Pass):
         return Result(rewritten(rewritten(program, aten.neg.default), aten.neg.default), 1)
 
 
+@dataclasses.dataclass(frozen=True)
+class Waiting(Risky):
+    """In another process it waits for the note, which it writes at home before it asks how that one does."""
+
+    def apply(self, program: Program) -> Result:
+        """See the class."""
+        while not Path(self.note).exists():
+            time.sleep(0.01)
+        return super().apply(program)
+
+    def apply_beside(self, program: Program, rehearsed: Callable[[], object]) -> Result:
+        """See the class."""
+        Path(self.note).touch()
+        return super().apply_beside(program, rehearsed)
+
+
+def rehearse(stage: Stage, step: Pass, program: Program, *, seconds: float) -> str | None:
+    with stage.rehearsing(step, program, seconds=seconds) as rehearsed:
+        return rehearsed()
+
+
 @pytest.fixture
 def program() -> Program:
     return captured_of(nn.Linear(3, 2), X)[1].program
@@ -62,9 +84,9 @@ def program() -> Program:
 def test_a_pass_that_works_is_rehearsed_in_another_process(program: Program, tmp_path: Path) -> None:
     note = tmp_path / "note"
     with Stage(CPU) as stage:
-        stage.rehearse(Risky(note=str(note)), program, seconds=60)
+        rehearse(stage, Risky(note=str(note)), program, seconds=60)
         first = note.read_text()
-        stage.rehearse(Risky(note=str(note)), program, seconds=60)
+        rehearse(stage, Risky(note=str(note)), program, seconds=60)
         assert note.read_text() == first  # the same process
     pid, threads, niceness = map(int, first.split())
     assert pid != os.getpid()
@@ -85,15 +107,50 @@ def test_a_pass_that_works_is_rehearsed_in_another_process(program: Program, tmp
 def test_a_failure_there_is_a_reason_here(program: Program, elsewhere: str, reason: str) -> None:
     with Stage(CPU) as stage:
         with pytest.raises(PassError, match=reason):
-            stage.rehearse(Risky(elsewhere), program, seconds=60)
-        stage.rehearse(Risky(), program, seconds=60)  # the next one has a new process
+            rehearse(stage, Risky(elsewhere), program, seconds=60)
+        rehearse(stage, Risky(), program, seconds=60)  # the next one has a new process
 
 
 def test_what_does_not_return_is_killed_when_the_time_is_over(program: Program) -> None:
     start = time.perf_counter()
     with Stage(CPU) as stage, pytest.raises(PassError, match="longer than the 5 s that were left"):
-        stage.rehearse(Risky("hang"), program, seconds=5)
+        rehearse(stage, Risky("hang"), program, seconds=5)
     assert time.perf_counter() - start < 30
+
+
+def test_a_pass_may_begin_here_while_it_is_rehearsed(program: Program, tmp_path: Path) -> None:
+    home = os.getpid()
+    with Stage(CPU) as stage:
+        result, unrehearsed = stage.apply(Waiting("nothing", home, str(tmp_path / "a")), program, seconds=60)
+        assert (result.rewrites, unrehearsed) == (1, None)
+        with pytest.raises(PassError, match="signal SIGSEGV"):
+            stage.apply(Waiting("crash", home, str(tmp_path / "b")), program, seconds=60)
+
+
+def test_a_failure_is_told_as_often_as_it_is_asked_for(program: Program) -> None:
+    with Stage(CPU) as stage, stage.rehearsing(Risky("raise"), program, seconds=60) as rehearsed:
+        for _ in range(2):
+            with pytest.raises(PassError, match="no such kernel"):
+                rehearsed()
+
+
+def test_what_goes_on_there_ends_where_it_goes_wrong_here(program: Program, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    start = time.perf_counter()
+
+    def fail() -> None:
+        while not note.exists() or not note.read_text():
+            time.sleep(0.01)
+        raise ZeroDivisionError
+
+    with Stage(CPU) as stage:
+        hanging = stage.rehearsing(Risky("hang", note=str(note)), program, seconds=500)
+        with pytest.raises(ZeroDivisionError), hanging:
+            fail()
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(note.read_text().split()[0]), 0)
+        assert rehearse(stage, Risky(), program, seconds=60) is None
+    assert time.perf_counter() - start < 100
 
 
 def test_what_another_process_cannot_load_is_not_rehearsed(program: Program) -> None:
@@ -102,12 +159,12 @@ def test_what_another_process_cannot_load_is_not_rehearsed(program: Program) -> 
         """Known to this process only."""
 
     with Stage(CPU) as stage:
-        said = stage.rehearse(Local("crash"), program, seconds=60)
+        said = rehearse(stage, Local("crash"), program, seconds=60)
         assert said is not None
         assert "cannot be sent to another process" in said
         engine = program.replace(engine=lambda *tensors: tensors)
-        assert stage.rehearse(Risky(), engine, seconds=60) is not None
-        assert stage.rehearse(Risky(), program, seconds=60) is None
+        assert rehearse(stage, Risky(), engine, seconds=60) is not None
+        assert rehearse(stage, Risky(), program, seconds=60) is None
 
 
 def test_what_was_not_rehearsed_is_told_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor import compile_fx
 
+from ampopt.errors import PassError
 from ampopt.fused_conv import fused_conv
 from ampopt.graph import aten, calls, copy_of
 from ampopt.lanes import Lane
@@ -89,6 +91,37 @@ def test_the_check_catches_an_engine_of_another_program(compiled: _Compiled) -> 
     wrong = program.replace(engine=result.program.engine)
     with pytest.raises(AssertionError, match="the error is"):
         check_outputs(Compile.numerics, program, wrong, other, [x], FP32)
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows by a word whenever inductor compiles a trace."""
+    compile_trace, order = compile_fx.compile_fx_inner, list[str]()
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        order.append("compiled")
+        return compile_trace(*args, **kwargs)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", noted)
+    return order
+
+
+def test_nothing_is_compiled_before_the_rehearsal_is_over(order: list[str]) -> None:
+    program = program_of(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.randn(2, 4))
+    result = Compile(warm_ups=0).apply_beside(program, lambda: order.append("rehearsed"))
+    assert order == ["rehearsed", "compiled"]
+    assert result.program.engine is not None
+
+
+def test_a_rehearsal_that_failed_is_the_reason_and_nothing_is_compiled(order: list[str]) -> None:
+    program = program_of(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.randn(2, 4))
+
+    def rehearsed() -> None:
+        raise PassError("it hung")
+
+    with pytest.raises(PassError, match=r"^it hung$"):
+        Compile().apply_beside(program, rehearsed)
+    assert not order
 
 
 def test_a_second_apply_does_nothing(compiled: _Compiled) -> None:
