@@ -57,7 +57,7 @@ def race(
         racers: dict[str, Racer] = {}
 
         def start(name: str) -> None:
-            racers[name] = Racer(network, name, device, Path(folder))
+            racers[name] = Racer(name, device, Path(folder))
             stack.callback(racers[name].end)
 
         def ask(name: str, request: str) -> None:

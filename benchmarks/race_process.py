@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ampopt.errors import first_line
 from ampopt.flags import cuda_math
@@ -53,8 +52,9 @@ class Racer:
     Any method raises RuntimeError where that process ended.
     """
 
-    def __init__(self, network: str, contestant: str, device: torch.device, folder: Path) -> None:
-        command = [sys.executable, "-m", "benchmarks.race_process", network, contestant, str(device)]
+    def __init__(self, contestant: str, device: torch.device, folder: Path) -> None:
+        """`folder` is where `write_parts` writes; that may come later."""
+        command = [sys.executable, "-m", "benchmarks.race_process", contestant, str(device)]
         pipe = subprocess.PIPE
         plain = "".join(c if c.isalnum() else "_" for c in contestant)  # compilers trip over blanks
         caches = {name: str(folder / plain / name.lower()) for name in CACHES}
@@ -88,13 +88,11 @@ class Racer:
         self._process.communicate()
 
 
-def prepare(
-    network: str, name: str, device: torch.device, folder: Path
-) -> tuple[functools.partial[object], Any]:
+def prepare(name: str, device: torch.device, folder: Path) -> tuple[functools.partial[object], Any]:
     """Make a contestant: it with its inputs bound, and what there is to say of it."""
     contestant = next(each for each in contestants(device) if each.name == name)
-    model = loaded(network, device)
-    inputs, reference = (torch.load(folder / f"{part}.pt", weights_only=True) for part in PARTS)
+    model = torch.load(folder / "model.pt", map_location=device, weights_only=False)  # of our own making
+    inputs, reference = (torch.load(folder / f"{part}.pt") for part in ("inputs", "reference"))
     inputs = tuple(tensor.to(device) for tensor in inputs)
     before = peak_bytes()
     start = time.perf_counter()
@@ -109,23 +107,14 @@ def prepare(
     return call, facts if device.type == "cuda" else {**facts, "bytes": peak_bytes() - before}
 
 
-@functools.cache
-def loaded(network: str, device: torch.device) -> nn.Module:
-    """The network on its device, made once: as the process begins, while others work out the reference."""
-    return racer(network)[0].to(device)
-
-
-PARTS = ("inputs", "reference")
-"""The files of a network: its inputs, and the original's flat outputs in float64."""
-
-
 def write_parts(network: str, device: torch.device, folder: Path) -> None:
-    """Write the inputs and what the original answers to them in float64, for every contestant."""
+    """Write what every contestant reads: the network, its inputs, and its flat outputs in float64."""
     model, inputs = racer(network)
+    torch.save(model, folder / "model.pt")
+    torch.save(inputs, folder / "inputs.pt")
     with torch.no_grad():
         double = model.double().to(device)
         expected = flatten_outputs(double(*(tensor.double().to(device) for tensor in inputs)))[0]
-    torch.save(inputs, folder / "inputs.pt")
     torch.save([tensor.cpu() for tensor in expected], folder / "reference.pt")
 
 
@@ -171,7 +160,7 @@ def serve(arguments: argparse.Namespace, answer: Callable[[dict[str, Any]], None
         try:
             request = json.loads(line)
             if request == "prepare":
-                call, facts = prepare(arguments.network, arguments.contestant, device, arguments.folder)
+                call, facts = prepare(arguments.contestant, device, arguments.folder)
                 sample = latency(call, device, long_s=LONG_CALL_S)
                 answer({"done": facts})
             elif request == "settle":
@@ -185,7 +174,6 @@ def serve(arguments: argparse.Namespace, answer: Callable[[dict[str, Any]], None
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("network")
     parser.add_argument("contestant")
     parser.add_argument("device")
     parser.add_argument("folder", type=Path)
@@ -196,8 +184,7 @@ def main() -> None:
         logging.getLogger("ampopt").setLevel(logging.DEBUG)  # why a pass failed, in full
         strict = cuda_math(tf32=False, search=False) if "cuda" in arguments.device else None
         with torch.no_grad(), strict or contextlib.nullcontext():
-            with contextlib.suppress(Exception):  # `prepare` finds it again, and is asked for the reason
-                loaded(arguments.network, torch.device(arguments.device))
+            torch.empty(1, device=arguments.device)  # a GPU's libraries load while the reference is computed
             serve(arguments, lambda facts: print(json.dumps(facts), file=pipe, flush=True))
 
 

@@ -148,7 +148,7 @@ def test_a_race_has_a_row_for_everybody_and_reasons_for_those_who_failed(
 
 
 def test_a_process_that_ends_is_a_reason(tmp_path: Path) -> None:
-    racing = Racer("no such network", "eager", CPU, tmp_path)
+    racing = Racer("eager", CPU, tmp_path)
     racing._process.kill()
     with pytest.raises(RuntimeError, match="its process ended with status -9"):
         racing.ask("prepare")
