@@ -118,11 +118,7 @@ class _Comparer:
         for step in passes:
             if step.why_not(program) is not None:
                 continue
-            if step.risky:
-                left = self.deadline - time.perf_counter()
-                result, _ = self.stage.apply(step, program, seconds=left)
-            else:
-                result = step.apply(program)
+            result, _ = self.stage.apply(step, program, seconds=self.deadline - time.perf_counter())
             if result.modified:
                 program = result.program.replace(recipe=(*program.recipe, result.replay or step))
                 applied.append(step.name)

@@ -202,11 +202,10 @@ class PassManager:
                     self._record(blank, reason=reason)
                     return None
                 step = step.within(left)
-                unrehearsed = None
-                if step.risky and self._stage is not None:
-                    result, unrehearsed = self._stage.apply(step, program, seconds=left)
+                if self._stage is None:
+                    result, unrehearsed = step.apply(program), None
                 else:
-                    result = step.apply(program)
+                    result, unrehearsed = self._stage.apply(step, program, seconds=left)
                 blank = _account(blank, result, time.perf_counter() - start, unrehearsed)
                 if not result.modified:
                     self._record(blank, verdict=Verdict.DECLINED, reason=_why_nothing(result))

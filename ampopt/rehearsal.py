@@ -63,12 +63,15 @@ class Stage:
             self._begin()
 
     def apply(self, step: Pass, program: Program, *, seconds: float) -> tuple[Result, str | None]:
-        """Apply `step` to `program`, there and here; PassError where it fails there or takes longer.
+        """Apply `step` to `program`, a risky one there and here.
 
+        Raises PassError where it fails there or takes longer.
         With the result comes None, or why no rehearsal was possible: the system has no POSIX processes, or
         the program cannot be loaded in another one, such as one that calls operators registered in this one
         only.
         """
+        if not step.risky:
+            return step.apply(program), None
         with self.rehearsing(step, program, seconds=seconds) as rehearsed:
             return step.apply_beside(program, rehearsed), rehearsed()
 

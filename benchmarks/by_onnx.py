@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ampopt.flags import older_flags_readable
 from ampopt.onnx_options import CPU, CUDA, SessionOptions
-from ampopt.onnx_session import OnnxRunner, onnxruntime
+from ampopt.onnx_session import OnnxRunner, onnxruntime, open_session
 from ampopt.onnx_tuning import tune
 from ampopt.quiet import quiet
 from benchmarks.by_hand import Call
@@ -80,7 +80,7 @@ def on_cuda(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
 
 
 def tensorrt(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
-    """ONNX Runtime's TensorRT provider. RuntimeError where TensorRT is not installed."""
+    """ONNX Runtime's TensorRT provider. SessionError where TensorRT is not installed."""
     return _fastest(model, inputs, "TensorrtExecutionProvider", [{"trt_cuda_graph_enable": "True"}, {}])
 
 
@@ -89,11 +89,10 @@ def _fastest(
 ) -> Call:
     """The fastest of the sessions that load; RuntimeError with the last reason where none does.
 
+    SessionError where the provider itself does not load.
     Those without a CUDA graph are tried only where none with one loads: they launch one by one.
     """
-    if provider not in onnxruntime().get_available_providers():
-        raise RuntimeError(f"this ONNX Runtime has no {provider}")
-    _load(provider)
+    open_session(_nothing(), _settings(), SessionOptions(provider))  # it may not load: an export takes longer
     data = exported(model, inputs)
     best: tuple[float, Call] | None = None
     reason: Exception | None = None
@@ -111,15 +110,6 @@ def _fastest(
     if best is None:
         raise RuntimeError(f"no session of {provider} loads and runs: {reason}")
     return best[1]
-
-
-def _load(provider: str) -> None:
-    """Load a provider's library for a model that does nothing; RuntimeError where it does not load."""
-    ort = onnxruntime()
-    ort.preload_dlls()
-    found = ort.InferenceSession(_nothing(), _settings(), providers=[provider])
-    if provider not in found.get_providers():
-        raise RuntimeError(f"{provider} did not load")
 
 
 def _nothing() -> bytes:
@@ -147,9 +137,7 @@ class _Bound:
     def __init__(
         self, data: bytes, provider: str, native: dict[str, str], inputs: tuple[Tensor, ...]
     ) -> None:
-        self._session = onnxruntime().InferenceSession(data, _settings(), providers=[(provider, native)])
-        if provider not in self._session.get_providers():
-            raise RuntimeError(f"{provider} did not load")
+        self._session = open_session(data, _settings(), SessionOptions(provider, native))
         self._inputs = [tensor.clone().contiguous() for tensor in inputs]
         self._outputs = [
             torch.empty(info.shape, dtype=_dtype(info.type), device=inputs[0].device)

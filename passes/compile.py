@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -30,8 +29,8 @@ class Compile(Pass):
     what is captured already, and check in every call that nothing has changed. The first calls happen here,
     outside any capture: a first call inside a capture has poisoned whole processes. The pass manager
     rehearses it in another process, which alone suffers where the compiler crashes or hangs; only tracing,
-    which runs no compiler and no compiled kernel, goes on here meanwhile. What inductor
-    finds in its own cache was compiled of an equal graph, and gets this program's weights.
+    which runs no compiler and no compiled kernel, goes on here meanwhile. What inductor finds in its cache
+    was compiled of an equal graph, and gets this program's weights.
     Cost: seconds to a minute of compilation; a few seconds where the same was compiled before.
     """
 
@@ -64,7 +63,6 @@ class Compile(Pass):
             return Result(program, 0)
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # it takes seconds to load
 
-        @functools.wraps(compile_fx_inner)
         def compile_trace(*args: Any, **kwargs: Any) -> Any:
             rehearsed()
             return compile_fx_inner(*args, **kwargs)

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import peers
+from ampopt.onnx_options import SessionError
+from benchmarks import by_onnx, peers
 from benchmarks.by_hand import as_float, as_half_channels_last
 from benchmarks.contestants import (
     BUDGET_S,
@@ -145,6 +146,17 @@ def test_a_race_has_a_row_for_everybody_and_reasons_for_those_who_failed(
     write_row(tmp_path, made)
     assert "- nobody: StopIteration (linear5x128)" in (tmp_path / "peers.md").read_text()
     assert (tmp_path / "peers.png").stat().st_size > 1000
+
+
+def test_a_provider_that_does_not_load_is_found_out_before_an_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exported(model: nn.Module, inputs: tuple[Tensor, ...]) -> bytes:
+        raise AssertionError("it exports")
+
+    monkeypatch.setattr(by_onnx, "exported", exported)
+    with pytest.raises(SessionError, match="NoExecutionProvider"):
+        by_onnx._fastest(nn.ReLU(), (torch.ones(1),), "NoExecutionProvider", [{}])
+    with pytest.raises(AssertionError, match="it exports"):
+        by_onnx._fastest(nn.ReLU(), (torch.ones(1),), "CPUExecutionProvider", [{}])
 
 
 def test_a_process_that_ends_is_a_reason(tmp_path: Path) -> None:
