@@ -65,12 +65,12 @@ def _create(target: Path, folder: bool) -> tuple[Path, int]:
             if not target.parent.is_dir():
                 raise
             continue
-        if _locked(descriptor) is not False and _is_at(temporary, descriptor):
+        if locked(descriptor) is not False and _is_at(temporary, descriptor):
             return temporary, descriptor
         os.close(descriptor)
 
 
-def _locked(descriptor: int) -> bool | None:
+def locked(descriptor: int) -> bool | None:
     """Take the lock: True if it is ours now, False if another process has it, None if there are no locks."""
     import fcntl
 
@@ -102,7 +102,7 @@ def _remove_leftovers(target: Path) -> None:
         except OSError:
             continue  # another user's, or just removed by another process
         try:
-            if os.fstat(descriptor).st_uid == os.geteuid() and _locked(descriptor):
+            if os.fstat(descriptor).st_uid == os.geteuid() and locked(descriptor):
                 _remove(path)
         finally:
             os.close(descriptor)

@@ -12,6 +12,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampopt.graph import calls, is_opaque
+from ampopt.inductor_cache import remove_cut_off_builds
 from ampopt.program import Program
 from ampopt.transform import Family, Numerics, Pass, Result
 
@@ -62,6 +63,8 @@ class Compile(Pass):
         if program.engine is not None:
             return Result(program, 0)
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # it takes seconds to load
+
+        remove_cut_off_builds()
 
         def compile_trace(*args: Any, **kwargs: Any) -> Any:
             rehearsed()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx
+from torch._inductor.utils import clear_caches
 
 from ampopt.errors import PassError
 from ampopt.fused_conv import fused_conv
@@ -20,6 +21,7 @@ from ampopt.lanes import Lane
 from ampopt.passes import BakeAutocast, ChannelsLast, Compile, CudaGraph, FoldConvBn
 from ampopt.program import Program
 from ampopt.transform import Pass, Result, replay
+from tests.ampopt.compiler import needs_compiler
 from tests.helpers import (
     BF16,
     FP16,
@@ -205,6 +207,26 @@ def test_what_was_compiled_once_is_found_again_and_keeps_no_weights(
         found.append(counters["inductor"]["fxgraph_cache_hit"] - before)
         check_outputs(Compile.numerics, program_of(model, x), program, model, [x], FP32)
     assert found == [0, 1]
+
+
+@needs_compiler
+def test_a_library_whose_compiler_was_killed_is_built_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model, x = Model(lambda m, x: x.sin() + x.cos() * m.w, w=nn.Parameter(torch.randn(7))), torch.randn(3, 7)
+    replay((Compile(),), program_of(model, x))
+    libraries = list(tmp_path.glob("*/*.main.so"))
+    assert libraries
+    for library in libraries:  # what a linker leaves that is killed at once
+        library.unlink()
+        library.touch()
+        library.with_name(f"{library.stem}_CxxBuild").mkdir()
+    clear_caches()  # what this process still remembers
+    check_outputs(
+        Compile.numerics, program_of(model, x), replay((Compile(),), program_of(model, x)), model, [x], FP32
+    )
+    assert all(library.stat().st_size > 0 for library in libraries)
 
 
 def test_more_operators_are_expected_to_take_longer() -> None:
