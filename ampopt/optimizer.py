@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -19,7 +19,7 @@ from ampopt.errors import InputError, VerificationError
 from ampopt.lanes import Lane, lanes_for
 from ampopt.ledger import ORIGINAL, LaneSummary, Ledger, Verdict
 from ampopt.measure import engine_latency, latency, peak_memory, shortest_of_two
-from ampopt.pass_manager import LaneState, PassManager, Progress
+from ampopt.pass_manager import CALLS_OF_A_TRIAL, LaneState, PassManager, Progress
 from ampopt.passes import ENGINES, LAUNCHES, PIPELINE, AllowTf32, BakeAutocast
 from ampopt.program import Settings
 from ampopt.rehearsal import Stage
@@ -35,9 +35,6 @@ REWRITING, TRYING = 0.6, 0.85
 
 LEAST_REWRITING, LAUNCHING = 0.25, 0.1
 """Shares of it: rewrites may have so much although a way to run takes long; for capturing what they leave."""
-
-CALLS_OF_A_TRIAL = 20
-"""Calls that verify and time one pass at the least: three draws, warm-ups, six samples before and after."""
 
 SLOW_CALL_S = 0.05
 """A shorter call does not overrun a time budget by much, however small the budget is."""
@@ -206,10 +203,10 @@ class Optimizer:
         self._begin(SEARCHING)
         return False
 
-    def _search(self, lanes: Sequence[Lane]) -> None:
+    def _search(self, lanes: Mapping[Lane, float]) -> None:
         """Try everything in every lane, and keep what was found for the next call."""
-        for lane in lanes:
-            self._states.append(self._manager.open(lane))
+        for lane, call_s in lanes.items():
+            self._states.append(self._manager.open(lane, call_s))
         rewriting = self._seconds_for_rewriting()
         for number, state in enumerate(self._states, start=1):
             deadline = self._started + rewriting * number / len(self._states)
@@ -224,11 +221,12 @@ class Optimizer:
         """What rewrites may take, of all lanes together, so that the slowest way to run still gets a turn."""
         whole, program = self._options.budget_s, self._captured.program
         longest = max((e.expected_seconds(program) for e in self._options.allowed(ENGINES)), default=0.0)
-        rest = (TRYING - LAUNCHING) * whole - longest
+        judging = CALLS_OF_A_TRIAL * max(state.call_s for state in self._states)
+        rest = (TRYING - LAUNCHING) * whole - longest - judging
         return min(REWRITING * whole, max(LEAST_REWRITING * whole, rest))
 
-    def _affordable(self, lanes: Sequence[Lane]) -> list[Lane]:
-        """The lanes that the time budget can judge; what is left out is noted.
+    def _affordable(self, lanes: Sequence[Lane]) -> dict[Lane, float]:
+        """The lanes that the time budget can judge, and seconds of a call in them; the rest is noted.
 
         One trial takes about `CALLS_OF_A_TRIAL` calls. A lane in which a single trial would take more than
         its share, as bfloat16 can on a processor without instructions for it, is left out. The first lane
@@ -236,7 +234,7 @@ class Optimizer:
         """
         whole = self._options.budget_s
         examples, fastest = self._captured.program.examples, 0.0
-        kept: list[Lane] = []
+        kept: dict[Lane, float] = {}
         for lane in lanes:
             share = REWRITING * whole / len(lanes) if kept else whole
             most_s = max(SLOW_CALL_S, share / CALLS_OF_A_TRIAL, 2 * fastest)
@@ -248,8 +246,7 @@ class Optimizer:
                     f"that no pass could be judged within {share:.2g} s of the time budget"
                 )
                 continue
-            kept.append(lane)
-            fastest = seconds
+            kept[lane] = fastest = seconds
         return kept
 
     def _unchanged(self) -> OptimizedModule:

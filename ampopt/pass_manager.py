@@ -33,6 +33,9 @@ HOST_SHARE = 0.25
 DEVICE_S = 0.15
 """Seconds of a comparison on the device clock, whose samples lie within a thousandth of each other."""
 
+CALLS_OF_A_TRIAL = 20
+"""Calls that verify and time one pass at the least: three draws, warm-ups, six samples before and after."""
+
 LARGE_GAIN, MORE_ROUNDS = 1.1, 3
 """From which ratio on a gain that the noise may have made is looked at longer, and how many times at most."""
 
@@ -52,6 +55,8 @@ class LaneState:
     best: Subject
     base: Program
     rewritten: Program
+    call_s: float = 0.0
+    """Seconds that a call of the best takes, as far as that is known: what trials take follows from it."""
     too_slow: list[Pass] = dataclasses.field(default_factory=list)
     """Passes that were right but gained nothing, with what they measured written into their fields."""
     at_a_loss: list[Pass] = dataclasses.field(default_factory=list)
@@ -80,10 +85,10 @@ class PassManager:
         self._deadline, self._sample_s = deadline, sample_s
         self._progress, self._stage, self._began = progress or silent, stage, 0.0
 
-    def open(self, lane: Lane) -> LaneState:
-        """Start a lane with the captured program as it is."""
+    def open(self, lane: Lane, call_s: float = 0.0) -> LaneState:
+        """Start a lane with the captured program as it is, a call of which takes about `call_s` seconds."""
         program = lane.start(self._captured)
-        return LaneState(lane, Subject(program), program, program)
+        return LaneState(lane, Subject(program), program, program, call_s)
 
     def rewrite(self, state: LaneState, passes: Sequence[Pass], *, deadline: float) -> None:
         """Apply rewrites, placement and kernels, one on top of the other, then give second chances.
@@ -179,8 +184,9 @@ class PassManager:
         """Try passes on a program; keep the outcome as the lane's best where that is right.
 
         Returns the changed program wherever it is correct, kept or not, so that others can build on it.
+        What there is no time left to judge is not begun.
         """
-        lane = state.lane.name
+        lane, judging = state.lane.name, CALLS_OF_A_TRIAL * state.call_s
         self._progress(lane, name)
         blank = Entry(lane, name, Verdict.NOT_TRIED, "")
         self._began = time.perf_counter()
@@ -194,11 +200,12 @@ class PassManager:
                 if (declined := step.why_not(program)) is not None:
                     self._record(blank, verdict=Verdict.DECLINED, reason=declined)
                     return None
-                left = self._deadline - start
+                left = self._deadline - start - judging
                 if step.expected_seconds(program) > left:
                     step = step.hurried()
                 if (needed := step.expected_seconds(program)) > left:
-                    reason = f"it needs about {needed:.0f} s, and {max(left, 0):.0f} s of the budget are left"
+                    more, rest = needed + judging, max(left + judging, 0.0)
+                    reason = f"it needs about {more:.3g} s, and {rest:.3g} s of the budget are left"
                     self._record(blank, reason=reason)
                     return None
                 step = step.within(left)
@@ -253,7 +260,8 @@ class PassManager:
             if step.family in (Family.REWRITE, Family.PLACEMENT) and not isinstance(step, _Replay):
                 state.too_slow.append(candidate.program.recipe[-1])
         if verdict is Verdict.KEPT:
-            state.best = candidate
+            assert entry.after is not None
+            state.best, state.call_s = candidate, entry.after.latency.median
         self._record(entry, verdict=verdict, reason=reason)
         return candidate.program
 
@@ -268,7 +276,8 @@ class PassManager:
         replays = {name: device_time(graph.replay, device) for name, graph in graphs.items()}
         judged_on_host = is_of_host or len(replays) < 2
         share = 1.0 if judged_on_host else HOST_SHARE
-        on_host = self._on_host(calls, share * self._sample_s, patient=judged_on_host)
+        patient = judged_on_host and not step.enables_others  # kept all the same
+        on_host = self._on_host(calls, share * self._sample_s, patient=patient)
         on_device: dict[str, Measurement] = interleave(replays, seconds=DEVICE_S) if replays else {}
         judge = on_host if judged_on_host else on_device
         return dataclasses.replace(
@@ -283,10 +292,12 @@ class PassManager:
         self, calls: Mapping[str, Sampler], seconds: float, *, patient: bool
     ) -> dict[str, Measurement]:
         """`before` and `after`, in turn; for longer where a large gain is not yet clear of the noise."""
+        begun = time.perf_counter()
         timed = interleave(calls, seconds=seconds)
+        took = time.perf_counter() - begun
         for _ in range(MORE_ROUNDS if patient else 0):
             found = gain(timed["before"], timed["after"])
-            if found.is_real or found.ratio < LARGE_GAIN or time.perf_counter() > self._deadline:
+            if found.is_real or found.ratio < LARGE_GAIN or time.perf_counter() + took > self._deadline:
                 break
             more = interleave(calls, seconds=seconds)
             timed = {name: joined(first, more[name]) for name, first in timed.items()}

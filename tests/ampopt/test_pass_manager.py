@@ -12,7 +12,7 @@ from ampopt.graph import aten
 from ampopt.ledger import Verdict
 from ampopt.pass_manager import PassManager
 from ampopt.program import Program
-from ampopt.transform import Declined, Pass, Result
+from ampopt.transform import Declined, Result
 from tests.ampopt.planted import Bench, Planted, PlantedBitwise, PlantedFoundation, PlantedKernel, rewritten
 from tests.helpers import FP16, FP32, Model
 
@@ -226,68 +226,6 @@ def test_an_interrupted_pass_is_written_down_and_stops_the_run(
         ("long", Verdict.NOT_TRIED, "interrupted")
     ]
     assert bench.kept == ["good"]
-
-
-def test_nothing_is_tried_once_the_budget_is_spent(monkeypatch: pytest.MonkeyPatch, net: nn.Module) -> None:
-    broken = Planted("broken", error=AssertionError("it was applied"))
-    entries = Bench(monkeypatch, net, X, cost=FASTER, seconds_left=-1.0).rewrite(broken, GOOD)
-    assert [(e.verdict, e.reason) for e in entries] == [(Verdict.NOT_TRIED, "the time budget was spent")] * 2
-
-
-def test_a_pass_that_needs_more_than_is_left_is_not_begun(
-    monkeypatch: pytest.MonkeyPatch, net: nn.Module
-) -> None:
-    long = Planted("long", seconds=500.0, error=AssertionError("it was applied"))
-    first, second = Bench(monkeypatch, net, X, cost=FASTER, seconds_left=100.0).rewrite(long, GOOD)
-    assert first.verdict is Verdict.NOT_TRIED
-    assert "it needs about 500 s, and 100 s of the budget are left" in first.reason
-    assert second.verdict is Verdict.KEPT
-
-
-@dataclasses.dataclass(frozen=True)
-class _Thorough(Planted):
-    """Takes long, unless it is hurried."""
-
-    def hurried(self) -> Pass:
-        return dataclasses.replace(self, label="hurried", seconds=50.0, error=None)
-
-
-@pytest.mark.parametrize(
-    ("seconds_left", "found"), [(1000.0, "failed"), (100.0, "kept"), (20.0, "not tried")]
-)
-def test_a_pass_hurries_where_that_is_what_the_time_allows(
-    seconds_left: float, found: str, monkeypatch: pytest.MonkeyPatch, net: nn.Module
-) -> None:
-    step = _Thorough("thorough", seconds=500.0, error=ValueError("it was not hurried"))
-    bench = Bench(monkeypatch, net, X, cost=lambda _names: 0.5 if _names else 1.0, seconds_left=seconds_left)
-    (entry,) = bench.rewrite(step)
-    assert entry.verdict.value == found
-    assert bench.kept == (["hurried"] if found == "kept" else [])
-    if found == "not tried":
-        assert "it needs about 50 s, and 20 s of the budget are left" in entry.reason
-
-
-@dataclasses.dataclass(frozen=True)
-class _Measuring(Planted):
-    """Writes into its recipe how much time it was given."""
-
-    def within(self, seconds: float) -> Pass:
-        return dataclasses.replace(self, seconds=seconds)
-
-
-def test_a_pass_that_measures_is_told_what_is_left_alone_and_in_a_replay(
-    monkeypatch: pytest.MonkeyPatch, net: nn.Module
-) -> None:
-    slow = {"layout": 1.5, frozenset({"layout", "measuring"}): 0.4}
-
-    def cost(names: frozenset[str]) -> float:
-        return slow.get(names, 1.5 if "layout" in names else 0.9)
-
-    bench = Bench(monkeypatch, net, X, cost=cost, seconds_left=100.0)
-    bench.rewrite(Planted("layout"), _Measuring("measuring"))
-    assert bench.kept == ["layout", "measuring"]
-    (measuring,) = (step for step in bench.state.best.program.recipe if isinstance(step, _Measuring))
-    assert 0 < measuring.seconds <= 100
 
 
 def _layout_wants_its_kernel(names: frozenset[str]) -> float:
