@@ -19,7 +19,7 @@ from ampopt.errors import InputError, VerificationError
 from ampopt.lanes import Lane, lanes_for
 from ampopt.ledger import ORIGINAL, LaneSummary, Ledger, Verdict
 from ampopt.measure import engine_latency, latency, peak_memory, shortest_of_two
-from ampopt.pass_manager import CALLS_OF_A_TRIAL, LaneState, PassManager, Progress
+from ampopt.pass_manager import CALLS_OF_A_TRIAL, LaneState, PassManager, Progress, judging_s
 from ampopt.passes import ENGINES, LAUNCHES, PIPELINE, AllowTf32, BakeAutocast
 from ampopt.program import Settings
 from ampopt.rehearsal import Stage
@@ -220,9 +220,10 @@ class Optimizer:
     def _seconds_for_rewriting(self) -> float:
         """What rewrites may take, of all lanes together, so that the slowest way to run still gets a turn."""
         whole, program = self._options.budget_s, self._captured.program
-        longest = max((e.expected_seconds(program) for e in self._options.allowed(ENGINES)), default=0.0)
-        judging = CALLS_OF_A_TRIAL * max(state.call_s for state in self._states)
-        rest = (TRYING - LAUNCHING) * whole - longest - judging
+        call_s = max(state.call_s for state in self._states)
+        engines = self._options.allowed(ENGINES)
+        longest = max((e.expected_seconds(program) + judging_s(e, call_s) for e in engines), default=0.0)
+        rest = (TRYING - LAUNCHING) * whole - longest
         return min(REWRITING * whole, max(LEAST_REWRITING * whole, rest))
 
     def _affordable(self, lanes: Sequence[Lane]) -> dict[Lane, float]:

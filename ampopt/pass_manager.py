@@ -33,8 +33,11 @@ HOST_SHARE = 0.25
 DEVICE_S = 0.15
 """Seconds of a comparison on the device clock, whose samples lie within a thousandth of each other."""
 
-CALLS_OF_A_TRIAL = 20
-"""Calls that verify and time one pass at the least: three draws, warm-ups, six samples before and after."""
+CALLS_OF_A_TRIAL, CALLS_FOR_AN_ENGINE = 20, 60
+"""Calls that verify and time a pass at the least: three draws, warm-ups, six samples before and after.
+
+A way to run needs more: on a CPU an untimed call before each timed one, and a second look where there is noise.
+"""
 
 LARGE_GAIN, MORE_ROUNDS = 1.1, 3
 """From which ratio on a gain that the noise may have made is looked at longer, and how many times at most."""
@@ -186,7 +189,7 @@ class PassManager:
         Returns the changed program wherever it is correct, kept or not, so that others can build on it.
         What there is no time left to judge is not begun.
         """
-        lane, judging = state.lane.name, CALLS_OF_A_TRIAL * state.call_s
+        lane, judging = state.lane.name, judging_s(steps[-1], state.call_s)
         self._progress(lane, name)
         blank = Entry(lane, name, Verdict.NOT_TRIED, "")
         self._began = time.perf_counter()
@@ -292,12 +295,10 @@ class PassManager:
         self, calls: Mapping[str, Sampler], seconds: float, *, patient: bool
     ) -> dict[str, Measurement]:
         """`before` and `after`, in turn; for longer where a large gain is not yet clear of the noise."""
-        begun = time.perf_counter()
         timed = interleave(calls, seconds=seconds)
-        took = time.perf_counter() - begun
         for _ in range(MORE_ROUNDS if patient else 0):
             found = gain(timed["before"], timed["after"])
-            if found.is_real or found.ratio < LARGE_GAIN or time.perf_counter() + took > self._deadline:
+            if found.is_real or found.ratio < LARGE_GAIN or time.perf_counter() > self._deadline:
                 break
             more = interleave(calls, seconds=seconds)
             timed = {name: joined(first, more[name]) for name, first in timed.items()}
@@ -349,6 +350,11 @@ class _Recall(_Replay):
         if result.program.recipe != self.recipe:
             raise AmpoptError("not every pass of it applies here")
         return result
+
+
+def judging_s(step: Pass, call_s: float) -> float:
+    """Seconds that it takes to judge a step at the least, where a call of a program takes `call_s`."""
+    return call_s * (CALLS_FOR_AN_ENGINE if step.family is Family.ENGINE else CALLS_OF_A_TRIAL)
 
 
 def _account(entry: Entry, result: Result, seconds: float, unrehearsed: str | None) -> Entry:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ampopt.ledger import Verdict
-from ampopt.transform import Pass
+from ampopt.transform import Family, Pass
 from tests.ampopt.planted import Bench, Planted, PlantedFoundation
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
@@ -84,20 +84,25 @@ def test_a_pass_that_measures_is_told_what_is_left_alone_and_in_a_replay(
     assert 0 < measuring.seconds <= 100
 
 
-@pytest.mark.parametrize("engine", [False, True])
+@dataclasses.dataclass(frozen=True)
+class _Engine(Planted):
+    family = Family.ENGINE
+
+
+@pytest.mark.parametrize(("engine", "seconds"), [(False, 101), (True, 301)])
 def test_what_there_is_no_time_left_to_judge_is_not_begun(
-    engine: bool, monkeypatch: pytest.MonkeyPatch, net: nn.Module
+    engine: bool, seconds: int, monkeypatch: pytest.MonkeyPatch, net: nn.Module
 ) -> None:
     bench = Bench(monkeypatch, net, X, cost=FASTER, seconds_left=50.0)
     bench.state.call_s = 5.0
-    step = Planted("step", seconds=1.0, error=AssertionError("it was applied"))
+    step = (_Engine if engine else Planted)("step", seconds=1.0, error=AssertionError("it was applied"))
     if engine:
         bench.manager.choose_engine(bench.state, [step], [])
     else:
         bench.rewrite(step)
     (entry,) = bench.ledger.entries
     assert entry.verdict is Verdict.NOT_TRIED
-    assert entry.reason == "it needs about 101 s, and 50 s of the budget are left"
+    assert entry.reason == f"it needs about {seconds} s, and 50 s of the budget are left"
 
 
 def test_trials_are_expected_to_take_less_where_the_best_has_become_faster(
