@@ -36,7 +36,8 @@ DEVICE_S = 0.15
 CALLS_OF_A_TRIAL, CALLS_FOR_AN_ENGINE = 20, 60
 """Calls that verify and time a pass at the least: three draws, warm-ups, six samples before and after.
 
-A way to run needs more: on a CPU an untimed call before each timed one, and a second look where there is noise.
+A way to run needs more: on a CPU an untimed call before each timed one, and where there is noise a second
+look.
 """
 
 LARGE_GAIN, MORE_ROUNDS = 1.1, 3
