@@ -27,7 +27,7 @@ from ampopt.signature import flatten_call
 from ampopt.verify import Metric
 
 WORTH_A_STAGE_S = 20.0
-"""From this time budget on, the process for rehearsals is begun at once, for it will probably be needed."""
+"""From this time budget on, a GPU's process for rehearsals is begun at once: it will probably be needed."""
 
 
 def optimize(

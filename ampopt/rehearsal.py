@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -34,19 +33,6 @@ from ampopt.graph_capture import ReplayedProgram
 from ampopt.measure import synchronize
 from ampopt.program import Program
 from ampopt.transform import Pass, Result
-
-POLITE = 10
-"""By how much the process stands back on a CPU: its parent may be timing something on the same cores."""
-
-OWN_GROUP: dict[str, Any] = (
-    {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
-)
-"""Ctrl-C is for us alone, and what the process has started is killed with it.
-
-A session would do that, too, but Linux shares cores out to sessions first (sched(7), "The autogroup
-feature"): however nice the process were, a call of a network on two cores would take up to 15 times as long
-beside it. Python 3.10 has sessions only.
-"""
 
 
 class Stage:
@@ -69,8 +55,12 @@ class Stage:
         self.close()
 
     def prepare(self) -> None:
-        """Begin the process now: it loads its libraries while there is other work to do here."""
-        if _possible():
+        """Begin the process now: it loads its libraries while there is other work to do here.
+
+        Not on a CPU, where it is begun when it is needed: while it loads, a call of a network on two cores
+        takes up to 15 times as long, and what is timed here then decides on noise.
+        """
+        if _possible() and self.device.type != "cpu":
             self._begin()
 
     def apply(self, step: Pass, program: Program, *, seconds: float) -> tuple[Result, str | None]:
@@ -129,13 +119,10 @@ class Stage:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                **OWN_GROUP,
+                start_new_session=True,  # Ctrl-C is for us
             )
             theirs.close()
             self._line = ours
-            if self.device.type == "cpu":
-                with contextlib.suppress(OSError):  # it has ended: its answer will say so
-                    os.setpriority(os.PRIO_PROCESS, self._process.pid, POLITE)
         return self._line
 
     def _how_it_ended(self) -> str:
@@ -250,5 +237,6 @@ def _main(line: Connection) -> None:
 if __name__ == "__main__":
     know_shapes()
     fused_conv()  # programs that come may call it
-    _warm_up(torch.device(sys.argv[2]))
+    if not sys.argv[2].startswith("cpu"):  # where the first program is waiting
+        _warm_up(torch.device(sys.argv[2]))
     _main(Connection(int(sys.argv[1])))
