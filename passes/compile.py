@@ -31,7 +31,8 @@ class Compile(Pass):
     outside any capture: a first call inside a capture has poisoned whole processes. The pass manager
     rehearses it in another process, which alone suffers where the compiler crashes or hangs; only tracing,
     which runs no compiler and no compiled kernel, goes on here meanwhile. What inductor finds in its cache
-    was compiled of an equal graph, and gets this program's weights.
+    was compiled of an equal graph, and gets this program's weights; a library there whose compiler was killed
+    is built anew.
     Cost: seconds to a minute of compilation; a few seconds where the same was compiled before.
     """
 
