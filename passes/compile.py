@@ -33,7 +33,8 @@ class Compile(Pass):
     which runs no compiler and no compiled kernel, goes on here meanwhile. What inductor finds in its cache
     was compiled of an equal graph, and gets this program's weights; a library there whose compiler was killed
     is built anew.
-    Cost: seconds to a minute of compilation; a few seconds where the same was compiled before.
+    Cost: seconds to a minute of compilation; seconds where the same was compiled before, in large networks
+    ten and more, which come on top of the rehearsal.
     """
 
     numerics = Numerics.REASSOCIATED
