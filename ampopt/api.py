@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ampopt.capture import capture, device_of, private_copy, untouched_rng
+from ampopt.capture import capture
 from ampopt.cuda_graphs import Outputs
 from ampopt.errors import CaptureError, InputError
 from ampopt.infer import infer_inputs
+from ampopt.model_copy import device_of, private_copy, untouched_rng, working_copy
 from ampopt.optimizer import Optimizer, Options
 from ampopt.pass_manager import Progress
 from ampopt.passes import ENGINES
@@ -90,7 +91,7 @@ def optimize(
     original, args, kwargs, note = prepare_call(model, example_inputs, example_kwargs or {}, device)
     where = device_of(original, flatten_call(args, kwargs)[0])
     with progress_line(progress, started, budget_s) as tell, Stage(where) as stage:
-        result = _optimize(model, original, args, kwargs, options, started, tell, stage)
+        result = _optimize(original, args, kwargs, options, started, tell, stage)
     if note:
         result.report.notes.insert(0, note)
     if where.type == "cuda":  # what was tried and lost lies in cycles and in PyTorch's cache
@@ -100,7 +101,6 @@ def optimize(
 
 
 def _optimize(
-    model: nn.Module,
     original: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -116,14 +116,12 @@ def _optimize(
     except CaptureError as error:
         if rehearses:
             stage.prepare()
-        pristine, reason = private_copy(model, stage.device), str(error)
         return optimize_regions(
             original,
             args,
             kwargs,
             options,
-            reason,
-            pristine=pristine,
+            str(error),
             started=started,
             progress=tell,
             stage=stage,
@@ -137,7 +135,10 @@ def _optimize(
 def prepare_call(
     model: nn.Module, example_inputs: Any, kwargs: Mapping[str, Any], device: torch.device | str | None
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], str | None]:
-    """A private copy of the model and the example call, both on the device; a note where it was inferred."""
+    """A private copy of the model and the example call, both on the device; a note where it was inferred.
+
+    The copy is not called, here or later: further copies of it are.
+    """
     if not isinstance(model, nn.Module):
         raise InputError(f"optimize takes a torch.nn.Module, not {type(model).__name__}")
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
@@ -164,7 +165,7 @@ def prepare_call(
     )
     try:
         with torch.no_grad(), untouched_rng(target), autocast_scope(target, None):
-            original(*args, **kwargs)
+            working_copy(original)(*args, **kwargs)
     except Exception as error:
         raise InputError(f"{type(model).__name__} fails on the example inputs: {error}") from error
     return original, args, dict(kwargs), note

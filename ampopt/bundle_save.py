@@ -144,15 +144,16 @@ def _self_test(
     tolerance: float | None,
 ) -> SelfTest:
     """The example inputs with the original's outputs in float64, rounded to the dtypes that it returns."""
-    examples = verifier.inputs[0]
+    draw = verifier.draws[0]
+    examples = draw.calls[0]
     own = verifier.eager(torch.float32)(*examples)
     expected = [
         exact.to(mine.dtype) if mine.is_floating_point() else mine
-        for exact, mine in zip(verifier.references[0], own, strict=True)
+        for exact, mine in zip(verifier.reference(draw)[0], own, strict=True)
     ]
     allowed = tolerance
     if allowed is None:
-        jumps = {dtype: max(verifier.largest_jumps(dtype, 0), default=0.0) for dtype in dtypes}
+        jumps = {dtype: max(verifier.largest_jumps(dtype, draw), default=0.0) for dtype in dtypes}
         bounds = [max(MULTIPLES[dtype] * jump, FLOORS[dtype]) for dtype, jump in jumps.items()]
         allowed = min(max(bounds), LARGEST_TOLERANCE)
     return SelfTest(

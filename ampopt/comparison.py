@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from ampopt.api import prepare_call
-from ampopt.capture import Captured, capture, device_of
+from ampopt.capture import Captured, capture
 from ampopt.environment import environment
 from ampopt.errors import CaptureError, InputError
 from ampopt.executable import executable
 from ampopt.lanes import Lane, lanes_for
 from ampopt.measure import engine_latency
+from ampopt.model_copy import device_of
 from ampopt.optimizer import Options
 from ampopt.passes import ENGINES, LAUNCHES
 from ampopt.program import Program

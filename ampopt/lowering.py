@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -109,12 +110,17 @@ def _rename_in_place(module: fx.GraphModule) -> bool:
     return True
 
 
-def _lift_weights(exported: ExportedProgram) -> fx.GraphModule:
-    """The exported graph with weights as attributes on clones, flat inputs and a flat tuple of tensors."""
+def _lift_weights(exported: ExportedProgram, state: Mapping[str, fx.Node] | None = None) -> fx.GraphModule:
+    """The exported graph with weights as attributes on clones, flat inputs and a flat tuple of tensors.
+
+    The buffers in `state`, and what the call leaves in them, are further inputs and outputs, in its order.
+    """
+    state = state or {}
     graph, root = fx.Graph(), torch.nn.Module()
     specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
     shared: dict[str, str] = {}
     mapping: dict[fx.Node, Any] = {}
+    states: dict[str, fx.Node] = {}
     for node in exported.graph.nodes:
         if node.op == "placeholder":
             spec = specs[node.name]
@@ -123,15 +129,25 @@ def _lift_weights(exported: ExportedProgram) -> fx.GraphModule:
                     mapping[node] = graph.placeholder(node.name)
                     mapping[node].meta["val"] = node.meta["val"]
                 continue  # other arguments are constants of the graph: the call's key holds their values
+            if spec.target in state:
+                states[spec.target] = node
+                continue  # after the user's inputs
             value = _weight(exported, spec)
             name = shared.setdefault(str(spec.target), node.name)
             if not hasattr(root, name):
                 root.register_buffer(name, value.detach().clone())
             mapping[node] = graph.get_attr(name)
             mapping[node].meta["val"] = value
-        elif node.op == "output":
-            flat = [mapping[arg] for arg in node.args[0] if isinstance(arg, fx.Node)]
-            graph.output(tuple(flat))
+            continue
+        for name in [name for name in state if name in states]:
+            old = states.pop(name)
+            mapping[old] = graph.placeholder(old.name)
+            mapping[old].meta["val"] = old.meta["val"]
+        if node.op == "output":
+            results = zip(exported.graph_signature.output_specs, node.args[0], strict=True)
+            flat = [arg for spec, arg in results if spec.kind is OutputKind.USER_OUTPUT or not state]
+            kept = [mapping[arg] for arg in (*flat, *state.values()) if isinstance(arg, fx.Node)]
+            graph.output(tuple(kept))
         else:
             _copy_into(graph, node, mapping, full_precision=False)
     return fx.GraphModule(root, graph)
@@ -182,12 +198,29 @@ def _weight(exported: ExportedProgram, spec: Any) -> Tensor:
     raise CaptureError(f"the model holds {spec.target}, which is not a tensor; ampopt cannot carry it")
 
 
-def _check_effects(exported: ExportedProgram) -> None:
-    """Raise CaptureError where the model writes to its buffers or to its inputs when it is called."""
-    for spec in exported.graph_signature.output_specs:
-        if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION):
-            what = "its buffer" if spec.kind is OutputKind.BUFFER_MUTATION else "its input"
-            raise CaptureError(f"the model changes {what} {spec.target} when it is called")
+def _state_of(exported: ExportedProgram) -> dict[str, fx.Node]:
+    """What the functional graph leaves in each buffer that the model writes, by the buffer's dotted name.
+
+    Raises CaptureError where it writes to its inputs, or leaves a tensor of another kind in a buffer.
+    """
+    state: dict[str, fx.Node] = {}
+    results = exported.graph.output_node().args[0]
+    buffers = {spec.target: spec.arg.name for spec in exported.graph_signature.input_specs}
+    nodes = {node.name: node for node in exported.graph.nodes}
+    for spec, result in zip(exported.graph_signature.output_specs, results, strict=True):  # type: ignore[arg-type]
+        if spec.kind is OutputKind.USER_INPUT_MUTATION:
+            raise CaptureError(f"the model changes its input {spec.target} when it is called")
+        if spec.kind is not OutputKind.BUFFER_MUTATION:
+            continue
+        name = str(spec.target)
+        before, after = nodes[buffers[name]].meta["val"], result.meta["val"]
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
+            raise CaptureError(
+                f"the model changes its buffer {name} from {before.dtype} {list(before.shape)} to "
+                f"{after.dtype} {list(after.shape)} when it is called"
+            )
+        state[name] = result
+    return state
 
 
 def _restore_vocabulary(module: fx.GraphModule) -> None:
@@ -221,17 +254,18 @@ def _restore_vocabulary(module: fx.GraphModule) -> None:
             replace(node, insert_call(module, node, plain[rank], *new[:7]))
 
 
-def lower(exported: ExportedProgram) -> fx.GraphModule:
+def lower(exported: ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
     """The exported program as a functional `fx.GraphModule`: flat tensors in, a flat tuple of tensors out.
 
-    Raises CaptureError where the model writes to its own buffers or to its inputs, holds what is not a
-    tensor, or draws random numbers.
+    With it the dotted names of the buffers that the model writes. They are further inputs, after the user's,
+    and what the call leaves in them are further outputs. Raises CaptureError where the model writes to its
+    inputs, holds what is not a tensor, or draws random numbers.
     """
-    module = _lift_weights(exported)
+    module, state = _lift_weights(exported), dict[str, fx.Node]()
     if not _rename_in_place(module):
         exported = exported.run_decompositions({})
-        _check_effects(exported)
-        module = _lift_weights(exported)
+        state = _state_of(exported)
+        module = _lift_weights(exported, state)
         _restore_vocabulary(module)
     for node in calls(module):
         node.target = _ANY_LAYOUT.get(node.target, node.target)
@@ -245,4 +279,4 @@ def lower(exported: ExportedProgram) -> fx.GraphModule:
     for node in calls(module):
         if draws_random_numbers(node):
             raise CaptureError(f"the model draws random numbers when it is called: {where(node)}")
-    return finish(module)
+    return finish(module), tuple(state)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ampopt.capture import Captured, untouched_rng
+from ampopt.capture import Captured
 from ampopt.errors import CaptureError, ExportError, InputError
 from ampopt.graph import aten, calls, finish
 from ampopt.lowering import lower
+from ampopt.model_copy import untouched_rng
 from ampopt.program import Settings
 from ampopt.quiet import quiet
 
@@ -64,7 +65,9 @@ def capture_dynamic(model: nn.Module, captured: Captured, dims: Dims) -> Capture
         with Settings().scope(device), untouched_rng(device), quiet():
             specification = shapes.dynamic_shapes(model, args, kwargs)
             exported = torch.export.export(model, args, kwargs, dynamic_shapes=specification, strict=False)
-            graph = lower(exported)
+            graph, state = lower(exported)
+            if state:
+                raise CaptureError(f"the model keeps a state in its buffer {state[0]}")
     except Exception as error:
         raise refusal(model, dims, error) from error
     for node in calls(graph, [aten._assert_scalar.default]):

@@ -39,13 +39,17 @@ ON_CPU_FP16 = (
 
 @dataclasses.dataclass(frozen=True)
 class OutputCheck:
-    """One output on one provider: its worst relative error ‖y - ref‖ / ‖ref‖, eager's own, the limit."""
+    """One output on one provider: its worst relative error ‖y - ref‖ / ‖ref‖, eager's own, the limit.
+
+    `inputs` says on which inputs: the example, random ones, or some outside of the example's range.
+    """
 
     name: str
     provider: str
     error: float
     eager_error: float
     limit: float
+    inputs: str = "the example"
 
     @property
     def passed(self) -> bool:
@@ -92,12 +96,13 @@ class OnnxVerifier(Verifier):
 
     def outputs(self, run: Run, dtype: torch.dtype, names: Sequence[str], provider: str) -> list[OutputCheck]:
         """For each output the draw on which it is furthest over its limit, or nearest to it."""
-        own, largest = self._own_errors(dtype), self.own_error(dtype)
         worst: dict[str, OutputCheck] = {}
-        for draw, errors in enumerate(self._errors(run)):
-            for index, (name, error) in enumerate(zip(names, errors, strict=True)):
-                limit = self._limit(dtype, draw, index, error, largest)
-                check = OutputCheck(name, provider, error, own[draw][index], limit)
+        for draw in (*self.draws, *self.range_draws(dtype)):
+            for index, (name, error) in enumerate(zip(names, self.errors(run, draw), strict=True)):
+                if not self.counts(dtype, draw, index, error):
+                    continue
+                limit, own = self.limit(dtype, draw, index, error), self.own_errors(dtype, draw)[index]
+                check = OutputCheck(name, provider, error, own, limit, draw.name)
                 if name not in worst or not _excess(check) <= _excess(worst[name]):
                     worst[name] = check
         return list(worst.values())
@@ -213,6 +218,6 @@ class _Tally:
 
 def _why_failed(row: OutputCheck) -> str:
     return (
-        f"output {row.name!r} has error {row.error:.2g} on {row.provider}, over {row.limit:.2g} "
-        f"(eager's own: {row.eager_error:.2g})"
+        f"output {row.name!r} has error {row.error:.2g} on {row.provider} with {row.inputs}, over "
+        f"{row.limit:.2g} (eager's own: {row.eager_error:.2g})"
     )

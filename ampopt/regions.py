@@ -11,11 +11,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ampopt.capture import Captured, capture, device_of, private_copy, untouched_rng
+from ampopt.capture import Captured, capture
 from ampopt.environment import environment
 from ampopt.errors import AmpoptError, CaptureError, InputError
 from ampopt.ledger import ORIGINAL, LaneSummary, Ledger
 from ampopt.measure import latency
+from ampopt.model_copy import device_of, private_copy, untouched_rng, working_copy
 from ampopt.numerics import relative_error
 from ampopt.optimizer import AUTO_TOLERANCE, Optimizer, Options
 from ampopt.pass_manager import Progress
@@ -41,12 +42,19 @@ class PartlyOptimizedModule(nn.Module):
     ledger of each optimized submodule, `report.notes` says why the others are not.
     """
 
-    def __init__(self, model: nn.Module, report: Ledger, device: torch.device) -> None:
-        """`model` is a private copy whose optimized submodules have their `forward` replaced."""
+    def __init__(
+        self, model: nn.Module, optimized: Mapping[str, OptimizedModule], report: Ledger, device: torch.device
+    ) -> None:
+        """`model` is a private copy, which is not called; `optimized` are its submodules' replacements."""
         super().__init__()
-        self.report = report
-        self._model, self._device = [model], device  # in a list: `.to()` and `state_dict()` leave it alone
+        self.report, self._device = report, device
+        self._original, self._optimized = [model], dict(optimized)  # in a list: `.to()` leaves it alone
+        self.reset_state()
         self.training = False
+
+    def reset_state(self) -> None:
+        """Let what the model keeps from call to call be as it was when it was optimized."""
+        self._model = [_patched(self._original[0], self._optimized)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Answer one call."""
@@ -86,6 +94,7 @@ def _record_calls(
 
         return hook
 
+    model = working_copy(model)
     with contextlib.ExitStack() as stack:
         for name, module in model.named_modules():
             if name and not isinstance(module, torch.jit.ScriptModule):  # it takes no such hook
@@ -128,7 +137,8 @@ def _find_regions(
                 _drop_hooks(original)  # the submodule that calls it runs them
                 args, kwargs = calls[name][0]
                 try:
-                    yield _Region(name, original, capture(original, args, kwargs, device), calls[name])
+                    captured = capture(original, args, kwargs, device, lift_state=False)
+                    yield _Region(name, original, captured, calls[name])
                     continue
                 except CaptureError as error:
                     notes.append(f"submodule {name} is not one graph: {error}")
@@ -144,15 +154,13 @@ def optimize_regions(
     options: Options,
     reason: str,
     *,
-    pristine: nn.Module,
     started: float,
     progress: Progress,
     stage: Stage,
 ) -> PartlyOptimizedModule:
     """Optimize the largest capturable submodules of a private copy; `reason` says why the whole is no graph.
 
-    `original` is called in the process; `pristine`, a second private copy, is what is served: where a model
-    has a state of its own, it begins where the user's stands.
+    `original`, a private copy, is not called: copies of it are, and what is served begins where it stands.
 
     With `precision="auto"` the submodules stay in FP32: an error inside says nothing about what the rest of
     the model (thresholds, sorting) makes of it. The whole is then compared with the original, and where it
@@ -164,7 +172,7 @@ def optimize_regions(
     if options.precision == "auto":
         options = dataclasses.replace(options, precision="fp32")
         ledger.notes.append('submodules were optimized in FP32; precision="amp" asks for mixed precision')
-    patched, reasons, modules = private_copy(original), list[str](), dict[str, OptimizedModule]()
+    reasons, modules = list[str](), dict[str, OptimizedModule]()
     regions = list(_find_regions(original, _record_calls(original, args, kwargs), device, reasons))
     ledger.notes += reasons[:MOST_REASONS]
     if len(reasons) > MOST_REASONS:
@@ -179,15 +187,11 @@ def optimize_regions(
             continue
         ledger.regions[region.name] = module.report
         modules[region.name] = module
-        _patch(patched.get_submodule(region.name), module)
     if not regions:
         ledger.notes.append("no submodule can be captured: the model runs as it was")
-    _compare_whole(original, patched, args, kwargs, options, ledger, device)
+    _compare_whole(original, _patched(original, modules), args, kwargs, options, ledger, device)
     ledger.seconds = time.perf_counter() - started
-    if ledger.chosen != ORIGINAL:
-        for name, module in modules.items():
-            _patch(pristine.get_submodule(name), module)
-    return PartlyOptimizedModule(pristine, ledger, device)
+    return PartlyOptimizedModule(original, {} if ledger.chosen == ORIGINAL else modules, ledger, device)
 
 
 def _optimize_region(region: _Region, options: Options, progress: Progress, stage: Stage) -> OptimizedModule:
@@ -207,11 +211,12 @@ def _optimize_region(region: _Region, options: Options, progress: Progress, stag
     return module
 
 
-def _patch(submodule: nn.Module, optimized: OptimizedModule) -> None:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return optimized(*args, **kwargs)
-
-    submodule.forward = forward
+def _patched(original: nn.Module, optimized: Mapping[str, OptimizedModule]) -> nn.Module:
+    """A copy of the model in which some submodules are optimized, in the state of the original."""
+    model = working_copy(original)
+    for name, module in optimized.items():
+        model.get_submodule(name).forward = module.__call__
+    return model
 
 
 def _compare_whole(
@@ -229,7 +234,7 @@ def _compare_whole(
         with Settings().scope(device), untouched_rng(device):
             return flatten_outputs(model(*args, **kwargs))[0]
 
-    lane = options.precision
+    lane, original = options.precision, working_copy(original)
     before, after = call(original), call(patched)
     error = (
         max(map(relative_error, after, before), default=0.0) if len(before) == len(after) else float("inf")

@@ -21,8 +21,10 @@ from ampopt.errors import AmpoptError, InputError, VerificationError
 from ampopt.executable import Executable, executable, quick
 from ampopt.graph import reads_strides
 from ampopt.ledger import Ledger
+from ampopt.model_copy import working_copy
 from ampopt.program import Program
-from ampopt.quick_call import Answer, Quick
+from ampopt.quick_call import Answer, Quick, plain
+from ampopt.served_state import State
 from ampopt.signature import (
     OutputLayout,
     call_key,
@@ -68,8 +70,9 @@ class OptimizedModule(Deployable):
     first call with others makes a new program (same passes, but for those that take seconds to apply;
     verified again) and logs that it did; at most `max_shapes` are kept, the least recently used goes first,
     and after `max_captures` such first calls the original model answers instead, with a logged reason.
-    `prepare` makes programs ahead of time. Safe to call from several threads. `report` tells what was done
-    and why.
+    `prepare` makes programs ahead of time. What the model keeps in buffers from call to call is the module's
+    own, whichever program answers, see `reset_state`. Safe to call from several threads. `report` tells what
+    was done and why.
     """
 
     def __init__(
@@ -96,7 +99,9 @@ class OptimizedModule(Deployable):
         if outputs not in get_args(Outputs):
             raise InputError(f"outputs={outputs!r}: choose 'copy' or 'static'")
         self.report, self.program = report, program
-        self._original = [original]  # in a list: not a submodule, so `.to()` leaves it alone
+        self._original = [original]  # in a list: not a submodule, so `.to()` leaves it alone; never called
+        self._serving = [working_copy(original)]
+        self._state = State(captured.state, captured.initial_state)
         self._captured, self._recipe, self._outputs = captured, recipe, outputs
         self._max_shapes, self._max_captures, self._captures = max_shapes, max_captures, 0
         self._lock = threading.RLock()
@@ -138,11 +143,17 @@ class OptimizedModule(Deployable):
                         return result
         return self._general(args, kwargs)
 
+    def reset_state(self) -> None:
+        """Let what the model keeps from call to call be as it was when it was optimized."""
+        with self._lock:
+            self._serving = [working_copy(self._original[0])]
+            self._state.reset()
+
     def _call_original(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self._original[0](*args, **kwargs)
+            return self._state.call(self._serving[0], args, kwargs)
         with torch.no_grad():
-            return self._original[0](*args, **kwargs)
+            return self._state.call(self._serving[0], args, kwargs)
 
     def _general(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         leaves, spec = flatten_call(args, kwargs)
@@ -204,14 +215,14 @@ class OptimizedModule(Deployable):
         return executable(program, outputs=self._outputs)
 
     def _admit(self, captured: Captured, program: Program, run: Executable) -> _Served:
-        leaves, served = captured.leaves, _Served(run, captured.layout, program)
+        leaves, served = captured.leaves, _Served(self._state.bound(run), captured.layout, program)
         if reads_strides(captured.program.graph) is None:  # the border brings any strides into order
             self._any_strides[call_key(leaves, captured.spec, strides=False)] = served
         return self._remember(leaves, captured.spec, served)
 
     def _fall_back(self, args: Any, kwargs: Any, reason: str, shown: str) -> _Served:
         logger.warning("ampopt: the original model answers calls with %s, because %s", shown, reason)
-        return self._remember(*flatten_call(args, kwargs), _Served(self._original[0]))
+        return self._remember(*flatten_call(args, kwargs), _Served(self._call_original))
 
     def _remember(self, leaves: Sequence[Any], spec: pytree.TreeSpec, served: _Served) -> _Served:
         """Let `served` answer every call like this one; the kinds of call used longest ago are forgotten."""
@@ -220,7 +231,7 @@ class OptimizedModule(Deployable):
         single = len(leaves) == 1 and isinstance(leaves[0], Tensor) and spec == _ONE_TENSOR
         if single and served.layout is not None and served.program is not None:
             tensor = leaves[0]
-            way = quick(served.program, served.run, tensor)
+            way = plain(served.run) if self._captured.state else quick(served.program, served.run, tensor)
             self._single[tensor_key(tensor)] = way, served.layout.restore, key
         programs = self._programs()
         while len(programs) > self._max_shapes:
@@ -298,6 +309,8 @@ class OptimizedModule(Deployable):
             max_shapes=self._max_shapes,
             max_captures=self._max_captures,
         )
+        duplicate._serving = [working_copy(self._serving[0])]
+        duplicate._state.take(self._state)
         for hooks in _HOOKS:
             getattr(duplicate, hooks).update(getattr(self, hooks))
         return duplicate

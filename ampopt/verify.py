@@ -1,4 +1,8 @@
-"""Verification: programs against the original model in float64, on its examples and on fresh draws."""
+"""Verification: programs against the original model in float64.
+
+On its examples and on fresh draws; with a fault (NaN, infinity) in one element of the inputs, which has to
+reach the outputs still; and, for what is served or exported in the end, far outside of the examples' range.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,17 @@ import math
 import statistics
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ampopt.capture import Captured, private_copy, untouched_rng
-from ampopt.numerics import FLOORS, MULTIPLES, Check, fresh_draw, relative_error, rounded_anew
+from ampopt.capture import Captured
+from ampopt.draws import CALLS_IN_A_ROW, Draw, fault_draws, plain_draws, range_draws, steps_of
+from ampopt.model_copy import private_copy, untouched_rng, working_copy
+from ampopt.model_state import set_buffer
+from ampopt.numerics import FLOORS, LARGEST_LIMITS, MULTIPLES, Check, relative_error, rounded_anew
 from ampopt.program import Settings
 from ampopt.signature import flatten_outputs
 
@@ -21,10 +28,20 @@ Metric = Callable[[Any, Any], float]
 """A user's own distance: (outputs, the original's outputs) -> number; 0 for equal, smaller is better."""
 
 Run = Callable[..., Sequence[Tensor]]
-"""Flat input tensors in, flat output tensors out."""
+"""Flat input tensors in, flat output tensors out; the state, where there is one, last in both."""
 
-LARGEST_LIMIT = 0.5
-"""However wrong eager is itself: outputs of zeros have an error of 1, and must not pass."""
+Faults = Literal["keep", "exact", "ignore"]
+"""What has to become of NaN and infinities: elements that are not finite in eager stay so, and others may
+join them ("keep"), or none may ("exact"); or nobody looks ("ignore")."""
+
+AS_FAR = 1.25
+"""A program may be so many times further off than eager is moved by rounding, where that is over the limit.
+
+Outputs of zeros have an error of 1, and never pass.
+"""
+
+LEAST_NORM = 1e-6
+"""Outside of the examples' range an output counts as at least this share of what it is on the examples."""
 
 ROUNDINGS = 6
 """How often eager is rounded anew to learn how much rounding alone can move an output."""
@@ -33,10 +50,12 @@ ROUNDINGS = 6
 class Verifier:
     """Compares programs with the original model in float64, on the example inputs and on fresh draws.
 
-    The limit for each output is a small multiple of eager's own error in the same lane. A model with a
-    discontinuity (the arg-max of a pooling window) can answer rounding alone with a jump that eager just
-    happens not to make; so where a program is over the limit on a draw, eager itself is run on that draw
-    with its weights and inputs rounded anew, and what that does to the output counts as eager's own error.
+    The limit for each output is a small multiple of eager's own error in the same lane, and at most
+    `LARGEST_LIMITS`. A model with a discontinuity (the arg-max of a pooling window) can answer rounding
+    alone with a jump that eager just happens not to make; so where a program is over the limit on a draw,
+    eager itself is run on that draw with its weights and inputs rounded anew, and what that does to the
+    output counts as eager's own error. A model with a state is called several times in a row from its
+    initial state, and every output and state of every call counts.
     """
 
     def __init__(
@@ -48,52 +67,79 @@ class Verifier:
         metric: Metric | None = None,
         draws: int = 2,
         seed: int = 0,
+        faults: Faults = "keep",
     ) -> None:
-        """Compute the references. `model` is a private copy in evaluation mode on the program's device."""
-        self.tolerance, self.metric = tolerance, metric
+        """Compute the references. `model`, a private copy on the program's device, is not called itself."""
+        self.tolerance, self.metric, self.faults = tolerance, metric, faults
         self.note: str | None = None
-        self._model, self._captured = model, captured
+        self._model, self._captured = working_copy(model), captured
         self._device = captured.program.device
-        generator = torch.Generator().manual_seed(seed)
-        examples = captured.program.examples
-        self.inputs: list[tuple[Tensor, ...]] = [examples]
-        if examples:
-            drawn = [tuple(fresh_draw(e, generator) for e in examples) for _ in range(draws)]
-            self.inputs += [tensors for tensors in drawn if self._takes(tensors)]
-        self.references = self._float64_references()
-        self._own: dict[torch.dtype, list[list[float]]] = {}
-        self._jumps: dict[tuple[torch.dtype, int], list[float]] = {}
+        self._exact = self._in_float64()
+        self._references: dict[str, list[list[Tensor]]] = {}
+        self._own: dict[tuple[torch.dtype, str], list[float]] = {}
+        self._jumps: dict[tuple[torch.dtype, str], list[float]] = {}
+        self._masks: dict[tuple[torch.dtype, str], list[list[Tensor]] | None] = {}
+        in_a_row, inputs = CALLS_IN_A_ROW if captured.state else 1, captured.inputs
+        self.draws = self._accepted(plain_draws(inputs, draws, seed, in_a_row=in_a_row))
+        self._range_draws = range_draws(inputs, in_a_row=in_a_row)
+        self._fault_draws = fault_draws(inputs, in_a_row=in_a_row)
 
     def call_original(self, model: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The original model's flat outputs for flat input tensors."""
+        """The flat outputs of a copy of the original for flat input tensors, the state last in both."""
+        names = self._captured.state
+        for name, value in zip(names, tensors[len(tensors) - len(names) :], strict=True):
+            set_buffer(model, name, value.clone())
         remaining = iter(tensors)
         leaves = [next(remaining) if isinstance(x, Tensor) else x for x in self._captured.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._captured.spec)
         with untouched_rng(self._device):
-            return flatten_outputs(model(*args, **kwargs))[0]
+            outputs = flatten_outputs(model(*args, **kwargs))[0]
+        return [*outputs, *(model.get_buffer(name).clone() for name in names)]
 
-    def _takes(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the original can be called with a draw: offsets or indices may not be drawn at random."""
-        try:
-            self.eager(torch.float32)(*tensors)
-        except Exception as error:
-            reason = textwrap.shorten(str(error) or type(error).__name__, 120, placeholder=" …")
-            self.note = (
-                f"a random input was left out of the verification, because the model refuses it: {reason}"
-            )
-            return False
-        return True
+    def baseline(self) -> list[Tensor]:
+        """One call of the original on the example inputs, in the world as it is: for timing."""
+        return self.call_original(self._model, self._captured.program.examples)
 
-    def _float64_references(self) -> list[list[Tensor]]:
+    def _accepted(self, draws: Sequence[Draw]) -> list[Draw]:
+        """The draws that the original can be called with: offsets or indices may not be drawn at random."""
+        kept = [draws[0]]
+        for draw in draws[1:]:
+            try:
+                self._steps(self.eager(torch.float32), draw)
+            except Exception as error:
+                reason = textwrap.shorten(str(error) or type(error).__name__, 120, placeholder=" …")
+                self.note = (
+                    f"a random input was left out of the verification, because the model refuses it: {reason}"
+                )
+            else:
+                kept.append(draw)
+        return kept
+
+    def _in_float64(self) -> nn.Module | None:
+        """The original in float64; None where it fails there."""
         with Settings().scope(self._device):
             try:
                 exact = private_copy(self._model).double()
-                wide = [tuple(t.double() if t.is_floating_point() else t for t in x) for x in self.inputs]
-                return [self.call_original(exact, x) for x in wide]
+                self.call_original(exact, _widened(self._captured.program.examples))
             except Exception as error:
                 reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" …")
                 self.note = f"the reference is the model in float32, because it fails in float64: {reason}"
-                return [self.call_original(self._model, x) for x in self.inputs]
+                return None
+        return exact
+
+    def reference(self, draw: Draw) -> list[list[Tensor]]:
+        """The original's outputs in float64, for each call of a draw."""
+        if draw.name not in self._references:
+            with Settings().scope(self._device):
+                self._references[draw.name] = self._reference(draw)
+        return self._references[draw.name]
+
+    def _reference(self, draw: Draw) -> list[list[Tensor]]:
+        exact, state = self._exact, self._captured.initial_state
+        if exact is None:
+            return steps_of(draw, lambda *tensors: self.call_original(self._model, tensors), state)
+        wide = Draw(draw.name, tuple(_widened(tensors) for tensors in draw.calls))
+        return steps_of(wide, lambda *tensors: self.call_original(exact, tensors), _widened(state))
 
     def eager(self, dtype: torch.dtype, model: nn.Module | None = None) -> Run:
         """The original model as a program of a lane: strict FP32, or autocast to a lower `dtype`."""
@@ -105,69 +151,119 @@ class Verifier:
 
         return run
 
+    def _steps(self, run: Run, draw: Draw) -> list[list[Tensor]]:
+        return steps_of(draw, run, self._captured.initial_state)
+
     def own_error(self, dtype: torch.dtype) -> float:
         """Eager's largest relative error in the lane of `dtype`, over outputs and draws."""
-        return max((max(errors, default=0.0) for errors in self._own_errors(dtype)), default=0.0)
+        return max((max(self.own_errors(dtype, draw), default=0.0) for draw in self.draws), default=0.0)
 
-    def _own_errors(self, dtype: torch.dtype) -> list[list[float]]:
-        if dtype not in self._own:
-            self._own[dtype] = list(self._errors(self.eager(dtype)))
-        return self._own[dtype]
+    def own_errors(self, dtype: torch.dtype, draw: Draw) -> list[float]:
+        """Eager's relative error of each output on a draw, in the lane of `dtype`."""
+        if (dtype, draw.name) not in self._own:
+            self._own[dtype, draw.name] = self.errors(self.eager(dtype), draw)
+        return self._own[dtype, draw.name]
 
-    def _errors(self, run: Run) -> Iterator[list[float]]:
-        """For each draw, the error of each output."""
-        for draw in range(len(self.inputs)):
-            yield self._draw_errors(run, draw)
+    def errors(self, run: Run, draw: Draw) -> list[float]:
+        """The relative error of each output on a draw, the largest of its calls."""
+        reference, usual = self.reference(draw), self.reference(self.draws[0])[0]
+        norms = [LEAST_NORM * _norm(tensor) if draw not in self.draws else 0.0 for tensor in usual]
+        worst = [0.0] * len(usual)
+        for outputs, expected in zip(self._steps(run, draw), reference, strict=True):
+            if len(outputs) != len(expected):
+                return [float("inf")] * max(len(expected), 1)
+            for index, (a, b, norm) in enumerate(zip(outputs, expected, norms, strict=True)):
+                error = relative_error(a, b, least_norm=norm)
+                worst[index] = max(worst[index], error if error == error else math.inf)
+        return worst
 
-    def _draw_errors(self, run: Run, draw: int, inputs: Sequence[Tensor] | None = None) -> list[float]:
-        outputs, reference = run(*(inputs or self.inputs[draw])), self.references[draw]
-        if len(outputs) != len(reference):
-            return [float("inf")] * len(reference)
-        return [relative_error(o, r) for o, r in zip(outputs, reference, strict=True)]
+    def range_draws(self, dtype: torch.dtype) -> Iterator[Draw]:
+        """The draws outside of the examples' range that eager, in the lane, can be called with."""
+        for draw in self._range_draws:
+            try:
+                self.own_errors(dtype, draw)
+            except Exception:  # the model does not take such inputs
+                continue
+            yield draw
 
-    def largest_jumps(self, dtype: torch.dtype, draw: int) -> list[float]:
+    def counts(self, dtype: torch.dtype, draw: Draw, output: int, error: float) -> bool:
+        """Whether an error on a draw decides anything.
+
+        Outside of the examples' range it does not where eager, in the lane, overflows; where it is so
+        inexact itself that it is no yardstick, all that a program has to be is finite.
+        """
+        own = self.own_errors(dtype, draw)[output]
+        if draw in self.draws or own <= LARGEST_LIMITS[dtype]:
+            return True
+        return math.isfinite(own) and not math.isfinite(error)
+
+    def largest_jumps(self, dtype: torch.dtype, draw: Draw) -> list[float]:
         """How far rounding alone moves eager's outputs on a draw; see the class."""
-        if (dtype, draw) not in self._jumps:
-            worst = [0.0] * len(self.references[draw])
+        if (dtype, draw.name) not in self._jumps:
+            worst = [0.0] * len(self.reference(draw)[0])
             for seed in range(ROUNDINGS):
                 generator = torch.Generator().manual_seed(seed)
                 model = private_copy(self._model)
                 with torch.no_grad():
                     for tensor in (*model.parameters(), *model.buffers()):
                         tensor.copy_(rounded_anew(tensor, dtype, generator))
-                inputs = [rounded_anew(t, dtype, generator) for t in self.inputs[draw]]
-                errors = self._draw_errors(self.eager(dtype, model), draw, inputs)
-                worst = [max(pair) for pair in zip(worst, errors, strict=True)]
-            self._jumps[dtype, draw] = worst
-        return self._jumps[dtype, draw]
+                eager = self.eager(dtype, model)
 
-    def check(self, run: Run, dtype: torch.dtype) -> Check:
-        """Verify something that maps flat inputs to flat outputs, as a program of the lane of `dtype`."""
-        if self.metric is not None:
-            return self._check_metric(run, self.metric)
+                def moved(*tensors: Tensor, run: Run = eager, seeded: torch.Generator = generator) -> Any:
+                    return run(*(rounded_anew(tensor, dtype, seeded) for tensor in tensors))
+
+                worst = [max(pair) for pair in zip(worst, self.errors(moved, draw), strict=True)]
+            self._jumps[dtype, draw.name] = worst
+        return self._jumps[dtype, draw.name]
+
+    def check(self, run: Run, dtype: torch.dtype, *, everywhere: bool = False) -> Check:
+        """Verify something that maps flat inputs to flat outputs, as a program of the lane of `dtype`.
+
+        `everywhere`: on the draws outside of the examples' range, too.
+        """
+        draws = [*self.draws, *(self.range_draws(dtype) if everywhere else ())]
         worst = Check(0.0, float("inf"), None)
-        largest_own = self.own_error(dtype)
-        for draw, errors in enumerate(self._errors(run)):
-            for output, error in enumerate(errors):
-                limit = self._limit(dtype, draw, output, error, largest_own)
-                if not error <= limit or not math.isfinite(error):
-                    text = f"output {output}: error {error:.2g} is over {limit:.2g}"
-                    return Check(error, limit, f"{text} (eager's own: {largest_own:.2g})")
-                if error >= worst.error:
-                    worst = Check(error, limit, None)
+        if self.metric is not None:
+            worst = self._check_metric(run, self.metric)
+            draws = []
+        if worst.passed:
+            for draw in draws:
+                check = self._check_draw(run, dtype, draw)
+                if not check.passed:
+                    return check
+                worst = max(worst, check, key=lambda found: found.error)
+        return self._check_faults(run, dtype, worst) if worst.passed else worst
+
+    def _check_draw(self, run: Run, dtype: torch.dtype, draw: Draw) -> Check:
+        worst = Check(0.0, float("inf"), None)
+        for output, error in enumerate(self.errors(run, draw)):
+            if not self.counts(dtype, draw, output, error):
+                continue
+            limit = self.limit(dtype, draw, output, error)
+            if not error <= limit or not math.isfinite(error):
+                place = "" if draw in self.draws else f" with {draw.name}"
+                text = f"output {output}{place}: error {error:.2g} is over {limit:.2g}"
+                own = self.own_error(dtype) if draw in self.draws else self.own_errors(dtype, draw)[output]
+                return Check(error, limit, f"{text} (eager's own: {own:.2g})")
+            if error >= worst.error:
+                worst = Check(error, limit, None)
         return worst
 
-    def _limit(self, dtype: torch.dtype, draw: int, output: int, error: float, largest_own: float) -> float:
-        if self.tolerance is not None:
+    def limit(self, dtype: torch.dtype, draw: Draw, output: int, error: float) -> float:
+        """The relative error that a program may have on a draw; `error` is what it has."""
+        is_usual = draw in self.draws
+        if self.tolerance is not None and is_usual:
             return self.tolerance
-        own = self._own_errors(dtype)
         usual = statistics.median_low(
-            [errors[output] for errors in own]
+            [self.own_errors(dtype, each)[output] for each in self.draws]
         )  # no draw's jump is another's licence
-        limit = self._allowed(dtype, max(usual, own[draw][output] if own[draw][output] < 1.0 else 0.0))
-        limit = min(limit, LARGEST_LIMIT)
+        mine = self.own_errors(dtype, draw)[output]
+        limit = min(self._allowed(dtype, max(usual, mine if mine < 1.0 else 0.0)), LARGEST_LIMITS[dtype])
+        limit = max(limit, self.tolerance or 0.0)
         if limit < error < 1.0:
-            limit = max(limit, self._allowed(dtype, self.largest_jumps(dtype, draw)[output]))
+            jump = self.largest_jumps(dtype, draw)[output]
+            bounds = min(self._allowed(dtype, jump), LARGEST_LIMITS[dtype]), AS_FAR * jump
+            limit = max(limit, *bounds)
         return limit
 
     @staticmethod
@@ -178,12 +274,74 @@ class Verifier:
     def _check_metric(self, run: Run, metric: Metric) -> Check:
         limit = self.tolerance if self.tolerance is not None else 0.0
         restore, worst = self._captured.layout.restore, 0.0
-        for tensors, reference in zip(self.inputs, self.references, strict=True):
-            outputs = run(*tensors)
-            pairs = zip(outputs, reference, strict=True)
-            if any(bool((torch.isfinite(r) & ~torch.isfinite(o)).any()) for o, r in pairs):
-                return Check(float("inf"), limit, "NaN or Inf where the original has none")
-            value = float(metric(restore(list(outputs)), restore(reference)))
-            worst = max(worst, value if value == value else float("inf"))
+        for draw in self.draws:
+            for outputs, reference in zip(self._steps(run, draw), self.reference(draw), strict=True):
+                pairs = zip(outputs, reference, strict=True)
+                if any(bool((torch.isfinite(r) & ~torch.isfinite(o)).any()) for o, r in pairs):
+                    return Check(float("inf"), limit, "NaN or Inf where the original has none")
+                count = len(reference) - len(self._captured.state)
+                value = float(metric(restore(list(outputs[:count])), restore(reference[:count])))
+                worst = max(worst, value if value == value else float("inf"))
         reason = None if worst <= limit else f"the metric gives {worst:.3g}, over the tolerance {limit:.3g}"
         return Check(worst, limit, reason)
+
+    def _check_faults(self, run: Run, dtype: torch.dtype, check: Check) -> Check:
+        """The check with what becomes of NaN and infinities in one element of the inputs."""
+        spread = None
+        for draw, masks in self._faults(dtype):
+            found = self._steps(run, draw)
+            for outputs, expected in zip(found, masks, strict=True):
+                for index, (output, mask) in enumerate(zip(outputs, expected, strict=True)):
+                    bad = _not_finite(output)
+                    if bool((mask & ~bad).any()):
+                        lost, all_of_them = int((mask & ~bad).sum()), int(mask.sum())
+                        reason = (
+                            f"output {index} with {draw.name}: {lost} of the {all_of_them} elements that are "
+                            "not finite in eager are: a sensor's fault would be lost"
+                        )
+                        return Check(check.error, check.limit, reason)
+                    if spread is None and bool((bad & ~mask).any()):
+                        shares = float(bad.double().mean()), float(mask.double().mean())
+                        spread = (
+                            f"{draw.name} of the inputs makes {shares[0]:.1%} of output {index} not finite, "
+                            f"for {shares[1]:.1%} in eager"
+                        )
+        if spread is not None and self.faults == "exact":
+            return Check(check.error, check.limit, f'{spread}, which nan="exact" forbids')
+        return Check(check.error, check.limit, check.reason, spread)
+
+    def _faults(self, dtype: torch.dtype) -> Iterator[tuple[Draw, list[list[Tensor]]]]:
+        """The draws with a fault, and which elements of the outputs of each call are not finite then.
+
+        That is in eager of the lane and in float64: an algorithm of eager's own may spread a fault further.
+        """
+        for draw in self._fault_draws if self.faults != "ignore" else ():
+            if (dtype, draw.name) not in self._masks:
+                try:
+                    self._masks[dtype, draw.name] = self._fault_masks(dtype, draw)
+                except Exception:  # the model does not take such inputs
+                    self._masks[dtype, draw.name] = None
+            if (masks := self._masks[dtype, draw.name]) is not None:
+                yield draw, masks
+
+    def _fault_masks(self, dtype: torch.dtype, draw: Draw) -> list[list[Tensor]]:
+        eager, exact = self._steps(self.eager(dtype), draw), self.reference(draw)
+        return [
+            [_not_finite(a) & _not_finite(b) for a, b in zip(*calls, strict=True)]
+            for calls in zip(eager, exact, strict=True)
+        ]
+
+
+def _widened(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors)
+
+
+def _norm(tensor: Tensor) -> float:
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return 0.0
+    finite = torch.isfinite(tensor)
+    return float(torch.linalg.vector_norm(tensor[finite].double().abs()))
+
+
+def _not_finite(tensor: Tensor) -> Tensor:
+    return ~torch.isfinite(tensor)

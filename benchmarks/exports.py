@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ampopt.capture import Captured, capture, private_copy
+from ampopt.capture import Captured, capture
 from ampopt.environment import environment
+from ampopt.model_copy import private_copy
 from ampopt.onnx_export import PRECISIONS, export_onnx
 from ampopt.onnx_options import CPU, CUDA
 from ampopt.quiet import quiet

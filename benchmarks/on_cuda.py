@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampopt.capture import Captured, capture, private_copy
+from ampopt.capture import Captured, capture
 from ampopt.environment import environment
 from ampopt.lanes import Lane, lanes_for
+from ampopt.model_copy import private_copy
 from benchmarks.race_networks import RACE, racer
 from benchmarks.results_files import Row, commit, results_folder
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ampopt.capture import capture, device_of, private_copy
+from ampopt.capture import capture
 from ampopt.executable import executable
 from ampopt.graph import calls, copy_of, finish, record_shapes, tensor_meta
 from ampopt.lanes import Lane
+from ampopt.model_copy import device_of, private_copy
 from ampopt.numerics import MULTIPLES, fresh_draw, relative_error
 from ampopt.program import Program, Settings
 from ampopt.signature import flatten_outputs

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ampopt import OptimizedModule
-from ampopt.capture import capture, private_copy
+from ampopt.capture import capture
+from ampopt.model_copy import private_copy
 from ampopt.onnx_verify import emulated
 from ampopt.portable import portable_program
 from examples.ball_detector.comparison import Array

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 import ampopt
-from ampopt.capture import Captured, capture, device_of, private_copy
+from ampopt.capture import Captured, capture
 from ampopt.graph import aten, copy_of, finish, insert_call
 from ampopt.lanes import Lane
 from ampopt.ledger import Entry, Ledger
+from ampopt.model_copy import device_of, private_copy
 from ampopt.pass_manager import LaneState, PassManager
 from ampopt.program import Program, Settings
 from ampopt.runtime import OptimizedModule

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampopt.numerics import FLOORS, MULTIPLES
+from ampopt.numerics import FLOORS, LARGEST_LIMITS, MULTIPLES
 from ampopt.verify import Verifier
 from tests.ampopt.planted import captured_of
 from tests.helpers import Model
@@ -206,3 +206,118 @@ def test_a_flip_that_rounding_alone_can_cause_is_accepted() -> None:
 def test_a_real_wrong_rewrite_of_a_model_with_ties_is_refused(wrong: Any, eager_flips: bool) -> None:
     verifier, original = verifier_of(SegNet(), near_ties(eager_flips))
     assert not verifier.check(lambda x: [wrong(original(x))], torch.float32).passed
+
+
+def state_model() -> Model:
+    """A leaky integrator whose state is in a buffer."""
+
+    def step(m: Any, x: Tensor) -> Tensor:
+        m.h = 0.5 * m.h + m.linear(x)
+        return m.h.tanh()
+
+    torch.manual_seed(0)
+    return Model(step, linear=nn.Linear(16, 3), h=torch.zeros(2, 3)).eval()  # type: ignore[return-value]
+
+
+def test_a_state_is_verified_over_calls_in_a_row() -> None:
+    verifier, _ = verifier_of(state_model(), X)
+    eager = verifier.eager(torch.float32)
+    assert verifier.check(eager, torch.float32).passed
+
+    def forgets(x: Tensor, h: Tensor) -> list[Tensor]:
+        return list(eager(x, torch.zeros_like(h)))
+
+    def drifts(x: Tensor, h: Tensor) -> list[Tensor]:
+        out, left = eager(x, h)
+        return [out, left * 1.001]
+
+    assert not verifier.check(forgets, torch.float32).passed
+    assert not verifier.check(drifts, torch.float32).passed
+
+
+def test_the_limit_has_a_bound_however_wrong_eager_is() -> None:
+    def noisy(m: Any, x: Tensor) -> Tensor:  # FP32 loses most digits here, float64 does not
+        return (1e7 + m.linear(x)) - 1e7
+
+    verifier, original = verifier_of(Model(noisy, linear=nn.Linear(16, 3)), X)
+    assert verifier.own_error(torch.float32) > LARGEST_LIMITS[torch.float32]
+    assert not verifier.check(lambda x: [original(x) * 5], torch.float32).passed
+
+
+def softplus_by_hand(x: Tensor) -> list[Tensor]:
+    return [torch.log(torch.sigmoid(x))]
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_program_that_is_right_in_the_examples_range_only(everywhere: bool) -> None:
+    verifier, _ = verifier_of(Model(lambda m, x: F.logsigmoid(x)), X)
+    check = verifier.check(softplus_by_hand, torch.float32, everywhere=everywhere)
+    assert check.passed is not everywhere
+    if everywhere:
+        assert check.reason is not None
+        assert "inputs x" in check.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("inputs of 0", lambda x: (x == 0).all()),
+        ("constant inputs", lambda x: (x == x.flatten()[0]).all() & (x > 0).all()),
+        ("constant negative inputs", lambda x: (x == x.flatten()[0]).all() & (x < 0).all()),
+        ("one hot element", lambda x: (x != 0).sum() == 1),
+        ("inputs x0.01", lambda x: (x.abs().max() < 0.1) & (x.abs().max() > 0)),
+        ("inputs x10", lambda x: (x.abs().max() > 9) & (x.abs().max() < 90)),
+        ("inputs x100", lambda x: x.abs().max() > 90),
+    ],
+)
+def test_every_range_is_drawn(name: str, wrong: Any) -> None:
+    verifier, original = verifier_of(nn.Linear(16, 3), X)
+    check = verifier.check(
+        lambda x: [original(x) * (2 if bool(wrong(x)) else 1)], torch.float32, everywhere=True
+    )
+    assert check.reason is not None
+    assert name in check.reason
+
+
+def test_where_eager_overflows_or_is_no_yardstick_nothing_is_decided() -> None:
+    verifier, original = verifier_of(Model(lambda m, x: torch.exp(20 * x)), X)
+    assert verifier.check(lambda x: [original(x)], torch.float32, everywhere=True).passed
+    normalized, model = verifier_of(Model(lambda m, x: F.layer_norm(x, (16,), eps=1e-12)), X)
+    assert normalized.check(lambda x: [model(x + 1e-7)], torch.float32, everywhere=True).passed
+
+
+def swallowing(x: Tensor) -> list[Tensor]:
+    return [torch.where(x > 0, x, torch.zeros(()))]  # NaN is not greater than 0
+
+
+def spreading(x: Tensor) -> list[Tensor]:
+    return [x.relu() + 0 * x.sum()]
+
+
+@pytest.mark.parametrize(
+    ("run", "faults", "passes"),
+    [
+        (swallowing, "keep", False),
+        (swallowing, "exact", False),
+        (swallowing, "ignore", True),
+        (spreading, "keep", True),
+        (spreading, "exact", False),
+    ],
+)
+def test_a_fault_in_one_element_stays_one(run: Any, faults: Any, passes: bool) -> None:
+    verifier, _ = verifier_of(nn.ReLU(), X, faults=faults)
+    check = verifier.check(run, torch.float32)
+    assert check.passed is passes
+    assert (check.spread is not None) is (run is spreading and passes)
+
+
+def test_a_fault_counts_in_every_lane_with_a_metric_and_with_a_tolerance() -> None:
+    for options in ({"metric": lambda a, b: 0.0}, {"tolerance": 0.5}):
+        verifier, _ = verifier_of(nn.ReLU(), X, **options)
+        for dtype in (torch.float32, torch.bfloat16):
+            assert not verifier.check(swallowing, dtype).passed
+
+
+def test_a_fault_that_eager_hides_itself_need_not_be_kept() -> None:
+    verifier, _ = verifier_of(Model(lambda m, x: torch.nan_to_num(x, 0.0, 0.0, 0.0)), X)
+    assert verifier.check(lambda x: [torch.nan_to_num(x, 0.0, 0.0, 0.0)], torch.float32).passed

@@ -1,0 +1,71 @@
+"""Copies of the user's model to work on, and where it computes; the model itself is never called."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampopt.errors import InputError
+from ampopt.signature import tensors_of
+
+
+def private_copy(model: nn.Module, device: torch.device | None = None) -> nn.Module:
+    """A deep copy of a model in evaluation mode, without gradients, on `device` (None: where it is).
+
+    Tensors that are results of other tensors (an old-style `weight_norm`) are cloned, because PyTorch
+    refuses to copy them. Raises InputError where the model cannot be copied.
+    """
+    duplicate = _deep_copy(model, {})
+    for parameter in duplicate.parameters():
+        parameter.requires_grad_(False)
+    duplicate.eval()
+    return duplicate if device is None else duplicate.to(device)
+
+
+def working_copy(model: nn.Module) -> nn.Module:
+    """A copy of a private copy that shares its parameters, and nothing else that a call could change.
+
+    What captures, verifies and times calls such copies, so that the one that serves the user stays as it
+    was. Buffers and Python's attributes are the copy's own.
+    """
+    return _deep_copy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+
+def _deep_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+    try:
+        with (
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+        ):  # a TorchScript's parameters are clones
+            return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise InputError(
+            f"the model cannot be copied ({error}); ampopt works on a copy so that yours stays as it is: "
+            "remove what cannot be deep-copied from its attributes"
+        ) from error
+
+
+def device_of(model: nn.Module, leaves: Sequence[Any]) -> torch.device:
+    """Where a model computes: the device of its weights, else of its inputs. InputError where they differ."""
+    devices = {t.device for t in (*model.parameters(), *model.buffers())}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise InputError(f"the model's weights are on several devices ({names}); ampopt optimizes for one")
+    tensors = tensors_of(leaves)
+    return next(iter(devices)) if devices else (tensors[0].device if tensors else torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def untouched_rng(device: torch.device) -> Iterator[None]:
+    """Put the random number generators back as they were after the block."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
