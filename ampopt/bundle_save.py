@@ -23,7 +23,7 @@ from torch import Tensor
 from ampopt.bundle_files import write_bundle
 from ampopt.call_file import write_call
 from ampopt.environment import device_name, environment
-from ampopt.errors import InputError
+from ampopt.errors import ExportError, InputError
 from ampopt.frames import frame_call
 from ampopt.measure import latency
 from ampopt.model_hash import model_hash
@@ -77,6 +77,11 @@ def save_bundle(
     if onnx not in ("auto", "fp32", "fp16", None):
         raise InputError(f"onnx={onnx!r}: choose 'auto', 'fp32', 'fp16', or None for a bundle without ONNX")
     captured, original, recipe = module._captured, module._original[0], module._recipe
+    if captured.state:
+        raise ExportError(
+            f"the model keeps a state from call to call in its buffer {captured.state[0]}, which a bundle "
+            "cannot hold: export_onnx writes it as an input and an output of the file"
+        )
     inputs = input_names_of(captured)
     outputs = output_names_of(captured, inputs)
     verifier = OnnxVerifier(original, captured, draws=0)  # the self-test is of the example inputs

@@ -32,6 +32,11 @@ def dims_of(dynamic: Dynamic, captured: Captured, names: Sequence[str]) -> Dims:
     examples = dict(zip(names, captured.program.examples, strict=True))
     if dynamic is None:
         return tuple({} for _ in names)
+    if captured.state:
+        raise InputError(
+            f"dynamic: the model keeps a state in its buffer {captured.state[0]}, whose sizes are fixed: "
+            "export it with static shapes"
+        )
     if isinstance(dynamic, str):
         if dynamic != "batch":
             raise InputError(f'dynamic={dynamic!r}: say "batch", or {{input: {{dimension: name}}}}')
@@ -65,9 +70,7 @@ def capture_dynamic(model: nn.Module, captured: Captured, dims: Dims) -> Capture
         with Settings().scope(device), untouched_rng(device), quiet():
             specification = shapes.dynamic_shapes(model, args, kwargs)
             exported = torch.export.export(model, args, kwargs, dynamic_shapes=specification, strict=False)
-            graph, state = lower(exported)
-            if state:
-                raise CaptureError(f"the model keeps a state in its buffer {state[0]}")
+            graph, _ = lower(exported)
     except Exception as error:
         raise refusal(model, dims, error) from error
     for node in calls(graph, [aten._assert_scalar.default]):

@@ -183,9 +183,15 @@ def export_onnx(
         nodes_off_gpu=check.nodes_off_gpu,
         providers=check.providers,
         onnxruntime=str(need("onnxruntime", "onnx").__version__),
-        notes=check.notes,
+        notes=(*check.notes, *_how_to_keep(captured, inputs)),
         seconds=time.perf_counter() - started,
     )
+
+
+def _how_to_keep(captured: Captured, inputs: Sequence[str]) -> list[str]:
+    """How the caller of a file keeps the model's state."""
+    states = inputs[len(inputs) - len(captured.state) :]
+    return [f"state: give the next call what this one returns as {name}_next for {name}" for name in states]
 
 
 def _calls(captured: Captured, traced: Captured, dims: Dims) -> tuple[Captured, ...]:

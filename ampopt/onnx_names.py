@@ -14,10 +14,16 @@ from ampopt.signature import OutputLayout
 
 
 def input_names_of(captured: Captured, given: Sequence[str] | None = None) -> tuple[str, ...]:
-    """A name for each input tensor: `given`, or the parameters' names of the model's `forward`."""
+    """A name for each input tensor: `given`, or the parameters' names of the model's `forward`.
+
+    The buffers that hold a state come last, under their own names.
+    """
     placeholders = [node for node in captured.program.graph.graph.nodes if node.op == "placeholder"]
     own = tuple(str(node.target) for node in placeholders)
-    return own if given is None else _checked(given, len(own), "input")
+    if given is None:
+        return own
+    count = len(own) - len(captured.state)
+    return _with_state(_checked(given, count, "input"), own[count:])
 
 
 def output_names_of(
@@ -26,19 +32,26 @@ def output_names_of(
     """A name for each output tensor: `given`, or the keys of the result's dicts and named tuples.
 
     A tensor without a key is `output`, `output_1`, and so on, by its place among all of them; `inputs` are
-    names that are taken.
+    names that are taken. What a call leaves in a buffer that holds a state is `<buffer>_next`, and last.
     """
+    states = tuple(f"{name}_next" for name in inputs[len(inputs) - len(captured.state) :])
     if given is not None:
-        names = _checked(given, len(captured.program.exit), "output")
+        names = _checked(given, len(captured.program.exit) - len(states), "output")
         if taken := set(names) & set(inputs):
             raise InputError(f"output_names: {sorted(taken)[0]!r} is the name of an input, too")
-        return names
+        return _with_state(names, states)
     names_so_far: list[str] = []
     for index, path in enumerate(_paths(captured.layout)):
         named = itertools.dropwhile(lambda part: isinstance(part, pytree.SequenceKey), path)
         name = "_".join(_text(part) for part in named) or (f"output_{index}" if index else "output")
-        names_so_far.append(_free(name, {*names_so_far, *inputs}))
-    return tuple(names_so_far)
+        names_so_far.append(_free(name, {*names_so_far, *inputs, *states}))
+    return (*names_so_far, *states)
+
+
+def _with_state(names: tuple[str, ...], states: tuple[str, ...]) -> tuple[str, ...]:
+    if taken := set(names) & set(states):
+        raise InputError(f"{sorted(taken)[0]!r} is the name of the model's state: choose another")
+    return (*names, *states)
 
 
 def _paths(layout: OutputLayout) -> list[tuple[Any, ...]]:

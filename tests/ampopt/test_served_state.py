@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ampopt
+from ampopt.errors import ExportError, InputError
 from ampopt.lanes import Lane
 from ampopt.ledger import Ledger
 from ampopt.model_copy import private_copy
@@ -165,3 +167,27 @@ def test_a_state_that_is_not_lifted_is_named_and_served_from_its_beginning() -> 
             assert same(fast(x), twin(x))
         fast.reset_state()
         twin = private_copy(model)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_onnx_file_takes_and_returns_the_state(precision: str, tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model = keeping(_smooth)
+    fast, twin = served(model), private_copy(model)
+    report = fast.export_onnx(tmp_path / "m.onnx", precision=precision)
+    assert (report.inputs, report.output_names) == (("inputs_0", "h"), ("output", "h_next"))
+    assert report.notes[-1] == "state: give the next call what this one returns as h_next for h"
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
+    state = model.get_buffer("h").numpy()
+    for x in frames(4):
+        out, state = session.run(None, {"inputs_0": x.numpy(), "h": state})
+        assert same(torch.from_numpy(out), twin(x), 1e-2 if precision == "fp16" else 1e-4)
+
+
+def test_what_cannot_hold_a_state_says_so(tmp_path: Path) -> None:
+    fast = served(keeping(_smooth))
+    with pytest.raises(InputError, match="keeps a state in its buffer h, whose sizes are fixed"):
+        fast.export_onnx(tmp_path / "m.onnx", dynamic="batch")
+    with pytest.raises(ExportError, match="keeps a state from call to call in its buffer h"):
+        fast.save(tmp_path / "m.ampopt")
+    assert list(tmp_path.iterdir()) == []
