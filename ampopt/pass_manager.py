@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ampopt.errors import AmpoptError, first_line
+from ampopt.executable import executable
 from ampopt.lanes import Lane
 from ampopt.ledger import Entry, Ledger, Timing, Verdict
 from ampopt.measure import device_time, engine_latency, latency, peak_memory, synchronize
+from ampopt.numerics import Check
 from ampopt.program import Program
 from ampopt.rehearsal import Stage
 from ampopt.sampling import Measurement, Sampler, gain, interleave, joined
@@ -113,6 +115,33 @@ class PassManager:
         if recipe:
             self._try(state, "tuned before", [_Recall(recipe)], state.base)
         return state.best.program.recipe == recipe
+
+    def settle(self, state: LaneState) -> Check:
+        """Verify a lane's winner far outside of the examples' range, too; what is wrong there is taken out.
+
+        Returns the check of what is left. Which pass is wrong is found by bisection: it is the one with
+        which the recipe begins to be.
+        """
+        while True:
+            self._began, recipe = time.perf_counter(), state.best.program.recipe
+            check = self._verifier.check(state.best.run, state.lane.dtype, everywhere=True)
+            if check.passed or not recipe:
+                return check
+            wrong = recipe[self._right_until(state, recipe)]
+            state.best = Subject(replay(tuple(step for step in recipe if step is not wrong), state.base))
+            lane, found = state.lane.name, {"error": check.error, "limit": check.limit}
+            entry = Entry(lane, wrong.name, Verdict.REVERTED, "", **found)
+            self._record(entry, reason=f"it won, but is wrong elsewhere: {check.reason}")
+
+    def _right_until(self, state: LaneState, recipe: tuple[Pass, ...]) -> int:
+        """How many passes of a recipe that is wrong somewhere are right together."""
+        right, wrong = 0, len(recipe)
+        while wrong - right > 1:
+            middle = (right + wrong) // 2
+            program = replay(recipe[:middle], state.base)
+            check = self._verifier.check(executable(program), state.lane.dtype, everywhere=True)
+            right, wrong = (middle, wrong) if check.passed else (right, middle)
+        return right
 
     def _give_second_chances(self, state: LaneState, passes: Sequence[Pass]) -> None:
         """Try passes that were right but too slow again, where those that come after them are there.

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from ampopt.graph import aten
+from ampopt.graph import aten, copy_of, finish, insert_call
 from ampopt.ledger import Verdict
+from ampopt.numerics import Check
 from ampopt.pass_manager import PassManager
 from ampopt.program import Program
 from ampopt.transform import Declined, Result
@@ -297,3 +298,48 @@ class _Heavy(Planted):
         for _ in range(40):
             program = rewritten(rewritten(program, aten.mul.Tensor, 2.0), aten.mul.Tensor, 0.5)
         return Result(program, 80)
+
+
+@dataclasses.dataclass(frozen=True)
+class WrongAtLargeInputs(Planted):
+    """Right within the examples' range, and zero where an input is over 50."""
+
+    def apply(self, program: Program) -> Result:
+        """Multiply by 0 there."""
+        module = copy_of(program.graph)
+        output = module.graph.output_node()
+        first = output.all_input_nodes[0]
+        (x,) = module.graph.find_nodes(op="placeholder")
+        small = insert_call(
+            module, output, aten.lt.Scalar, insert_call(module, output, aten.max.default, x), 50.0
+        )
+        output.replace_input_with(first, insert_call(module, output, aten.mul.Tensor, first, small))
+        return Result(program.with_graph(finish(module)), 1)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_a_winner_that_is_wrong_outside_of_the_examples_range_loses_the_pass_that_is(
+    monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    passes: list[Planted] = [Planted(f"good{number}") for number in range(3)]
+    passes.insert(place, WrongAtLargeInputs("narrow"))
+    costs = {step.name: 0.5 for step in passes}
+    bench = Bench(monkeypatch, nn.Linear(8, 4), torch.randn(2, 8), cost=costs)
+    bench.rewrite(*passes)
+    assert "narrow" in bench.kept
+    check = bench.manager.settle(bench.state)
+    assert check.passed
+    assert bench.kept == ["good0", "good1", "good2"]
+    last = bench.ledger.entries[-1]
+    assert (last.name, last.verdict) == ("narrow", Verdict.REVERTED)
+    assert "inputs x100" in last.reason
+
+
+def test_a_lane_that_is_wrong_from_the_start_is_left_with_no_pass_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(monkeypatch, nn.Linear(8, 4), torch.randn(2, 8), cost={"good": 0.5})
+    bench.rewrite(Planted("good"))
+    monkeypatch.setattr(bench.verifier, "check", lambda *a, **k: Check(1.0, 0.1, "wrong"))
+    assert not bench.manager.settle(bench.state).passed
+    assert bench.kept == []
