@@ -57,7 +57,10 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'ampopt' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    from ampopt.process_state import imports_kept  # it takes NumPy to load
+
+    with imports_kept():
+        return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

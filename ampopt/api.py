@@ -19,18 +19,22 @@ from ampopt.model_copy import device_of, private_copy, untouched_rng, working_co
 from ampopt.optimizer import Optimizer, Options
 from ampopt.pass_manager import Progress
 from ampopt.passes import ENGINES
+from ampopt.process_state import process_kept
 from ampopt.program import autocast_scope
 from ampopt.progress import progress_line
 from ampopt.regions import PartlyOptimizedModule, optimize_regions
 from ampopt.rehearsal import Stage
 from ampopt.runtime import OptimizedModule
 from ampopt.signature import flatten_call
+from ampopt.turns import optimizing
 from ampopt.verify import Metric
 
 WORTH_A_STAGE_S = 20.0
 """From this time budget on, a GPU's process for rehearsals is begun at once: it will probably be needed."""
 
 
+@optimizing.taken()
+@process_kept()
 def optimize(
     model: nn.Module,
     example_inputs: Any = None,
@@ -51,7 +55,8 @@ def optimize(
     """Make a model faster for inference, and prove it.
 
     Every pass is applied, verified against `model` in float64 and timed before and after, in FP32 and in
-    mixed precision; only what is right and really helps is kept. `model` itself is never changed.
+    mixed precision; only what is right and really helps is kept. `model` itself is never changed, and nothing
+    of the process is. A call waits for one that goes on in another thread: both would mistime what they try.
 
     Args:
         model: any module; it is optimized as it is in evaluation mode.

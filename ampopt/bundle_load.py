@@ -28,6 +28,7 @@ from ampopt.ledger import Ledger
 from ampopt.measure import engine_latency
 from ampopt.numerics import relative_error
 from ampopt.optimizer import Optimizer, Options
+from ampopt.process_state import process_kept
 from ampopt.program import Settings
 from ampopt.program_file import read_program
 from ampopt.recipe_file import read_recipe
@@ -96,6 +97,7 @@ class _Restored(nn.Module):
         return captured.layout.restore(list(self.graph(*entered)))
 
 
+@process_kept()
 def load(
     path: str | os.PathLike[str],
     *,

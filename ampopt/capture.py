@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ampopt.capturing import capturing
 from ampopt.errors import CaptureError
 from ampopt.flags import older_flags_readable
 from ampopt.lowering import lower
 from ampopt.model_copy import untouched_rng, working_copy
 from ampopt.model_state import Behaviour, behaviour_of
 from ampopt.program import Border, Program, autocast_scope
-from ampopt.quiet import quiet
 from ampopt.signature import OutputLayout, flatten_call, flatten_outputs, tensors_of
 
 
@@ -84,7 +84,7 @@ def capture(
     leaves, spec = flatten_call(args, kwargs)
     positional, named, kind = tuple(args), dict(sorted(kwargs.items())), type(model).__name__
     try:
-        with _plain_world(device), untouched_rng(device), quiet(), older_flags_readable():
+        with capturing(), _plain_world(device), untouched_rng(device), older_flags_readable():
             behaviour = behaviour_of(model, positional, named, device)
             _check_behaviour(model, behaviour, lift_state=lift_state)  # an export may leave fakes in a global
             exported = _export(working_copy(model), positional, named)
@@ -93,7 +93,7 @@ def capture(
     except Exception as error:
         raise CaptureError(f"torch.export cannot capture {kind}: {_short(error)}") from error
     try:
-        with _plain_world(device), untouched_rng(device), quiet(), older_flags_readable():
+        with capturing(), _plain_world(device), untouched_rng(device), older_flags_readable():
             graph, state = lower(exported)
             result = working_copy(model)(*args, **kwargs)
     except CaptureError:

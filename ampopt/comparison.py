@@ -20,12 +20,14 @@ from ampopt.measure import engine_latency
 from ampopt.model_copy import device_of
 from ampopt.optimizer import Options
 from ampopt.passes import ENGINES, LAUNCHES
+from ampopt.process_state import process_kept
 from ampopt.program import Program
 from ampopt.progress import progress_line
 from ampopt.rehearsal import Stage
 from ampopt.sampling import Gain, Measurement, gain, interleave
 from ampopt.signature import describe, flatten_call
 from ampopt.transform import Pass
+from ampopt.turns import optimizing
 from ampopt.verify import Verifier
 
 MODES = ("alone", "cumulative", "left out")
@@ -162,6 +164,8 @@ class _Comparer:
             return ComparedPass(self.lane.name, mode, step.name, None, None, None, f"failed: {error}")
 
 
+@optimizing.taken()
+@process_kept()
 def compare(
     model: nn.Module,
     example_inputs: Any = None,
@@ -180,7 +184,7 @@ def compare(
 
     "alone" applies one pass to the captured model (with the lane's precision baked in); "cumulative" adds the
     passes one after another; "left out" takes one pass out of the full sequence. Every program is verified;
-    nothing is kept. The arguments are those of `optimize`.
+    nothing is kept. The arguments are those of `optimize`, for which, and for another `compare`, it waits.
 
     Raises InputError where the arguments do not fit the model, CaptureError where it is no single graph.
     """

@@ -13,6 +13,7 @@ from ampopt.capture import Captured
 from ampopt.ledger import Ledger
 from ampopt.onnx_dynamic import Dynamic
 from ampopt.onnx_export import OnnxReport, export_onnx
+from ampopt.process_state import process_kept
 from ampopt.program import Program
 from ampopt.transform import Recipe
 
@@ -26,6 +27,7 @@ class Deployable(nn.Module):
     _captured: Captured
     _recipe: Recipe
 
+    @process_kept()
     def export_onnx(
         self,
         path: str | os.PathLike[str],
@@ -61,6 +63,7 @@ class Deployable(nn.Module):
             force=force,
         )
 
+    @process_kept()
     def save(
         self,
         path: str | os.PathLike[str],

@@ -1,47 +1,35 @@
 """Global PyTorch switches set for a `with` block and put back after it, whichever way it ends.
 
 cuDNN's and cuBLAS's switches are process-wide, so two threads inside different scopes would see each
-other's; one lock lets one scope in at a time. A thread that waits for work in another one lends it its
-turn. Calls that replay a CUDA graph need none of this.
+other's; one scope at a time has its turn. A thread that waits for work in another one lends it its
+turns. Calls that replay a CUDA graph need none of this.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, wait
 from typing import Any, TypeVar
 
 import torch
 
-_lock = threading.RLock()
-_lent = threading.local()
+from ampopt.turns import switching, this_thread, working_for
+
 _T = TypeVar("_T")
 
 
-@contextlib.contextmanager
-def _turn() -> Iterator[None]:
-    """This thread's turn to set the switches: its own, or the one that a waiting thread has lent it."""
-    if getattr(_lent, "here", False):
-        yield
-    else:
-        with _lock:
-            yield
-
-
 def work_elsewhere(pool: Executor, work: Callable[[], _T]) -> _T:
-    """Do `work` in a thread of `pool` and wait for it; scopes entered there have this thread's turn."""
+    """Do `work` in a thread of `pool` and wait for it; it has this thread's turns."""
 
-    def with_lent_turn() -> _T:
-        _lent.here = True
-        try:
+    me = this_thread()
+
+    def with_lent_turns() -> _T:
+        with working_for(me):
             return work()
-        finally:
-            _lent.here = False
 
-    with _turn():
-        future = pool.submit(with_lent_turn)
+    with switching.taken():
+        future = pool.submit(with_lent_turns)
         try:
             return future.result()
         finally:
@@ -86,7 +74,7 @@ def older_flags_readable() -> Iterator[None]:
     else:
         yield
         return
-    with _turn():
+    with switching.taken():
         before = _precision()
         backends.cudnn.allow_tf32 = backends.cuda.matmul.allow_tf32 = False
         try:
@@ -99,7 +87,7 @@ def older_flags_readable() -> Iterator[None]:
 def cuda_math(*, tf32: bool, search: bool) -> Iterator[None]:
     """TF32 allowed or not, cuDNN's algorithm search on or off, for the block."""
     cudnn = torch.backends.cudnn
-    with _turn():
+    with switching.taken():
         before_precision, before_search = _precision(), cudnn.benchmark
         _set_precision(("tf32" if tf32 else "ieee",) * 3)
         cudnn.benchmark = search

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ampopt.capture import Captured
+from ampopt.capturing import capturing
 from ampopt.errors import CaptureError, ExportError, InputError
 from ampopt.graph import aten, calls, finish
 from ampopt.lowering import lower
-from ampopt.model_copy import untouched_rng
+from ampopt.model_copy import untouched_rng, working_copy
 from ampopt.program import Settings
-from ampopt.quiet import quiet
 
 Dynamic = str | Mapping[str, Mapping[int, str]] | None
 """None: static shapes; "batch": dimension 0 of every input; or {input: {dimension: name}}."""
@@ -59,6 +59,7 @@ def capture_dynamic(model: nn.Module, captured: Captured, dims: Dims) -> Capture
     A size of 1 is taken for a constant by `torch.export`. Raises ExportError with its reason where the
     model fixes a dimension that was to be dynamic.
     """
+    model = working_copy(model)
     leaves = _with_tensors(captured, _enlarged(captured, dims, at_least=2))
     args, kwargs = pytree.tree_unflatten(leaves, captured.spec)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
@@ -67,7 +68,7 @@ def capture_dynamic(model: nn.Module, captured: Captured, dims: Dims) -> Capture
         shapes[tensor] = dict.fromkeys(named, torch.export.Dim.DYNAMIC)
     device = captured.program.device
     try:
-        with Settings().scope(device), untouched_rng(device), quiet():
+        with capturing(), Settings().scope(device), untouched_rng(device):
             specification = shapes.dynamic_shapes(model, args, kwargs)
             exported = torch.export.export(model, args, kwargs, dynamic_shapes=specification, strict=False)
             graph, _ = lower(exported)

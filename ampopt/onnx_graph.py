@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ampopt.capturing import capturing
 from ampopt.emulated_half import EmulatedHalf
 from ampopt.errors import ExportError, InputError
 from ampopt.graph import aten, cast_for_readers, copy_of, dtype_of, finish, insert_call, record_shapes, where
 from ampopt.onnx_dynamic import Dims, rename_dims
 from ampopt.program import Program
-from ampopt.quiet import quiet
 
 OPSETS = {"onnxruntime": 20, "tensorrt": 18, "openvino": 18}
 """The opset that a file for each target is written in: the newest that widely used versions of it read."""
@@ -52,9 +52,9 @@ def model_of(
     shapes = tuple(dict.fromkeys(named, torch.export.Dim.DYNAMIC) for named in dims)
     dynamic = shapes if any(dims) else None
     try:
-        with quiet(), torch.no_grad(), EmulatedHalf():
+        with capturing(), torch.no_grad(), EmulatedHalf():
             exported = torch.export.export(graph, examples, dynamic_shapes=dynamic, strict=False)
-        with quiet(), torch.no_grad():
+        with capturing(), torch.no_grad():
             result = torch.onnx.export(
                 exported,
                 dynamo=True,

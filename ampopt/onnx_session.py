@@ -5,7 +5,6 @@ Nothing here needs PyTorch. ONNX Runtime itself is loaded with the first session
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import io
 import math
@@ -19,6 +18,7 @@ import numpy as np
 from ampopt.errors import InputError
 from ampopt.onnx_options import CPU, CUDA, LEVELS, SessionError, SessionOptions
 from ampopt.pinned import HostCopies, cuda_runtime
+from ampopt.quiet import quiet
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -237,7 +237,7 @@ def _preload(ort: Any) -> str:
     """Load CUDA and cuDNN from NVIDIA's wheels, which also torch uses; returns what was said of failures."""
     if not hasattr(ort, "preload_dlls"):
         return ""
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with quiet(said := io.StringIO()):  # others write to the standard output meanwhile
         ort.preload_dlls()
     return " ".join(said.getvalue().split())
 

@@ -1,31 +1,129 @@
-"""Keep off the user's terminal what PyTorch's exporters say there; their exceptions say it all."""
+"""Keep off the user's terminal what PyTorch's exporters say there; their exceptions say it all.
+
+Only what the thread in the block says is dropped. Standard streams, logging and warnings are the process's,
+and other threads use them meanwhile: `redirect_stdout` would swallow their words, and `catch_warnings` of two
+threads leaves one's filters to the other for good. So streams, handlers and the list of filters stay the
+objects that they are; each is told to leave out what comes from a quiet thread, and rid of that afterwards.
+Threads that are begun in the block are heard, and so is what C and C++ write to the file descriptors.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import logging
+import sys
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 LOGGERS = ("torch", "onnxscript", "onnx_ir")
+"""Whose records are dropped, with all loggers below them."""
+
+_lock = threading.Lock()
+_said: dict[int, io.StringIO] = {}
+"""What each quiet thread says in its innermost block; threads that are in none are not there."""
+
+_undo: list[Callable[[], None]] = []
+"""What puts streams, handlers and filters back when no thread is quiet any more."""
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence the exporters' loggers, warnings and writes to both standard streams within the block."""
-    loggers = [logging.getLogger(name) for name in LOGGERS]
-    levels = [logger.level for logger in loggers]
+def quiet(said: io.StringIO | None = None) -> Iterator[None]:
+    """Silence this thread's writes to both standard streams, its warnings, and the exporters' loggers in it.
+
+    What it writes to the streams is in `said` afterwards.
+    """
+    thread, outer = threading.get_ident(), _said.get(threading.get_ident())
     try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        with (
-            warnings.catch_warnings(),
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-        ):
-            warnings.simplefilter("ignore")
-            yield
+        with _lock:
+            _said[thread] = io.StringIO() if said is None else said
+            _be_deaf()
+        yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        with _lock:
+            if outer is not None:
+                _said[thread] = outer
+            else:
+                _said.pop(thread, None)
+            while _undo and not _said:
+                _undo.pop()()
+
+
+def _is_quiet() -> bool:
+    return threading.get_ident() in _said
+
+
+def _be_deaf() -> None:
+    """Prepare whatever is not prepared yet: a stream or handler may have come since another thread did so."""
+    for stream in (sys.stdout, sys.stderr):
+        _mute(stream)
+    for logger in _loggers():
+        for handler in logger.handlers:
+            if _is_heard not in handler.filters:
+                handler.addFilter(_is_heard)
+                _undo.append(lambda handler=handler: handler.removeFilter(_is_heard))  # type: ignore[misc]
+    filters: Any = warnings.filters
+    if _IGNORED not in filters:
+        filters.insert(0, _IGNORED)
+        _undo.append(lambda: _heed(filters))
+
+
+def _mute(stream: Any) -> None:
+    """Give a stream a `write` of its own; one that takes no attributes stays as it is, and is heard."""
+    own = getattr(stream, "__dict__", {}).get("write")
+    if isinstance(own, _Write):
+        return
+    with contextlib.suppress(AttributeError, TypeError):
+        stream.write = new = _Write(stream.write)
+
+        def unmute() -> None:
+            if vars(stream).get("write") is not new:
+                return  # somebody has put another one in its place
+            if own is None:
+                del stream.write
+            else:
+                stream.write = own
+
+        _undo.append(unmute)
+
+
+class _Write:
+    """A stream's `write` for all but the quiet threads."""
+
+    def __init__(self, write: Callable[[str], object]) -> None:
+        self._write = write
+
+    def __call__(self, text: str) -> object:
+        said = _said.get(threading.get_ident())
+        return self._write(text) if said is None else said.write(text)
+
+
+def _loggers() -> list[logging.Logger]:
+    """Those whose handlers the exporters' records may reach: handlers get what loggers below theirs say."""
+    known = list(logging.Logger.manager.loggerDict.items())
+    theirs = [found for name, found in known if name.partition(".")[0] in LOGGERS]
+    return [logging.getLogger(), *(found for found in theirs if isinstance(found, logging.Logger))]
+
+
+def _is_heard(record: logging.LogRecord) -> bool:
+    return not _is_quiet() or record.name.partition(".")[0] not in LOGGERS
+
+
+class _FromQuietThreads:
+    """Stands where a filter of warnings has the pattern that messages must match."""
+
+    def match(self, text: str) -> bool:
+        return _is_quiet()
+
+
+_IGNORED = ("ignore", _FromQuietThreads(), Warning, None, 0)
+
+
+def _heed(filters: list[object]) -> None:
+    """Remove our filter from the list, and from the one that another thread's `catch_warnings` made of it."""
+    current: Any = warnings.filters
+    for place in (filters, current):
+        while _IGNORED in place:
+            place.remove(_IGNORED)

@@ -22,6 +22,7 @@ from ampopt.executable import Executable, executable, quick
 from ampopt.graph import reads_strides
 from ampopt.ledger import Ledger
 from ampopt.model_copy import working_copy
+from ampopt.process_state import process_kept
 from ampopt.program import Program
 from ampopt.quick_call import Answer, Quick, plain
 from ampopt.served_state import State
@@ -197,6 +198,7 @@ class OptimizedModule(Deployable):
         logger.warning("ampopt: captured and verified a program for a call not seen before: %s", shown)
         return served
 
+    @process_kept()
     def _make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], passes: tuple[Pass, ...]) -> _Served:
         """Capture, replay the passes, verify, remember."""
         original = self._original[0]

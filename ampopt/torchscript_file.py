@@ -5,12 +5,12 @@ TorchScript archives hold pickles: C++ reads this file, from a trusted source, a
 
 import copy
 import io
-import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from ampopt.capturing import capturing
 from ampopt.errors import ExportError
 from ampopt.graph import calls, where
 from ampopt.numerics import relative_error
@@ -98,10 +98,7 @@ def write_torchscript(
 
 def _serialized(program: Program, inputs: list[Tensor], outputs: list[Tensor], tolerance: float) -> bytes:
     """Trace in the program's settings, which convolutions keep as constants; freeze; save."""
-    with program.settings.scope(program.device), warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # TorchScript is deprecated, and warns of shapes that become constants
+    with capturing(), program.settings.scope(program.device):
         traced = torch.jit.trace(
             _Bordered(program), ([example.clone() for example in program.examples],), check_trace=False
         )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampopt.program import Border, Settings
+from ampopt.quiet import quiet
 from ampopt.stored_values import refuse
 from ampopt.stored_weights import StoredWeight
 
@@ -34,7 +33,7 @@ def try_out(
     or the shapes of its arguments, or whose result is too large or no tensor.
     """
     results: dict[fx.Node, Any] = {}
-    with FakeTensorMode(), settings.scope(device), _quiet():
+    with FakeTensorMode(), settings.scope(device), quiet():
         waiting = iter([border.convert(_without_memory(tensor)) for border, tensor in inputs])
         for node in graph.nodes:
             if node.op == "placeholder":
@@ -74,15 +73,3 @@ def _check_item(args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> N
     fits = len(args) == 2 and not kwargs and isinstance(args[0], (list, tuple)) and type(args[1]) is int
     if not fits:
         refuse(where, "getitem takes a list of tensors and an integer")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """PyTorch logs the stack of every call that fails; the error that is raised says it all."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.disabled
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = before

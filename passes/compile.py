@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ampopt.capturing import capturing
 from ampopt.graph import calls, is_opaque
 from ampopt.inductor_cache import remove_cut_off_builds
 from ampopt.program import Program
@@ -64,6 +64,10 @@ class Compile(Pass):
         """Trace the graph while the rehearsal compiles it; what inductor makes of the trace comes after."""
         if program.engine is not None:
             return Result(program, 0)
+        with capturing():
+            return self._compile(program, rehearsed)
+
+    def _compile(self, program: Program, rehearsed: Callable[[], object]) -> Result:
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # it takes seconds to load
 
         remove_cut_off_builds()
@@ -74,8 +78,7 @@ class Compile(Pass):
 
         options = {"triton.cudagraphs": False, "freezing": True}
         module = copy.deepcopy(program.graph).eval()
-        with program.settings.scope(program.device), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with program.settings.scope(program.device):
             entered = [b.convert(t) for b, t in zip(program.entry, program.examples, strict=True)]
             with tracing(TracingContext(mode := _static_shapes())):
                 described = [mode.from_tensor(tensor, static_shapes=True) for tensor in entered]

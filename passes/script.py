@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, fx
 
+from ampopt.capturing import capturing
 from ampopt.errors import PassError
 from ampopt.graph import aten, is_constant
 from ampopt.program import Program
@@ -56,8 +56,7 @@ class Script(Pass):
         return Result(program.replace(engine=engine), 1)
 
     def _build(self, program: Program) -> Callable[..., Sequence[Tensor]]:
-        with program.settings.scope(program.device), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with capturing(), program.settings.scope(program.device):
             entered = [b.convert(t) for b, t in zip(program.entry, program.examples, strict=True)]
             traced = torch.jit.trace(copy.deepcopy(program.graph).eval(), tuple(entered), check_trace=False)
             engine = _as_tuple(torch.jit.optimize_for_inference(torch.jit.freeze(traced)))
