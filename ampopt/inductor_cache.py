@@ -9,12 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ampopt.atomic import locked
+from ampopt.process_state import process_kept
 
 BUILDING = "_CxxBuild"
 """Ends the name of the folder that lies beside a library while it is built: `CppBuilder.build` in
 torch/_inductor/cpp_builder.py (2.10 to 2.15) makes it first and removes it last."""
 
 BUILT = (".so", ".o", ".gch")
+
+
+def inductor_folder() -> Path:
+    """The folder of inductor's cache: $TORCHINDUCTOR_CACHE_DIR, or a default."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # it takes seconds to load
+
+    with process_kept():  # it writes the default into the environment
+        return Path(cache_dir())
 
 
 def remove_cut_off_builds() -> None:
@@ -24,11 +33,9 @@ def remove_cut_off_builds() -> None:
     inductor takes what is there for finished: after a build that was killed, as a rehearsal is that runs out
     of time, every later compilation of the same kernel fails. A build that goes on is known by its lock.
     """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir  # it takes seconds to load
-
     if os.name != "posix":
         return
-    root = Path(cache_dir())
+    root = inductor_folder()
     for folder in root.glob(f"*/*{BUILDING}"):
         name = folder.name.removesuffix(BUILDING)
         own = folder.parent / "locks"  # those of headers lie beside them

@@ -30,6 +30,7 @@ from ampopt.cudnn_shapes import know_shapes
 from ampopt.errors import AmpoptError, PassError, first_line
 from ampopt.fused_conv import fused_conv
 from ampopt.graph_capture import ReplayedProgram
+from ampopt.inductor_cache import inductor_folder
 from ampopt.measure import synchronize
 from ampopt.program import Program
 from ampopt.transform import Pass, Result
@@ -115,7 +116,11 @@ class Stage:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "ampopt.rehearsal", str(theirs.fileno()), str(self.device)],
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                env={
+                    **os.environ,
+                    "TORCHINDUCTOR_CACHE_DIR": str(inductor_folder()),  # not a default of its own
+                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -1,12 +1,24 @@
-"""Everything about a model and about PyTorch that optimizing must leave as it was."""
+"""Everything about a model, about PyTorch and about the process that optimizing must leave as it was."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import faulthandler
+import gc
+import locale
 import logging
+import multiprocessing
+import os
+import random
+import signal
 import sys
+import threading
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -61,10 +73,63 @@ def of_torch() -> dict[str, Any]:
         "autocast cache": torch.is_autocast_cache_enabled(),
         "cudnn": (backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic),
         "mkldnn": backends.mkldnn.enabled,
-        "log level": logging.getLogger("torch").level,
-        "stderr": id(sys.stderr),
+        "default device": torch.get_default_device(),
+        "warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "warn always": torch.is_warn_always_enabled(),
+        "anomalies": torch.is_anomaly_enabled(),
+        "printed": dict(vars(torch._tensor_str.PRINT_OPTS)),
+        "denormals": float(torch.tensor([1e-40]) * 0.5),
         **precision_flags(),
     }
+
+
+def of_process() -> dict[str, Any]:
+    """What every library of a process shares."""
+    return {
+        **{f"environment {name}": value for name, value in os.environ.items()},
+        "random": random.getstate(),
+        "NumPy's random": repr(np.random.get_state()),
+        "NumPy's errors": np.geterr(),
+        "denormals in NumPy": float(np.float32(1e-40) * np.float32(0.5)),
+        "recursion limit": sys.getrecursionlimit(),
+        "streams": [(id(stream), dict(vars(stream))) for stream in (sys.stdin, sys.stdout, sys.stderr)],
+        "filters": list(warnings.filters),
+        "filters' list": id(warnings.filters),
+        "showwarning": warnings.showwarning,
+        "hooks": (sys.excepthook, sys.displayhook, sys.unraisablehook, threading.excepthook),
+        "tracing": (sys.gettrace(), sys.getprofile(), sys.getswitchinterval(), threading.stack_size()),
+        "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "imports": (_path(), list(sys.meta_path), list(sys.path_hooks)),
+        "folder": os.getcwd(),
+        "locale": locale.setlocale(locale.LC_ALL),
+        "collector": (gc.isenabled(), gc.get_threshold(), gc.get_debug(), gc.get_freeze_count()),
+        "collector's callbacks": list(gc.callbacks),
+        "start method": multiprocessing.get_start_method(allow_none=True),
+        "faults": faulthandler.is_enabled(),
+        "logging": (logging.root.manager.disable, logging.raiseExceptions, logging.getLogRecordFactory()),
+        **_loggers(),
+    }
+
+
+def _path() -> list[str]:
+    """Where modules are found, but for setuptools' own: inductor imports it, and it will look there again."""
+    return [place for place in sys.path if not place.endswith(os.path.join("setuptools", "_vendor"))]
+
+
+_NEW = (logging.NOTSET, True, False, [], [])
+
+
+def _loggers() -> dict[str, Any]:
+    """Every logger that is not as new, but those that PyTorch makes for itself when it needs them."""
+    known = [logging.root, *list(logging.Logger.manager.loggerDict.values())]
+    found: dict[str, Any] = {}
+    for logger in known:
+        if isinstance(logger, logging.Logger) and ".__" not in logger.name:
+            filters = [(handler, list(handler.filters)) for handler in logger.handlers]
+            state = (logger.level, logger.propagate, logger.disabled, filters, list(logger.filters))
+            if state != _NEW:
+                found[f"logger {logger.name}"] = state
+    return found
 
 
 def precision_flags() -> dict[str, Any]:
@@ -92,3 +157,13 @@ def precision_flags() -> dict[str, Any]:
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """The names of what is not as it was."""
     return [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
+
+
+@contextlib.contextmanager
+def unchanged() -> Iterator[None]:
+    """Assert that PyTorch and the process are after the block as they were before it."""
+    before = of_torch(), of_process()
+    yield
+    after = of_torch(), of_process()
+    changed = [name for pair in zip(before, after, strict=True) for name in differences(*pair)]
+    assert not changed, changed
