@@ -116,7 +116,7 @@ def _path() -> list[str]:
     return [place for place in sys.path if not place.endswith(os.path.join("setuptools", "_vendor"))]
 
 
-_NEW = (logging.NOTSET, True, False, [], [])
+_NEW: Any = (logging.NOTSET, True, False, [], [])
 
 
 def _loggers() -> dict[str, Any]:

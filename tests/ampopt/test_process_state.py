@@ -53,11 +53,11 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What earlier tests may have set in this process is as in a new one."""
     monkeypatch.delenv(FOLDER, raising=False)
     method, limit = multiprocessing.get_start_method(allow_none=True), sys.getrecursionlimit()
-    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]
+    multiprocessing.set_start_method(None, force=True)
     sys.setrecursionlimit(1000)
     yield
     sys.setrecursionlimit(limit)
-    multiprocessing.set_start_method(method, force=True)  # type: ignore[arg-type]
+    multiprocessing.set_start_method(method, force=True)
 
 
 @pytest.mark.usefixtures("quick")
