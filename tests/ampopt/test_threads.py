@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import ampopt
 from ampopt import turns
-from ampopt.capturing import capturing, stand_in
+from ampopt.capturing import capturing
 from ampopt.passes import ENGINES, LAUNCHES, PIPELINE, FoldConvBn
 from ampopt.turns import Turn, this_thread, working_for
 from tests.ampopt import snapshot
@@ -188,15 +188,6 @@ def test_calls_that_the_original_answers_are_right_while_another_shape_is_captur
         for height in range(9, 15):
             assert close(fast(image(height)), model(image(height)))
     assert len(said(caplog, "captured and verified a program")) == 6
-
-
-def test_a_stand_in_shares_the_weights_and_none_of_the_modules() -> None:
-    model = net()
-    twin = stand_in(model)
-    weights, shared = model.state_dict(keep_vars=True), twin.state_dict(keep_vars=True)
-    assert weights.keys() == shared.keys()
-    assert all(shared[name] is weight for name, weight in weights.items())
-    assert not set(model.modules()) & set(twin.modules())
 
 
 @pytest.mark.slow
