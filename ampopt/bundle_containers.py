@@ -13,11 +13,9 @@ from typing import BinaryIO, Protocol
 
 from ampopt.bundle_manifest import MAX_FILES, RefusedError, check_names
 from ampopt.bundle_zip import Entry, read_entries
+from ampopt.plain_files import NotPlainError, kind_of, open_plain
 
 BLOCK = 1 << 20  # bytes
-
-# A FIFO must not hang whoever opens it; Windows has neither flag, but would translate line ends.
-_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 class Container(Protocol):
@@ -89,7 +87,7 @@ def _sizes(folder: int) -> dict[str, int]:
         for entry in entries:
             status = entry.stat(follow_symlinks=False)
             if not stat.S_ISREG(status.st_mode):
-                raise RefusedError(f"{entry.name[:100]!r} in it is {_kind(status.st_mode)}, not a plain file")
+                raise RefusedError(f"{entry.name[:100]!r} in it is {kind_of(status.st_mode)}, not a plain file")
             found[entry.name] = status.st_size
             if len(found) > MAX_FILES + 2:
                 raise RefusedError(f"it has more than {MAX_FILES} files", "give the path of a bundle")
@@ -112,19 +110,7 @@ def open_regular(path: str | Path, *, folder: int | None = None) -> BinaryIO:
 
     Refuses anything else, without waiting for the other end of a FIFO or touching a device.
     """
-    follow = folder is None
-    mode = os.stat(path, dir_fd=folder, follow_symlinks=follow).st_mode
-    if stat.S_ISREG(mode):
-        flags = _FLAGS if follow else _FLAGS | os.O_NOFOLLOW
-        descriptor = os.open(path, flags, dir_fd=folder)
-        mode = os.fstat(descriptor).st_mode  # what was there a moment ago may have been replaced
-        if stat.S_ISREG(mode):
-            return os.fdopen(descriptor, "rb")
-        os.close(descriptor)
-    raise RefusedError(f"{os.fspath(path)!r} is {_kind(mode)}, not a plain file")
-
-
-def _kind(mode: int) -> str:
-    if stat.S_ISLNK(mode):
-        return "a symbolic link"
-    return "a folder" if stat.S_ISDIR(mode) else "a FIFO, socket or device"
+    try:
+        return open_plain(path, folder=folder, follow=folder is None)
+    except NotPlainError as e:
+        raise RefusedError(f"{os.fspath(path)!r} {e.strerror}") from e

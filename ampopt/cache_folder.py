@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import tempfile
 from pathlib import Path
+
+from ampopt.plain_files import open_plain, read_at_most
 
 MOST_FILES, MOST_BYTES = 256, 1 << 20
 
@@ -25,21 +28,37 @@ def cache_folder() -> Path | None:
 
 
 def kept_files(folder: Path) -> list[Path]:
-    """All files in a cache's folder, the longest unused first."""
+    """All files in a cache's folder, the longest unused first; what is no plain file is among them."""
     with contextlib.suppress(OSError):
-        found = [file for kind in KINDS for file in folder.glob(f"*{kind}")]
-        times = {file: file.stat().st_mtime for file in found if file.is_file()}
+        times = {}
+        for file in [file for kind in KINDS for file in folder.glob(f"*{kind}")]:
+            with contextlib.suppress(FileNotFoundError):  # another process was first
+                status = file.lstat()
+                if not stat.S_ISDIR(status.st_mode):
+                    times[file] = status.st_mtime
         return sorted(times, key=times.__getitem__)
     return []
+
+
+def clear(folder: Path) -> int:
+    """Remove every file of a cache's folder; returns how many there were."""
+    files = kept_files(folder)
+    for file in files:
+        drop(file)
+    return len(files)
 
 
 def keep(file: Path, data: bytes) -> None:
     """Write a file in place of what is there; the longest unused ones make room. Errors: nothing is kept."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("wb", dir=file.parent, suffix=".tmp", delete=False) as made:
-            made.write(data)
-        os.replace(made.name, file)
+        descriptor, made = tempfile.mkstemp(suffix=".tmp", dir=file.parent)
+        try:
+            with open(descriptor, "wb") as opened:
+                opened.write(data)
+            os.replace(made, file)
+        finally:
+            Path(made).unlink(missing_ok=True)
         for old in kept_files(file.parent)[:-MOST_FILES]:
             old.unlink(missing_ok=True)
 
@@ -47,13 +66,14 @@ def keep(file: Path, data: bytes) -> None:
 def kept(file: Path) -> bytes | None:
     """What is in a file, which is then the last used one; None where there is none.
 
-    Raises OSError where it cannot be read, ValueError where it is another user's or larger than any that is
-    kept.
+    Raises OSError where it cannot be read, is no plain file, or is larger than any that is kept; ValueError
+    where it is another user's.
     """
     try:
-        if not is_ours(file) or file.stat().st_size > MOST_BYTES:
-            raise ValueError(f"{file} cannot be what was kept")
-        data = file.read_bytes()
+        with open_plain(file, follow=False) as opened:
+            if not _is_mine(os.fstat(opened.fileno())):
+                raise ValueError(f"{file} is another user's")
+            data = read_at_most(opened, MOST_BYTES)
         os.utime(file)  # the oldest go first
     except FileNotFoundError:
         return None
@@ -61,8 +81,13 @@ def kept(file: Path) -> bytes | None:
 
 
 def is_ours(file: Path) -> bool:
-    """Whether nobody else can have put a file there: what is kept is run."""
-    return not hasattr(os, "getuid") or file.stat().st_uid == os.getuid()
+    """Whether it is a plain file, no link, that nobody else can have put there: what is kept is run."""
+    status = file.lstat()
+    return stat.S_ISREG(status.st_mode) and _is_mine(status)
+
+
+def _is_mine(status: os.stat_result) -> bool:
+    return not hasattr(os, "getuid") or status.st_uid == os.getuid()
 
 
 def drop(file: Path) -> None:

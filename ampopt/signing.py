@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampopt.errors import InputError, need
+from ampopt.plain_files import open_named
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 SIGNATURE_BYTES = 64
+
+MOST_KEY_BYTES = 1 << 16
 
 
 def generate_keys(private_path: str | Path, public_path: str | Path) -> None:
@@ -106,10 +109,8 @@ def _public_key(path: str | Path) -> Ed25519PublicKey:
 
 
 def _read_pem(path: str | Path) -> bytes:
-    if not os.path.isfile(path):
-        raise InputError(f"there is no key file {path}: make one with generate_keys")
     try:
-        with open(path, "rb") as file:
-            return file.read(1 << 16)
+        with open_named(Path(path), "the key", MOST_KEY_BYTES) as file:
+            return file.read()
     except OSError as e:
         raise InputError(f"the key {path} cannot be read: {e.strerror}") from e

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from ampopt.cache_folder import cache_folder, drop, keep, kept, kept_files
+from ampopt.cache_folder import cache_folder, drop, keep, kept
 from ampopt.environment import environment, library_versions, own_code
 from ampopt.errors import BundleError
 from ampopt.program import Program
@@ -55,17 +55,6 @@ class TuningCache:
             return  # a pass of the user's own, which no file can name
         data = {"schema": SCHEMA, "lanes": lanes, "sha256": _checksum(key, lanes)}
         keep(self._file(key), json.dumps(data).encode())
-
-    def files(self) -> list[Path]:
-        """All files, the longest unused first."""
-        return kept_files(self.folder)
-
-    def clear(self) -> int:
-        """Remove every file; returns how many there were."""
-        files = self.files()
-        for file in files:
-            drop(file)
-        return len(files)
 
     def _file(self, key: str) -> Path:
         return self.folder / f"{key}.json"

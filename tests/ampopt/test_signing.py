@@ -92,14 +92,14 @@ def test_other_keys_are_refused(keys: tuple[Path, Path], tmp_path: Path) -> None
     (tmp_path / "torn.pub").write_bytes(keys[1].read_bytes()[:50] + b"\n-----END PUBLIC KEY-----\n")
     for name, reason in {
         "curve": "not an Ed25519 key", "locked": "password", "text": "no private key",
-        "torn": "no private key", "public.pem": "no private key", "nowhere": "no key file",
-        ".": "no key file",
+        "torn": "no private key", "public.pem": "no private key", "nowhere": "there is no file",
+        ".": "is a folder",
     }.items():  # fmt: skip
         with pytest.raises(InputError, match=reason):
             sign(tmp_path / name, b"message")
     for name, reason in {
         "curve.pub": "not an Ed25519 key", "text": "no public key", "torn.pub": "no public key",
-        "secret.pem": "is a private key", "nowhere": "no key file", ".": "no key file",
+        "secret.pem": "is a private key", "nowhere": "there is no file", ".": "is a folder",
     }.items():  # fmt: skip
         with pytest.raises(InputError, match=reason):
             is_signed(tmp_path / name, b"message", bytes(64))

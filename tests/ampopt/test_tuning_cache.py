@@ -16,6 +16,7 @@ from torch import nn
 
 import ampopt
 from ampopt import cache_folder, tuning_cache
+from ampopt.cache_folder import kept_files
 from ampopt.optimizer import Options
 from ampopt.passes import Compile, FoldConvBn, RemoveInferenceNoops
 from ampopt.program import Program
@@ -50,7 +51,7 @@ def test_what_was_stored_is_found(cache: TuningCache) -> None:
     assert cache.find("cd" * 32) is None
     cache.store(KEY, {"fp32": ()})
     assert cache.find(KEY) == {"fp32": ()}
-    assert len(cache.files()) == 1
+    assert len(kept_files(cache.folder)) == 1
 
 
 def spoil_byte(data: bytes) -> bytes:
@@ -76,17 +77,17 @@ def test_a_damaged_file_is_never_believed_and_is_removed(
     cache: TuningCache, damage: Callable[[bytes], bytes]
 ) -> None:
     cache.store(KEY, RECIPES)
-    (file,) = cache.files()
+    (file,) = kept_files(cache.folder)
     file.write_bytes(damage(file.read_bytes()))
     assert cache.find(KEY) is None
-    assert cache.files() == []
+    assert kept_files(cache.folder) == []
     cache.store(KEY, RECIPES)
     assert cache.find(KEY) == RECIPES
 
 
 def test_every_flipped_byte_is_noticed(cache: TuningCache) -> None:
     cache.store(KEY, RECIPES)
-    (file,) = cache.files()
+    (file,) = kept_files(cache.folder)
     data = file.read_bytes()
     for place in range(len(data)):
         file.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
@@ -95,7 +96,7 @@ def test_every_flipped_byte_is_noticed(cache: TuningCache) -> None:
 
 def test_a_file_under_another_key_is_not_believed(cache: TuningCache) -> None:
     cache.store(KEY, RECIPES)
-    (file,) = cache.files()
+    (file,) = kept_files(cache.folder)
     file.rename(file.with_name("cd" * 32 + ".json"))
     assert cache.find("cd" * 32) is None
 
@@ -110,7 +111,7 @@ class _MyOwn(Compile):
 
 def test_recipes_with_a_users_own_pass_are_not_stored(cache: TuningCache) -> None:
     cache.store(KEY, {"fp32": (FoldConvBn(), _MyOwn())})
-    assert cache.files() == []
+    assert kept_files(cache.folder) == []
 
 
 def test_it_stays_bounded_and_the_longest_unused_go(
@@ -124,7 +125,7 @@ def test_it_stays_bounded_and_the_longest_unused_go(
     (cache.folder / "left.tmp").write_text("of a process that was killed")
     os.utime(cache.folder / "left.tmp", (0, 0))
     cache.store("3" * 64, RECIPES)
-    assert {file.name[0] for file in cache.files()} == {"0", "2", "3"}
+    assert {file.name[0] for file in kept_files(cache.folder)} == {"0", "2", "3"}
 
 
 def test_parallel_writers_leave_a_whole_file(cache: TuningCache) -> None:
@@ -141,7 +142,7 @@ def test_parallel_writers_leave_a_whole_file(cache: TuningCache) -> None:
     for thread in threads:
         thread.join()
     assert cache.find(KEY) in others
-    assert len(cache.files()) == 1
+    assert len(kept_files(cache.folder)) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_an_empty_cache(tmp_path: Path) -> None:
@@ -149,15 +150,15 @@ def test_a_folder_that_cannot_be_written_is_an_empty_cache(tmp_path: Path) -> No
     cache = TuningCache(tmp_path / "file" / "tuning")
     cache.store(KEY, RECIPES)
     assert cache.find(KEY) is None
-    assert cache.clear() == 0
+    assert cache_folder.clear(cache.folder) == 0
 
 
 def test_clear_removes_everything(cache: TuningCache) -> None:
     cache.store(KEY, RECIPES)
     cache.store("cd" * 32, RECIPES)
     (cache.folder / "compiled.so").write_text("our operators, which are kept here, too")
-    assert cache.clear() == 3
-    assert cache.files() == list(cache.folder.iterdir()) == []
+    assert cache_folder.clear(cache.folder) == 3
+    assert kept_files(cache.folder) == list(cache.folder.iterdir()) == []
 
 
 def test_the_folder_is_the_users_choice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
