@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 
@@ -50,6 +51,12 @@ def need(package: str, extra: str) -> Any:
         if (e.name or "").partition(".")[0] != root:
             raise
         raise MissingExtraError(root, extra) from e
+
+
+def require(package: str, extra: str) -> None:
+    """Raise MissingExtraError where a package that an extra brings is not installed; it is not imported."""
+    if importlib.util.find_spec(package) is None:
+        raise MissingExtraError(package, extra)
 
 
 def first_line(error: Exception) -> str:

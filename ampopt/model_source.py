@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import importlib
@@ -12,15 +13,20 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from ampopt.errors import InputError, need, require
+from ampopt.file_kinds import EXPORTED, SAFETENSORS, STATE, TORCHSCRIPT, Kind, kind_of_file
+from ampopt.plain_files import open_named
 
-from ampopt.errors import InputError, need
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 MODEL_FILES = (".pt2", ".pt", ".ts")
+ZOOS = {"torchvision": "vision", "timm": "timm"}
+"""Model zoos, and the extras that bring them."""
+
+MOST_CODE_BYTES = 1 << 24
 FORMS = "torchvision:NAME, timm:NAME, package.module:factory, file.py:factory, FILE.pt2, FILE.pt or FILE.ts"
 
 
@@ -38,12 +44,25 @@ def is_model_file(source: str) -> bool:
     return Path(source).suffix in MODEL_FILES
 
 
+def check_model(source: str, *, trust_file: bool = False, weights: Path | None = None) -> None:
+    """Raise what `load_model` would, as far as it can be known without PyTorch, which takes long to import."""
+    if is_model_file(source):
+        _check_file(Path(source), trust_file)
+    else:
+        _check_code(source)
+    if weights is not None:
+        _check_weights(weights)
+
+
 def load_model(source: str, *, trust_file: bool = False, weights: Path | None = None) -> Loaded:
     """The model that a MODEL argument names.
 
     A model that is built has random weights from a fixed seed, until `weights` are loaded into it.
     Raises InputError where it cannot be made or loaded, MissingExtraError where the zoo is not installed.
     """
+    check_model(source, trust_file=trust_file, weights=weights)
+    import torch
+
     if is_model_file(source):
         loaded = _load_file(Path(source), trust_file)
     else:
@@ -56,10 +75,50 @@ def load_model(source: str, *, trust_file: bool = False, weights: Path | None = 
     return loaded
 
 
-def _build(source: str) -> nn.Module:
+def _check_code(source: str) -> None:
+    """That a MODEL names a zoo that is installed, a file that can be parsed, or a package that is there."""
     where, _, name = source.rpartition(":")
     if not where or not name:
-        raise InputError(f"MODEL {source!r} is none of: {FORMS}")
+        path = Path(source)
+        if path.suffix == ".py":
+            raise InputError(f"MODEL {source!r}: add what makes the model, as in {source}:make_net")
+        if not path.exists():
+            raise InputError(f"MODEL {source!r} is none of: {FORMS}")
+        raise _no_model(path, kind_of_file(path, "MODEL"))
+    if where in ZOOS:
+        require(where, ZOOS[where])
+    elif Path(where).suffix == ".py":
+        with open_named(Path(where), "MODEL", MOST_CODE_BYTES) as file:
+            code = file.read()
+        try:
+            ast.parse(code, where)
+        except (SyntaxError, ValueError) as e:
+            raise InputError(f"{where} cannot be imported: {type(e).__name__}: {e}") from e
+    else:
+        root = where.partition(".")[0]
+        beside = Path(root).is_dir() or Path(f"{root}.py").is_file()
+        if not root or not (beside or root in sys.modules or importlib.util.find_spec(root)):
+            raise InputError(f"{where} cannot be imported: No module named {root!r}")
+
+
+def _no_model(path: Path, kind: Kind) -> InputError:
+    """Why a file is no MODEL, and what to do with it."""
+    if kind in (STATE, SAFETENSORS):
+        what = f"name the model's code and add its weights: file.py:make_net --weights {path}"
+    elif kind.name == "pickled":
+        what = (
+            "only its own code can read it, and reading it executes what is in it. With that code: "
+            "torch.save(model.state_dict(), 'weights.pt'), then file.py:make_net --weights weights.pt"
+        )
+    elif kind in (EXPORTED, TORCHSCRIPT):
+        what = f"rename it, so that it ends in {'.pt2' if kind is EXPORTED else '.ts'}"
+    else:
+        what = f"MODEL is one of {FORMS}"
+    return InputError(f"{path} is {kind.words}: {what}")
+
+
+def _build(source: str) -> nn.Module:
+    where, _, name = source.rpartition(":")
     if where == "torchvision":
         return _torchvision(name)
     if where == "timm":
@@ -117,6 +176,8 @@ def _run_file(path: Path) -> ModuleType:
 
 def _call_factory(module: ModuleType, name: str, source: str) -> nn.Module:
     """The module that a factory returns; a class is called likewise, a ready module is taken as it is."""
+    from torch import nn
+
     if not hasattr(module, name):
         raise InputError(f"{source.rpartition(':')[0]} has no {name!r}")
     factory = getattr(module, name)
@@ -131,27 +192,33 @@ def _call_factory(module: ModuleType, name: str, source: str) -> nn.Module:
     return model
 
 
-def _load_file(path: Path, trusted: bool) -> Loaded:
-    if not path.is_file():
-        raise InputError(f"there is no file {path}")
-    exported = path.suffix == ".pt2"
+def _check_file(path: Path, trusted: bool) -> Kind:
+    kind = kind_of_file(path, "MODEL")
+    if kind not in (EXPORTED, TORCHSCRIPT):
+        raise _no_model(path, kind)
     if not trusted:
-        why = "torch.export.load unpickles it" if exported else "TorchScript is a program"
+        why = "torch.export.load unpickles it" if kind is EXPORTED else "TorchScript is a program"
         raise InputError(
             f"loading {path} can execute code that is in it ({why}): if you trust its origin, add "
-            "--trust-model-file; if it holds weights only, name the model's code and pass it as --weights"
+            "--trust-model-file"
         )
+    return kind
+
+
+def _load_file(path: Path, trusted: bool) -> Loaded:
+    import torch
+
+    kind = _check_file(path, trusted)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch.jit.load calls itself deprecated
-            if exported:
+            if kind is EXPORTED:
                 program = torch.export.load(path)
                 args, kwargs = program.example_inputs or ((), {})
                 return Loaded(program.module(), tuple(args), kwargs)
             return Loaded(torch.jit.load(path, map_location=None if torch.cuda.is_available() else "cpu"))
     except Exception as e:
-        kind = "a program of torch.export" if exported else "TorchScript"
-        raise InputError(f"{path} cannot be loaded as {kind}: {e}") from e
+        raise InputError(f"{path} is {kind.words} and cannot be loaded: {e}") from e
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -168,19 +235,36 @@ def load_weights(model: nn.Module, path: Path) -> None:
         raise InputError(f"the weights in {path} do not fit the model: {'; '.join(problems)}")
 
 
+def _check_weights(path: Path) -> Kind:
+    kind = kind_of_file(path, "--weights")
+    if kind.name == "pickled":
+        raise InputError(
+            f"--weights {path} is {kind.words}, and reading it would execute what is in it: where its code "
+            "is, torch.save(model.state_dict(), 'weights.pt') writes weights only"
+        )
+    if kind not in (STATE, SAFETENSORS):
+        raise InputError(f"--weights {path} is {kind.words}: give a state dict, as torch.save writes it")
+    return kind
+
+
 def _read_state(path: Path) -> Mapping[str, Tensor]:
+    kind = _check_weights(path)
+    import torch
+    from safetensors.torch import load_file
+
     try:
-        if path.suffix == ".safetensors":
+        if kind is SAFETENSORS:
             state: Any = load_file(path)
         else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            with open_named(path, "--weights") as file:
+                state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as e:
         reason = "it is no file of weights only" if "weights_only" in str(e) else str(e)
         raise InputError(f"the weights in {path} cannot be read: {reason}") from e
     for key in ("state_dict", "model"):
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
             state = state[key]
-    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+    if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
         raise InputError(f"{path} holds no state dict, a mapping from names to tensors")
     return state
 

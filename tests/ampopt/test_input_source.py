@@ -12,6 +12,7 @@ from PIL import Image
 
 from ampopt.errors import AmpoptError, InputError, MissingExtraError
 from ampopt.input_source import DTYPES, IMAGENET_MEAN, IMAGENET_STD, Shape, example_call, parse_shape
+from tests.ampopt.test_plain_files import ODD
 
 
 @pytest.fixture
@@ -43,11 +44,12 @@ def test_random_inputs_are_the_same_in_every_run() -> None:
 @pytest.mark.parametrize("name", DTYPES)
 def test_inputs_have_the_dtype_that_was_asked_for(name: str) -> None:
     (drawn,), _ = example_call([f"4x4:{name}"])
-    assert drawn.dtype is DTYPES[name]
+    assert drawn.dtype is getattr(torch, name)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "1x", "1x3x", "1xx3", "0x3", "-1x3", "1x3:", "1,3", "1x3 ", "1x3:float31"]
+    "text",
+    ["", "x", "1x", "1x3x", "1xx3", "0x3", "-1x3", "1x3:", "1,3", "1x3 ", "1x3:float31", "1x65536x65537", "9" * 5000],
 )
 def test_text_that_is_no_shape_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="--input"):
@@ -100,6 +102,29 @@ def test_a_gray_image_has_one_channel(picture: Path) -> None:
 def test_an_image_declines_shapes_that_it_cannot_take(picture: Path, shapes: list[str], reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         example_call(shapes, picture)
+
+
+def test_an_image_that_unpacks_to_far_more_is_refused(picture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 4)
+    with pytest.raises(InputError, match="decompression bomb"):
+        example_call(image=picture)
+
+
+def test_arrays_that_unpack_to_far_more_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez_compressed(tmp_path / "a.npz", np.zeros(100_000))
+    monkeypatch.setattr("ampopt.input_source.MOST_ARRAY_BYTES", 10_000)
+    assert (tmp_path / "a.npz").stat().st_size < 10_000
+    with pytest.raises(InputError, match="and 10000 is the most"):
+        example_call(npz=tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("option", ["image", "npz"])
+@pytest.mark.parametrize("case", ODD)
+def test_what_is_no_plain_file_is_refused(option: str, case: str, tmp_path: Path) -> None:
+    make, reason = ODD[case]
+    make(tmp_path / "x")
+    with pytest.raises(InputError, match=f"--{option}: .*{reason}"):
+        example_call(**{option: tmp_path / "x"})  # type: ignore[arg-type]
 
 
 def test_a_file_that_is_no_image_is_refused(tmp_path: Path) -> None:

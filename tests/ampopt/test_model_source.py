@@ -15,6 +15,7 @@ from torch import nn
 
 from ampopt.errors import InputError, MissingExtraError
 from ampopt.model_source import load_model, load_weights
+from tests.ampopt.test_plain_files import ODD
 
 CODE = """
 from torch import nn
@@ -78,7 +79,7 @@ def test_random_weights_are_the_same_in_every_run_and_the_random_state_is_untouc
         (":factory", "is none of"),
         ("torchvision:", "is none of"),
         ("no_such_package.models:factory", "No module named 'no_such_package'"),
-        ("missing.py:factory", "No such file"),
+        ("missing.py:factory", "there is no file missing.py"),
         ("{code}:missing", "has no 'missing'"),
         ("{code}:needs", "fails when called without arguments"),
         ("{code}:number", "not callable"),
@@ -146,9 +147,37 @@ def test_an_exported_model_brings_the_call_that_it_was_exported_with(saved: Path
     assert not loaded.kwargs
 
 
-def test_a_state_dict_is_no_model_file(saved: Path) -> None:
-    with pytest.raises(InputError, match="cannot be loaded as TorchScript"):
-        load_model(str(saved / "state.pt"), trust_file=True)
+@pytest.mark.parametrize(("name", "other"), [("net.pt2", "a.pt"), ("net.ts", "a.pt2")])
+def test_a_model_file_is_known_by_its_content(saved: Path, name: str, other: str) -> None:
+    (saved / name).rename(saved / other)
+    x = torch.randn(1, 3, 4, 4)
+    assert load_model(str(saved / other), trust_file=True).model(x).shape == (1, 4, 2, 2)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("name", ["w.pt", "w.pth", "w.ckpt"])
+def test_a_state_dict_is_no_model_but_its_weights(name: str, trusted: bool, tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 3).state_dict(), tmp_path / name)
+    with pytest.raises(InputError, match=rf"state dict .*make_net --weights .*{name}"):
+        load_model(str(tmp_path / name), trust_file=trusted)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_whole_pickled_model_is_told_from_weights(trusted: bool, zipped: bool, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.save(nn.Linear(2, 3), tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
+    advice = r"torch.nn.modules.linear.Linear.*torch.save\(model.state_dict\(\)"
+    with pytest.raises(InputError, match=advice):
+        load_model(str(tmp_path / "w.pt"), trust_file=trusted)
+    with pytest.raises(InputError, match=advice):
+        load_weights(nn.Linear(2, 3), tmp_path / "w.pt")
+
+
+def test_a_file_of_code_without_a_name_is_answered_with_one(code: Path) -> None:
+    with pytest.raises(InputError, match="some_models.py:make_net"):
+        load_model(str(code))
 
 
 State = dict[str, Any]
@@ -185,11 +214,11 @@ def test_keys_that_do_not_fit_are_counted_and_at_most_five_are_named(tmp_path: P
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (None, "No such file"),
+        (None, "there is no file"),
         ({"weight": torch.zeros(1), "bias": torch.zeros(3)}, "size mismatch for weight"),
         ([1, 2], "holds no state dict"),
         ({"epoch": 3}, "holds no state dict"),
-        (nn.Linear(2, 3), "no file of weights only"),
+        (nn.Linear(2, 3), "a whole pickled model"),
     ],
 )
 def test_weights_that_do_not_serve_are_refused(tmp_path: Path, content: object, reason: str) -> None:
@@ -197,3 +226,13 @@ def test_weights_that_do_not_serve_are_refused(tmp_path: Path, content: object, 
         torch.save(content, tmp_path / "w.pt")
     with pytest.raises(InputError, match=reason):
         load_weights(nn.Linear(2, 3), tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_what_is_no_plain_file_is_no_model_and_no_weights(case: str, tmp_path: Path) -> None:
+    make, reason = ODD[case]
+    make(tmp_path / "w.pt")
+    with pytest.raises(InputError, match=reason):
+        load_weights(nn.Linear(2, 3), tmp_path / "w.pt")
+    with pytest.raises(InputError, match=reason):
+        load_model(str(tmp_path / "w.pt"), trust_file=True)
