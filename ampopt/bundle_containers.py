@@ -87,7 +87,9 @@ def _sizes(folder: int) -> dict[str, int]:
         for entry in entries:
             status = entry.stat(follow_symlinks=False)
             if not stat.S_ISREG(status.st_mode):
-                raise RefusedError(f"{entry.name[:100]!r} in it is {kind_of(status.st_mode)}, not a plain file")
+                raise RefusedError(
+                    f"{entry.name[:100]!r} in it is {kind_of(status.st_mode)}, not a plain file"
+                )
             found[entry.name] = status.st_size
             if len(found) > MAX_FILES + 2:
                 raise RefusedError(f"it has more than {MAX_FILES} files", "give the path of a bundle")

@@ -159,6 +159,15 @@ def write_bundle(
                     bundle_zip.write(file, rows)
 
 
+def check_target(path: str | os.PathLike[str]) -> None:
+    """Raise the BundleError that `write_bundle` would for what is at `path`, or for the folder around it."""
+    with _bundle_errors(path, "cannot be saved"):
+        target = Path(os.path.realpath(path))
+        _refuse_foreign(target)
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+
+
 @contextlib.contextmanager
 def _bundle_errors(path: str | os.PathLike[str], outcome: str) -> Iterator[None]:
     """Make every refusal, and every error of the operating system, a BundleError that names the bundle."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ampopt import robot
+from ampopt.backend_choice import Timed, best
 from ampopt.bundle_files import BundleFiles, open_bundle
 from ampopt.call_file import read_call
 from ampopt.capture import Captured
@@ -29,6 +30,8 @@ from ampopt.measure import engine_latency
 from ampopt.numerics import relative_error
 from ampopt.optimizer import Optimizer, Options
 from ampopt.process_state import process_kept
+from ampopt.onnx_knobs import thread_counts
+from ampopt.onnx_options import CUDA
 from ampopt.program import Settings
 from ampopt.program_file import read_program
 from ampopt.recipe_file import read_recipe
@@ -41,25 +44,36 @@ logger = logging.getLogger("ampopt")
 
 BACKENDS = ("auto", "ampopt", "onnxruntime", "original")
 
+CHOOSING_S = 2.0
+"""How long "auto" measures its backends."""
+
 _MACHINE = ("ampopt", "device", "torch", "cuda", "cudnn", "driver", "threads", "instructions")
 """Facts of the fingerprint that a recipe's measurements hold for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """A way to run the model, and how many threads of the processor it takes."""
+
+    call: Callable[..., Any]
+    threads: int
 
 
 class LoadedModel:
     """A bundle's model behind the original's call; its self-test has passed.
 
     `backend` runs it: "ampopt" (its own program), "onnxruntime", or "original" (the captured model without
-    any pass). `notes` say what differs from the machine that the bundle was made on, and why a backend is
-    not used. Calls take the shapes, dtypes and other arguments that the bundle was made for.
+    any pass), on `threads` of the processor. `notes` say what differs from the machine that the bundle was
+    made on, and why a backend is not used; `choice` is what "auto" measured of each. Calls take the shapes,
+    dtypes and other arguments that the bundle was made for.
     """
 
-    def __init__(
-        self, files: BundleFiles, captured: Captured, call: Callable[..., Any], backend: str
-    ) -> None:
-        self.manifest, self.backend = files.manifest, backend
+    def __init__(self, files: BundleFiles, captured: Captured, way: _Way, backend: str) -> None:
+        self.manifest, self.backend, self.threads = files.manifest, backend, way.threads
         self.notes: list[str] = []
+        self.choice: dict[str, str] = {}
         self.captured = captured
-        self._call = call
+        self._call = way.call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The original's result for the original's arguments. InputError where they are of another kind."""
@@ -111,28 +125,27 @@ def load(
 
     Args:
         path: a bundle that `OptimizedModule.save` wrote.
-        backend: "ampopt", "onnxruntime", "original", or "auto": those that are installed, whichever answers
-            a call fastest here.
+        backend: "ampopt", "onnxruntime", "original", or "auto": the first two where they are there, whichever
+            is best here by median, tail and threads (`ampopt.backend_choice`).
         device: "cpu" or "cuda"; None: a GPU where there is one.
         verify_key: a public Ed25519 key in PEM that the bundle must be signed with.
         budget_s: seconds for measuring anew on a machine unlike the one in the bundle's fingerprint.
         types: the model's own namedtuple classes, where it returns some.
 
     Raises BundleError where the bundle is damaged or hostile, does not load, or fails its self-test (for
-    "auto": on every backend); InputError for unknown arguments.
+    "auto": on every backend); InputError for unknown arguments or devices.
     """
     if backend not in BACKENDS:
         raise InputError(f"backend={backend!r}: choose from {', '.join(BACKENDS)}")
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if where.type == "cuda":
-        where = torch.device("cuda", where.index or 0)
+    where = _device(device)
     files = open_bundle(path, verify_key=None if verify_key is None else Path(verify_key))
     with _refusing(path):
         captured, recipe, test = _read(files, where, types)
-    makers: dict[str, Callable[[list[str]], Callable[..., Any]]] = {
-        "ampopt": lambda notes: _own(files, captured, recipe, budget_s, notes),
+    threads = torch.get_num_threads() if where.type == "cpu" else 1
+    makers: dict[str, Callable[[list[str]], _Way]] = {
+        "ampopt": lambda notes: _Way(_own(files, captured, recipe, budget_s, notes), threads),
         "onnxruntime": lambda notes: _onnx(path, verify_key, captured, notes),
-        "original": lambda _notes: _Restored(captured),
+        "original": lambda _notes: _Way(_Restored(captured), threads),
     }
     wanted = [backend] if backend != "auto" else ["ampopt", "onnxruntime"]
     loaded: list[LoadedModel] = []
@@ -152,11 +165,25 @@ def load(
         loaded.append(model)
     if not loaded:
         raise BundleError("; ".join(notes))
-    best = _fastest(loaded, test, where)
-    best.notes.extend(notes)
+    chosen = _best(loaded, test, where)
+    chosen.notes.extend(notes)
     for note in notes:
         logger.warning("ampopt: %s: %s", os.fspath(path), note)
-    return best
+    return chosen
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    """The device that is asked for, or a GPU where there is one. InputError where there is none such."""
+    has_gpu = torch.cuda.is_available()
+    try:
+        where = torch.device(device or ("cuda" if has_gpu else "cpu"))
+    except RuntimeError as error:
+        raise InputError(f"device={device!r} is no device: choose 'cpu' or 'cuda'") from error
+    if where.type == "cpu":
+        return torch.device("cpu")
+    if where.type != "cuda" or (where.index or 0) >= (torch.cuda.device_count() if has_gpu else 0):
+        raise InputError(f"device={device!r} is not on this machine: leave it out, or use 'cpu'")
+    return torch.device("cuda", where.index or 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,9 +278,7 @@ def _own(
     )
 
 
-def _onnx(
-    path: str | os.PathLike[str], verify_key: Any, captured: Captured, notes: list[str]
-) -> Callable[..., Any]:
+def _onnx(path: str | os.PathLike[str], verify_key: Any, captured: Captured, notes: list[str]) -> _Way:
     """The ONNX model in ONNX Runtime, with the original's call around it."""
     model = robot.load(path, verify_key=verify_key)
     notes.extend(model.notes)
@@ -266,7 +291,8 @@ def _onnx(
         outputs = [torch.from_numpy(named[info.name]).to(device) for info in model.outputs]
         return captured.layout.restore(outputs)
 
-    return call
+    options = model.options
+    return _Way(call, 1 if options.provider == CUDA else options.threads or thread_counts()[-1])
 
 
 def _to_numpy(tensor: Tensor) -> Any:
@@ -288,7 +314,8 @@ def _self_test(model: LoadedModel, test: _Test, tolerance: float) -> None:
                 )
 
 
-def _fastest(loaded: Sequence[LoadedModel], test: _Test, device: torch.device) -> LoadedModel:
+def _best(loaded: Sequence[LoadedModel], test: _Test, device: torch.device) -> LoadedModel:
+    """The backend that serves best here, with what was measured of each as its `choice`."""
     if len(loaded) == 1:
         return loaded[0]
     calls = {
@@ -296,5 +323,9 @@ def _fastest(loaded: Sequence[LoadedModel], test: _Test, device: torch.device) -
         for model in loaded
     }
     with torch.no_grad():
-        timed = interleave(calls, seconds=1.0)
-    return min(loaded, key=lambda model: timed[model.backend].median)
+        latencies = interleave(calls, seconds=CHOOSING_S)
+    timed = {model.backend: Timed(latencies[model.backend], model.threads) for model in loaded}
+    chosen = best(timed)
+    (model,) = (model for model in loaded if model.backend == chosen)
+    model.choice = {backend: str(way) for backend, way in timed.items()}
+    return model

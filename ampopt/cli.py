@@ -1,4 +1,7 @@
-"""The command line: `ampopt optimize`, `compare`, `export`, `verify`, `passes` and `cache`."""
+"""The command line: `ampopt optimize`, `compare`, `export`, `verify`, `passes` and `cache`.
+
+PyTorch takes seconds to import: a command does so when everything that can be wrong without it is right.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,12 @@ from rich.table import Table
 from typer import Option
 
 import ampopt
-from ampopt import cli_deploy, report
+from ampopt import cache_folder, cli_deploy
 from ampopt import cli_options as cli
-from ampopt.cli_options import check_destination, console, finite, model_and_call, readable_errors, write
+from ampopt.cli_options import check_request, console, finite, model_and_call, readable_errors, write
 from ampopt.errors import VerificationError
-from ampopt.passes import ENGINES, LAUNCHES, PIPELINE
-from ampopt.tuning_cache import default_cache
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.command("export")(cli_deploy.export)
 app.command("verify")(cli_deploy.verify)
 
@@ -53,11 +54,12 @@ def run(
 ) -> None:
     """Both commands take the same options and end alike: the report on stdout, and in files on request."""
     with readable_errors(verbose):
-        for path in filter(None, (json_file, markdown_file)):
-            check_destination(path)
-        loaded, args, kwargs, where = model_and_call(
-            model, shapes, image, npz, normalize, weights, trust_model_file, device
-        )
+        source = (model, shapes, image, npz, normalize, weights, trust_model_file, device)
+        written = {"--json": json_file, "--markdown": markdown_file}
+        check_request(*source, budget, exclude, written)
+        loaded, args, kwargs, where = model_and_call(*source)
+        from ampopt import report
+
         comparing = context.info_name == "compare"
         function: Callable[..., Any] = ampopt.compare if comparing else ampopt.optimize
         result = function(
@@ -85,6 +87,8 @@ def run(
 @app.command("passes")
 def list_passes(as_json: Annotated[bool, Option("--json", help="As JSON, on stdout.")] = False) -> None:
     """List every pass, in the order in which they are applied."""
+    from ampopt.passes import ENGINES, LAUNCHES, PIPELINE
+
     rows = [
         {
             "name": step.name,
@@ -107,13 +111,13 @@ def list_passes(as_json: Annotated[bool, Option("--json", help="As JSON, on stdo
 @app.command("cache")
 def show_cache(clear: Annotated[bool, Option("--clear", help="Remove everything.")] = False) -> None:
     """Tell where tuning results, exports and compiled code are kept, and how many files; or clear them."""
-    if (kept := default_cache()) is None:
+    if (folder := cache_folder.cache_folder()) is None:
         typer.echo("there is no cache: AMPOPT_CACHE is empty")
     elif clear:
-        typer.echo(f"tuning results removed from {kept.folder}: {kept.clear()}")
+        typer.echo(f"tuning results removed from {folder}: {cache_folder.clear(folder)}")
     else:
-        sizes = [file.stat().st_size for file in kept.files()]
-        typer.echo(f"tuning results in {kept.folder}: {len(sizes)}, {sum(sizes) / 1024:.0f} KiB")
+        sizes = [file.lstat().st_size for file in cache_folder.kept_files(folder)]
+        typer.echo(f"tuning results in {folder}: {len(sizes)}, {sum(sizes) / 1024:.0f} KiB")
 
 
 def _print_version(asked: bool) -> None:
@@ -125,7 +129,7 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _options_of_all(
     version: Annotated[
-        bool, Option("--version", callback=_print_version, is_eager=True, help="Show it.")
+        bool, Option("--version", "-V", callback=_print_version, is_eager=True, help="Show it.")
     ] = False,
 ) -> None:
     """Makes PyTorch vision models fast: every optimization is applied, verified, timed, kept or reverted."""

@@ -4,22 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
+import re
+import secrets
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 import typer
 from rich.console import Console
 from rich.text import Text
 from typer import Argument, Option
 
+from ampopt.destinations import check_distinct, check_file
 from ampopt.errors import AmpoptError, InputError
-from ampopt.input_source import example_call
-from ampopt.model_source import FORMS, is_model_file, load_model
+from ampopt.input_source import check_inputs, example_call
+from ampopt.model_source import FORMS, check_model, is_model_file, load_model
+
+if TYPE_CHECKING:
+    import torch
+
+
+def pass_names() -> list[str]:
+    """The names of all passes, in alphabetical order: each has a file named after it, which is not run."""
+    folder = Path(__file__).parent / "passes"
+    return sorted(file.stem.replace("_", "-") for file in folder.glob("[!_]*.py"))
+
+
+def _completed(words: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Completes the beginning of one of these words, for the shell."""
+    return lambda incomplete: [word for word in words() if word.startswith(incomplete)]
+
 
 Model = Annotated[str, Argument(metavar="MODEL", help=FORMS)]
 Shapes = Annotated[
@@ -50,9 +66,16 @@ Policy = Annotated[
     Option(help="How mixed precision is decided: amp (autocast's own lists), O1, O2 (as apex), half."),
 ]
 Device = Annotated[
-    str | None, Option(help="cpu or cuda. Default: cuda, if there is one; a saved model's own.")
+    str | None,
+    Option(
+        help="cpu or cuda. Default: cuda, if there is one; a saved model's own.",
+        autocompletion=_completed(lambda: ("cpu", "cuda")),
+    ),
 ]
-Exclude = Annotated[list[str] | None, Option(metavar="PASS", help="To leave out; repeatable.")]
+Exclude = Annotated[
+    list[str] | None,
+    Option(metavar="PASS", help="To leave out; repeatable.", autocompletion=_completed(pass_names)),
+]
 Cache = Annotated[
     bool, Option(help="Use what an earlier call found for this model, and keep what this one finds.")
 ]
@@ -60,9 +83,66 @@ JsonFile = Annotated[Path | None, Option("--json", help="File to write the repor
 Verbose = Annotated[bool, Option("--verbose", help="Show the whole trace of an error.")]
 
 
+def check_request(
+    model: str,
+    shapes: Sequence[str] | None,
+    image: Path | None,
+    npz: Path | None,
+    normalize: bool,
+    weights: Path | None,
+    trust_model_file: bool,
+    device: str | None,
+    budget: float,
+    exclude: Sequence[str] | None,
+    written: Mapping[str, Path | None],
+) -> None:
+    """Raise InputError or MissingExtraError for all that can be known before PyTorch is imported.
+
+    `written`: where results go, by their options.
+    """
+    check_budget(budget)
+    if unknown := sorted(set(exclude or ()) - set(names := pass_names())):
+        raise InputError(f"there is no pass {', '.join(unknown)}: choose from {', '.join(names)}")
+    check_device(device)
+    code = model if is_model_file(model) else model.rpartition(":")[0] or model
+    read = {"MODEL": Path(code), "--image": image, "--npz": npz, "--weights": weights}
+    check_written(written, read)
+    check_inputs(shapes or (), image, npz, normalize=normalize)
+    check_model(model, trust_file=trust_model_file, weights=weights)
+
+
+def check_written(written: Mapping[str, Path | None], read: Mapping[str, Path | None]) -> None:
+    """Raise InputError where a result cannot be written, or would overwrite another or what is read."""
+    check_distinct(written, read)
+    for path in filter(None, written.values()):
+        check_file(path)
+
+
+def check_budget(budget: float) -> None:
+    """Raise InputError where it is no time."""
+    if not budget > 0:
+        raise InputError(f"--budget {budget:g}: give a positive number of seconds")
+
+
+def check_device(device: str | None) -> None:
+    """Raise InputError for what is no device's name; whether there is one, only PyTorch knows."""
+    if device is not None and not re.fullmatch(r"(cpu|cuda)(:\d{1,3})?", device):
+        raise InputError(f"--device {device!r} is no device: choose cpu or cuda")
+
+
+def check_is_there(device: str | None) -> None:
+    """Raise InputError for a GPU that this machine does not have."""
+    import torch
+
+    name, _, number = (device or "").partition(":")
+    if name == "cuda" and int(number or 0) >= (count := torch.cuda.device_count()):
+        found = f"{count} CUDA devices" if count else "no CUDA device"
+        raise InputError(f"--device {device}: there is {found} on this machine: leave it out, or use cpu")
+
+
 def model_and_call(
     model: str,
-    shapes: list[str] | None,
+    shapes: Sequence[str] | None,
     image: Path | None,
     npz: Path | None,
     normalize: bool,
@@ -71,6 +151,9 @@ def model_and_call(
     device: str | None,
 ) -> tuple[torch.nn.Module, tuple[Any, ...] | None, dict[str, Any], str | None]:
     """The model, its positional and keyword arguments, and the device, as the options name them."""
+    import torch
+
+    check_is_there(device)
     args, kwargs = example_call(shapes or (), image, npz, normalize=normalize)
     loaded = load_model(model, trust_file=trust_model_file, weights=weights)
     if not args and not kwargs:
@@ -100,25 +183,19 @@ def readable_errors(verbose: bool) -> Iterator[None]:
         raise typer.Exit(1) from e
 
 
-def check_destination(path: Path) -> None:
-    """Raise InputError, before the long work, where a report could not be written."""
-    if path.exists() and not path.is_file():
-        raise InputError(f"{path} is not a regular file: name another one for the report")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise InputError(
-            f"there is no folder {path.parent} that {path.name} can be written to: create it first"
-        )
-
-
 def write(path: Path, text: str) -> None:
-    """Write a file as a whole or not at all."""
+    """Write a file as a whole or not at all. Raises InputError where it cannot be written."""
     path = path.resolve()  # a link stays, and its target is replaced
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        beside.write_text(text, encoding="utf-8")
+        with beside.open("x", encoding="utf-8") as file:
+            file.write(text)
         beside.replace(path)
+    except OSError as e:
+        raise InputError(f"{path} cannot be written: {e.strerror}") from e
     finally:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink()
 
 
 def finite(value: Any) -> Any:

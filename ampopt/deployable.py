@@ -10,6 +10,7 @@ from torch import nn
 
 from ampopt.bundle_save import save_bundle
 from ampopt.capture import Captured
+from ampopt.destinations import check_bundle, check_onnx
 from ampopt.ledger import Ledger
 from ampopt.onnx_dynamic import Dynamic
 from ampopt.onnx_export import OnnxReport, export_onnx
@@ -46,6 +47,7 @@ class Deployable(nn.Module):
         ONNX Runtime does not compute in. The other arguments and the errors are those of
         `ampopt.onnx_export.export_onnx`. The user's metric and tolerance hold for the file, too.
         """
+        check_onnx(path)
         low = "fp16" if self._recipe.lane_dtype is torch.float16 else "fp32"
         return export_onnx(
             self._original[0],
@@ -81,6 +83,8 @@ class Deployable(nn.Module):
         `onnx`: "fp32", "fp16", "auto" (as `export_onnx`), or None for none. `cpp` adds the program as
         TorchScript for C++. `sign_key`: a private Ed25519 key in PEM. The bundle at `path`, if there is
         one, is replaced at one moment. Raises ExportError for what a bundle cannot hold, BundleError where
-        it cannot be written, and what `export_onnx` raises.
+        it cannot be written, InputError for a name that stands for something else, such as robot.engine, and
+        what `export_onnx` raises. Name, place, packages and key are looked at before anything is made.
         """
+        check_bundle(path, onnx=onnx is not None, sign_key=sign_key)
         save_bundle(self, path, onnx=onnx, cpp=cpp, sign_key=sign_key, as_folder=as_folder, tune_s=tune_s)

@@ -48,11 +48,66 @@ class Latencies:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
-    """Whether a field test passed; `reasons` say why it did not."""
+class Finding:
+    """One test of a field test: what was measured, what was promised, and the most that passes.
 
-    passed: bool
-    reasons: tuple[str, ...]
+    `limit` is `promised` with its slack. Where a test does not decide, what fails it is only a warning.
+    `text` says all that.
+    """
+
+    test: str
+    measured: float
+    promised: float
+    limit: float
+    decides: bool
+    text: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is within the limit."""
+        return self.measured <= self.limit
+
+    @property
+    def line(self) -> str:
+        """For people: the outcome, and how it came about."""
+        bad = "FAILED" if self.decides else "SLOWER THAN PROMISED"
+        return f"{'passed' if self.passed else bad}: {self.text}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; back to back in milliseconds, deadlines in frames."""
+        numbers = {name: _rounded(getattr(self, name)) for name in ("measured", "promised", "limit")}
+        return {"test": self.test, **numbers, "decides": self.decides, "passed": self.passed}
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What the tests of a field test found, and whether it passed as a whole."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every test passed that decides."""
+        return not self.reasons
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why it did not pass: the tests that decide and failed."""
+        return tuple(found.text for found in self.findings if found.decides and not found.passed)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The tests that failed and do not decide."""
+        return tuple(found.text for found in self.findings if not found.decides and not found.passed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "passed": self.passed,
+            "reasons": list(self.reasons),
+            "warnings": list(self.warnings),
+            "tests": [found.to_dict() for found in self.findings],
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,28 +134,39 @@ class FieldReport:
     gpu_memory_bytes: int | None = None
 
     def verdict(
-        self, expected: Mapping[str, Any] | None, *, slack: float = 0.25, missed_share: float = 0.0
+        self,
+        expected: Mapping[str, Any] | None,
+        *,
+        slack: float = 0.25,
+        missed_share: float = 0.0,
+        strict: bool = False,
     ) -> Verdict:
-        """Compare with a manifest's expected latency: `p50_ms` and `p99_ms` of calls back to back.
+        """Judge the deadlines, and calls back to back by a manifest's expected `p50_ms` and `p99_ms`.
 
-        Each may be exceeded by a share `slack`. Of the frames that arrived, a share `missed_share` may miss
-        its deadline or be dropped. What is not expected, or has too few frames to be known, is not judged.
+        Of the frames that arrived, a share `missed_share` may miss its deadline or be dropped: that decides.
+        An expected latency was measured elsewhere, or when less was going on: where it is exceeded by more
+        than a share `slack`, that is a warning, and decides only if `strict`. What is not expected, or has
+        too few frames to be known, is not judged.
         """
-        reasons = []
+        findings = [self._deadlines(missed_share)]
+        for key in ("p50_ms", "p99_ms"):
+            promised, found = (expected or {}).get(key), self.back_to_back.quantile(QUANTILES[key])
+            if promised is not None and found is not None:
+                findings.append(
+                    _back_to_back_finding(key.removesuffix("_ms"), found, promised, slack, strict)
+                )
+        return Verdict(tuple(findings))
+
+    def _deadlines(self, missed_share: float) -> Finding:
         late, arrived = self.missed + self.dropped, len(self.paced.samples) + self.dropped
-        if late > missed_share * arrived:
-            reasons.append(
+        if late:
+            text = (
                 f"{self.missed} of {arrived} frames at {self.hz:g} Hz missed the deadline of"
                 f" {self.deadline_ms:g} ms, and {self.dropped} were dropped"
             )
-        for name in ("p50_ms", "p99_ms"):
-            limit, found = (expected or {}).get(name), self.back_to_back.quantile(QUANTILES[name])
-            if limit is not None and found is not None and found > limit * (1 + slack):
-                reasons.append(
-                    f"{name.removesuffix('_ms')} back to back is {found:.3f} ms where {limit:.3f} ms was"
-                    f" expected (with {slack:.0%} slack)"
-                )
-        return Verdict(not reasons, tuple(reasons))
+        else:
+            text = f"all {arrived} frames at {self.hz:g} Hz met the deadline of {self.deadline_ms:g} ms"
+        return Finding("deadlines", late, 0, missed_share * arrived, True, text)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, times in milliseconds; a percentile for which there are too few frames is null."""
@@ -118,6 +184,26 @@ class FieldReport:
         }
 
 
+def _back_to_back_finding(name: str, measured: float, promised: float, slack: float, strict: bool) -> Finding:
+    limit = promised * (1 + slack)
+    text = f"{name} back to back is {measured:.3f} ms where {promised:.3f} ms was expected"
+    if measured > promised:
+        place = "within" if measured <= limit else "more than"
+        text += f", {place} the {limit:.3f} ms of {slack:.0%} slack"
+    return Finding(f"{name} back to back", measured, promised, limit, strict, text)
+
+
+def check_field_test(hz: float, seconds: float, deadline_ms: float | None) -> None:
+    """Raise InputError where rate, time or deadline is not positive, or no frame fits into the time."""
+    period_ms = 1e3 / hz if hz > 0 else math.nan
+    limit_ms = period_ms if deadline_ms is None else deadline_ms
+    if not (math.isfinite(period_ms) and math.isfinite(hz * seconds) and limit_ms > 0 and hz * seconds >= 1):
+        raise InputError(
+            f"a field test needs a positive rate and deadline and time for a frame: not {hz} Hz for"
+            f" {seconds} s with a deadline of {limit_ms} ms"
+        )
+
+
 def field_test(
     call: Callable[[], object],
     *,
@@ -131,17 +217,10 @@ def field_test(
     A frame must be done `deadline_ms` after it arrives, by default when the next one is due. A call that
     takes longer finds the newest frame waiting; the others are dropped. `gpu_memory` returns the peak in
     bytes. Python's garbage collector runs before each part and not within it.
-    Raises InputError where rate, time or deadline is not positive, or no frame fits into the time.
+    Raises InputError as `check_field_test` does.
     """
-    period_ms = 1e3 / hz if hz > 0 else math.nan
-    deadline_ms = period_ms if deadline_ms is None else deadline_ms
-    if not (
-        math.isfinite(period_ms) and math.isfinite(hz * seconds) and deadline_ms > 0 and hz * seconds >= 1
-    ):
-        raise InputError(
-            f"a field test needs a positive rate and deadline and time for a frame: not {hz} Hz for"
-            f" {seconds} s with a deadline of {deadline_ms} ms"
-        )
+    check_field_test(hz, seconds, deadline_ms)
+    deadline_ms = 1e3 / hz if deadline_ms is None else deadline_ms
     frames, period = int(hz * seconds + 1e-9), round(1e9 / hz)
     with _collected():
         (first,) = _back_to_back(call, 1)

@@ -1,4 +1,4 @@
-"""What a file is that was named as a model or its weights, told from its first bytes; nothing in it is run."""
+"""What a file is that was named as a model or its weights, told from its bytes; nothing in it is run."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ def _zipped(file: BinaryIO) -> Kind:
             if "manifest.json" in names:
                 return Kind("bundle", "a bundle of ampopt: ampopt.load and `ampopt verify` take it")
             if any(name.startswith("data/aotinductor/") for name in names):
-                return Kind("foreign", "a library that AOTInductor compiled, whose model is not in it any more")
+                return Kind(
+                    "foreign", "a library that AOTInductor compiled, whose model is not in it any more"
+                )
             if "archive_format" in names or "serialized_exported_program.json" in names:
                 return EXPORTED
             if "constants.pkl" in names and any(name.startswith("code/") for name in names):

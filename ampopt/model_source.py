@@ -45,7 +45,7 @@ def is_model_file(source: str) -> bool:
 
 
 def check_model(source: str, *, trust_file: bool = False, weights: Path | None = None) -> None:
-    """Raise what `load_model` would, as far as it can be known without PyTorch, which takes long to import."""
+    """Raise what `load_model` would, as far as it can be known before PyTorch is imported."""
     if is_model_file(source):
         _check_file(Path(source), trust_file)
     else:

@@ -76,7 +76,11 @@ class PartlyOptimizedModule(nn.Module):
         )
 
     def __reduce__(self) -> NoReturn:
-        raise InputError("an optimized module cannot be pickled: its programs live in this process only")
+        raise InputError(
+            "an optimized module cannot be pickled, as torch.save does, or copied: its programs live in this "
+            'process, and .save("robot.ampopt") takes models that are one graph. Keep the original\'s '
+            "state_dict() and optimize it again where it is used, which is quicker then"
+        )
 
 
 def _record_calls(

@@ -137,7 +137,7 @@ def _retuned(model: bytes | Path, runner: OnnxRunner, files: BundleFiles, second
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Load a bundle, measure it, print JSON; returns 0: passed, 1: too slow, 2: refused."""
+    """Load a bundle, measure it, print JSON; returns 0: passed, 1: frames too late, 2: refused."""
     parser = argparse.ArgumentParser(prog="python -m ampopt.robot", description=main.__doc__)
     parser.add_argument("bundle")
     parser.add_argument("--hz", type=float, default=30.0, help="the camera's rate")
@@ -146,6 +146,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--provider", help="such as CPUExecutionProvider")
     parser.add_argument("--verify-key", help="the public key of whom the bundle must be signed by")
     parser.add_argument("--retune-seconds", type=float, default=0.0, help="where its options do not fit")
+    parser.add_argument("--slack", type=float, default=0.25, help="share by which it may be slower")
+    parser.add_argument(
+        "--strict", action="store_true", help="fail, too, where calls back to back are slower than promised"
+    )
     given = parser.parse_args(arguments)
     try:
         robot = load(
@@ -160,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AmpoptError as e:
         print(f"refused: {e}", file=sys.stderr)
         return 2
-    verdict = report.verdict(robot.manifest["onnx"]["latency"])
+    verdict = report.verdict(robot.manifest["onnx"]["latency"], slack=given.slack, strict=given.strict)
     facts = {
         "bundle": given.bundle,
         "model": robot.manifest["model"],
@@ -168,8 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "notes": robot.notes,
         "self_test_error": robot.error,
         **report.to_dict(),
-        "passed": verdict.passed,
-        "reasons": verdict.reasons,
+        **verdict.to_dict(),
     }
     print(json.dumps(facts, indent=1))
     return 0 if verdict.passed else 1

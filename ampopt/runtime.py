@@ -318,7 +318,10 @@ class OptimizedModule(Deployable):
         return duplicate
 
     def __reduce__(self) -> NoReturn:
-        raise InputError("an optimized module cannot be pickled: its CUDA graphs live in this process only")
+        raise InputError(
+            "an optimized module cannot be pickled, as torch.save does: its programs live in this process; "
+            'keep it with .save("robot.ampopt"), which ampopt.load reads (copy.deepcopy copies it here)'
+        )
 
 
 def _knows_nothing(_anything: object) -> Any:

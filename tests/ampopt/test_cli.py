@@ -14,8 +14,9 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import ampopt
-from ampopt import cli
+from ampopt import cli, cli_options
 from ampopt.casting import POLICIES
+from ampopt.errors import InputError
 from ampopt.passes import ENGINES, LAUNCHES, PIPELINE
 
 CODE = """
@@ -139,8 +140,13 @@ def test_passes_lists_every_pass() -> None:
     assert {row["portability"] for row in rows} == {"portable", "native"}
 
 
-def test_version_is_the_package_version() -> None:
-    assert call("--version").stdout == f"ampopt {ampopt.__version__}\n"
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_version_is_the_package_version(option: str) -> None:
+    assert call(option).stdout == f"ampopt {ampopt.__version__}\n"
+
+
+def test_the_names_of_the_passes_are_those_of_their_files() -> None:
+    assert cli_options.pass_names() == sorted(step.name for step in (*PIPELINE, *ENGINES, *LAUNCHES))
 
 
 def test_the_policies_are_those_that_the_engine_knows() -> None:
@@ -155,7 +161,17 @@ def test_the_policies_are_those_that_the_engine_knows() -> None:
         (["{folder}/tiny.py:missing"], "has no 'missing'"),
         (["{folder}/missing.py:Tiny"], "missing.py"),
         (["{folder}/missing.pt2", "--trust-model-file"], "there is no file"),
-        (["{folder}/weights.pt"], "--trust-model-file"),
+        (["{folder}/weights.pt"], "file.py:make_net --weights"),
+        (["{folder}/whole.pt", "--trust-model-file"], "torch.save(model.state_dict()"),
+        (["{model}", "--exclude", "no-such-pass"], "there is no pass no-such-pass"),
+        (["{model}", "--budget", "0"], "--budget 0: give a positive number"),
+        (["{model}", "--budget", "nan"], "--budget nan: give a positive number"),
+        (["{model}", "--device", "gpu"], "--device 'gpu' is no device"),
+        (["{model}", "--device", "cuda:99"], "--device cuda:99: there"),
+        (["{model}", "--json", "{folder}/r", "--markdown", "{folder}/./r"], "--json and --markdown are the same"),
+        (["{model}", "--json", "{folder}/tiny.py"], "MODEL and --json are the same file"),
+        (["{model}", "--weights", "{folder}/weights.pt", "--json", "{folder}/weights.pt"], "--weights and --json"),
+        (["{model}", "--json", "/dev/null"], "not a regular file"),
         (["{folder}/exits.py:Tiny"], "SystemExit"),
         (["{model}", "--weights", "{folder}/weights.pt"], "1 keys are unexpected (other)"),
         (["{model}", "--input", "1x3x"], "--input '1x3x' is no shape"),
@@ -169,6 +185,7 @@ def test_an_error_is_one_paragraph_on_stderr_before_the_long_work(
     model: str, tmp_path: Path, arguments: list[str], reason: str
 ) -> None:
     torch.save({"other": torch.zeros(1)}, tmp_path / "weights.pt")
+    torch.save(nn.Linear(2, 2), tmp_path / "whole.pt")
     (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
     result = call("optimize", *(text.format(model=model, folder=tmp_path) for text in arguments))
     assert result.exit_code == 1
@@ -187,9 +204,25 @@ def test_without_a_verified_program_the_report_is_given_and_the_exit_code_is_1(m
 
 
 def test_an_error_of_the_engine_ends_with_exit_code_1(model: str) -> None:
-    result = call("optimize", model, "--exclude", "no-such-pass")
+    result = call("optimize", model, "--input", "1x4x8x8", "--device", "cpu")
     assert result.exit_code == 1
-    assert "there is no pass no-such-pass" in result.stderr
+    assert "Tiny fails on the example inputs" in result.stderr
+
+
+@pytest.mark.parametrize("failing", ["open", "replace"])
+def test_a_report_that_cannot_be_written_leaves_nothing(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> NoReturn:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "r.json").write_text("old")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, failing, full)
+        with pytest.raises(InputError, match="cannot be written: No space left"):
+            cli_options.write(tmp_path / "r.json", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+    assert (tmp_path / "r.json").read_text() == "old"
 
 
 def test_an_unexpected_error_points_to_verbose(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +236,7 @@ def test_an_unexpected_error_points_to_verbose(model: str, monkeypatch: pytest.M
     assert isinstance(call("optimize", model, "--verbose").exception, RuntimeError)
 
 
-@pytest.mark.parametrize("option", ["--precision=fp8", "--policy=O3", "--tolerance=-1", "--no"])
+@pytest.mark.parametrize("option", ["--precision=fp8", "--policy=O3", "--tolerance=-1", "--tolerance=nan", "--no"])
 def test_a_wrong_option_is_a_usage_error(model: str, option: str) -> None:
     assert call("optimize", model, option).exit_code == 2
 

@@ -53,7 +53,12 @@ class Evil:
     ],
 )
 def test_what_torch_saves_is_weights_or_has_code(
-    content: object, expected: str, protocol: int, zipped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: object,
+    expected: str,
+    protocol: int,
+    zipped: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
@@ -122,5 +127,5 @@ def test_a_pickle_of_any_size_is_looked_at_in_part(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_named() -> None:
-    with pytest.raises(InputError, match="MODEL: there is no file nowhere.pt"):
+    with pytest.raises(InputError, match=r"MODEL: there is no file nowhere\.pt"):
         kind_of_file(Path("nowhere.pt"), "MODEL")

@@ -49,7 +49,21 @@ def test_inputs_have_the_dtype_that_was_asked_for(name: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "x", "1x", "1x3x", "1xx3", "0x3", "-1x3", "1x3:", "1,3", "1x3 ", "1x3:float31", "1x65536x65537", "9" * 5000],
+    [
+        "",
+        "x",
+        "1x",
+        "1x3x",
+        "1xx3",
+        "0x3",
+        "-1x3",
+        "1x3:",
+        "1,3",
+        "1x3 ",
+        "1x3:float31",
+        "1x65536x65537",
+        "9" * 5000,
+    ],
 )
 def test_text_that_is_no_shape_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="--input"):

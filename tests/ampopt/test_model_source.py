@@ -176,7 +176,7 @@ def test_a_whole_pickled_model_is_told_from_weights(trusted: bool, zipped: bool,
 
 
 def test_a_file_of_code_without_a_name_is_answered_with_one(code: Path) -> None:
-    with pytest.raises(InputError, match="some_models.py:make_net"):
+    with pytest.raises(InputError, match=r"some_models\.py:make_net"):
         load_model(str(code))
 
 

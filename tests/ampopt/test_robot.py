@@ -260,8 +260,12 @@ def test_the_command_line_measures_and_judges(tmp_path: Path, capsys: pytest.Cap
     assert told["options"]["provider"] == CPU
     assert told["self_test_error"] < 1e-6
     slow = one_output(tmp_path / "slow", expected={"p50_ms": 1e-9, "p99_ms": 1e-9})
-    assert robot.main([str(slow), "--hz", "5", "--seconds", "0.6"]) == 1
+    assert robot.main([str(slow), "--hz", "5", "--seconds", "0.6"]) == 0
+    assert "was expected" in json.loads(capsys.readouterr().out)["warnings"][-1]
+    assert robot.main([str(slow), "--hz", "5", "--seconds", "0.6", "--strict"]) == 1
     assert "was expected" in json.loads(capsys.readouterr().out)["reasons"][-1]
+    assert robot.main([path, "--hz", "5", "--seconds", "0.6", "--deadline-ms", "1e-6"]) == 1
+    assert "3 of 3 frames" in json.loads(capsys.readouterr().out)["reasons"][0]
 
 
 def test_the_command_line_says_why_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

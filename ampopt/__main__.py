@@ -1,0 +1,8 @@
+"""`python -m ampopt` is the `ampopt` command."""
+
+from __future__ import annotations
+
+from ampopt.cli import main
+
+if __name__ == "__main__":
+    main()
