@@ -61,8 +61,9 @@ def _create(target: Path, folder: bool) -> tuple[Path, int]:
                 temporary.mkdir()
             flags = os.O_RDONLY | os.O_DIRECTORY if folder else os.O_WRONLY | os.O_CREAT | os.O_EXCL
             descriptor = os.open(temporary, flags, 0o666)
-        except FileNotFoundError:
-            if not target.parent.is_dir():
+        except OSError as e:
+            if not isinstance(e, FileNotFoundError) or not target.parent.is_dir():
+                _remove(temporary)
                 raise
             continue
         if locked(descriptor) is not False and _is_at(temporary, descriptor):

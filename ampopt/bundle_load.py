@@ -32,6 +32,7 @@ from ampopt.optimizer import Optimizer, Options
 from ampopt.process_state import process_kept
 from ampopt.onnx_knobs import thread_counts
 from ampopt.onnx_options import CUDA
+from ampopt.optimizer import Optimizer, Options
 from ampopt.program import Settings
 from ampopt.program_file import read_program
 from ampopt.recipe_file import read_recipe

@@ -43,10 +43,20 @@ def generate_keys(private_path: str | Path, public_path: str | Path) -> None:
     )
     for path, content, mode in ((private_path, secret, 0o600), (public_path, public, 0o644)):
         try:
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-                file.write(content)
+            _write_new(path, content, mode)
         except OSError as e:
             raise InputError(f"the key {path} cannot be written: {e.strerror}") from e
+
+
+def _write_new(path: str | Path, content: bytes, mode: int) -> None:
+    """Write a file that is not there yet; nothing stays of one that cannot be written to its end."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+    except BaseException:
+        os.unlink(path)
+        raise
 
 
 def sign(key_path: str | Path, message: bytes) -> bytes:

@@ -21,6 +21,7 @@ from ampopt.ledger import Ledger
 from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn, FuseConvOnednn
 from ampopt.program import Settings
 from ampopt.runtime import OptimizedModule
+from ampopt.sampling import Measurement
 from ampopt.signing import generate_keys
 from ampopt.transform import Recipe
 from tests.ampopt.planted import captured_of, module_of
@@ -229,6 +230,37 @@ def test_auto_uses_another_backend_where_one_fails_and_says_so(bundle: Path, tmp
     loaded: LoadedModel = ampopt.load(rewritten(bundle, tmp_path / "b", _wrong_weight), device="cpu")
     assert loaded.backend == "onnxruntime"
     assert "ampopt is not used" in loaded.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "threads", "chosen"),
+    [
+        ({"ampopt": (1.0, 1.2), "onnxruntime": (2.0, 2.1)}, 4, "ampopt"),
+        ({"ampopt": (1.0, 9.0), "onnxruntime": (1.2, 1.3)}, 4, "onnxruntime"),  # its tail is shorter
+        ({"ampopt": (1.0, 1.2), "onnxruntime": (1.02, 1.2)}, 10_000, "onnxruntime"),  # it takes less threads
+    ],
+)
+def test_auto_looks_at_the_tail_and_at_threads(
+    seconds: dict[str, tuple[float, float]], threads: int, chosen: str, bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def made_up(calls: object, **options: object) -> dict[str, Measurement]:
+        return {name: Measurement((mostly,) * 150 + (last,) * 50) for name, (mostly, last) in seconds.items()}
+
+    fingerprint = open_bundle(bundle).manifest["fingerprint"]
+    monkeypatch.setattr("ampopt.bundle_load.environment", lambda device: fingerprint)
+    monkeypatch.setattr("ampopt.bundle_load.interleave", made_up)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    loaded = ampopt.load(bundle, device="cpu")
+    assert loaded.backend == chosen
+    assert loaded.choice.keys() == seconds.keys()
+    assert f"{threads} threads" in loaded.choice["ampopt"]
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:77", "meta", "cpu!"])
+def test_a_device_that_is_not_there_is_refused(device: str, bundle: Path) -> None:
+    with pytest.raises(InputError, match=f"device='{device}'"):
+        ampopt.load(bundle, device=device)
 
 
 def test_a_signed_bundle_is_known_by_its_makers_key(fast: OptimizedModule, tmp_path: Path) -> None:

@@ -56,13 +56,13 @@ def test_a_larger_file_than_any_kept_is_not_read(tmp_path: Path) -> None:
         kept(tmp_path / "a.json")
 
 
-class _FullDisk:
+class FullDisk:
     """What `open` gives where the disk is full; the descriptor is closed as a file's is."""
 
     def __init__(self, descriptor: int, mode: str) -> None:
         self.descriptor = descriptor
 
-    def __enter__(self) -> _FullDisk:
+    def __enter__(self) -> FullDisk:
         return self
 
     def __exit__(self, *details: object) -> None:
@@ -82,7 +82,7 @@ def _interrupted(*_args: Any) -> NoReturn:
 
 @pytest.mark.parametrize(
     ("name", "stand_in"),
-    [("open", _FullDisk), ("os.replace", _cannot), ("os.replace", _interrupted)],
+    [("open", FullDisk), ("os.replace", _cannot), ("os.replace", _interrupted)],
     ids=["full disk", "no rename", "Ctrl-C"],
 )
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(

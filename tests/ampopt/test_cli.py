@@ -168,9 +168,15 @@ def test_the_policies_are_those_that_the_engine_knows() -> None:
         (["{model}", "--budget", "nan"], "--budget nan: give a positive number"),
         (["{model}", "--device", "gpu"], "--device 'gpu' is no device"),
         (["{model}", "--device", "cuda:99"], "--device cuda:99: there"),
-        (["{model}", "--json", "{folder}/r", "--markdown", "{folder}/./r"], "--json and --markdown are the same"),
+        (
+            ["{model}", "--json", "{folder}/r", "--markdown", "{folder}/./r"],
+            "--json and --markdown are the same",
+        ),
         (["{model}", "--json", "{folder}/tiny.py"], "MODEL and --json are the same file"),
-        (["{model}", "--weights", "{folder}/weights.pt", "--json", "{folder}/weights.pt"], "--weights and --json"),
+        (
+            ["{model}", "--weights", "{folder}/weights.pt", "--json", "{folder}/weights.pt"],
+            "--weights and --json",
+        ),
         (["{model}", "--json", "/dev/null"], "not a regular file"),
         (["{folder}/exits.py:Tiny"], "SystemExit"),
         (["{model}", "--weights", "{folder}/weights.pt"], "1 keys are unexpected (other)"),
@@ -236,7 +242,9 @@ def test_an_unexpected_error_points_to_verbose(model: str, monkeypatch: pytest.M
     assert isinstance(call("optimize", model, "--verbose").exception, RuntimeError)
 
 
-@pytest.mark.parametrize("option", ["--precision=fp8", "--policy=O3", "--tolerance=-1", "--tolerance=nan", "--no"])
+@pytest.mark.parametrize(
+    "option", ["--precision=fp8", "--policy=O3", "--tolerance=-1", "--tolerance=nan", "--no"]
+)
 def test_a_wrong_option_is_a_usage_error(model: str, option: str) -> None:
     assert call("optimize", model, option).exit_code == 2
 

@@ -1,4 +1,4 @@
-"""What the command line does without PyTorch, which takes seconds to import: help, completion, most errors."""
+"""What the command line does without PyTorch, which takes seconds to import: help, completion, errors."""
 
 from __future__ import annotations
 
@@ -115,7 +115,9 @@ def test_the_shell_completes_commands_passes_and_choices(typed: str) -> None:
 
 
 def test_the_script_for_a_shell_is_shown() -> None:
-    script = "import sys; from ampopt.cli import main; sys.argv = ['ampopt', '--show-completion', 'bash']; main()"
+    script = (
+        "import sys; from ampopt.cli import main; sys.argv = ['ampopt', '--show-completion', 'bash']; main()"
+    )
     found = {**ENVIRONMENT, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     done = subprocess.run(
         [sys.executable, "-c", script], env=found, capture_output=True, text=True, timeout=120

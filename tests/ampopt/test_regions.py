@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -153,12 +155,13 @@ def test_a_model_without_any_graph_runs_as_it_was() -> None:
 
 
 def test_training_moving_and_pickling_are_refused() -> None:
-    import pickle
-
     fast = optimize(with_statistics(Branching()), X.abs())
     for refused in (fast.train, fast.half, lambda: fast.to("meta"), lambda: pickle.dumps(fast)):
         with pytest.raises(InputError, match="an optimized module"):
             refused()
+    for copied in (copy.copy, copy.deepcopy, lambda module: torch.save(module, io.BytesIO())):
+        with pytest.raises(InputError, match=r"state_dict\(\) and optimize it again"):
+            copied(fast)
     assert fast.eval() is fast
 
 

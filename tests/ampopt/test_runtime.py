@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -182,6 +183,9 @@ def test_training_moving_and_pickling_are_refused(model: nn.Module) -> None:
     ):
         with pytest.raises(InputError, match="an optimized module"):
             refused()
+    for stored in (pickle.dumps, copy.copy, lambda module: torch.save(module, io.BytesIO())):
+        with pytest.raises(InputError, match=r"keep it with \.save\(\"robot\.ampopt\"\)"):
+            stored(fast)
     assert fast.eval() is fast
     assert close(fast(image()), model(image()))
 

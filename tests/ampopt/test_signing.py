@@ -62,6 +62,17 @@ def test_keys_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:
         generate_keys(tmp_path / "nowhere" / "secret", tmp_path / "public")
 
 
+def test_nothing_stays_of_a_key_that_cannot_be_written_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("ampopt.signing.open", FullDisk, raising=False)
+        with pytest.raises(InputError, match="No space left"):
+            generate_keys(tmp_path / "secret.pem", tmp_path / "public.pem")
+    assert list(tmp_path.iterdir()) == []
+    generate_keys(tmp_path / "secret.pem", tmp_path / "public.pem")
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 def test_openssl_reads_the_same_keys_and_signatures(keys: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "message").write_bytes(b"message")
