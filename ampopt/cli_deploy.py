@@ -68,11 +68,11 @@ def export(
 ) -> None:
     """Optimize a model and write it as verified ONNX, or as a bundle that a robot can trust."""
     with readable_errors(verbose):
-        written = {"--output": output, "--json": json_file}
-        check_distinct(written, {"--sign": sign})
+        places = {"--output": output, "--json": json_file}
+        check_distinct(places, {"--sign": sign})
         _check_output(output, io, target, dynamic_batch, force, cpp, sign)
         source = (model, shapes, image, npz, normalize, weights, trust_model_file, device)
-        check_request(*source, budget, exclude, written)
+        check_request(*source, budget, exclude, places)
         loaded, args, kwargs, where = model_and_call(*source)
         from ampopt.runtime import OptimizedModule
 

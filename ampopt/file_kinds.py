@@ -133,8 +133,8 @@ def _imports(file: BinaryIO) -> Iterator[tuple[str, str]]:
         elif op.name == "STACK_GLOBAL":
             yield texts[-2], texts[-1]
         elif op.name in ("MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"):
-            memo[len(memo) if argument is None else int(argument)] = texts[-1] if texts else ""
+            memo[int(argument or 0) if op.name != "MEMOIZE" else len(memo)] = texts[-1] if texts else ""
         elif op.name in ("GET", "BINGET", "LONG_BINGET"):
-            texts.append(memo.get(int(argument), ""))
+            texts.append(memo.get(int(argument or 0), ""))
         elif isinstance(argument, str):
             texts.append(argument)

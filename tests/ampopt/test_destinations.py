@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -67,7 +68,11 @@ def test_a_key_that_cannot_sign_is_refused(tmp_path: Path, monkeypatch: pytest.M
         check_bundle(tmp_path / "b", onnx=False, sign_key=tmp_path / "key.pem")
 
 
-ODD = {"FIFO": os.mkfifo, "socket": listening, "device": lambda path: path.symlink_to("/dev/null")}
+ODD: dict[str, Callable[[Path], object]] = {
+    "FIFO": os.mkfifo,
+    "socket": listening,
+    "device": lambda path: path.symlink_to("/dev/null"),
+}
 
 
 @pytest.mark.parametrize("case", ODD)

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,7 +76,7 @@ def test_what_becomes_a_fifo_after_it_was_looked_at_does_not_hang(
     (tmp_path / "x").write_text("")
     opened = os.open
 
-    def replaced(path: Path, *args: int, **options: int | None) -> int:
+    def replaced(path: Path, *args: Any, **options: Any) -> int:
         path.unlink()
         os.mkfifo(path)
         return opened(path, *args, **options)

@@ -11,6 +11,7 @@ import pytest
 
 from ampopt.errors import InputError, MissingExtraError
 from ampopt.signing import SIGNATURE_BYTES, generate_keys, is_signed, sign
+from tests.ampopt.test_cache_folder import FullDisk
 
 
 @pytest.fixture
