@@ -45,7 +45,8 @@ class Deployable(nn.Module):
 
         `precision`: "fp32" or "fp16"; None: as the lane that was chosen, and "fp32" for bfloat16, which
         ONNX Runtime does not compute in. The other arguments and the errors are those of
-        `ampopt.onnx_export.export_onnx`. The user's metric and tolerance hold for the file, too.
+        `ampopt.onnx_export.export_onnx`; InputError, too, for a name that stands for something else, such as
+        model.engine. The user's metric and tolerance hold for the file, too.
         """
         check_onnx(path)
         low = "fp16" if self._recipe.lane_dtype is torch.float16 else "fp32"

@@ -146,8 +146,10 @@ class FieldReport:
         Of the frames that arrived, a share `missed_share` may miss its deadline or be dropped: that decides.
         An expected latency was measured elsewhere, or when less was going on: where it is exceeded by more
         than a share `slack`, that is a warning, and decides only if `strict`. What is not expected, or has
-        too few frames to be known, is not judged.
+        too few frames to be known, is not judged. Raises InputError where `slack` is no share, 0 or more.
         """
+        if not 0 <= slack < math.inf:
+            raise InputError(f"slack {slack:g}: give a share, 0 or more, such as 0.25")
         findings = [self._deadlines(missed_share)]
         for key in ("p50_ms", "p99_ms"):
             promised, found = (expected or {}).get(key), self.back_to_back.quantile(QUANTILES[key])

@@ -161,10 +161,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = field_test(
             lambda: robot(**robot.example), hz=given.hz, seconds=given.seconds, deadline_ms=given.deadline_ms
         )
+        verdict = report.verdict(robot.manifest["onnx"]["latency"], slack=given.slack, strict=given.strict)
     except AmpoptError as e:
         print(f"refused: {e}", file=sys.stderr)
         return 2
-    verdict = report.verdict(robot.manifest["onnx"]["latency"], slack=given.slack, strict=given.strict)
     facts = {
         "bundle": given.bundle,
         "model": robot.manifest["model"],

@@ -232,6 +232,12 @@ def test_a_verdict_knows_slack_and_a_share_of_misses() -> None:
     assert len(strict.reasons) == 2
 
 
+@pytest.mark.parametrize("slack", [-0.1, float("nan"), float("inf")])
+def test_a_slack_that_is_no_share_is_refused(slack: float) -> None:
+    with pytest.raises(InputError, match="give a share"):
+        report().verdict({"p50_ms": 4.0}, slack=slack)
+
+
 def test_percentiles_that_are_not_known_are_not_judged() -> None:
     few = report(back_to_back=Latencies((4.0,) * 50))
     assert few.verdict({"p50_ms": 4.0, "p99_ms": 0.1}, strict=True).passed
