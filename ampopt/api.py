@@ -97,8 +97,7 @@ def optimize(
     where = device_of(original, flatten_call(args, kwargs)[0])
     with progress_line(progress, started, budget_s) as tell, Stage(where) as stage:
         result = _optimize(original, args, kwargs, options, started, tell, stage)
-    if note:
-        result.report.notes.insert(0, note)
+    result.report.notes[:0] = [told for told in (note, mode_note(model)) if told]
     if where.type == "cuda":  # what was tried and lost lies in cycles and in PyTorch's cache
         gc.collect()
         torch.cuda.empty_cache()
@@ -135,6 +134,15 @@ def _optimize(
     if rehearses and not optimizer.is_tuned:
         stage.prepare()
     return optimizer.run()
+
+
+def mode_note(model: nn.Module) -> str | None:
+    """What is to be said of a model that is not, or not as a whole, in evaluation mode."""
+    modes = [module.training for module in model.modules()]
+    if not any(modes):
+        return None
+    which = "the model is" if all(modes) else f"{sum(modes)} of the model's {len(modes)} modules are"
+    return f"{which} in training mode: what was measured and optimized is evaluation mode"
 
 
 def prepare_call(

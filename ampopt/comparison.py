@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampopt.api import prepare_call
+from ampopt.api import mode_note, prepare_call
 from ampopt.capture import Captured, capture
 from ampopt.environment import environment
 from ampopt.errors import CaptureError, InputError
 from ampopt.executable import executable
+from ampopt.headline import compare_fairly
 from ampopt.lanes import Lane, lanes_for
 from ampopt.measure import engine_latency
 from ampopt.model_copy import device_of
@@ -24,7 +25,8 @@ from ampopt.process_state import process_kept
 from ampopt.program import Program
 from ampopt.progress import progress_line
 from ampopt.rehearsal import Stage
-from ampopt.sampling import Gain, Measurement, gain, interleave
+from ampopt.report import interval
+from ampopt.sampling import Gain, Measurement
 from ampopt.signature import describe, flatten_call
 from ampopt.transform import Pass
 from ampopt.turns import optimizing
@@ -36,6 +38,8 @@ MODES = ("alone", "cumulative", "left out")
 @dataclasses.dataclass(frozen=True)
 class ComparedPass:
     """One pass in one lane and one mode: median latency, gain over the mode's own baseline, or why not.
+
+    The gain's interval is that of `headline.sure_gain`.
 
     The baseline is the captured program for "alone", the program one pass earlier for "cumulative", and for
     "left out" the program *without* the pass, so that a gain above 1 always means that the pass helps.
@@ -59,6 +63,7 @@ class Comparison:
     inputs: tuple[str, ...]
     rows: tuple[ComparedPass, ...]
     seconds: float
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, times in milliseconds."""
@@ -66,6 +71,7 @@ class Comparison:
             "model": self.model,
             "environment": self.environment,
             "inputs": list(self.inputs),
+            "notes": list(self.notes),
             "seconds": round(self.seconds, 2),
             "rows": [
                 {
@@ -79,12 +85,17 @@ class Comparison:
     def to_markdown(self) -> str:
         """A table for each lane: a line for each pass, a column for each mode."""
         lines = [f"{self.model} on {self.environment['device']}, inputs {', '.join(self.inputs)}", ""]
+        for note in self.notes:
+            lines += [f"note: {note}", ""]
         for lane in dict.fromkeys(row.lane for row in self.rows):
             lines += [f"**{lane}**", "", "| pass | " + " | ".join(MODES) + " |", "|---" * 4 + "|"]
             for name in dict.fromkeys(row.name for row in self.rows if row.lane == lane):
                 lines.append("| " + " | ".join([name, *(self._cell(lane, name, m) for m in MODES)]) + " |")
             lines.append("")
-        lines.append("Median latency in ms and the factor that the pass brings (above 1: it helps).")
+        lines.append(
+            "Median latency in ms and the factor that the pass brings (above 1: it helps) with its interval; "
+            'where that holds 1 there is "no difference", and where it is too wide the machine is too busy.'
+        )
         return "\n".join(lines) + "\n"
 
     def _cell(self, lane: str, name: str, mode: str) -> str:
@@ -94,12 +105,20 @@ class Comparison:
         row = found[0]
         if row.latency is None or row.gain is None:
             return row.reason
-        return (
-            f"{1e3 * row.latency.median:.3f} ({row.gain.ratio:.2f}x){' ' + row.reason if row.reason else ''}"
-        )
+        reason = f" {row.reason}" if row.reason else ""
+        return f"{1e3 * row.latency.median:.3f} ({_factor(row.gain)}){reason}"
 
     def __str__(self) -> str:
         return self.to_markdown()
+
+
+def _factor(gain: Gain) -> str:
+    """What may be said of a gain in a cell of the table."""
+    if gain.is_vague:
+        return f"too busy to tell: {interval(gain)}"
+    if gain.at_least > 1 or gain.is_loss:
+        return f"{gain.ratio:.2f}x, {interval(gain)}"
+    return f"no difference: {interval(gain)}"
 
 
 @dataclasses.dataclass
@@ -132,17 +151,17 @@ class _Comparer:
         check = self.verifier.check(run := executable(with_pass), self.lane.dtype)
         plain, device = executable(without), with_pass.device
         examples = with_pass.examples
-        calls = {"before": lambda: plain(*examples), "after": lambda: run(*examples)}
-        timed = interleave(
-            {k: engine_latency(call, device) for k, call in calls.items()}, seconds=self.sample_s
+        found = compare_fairly(
+            engine_latency(lambda: plain(*examples), device),
+            engine_latency(lambda: run(*examples), device),
+            seconds=self.sample_s,
         )
-        factor = gain(timed["before"], timed["after"])
         return ComparedPass(
             self.lane.name,
             mode,
             name,
-            timed["after"],
-            factor,
+            found.after,
+            found.gain,
             check.error,
             f"({check.reason})" if check.reason else "",
         )
@@ -215,8 +234,9 @@ def compare(
                 tell(lane.name, f"{step.name} ({mode})")
                 rows.append(comparer.row(mode, step, before, after))
     inputs = tuple(describe(t) for t in captured.program.examples)
-    name = type(original).__name__
-    return Comparison(name, environment(where), inputs, tuple(rows), time.perf_counter() - started)
+    name, note = type(original).__name__, mode_note(model)
+    notes = () if note is None else (note,)
+    return Comparison(name, environment(where), inputs, tuple(rows), time.perf_counter() - started, notes)
 
 
 Planned = tuple[str, Pass, tuple[Pass, ...], tuple[Pass, ...]]

@@ -7,6 +7,7 @@ import enum
 import math
 from typing import Any
 
+from ampopt.headline import Load
 from ampopt.sampling import Gain, Measurement
 from ampopt.transform import Declined
 
@@ -90,7 +91,10 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class LaneSummary:
-    """The outcome of one lane: latency and error of eager and of the best program, and if it may be used."""
+    """The outcome of one lane: latency and error of eager and of the best program, and if it may be used.
+
+    `gain` is the best program's over eager in the same lane, see `headline.sure_gain`.
+    """
 
     lane: str
     dtype: str
@@ -102,6 +106,7 @@ class LaneSummary:
     device: Measurement | None = None
     memory: int | None = None
     refused: str | None = None
+    gain: Gain | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, times in milliseconds."""
@@ -111,6 +116,7 @@ class LaneSummary:
             "eager": self.eager.to_dict(),
             "eager_error": _finite(self.eager_error),
             "best": self.best.to_dict(),
+            "gain": None if self.gain is None else dataclasses.asdict(self.gain),
             "device": None if self.device is None else self.device.to_dict(),
             "error": _finite(self.error),
             "passes": list(self.passes),
@@ -125,13 +131,18 @@ class Ledger:
 
     `baseline` is the original as the user would call it, with the global flags as they are; `lanes` has a
     summary for each lane that was finished; `chosen` names the one that the result runs, or
-    is `ORIGINAL`.
+    is `ORIGINAL`. `gain` is what `chosen` gains over `baseline`, both sampled in turn in a comparison of
+    their own, and `load` the machine's load then; `control` is what the original gained over itself, when
+    the lanes were compared.
     """
 
     model: str
     environment: dict[str, str]
     inputs: tuple[str, ...]
     baseline: Measurement | None = None
+    gain: Gain | None = None
+    load: Load | None = None
+    control: Gain | None = None
     entries: list[Entry] = dataclasses.field(default_factory=list)
     lanes: dict[str, LaneSummary] = dataclasses.field(default_factory=dict)
     chosen: str | None = None
@@ -141,12 +152,14 @@ class Ledger:
 
     @property
     def speedup(self) -> float | None:
-        """How many times faster the result is than the original as the user calls it, by median latency."""
-        if self.chosen is None or self.baseline is None:
-            return None
+        """How many times faster the result is at least than the original as the user calls it.
+
+        The lower end of `gain`'s interval; 1 where the original was chosen, where there is no difference,
+        and where the machine was too busy to tell.
+        """
         if self.chosen == ORIGINAL:
             return 1.0
-        return self.baseline.median / self.lanes[self.chosen].best.median
+        return None if self.chosen is None or self.gain is None else self.gain.at_least
 
     @property
     def verified(self) -> bool:
@@ -162,6 +175,9 @@ class Ledger:
             "baseline": None if self.baseline is None else self.baseline.to_dict(),
             "chosen": self.chosen,
             "speedup": self.speedup,
+            "gain": None if self.gain is None else dataclasses.asdict(self.gain),
+            "load": None if self.load is None else dataclasses.asdict(self.load),
+            "control": None if self.control is None else dataclasses.asdict(self.control),
             "lanes": {name: lane.to_dict() for name, lane in self.lanes.items()},
             "passes": [entry.to_dict() for entry in self.entries],
             "notes": self.notes,

@@ -14,16 +14,17 @@ from torch import Tensor, nn
 from ampopt.capture import Captured, capture
 from ampopt.environment import environment
 from ampopt.errors import AmpoptError, CaptureError, InputError
+from ampopt.headline import compare_fairly
 from ampopt.ledger import ORIGINAL, LaneSummary, Ledger
 from ampopt.measure import latency
 from ampopt.model_copy import device_of, private_copy, untouched_rng, working_copy
 from ampopt.numerics import relative_error
-from ampopt.optimizer import AUTO_TOLERANCE, Optimizer, Options
+from ampopt.optimizer import AUTO_TOLERANCE, HEADLINE, Optimizer, Options
 from ampopt.pass_manager import Progress
 from ampopt.program import Settings
 from ampopt.rehearsal import Stage
 from ampopt.runtime import OptimizedModule
-from ampopt.sampling import interleave
+from ampopt.sampling import gain
 from ampopt.signature import call_key, describe, flatten_call, flatten_outputs, tensors_of
 
 MOST_REASONS = 8
@@ -243,21 +244,27 @@ def _compare_whole(
     error = (
         max(map(relative_error, after, before), default=0.0) if len(before) == len(after) else float("inf")
     )
-    timed = interleave(
-        {"baseline": latency(lambda: call(original), device), "best": latency(lambda: call(patched), device)},
-        seconds=min(2.0, 0.05 * options.budget_s),
-        least=6,
-    )
+
+    def serve() -> object:
+        with Settings().scope(device):
+            return patched(*args, **kwargs)
+
+    with torch.no_grad(), untouched_rng(device):
+        found = compare_fairly(
+            latency(lambda: original(*args, **kwargs), device),
+            latency(serve, device),
+            seconds=HEADLINE * options.budget_s,
+        )
     limit = AUTO_TOLERANCE if options.tolerance is None else options.tolerance
     refused = None if error <= limit else f"the whole model's error {error:.2g} is over {limit:g}"
     if not ledger.regions:
         refused = "nothing was optimized"
-    ledger.baseline = timed["baseline"]
+    ledger.baseline, ledger.gain, ledger.load = found.before, found.gain, found.load
     ledger.lanes[lane] = LaneSummary(
-        lane, "mixed" if lane == "amp" else "float32", timed["baseline"], 0.0, timed["best"], error,
-        tuple(ledger.regions), refused=refused,
+        lane, "mixed" if lane == "amp" else "float32", found.before, 0.0, found.after, error,
+        tuple(ledger.regions), refused=refused, gain=found.gain,
     )  # fmt: skip
-    slower = timed["best"].median > timed["baseline"].median
-    ledger.chosen = ORIGINAL if refused or slower else lane
+    is_faster = gain(found.before, found.after).is_real
+    ledger.chosen = lane if is_faster and not refused else ORIGINAL
     if ledger.chosen == ORIGINAL:
         ledger.notes.append(f"the original runs: {refused or 'it is not faster'}")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import math
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from ampopt.headline import Load
 from ampopt.ledger import ORIGINAL, Entry, Ledger, Timing, Verdict
+from ampopt.sampling import Gain, Measurement
 
 _STYLES = {
     Verdict.KEPT: "green",
@@ -17,7 +20,25 @@ _STYLES = {
     Verdict.FAILED: "red",
     Verdict.NOT_TRIED: "magenta",
 }
+CALLED_NOW = "as you call it now"
 COLUMNS = ("lane", "pass", "verdict", "latency ms", "device ms", "gain", "error", "took", "why")
+
+
+def interval(gain: Gain) -> str:
+    """The ends of a gain's interval, rounded outwards."""
+    return f"{math.floor(100 * gain.low + 1e-9) / 100:.2f} to {math.ceil(100 * gain.high - 1e-9) / 100:.2f}"
+
+
+def told(gain: Gain, than: str, load: Load | None = None) -> str:
+    """What a gain over `than` lets one say; what the machine was too busy for is told with its `load`."""
+    measured = f"{gain.ratio:.2f}x in the median, {interval(gain)}"
+    if gain.is_vague:
+        why = "the machine is too busy" if load is not None and load.is_high else "the times vary too much"
+        seen = "" if load is None else f"; {load}"
+        return f"{why} to tell whether it is faster than {than} ({measured}{seen})"
+    if gain.at_least > 1:
+        return f"at least {gain.at_least:.2f}x faster than {than} ({measured})"
+    return f"{'slower than' if gain.is_loss else 'no difference from'} {than} ({measured})"
 
 
 def _milliseconds(before: float | None, after: float | None) -> str:
@@ -46,13 +67,13 @@ def summary_lines(ledger: Ledger) -> list[str]:
     """The outcome in sentences: baseline, each lane, the choice, notes."""
     lines = [f"{ledger.model} on {ledger.environment.get('device', '?')}, inputs {', '.join(ledger.inputs)}"]
     if ledger.baseline is not None:
-        lines.append(f"as you call it now: {1e3 * ledger.baseline.median:.3f} ms (p99 {_p99(ledger)} ms)")
+        lines.append(f"{CALLED_NOW}: {1e3 * ledger.baseline.median:.3f} ms{_p99(ledger.baseline)}")
     for lane in ledger.lanes.values():
         mark = "→" if lane.lane == ledger.chosen else " "
-        ratio = lane.eager.median / lane.best.median
+        gain = "" if lane.gain is None else f", {told(lane.gain, 'eager', ledger.load)}"
         lines.append(
             f"{mark} {lane.lane} ({lane.dtype}): eager {1e3 * lane.eager.median:.3f} ms, optimized "
-            f"{1e3 * lane.best.median:.3f} ms, {ratio:.2f}x; "
+            f"{1e3 * lane.best.median:.3f} ms{gain}; "
             f"error {lane.error:.1e}, eager's {lane.eager_error:.1e}"
         )
         lines.append(f"    {' + '.join(lane.passes) or 'no pass helped'}")
@@ -60,15 +81,15 @@ def summary_lines(ledger: Ledger) -> list[str]:
             lines.append(f"    REFUSED: {lane.refused}")
     if ledger.chosen == ORIGINAL:
         lines.append("result: the original model")
-    elif ledger.speedup is not None:
-        lines.append(f"result: {ledger.chosen} lane, {ledger.speedup:.2f}x faster than as you call it now")
+    elif ledger.chosen is not None and ledger.gain is not None:
+        lines.append(f"result: {ledger.chosen} lane, {told(ledger.gain, CALLED_NOW, ledger.load)}")
     lines += [f"note: {note}" for note in ledger.notes]
     return [*lines, f"took {ledger.seconds:.1f} s"] if ledger.seconds else lines
 
 
-def _p99(ledger: Ledger) -> str:
-    assert ledger.baseline is not None
-    return f"{1e3 * ledger.baseline.quantile(0.99):.3f}"
+def _p99(measured: Measurement) -> str:
+    p99 = measured.quantile(0.99)
+    return "" if p99 is None else f" (p99 {1e3 * p99:.3f} ms)"
 
 
 def to_rich(ledger: Ledger) -> Group:

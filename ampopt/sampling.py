@@ -7,7 +7,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Sampler = Callable[[], float]
@@ -16,6 +16,13 @@ Sampler = Callable[[], float]
 LONG_CALL_S = 0.02
 """From here on a call is timed without an untimed one before it."""
 
+TOO_WIDE = 1.5
+"""From this factor between its ends on an interval tells nothing.
+
+Where a machine is so busy that calls of a longer program are interrupted and those of a shorter one are not,
+the median of paired ratios may be several times the true one; the intervals are then wider than this.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
@@ -23,10 +30,16 @@ class Measurement:
 
     samples: tuple[float, ...]
 
-    def quantile(self, q: float) -> float:
-        """The sample below which a share `q` of all samples lies, in seconds."""
+    def quantile(self, q: float) -> float | None:
+        """The sample below which a share `q` of all samples lies, in seconds.
+
+        None where less than one sample is expected beyond it: six samples know nothing of a p99.
+        """
+        return self._quantile(q) if len(self.samples) * (1 - q) >= 1 - 1e-9 else None
+
+    def _quantile(self, q: float) -> float:
         ordered = sorted(self.samples)
-        return ordered[min(len(ordered) - 1, math.ceil(q * len(ordered)) - 1 if q > 0 else 0)]
+        return ordered[max(0, math.ceil(q * len(ordered) - 1e-9) - 1)]
 
     @property
     def median(self) -> float:
@@ -36,18 +49,27 @@ class Measurement:
     @property
     def spread(self) -> float:
         """Half the distance between the quartiles, as a share of the median."""
-        return (self.quantile(0.75) - self.quantile(0.25)) / 2 / self.median
+        return (self._quantile(0.75) - self._quantile(0.25)) / 2 / self.median
+
+    def trimmed_mean(self, share: float) -> float:
+        """The mean without a share of the samples at either end, in seconds."""
+        ordered = sorted(self.samples)
+        cut = int(share * len(ordered))
+        return statistics.fmean(ordered[cut : len(ordered) - cut])
 
     def to_dict(self) -> dict[str, Any]:
-        """Quantiles in milliseconds and the number of samples, for JSON."""
+        """Quantiles in milliseconds and the number of samples, for JSON; null where too few samples know."""
         names = {"p50_ms": self.median, "p90_ms": self.quantile(0.9), "p99_ms": self.quantile(0.99)}
-        values = {name: round(1e3 * value, 6) for name, value in names.items()}
+        values = {name: None if value is None else round(1e3 * value, 6) for name, value in names.items()}
         return {**values, "spread": round(self.spread, 4), "samples": len(self.samples)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Gain:
-    """How many times faster `after` is than `before`: the median of paired ratios and its 95 % interval."""
+    """How many times faster `after` is than `before`: the median of paired ratios and its interval.
+
+    The interval is of 95 % confidence as `gain` finds it, and wider as `headline.sure_gain` does.
+    """
 
     ratio: float
     low: float
@@ -62,6 +84,16 @@ class Gain:
     def is_loss(self) -> bool:
         """Slower, outside the noise and by at least half a percent."""
         return self.high < 1.0 and self.ratio <= 0.995
+
+    @property
+    def is_vague(self) -> bool:
+        """The interval's ends are further apart than `TOO_WIDE`: such an interval tells nothing."""
+        return self.high > TOO_WIDE * self.low
+
+    @property
+    def at_least(self) -> float:
+        """What may be claimed: the interval's lower end, rounded down to hundredths; 1 where nothing may."""
+        return math.floor(100 * self.low + 1e-9) / 100 if self.is_real and not self.is_vague else 1.0
 
 
 def gain(before: Measurement, after: Measurement) -> Gain:
@@ -95,23 +127,33 @@ def interleave(
     least: int = 6,
     most: int = 400,
     order: random.Random | None = None,
+    until: Callable[[Mapping[str, Measurement]], bool] | None = None,
 ) -> dict[str, Measurement]:
     """Sample every subject in turn (A B C A B C …) until `seconds` have passed.
 
     At least `least` rounds are made and at most `most`; a first one warms up and is not counted. `order`
-    shuffles every round, where what a subject leaves behind may disturb the one after it.
+    shuffles every round, where what a subject leaves behind may disturb the one after it. `until` is asked
+    after `least` rounds, and then after half as many again each time, whether they are enough.
     """
     for sampler in samplers.values():
         sampler()
     samples: dict[str, list[float]] = {name: [] for name in samplers}
-    end, rounds = time.perf_counter() + seconds, 0
+    end, rounds, asked = time.perf_counter() + seconds, 0, least
     while rounds < least or (rounds < most and time.perf_counter() < end):
+        if until is not None and rounds == asked:
+            if until(_measured(samples)):
+                break
+            asked += max(1, asked // 2)
         names = list(samplers)
         if order is not None:
             order.shuffle(names)
         for name in names:
             samples[name].append(samplers[name]())
         rounds += 1
+    return _measured(samples)
+
+
+def _measured(samples: Mapping[str, Sequence[float]]) -> dict[str, Measurement]:
     return {name: Measurement(tuple(values)) for name, values in samples.items()}
 
 

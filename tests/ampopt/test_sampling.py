@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -13,9 +13,24 @@ from ampopt.sampling import Gain, Measurement, gain, interleave
 
 def test_quantiles_are_samples() -> None:
     m = Measurement(tuple(float(i) for i in range(100, 0, -1)))
-    assert [m.quantile(q) for q in (0.0, 0.01, 0.5, 0.9, 0.99, 1.0)] == [1, 1, 50, 90, 99, 100]
+    assert [m.quantile(q) for q in (0.0, 0.01, 0.5, 0.9, 0.99)] == [1, 1, 50, 90, 99]
     assert m.median == 50.5
-    assert Measurement((3.0,)).quantile(0.99) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("n", "known"), [(1, []), (2, [0.5]), (6, [0.5]), (9, [0.5]), (10, [0.5, 0.9]), (99, [0.5, 0.9]),
+                     (100, [0.5, 0.9, 0.99])],
+)  # fmt: skip
+def test_a_quantile_is_known_where_a_sample_lies_beyond_it(n: int, known: list[float]) -> None:
+    m = Measurement(tuple(float(i) for i in range(n)))
+    assert [q for q in (0.5, 0.9, 0.99, 1.0) if m.quantile(q) is not None] == known
+
+
+def test_a_trimmed_mean_leaves_out_both_ends() -> None:
+    m = Measurement((1000.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 0.0))
+    assert m.trimmed_mean(0.1) == 4.5
+    assert m.trimmed_mean(0.0) == 103.6
+    assert Measurement((3.0,)).trimmed_mean(0.1) == 3.0
 
 
 def test_the_spread_is_half_the_distance_of_the_quartiles() -> None:
@@ -26,8 +41,8 @@ def test_the_spread_is_half_the_distance_of_the_quartiles() -> None:
 def test_a_measurement_is_json_in_milliseconds() -> None:
     assert json.loads(json.dumps(Measurement((0.001, 0.002, 0.003)).to_dict())) == {
         "p50_ms": 2.0,
-        "p90_ms": 3.0,
-        "p99_ms": 3.0,
+        "p90_ms": None,
+        "p99_ms": None,
         "spread": 0.5,
         "samples": 3,
     }
@@ -51,6 +66,24 @@ def test_only_what_is_outside_the_noise_and_half_a_percent_counts(
 ) -> None:
     found = Gain(ratio, low, high)
     assert (found.is_real, found.is_loss) == (is_real, is_loss)
+
+
+@pytest.mark.parametrize(
+    ("found", "at_least", "is_vague"),
+    [
+        (Gain(2.1, 1.9, 2.3), 1.9, False),
+        (Gain(2.1, 1.999, 2.3), 1.99, False),
+        (Gain(1.01, 1.004, 1.02), 1.0, False),
+        (Gain(1.2, 0.99, 1.3), 1.0, False),
+        (Gain(0.5, 0.4, 0.55), 1.0, False),
+        (Gain(2.0, 1.3, 2.0), 1.0, True),
+        (Gain(1.0, 0.0, 6.0), 1.0, True),
+    ],
+)
+def test_only_the_lower_end_of_a_narrow_interval_is_claimed(
+    found: Gain, at_least: float, is_vague: bool
+) -> None:
+    assert (found.at_least, found.is_vague) == (at_least, is_vague)
 
 
 def test_a_gain_is_the_median_of_paired_ratios() -> None:
@@ -99,3 +132,14 @@ def test_rounds_end_with_the_time_or_their_number(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("ampopt.sampling.time.perf_counter", tick)
     assert len(interleave({"a": lambda: 1.0}, seconds=10.0, least=2)["a"].samples) in (9, 10, 11)
     assert len(interleave({"a": lambda: 1.0}, seconds=1e6, most=7)["a"].samples) == 7
+
+
+@pytest.mark.parametrize(("enough", "rounds"), [(1, 6), (7, 9), (10, 13), (1000, 30)])
+def test_rounds_end_when_they_are_enough(enough: int, rounds: int) -> None:
+    def until(timed: Mapping[str, Measurement]) -> bool:
+        assert set(timed) == {"a", "b"}
+        return len(timed["a"].samples) >= enough
+
+    samplers = {name: lambda: 1.0 for name in "ab"}
+    found = interleave(samplers, seconds=1e6, least=6, most=30, until=until)
+    assert [len(each.samples) for each in found.values()] == [rounds, rounds]
