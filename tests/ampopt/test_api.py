@@ -155,6 +155,37 @@ def test_compare_leaves_the_model_and_pytorch_untouched() -> None:
     assert snapshot.differences(before[1], snapshot.of_torch()) == []
 
 
+EVALUATION = "what was measured and optimized is evaluation mode"
+
+
+@pytest.mark.parametrize(
+    ("training", "note"),
+    [
+        (["", "0", "1", "2", "3"], f"the model is in training mode: {EVALUATION}"),
+        (["", "0", "2", "3"], f"4 of the model's 5 modules are in training mode: {EVALUATION}"),
+        (["3"], f"1 of the model's 5 modules are in training mode: {EVALUATION}"),
+        ([], None),
+    ],
+)
+def test_a_model_in_training_mode_is_told_that_evaluation_was_measured(
+    training: list[str], note: str | None
+) -> None:
+    model = block().eval()
+    for name in training:
+        model.get_submodule(name).training = True
+    told = optimize(model, X, budget_s=1e-6).report.notes
+    compared = ampopt.compare(model, X, exclude=NO_ENGINES, budget_s=1e-6, progress=False)
+    for notes in (told, compared.notes, compared.to_dict()["notes"]):
+        assert [each for each in notes if "training mode" in each] == ([] if note is None else [note])
+    assert ("training mode" in str(compared)) == (note is not None)
+
+
+def test_a_model_in_training_mode_that_is_no_graph_is_told_so_too() -> None:
+    model = Model(lambda m, x: m.conv(x) if x.sum() > 0 else x, conv=nn.Conv2d(3, 3, 1)).train()
+    notes = optimize(model, X).report.notes
+    assert notes[0] == f"the model is in training mode: {EVALUATION}"
+
+
 def test_a_later_change_of_the_users_weights_does_not_reach_the_result() -> None:
     model = with_statistics(block())
     fast = optimize(model, X)

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import ampopt
-from ampopt.comparison import MODES
+from ampopt.comparison import MODES, ComparedPass
 from ampopt.errors import InputError
 from ampopt.passes import LAUNCHES, PIPELINE
+from ampopt.sampling import Gain, Measurement
 from tests.ampopt.planted import NO_ENGINES, Planted
 from tests.helpers import Model, with_statistics
 
@@ -54,6 +55,36 @@ def test_a_comparison_is_json_and_a_table() -> None:
         assert f"| {row.name} |" in text
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in tables} == {5}
+
+
+@pytest.mark.parametrize(
+    ("gain", "said"),
+    [
+        (Gain(1.2, 1.15, 1.25), "2.000 (1.20x, 1.15 to 1.25)"),
+        (Gain(0.8, 0.75, 0.85), "2.000 (0.80x, 0.75 to 0.85)"),
+        (Gain(1.3, 0.98, 1.4), "2.000 (no difference: 0.98 to 1.40)"),
+        (Gain(1.004, 1.001, 1.007), "2.000 (no difference: 1.00 to 1.01)"),
+        (Gain(2.55, 1.01, 6.0), "2.000 (too busy to tell: 1.01 to 6.00)"),
+    ],
+)
+def test_a_cell_says_no_more_than_was_measured(gain: Gain, said: str) -> None:
+    row = ComparedPass("fp32", "alone", "fold-conv-bn", Measurement((0.002,) * 6), gain, 1e-7)
+    text = str(ampopt.Comparison("Net", {"device": "a CPU"}, (), (row,), 1.0))
+    assert f"| fold-conv-bn | {said} | – | – |" in text
+
+
+def test_a_pass_that_changes_nothing_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ampopt.optimizer.PIPELINE", (Planted("fine"),))
+    seconds = {"before": (3.0, 2.0, 3.0, 2.0, 3.0, 2.0), "before again": (2.0, 3.0, 2.0, 3.0, 2.0, 3.0)}
+
+    def measured(samplers: dict[str, Any], **options: Any) -> dict[str, Measurement]:
+        return {name: Measurement(seconds.get(name, (2.0,) * 6)) for name in samplers}
+
+    monkeypatch.setattr("ampopt.headline.interleave", measured)
+    (row,) = [r for r in compared(net(), precision="fp32").rows if (r.name, r.mode) == ("fine", "alone")]
+    assert row.gain is not None
+    assert row.gain.ratio == 1.25
+    assert not row.gain.is_real
 
 
 def test_a_pass_that_fails_or_is_wrong_is_told_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,9 +15,12 @@ from torch import Tensor, nn
 
 import ampopt
 from ampopt.errors import VerificationError
+from ampopt.headline import Load
 from ampopt.ledger import ORIGINAL, Verdict
 from ampopt.measure import shortest_of_two
 from ampopt.pass_manager import PassManager
+from ampopt.report import summary_lines
+from ampopt.runtime import OptimizedModule
 from ampopt.sampling import Gain, Measurement
 from tests.ampopt.planted import Planted, optimize
 from tests.helpers import Model, with_statistics
@@ -194,6 +197,107 @@ def test_auto_takes_the_fastest_lane_within_its_tolerance(model: nn.Module) -> N
     assert fast.report.speedup == 4.0
     assert fast.program.lane_dtype is torch.bfloat16
     assert fast(X).dtype is torch.float32
+
+
+def test_a_lane_that_is_no_faster_is_not_chosen_over_a_more_exact_one(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure_as(monkeypatch, lambda name: 1.0 if name.startswith("best") or name == "after" else 4.0)
+    assert optimize(model, X).report.chosen == "fp32"
+
+
+def test_the_headline_is_of_times_that_the_lane_was_not_chosen_for(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {"best fp32": 2.0, "best amp": 0.5, "after": 2.0}
+    measure_as(monkeypatch, lambda name: seconds.get(name, 4.0))
+    report = optimize(model, X).report
+    assert (report.chosen, report.speedup, report.gain) == ("amp", 2.0, Gain(2.0, 2.0, 2.0))
+    assert report.lanes["amp"].gain == Gain(8.0, 8.0, 8.0)
+
+
+def test_what_the_machine_makes_of_the_original_twice_is_taken_off_every_lanes_gain(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {"best fp32": 2.0, "best amp": 2.0, "baseline again": 5.0, "before again": 5.0, "after": 2.0}
+    measure_as(monkeypatch, lambda name: seconds.get(name, 4.0))
+    report = optimize(model, X).report
+    assert report.control == Gain(0.8, 0.8, 0.8)
+    for found in (report.gain, report.lanes["fp32"].gain):
+        assert found is not None
+        assert (found.ratio, found.low, found.high) == pytest.approx((2.0, 1.6, 2.5))
+
+
+def test_a_machine_too_busy_to_tell_is_said_to_be_so_with_its_load(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(samplers: dict[str, Any], **options: Any) -> dict[str, Measurement]:
+        wild = {"before": (1.0, 9.0, 1.0, 9.0, 9.0, 9.0), "before again": (9.0, 1.0, 9.0, 1.0, 1.0, 9.0)}
+        return {name: Measurement(wild.get(name, (1.0,) * 6)) for name in samplers}
+
+    for module in ("optimizer", "headline"):
+        monkeypatch.setattr(f"ampopt.{module}.interleave", measured)
+    monkeypatch.setattr("ampopt.headline.load_now", lambda: Load(11.0, 2))
+    report = optimize(model, X).report
+    assert report.speedup == 1.0
+    (line,) = [line for line in summary_lines(report) if line.startswith("result: ")]
+    assert "the machine is too busy to tell whether it is faster than as you call it now" in line
+    assert "load average 11.0 on 2 cores" in line
+
+
+class Looking(nn.Sequential):
+    """Notes whether its calls are made with the random generators put back after them."""
+
+    repeatable = False
+    seen: ClassVar[list[bool]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        Looking.seen.append(Looking.repeatable)
+        result: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
+        return result
+
+
+def test_the_original_is_timed_with_nothing_around_it_that_its_user_has_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @contextlib.contextmanager
+    def repeatable(device: torch.device) -> Iterator[None]:
+        Looking.repeatable = True
+        yield
+        Looking.repeatable = False
+
+    seen: dict[str, bool] = {}
+
+    def measured(samplers: dict[str, Any], **options: Any) -> dict[str, Measurement]:
+        for name, sampler in samplers.items():
+            Looking.seen.clear()
+            sampler()
+            if Looking.seen:
+                seen[name] = any(Looking.seen)
+        return {name: Measurement((1.0,) * 6) for name in samplers}
+
+    monkeypatch.setattr("ampopt.verify.untouched_rng", repeatable)
+    for module in ("optimizer", "headline"):
+        monkeypatch.setattr(f"ampopt.{module}.interleave", measured)
+    optimize(Looking(nn.Conv2d(3, 8, 3), nn.ReLU()), X)
+    timed = {"baseline", "baseline again", "eager fp32", "eager amp", "before", "before again"}
+    assert seen == dict.fromkeys(timed, False)
+
+
+def test_the_result_is_timed_as_its_user_calls_it(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[object] = []
+
+    def measured(samplers: dict[str, Any], **options: Any) -> dict[str, Measurement]:
+        with monkeypatch.context() as patch:
+            patch.setattr(OptimizedModule, "__call__", lambda self, *args: called.append(args))
+            for name, sampler in samplers.items():
+                called.clear()
+                sampler()
+                assert bool(called) == (name == "after"), name
+        return {name: Measurement((1.0,) * 6) for name in samplers}
+
+    monkeypatch.setattr("ampopt.headline.interleave", measured)
+    optimize(model, X)
 
 
 @pytest.mark.usefixtures("amp_wins")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ampopt.errors import InputError
 from ampopt.ledger import ORIGINAL
 from ampopt.regions import PartlyOptimizedModule
+from ampopt.sampling import Gain, Measurement
 from benchmarks.models import randomize_batch_norm
 from tests.ampopt import snapshot
 from tests.ampopt.planted import optimize
@@ -80,7 +81,6 @@ class Overwriting(nn.Module):
 def keep_the_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the whole comparison find the patched model twice as fast, whatever the clock says."""
     from ampopt import headline
-    from ampopt.sampling import Measurement
 
     def measured(samplers: dict[str, Any], **options: Any) -> dict[str, Measurement]:
         for sampler in samplers.values():
@@ -100,9 +100,25 @@ def test_data_dependent_control_flow_is_served_in_both_directions(monkeypatch: p
     assert isinstance(fast, PartlyOptimizedModule)
     assert list(fast.report.regions) == ["bright"]
     assert fast.report.chosen == "fp32"
+    assert (fast.report.speedup, fast.report.gain) == (2.0, Gain(2.0, 2.0, 2.0))
     assert fast.report.notes[0].startswith("not one graph: torch.export cannot capture Branching")
     for x in (X.abs(), -X.abs(), X.abs()[..., :6], torch.cat([X, X]).abs()):
         assert torch.allclose(fast(x), model(x), atol=1e-5)
+
+
+def test_where_the_whole_is_no_faster_outside_the_noise_the_original_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noisy = {"after": (2.0, 2.0, 2.0, 2.0, 3.0, 1.0)}
+
+    def measured(samplers: dict[str, Any], **options: Any) -> dict[str, Measurement]:
+        return {name: Measurement(noisy.get(name, (2.2,) * 6)) for name in samplers}
+
+    monkeypatch.setattr("ampopt.headline.interleave", measured)
+    report = optimize(with_statistics(Branching()), X.abs()).report
+    assert (report.chosen, report.speedup) == (ORIGINAL, 1.0)
+    assert "the original runs: it is not faster" in report.notes
+    assert "result: the original model" in str(report)
 
 
 def test_hooks_of_a_submodule_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
