@@ -25,7 +25,7 @@ Of fewer than six pairs not even the smallest and the largest ratio hold the med
 """
 
 TRIMMED = 0.1
-"""The share of the samples at either end that a mean leaves out, because a stall says nothing of a program."""
+"""The share of the samples at either end that a mean leaves out: a stall says nothing of a program."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Compared:
 
 
 def sure_gain(before: Measurement, after: Measurement, control: Gain) -> Gain:
-    """How many times faster `after` is than interleaved `before`, with an interval that claims no more than is so.
+    """How many times faster `after` is than interleaved `before`, with an interval that claims no more.
 
     `control` is the gain of a program over itself, sampled in the same rounds: both ends of the 95 % interval
     of the paired ratios move apart by as much as that may differ from 1. They also hold the ratio of the

@@ -233,7 +233,17 @@ def _gain(before: Array, after: Array) -> Gain:
 
 def _row(subject: _Subject, verdict: str, reason: str, times: Array, found: Gain | None) -> Row:
     ratio, low, high = (found.ratio, found.low, found.high) if found else (None, None, None)
-    median, p99 = (1e3 * float(value) for value in np.quantile(times, [0.5, 0.99]))
+    timed = Measurement(tuple(map(float, times.ravel())))
+    p99 = timed.quantile(0.99)
     return Row(
-        subject.setting, subject.options, verdict, reason, median, p99, ratio, low, high, subject.error
+        subject.setting,
+        subject.options,
+        verdict,
+        reason,
+        1e3 * timed.median,
+        None if p99 is None else 1e3 * p99,
+        ratio,
+        low,
+        high,
+        subject.error,
     )

@@ -58,7 +58,8 @@ def _table(rows: Sequence[Row], lane: str, show: Callable[[Row], str]) -> list[s
 
 
 def _latency(row: Row) -> str:
-    return f"{row['p50_ms']:.3f} ({row['p99_ms']:.2f})"
+    p99 = "" if row["p99_ms"] is None else f" ({row['p99_ms']:.2f})"
+    return f"{row['p50_ms']:.3f}{p99}"
 
 
 def _failures(rows: Sequence[Row]) -> list[str]:

@@ -15,10 +15,7 @@ from ampopt.sampling import Gain, Measurement, Sampler
 from tests.ampopt.planted import KEEP, module_of
 from tests.ampopt.small_net import PASSES, image, net
 
-TIMED = [
-    importlib.import_module(f"ampopt.{name}")
-    for name in ("pass_manager", "optimizer", "headline")
-]
+TIMED = [importlib.import_module(f"ampopt.{name}") for name in ("pass_manager", "optimizer", "headline")]
 
 
 def _few_rounds(samplers: Mapping[str, Sampler], **_: object) -> dict[str, Measurement]:

@@ -68,6 +68,7 @@ def test_every_field_must_be_there(field: str) -> None:
         ("outputs.0.shape", [[None], ["N"]]),
         ("tolerance", [-0.1, 1.1, "0.01", True, None]),
         ("latency.p50_ms", [-1, "1", None, 9.9]),
+        ("latency.p99_ms", [-1, "1", True, 0.1]),
         ("latency.device", ["", None]),
         ("fingerprint", [{"device": 3}, []]),
         ("onnx.precision", ["int8", 16]),
@@ -87,6 +88,12 @@ def test_values_of_another_kind_are_refused(path: str, values: list[Any]) -> Non
     for value in values:
         with pytest.raises(RefusedError, match=path.partition(".")[0]):
             decode(encode(changed(path, value)))
+
+
+def test_a_p99_may_be_unknown() -> None:
+    unknown = changed("latency.p99_ms", None)
+    unknown["onnx"]["latency"]["p99_ms"] = None
+    assert decode(encode(unknown)) == unknown
 
 
 def test_two_inputs_of_one_name_are_refused() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 
 import pytest
 
-from ampopt import headline
 from ampopt.headline import ENOUGH, LEAST, MOST, NARROW, Compared, Load, compare_fairly, load_now, sure_gain
 from ampopt.sampling import Gain, Measurement
 
@@ -63,7 +63,7 @@ class Bursts(Machine):
 
 
 class Preempting(Machine):
-    """The scheduler gives others their turn every few milliseconds: longer calls are interrupted more often."""
+    """Others get their turn every few milliseconds: longer calls are interrupted more often."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -170,13 +170,13 @@ def test_the_load_is_that_of_the_machine_or_nothing(monkeypatch: pytest.MonkeyPa
     def without() -> tuple[float, float, float]:
         raise OSError
 
-    monkeypatch.setattr(headline.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(headline.os, "getloadavg", lambda: (11.237, 1.0, 1.0), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "getloadavg", lambda: (11.237, 1.0, 1.0), raising=False)
     assert load_now() == Load(11.24, 2)
     assert str(load_now()) == "load average 11.2 on 2 cores"
-    monkeypatch.setattr(headline.os, "getloadavg", without)
+    monkeypatch.setattr(os, "getloadavg", without)
     assert load_now() is None
-    monkeypatch.delattr(headline.os, "getloadavg")
+    monkeypatch.delattr(os, "getloadavg")
     assert load_now() is None
 
 

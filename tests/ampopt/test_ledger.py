@@ -42,13 +42,14 @@ def ledger(**changes: Any) -> Ledger:
     ]
     lanes = {
         "fp32": LaneSummary(
-            "fp32", "float32", measured(4), 1e-7, measured(2), 1e-7, ("fold-conv-bn",), gain=Gain(2.0, 1.8, 2.2)
+            "fp32", "float32", measured(4), 1e-7, measured(2), 1e-7, ("fold-conv-bn",),
+            gain=Gain(2.0, 1.8, 2.2),
         ),
         "amp": LaneSummary(
             "amp", "float16", measured(3), 1e-3, measured(1), 2e-2, (), refused="too far off",
             gain=Gain(1.0, 0.99, 1.01),
         ),
-    }
+    }  # fmt: skip
     parts: dict[str, Any] = {
         "baseline": measured(4),
         "entries": entries,
@@ -146,8 +147,8 @@ VAGUE = Gain(2.55, 0.9, 6.0)
          "median, 1.99 to 2.01)"),
         ({"gain": VAGUE, "load": Load(11.0, 2)}, "fp32 lane, the machine is too busy to tell whether it is "
          "faster than as you call it now (2.55x in the median, 0.90 to 6.00; load average 11.0 on 2 cores)"),
-        ({"gain": VAGUE, "load": Load(0.5, 2)}, "the times vary too much to tell whether it is faster than as "
-         "you call it now (2.55x in the median, 0.90 to 6.00; load average 0.5 on 2 cores)"),
+        ({"gain": VAGUE, "load": Load(0.5, 2)}, "the times vary too much to tell whether it is faster than "
+         "as you call it now (2.55x in the median, 0.90 to 6.00; load average 0.5 on 2 cores)"),
         ({"gain": VAGUE}, "the times vary too much to tell whether it is faster than as you call it now "
          "(2.55x in the median, 0.90 to 6.00)"),
     ],

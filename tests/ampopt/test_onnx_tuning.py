@@ -64,8 +64,8 @@ def test_a_real_sweep_on_the_cpu_gives_options_that_load_and_json() -> None:
     for row in tuning.rows:
         if row.verdict in ("kept", "not faster"):
             assert row.median_ms is not None
-            assert row.p99_ms is not None
-            assert 0 < row.median_ms <= row.p99_ms
+            assert row.median_ms > 0
+            assert row.p99_ms is None or row.median_ms <= row.p99_ms
             assert row.error == pytest.approx(0, abs=1e-5)
 
 
