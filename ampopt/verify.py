@@ -96,10 +96,6 @@ class Verifier:
             outputs = flatten_outputs(model(*args, **kwargs))[0]
         return [*outputs, *(model.get_buffer(name).clone() for name in names)]
 
-    def baseline(self) -> list[Tensor]:
-        """One call of the original on the example inputs, in the world as it is: for timing."""
-        return self.call_original(self._model, self._captured.program.examples)
-
     def _accepted(self, draws: Sequence[Draw]) -> list[Draw]:
         """The draws that the original can be called with: offsets or indices may not be drawn at random."""
         kept = [draws[0]]
