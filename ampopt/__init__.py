@@ -16,6 +16,7 @@ from ampopt.errors import (
     InputError,
     MissingExtraError,
     PassError,
+    StrictError,
     VerificationError,
 )
 from ampopt.version import __version__
@@ -37,6 +38,7 @@ __all__ = [
     "MissingExtraError",
     "OptimizedModule",
     "PassError",
+    "StrictError",
     "VerificationError",
     "__version__",
     "compare",

@@ -27,6 +27,10 @@ class VerificationError(AmpoptError):
     """No verified result could be produced."""
 
 
+class StrictError(AmpoptError):
+    """A module that was told to be strict has no program for a call, so that only the original could answer."""
+
+
 class ExportError(AmpoptError):
     """The model cannot be exported, or what was exported does not give the model's outputs."""
 
@@ -63,3 +67,19 @@ def first_line(error: Exception) -> str:
     """The error's type and the first line of what it says."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}".removesuffix(": ")
+
+
+_PASSING = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "timed out", "Resource temporarily")
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether what failed may succeed at another time: there was no memory, or a file or lock was not to be had.
+
+    What an error was raised from counts, too.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, (MemoryError, OSError)) or any(text in str(seen) for text in _PASSING):
+            return True
+        seen = seen.__cause__
+    return False

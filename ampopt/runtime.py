@@ -12,26 +12,33 @@ from typing import Any, NoReturn, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+from ampopt.asked import Asked, noting_what_is_asked
 from ampopt.capture import Captured, capture
 from ampopt.cuda_graphs import Outputs
 from ampopt.deployable import Deployable
-from ampopt.errors import AmpoptError, InputError, VerificationError
+from ampopt.errors import AmpoptError, InputError, StrictError, VerificationError, is_passing
 from ampopt.executable import Executable, executable, quick
 from ampopt.graph import reads_strides
+from ampopt.health import Callback, Event, Health, Monitor
 from ampopt.ledger import Ledger
-from ampopt.model_copy import working_copy
+from ampopt.model_copy import working_copy, untouched_rng
 from ampopt.process_state import process_kept
-from ampopt.program import Program
+from ampopt.program import Program, Settings, autocast_now
+from ampopt.numerics import relative_error
+from ampopt.plain_tensors import check_no_derivatives, check_plain, is_surrounded, keep_from_dynamo
 from ampopt.quick_call import Answer, Quick, plain
 from ampopt.served_state import State
 from ampopt.signature import (
+    CallKey,
     OutputLayout,
     call_key,
     check_same_call,
     describe,
     flatten_call,
+    flatten_outputs,
     recognizer,
     tensor_key,
     tensors_of,
@@ -54,14 +61,41 @@ _Restore = Callable[[Sequence[Tensor]], Any]
 MOST_KEYS = 4
 """How many kinds of call (strides, calls that the original answers) are remembered for each program kept."""
 
+MOST_COMPARED = 4
+"""Other strides for which a program is compared with the original before it is taken to hold for all."""
 
-@dataclasses.dataclass(frozen=True)
+MOST_RETRIES = 3
+"""How often a call of one kind may fail for want of memory or the like before it is left to the original."""
+
+AUTOCAST_ERROR = 0.1
+"""Relative error up to which the original's results under autocast are those of a program, less exact."""
+
+
+@dataclasses.dataclass
 class _Served:
-    """One kind of call and what answers it; without `layout` and `program` the original, as it is."""
+    """One kind of call and what answers it; without `layout` and `captured` the original, for a `reason`.
+
+    `bare`: what `run` runs, with the model's state among its tensors. `casts`: by the dtype of an autocast that surrounds a call, the dtypes that its results have then; None:
+    the original has to answer. `compared`: other strides that the program was compared for.
+    """
 
     run: Callable[..., Any]
     layout: OutputLayout | None = None
+    captured: Captured | None = None
     program: Program | None = None
+    asked: Asked = dataclasses.field(default_factory=Asked)
+    bare: Executable | None = None
+    casts: dict[torch.dtype, tuple[torch.dtype, ...] | None] = dataclasses.field(default_factory=dict)
+    compared: int = 0
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refusal:
+    """Why no program could be made for a call; `may_pass`: another attempt may succeed."""
+
+    reason: str
+    may_pass: bool
 
 
 class OptimizedModule(Deployable):
@@ -73,7 +107,17 @@ class OptimizedModule(Deployable):
     and after `max_captures` such first calls the original model answers instead, with a logged reason.
     `prepare` makes programs ahead of time. What the model keeps in buffers from call to call is the module's
     own, whichever program answers, see `reset_state`. Safe to call from several threads. `report` tells what
-    was done and why.
+    was done and why, `health` how calls were answered; with `strict` a StrictError is raised where only the original
+    could answer.
+
+    Results are those of the original under `torch.no_grad()`, for inputs that need no gradients, whatever
+    mode the caller is in; under an outer `torch.autocast` of the device they have the dtypes that the
+    original gives there, and are more exact. Inputs may have any strides. A program brings them into order,
+    so it holds for all strides alike, but for two cases: where the model's code asks how a tensor lies in
+    memory (`x.stride()`, `x.is_contiguous()`, seen when it is called), or has operators that do, every
+    layout gets a program of its own, because numbers of one input may happen to agree. For other models the
+    first few other strides are compared with the original, which finds what no question tells: a
+    `reshape` that is a view of some strides and a copy of others, and is then written into.
     """
 
     def __init__(
@@ -89,17 +133,19 @@ class OptimizedModule(Deployable):
         max_captures: int = 16,
         serve_original: bool = False,
         ready: Executable | None = None,
+        strict: bool = False,
     ) -> None:
         """Take over a private copy of the original, its capture, and the program chosen for it.
 
         `outputs`: who owns the results where a CUDA graph runs, see `ampopt.optimize`. `ready` is the
         program's executable where one exists already. `serve_original`: nothing was faster, so the original
-        answers every call.
+        answers every call. `strict`: where a single call has no program, raise StrictError in place of
+        serving the original.
         """
         super().__init__()
         if outputs not in get_args(Outputs):
             raise InputError(f"outputs={outputs!r}: choose 'copy' or 'static'")
-        self.report, self.program = report, program
+        self.report, self.program, self.strict = report, program, strict
         self._original = [original]  # in a list: not a submodule, so `.to()` leaves it alone; never called
         self._serving = [working_copy(original)]
         self._state = State(captured.state, captured.initial_state)
@@ -108,6 +154,10 @@ class OptimizedModule(Deployable):
         self._lock = threading.RLock()
         self._served: OrderedDict[object, _Served] = OrderedDict()
         self._any_strides: dict[object, _Served] = {}
+        self._by_layout: set[object] = set()
+        self._has_layout_keys = False
+        self._failures: dict[object, int] = {}
+        self._monitor = Monitor(chose_original=serve_original)
         self._single: dict[object, tuple[Quick, _Restore, object]] = {}
         self._latest: Answer = _knows_nothing
         self._serve_original = serve_original
@@ -115,25 +165,34 @@ class OptimizedModule(Deployable):
             self.forward = self._call_original  # type: ignore[method-assign]
         else:
             run = ready if ready is not None and outputs == "copy" else self._executable(program)
-            self._admit(captured, program, run)
+            self._admit(captured, program, run, self._asked(working_copy(self._original[0]), captured))
         self.training = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`nn.Module.__call__`, quicker where no hooks are registered; a call like the last one at once."""
+        """`nn.Module.__call__`, quicker where no hooks are registered; a call like the last one at once.
+
+        What recognizes a tensor sees neither tangents nor dispatch modes (tracers are some), and a nested
+        tensor makes it end the process.
+        """
         if self._forward_pre_hooks or self._forward_hooks:
             return super().__call__(*args, **kwargs)
-        if len(args) == 1 and not kwargs:
-            found = self._latest(args[0])
-            if found is not NotImplemented:
-                return found
+        if len(args) == 1 and not kwargs and forward_ad._current_level < 0 and not _count_modes():
+            if getattr(args[0], "is_nested", True) is False:
+                found = self._latest(args[0])
+                if found is not NotImplemented:
+                    return found
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer one call; see the class. InputError for tensors of another dtype or device."""
+        """Answer one call; see the class.
+
+        InputError for tensors of another dtype or device, or that no program can be right for: those of
+        transforms (`torch.func`), tracers, and other kinds than plain tensors. StrictError, see `strict`.
+        """
         if len(args) == 1 and not kwargs:
             tensor = args[0]
-            if tensor.__class__ is Tensor and not (tensor.is_neg() or tensor.is_conj()):
-                found = self._single.get(tensor_key(tensor))
+            if tensor.__class__ is Tensor and not is_surrounded() and autocast_now(self.program.device) is None:
+                found = self._single.get(tensor_key(tensor)) if _is_simple(tensor) else None
                 if found is not None:
                     make, restore, key = found
                     if len(self._served) > 1:
@@ -144,6 +203,19 @@ class OptimizedModule(Deployable):
                         return result
         return self._general(args, kwargs)
 
+    @property
+    def health(self) -> Health:
+        """How calls were answered until now; see `ampopt.health.Health`."""
+        return self._monitor.health()
+
+    def on_health(self, callback: Callback) -> Callable[[], None]:
+        """Call `callback` with an `ampopt.health.Event` whenever one happens; what is returned ends that.
+
+        It is called in the thread of the call, after it was decided how to answer and outside of all locks.
+        What it raises is logged.
+        """
+        return self._monitor.tell(callback)
+
     def reset_state(self) -> None:
         """Let what the model keeps from call to call be as it was when it was optimized."""
         with self._lock:
@@ -151,6 +223,8 @@ class OptimizedModule(Deployable):
             self._state.reset()
 
     def _call_original(self, *args: Any, **kwargs: Any) -> Any:
+        if is_surrounded():
+            self._refusing(lambda: check_no_derivatives(flatten_call(args, kwargs)[0]), "a transformed tensor")
         if not torch.is_grad_enabled():
             return self._state.call(self._serving[0], args, kwargs)
         with torch.no_grad():
@@ -158,17 +232,95 @@ class OptimizedModule(Deployable):
 
     def _general(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         leaves, spec = flatten_call(args, kwargs)
-        key = call_key(leaves, spec)
+        tensors = tensors_of(leaves)
+        self._refusing(lambda: check_plain(tensors), "a tensor that is not plain")
+        key = self._key(leaves, spec)
         served = self._served.get(key)
         if served is None:
-            with self._lock:
-                served = self._served.get(key) or self._serve(args, kwargs, leaves)
+            found = self._first(args, kwargs, leaves, spec)
+            if isinstance(found, _Refusal):
+                return self._without_program(found, args, kwargs, leaves, spec)
+            served = found
         elif len(self._served) > 1:
             self._touch(key)
         if served.layout is None:
-            with torch.no_grad():
-                return served.run(*args, **kwargs)
-        return served.layout.restore(served.run(*tensors_of(leaves)))
+            return self._by_original(served.reason, args, kwargs, tensors)
+        outputs = served.run(*tensors)
+        if (dtype := autocast_now(self.program.device)) is not None:
+            casts = self._casts(served, dtype, outputs, args, kwargs)
+            if casts is None:
+                reason = f"the original gives something else under an autocast to {dtype}"
+                return self._by_original(reason, args, kwargs, tensors)
+            outputs = tuple(output.to(cast) for output, cast in zip(outputs, casts, strict=True))
+        return served.layout.restore(outputs)
+
+    def _casts(
+        self,
+        served: _Served,
+        dtype: torch.dtype,
+        outputs: Sequence[Tensor],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> tuple[torch.dtype, ...] | None:
+        """The dtypes of the original's results under an autocast to `dtype`; None where it has to answer.
+
+        It is called once for it, in the caller's own autocast. Where its code asks for the state of autocast, or its
+        results are others (no rounding explains `AUTOCAST_ERROR`), only it knows what to answer.
+        """
+        with self._lock:
+            if dtype not in served.casts:
+                try:
+                    args, kwargs = _all_ordinary(args, kwargs)
+                    with torch.no_grad(), untouched_rng(self.program.device):
+                        result = working_copy(self._original[0])(*args, **kwargs)
+                    theirs, layout = flatten_outputs(result)
+                except Exception as error:
+                    if not is_passing(error):
+                        served.casts[dtype] = None
+                    return None
+                assert served.layout is not None
+                same = not served.asked.autocast and layout == served.layout
+                same = same and all(
+                    relative_error(ours.to(its.dtype), its) <= AUTOCAST_ERROR
+                    for ours, its in zip(outputs, theirs, strict=True)
+                )
+                served.casts[dtype] = tuple(output.dtype for output in theirs) if same else None
+            return served.casts[dtype]
+
+    def _by_original(
+        self, reason: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+    ) -> Any:
+        """The original's answer, which is counted; StrictError where that is not wanted."""
+        shown = _shown(tensors)
+        if self.strict:
+            self._monitor.note(Event("refusal", reason, shown))
+            raise StrictError(
+                f"only the original model could answer a call with {shown}, because {reason}: call "
+                "prepare for it ahead of time, or set strict to False"
+            )
+        result = self._run_original(args, kwargs)
+        self._monitor.note(Event("original", reason, shown))
+        return result
+
+    def _run_original(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        args, kwargs = _detached(args, kwargs)
+        with torch.no_grad():
+            return self._state.call(self._serving[0], args, kwargs)
+
+    def _refusing(self, check: Callable[[], None], shown: str) -> None:
+        """Do a check; an InputError that it raises is counted."""
+        try:
+            check()
+        except InputError as error:
+            self._monitor.note(Event("refusal", str(error), shown))
+            raise
+
+    def _key(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> object:
+        """What is known of calls is known by it: `call_key`, and where the tensors begin if that matters."""
+        key = call_key(leaves, spec)
+        if not self._has_layout_keys:
+            return key
+        return key, tuple([(t.storage_offset(), t._is_view()) for t in tensors_of(leaves)])
 
     def _touch(self, key: object) -> None:
         """Note that a kind of call was used just now."""
@@ -176,62 +328,173 @@ class OptimizedModule(Deployable):
             if key in self._served:
                 self._served.move_to_end(key)
 
-    def _serve(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> _Served:
+    def _first(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Any], spec: pytree.TreeSpec
+    ) -> _Served | _Refusal:
+        """Find or make what answers a call that was not seen before; tell of it once the lock is free."""
+        tensors = tensors_of(leaves)
+        self._refusing(lambda: self._check(leaves, spec), _shown(tensors))
+        with self._lock:
+            before = self._captures
+            found = self._served.get(self._key(leaves, spec)) or self._serve(args, kwargs, leaves, spec)
+            is_new = self._captures > before and isinstance(found, _Served)
+        if is_new:
+            shown = _shown(tensors)
+            logger.warning("ampopt: captured and verified a program for a call not seen before: %s", shown)
+            self._monitor.note(Event("capture", "no program was made for it ahead of time", shown))
+        return found
+
+    def _check(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> None:
+        """Raise InputError where the tensors are on another device; or of other dtypes, if places agree."""
+        own = self._captured
+        check_same_call(
+            tensors_of(own.leaves), tensors_of(leaves), self.program.device, dtypes=spec == own.spec
+        )
+
+    def _serve(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Any], spec: pytree.TreeSpec
+    ) -> _Served | _Refusal:
         """Find or make what answers a call that was not seen before."""
-        spec = flatten_call(args, kwargs)[1]
-        known = self._any_strides.get(call_key(leaves, spec, strides=False))
+        any_strides = call_key(leaves, spec, strides=False)
+        known = self._any_strides.get(any_strides)
         if known is not None:
-            return self._remember(leaves, spec, known)
-        check_same_call(tensors_of(self._captured.leaves), tensors_of(leaves), self.program.device)
-        shown = ", ".join(describe(t) for t in tensors_of(leaves))
+            if self._holds(known, leaves):
+                return self._remember(leaves, spec, known)
+            del self._any_strides[any_strides]
+            self._by_layout.add(any_strides)
         if self._captures >= self._max_captures:
             reason = (
                 f"no program was made for them ahead of time, and {self._max_captures} later ones at most are"
             )
-            return self._fall_back(args, kwargs, reason, shown)
-        self._captures += 1
+            return _Refusal(reason, may_pass=False)
+        self._try_original(args, kwargs)
         try:
             served = self._make(args, kwargs, tuple(s for s in self._recipe.passes if not s.slow_to_apply))
         except Exception as error:  # whatever it is: the original answers, and the log says why
             reason = str(error) if isinstance(error, AmpoptError) else f"{type(error).__name__}: {error}"
-            return self._fall_back(args, kwargs, textwrap.shorten(reason, 300), shown)
-        logger.warning("ampopt: captured and verified a program for a call not seen before: %s", shown)
+            return _Refusal(textwrap.shorten(reason, 300), is_passing(error))
+        self._captures += 1
+        self._failures.pop(self._key(leaves, spec), None)
         return served
+
+    def _try_original(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise the original's own error where it cannot take a call: nothing is made or remembered then."""
+        args, kwargs = _detached(args, kwargs)
+        with torch.no_grad(), untouched_rng(self.program.device):
+            working_copy(self._original[0])(*args, **kwargs)
+
+    def _holds(self, served: _Served, leaves: Sequence[Any]) -> bool:
+        """Whether a program answers other strides as the original does; it is tried for the first few."""
+        if served.compared >= MOST_COMPARED:
+            return True
+        captured = served.captured
+        assert captured is not None
+        assert served.bare is not None
+        tensors = tuple(_ordinary(tensor) for tensor in tensors_of(leaves))
+        remaining = iter(tensors)
+        laid = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        program = captured.program.replace(examples=(*tensors, *captured.initial_state))
+        there = dataclasses.replace(captured, program=program, leaves=tuple(laid))
+        try:
+            holds = self._verify(working_copy(self._original[0]), there, served.bare, draws=0) is None
+        except Exception as error:  # the original refuses these strides (a `view`); a program need not
+            logger.debug("ampopt: a program could not be compared for other strides: %s", error)
+            return True
+        served.compared += holds
+        return holds
+
+    def _without_program(
+        self,
+        refusal: _Refusal,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        leaves: Sequence[Any],
+        spec: pytree.TreeSpec,
+    ) -> Any:
+        """Let the original answer a call for which no program could be made, from now on.
+
+        What may pass is tried again at the next calls of its kind, for some times.
+        """
+        tensors, reason, then = tensors_of(leaves), refusal.reason, ""
+        with self._lock:
+            key = self._key(leaves, spec)
+            failures = self._failures.pop(key, 0) + 1
+            if refusal.may_pass and failures < MOST_RETRIES:
+                self._failures[key], then = failures, " (it is tried again)"
+            else:
+                self._captures = min(self._captures + 1, self._max_captures)
+                self._remember(leaves, spec, _Served(self._call_original, reason=reason))
+            while len(self._failures) > MOST_KEYS * self._max_shapes:
+                del self._failures[next(iter(self._failures))]
+        shown = _shown(tensors)
+        logger.warning("ampopt: the original model answers calls with %s, because %s%s", shown, reason, then)
+        return self._by_original(reason, args, kwargs, tensors)
 
     @process_kept()
     def _make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], passes: tuple[Pass, ...]) -> _Served:
         """Capture, replay the passes, verify, remember."""
-        original = self._original[0]
-        args, kwargs = _detached(args, kwargs)
+        original = working_copy(self._original[0])
+        args, kwargs = _all_ordinary(args, kwargs)
         captured = capture(original, args, kwargs, self.program.device)
         program = replay(passes, self._recipe.start(captured.program))
         run = self._executable(program)
+        asked = self._asked(original, captured)
+        draws = 0 if asked.layout else 1  # a draw lies in memory as it likes
+        if reason := self._verify(original, captured, run, draws=draws):
+            raise VerificationError(f"the optimized program is wrong for this call: {reason}")
+        return self._admit(captured, program, run, asked)
+
+    def _verify(self, original: nn.Module, captured: Captured, run: Executable, *, draws: int) -> str | None:
+        """Why `run` does not answer the captured call as the original does; None where it does."""
         recipe = self._recipe
-        verifier = Verifier(original, captured, tolerance=recipe.tolerance, metric=recipe.metric, draws=1)
-        check = verifier.check(run, recipe.lane_dtype)
-        if not check.passed:
-            raise VerificationError(f"the optimized program is wrong for this call: {check.reason}")
-        return self._admit(captured, program, run)
+        verifier = Verifier(
+            original, captured, tolerance=recipe.tolerance, metric=recipe.metric, draws=draws
+        )
+        return verifier.check(run, recipe.lane_dtype).reason
 
     def _executable(self, program: Program) -> Executable:
         return executable(program, outputs=self._outputs)
 
-    def _admit(self, captured: Captured, program: Program, run: Executable) -> _Served:
-        leaves, served = captured.leaves, _Served(self._state.bound(run), captured.layout, program)
-        if reads_strides(captured.program.graph) is None:  # the border brings any strides into order
-            self._any_strides[call_key(leaves, captured.spec, strides=False)] = served
+    def _asked(self, model: nn.Module, captured: Captured) -> Asked:
+        """What the model's code asks in the captured call; everything where that cannot be known."""
+        args, kwargs = pytree.tree_unflatten(list(captured.leaves), captured.spec)
+        device = self.program.device
+        try:
+            with Settings().scope(device), untouched_rng(device), noting_what_is_asked(model) as asked:
+                model(*args, **kwargs)
+        except Exception as error:
+            logger.debug("ampopt: what a model asks is not known: %s", error)
+            return Asked(layout=True, autocast=True)
+        return asked
+
+    def _admit(self, captured: Captured, program: Program, run: Executable, asked: Asked) -> _Served:
+        bound = self._state.bound(run)
+        leaves, served = captured.leaves, _Served(bound, captured.layout, captured, program, asked, run)
+        any_strides = call_key(leaves, captured.spec, strides=False)
+        if asked.layout and not self._has_layout_keys:
+            self._key_by_layout()
+        if asked.layout or reads_strides(captured.program.graph) is not None:
+            self._by_layout.add(any_strides)
+        elif any_strides not in self._by_layout:  # the border brings any strides into order
+            self._any_strides[any_strides] = served
         return self._remember(leaves, captured.spec, served)
 
-    def _fall_back(self, args: Any, kwargs: Any, reason: str, shown: str) -> _Served:
-        logger.warning("ampopt: the original model answers calls with %s, because %s", shown, reason)
-        return self._remember(*flatten_call(args, kwargs), _Served(self._call_original))
+    def _key_by_layout(self) -> None:
+        """From now on keys say where tensors begin, and short ways, which do not look at it, are not taken."""
+        known = {id(served): served for served in self._served.values()}
+        self._has_layout_keys = True
+        self._served.clear()
+        self._single, self._latest = {}, _knows_nothing
+        for served in known.values():
+            if served.captured is not None:
+                self._remember(served.captured.leaves, served.captured.spec, served)
 
     def _remember(self, leaves: Sequence[Any], spec: pytree.TreeSpec, served: _Served) -> _Served:
         """Let `served` answer every call like this one; the kinds of call used longest ago are forgotten."""
-        key = call_key(leaves, spec)
+        key = self._key(leaves, spec)
         self._served[key] = served
         single = len(leaves) == 1 and isinstance(leaves[0], Tensor) and spec == _ONE_TENSOR
-        if single and served.layout is not None and served.program is not None:
+        if single and served.layout is not None and served.program is not None and not self._has_layout_keys:
             tensor = leaves[0]
             way = plain(served.run) if self._captured.state else quick(served.program, served.run, tensor)
             self._single[tensor_key(tensor)] = way, served.layout.restore, key
@@ -260,6 +523,7 @@ class OptimizedModule(Deployable):
 
         Each call is a shape (a tuple of ints: one float tensor of the example's dtype is made for it), a
         tensor, or a tuple of positional arguments. Raises InputError or the reason why one cannot be served.
+        Where the original answers every call there is nothing to prepare.
         """
         for call in calls:
             self.prepare_call(self._as_arguments(call), {})
@@ -267,9 +531,17 @@ class OptimizedModule(Deployable):
     def prepare_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """`prepare` for one call with positional and keyword arguments."""
         leaves, spec = flatten_call(args, kwargs)
-        check_same_call(tensors_of(self._captured.leaves), tensors_of(leaves), self.program.device)
+        check_plain(tensors_of(leaves))
+        self._check(leaves, spec)
+        if self._serve_original:
+            return
+        try:
+            self._try_original(args, kwargs)
+        except Exception as error:
+            raise InputError(f"the model fails on the call to prepare: {error}") from error
         with self._lock:
-            if call_key(leaves, spec) not in self._served:
+            served = self._served.get(self._key(leaves, spec))
+            if served is None or served.layout is None:
                 self._max_shapes = max(self._max_shapes, len(self._programs()) + 1)
                 self._make(args, kwargs, self._recipe.passes)
 
@@ -308,6 +580,7 @@ class OptimizedModule(Deployable):
             self.report,
             outputs=self._outputs,
             serve_original=self._serve_original,
+            strict=self.strict,
             max_shapes=self._max_shapes,
             max_captures=self._max_captures,
         )
@@ -324,15 +597,46 @@ class OptimizedModule(Deployable):
         )
 
 
+for _entrance in (OptimizedModule.__call__, OptimizedModule.forward, OptimizedModule._call_original):
+    keep_from_dynamo(_entrance)
+
+
 def _knows_nothing(_anything: object) -> Any:
     return NotImplemented
 
 
+_count_modes = torch._C._len_torch_dispatch_stack
 _ONE_TENSOR = flatten_call((torch.empty(0),), {})[1]
+
+
+def _is_simple(tensor: Tensor) -> bool:
+    """Whether a plain tensor is one of numbers in memory, as they are."""
+    return not (tensor.is_nested or tensor.is_neg() or tensor.is_conj()) and tensor.layout is torch.strided
+
+
+def _shown(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(describe(t) for t in tensors) or "no tensors"
+
+
+def _ordinary(tensor: Tensor) -> Tensor:
+    """A tensor without gradients or lazy bits; one made in inference mode, which autocast's cache and
+    captures cannot take, is copied."""
+    tensor = tensor.detach()
+    if tensor.is_inference():
+        with torch.inference_mode(mode=False):
+            tensor = tensor.clone()
+    return tensor.resolve_conj().resolve_neg()
+
+
+def _all_ordinary(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def ordinary(leaf: Any) -> Any:
+        return _ordinary(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return pytree.tree_map(ordinary, args), pytree.tree_map(ordinary, dict(kwargs))
 
 
 def _detached(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def detach(leaf: Any) -> Any:
-        return leaf.detach() if isinstance(leaf, Tensor) else leaf
+        return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
     return pytree.tree_map(detach, args), pytree.tree_map(detach, dict(kwargs))

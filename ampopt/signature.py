@@ -139,12 +139,17 @@ def flatten_outputs(result: Any) -> tuple[list[Tensor], OutputLayout]:
     return list(tensors_of(leaves)), OutputLayout(spec, template)
 
 
-def check_same_call(expected: Sequence[Any], actual: Sequence[Any], device: torch.device) -> None:
-    """Raise InputError where a call's tensors have another dtype or device than the program was made for."""
+def check_same_call(
+    expected: Sequence[Any], actual: Sequence[Any], device: torch.device, *, dtypes: bool = True
+) -> None:
+    """Raise InputError where a call's tensors have another dtype or device than the program was made for.
+
+    `dtypes`: the tensors stand in the same places, so that their dtypes have to agree.
+    """
     for index, (want, got) in enumerate(zip(expected, actual, strict=False)):
         if not isinstance(want, Tensor) or not isinstance(got, Tensor):
             continue
-        if got.dtype != want.dtype or got.device != device:
+        if (dtypes and got.dtype != want.dtype) or got.device != device:
             raise InputError(
                 f"tensor {index} of the call is {describe(got)}; this program was made for "
                 f"{str(want.dtype).removeprefix('torch.')} on {device}: convert it with "

@@ -217,16 +217,6 @@ def test_inference_mode_and_inputs_with_gradients_are_served(model: nn.Module, h
     assert close(fast(nn.Parameter(image(height))), expected)
 
 
-def test_a_shape_first_seen_under_autocast_gets_its_program_and_answers_as_the_others(
-    model: nn.Module, caplog: pytest.LogCaptureFixture
-) -> None:
-    fast = module_of(model, image())
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        known, unseen = fast(image()), fast(image(9))
-    assert known.dtype is unseen.dtype is torch.float32
-    assert CAPTURED in said(caplog)[-1]
-
-
 @pytest.mark.parametrize("passes", [(), (FoldConvBn(),)])
 def test_outputs_belong_to_the_caller(passes: tuple[Any, ...]) -> None:
     model = Model(lambda m, x: (m.conv(x), x, m.conv.weight), conv=nn.Conv2d(3, 4, 1)).eval()

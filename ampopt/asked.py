@@ -1,0 +1,76 @@
+"""What a model's Python code asks beside the numbers of tensors: a captured graph has only one answer to it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+
+@dataclasses.dataclass
+class Asked:
+    """`layout`: how a tensor lies in memory; `autocast`: which state of autocast surrounds the call."""
+
+    layout: bool = False
+    autocast: bool = False
+
+
+def _getter(name: str) -> object:
+    return getattr(Tensor, name).__get__
+
+
+_LAYOUT = {
+    *(Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset, Tensor.dim_order, Tensor.data_ptr),
+    *(Tensor.untyped_storage, Tensor.storage, Tensor.is_set_to, Tensor._is_view, _getter("_base")),
+}
+
+_AUTOCAST = {
+    *(torch.is_autocast_enabled, torch.get_autocast_dtype, torch.is_autocast_cache_enabled),
+    *(torch.is_autocast_cpu_enabled, torch.get_autocast_cpu_dtype, torch.get_autocast_gpu_dtype),
+}
+
+
+class _LayoutWatch(TorchFunctionMode):
+    """Sees what is asked of every tensor but a model's own, which stay as they are."""
+
+    def __init__(self, model: nn.Module, asked: Asked) -> None:
+        super().__init__()
+        self._asked = asked
+        self._own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Note it, and answer as ever."""
+        if func in _LAYOUT and any(id(tensor) not in self._own for tensor in args[:1]):
+            self._asked.layout = True
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def noting_what_is_asked(model: nn.Module) -> Iterator[Asked]:
+    """Within the block, note what this thread's code asks when it calls `model`.
+
+    TorchScript asks without being seen, so such a model is taken to ask how tensors lie. Questions of
+    PyTorch's own modules for the state of autocast do not count: it chooses between equal ways by it.
+    """
+    asked = Asked(layout=any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()))
+    before = sys.getprofile()
+
+    def watch(frame: types.FrameType, event: str, what: Any) -> None:
+        if event == "c_call" and isinstance(what, types.BuiltinFunctionType) and what in _AUTOCAST:
+            asked.autocast |= not str(frame.f_globals.get("__name__")).startswith("torch.")
+
+    sys.setprofile(watch)
+    try:
+        with _LayoutWatch(model, asked):
+            yield asked
+    finally:
+        sys.setprofile(before)

@@ -1,0 +1,126 @@
+"""What a served model did beside answering by its programs: counted, and told to whoever asked for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+logger = logging.getLogger("ampopt")
+
+Kind = Literal["original", "capture", "refusal"]
+
+MOST_REASONS = 32
+"""Reasons that are counted one by one; further ones are counted together."""
+
+OTHER_REASONS = "other reasons"
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One thing that a robot's supervisor wants to know of.
+
+    `kind`: "original": the original model answered a call in place of a program; "capture": a program was
+    made in the middle of the work, which takes seconds; "refusal": a call raised InputError or StrictError.
+    `call`: the call's tensors, such as `float32[1, 3, 480, 640] on cpu`.
+    """
+
+    kind: Kind
+    reason: str
+    call: str
+
+
+Callback = Callable[[Event], object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Health:
+    """What has happened since `since` (UTC); all counts are zero where every call was answered as planned.
+
+    `served_by_original`: calls that the original answered, `reasons`: how many of them for which reason.
+    `late_captures`: programs made in the middle of the work. `refusals`: calls that raised InputError or
+    StrictError. `chose_original`: `optimize` found nothing faster, so that the original answers every call.
+    That is no failure, and such calls are in none of the counts.
+    """
+
+    since: datetime.datetime
+    served_by_original: int
+    late_captures: int
+    refusals: int
+    reasons: Mapping[str, int]
+    chose_original: bool
+
+    @property
+    def is_good(self) -> bool:
+        """Whether all calls were answered as planned."""
+        return not (self.served_by_original or self.late_captures or self.refusals)
+
+    def __add__(self, other: Health) -> Health:
+        """The health of two modules that serve together."""
+        reasons = dict(self.reasons)
+        for reason, count in other.reasons.items():
+            reasons[reason] = reasons.get(reason, 0) + count
+        return Health(
+            min(self.since, other.since),
+            self.served_by_original + other.served_by_original,
+            self.late_captures + other.late_captures,
+            self.refusals + other.refusals,
+            reasons,
+            self.chose_original and other.chose_original,
+        )
+
+
+class Monitor:
+    """Counts events and tells callbacks of them. Safe from several threads; calls of programs never come by.
+
+    Callbacks are called in the thread of the call, outside of all locks; what they raise is logged.
+    """
+
+    def __init__(self, *, chose_original: bool = False) -> None:
+        self._lock, self._chose_original = threading.Lock(), chose_original
+        self._since = datetime.datetime.now(datetime.timezone.utc)
+        self._counts: dict[Kind, int] = {"original": 0, "capture": 0, "refusal": 0}
+        self._reasons: dict[str, int] = {}
+        self._callbacks: tuple[Callback, ...] = ()
+
+    def health(self) -> Health:
+        """The counts now."""
+        with self._lock:
+            counts = self._counts
+            return Health(
+                self._since,
+                counts["original"],
+                counts["capture"],
+                counts["refusal"],
+                dict(self._reasons),
+                self._chose_original,
+            )
+
+    def tell(self, callback: Callback) -> Callable[[], None]:
+        """Call `callback` with every event from now on, until what is returned is called."""
+        with self._lock:
+            self._callbacks += (callback,)
+
+        def stop() -> None:
+            with self._lock:
+                self._callbacks = tuple(each for each in self._callbacks if each is not callback)
+
+        return stop
+
+    def note(self, event: Event) -> None:
+        """Count an event and tell the callbacks."""
+        with self._lock:
+            self._counts[event.kind] += 1
+            if event.kind == "original":
+                known = event.reason in self._reasons or len(self._reasons) < MOST_REASONS
+                reason = event.reason if known else OTHER_REASONS
+                self._reasons[reason] = self._reasons.get(reason, 0) + 1
+            callbacks = self._callbacks
+        for callback in callbacks:
+            try:
+                callback(event)
+            except Exception:  # a supervisor's mistake must not stop the robot's perception
+                logger.exception("ampopt: a callback of on_health failed")

@@ -1,0 +1,89 @@
+"""Which calls a program can answer: of plain tensors, in no transform and under no tracer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from ampopt.errors import InputError
+
+_PLAIN = (Tensor, Parameter)
+
+
+def has_tangents() -> bool:
+    """Whether forward-mode autograd surrounds the call, in which a plain tensor may carry a derivative."""
+    return bool(forward_ad._current_level >= 0)
+
+
+def is_surrounded() -> bool:
+    """Whether a transform of `torch.func`, forward-mode autograd, a tracer or a dispatch mode is active."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or has_tangents()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def check_plain(tensors: Sequence[Tensor]) -> None:
+    """Raise InputError where a program would answer such tensors, or such a caller, wrongly in silence.
+
+    Programs are run without gradients and by engines that read memory: a derivative would come out as zero,
+    and a tracer would keep one call's numbers as a constant.
+    """
+    if is_surrounded() and (tracer := _tracer()):
+        raise InputError(
+            f"an optimized module cannot be traced by {tracer}, which would keep the numbers of one call: "
+            "trace the original model"
+        )
+    for index, tensor in enumerate(tensors):
+        if reason := _why_not_plain(tensor):
+            raise InputError(f"tensor {index} of the call {reason}")
+
+
+def check_no_derivatives(tensors: Sequence[object]) -> None:
+    """Raise InputError where a derivative is asked for: calls are answered without."""
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, Tensor) and (reason := _why_derivative(tensor)):
+            raise InputError(f"tensor {index} of the call {reason}")
+
+
+def _tracer() -> str | None:
+    """What records the operators of the call, where something does."""
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    modes = torch._C._TorchDispatchModeKey
+    if torch._C._get_dispatch_mode(modes.PROXY) is not None:
+        return "torch.export or make_fx"
+    return "a FakeTensorMode" if torch._C._get_dispatch_mode(modes.FAKE) is not None else None
+
+
+def _why_derivative(tensor: Tensor) -> str | None:
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return (
+            "belongs to a transform of torch.func (grad, jvp, vmap, …), and an optimized module is for "
+            "inference: transform the original model"
+        )
+    if has_tangents() and forward_ad.unpack_dual(tensor).tangent is not None:
+        return (
+            "carries a tangent of forward-mode autograd, and an optimized module is for inference: "
+            "use the original model"
+        )
+    return None
+
+
+def _why_not_plain(tensor: Tensor) -> str | None:
+    if reason := _why_derivative(tensor):
+        return reason
+    kind = type(tensor)
+    if kind not in _PLAIN and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"is a {kind.__name__}, which is no plain tensor: give a torch.Tensor with its numbers"
+    if tensor.is_nested:
+        return "is nested: call the module with one plain tensor after the other, or pad them"
+    if tensor.layout is not torch.strided:
+        return f"is {str(tensor.layout).removeprefix('torch.')}: convert it with .to_dense()"
+    return "is quantized: convert it with .dequantize()" if tensor.is_quantized else None
