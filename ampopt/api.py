@@ -51,6 +51,7 @@ def optimize(
     exclude: Sequence[str] = (),
     cache: bool = True,
     progress: bool | None = None,
+    strict: bool = False,
 ) -> OptimizedModule | PartlyOptimizedModule:
     """Make a model faster for inference, and prove it.
 
@@ -80,6 +81,10 @@ def optimize(
             this one finds; it is verified and timed anew. `ampopt cache` tells where, and clears it. Exported
             and compiled code is kept there in any case; AMPOPT_CACHE="" keeps nothing.
         progress: show a progress line; None: where the standard error is a terminal.
+        strict: the result's `strict`: where only the original could answer a call (a shape that no program
+            can be made for any more), raise StrictError in place of serving the original, which may take too
+            long on a robot. Where nothing is faster than the original and it answers all calls, as the report
+            says, that is as planned and raises nothing.
 
     Returns:
         A module with the model's call and result structure; its `report` says what was done and why. Where
@@ -97,6 +102,7 @@ def optimize(
     where = device_of(original, flatten_call(args, kwargs)[0])
     with progress_line(progress, started, budget_s) as tell, Stage(where) as stage:
         result = _optimize(original, args, kwargs, options, started, tell, stage)
+    result.strict = strict
     result.report.notes[:0] = [told for told in (note, mode_note(model)) if told]
     if where.type == "cuda":  # what was tried and lost lies in cycles and in PyTorch's cache
         gc.collect()

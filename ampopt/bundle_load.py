@@ -25,6 +25,7 @@ from ampopt.capture import Captured
 from ampopt.environment import environment
 from ampopt.errors import AmpoptError, BundleError, InputError
 from ampopt.executable import executable
+from ampopt.health import Callback, Event, Health, Monitor
 from ampopt.ledger import Ledger
 from ampopt.measure import engine_latency
 from ampopt.numerics import relative_error
@@ -33,6 +34,7 @@ from ampopt.process_state import process_kept
 from ampopt.onnx_knobs import thread_counts
 from ampopt.onnx_options import CUDA
 from ampopt.optimizer import Optimizer, Options
+from ampopt.plain_tensors import check_plain
 from ampopt.program import Settings
 from ampopt.program_file import read_program
 from ampopt.recipe_file import read_recipe
@@ -66,7 +68,7 @@ class LoadedModel:
     `backend` runs it: "ampopt" (its own program), "onnxruntime", or "original" (the captured model without
     any pass), on `threads` of the processor. `notes` say what differs from the machine that the bundle was
     made on, and why a backend is not used; `choice` is what "auto" measured of each. Calls take the shapes,
-    dtypes and other arguments that the bundle was made for.
+    dtypes and other arguments that the bundle was made for; `health` counts those that were refused.
     """
 
     def __init__(self, files: BundleFiles, captured: Captured, way: _Way, backend: str) -> None:
@@ -74,15 +76,41 @@ class LoadedModel:
         self.notes: list[str] = []
         self.choice: dict[str, str] = {}
         self.captured = captured
-        self._call = way.call
+        self._call = call = way.call
+        inner = call.health.chose_original if isinstance(call, OptimizedModule) else backend == "original"
+        self._monitor = Monitor(chose_original=inner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The original's result for the original's arguments. InputError where they are of another kind."""
         leaves, spec = flatten_call(args, kwargs)
-        reason = self._why_not(leaves, spec)
-        if reason is not None:
-            raise InputError(f"this bundle was made for other calls: {reason}")
+        try:
+            check_plain(tensors_of(leaves))
+            if reason := self._why_not(leaves, spec):
+                raise InputError(f"this bundle was made for other calls: {reason}")
+        except InputError as error:
+            self._monitor.note(Event("refusal", str(error), "a call of another kind"))
+            raise
         return self._call(*args, **kwargs)
+
+    @property
+    def health(self) -> Health:
+        """How calls were answered until now; see `ampopt.health.Health`."""
+        own = self._monitor.health()
+        if not isinstance(self._call, OptimizedModule):
+            return own
+        return dataclasses.replace(own + self._call.health, chose_original=own.chose_original)
+
+    def on_health(self, callback: Callback) -> Callable[[], None]:
+        """`OptimizedModule.on_health` of a loaded model."""
+        stops = [self._monitor.tell(callback)]
+        if isinstance(self._call, OptimizedModule):
+            stops.append(self._call.on_health(callback))
+
+        def stop() -> None:
+            for each in stops:
+                each()
+
+        return stop
 
     def _why_not(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> str | None:
         own = self.captured

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
@@ -14,16 +16,11 @@ from ampopt.errors import InputError
 _PLAIN = (Tensor, Parameter)
 
 
-def has_tangents() -> bool:
-    """Whether forward-mode autograd surrounds the call, in which a plain tensor may carry a derivative."""
-    return bool(forward_ad._current_level >= 0)
-
-
 def is_surrounded() -> bool:
     """Whether a transform of `torch.func`, forward-mode autograd, a tracer or a dispatch mode is active."""
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
-        or has_tangents()
+        or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
     )
@@ -68,7 +65,7 @@ def _why_derivative(tensor: Tensor) -> str | None:
             "belongs to a transform of torch.func (grad, jvp, vmap, …), and an optimized module is for "
             "inference: transform the original model"
         )
-    if has_tangents() and forward_ad.unpack_dual(tensor).tangent is not None:
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
         return (
             "carries a tangent of forward-mode autograd, and an optimized module is for inference: "
             "use the original model"
@@ -87,3 +84,14 @@ def _why_not_plain(tensor: Tensor) -> str | None:
     if tensor.layout is not torch.strided:
         return f"is {str(tensor.layout).removeprefix('torch.')}: convert it with .to_dense()"
     return "is quantized: convert it with .dequantize()" if tensor.is_quantized else None
+
+
+def keep_from_dynamo(function: Callable[..., Any]) -> None:
+    """Let `torch.compile` break its graph at `function`, and leave all that is called in it as it is.
+
+    Another compiler's code of a program would not be what was verified. `torch.compiler.disable` does the
+    same with a wrapper around each call, and takes a second to be imported.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))

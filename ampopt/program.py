@@ -87,6 +87,11 @@ def _all(contexts: Sequence[contextlib.AbstractContextManager[object]]) -> Itera
         yield
 
 
+def autocast_now(device: torch.device) -> torch.dtype | None:
+    """The dtype of the autocast that surrounds this on `device`; None where none does."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
 def autocast_scope(
     device: torch.device, dtype: torch.dtype | None
 ) -> contextlib.AbstractContextManager[object]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -15,13 +17,15 @@ from ampopt.capture import Captured, capture
 from ampopt.environment import environment
 from ampopt.errors import AmpoptError, CaptureError, InputError
 from ampopt.headline import compare_fairly
+from ampopt.health import Callback, Event, Health, Monitor
 from ampopt.ledger import ORIGINAL, LaneSummary, Ledger
 from ampopt.measure import latency
 from ampopt.model_copy import device_of, private_copy, untouched_rng, working_copy
 from ampopt.numerics import relative_error
 from ampopt.optimizer import AUTO_TOLERANCE, HEADLINE, Optimizer, Options
 from ampopt.pass_manager import Progress
-from ampopt.program import Settings
+from ampopt.plain_tensors import check_no_derivatives, is_surrounded
+from ampopt.program import Settings, autocast_now
 from ampopt.rehearsal import Stage
 from ampopt.runtime import OptimizedModule
 from ampopt.sampling import gain
@@ -39,8 +43,9 @@ _PLAIN = (Tensor, int, float, bool, str, type(None))
 class PartlyOptimizedModule(nn.Module):
     """A model of which some submodules are optimized; calls, results and dtypes are the original's.
 
-    A submodule called with shapes that it was not captured for runs as it was. `report.regions` has the
-    ledger of each optimized submodule, `report.notes` says why the others are not.
+    A submodule called with shapes that it was not captured for runs as it was, or raises StrictError with
+    `strict`. `report.regions` has the ledger of each optimized submodule, `report.notes` says why the others
+    are not. `health` and `on_health` are those of all optimized submodules together.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class PartlyOptimizedModule(nn.Module):
         super().__init__()
         self.report, self._device = report, device
         self._original, self._optimized = [model], dict(optimized)  # in a list: `.to()` leaves it alone
+        self._monitor, self._strict = Monitor(chose_original=report.chosen == ORIGINAL), False
         self.reset_state()
         self.training = False
 
@@ -58,9 +64,44 @@ class PartlyOptimizedModule(nn.Module):
         self._model = [_patched(self._original[0], self._optimized)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer one call."""
-        with Settings().scope(self._device):
+        """Answer one call, in the caller's autocast. InputError where a derivative is asked for."""
+        if is_surrounded():
+            try:
+                check_no_derivatives(flatten_call(args, kwargs)[0])
+            except InputError as error:
+                self._monitor.note(Event("refusal", str(error), "a transformed tensor"))
+                raise
+        with Settings(autocast=autocast_now(self._device)).scope(self._device):
             return self._model[0](*args, **kwargs)
+
+    @property
+    def strict(self) -> bool:
+        """Whether a submodule raises StrictError where it would run as it was; see `ampopt.optimize`."""
+        return self._strict
+
+    @strict.setter
+    def strict(self, strict: bool) -> None:
+        self._strict = strict
+        for module in self._optimized.values():
+            module.strict = strict
+
+    @property
+    def health(self) -> Health:
+        """How calls of optimized submodules were answered until now; see `ampopt.health.Health`."""
+        own = self._monitor.health()
+        healths = [module.health for module in self._optimized.values()]
+        together = functools.reduce(operator.add, healths, own)
+        return dataclasses.replace(together, chose_original=own.chose_original)
+
+    def on_health(self, callback: Callback) -> Callable[[], None]:
+        """`OptimizedModule.on_health` of all optimized submodules."""
+        stops = [self._monitor.tell(callback), *(m.on_health(callback) for m in self._optimized.values())]
+
+        def stop() -> None:
+            for each in stops:
+                each()
+
+        return stop
 
     def train(self, mode: bool = True) -> PartlyOptimizedModule:
         """Refuse training mode, as `OptimizedModule` does."""
