@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import ampopt
 from ampopt.errors import StrictError
 from ampopt.ledger import Ledger
-from ampopt.passes import FoldConvBn
+from ampopt.passes import BakeAutocast, FoldConvBn
 from ampopt.program import Settings
 from ampopt.runtime import OptimizedModule
-from ampopt.transform import Recipe
+from ampopt.transform import Recipe, replay
 from tests.ampopt.planted import captured_of, module_of
 from tests.helpers import Model, with_statistics
 
@@ -36,11 +36,11 @@ def close(actual: Tensor, expected: Tensor, atol: float = 1e-5) -> bool:
 
 
 def in_amp(model: nn.Module, *args: Any) -> OptimizedModule:
-    """A module of the AMP lane, not baked: its program runs under autocast."""
+    """A module of the AMP lane with its casts in the graph."""
     original, captured = captured_of(model, *args)
     settings = Settings(autocast=torch.bfloat16)
-    recipe = Recipe(settings, torch.bfloat16, ())
-    program = recipe.start(captured.program)
+    recipe = Recipe(settings, torch.bfloat16, (BakeAutocast(),))
+    program = replay(recipe.passes, recipe.start(captured.program))
     return OptimizedModule(original, captured, program, recipe, Ledger("model", {}, ()))
 
 
