@@ -1,4 +1,4 @@
-"""What a model's Python code asks beside the numbers of tensors: a captured graph has only one answer to it."""
+"""What a model's Python code asks beside the numbers of tensors: a captured graph has one answer to it."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class VerificationError(AmpoptError):
 
 
 class StrictError(AmpoptError):
-    """A module that was told to be strict has no program for a call, so that only the original could answer."""
+    """A module that was told to be strict has no program for a call: only the original could answer."""
 
 
 class ExportError(AmpoptError):
@@ -73,7 +73,7 @@ _PASSING = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "timed out
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether what failed may succeed at another time: there was no memory, or a file or lock was not to be had.
+    """Whether what failed may succeed another time: there was no memory, or no file or lock to be had.
 
     What an error was raised from counts, too.
     """

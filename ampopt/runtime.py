@@ -32,7 +32,6 @@ from ampopt.plain_tensors import check_no_derivatives, check_plain, is_surrounde
 from ampopt.quick_call import Answer, Quick, plain
 from ampopt.served_state import State
 from ampopt.signature import (
-    CallKey,
     OutputLayout,
     call_key,
     check_same_call,
@@ -75,8 +74,8 @@ AUTOCAST_ERROR = 0.1
 class _Served:
     """One kind of call and what answers it; without `layout` and `captured` the original, for a `reason`.
 
-    `bare`: what `run` runs, with the model's state among its tensors. `casts`: by the dtype of an autocast that surrounds a call, the dtypes that its results have then; None:
-    the original has to answer. `compared`: other strides that the program was compared for.
+    `bare`: what `run` runs, with the model's state among its tensors. `casts`: by the dtype of an autocast
+    that surrounds a call, the dtypes that its results have then; None: the original has to answer. `compared`: other strides that the program was compared for.
     """
 
     run: Callable[..., Any]
@@ -107,8 +106,8 @@ class OptimizedModule(Deployable):
     and after `max_captures` such first calls the original model answers instead, with a logged reason.
     `prepare` makes programs ahead of time. What the model keeps in buffers from call to call is the module's
     own, whichever program answers, see `reset_state`. Safe to call from several threads. `report` tells what
-    was done and why, `health` how calls were answered; with `strict` a StrictError is raised where only the original
-    could answer.
+    was done and why, `health` how calls were answered; with `strict` a StrictError is raised where only the
+    original could answer.
 
     Results are those of the original under `torch.no_grad()`, for inputs that need no gradients, whatever
     mode the caller is in; under an outer `torch.autocast` of the device they have the dtypes that the
@@ -176,11 +175,16 @@ class OptimizedModule(Deployable):
         """
         if self._forward_pre_hooks or self._forward_hooks:
             return super().__call__(*args, **kwargs)
-        if len(args) == 1 and not kwargs and forward_ad._current_level < 0 and not _count_modes():
-            if getattr(args[0], "is_nested", True) is False:
-                found = self._latest(args[0])
-                if found is not NotImplemented:
-                    return found
+        if (
+            len(args) == 1
+            and not kwargs
+            and forward_ad._current_level < 0
+            and not _count_modes()
+            and getattr(args[0], "is_nested", True) is False
+        ):
+            found = self._latest(args[0])
+            if found is not NotImplemented:
+                return found
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -191,7 +195,11 @@ class OptimizedModule(Deployable):
         """
         if len(args) == 1 and not kwargs:
             tensor = args[0]
-            if tensor.__class__ is Tensor and not is_surrounded() and autocast_now(self.program.device) is None:
+            if (
+                tensor.__class__ is Tensor
+                and not is_surrounded()
+                and autocast_now(self.program.device) is None
+            ):
                 found = self._single.get(tensor_key(tensor)) if _is_simple(tensor) else None
                 if found is not None:
                     make, restore, key = found
@@ -224,7 +232,9 @@ class OptimizedModule(Deployable):
 
     def _call_original(self, *args: Any, **kwargs: Any) -> Any:
         if is_surrounded():
-            self._refusing(lambda: check_no_derivatives(flatten_call(args, kwargs)[0]), "a transformed tensor")
+            self._refusing(
+                lambda: check_no_derivatives(flatten_call(args, kwargs)[0]), "a transformed tensor"
+            )
         if not torch.is_grad_enabled():
             return self._state.call(self._serving[0], args, kwargs)
         with torch.no_grad():
@@ -264,8 +274,8 @@ class OptimizedModule(Deployable):
     ) -> tuple[torch.dtype, ...] | None:
         """The dtypes of the original's results under an autocast to `dtype`; None where it has to answer.
 
-        It is called once for it, in the caller's own autocast. Where its code asks for the state of autocast, or its
-        results are others (no rounding explains `AUTOCAST_ERROR`), only it knows what to answer.
+        It is called once for it, in the caller's own autocast. Where its code asks for the state of autocast,
+        or its results are others (no rounding explains `AUTOCAST_ERROR`), only it knows what to answer.
         """
         with self._lock:
             if dtype not in served.casts:
@@ -447,9 +457,7 @@ class OptimizedModule(Deployable):
     def _verify(self, original: nn.Module, captured: Captured, run: Executable, *, draws: int) -> str | None:
         """Why `run` does not answer the captured call as the original does; None where it does."""
         recipe = self._recipe
-        verifier = Verifier(
-            original, captured, tolerance=recipe.tolerance, metric=recipe.metric, draws=draws
-        )
+        verifier = Verifier(original, captured, tolerance=recipe.tolerance, metric=recipe.metric, draws=draws)
         return verifier.check(run, recipe.lane_dtype).reason
 
     def _executable(self, program: Program) -> Executable:
@@ -480,7 +488,7 @@ class OptimizedModule(Deployable):
         return self._remember(leaves, captured.spec, served)
 
     def _key_by_layout(self) -> None:
-        """From now on keys say where tensors begin, and short ways, which do not look at it, are not taken."""
+        """From now on keys say where tensors begin, and short ways, which do not see it, are not taken."""
         known = {id(served): served for served in self._served.values()}
         self._has_layout_keys = True
         self._served.clear()

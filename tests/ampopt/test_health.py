@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampopt.errors import AmpoptError, InputError, StrictError
+from ampopt.errors import AmpoptError, InputError, StrictError, is_passing
 from ampopt.health import MOST_REASONS, OTHER_REASONS, Event, Monitor
 from ampopt.runtime import MOST_RETRIES, OptimizedModule
 from tests.ampopt.planted import Planted, module_of
@@ -70,9 +70,8 @@ def test_every_call_that_the_original_serves_is_counted_with_its_reason() -> Non
         fast(image(height))
     assert kinds(events) == ["original"] * 4
     assert sorted(fast.health.reasons.values()) == [1, 3]
-    assert [reason for reason, count in fast.health.reasons.items() if count == 3][0].startswith(
-        "the optimized program is wrong for this call"
-    )
+    often = next(reason for reason, count in fast.health.reasons.items() if count == 3)
+    assert often.startswith("the optimized program is wrong for this call")
     assert fast.health.served_by_original == 4
     assert not fast.health.is_good
 
@@ -184,6 +183,16 @@ PASSING = [
 
 
 @pytest.mark.parametrize("error", PASSING, ids=repr)
+def test_what_may_pass_is_known(error: Exception) -> None:
+    assert is_passing(error)
+
+
+@pytest.mark.parametrize("error", [ValueError("wrong"), InputError("wrong"), RuntimeError("no kernel")])
+def test_what_stays_wrong_is_known(error: Exception) -> None:
+    assert not is_passing(error)
+
+
+@pytest.mark.parametrize("error", [PASSING[0], PASSING[-1]], ids=repr)
 def test_what_may_pass_is_tried_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
     fast = module_of(model, image(), max_captures=1)

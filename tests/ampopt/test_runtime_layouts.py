@@ -134,7 +134,9 @@ def test_a_script_that_asks_is_served_rightly() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return -x if x.is_contiguous() else x
 
-    model = Model(lambda m, x: m.conv(m.asks(x)), conv=nn.Conv2d(3, 4, 1), asks=torch.jit.script(Asks())).eval()
+    model = Model(
+        lambda m, x: m.conv(m.asks(x)), conv=nn.Conv2d(3, 4, 1), asks=torch.jit.script(Asks())
+    ).eval()
     fast = module_of(model, image())
     for laid in LAYOUTS.values():
         x = laid(image(1))

@@ -190,7 +190,7 @@ def test_derivatives_are_refused_and_not_zero(transform: Any, original: bool) ->
     fast, x = module_of(net(), image(), serve_original=original), image()
     for _ in range(2):
         expected = fast(x)
-        with pytest.raises(ampopt.InputError, match="for inference: (transform|use) the original model"):
+        with pytest.raises(ampopt.InputError, match=r"for inference: (transform|use) the original model"):
             transform(fast, x)
         assert torch.equal(fast(x), expected)
     assert fast.health.refusals == 2
