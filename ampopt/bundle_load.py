@@ -29,12 +29,11 @@ from ampopt.health import Callback, Event, Health, Monitor
 from ampopt.ledger import Ledger
 from ampopt.measure import engine_latency
 from ampopt.numerics import relative_error
-from ampopt.optimizer import Optimizer, Options
-from ampopt.process_state import process_kept
 from ampopt.onnx_knobs import thread_counts
 from ampopt.onnx_options import CUDA
 from ampopt.optimizer import Optimizer, Options
 from ampopt.plain_tensors import check_plain
+from ampopt.process_state import process_kept
 from ampopt.program import Settings
 from ampopt.program_file import read_program
 from ampopt.recipe_file import read_recipe

@@ -24,11 +24,11 @@ from ampopt.executable import Executable, executable, quick
 from ampopt.graph import reads_strides
 from ampopt.health import Callback, Event, Health, Monitor
 from ampopt.ledger import Ledger
-from ampopt.model_copy import working_copy, untouched_rng
-from ampopt.process_state import process_kept
-from ampopt.program import Program, Settings, autocast_now
+from ampopt.model_copy import untouched_rng, working_copy
 from ampopt.numerics import relative_error
 from ampopt.plain_tensors import check_no_derivatives, check_plain, is_surrounded, keep_from_dynamo
+from ampopt.process_state import process_kept
+from ampopt.program import Program, Settings, autocast_now
 from ampopt.quick_call import Answer, Quick, plain
 from ampopt.served_state import State
 from ampopt.signature import (
@@ -75,7 +75,8 @@ class _Served:
     """One kind of call and what answers it; without `layout` and `captured` the original, for a `reason`.
 
     `bare`: what `run` runs, with the model's state among its tensors. `casts`: by the dtype of an autocast
-    that surrounds a call, the dtypes that its results have then; None: the original has to answer. `compared`: other strides that the program was compared for.
+    that surrounds a call, the dtypes that its results have then; None: the original has to answer.
+    `compared`: other strides that the program was compared for.
     """
 
     run: Callable[..., Any]
