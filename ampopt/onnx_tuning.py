@@ -47,7 +47,8 @@ class Row:
     """One setting that was tried: `kept`, `not faster`, `wrong`, `failed`, or `not tried`.
 
     `ratio` says how many times faster it is than the best before it, with its 95 % interval from `low` to
-    `high`; `error` is the largest relative error against the outputs of the options at the start.
+    `high`; `error` is the largest relative error against the outputs of the options at the start. `p99_ms` is
+    None where fewer than 100 calls were timed.
     """
 
     setting: str
