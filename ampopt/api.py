@@ -11,18 +11,37 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ampopt.arguments import (
+    advice_on_failure,
+    as_call,
+    as_cuda,
+    as_device,
+    as_module,
+    check_example,
+    flag,
+    refuse_more,
+)
+from ampopt.budget import (
+    CALLS_OF_A_TRIAL,
+    CALLS_TO_CAPTURE,
+    CALLS_TO_COMPARE,
+    MODULE_S,
+    Budget,
+    calls_to_verify,
+)
 from ampopt.capture import capture
 from ampopt.cuda_graphs import Outputs
 from ampopt.errors import CaptureError, InputError
 from ampopt.infer import infer_inputs
+from ampopt.interrupts import check_interrupted, interruptible, watched
 from ampopt.model_copy import device_of, private_copy, untouched_rng, working_copy
-from ampopt.optimizer import Optimizer, Options
+from ampopt.optimizer import Optimizer, Options, seconds_of_a_call
 from ampopt.pass_manager import Progress
 from ampopt.passes import ENGINES
 from ampopt.process_state import process_kept
 from ampopt.program import autocast_scope
 from ampopt.progress import progress_line
-from ampopt.regions import PartlyOptimizedModule, optimize_regions
+from ampopt.regions import PartlyOptimizedModule, as_it_was, optimize_regions
 from ampopt.rehearsal import Stage
 from ampopt.runtime import OptimizedModule
 from ampopt.signature import flatten_call
@@ -34,11 +53,12 @@ WORTH_A_STAGE_S = 20.0
 
 
 @optimizing.taken()
+@watched()
 @process_kept()
 def optimize(
     model: nn.Module,
     example_inputs: Any = None,
-    *,
+    *more: Any,
     example_kwargs: Mapping[str, Any] | None = None,
     precision: str = "auto",
     tolerance: float | None = None,
@@ -63,6 +83,7 @@ def optimize(
         model: any module; it is optimized as it is in evaluation mode.
         example_inputs: a tuple of the model's positional arguments, or the only argument (a tensor, a list,
             a dict). None: inferred from the first layer where that is possible.
+        more: refused, with what to write instead.
         example_kwargs: the keyword arguments of the example call.
         precision: "fp32", "amp" (mixed), or "auto": the fastest whose error is within the tolerance.
         tolerance: largest relative error against float64, ‖y - ref‖ / ‖ref‖, for each output. None: a small
@@ -70,7 +91,8 @@ def optimize(
             With a tolerance, FP32 may also use TF32 where the error stays within it.
         metric: your own distance instead, `metric(outputs, original_outputs) -> float`; at most `tolerance`
             (None: 0) is accepted.
-        budget_s: seconds for everything; what does not fit is reported as not tried.
+        budget_s: seconds for everything, capturing and verifying included; what does not fit is reported as
+            not tried. Where not even one pass could be judged, the original answers.
         device: optimize a copy on this device; None: where the weights are.
         outputs: "copy": results are the caller's own; "static": with a CUDA graph, results are buffers that
             the next call overwrites (no memory is allocated, and the addresses stay).
@@ -91,16 +113,22 @@ def optimize(
         the model cannot be captured as one graph, its largest capturable submodules are optimized.
 
     Raises:
-        InputError: the arguments do not fit the model. VerificationError: interrupted before anything was
-        tried. Where no lane verifies, nothing is raised: the original answers, and the report says why.
+        InputError: the arguments do not fit the model. Interrupted: Ctrl-C came while the model was being
+        prepared; later it ends the search, and the best so far is given back. Where no lane verifies, nothing
+        is raised: the original answers, and the report says why.
     """
     started = time.perf_counter()
-    options = Options(
-        precision, tolerance, metric, budget_s, outputs, policy, amp_dtype, tuple(exclude), cache
-    )
-    original, args, kwargs, note = prepare_call(model, example_inputs, example_kwargs or {}, device)
+    with interruptible():
+        options = Options(
+            precision, tolerance, metric, budget_s, outputs, policy, amp_dtype, exclude, cache
+        )
+        if progress is not None:
+            progress = flag("progress", progress)
+        refuse_more(more)
+        given = {} if example_kwargs is None else example_kwargs
+        original, args, kwargs, note = prepare_call(model, example_inputs, given, device)
     where = device_of(original, flatten_call(args, kwargs)[0])
-    with progress_line(progress, started, budget_s) as tell, Stage(where) as stage:
+    with progress_line(progress, started, options.budget_s) as tell, Stage(where) as stage:
         result = _optimize(original, args, kwargs, options, started, tell, stage)
     result.strict = strict
     result.report.notes[:0] = [told for told in (note, mode_note(model)) if told]
@@ -119,27 +147,60 @@ def _optimize(
     tell: Progress,
     stage: Stage,
 ) -> OptimizedModule | PartlyOptimizedModule:
-    name = type(original).__name__
     rehearses = any(step.risky for step in options.allowed(ENGINES)) and options.budget_s >= WORTH_A_STAGE_S
-    try:
-        captured = capture(original, args, kwargs, stage.device)
-    except CaptureError as error:
-        if rehearses:
-            stage.prepare()
-        return optimize_regions(
-            original,
-            args,
-            kwargs,
-            options,
-            str(error),
-            started=started,
-            progress=tell,
-            stage=stage,
-        )
-    optimizer = Optimizer(original, captured, options, name=name, started=started, progress=tell, stage=stage)
-    if rehearses and not optimizer.is_tuned:
-        stage.prepare()
-    return optimizer.run()
+    with interruptible():
+        call_s, reason = _first_estimate(original, args, kwargs, Budget(started, options.budget_s))
+        if reason is not None:
+            return as_it_was(original, args, kwargs, reason, started=started)
+        try:
+            captured = capture(original, args, kwargs, stage.device)
+        except CaptureError as error:
+            check_interrupted(error)
+            if rehearses:
+                stage.prepare()
+            reason = str(error)
+        else:
+            optimizer = Optimizer(
+                original,
+                captured,
+                options,
+                name=type(original).__name__,
+                started=started,
+                progress=tell,
+                stage=stage,
+                call_s=call_s,
+            )
+            if rehearses and not optimizer.is_tuned:
+                stage.prepare()
+    if reason is None:
+        return optimizer.run()
+    return optimize_regions(
+        original,
+        args,
+        kwargs,
+        options,
+        reason,
+        started=started,
+        progress=tell,
+        stage=stage,
+    )
+
+
+def _first_estimate(
+    original: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], budget: Budget
+) -> tuple[float | None, str | None]:
+    """Seconds of a call, where they had to be looked at, and why nothing can be tried within the budget.
+
+    All that was done until now, the first call included, takes at least as long as a call does.
+    """
+    calls = CALLS_TO_CAPTURE + calls_to_verify(draws=0) + CALLS_OF_A_TRIAL + CALLS_TO_COMPARE
+    exporting_s, what = MODULE_S * sum(1 for _ in original.modules()), "capturing and judging one pass"
+    call_s = time.perf_counter() - budget.started
+    if budget.why_not(exporting_s + calls * call_s, call_s, what) is None:
+        return None, None
+    if call_s < budget.left_s:
+        call_s = seconds_of_a_call(original, args, kwargs)
+    return call_s, budget.why_not(exporting_s + calls * call_s, call_s, what)
 
 
 def mode_note(model: nn.Module) -> str | None:
@@ -158,33 +219,32 @@ def prepare_call(
 
     The copy is not called, here or later: further copies of it are.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"optimize takes a torch.nn.Module, not {type(model).__name__}")
-    args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    if example_inputs is None:
-        args = ()
-    try:
-        target = None if device is None else torch.device(device)
-    except RuntimeError as error:
-        raise InputError(f"device={device!r} is no device: choose 'cpu' or 'cuda'") from error
-    target = target or device_of(model, flatten_call(args, kwargs)[0])
+    model, note = as_module(model)
+    if isinstance(model, (OptimizedModule, PartlyOptimizedModule)):
+        raise InputError("the model is optimized already: pass the original")
+    args = as_call(example_inputs, kwargs)
+    leaves = flatten_call(args, kwargs)[0]
+    for leaf in leaves:
+        check_example(leaf)
+    target = as_device(device) or device_of(model, leaves)
     if target.type == "cuda":
-        if not torch.cuda.is_available():
-            raise InputError("there is no CUDA device on this machine: leave device= out, or use 'cpu'")
-        target = torch.device(
-            "cuda", target.index if target.index is not None else torch.cuda.current_device()
-        )
+        target = as_cuda(target)
     original = private_copy(model, target)
-    note = None
     if example_inputs is None and not kwargs:
-        args, note = infer_inputs(original, target)
-    args, kwargs = pytree.tree_map(
-        lambda leaf: leaf.detach().to(target).clone() if isinstance(leaf, Tensor) else leaf,
-        (args, dict(kwargs)),
-    )
+        args, inferred = infer_inputs(original, target)
+        note = "; ".join(filter(None, (note, inferred)))
+
+    def own(leaf: Any) -> Any:
+        return leaf.detach().to(target).clone() if isinstance(leaf, Tensor) else leaf
+
     try:
-        with torch.no_grad(), untouched_rng(target), autocast_scope(target, None):
-            working_copy(original)(*args, **kwargs)
+        with torch.inference_mode(mode=False), torch.no_grad():  # what is made in that mode stays so
+            args, kwargs = pytree.tree_map(own, (args, dict(kwargs)))
+            with untouched_rng(target), autocast_scope(target, None):
+                seen_args, seen_kwargs = pytree.tree_map(own, (args, kwargs))  # the model may write to them
+                working_copy(original)(*seen_args, **seen_kwargs)
     except Exception as error:
-        raise InputError(f"{type(model).__name__} fails on the example inputs: {error}") from error
+        check_interrupted(error)
+        advice = advice_on_failure(args)
+        raise InputError(f"{type(model).__name__} fails on the example inputs: {error}{advice}") from error
     return original, args, dict(kwargs), note

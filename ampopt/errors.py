@@ -31,6 +31,10 @@ class StrictError(AmpoptError):
     """A module that was told to be strict has no program for a call: only the original could answer."""
 
 
+class Interrupted(AmpoptError, KeyboardInterrupt):  # noqa: N818
+    """Ctrl-C came before there was anything to give back; both `except AmpoptError` and Python know it."""
+
+
 class ExportError(AmpoptError):
     """The model cannot be exported, or what was exported does not give the model's outputs."""
 

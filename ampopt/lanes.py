@@ -32,11 +32,13 @@ def lanes_for(precision: str, device: torch.device, amp_dtype: torch.dtype | Non
 
     Mixed precision is float16 on CUDA and bfloat16 on a CPU unless `amp_dtype` says otherwise.
     """
-    low = amp_dtype or (torch.float16 if device.type == "cuda" else torch.bfloat16)
+    low = amp_dtype
+    if low is None:
+        low = torch.float16 if device.type == "cuda" else torch.bfloat16
     if low not in (torch.float16, torch.bfloat16):
-        raise InputError(f"amp_dtype={low}: choose torch.float16 or torch.bfloat16")
+        raise InputError(f"amp_dtype={low!r}: choose torch.float16 or torch.bfloat16")
     fp32, amp = Lane("fp32", torch.float32), Lane("amp", low)
     choices = {"auto": (fp32, amp), "fp32": (fp32,), "amp": (amp,)}
-    if precision not in choices:
+    if not isinstance(precision, str) or precision not in choices:
         raise InputError(f"precision={precision!r}: choose from {', '.join(choices)}")
     return choices[precision]

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from ampopt.errors import CaptureError
+from ampopt.errors import CaptureError, first_line
 from ampopt.graph import (
     FULL_PRECISION,
     arguments,
@@ -260,8 +260,20 @@ def lower(exported: ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
 
     With it the dotted names of the buffers that the model writes. They are further inputs, after the user's,
     and what the call leaves in them are further outputs. Raises CaptureError where the model writes to its
-    inputs, holds what is not a tensor, or draws random numbers.
+    inputs, holds what is not a tensor, draws random numbers, or does what PyTorch cannot put in functional
+    form, with PyTorch's reason.
     """
+    try:
+        return _lower(exported)
+    except CaptureError:
+        raise
+    except Exception as error:
+        writes = [where(node) for node in exported.graph.nodes if _is_mutable(node)]
+        place = f" (it writes in place, first by {writes[0]})" if writes else ""
+        raise CaptureError(f"its graph cannot be lowered{place}: {first_line(error)}") from error
+
+
+def _lower(exported: ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
     module, state = _lift_weights(exported), dict[str, fx.Node]()
     if not _rename_in_place(module):
         exported = exported.run_decompositions({})

@@ -5,31 +5,36 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ampopt.arguments import flag, names, number, one_of
+from ampopt.budget import CALLS_OF_A_SAMPLE, CALLS_OF_A_TRIAL, CALLS_TO_COMPARE, Budget, calls_to_verify
 from ampopt.capture import Captured
+from ampopt.casting import POLICIES
 from ampopt.cuda_graphs import Outputs
 from ampopt.environment import environment
-from ampopt.errors import InputError, VerificationError
+from ampopt.errors import InputError, first_line
 from ampopt.headline import compare_fairly, load_now, sure_gain
+from ampopt.interrupts import check_interrupted, held, interruptible
 from ampopt.lanes import Lane, lanes_for
 from ampopt.ledger import ORIGINAL, LaneSummary, Ledger, Verdict
-from ampopt.measure import engine_latency, latency, peak_memory, shortest_of_two
-from ampopt.model_copy import untouched_rng, working_copy
-from ampopt.pass_manager import CALLS_OF_A_TRIAL, LaneState, PassManager, Progress, judging_s
+from ampopt.measure import engine_latency, latency, peak_memory, shortest_of_two, synchronize
+from ampopt.model_copy import device_of, untouched_rng, working_copy
+from ampopt.pass_manager import LaneState, PassManager, Progress, judging_s
 from ampopt.passes import ENGINES, LAUNCHES, PIPELINE, AllowTf32, BakeAutocast
 from ampopt.program import Settings
 from ampopt.rehearsal import Stage
 from ampopt.runtime import OptimizedModule
 from ampopt.sampling import gain, interleave
-from ampopt.signature import describe
+from ampopt.signature import describe, flatten_call
 from ampopt.transform import Pass, Recipe
 from ampopt.tuning_cache import default_cache, key_of
 from ampopt.verify import Metric, Verifier
@@ -46,6 +51,9 @@ HEADLINE = 0.1
 SLOW_CALL_S = 0.05
 """A shorter call does not overrun a time budget by much, however small the budget is."""
 
+QUICK_S = 0.2
+"""A call of less is timed more than once, as something else may have had the processor."""
+
 AUTO_TOLERANCE = 1e-2
 """The largest relative error of a lane that `precision="auto"` chooses where the user gives no tolerance."""
 
@@ -58,8 +66,8 @@ class Care:
     seconds: float
 
 
-SEARCHING, RECALLING = Care(2, 3.0), Care(1, 1.0)
-"""The care that a search takes, and that taken where an earlier one's outcome is only looked at again."""
+SEARCHING, RECALLING, BRIEFLY = Care(2, 3.0), Care(1, 1.0), Care(0, 0.0)
+"""The care that a search takes, that for looking at an earlier one's outcome again, and that after Ctrl-C."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,24 +85,29 @@ class Options:
     cache: bool = True
 
     def __post_init__(self) -> None:
+        """Raise InputError, before any work, for a value that does not serve; make numbers Python's own."""
         known = {step.name for step in (*PIPELINE, *ENGINES, *LAUNCHES)}
-        if unknown := set(self.exclude) - known:
-            names = ", ".join(sorted(unknown))
-            raise InputError(f"there is no pass {names}: choose from {', '.join(sorted(known))}")
-        if not self.budget_s > 0:
-            raise InputError(f"budget_s={self.budget_s}: give a positive number of seconds")
-        if self.tolerance is not None and not self.tolerance >= 0:
-            raise InputError(f"tolerance={self.tolerance}: give a relative error, 0 or more")
-        if self.outputs not in get_args(Outputs):
+        seconds = number("budget_s", self.budget_s, positive=True, advice="a positive number of seconds")
+        checked: dict[str, object] = {"exclude": names("exclude", self.exclude, known), "budget_s": seconds}
+        if self.tolerance is not None:
+            advice = "a relative error, 0 or more"
+            checked["tolerance"] = number("tolerance", self.tolerance, positive=False, advice=advice)
+        if self.metric is not None and not callable(self.metric):
+            raise InputError(
+                f"metric={self.metric!r}: give a function, metric(outputs, original_outputs) -> float"
+            )
+        if not isinstance(self.outputs, str) or self.outputs not in get_args(Outputs):
             raise InputError(f"outputs={self.outputs!r}: choose 'copy' or 'static'")
+        one_of("policy", self.policy, POLICIES)
+        checked["cache"] = flag("cache", self.cache)
         lanes_for(self.precision, torch.device("cpu"), self.amp_dtype)
-        BakeAutocast(policy=self.policy)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     def wishes(self) -> dict[str, object]:
         """What decides which passes win, for the key of the cache."""
         passes = (*self.pipeline(), *self.allowed(ENGINES), *self.allowed(LAUNCHES))
-        names = ("precision", "tolerance", "budget_s", "amp_dtype")
-        told = {name: getattr(self, name) for name in names}
+        told = {n: getattr(self, n) for n in ("precision", "tolerance", "budget_s", "amp_dtype")}
         return {
             **told,
             "metric": self.metric is not None,
@@ -115,6 +128,30 @@ class Options:
         return tuple(step for step in passes if step.name not in self.exclude)
 
 
+def seconds_of_a_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+    """Seconds that a call of a copy of a model takes, the best of three where they are quick.
+
+    It gets tensors of its own, as it may write to them.
+    """
+
+    def own(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+    device, shortest = device_of(model, flatten_call(args, kwargs)[0]), math.inf
+    model = working_copy(model)
+    for _ in range(3):
+        own_args, own_kwargs = pytree.tree_map(own, (args, dict(kwargs)))
+        with Settings().scope(device), untouched_rng(device):
+            synchronize(device)
+            began = time.perf_counter()
+            model(*own_args, **own_kwargs)
+            synchronize(device)
+        shortest = min(shortest, time.perf_counter() - began)
+        if shortest >= QUICK_S:
+            break
+    return shortest
+
+
 class Optimizer:
     """The work of one `optimize` call on one captured model (or one captured submodule)."""
 
@@ -129,28 +166,61 @@ class Optimizer:
         progress: Progress | None = None,
         stage: Stage | None = None,
         max_captures: int = 16,
+        call_s: float | None = None,
     ) -> None:
-        """`original` is a private copy in evaluation mode; `started` is on `time.perf_counter`'s clock."""
+        """`original` is a private copy in evaluation mode; `started` is on `time.perf_counter`'s clock.
+
+        `call_s` are the seconds that a call of it takes, where they are known.
+        """
         self._original, self._captured, self._options, self._started = original, captured, options, started
         self._progress, self._stage, self._max_captures = progress, stage, max_captures
+        self._budget = Budget(started, options.budget_s)
         program = captured.program
         self.device = program.device
         inputs = tuple(describe(example) for example in program.examples)
         self.ledger = Ledger(name, environment(self.device), inputs)
+        self.interrupted = False
+        """Whether Ctrl-C has ended the search."""
         self._states: list[LaneState] = []
         self._cache = default_cache() if options.cache else None
         self._key = key_of(program, options.wishes()) if self._cache else ""
         self._known = self._cache.find(self._key) if self._cache else None
+        if call_s is None:
+            args, kwargs = pytree.tree_unflatten(list(captured.leaves), captured.spec)
+            call_s = seconds_of_a_call(original, args, kwargs)
+        self._call_s = call_s
         self._begin(SEARCHING if self._known is None else RECALLING)
-        if self._verifier.note:
-            self.ledger.notes.append(self._verifier.note)
 
     def _begin(self, care: Care) -> None:
-        """Prepare to verify and time programs."""
-        self._care, options, captured = care, self._options, self._captured
-        self._verifier = Verifier(
-            self._original, captured, tolerance=options.tolerance, metric=options.metric, draws=care.draws
-        )
+        """Prepare to verify and time programs, on fewer random inputs where a call takes long.
+
+        Where not even the examples can be verified within the budget, the reason is noted instead.
+        """
+        options, captured = self._options, self._captured
+        after = CALLS_TO_COMPARE + (0 if self.is_tuned else CALLS_OF_A_TRIAL)
+        for draws in range(care.draws, -1, -1):
+            needed_s = self._call_s * (calls_to_verify(draws) + after)
+            self._why_not = self._budget.why_not(needed_s, self._call_s, "verifying and judging one pass")
+            if self._why_not is None:
+                break
+        else:
+            return
+        if draws < care.draws:
+            self.ledger.notes.append(
+                f"verified on {draws} random inputs in place of {care.draws}, because a call takes "
+                f"{self._call_s:.2g} s here"
+            )
+        self._care = dataclasses.replace(care, draws=draws)
+        try:
+            self._verifier = Verifier(
+                self._original, captured, tolerance=options.tolerance, metric=options.metric, draws=draws
+            )
+        except Exception as error:
+            check_interrupted(error)
+            self._why_not = f"nothing can be verified: {first_line(error)}"
+            return
+        if self._verifier.note:
+            self.ledger.notes.append(self._verifier.note)
         deadline = self._started + TRYING * options.budget_s  # the rest is for the last comparison
         self._manager = PassManager(
             captured.program,
@@ -167,20 +237,62 @@ class Optimizer:
         return self._known is not None
 
     def run(self) -> OptimizedModule:
-        """Try everything that the budget allows and give back the best; Ctrl-C gives the best so far."""
+        """Try everything that the budget allows and give back the best.
+
+        Ctrl-C gives the best so far, after a brief comparison of it with the original; a second one gives
+        the original. So does whatever else prevents a result.
+        """
         lanes = lanes_for(self._options.precision, self.device, self._options.amp_dtype)
-        with self._interruptible():
-            if not self._recall(lanes):
-                if not (affordable := self._affordable(lanes)):
-                    return self._unchanged()
-                self._search(affordable)
-        if not self._states:
-            raise VerificationError("interrupted before anything was tried")
-        if len(self.ledger.lanes) < len(self._states):
-            self._summarize()
-        best = self._choose()
-        self.ledger.seconds = time.perf_counter() - self._started
-        return self._module(None if self.ledger.chosen == ORIGINAL else best)
+        with held():
+            with self._until_interrupted("interrupted: this is the best so far"):
+                if self._why_not is not None:
+                    self.ledger.notes.append(self._why_not)
+                elif not self._recall(lanes):
+                    self._search(self._affordable(lanes))
+            if not self._states or not self._is_summarized():
+                return self._unchanged()
+            best = self._choose()
+            self.ledger.seconds = time.perf_counter() - self._started
+            return self._serve(None if self.ledger.chosen == ORIGINAL else best)
+
+    def _is_summarized(self) -> bool:
+        """Make the last comparison where it was not made yet; False, and a note, where that cannot be.
+
+        After an interruption it is brief, also where it is itself what was interrupted.
+        """
+        if self.ledger.lanes.keys() == {state.lane.name for state in self._states}:
+            return True
+        cares = [BRIEFLY] if self.interrupted else [self._unhurried(), BRIEFLY]
+        for self._care in cares:
+            self.ledger.lanes.clear()
+            try:
+                with self._until_interrupted("interrupted in the last comparison"):
+                    self._summarize()
+                    return True
+            except Exception as error:
+                self.ledger.notes.append(f"the last comparison failed: {first_line(error)}")
+                break
+        self.ledger.lanes.clear()
+        return False
+
+    def _unhurried(self) -> Care:
+        """The care of the last comparison, with fewer rounds where a call takes long."""
+        round_s = CALLS_OF_A_SAMPLE * (1 + 2 * len(self._states)) * self._call_s
+        fitting = int(self._budget.left_s / max(round_s, 1e-9)) - 1  # one warms up
+        least = min(max(fitting, BRIEFLY.least_rounds), self._care.least_rounds)
+        return dataclasses.replace(self._care, least_rounds=least)
+
+    def _serve(self, state: LaneState | None) -> OptimizedModule:
+        """The module for a lane; the original, with a note, where its best program cannot be made ready."""
+        try:
+            return self._module(state)
+        except (Exception, KeyboardInterrupt) as error:
+            if state is None:
+                raise
+            self.ledger.notes.append(
+                f"the best program cannot be made ready to be served: {first_line(error)}"
+            )
+            return self._unchanged()
 
     def _recall(self, lanes: Sequence[Lane]) -> bool:
         """Take up every lane where an earlier call left it; False where that is unknown or not good now."""
@@ -190,7 +302,11 @@ class Optimizer:
         self._states = [self._manager.open(lane) for lane in lanes if lane.name in known]
         if not all(self._manager.recall(state, known[state.lane.name]) for state in self._states):
             return self._forget("is not right any more")
-        self._summarize()
+        try:
+            self._summarize()
+        except Exception as error:
+            check_interrupted(error)
+            return self._forget(f"does not run any more ({first_line(error)})")
         if any(gain(lane.eager, lane.best).is_loss for lane in self.ledger.lanes.values()):
             return self._forget("is slower than the original now")
         for name in [lane.name for lane in lanes if lane.name not in known]:
@@ -205,17 +321,19 @@ class Optimizer:
         """Start anew where what an earlier call had found is no good; False."""
         self.ledger.notes.append(f"what an earlier call had found {why}: tuned anew")
         self.ledger.lanes.clear()
-        self._states = []
+        self._states, self._known = [], None
         self._begin(SEARCHING)
-        return False
+        return self._why_not is not None
 
     def _search(self, lanes: Mapping[Lane, float]) -> None:
         """Try everything in every lane, and keep what was found for the next call."""
+        if not lanes:
+            return
         for lane, call_s in lanes.items():
             self._states.append(self._manager.open(lane, call_s))
         rewriting = self._seconds_for_rewriting()
-        for number, state in enumerate(self._states, start=1):
-            deadline = self._started + rewriting * number / len(self._states)
+        for place, state in enumerate(self._states, start=1):
+            deadline = self._started + rewriting * place / len(self._states)
             self._manager.rewrite(state, self._options.pipeline(), deadline=deadline)
         self._try_engines([None])
         self._try_engines(self._options.allowed(ENGINES))
@@ -235,6 +353,7 @@ class Optimizer:
     def _affordable(self, lanes: Sequence[Lane]) -> dict[Lane, float]:
         """The lanes that the time budget can judge, and seconds of a call in them; the rest is noted.
 
+        A lane in which the original fails, as operators without a kernel for the lower precision do, is none.
         One trial takes about `CALLS_OF_A_TRIAL` calls. A lane in which a single trial would take more than
         its share, as bfloat16 can on a processor without instructions for it, is left out. The first lane
         may have everything.
@@ -246,7 +365,16 @@ class Optimizer:
             share = REWRITING * whole / len(lanes) if kept else whole
             most_s = max(SLOW_CALL_S, share / CALLS_OF_A_TRIAL, 2 * fastest)
             call = functools.partial(self._verifier.eager(lane.dtype), *examples)
-            seconds = shortest_of_two(call, self.device, long_s=SLOW_CALL_S, most_s=most_s)
+            try:
+                seconds = shortest_of_two(call, self.device, long_s=SLOW_CALL_S, most_s=most_s)
+                if seconds <= most_s:
+                    self._verifier.own_error(lane.dtype)  # also on the random inputs
+            except Exception as error:
+                check_interrupted(error)
+                self.ledger.notes.append(
+                    f"the {lane.name} lane was not tried: the original fails in it ({first_line(error)})"
+                )
+                continue
             if seconds > most_s:
                 self.ledger.notes.append(
                     f"the {lane.name} lane was not tried: one call of it takes over {most_s:.2g} s here, so "
@@ -263,11 +391,14 @@ class Optimizer:
         return self._module(None)
 
     @contextlib.contextmanager
-    def _interruptible(self) -> Iterator[None]:
+    def _until_interrupted(self, note: str) -> Iterator[None]:
+        """Go on after the block where Ctrl-C ends it, with the note."""
         try:
-            yield
+            with interruptible():
+                yield
         except KeyboardInterrupt:
-            self.ledger.notes.append("interrupted: this is the best so far")
+            self.interrupted = True
+            self.ledger.notes.append(note)
 
     def _try_engines(self, engines: Sequence[Pass | None]) -> None:
         """Ways to run for every lane, the lane that is ahead first."""

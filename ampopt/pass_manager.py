@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from ampopt.budget import CALLS_OF_A_TRIAL
 from ampopt.errors import AmpoptError, first_line
 from ampopt.executable import executable
+from ampopt.interrupts import check_interrupted, held, was_interrupted
 from ampopt.lanes import Lane
 from ampopt.ledger import Entry, Ledger, Timing, Verdict
 from ampopt.measure import device_time, engine_latency, latency, peak_memory, synchronize
@@ -35,11 +37,9 @@ HOST_SHARE = 0.25
 DEVICE_S = 0.15
 """Seconds of a comparison on the device clock, whose samples lie within a thousandth of each other."""
 
-CALLS_OF_A_TRIAL, CALLS_FOR_AN_ENGINE = 20, 60
-"""Calls that verify and time a pass at the least: three draws, warm-ups, six samples before and after.
-
-A way to run needs more: on a CPU an untimed call before each timed one, and where there is noise a second
-look.
+CALLS_FOR_AN_ENGINE = 60
+"""What a trial of a way to run takes: on a CPU an untimed call before each timed one, and a second look where
+there is noise.
 """
 
 LARGE_GAIN, MORE_ROUNDS = 1.1, 3
@@ -223,6 +223,7 @@ class PassManager:
         self._progress(lane, name)
         blank = Entry(lane, name, Verdict.NOT_TRIED, "")
         self._began = time.perf_counter()
+        check_interrupted()
         if self._began > self._deadline:
             self._record(blank, reason="the time budget was spent")
             return None
@@ -254,10 +255,10 @@ class PassManager:
                 same_bits_as = (same_bits_as or program) if keeps_bits else None
                 program = result.program if isinstance(step, _Replay) else _with_recipe(result, step)
             return self._judge(state, blank, steps[-1], same_bits_as, Subject(program))
-        except KeyboardInterrupt:
-            self._record(blank, reason="interrupted")
-            raise
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
+            if was_interrupted(error):
+                self._record(blank, reason="interrupted")
+                raise KeyboardInterrupt from error
             logger.debug("pass %s failed", name, exc_info=True)
             self._record(blank, verdict=Verdict.FAILED, reason=first_line(error))
             self._check_device(name)
@@ -276,8 +277,11 @@ class PassManager:
             self._record(entry, verdict=Verdict.REVERTED, reason=wrong)
             return None
         if isinstance(step, _Recall):
-            state.best = candidate
-            self._record(entry, verdict=Verdict.KEPT, reason="it won before; the last comparison times it")
+            with held():
+                state.best = candidate
+                self._record(
+                    entry, verdict=Verdict.KEPT, reason="it won before; the last comparison times it"
+                )
             return candidate.program
         entry = self._time(entry, step, state.best, candidate)
         assert entry.gain is not None
@@ -292,10 +296,11 @@ class PassManager:
             verdict, reason = Verdict.REVERTED, _pace(entry, what)
             if step.family in (Family.REWRITE, Family.PLACEMENT) and not isinstance(step, _Replay):
                 state.too_slow.append(candidate.program.recipe[-1])
-        if verdict is Verdict.KEPT:
-            assert entry.after is not None
-            state.best, state.call_s = candidate, entry.after.latency.median
-        self._record(entry, verdict=verdict, reason=reason)
+        with held():  # the best program and its row belong together
+            if verdict is Verdict.KEPT:
+                assert entry.after is not None
+                state.best, state.call_s = candidate, entry.after.latency.median
+            self._record(entry, verdict=verdict, reason=reason)
         return candidate.program
 
     def _time(self, entry: Entry, step: Pass, best: Subject, candidate: Subject) -> Entry:

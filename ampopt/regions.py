@@ -13,11 +13,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from ampopt.budget import Budget
 from ampopt.capture import Captured, capture
 from ampopt.environment import environment
-from ampopt.errors import AmpoptError, CaptureError, InputError
+from ampopt.errors import AmpoptError, InputError, first_line
 from ampopt.headline import compare_fairly
 from ampopt.health import Callback, Event, Health, Monitor
+from ampopt.interrupts import interruptible
 from ampopt.ledger import ORIGINAL, LaneSummary, Ledger
 from ampopt.measure import latency
 from ampopt.model_copy import device_of, private_copy, untouched_rng, working_copy
@@ -33,6 +35,9 @@ from ampopt.signature import call_key, describe, flatten_call, flatten_outputs, 
 
 MOST_REASONS = 8
 """How many submodules' reasons for not being captured a report lists."""
+
+BRIEFLY_S = 1e-3
+"""The time budget of what has to be done after Ctrl-C."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -64,14 +69,21 @@ class PartlyOptimizedModule(nn.Module):
         self._model = [_patched(self._original[0], self._optimized)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer one call, in the caller's autocast. InputError where a derivative is asked for."""
+        """Answer one call, in the caller's autocast, and in inference mode where the caller is.
+
+        Only there can tensors that were made in it be written. InputError where a derivative is asked for.
+        """
         if is_surrounded():
             try:
                 check_no_derivatives(flatten_call(args, kwargs)[0])
             except InputError as error:
                 self._monitor.note(Event("refusal", str(error), "a transformed tensor"))
                 raise
-        with Settings(autocast=autocast_now(self._device)).scope(self._device):
+        with contextlib.ExitStack() as stack:
+            is_inference = torch.is_inference_mode_enabled()
+            stack.enter_context(Settings(autocast=autocast_now(self._device)).scope(self._device))
+            if is_inference:
+                stack.enter_context(torch.inference_mode())
             return self._model[0](*args, **kwargs)
 
     @property
@@ -146,6 +158,7 @@ def _record_calls(
             if name and not isinstance(module, torch.jit.ScriptModule):  # it takes no such hook
                 handle = module.register_forward_pre_hook(note(name), with_kwargs=True)
                 stack.callback(handle.remove)
+        args, kwargs = torch.utils._pytree.tree_map(_copied, (args, dict(kwargs)))  # it may write to them
         with torch.no_grad(), untouched_rng(device_of(model, flatten_call(args, kwargs)[0])):
             model(*args, **kwargs)
     return {name: list(found.values()) for name, found in calls.items()}
@@ -169,24 +182,34 @@ def _drop_hooks(module: nn.Module) -> None:
 
 
 def _find_regions(
-    model: nn.Module, calls: Mapping[str, list[Call]], device: torch.device, notes: list[str]
+    model: nn.Module,
+    calls: Mapping[str, list[Call]],
+    device: torch.device,
+    notes: list[str],
+    is_over: Callable[[], bool],
 ) -> Iterator[_Region]:
-    """The largest submodules that can be captured, from the top down; why others cannot goes to `notes`."""
+    """The largest submodules that can be captured, from the top down; why others cannot goes to `notes`.
+
+    None is looked at any more once `is_over`.
+    """
 
     def visit(prefix: str, module: nn.Module) -> Iterator[_Region]:
         for child_name, child in module.named_children():
             name = f"{prefix}.{child_name}".removeprefix(".")
             if not any(True for _ in child.parameters()):
                 continue
+            if is_over():
+                notes.append(f"submodule {name} was not looked at: the time budget was spent")
+                continue
             if name in calls:
-                original = private_copy(child)
-                _drop_hooks(original)  # the submodule that calls it runs them
                 args, kwargs = calls[name][0]
                 try:
+                    original = private_copy(child)
+                    _drop_hooks(original)  # the submodule that calls it runs them
                     captured = capture(original, args, kwargs, device, lift_state=False)
                     yield _Region(name, original, captured, calls[name])
                     continue
-                except CaptureError as error:
+                except AmpoptError as error:
                     notes.append(f"submodule {name} is not one graph: {error}")
             yield from visit(name, child)
 
@@ -218,43 +241,81 @@ def optimize_regions(
     if options.precision == "auto":
         options = dataclasses.replace(options, precision="fp32")
         ledger.notes.append('submodules were optimized in FP32; precision="amp" asks for mixed precision')
+    budget = Budget(started, options.budget_s)
     reasons, modules = list[str](), dict[str, OptimizedModule]()
-    regions = list(_find_regions(original, _record_calls(original, args, kwargs), device, reasons))
+    with interruptible():
+        calls = _record_calls(original, args, kwargs)
+        regions = list(_find_regions(original, calls, device, reasons, lambda: budget.left_s <= 0))
     ledger.notes += reasons[:MOST_REASONS]
     if len(reasons) > MOST_REASONS:
         ledger.notes.append(f"{len(reasons) - MOST_REASONS} more submodules are no single graph either")
     for index, region in enumerate(regions):
         left = started + 0.9 * options.budget_s - time.perf_counter()
+        if left <= 0 and index > 0:
+            ledger.notes.append(
+                f"{len(regions) - index} submodules run as they were: the time budget was spent"
+            )
+            break
         share = dataclasses.replace(options, budget_s=max(left / (len(regions) - index), 0.1))
         try:
-            module = _optimize_region(region, share, progress, stage)
-        except AmpoptError as error:
-            ledger.notes.append(f"submodule {region.name} runs as it was: {error}")
+            module, was_cut_off = _optimize_region(region, share, progress, stage)
+        except KeyboardInterrupt:
+            was_cut_off = True
+        except Exception as error:
+            ledger.notes.append(f"submodule {region.name} runs as it was: {_reason(error)}")
             continue
-        ledger.regions[region.name] = module.report
-        modules[region.name] = module
+        else:
+            ledger.regions[region.name] = module.report
+            modules[region.name] = module
+        if was_cut_off:
+            ledger.notes.append("interrupted: this is the best so far")
+            options = dataclasses.replace(options, budget_s=BRIEFLY_S)
+            break
     if not regions:
         ledger.notes.append("no submodule can be captured: the model runs as it was")
-    _compare_whole(original, _patched(original, modules), args, kwargs, options, ledger, device)
+    _compare_or_leave(original, modules, args, kwargs, options, ledger, device)
     ledger.seconds = time.perf_counter() - started
     return PartlyOptimizedModule(original, {} if ledger.chosen == ORIGINAL else modules, ledger, device)
 
 
-def _optimize_region(region: _Region, options: Options, progress: Progress, stage: Stage) -> OptimizedModule:
-    optimizer = Optimizer(
-        region.original,
-        region.captured,
-        options,
-        name=region.name,
-        started=time.perf_counter(),
-        progress=progress,
-        stage=stage,
-        max_captures=0,
-    )
+def as_it_was(
+    original: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], reason: str, *, started: float
+) -> PartlyOptimizedModule:
+    """A private copy under the interface of an optimized module, untouched for the reason."""
+    leaves = flatten_call(args, kwargs)[0]
+    device = device_of(original, leaves)
+    notes = [reason, "the original answers every call: nothing was tried"]
+    inputs = tuple(describe(t) for t in tensors_of(leaves))
+    ledger = Ledger(type(original).__name__, environment(device), inputs, notes=notes, chosen=ORIGINAL)
+    ledger.seconds = time.perf_counter() - started
+    return PartlyOptimizedModule(original, {}, ledger, device)
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, AmpoptError) else first_line(error)
+
+
+def _optimize_region(
+    region: _Region, options: Options, progress: Progress, stage: Stage
+) -> tuple[OptimizedModule, bool]:
+    """The optimized submodule, and whether Ctrl-C has ended the work on it."""
+    with interruptible():
+        optimizer = Optimizer(
+            region.original,
+            region.captured,
+            options,
+            name=region.name,
+            started=time.perf_counter(),
+            progress=progress,
+            stage=stage,
+            max_captures=0,
+        )
     module = optimizer.run()
-    for call_args, call_kwargs in region.calls[1:8]:
-        module.prepare_call(call_args, call_kwargs)
-    return module
+    if not optimizer.interrupted:
+        with interruptible():
+            for call_args, call_kwargs in region.calls[1:8]:
+                module.prepare_call(call_args, call_kwargs)
+    return module, optimizer.interrupted
 
 
 def _patched(original: nn.Module, optimized: Mapping[str, OptimizedModule]) -> nn.Module:
@@ -263,6 +324,31 @@ def _patched(original: nn.Module, optimized: Mapping[str, OptimizedModule]) -> n
     for name, module in optimized.items():
         model.get_submodule(name).forward = module.__call__
     return model
+
+
+def _compare_or_leave(
+    original: nn.Module,
+    modules: Mapping[str, OptimizedModule],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    ledger: Ledger,
+    device: torch.device,
+) -> None:
+    """`_compare_whole`; where it fails or is interrupted, the original is chosen, and a note says why."""
+    try:
+        with interruptible():
+            patched = _patched(original, modules)
+            _compare_whole(original, patched, args, kwargs, options, ledger, device)
+    except KeyboardInterrupt:
+        reason = "the last comparison was interrupted"
+    except Exception as error:
+        reason = f"the last comparison failed: {first_line(error)}"
+    else:
+        return
+    ledger.lanes.clear()
+    ledger.chosen = ORIGINAL
+    ledger.notes.append(f"the original runs: {reason}")
 
 
 def _compare_whole(

@@ -78,7 +78,7 @@ class SlowUnderAutocast(nn.Sequential):
 def test_a_lane_too_slow_to_be_judged_is_left_out_with_a_note() -> None:
     report = optimize(SlowUnderAutocast(nn.Conv2d(3, 8, 3), nn.ReLU()), X, budget_s=5.0).report
     assert set(report.lanes) == {"fp32"}
-    said = "the amp lane was not tried: one call of it takes over 0.075 s here"
+    said = "the amp lane was not tried: one call of it takes over"
     assert any(note.startswith(said) for note in report.notes)
 
 
@@ -113,6 +113,7 @@ def test_a_lane_that_was_too_slow_is_not_called_again_by_the_next_optimize(
     optimize(slow, X, budget_s=5.0)
     monkeypatch.setattr("ampopt.optimizer.shortest_of_two", lambda *_, **__: pytest.fail("called again"))
     monkeypatch.setattr(PassManager, "recall", lambda manager, state, recipe: True)
+    monkeypatch.setattr("ampopt.optimizer.gain", lambda before, after: Gain(2.0, 2.0, 2.0))
     report = optimize(slow, X, budget_s=5.0).report
     assert set(report.lanes) == {"fp32"}
     assert any("too slow to be judged (cache=False looks again)" in note for note in report.notes)
@@ -391,15 +392,18 @@ def test_an_interruption_gives_the_best_so_far_and_a_note(
     assert torch.allclose(fast(X + 1), model(X + 1), atol=2e-2, rtol=2e-2)
 
 
-def test_an_interruption_before_anything_was_tried_is_an_error(
+def test_an_interruption_before_anything_was_tried_gives_the_original(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("ampopt.pass_manager.PassManager.open", interrupt)
-    with pytest.raises(VerificationError, match="interrupted before anything was tried"):
-        optimize(model, X)
+    fast = optimize(model, X)
+    assert fast.report.chosen == ORIGINAL
+    assert "interrupted: this is the best so far" in fast.report.notes
+    with torch.no_grad():
+        assert torch.equal(fast(X), model(X))
 
 
 def test_a_spent_budget_still_gives_a_right_module(model: nn.Module) -> None:

@@ -1,0 +1,159 @@
+"""What a user may pass: arguments of another kind are refused with what to write instead."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.nn.parameter import is_lazy
+
+from ampopt.errors import InputError
+
+
+def number(name: str, value: object, *, positive: bool, advice: str) -> float:
+    """A finite real number that is positive, or else not negative, as a float; NumPy's are some, too."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if is_number:
+        found = float(value)  # type: ignore[arg-type]
+        if math.isfinite(found) and (found > 0 if positive else found >= 0):
+            return found
+    raise InputError(f"{name}={value!r}: give {advice}")
+
+
+def flag(name: str, value: object) -> bool:
+    """True or False, NumPy's too."""
+    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
+        return bool(value)
+    raise InputError(f"{name}={value!r}: give True or False")
+
+
+def names(name: str, value: object, known: Collection[str]) -> tuple[str, ...]:
+    """Names of passes. Raises InputError for one that is not known, and for a single string."""
+    if isinstance(value, str):
+        raise InputError(f"{name}={value!r}: give a list of names, {name}=[{value!r}]")
+    if not isinstance(value, Collection) or not all(isinstance(item, str) for item in value):
+        raise InputError(f"{name}={value!r}: give a list of the names of passes")
+    if unknown := set(value) - set(known):
+        text = ", ".join(sorted(unknown))
+        raise InputError(f"there is no pass {text}: choose from {', '.join(sorted(known))}")
+    return tuple(value)
+
+
+def one_of(name: str, value: object, choices: Collection[str]) -> None:
+    """Raise InputError where a word is none of the choices."""
+    if not isinstance(value, str) or value not in choices:
+        raise InputError(f"{name}={value!r}: choose from {', '.join(choices)}")
+
+
+def as_device(device: object) -> torch.device | None:
+    """The device that a user names; None where none is named. InputError where this machine lacks it."""
+    if device is None:
+        return None
+    try:
+        if isinstance(device, bool):
+            raise TypeError("a bool")
+        found = torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device={device!r} is no device: choose 'cpu' or 'cuda'") from error
+    if found.type == "meta":
+        raise InputError("device='meta' computes nothing: choose 'cpu' or 'cuda'")
+    return found  # type: ignore[no-any-return]
+
+
+def as_cuda(target: torch.device) -> torch.device:
+    """A CUDA device with its number. InputError where this machine lacks it."""
+    if not torch.cuda.is_available():
+        raise InputError("there is no CUDA device on this machine: leave device= out, or use 'cpu'")
+    index = torch.cuda.current_device() if target.index is None else target.index
+    if index >= torch.cuda.device_count():
+        raise InputError(f"there is no {target}: this machine has {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", index)
+
+
+def refuse_more(more: tuple[Any, ...]) -> None:
+    """Raise InputError where example inputs were given one by one."""
+    if more:
+        raise InputError(
+            f"{1 + len(more)} example inputs were given one by one: pass the arguments as one tuple, "
+            "optimize(model, (a, b))"
+        )
+
+
+def as_call(example_inputs: Any, kwargs: object) -> tuple[Any, ...]:
+    """The positional arguments of the example call. InputError where the keyword arguments are none."""
+    if not isinstance(kwargs, Mapping):
+        raise InputError(f"example_kwargs takes a dict of keyword arguments, not a {type(kwargs).__name__}")
+    if strange := [key for key in kwargs if not isinstance(key, str)]:
+        raise InputError(f"example_kwargs has the key {strange[0]!r}: its keys are names of arguments")
+    if example_inputs is None:
+        return ()
+    return example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+
+
+def check_example(leaf: object) -> None:
+    """Raise InputError for a tensor among the example inputs that holds no numbers of its own."""
+    if not isinstance(leaf, Tensor):
+        return
+    if torch._C._functorch.is_functorch_wrapped_tensor(leaf):
+        raise InputError("an example input belongs to a torch.func transform: call optimize outside of it")
+    if leaf.is_meta or isinstance(leaf, FakeTensor):
+        raise InputError(
+            f"an example input ({list(leaf.shape)}) is a {_kind(leaf)} tensor without numbers: "
+            f"pass a real one, torch.randn({', '.join(map(str, leaf.shape))})"
+        )
+
+
+def as_module(model: object) -> tuple[nn.Module, str | None]:
+    """The module to optimize, out of what wraps it for training, and a note where something does.
+
+    Raises InputError for what is no module, and for one whose weights hold no numbers yet.
+    """
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise InputError(f"{model.__name__} is a class: pass an instance, {model.__name__}(...)")
+    if not isinstance(model, nn.Module):
+        raise InputError(f"optimize takes a torch.nn.Module, not {type(model).__name__}")
+    note = None
+    while (inside := _wrapped(model)) is not None:
+        note = f"the module inside the {type(model).__name__} was optimized: the result does without that"
+        model = inside
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise InputError(
+                f"{name} of the model has no shape yet, because its layer is lazy: call the model once, "
+                "model(example), before it is optimized"
+            )
+        if tensor.is_meta or isinstance(tensor, FakeTensor):
+            raise InputError(
+                f"{name} of the model is a {_kind(tensor)} tensor without numbers: give it some, "
+                "model.to_empty(device='cpu') and then load_state_dict, or load_state_dict(..., assign=True)"
+            )
+    return model, note
+
+
+def _wrapped(model: nn.Module) -> nn.Module | None:
+    """The module inside a data-parallel or compiled one, which calls it and nothing else."""
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        return model.module
+    if type(model).__module__ == "torch._dynamo.eval_frame" and isinstance(model._orig_mod, nn.Module):
+        return model._orig_mod  # dynamo's class by its name: asking dynamo for it loads the compiler
+    return None
+
+
+def _kind(tensor: Tensor) -> str:
+    return "fake" if isinstance(tensor, FakeTensor) else "meta"
+
+
+def advice_on_failure(args: tuple[Any, ...]) -> str:
+    """What example inputs that a model does not take were probably meant to be; "" where nothing is known."""
+    if args and all(isinstance(size, int) for size in args):
+        return f" (a shape is no example: pass torch.randn({', '.join(map(str, args))}))"
+    if len(args) == 1 and isinstance(args[0], list):
+        return " (a list is one argument: several go into a tuple, (a, b))"
+    if any(type(arg).__module__ == "numpy" for arg in args):
+        return " (an example is a NumPy array: pass torch.from_numpy(array))"
+    return ""
