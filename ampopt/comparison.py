@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from ampopt.api import mode_note, prepare_call
+from ampopt.arguments import refuse_more
 from ampopt.capture import Captured, capture
 from ampopt.environment import environment
 from ampopt.errors import CaptureError, InputError
 from ampopt.executable import executable
 from ampopt.headline import compare_fairly
+from ampopt.interrupts import interruptible, watched
 from ampopt.lanes import Lane, lanes_for
 from ampopt.measure import engine_latency
 from ampopt.model_copy import device_of
@@ -31,6 +33,9 @@ from ampopt.signature import describe, flatten_call
 from ampopt.transform import Pass
 from ampopt.turns import optimizing
 from ampopt.verify import Verifier
+
+INTERRUPTED = "not tried: interrupted"
+"""The reason in the rows that Ctrl-C has left out."""
 
 MODES = ("alone", "cumulative", "left out")
 
@@ -169,26 +174,32 @@ class _Comparer:
     def row(self, mode: str, step: Pass, before: Sequence[Pass], after: Sequence[Pass]) -> ComparedPass:
         """The row of one pass, given the passes without it and with it."""
         if time.perf_counter() > self.deadline:
-            return ComparedPass(self.lane.name, mode, step.name, None, None, None, "not tried: no time left")
+            return self.not_compared(mode, step, "not tried: no time left")
         try:
-            without, _ = self.build([s for s in before if s.name not in self.broken])
-            with_pass, applied = self.build([s for s in after if s is step or s.name not in self.broken])
-            if step.name not in applied:
-                return ComparedPass(self.lane.name, mode, step.name, None, None, None, "nothing to do")
-            return self.compare(mode, step.name, without, with_pass)
+            with interruptible():
+                without, _ = self.build([s for s in before if s.name not in self.broken])
+                with_pass, applied = self.build([s for s in after if s is step or s.name not in self.broken])
+                if step.name not in applied:
+                    return self.not_compared(mode, step, "nothing to do")
+                return self.compare(mode, step.name, without, with_pass)
         except KeyboardInterrupt:
-            raise
+            return self.not_compared(mode, step, INTERRUPTED)
         except Exception as error:
             self.broken.add(step.name)
-            return ComparedPass(self.lane.name, mode, step.name, None, None, None, f"failed: {error}")
+            return self.not_compared(mode, step, f"failed: {error}")
+
+    def not_compared(self, mode: str, step: Pass, reason: str) -> ComparedPass:
+        """The row of a pass that could not be measured."""
+        return ComparedPass(self.lane.name, mode, step.name, None, None, None, reason)
 
 
 @optimizing.taken()
+@watched()
 @process_kept()
 def compare(
     model: nn.Module,
     example_inputs: Any = None,
-    *,
+    *more: Any,
     example_kwargs: Mapping[str, Any] | None = None,
     precision: str = "auto",
     tolerance: float | None = None,
@@ -205,32 +216,39 @@ def compare(
     passes one after another; "left out" takes one pass out of the full sequence. Every program is verified;
     nothing is kept. The arguments are those of `optimize`, for which, and for another `compare`, it waits.
 
-    Raises InputError where the arguments do not fit the model, CaptureError where it is no single graph.
+    Raises InputError where the arguments do not fit the model, or it is no single graph; Interrupted where
+    Ctrl-C comes before the first row. Later it leaves out the rows that are not there yet.
     """
     started = time.perf_counter()
-    options = Options(
-        precision=precision,
-        tolerance=tolerance,
-        budget_s=budget_s,
-        policy=policy,
-        amp_dtype=amp_dtype,
-        exclude=tuple(exclude),
-    )
-    original, args, kwargs, _ = prepare_call(model, example_inputs, example_kwargs or {}, device)
-    where = device_of(original, flatten_call(args, kwargs)[0])
-    try:
-        captured = capture(original, args, kwargs, where)
-    except CaptureError as error:
-        raise InputError(f"compare needs a model that is one graph: {error}") from error
-    verifier = Verifier(original, captured, tolerance=tolerance)
+    with interruptible():
+        options = Options(
+            precision=precision,
+            tolerance=tolerance,
+            budget_s=budget_s,
+            policy=policy,
+            amp_dtype=amp_dtype,
+            exclude=exclude,
+        )
+        refuse_more(more)
+        given = {} if example_kwargs is None else example_kwargs
+        original, args, kwargs, _ = prepare_call(model, example_inputs, given, device)
+        where = device_of(original, flatten_call(args, kwargs)[0])
+        try:
+            captured = capture(original, args, kwargs, where)
+        except CaptureError as error:
+            raise InputError(f"compare needs a model that is one graph: {error}") from error
+        verifier = Verifier(original, captured, tolerance=options.tolerance)
     passes = (*options.pipeline(), *options.allowed(ENGINES), *options.allowed(LAUNCHES))
     rows: list[ComparedPass] = []
     lanes = lanes_for(precision, where, amp_dtype)
-    with progress_line(progress, started, budget_s) as tell, Stage(where) as stage:
+    with progress_line(progress, started, options.budget_s) as tell, Stage(where) as stage:
         for number, lane in enumerate(lanes):
-            share = started + budget_s * (number + 1) / len(lanes)
+            share = started + options.budget_s * (number + 1) / len(lanes)
             comparer = _Comparer(captured, verifier, lane, passes, share, stage)
             for mode, step, before, after in _plan(passes):
+                if rows and rows[-1].reason == INTERRUPTED:
+                    rows.append(comparer.not_compared(mode, step, INTERRUPTED))
+                    continue
                 tell(lane.name, f"{step.name} ({mode})")
                 rows.append(comparer.row(mode, step, before, after))
     inputs = tuple(describe(t) for t in captured.program.examples)

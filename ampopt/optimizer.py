@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -244,16 +243,18 @@ class Optimizer:
         """
         lanes = lanes_for(self._options.precision, self.device, self._options.amp_dtype)
         with held():
-            with self._until_interrupted("interrupted: this is the best so far"):
-                if self._why_not is not None:
-                    self.ledger.notes.append(self._why_not)
-                elif not self._recall(lanes):
-                    self._search(self._affordable(lanes))
+            self._finishes(lambda: self._try_everything(lanes), "interrupted: this is the best so far")
             if not self._states or not self._is_summarized():
                 return self._unchanged()
             best = self._choose()
             self.ledger.seconds = time.perf_counter() - self._started
             return self._serve(None if self.ledger.chosen == ORIGINAL else best)
+
+    def _try_everything(self, lanes: Sequence[Lane]) -> None:
+        if self._why_not is not None:
+            self.ledger.notes.append(self._why_not)
+        elif not self._recall(lanes):
+            self._search(self._affordable(lanes))
 
     def _is_summarized(self) -> bool:
         """Make the last comparison where it was not made yet; False, and a note, where that cannot be.
@@ -266,8 +267,7 @@ class Optimizer:
         for self._care in cares:
             self.ledger.lanes.clear()
             try:
-                with self._until_interrupted("interrupted in the last comparison"):
-                    self._summarize()
+                if self._finishes(self._summarize, "interrupted in the last comparison"):
                     return True
             except Exception as error:
                 self.ledger.notes.append(f"the last comparison failed: {first_line(error)}")
@@ -390,15 +390,16 @@ class Optimizer:
         self.ledger.chosen, self.ledger.seconds = ORIGINAL, time.perf_counter() - self._started
         return self._module(None)
 
-    @contextlib.contextmanager
-    def _until_interrupted(self, note: str) -> Iterator[None]:
-        """Go on after the block where Ctrl-C ends it, with the note."""
+    def _finishes(self, work: Callable[[], None], note: str) -> bool:
+        """Do the work; False, and the note, where Ctrl-C ends it."""
         try:
             with interruptible():
-                yield
+                work()
         except KeyboardInterrupt:
             self.interrupted = True
             self.ledger.notes.append(note)
+            return False
+        return True
 
     def _try_engines(self, engines: Sequence[Pass | None]) -> None:
         """Ways to run for every lane, the lane that is ahead first."""
