@@ -206,8 +206,7 @@ class Optimizer:
             return
         if draws < care.draws:
             self.ledger.notes.append(
-                f"verified on {draws} random inputs in place of {care.draws}, because a call takes "
-                f"{self._call_s:.2g} s here"
+                f"verified on {draws} of {care.draws} random inputs, because a call takes {self._call_s:.2g} s here"
             )
         self._care = dataclasses.replace(care, draws=draws)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -230,3 +231,68 @@ def test_a_detector_finds_what_it_found(name: str, monkeypatch: pytest.MonkeyPat
         for key, atol in {"boxes": 0.05, "scores": 2e-3, "keypoints": 0.05}.items():
             if key in expected:
                 assert torch.allclose(found[key], expected[key], rtol=1e-3, atol=atol), key
+
+
+def in_inference_mode() -> Tensor:
+    with torch.inference_mode():
+        return X.clone()
+
+
+class OverwritingBranching(Overwriting):
+    """One that is no single graph, and whose submodule is optimized."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Write to a part of the input, convolve what is bright."""
+        x[:, 0] = 0.5
+        x.clamp_(min=0.0)
+        return self.conv(x) if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize("make", [Overwriting, OverwritingBranching])
+@pytest.mark.parametrize("made", [X.clone, in_inference_mode])
+@pytest.mark.parametrize("served", [torch.inference_mode, torch.no_grad, contextlib.nullcontext])
+def test_a_model_that_writes_its_input_does_so_in_every_mode(
+    make: Any, made: Any, served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_the_patched(monkeypatch)
+    model = make().eval()
+    with served():
+        fast = optimize(model, made(), cache=False)
+        expected, found = made(), made()
+        if expected.is_inference() and not torch.is_inference_mode_enabled():
+            with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+                fast(found)
+            with torch.no_grad(), pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+                model(expected)
+            return
+        with contextlib.nullcontext() if torch.is_inference_mode_enabled() else torch.no_grad():
+            assert torch.allclose(fast(found), model(expected), atol=1e-5)
+        assert torch.equal(found, expected)
+        assert not torch.equal(found, X)
+    assert isinstance(fast, PartlyOptimizedModule)
+    assert list(fast.report.regions) == ["conv"]
+
+
+def test_a_region_that_fails_runs_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*args: Any) -> None:
+        raise ZeroDivisionError("no time")
+
+    monkeypatch.setattr("ampopt.regions._optimize_region", failing)
+    model = Branching().eval()
+    fast = optimize(model, X.abs(), cache=False)
+    assert "submodule bright runs as it was: ZeroDivisionError: no time" in fast.report.notes
+    with torch.no_grad():
+        assert torch.equal(fast(X.abs()), model(X.abs()))
+
+
+def test_where_the_comparison_fails_the_original_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*args: Any) -> None:
+        raise ZeroDivisionError("no samples")
+
+    monkeypatch.setattr("ampopt.regions._compare_whole", failing)
+    model = Branching().eval()
+    fast = optimize(model, X.abs(), cache=False)
+    assert fast.report.chosen == ORIGINAL
+    assert "the original runs: the last comparison failed: ZeroDivisionError: no samples" in fast.report.notes
+    with torch.no_grad():
+        assert torch.equal(fast(X.abs()), model(X.abs()))
