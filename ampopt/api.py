@@ -119,9 +119,7 @@ def optimize(
     """
     started = time.perf_counter()
     with interruptible():
-        options = Options(
-            precision, tolerance, metric, budget_s, outputs, policy, amp_dtype, exclude, cache
-        )
+        options = Options(precision, tolerance, metric, budget_s, outputs, policy, amp_dtype, exclude, cache)
         if progress is not None:
             progress = flag("progress", progress)
         refuse_more(more)

@@ -138,7 +138,8 @@ def as_module(model: object) -> tuple[nn.Module, str | None]:
 def _wrapped(model: nn.Module) -> nn.Module | None:
     """The module inside a data-parallel or compiled one, which calls it and nothing else."""
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        return model.module
+        inside: nn.Module = model.module
+        return inside
     if type(model).__module__ == "torch._dynamo.eval_frame" and isinstance(model._orig_mod, nn.Module):
         return model._orig_mod  # dynamo's class by its name: asking dynamo for it loads the compiler
     return None

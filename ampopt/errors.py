@@ -67,7 +67,7 @@ def require(package: str, extra: str) -> None:
         raise MissingExtraError(package, extra)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The error's type and the first line of what it says."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}".removesuffix(": ")

@@ -7,7 +7,7 @@ import functools
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ampopt.arguments import flag, names, number, one_of
-from ampopt.budget import CALLS_OF_A_SAMPLE, CALLS_OF_A_TRIAL, CALLS_TO_COMPARE, Budget, calls_to_verify
+from ampopt.budget import CALLS_OF_A_TRIAL, CALLS_TO_COMPARE, Budget, calls_to_verify
 from ampopt.capture import Captured
 from ampopt.casting import POLICIES
 from ampopt.cuda_graphs import Outputs
@@ -80,7 +80,7 @@ class Options:
     outputs: Outputs = "copy"
     policy: str = "amp"
     amp_dtype: torch.dtype | None = None
-    exclude: tuple[str, ...] = ()
+    exclude: Collection[str] = ()
     cache: bool = True
 
     def __post_init__(self) -> None:
@@ -206,7 +206,8 @@ class Optimizer:
             return
         if draws < care.draws:
             self.ledger.notes.append(
-                f"verified on {draws} of {care.draws} random inputs, because a call takes {self._call_s:.2g} s here"
+                f"verified on {draws} of {care.draws} random inputs, because a call takes "
+                f"{self._call_s:.2g} s here"
             )
         self._care = dataclasses.replace(care, draws=draws)
         try:
@@ -243,7 +244,7 @@ class Optimizer:
         lanes = lanes_for(self._options.precision, self.device, self._options.amp_dtype)
         with held():
             self._finishes(lambda: self._try_everything(lanes), "interrupted: this is the best so far")
-            if not self._states or not self._is_summarized():
+            if not self._states or not self._finish_comparison():
                 return self._unchanged()
             best = self._choose()
             self.ledger.seconds = time.perf_counter() - self._started
@@ -255,14 +256,14 @@ class Optimizer:
         elif not self._recall(lanes):
             self._search(self._affordable(lanes))
 
-    def _is_summarized(self) -> bool:
+    def _finish_comparison(self) -> bool:
         """Make the last comparison where it was not made yet; False, and a note, where that cannot be.
 
         After an interruption it is brief, also where it is itself what was interrupted.
         """
         if self.ledger.lanes.keys() == {state.lane.name for state in self._states}:
             return True
-        cares = [BRIEFLY] if self.interrupted else [self._unhurried(), BRIEFLY]
+        cares = [BRIEFLY] if self.interrupted else [self._care, BRIEFLY]
         for self._care in cares:
             self.ledger.lanes.clear()
             try:
@@ -273,13 +274,6 @@ class Optimizer:
                 break
         self.ledger.lanes.clear()
         return False
-
-    def _unhurried(self) -> Care:
-        """The care of the last comparison, with fewer rounds where a call takes long."""
-        round_s = CALLS_OF_A_SAMPLE * (1 + 2 * len(self._states)) * self._call_s
-        fitting = int(self._budget.left_s / max(round_s, 1e-9)) - 1  # one warms up
-        least = min(max(fitting, BRIEFLY.least_rounds), self._care.least_rounds)
-        return dataclasses.replace(self._care, least_rounds=least)
 
     def _serve(self, state: LaneState | None) -> OptimizedModule:
         """The module for a lane; the original, with a note, where its best program cannot be made ready."""
