@@ -379,7 +379,8 @@ class Optimizer:
 
     def _unchanged(self) -> OptimizedModule:
         """The original under the interface of an optimized module."""
-        self.ledger.notes.append("the original answers every call: nothing was tried")
+        why = "" if self.ledger.entries else ": nothing was tried"
+        self.ledger.notes.append(f"the original answers every call{why}")
         self.ledger.chosen, self.ledger.seconds = ORIGINAL, time.perf_counter() - self._started
         return self._module(None)
 
