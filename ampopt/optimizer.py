@@ -280,8 +280,6 @@ class Optimizer:
         try:
             return self._module(state)
         except (Exception, KeyboardInterrupt) as error:
-            if state is None:
-                raise
             self.ledger.notes.append(
                 f"the best program cannot be made ready to be served: {first_line(error)}"
             )

@@ -14,7 +14,7 @@ from ampopt.errors import CaptureError
 from ampopt.ledger import ORIGINAL
 from ampopt.pass_manager import PassManager
 from ampopt.verify import Verifier
-from tests.ampopt.planted import captured_of, optimize
+from tests.ampopt.planted import KEEP, captured_of, optimize
 from tests.helpers import Model
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -34,7 +34,7 @@ def linear() -> nn.Linear:
     return nn.Linear(4, 4)
 
 
-WITHOUT_BFLOAT16 = {
+WITHOUT_BFLOAT16: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "antialias": (
         lambda: model_of(
             lambda m, x: F.interpolate(m.conv(x), scale_factor=2, mode="bilinear", antialias=True),
@@ -103,6 +103,7 @@ def test_what_fails_at_the_end_leaves_the_call_to_the_original(
 
     model = nn.Sequential(conv(), nn.BatchNorm2d(4)).eval()
     with all_kept:
+        monkeypatch.setattr("ampopt.optimizer.sure_gain", lambda *_: KEEP)
         monkeypatch.setattr(Optimizer, step, failing)
         fast = optimize(model, X, precision="fp32", cache=False)
     assert fast.report.chosen == ORIGINAL
@@ -116,7 +117,7 @@ def _mixed(m: Any, x: Tensor) -> Tensor:
     return out
 
 
-ODD = {
+ODD: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "double": (lambda: linear().double(), L.double()),
     "bfloat16": (lambda: linear().bfloat16(), L.bfloat16()),
     "mixed": (lambda: model_of(_mixed, first=linear(), second=linear().double()), L),

@@ -154,10 +154,6 @@ def test_an_example_of_a_function_transform_is_refused() -> None:
         torch.func.vmap(inside)(torch.randn(3, 2, 4))
 
 
-def compiled() -> nn.Module:
-    return torch.compile(tiny())
-
-
 @pytest.mark.parametrize(
     ("model", "advice"),
     [
