@@ -46,7 +46,7 @@ from ampopt.rehearsal import Stage
 from ampopt.runtime import OptimizedModule
 from ampopt.signature import flatten_call
 from ampopt.turns import optimizing
-from ampopt.verify import Metric
+from ampopt.verify import Faults, Metric
 
 WORTH_A_STAGE_S = 20.0
 """From this time budget on, a GPU's process for rehearsals is begun at once: it will probably be needed."""
@@ -70,6 +70,7 @@ def optimize(
     amp_dtype: torch.dtype | None = None,
     exclude: Sequence[str] = (),
     cache: bool = True,
+    nan: Faults = "keep",
     progress: bool | None = None,
     strict: bool = False,
 ) -> OptimizedModule | PartlyOptimizedModule:
@@ -102,6 +103,9 @@ def optimize(
         cache: use what an earlier call found for the same graph, shapes, device and libraries, and keep what
             this one finds; it is verified and timed anew. `ampopt cache` tells where, and clears it. Exported
             and compiled code is kept there in any case; AMPOPT_CACHE="" keeps nothing.
+        nan: what has to become of NaN and infinities in the inputs. "keep": an output element that they make
+            NaN or infinite in the original is so in the result; they may reach more elements of the same
+            output, and the report then says so. "exact": they may not. "ignore": that is not verified.
         progress: show a progress line; None: where the standard error is a terminal.
         strict: the result's `strict`: where only the original could answer a call (a shape that no program
             can be made for any more), raise StrictError in place of serving the original, which may take too
@@ -119,7 +123,8 @@ def optimize(
     """
     started = time.perf_counter()
     with interruptible():
-        options = Options(precision, tolerance, metric, budget_s, outputs, policy, amp_dtype, exclude, cache)
+        bounds = precision, tolerance, metric, budget_s
+        options = Options(*bounds, outputs, policy, amp_dtype, exclude, cache, nan)
         if progress is not None:
             progress = flag("progress", progress)
         refuse_more(more)

@@ -24,6 +24,9 @@ CALLS_TO_COMPARE = 45
 FAULTS = 2
 """Inputs with NaN or an infinity in them, for which there are references, too."""
 
+CALLS_TO_SETTLE = 7 * (FLOAT64 + 2)
+"""Inputs outside of the examples' range (`draws.range_draws`), in float64, in eager and in a program."""
+
 CALLS_OF_A_TRIAL = 20
 """Calls that verify and time a pass at the least: three draws, warm-ups, six samples before and after."""
 

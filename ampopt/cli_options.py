@@ -65,6 +65,14 @@ Policy = Annotated[
     Literal["amp", "O1", "O2", "half"],
     Option(help="How mixed precision is decided: amp (autocast's own lists), O1, O2 (as apex), half."),
 ]
+Nan = Annotated[
+    Literal["keep", "exact", "ignore"],
+    Option(
+        "--nan",
+        help="keep: what NaN in an input makes NaN or infinite stays so; exact: and nothing else does; "
+        "ignore: that is not verified.",
+    ),
+]
 Device = Annotated[
     str | None,
     Option(

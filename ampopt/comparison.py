@@ -32,7 +32,7 @@ from ampopt.sampling import Gain, Measurement
 from ampopt.signature import describe, flatten_call
 from ampopt.transform import Pass
 from ampopt.turns import optimizing
-from ampopt.verify import Verifier
+from ampopt.verify import Faults, Verifier
 
 INTERRUPTED = "not tried: interrupted"
 """The reason in the rows that Ctrl-C has left out."""
@@ -208,6 +208,7 @@ def compare(
     policy: str = "amp",
     amp_dtype: torch.dtype | None = None,
     exclude: Sequence[str] = (),
+    nan: Faults = "keep",
     progress: bool | None = None,
 ) -> Comparison:
     """Measure what each pass does to a model: alone, added in sequence, and left out of the whole pipeline.
@@ -228,6 +229,7 @@ def compare(
             policy=policy,
             amp_dtype=amp_dtype,
             exclude=exclude,
+            nan=nan,
         )
         refuse_more(more)
         given = {} if example_kwargs is None else example_kwargs
@@ -237,7 +239,7 @@ def compare(
             captured = capture(original, args, kwargs, where)
         except CaptureError as error:
             raise InputError(f"compare needs a model that is one graph: {error}") from error
-        verifier = Verifier(original, captured, tolerance=options.tolerance)
+        verifier = Verifier(original, captured, tolerance=options.tolerance, faults=options.nan)
     passes = (*options.pipeline(), *options.allowed(ENGINES), *options.allowed(LAUNCHES))
     rows: list[ComparedPass] = []
     lanes = lanes_for(precision, where, amp_dtype)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -75,8 +75,8 @@ def _members(mine: Mapping[str, Any], yours: Mapping[str, Any]) -> Iterator[tupl
 
 def _differing(a: Any, b: Any, path: str, seen: set[tuple[int, int]], depth: int) -> str | None:
     """The path to the first place where two values differ; None where they are alike."""
-    if a is b or (id(a), id(b)) in seen:
-        return None
+    if a is b or (id(a), id(b)) in seen or isinstance(a, (nn.Module, fx.Graph)):
+        return None  # named_modules comes to modules; a copy of an fx.GraphModule is of a class of its own
     seen.add((id(a), id(b)))
     if type(a) is not type(b):
         return path
@@ -86,8 +86,8 @@ def _differing(a: Any, b: Any, path: str, seen: set[tuple[int, int]], depth: int
         return None
     if isinstance(a, _ATOMS):
         return None if a == b else path
-    if isinstance(a, nn.Module) or depth > _DEEPEST:
-        return None  # named_modules comes there
+    if depth > _DEEPEST:
+        return None
     if isinstance(a, torch.Generator):
         return _differing(a.get_state(), b.get_state(), path, seen, depth + 1)
     if isinstance(a, (set, frozenset)):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ampopt.arguments import flag, names, number, one_of
-from ampopt.budget import CALLS_OF_A_TRIAL, CALLS_TO_COMPARE, Budget, calls_to_verify
+from ampopt.budget import CALLS_OF_A_TRIAL, CALLS_TO_COMPARE, CALLS_TO_SETTLE, Budget, calls_to_verify
 from ampopt.capture import Captured
 from ampopt.casting import POLICIES
 from ampopt.cuda_graphs import Outputs
@@ -36,7 +36,7 @@ from ampopt.sampling import gain, interleave
 from ampopt.signature import describe, flatten_call
 from ampopt.transform import Pass, Recipe
 from ampopt.tuning_cache import default_cache, key_of
-from ampopt.verify import Metric, Verifier
+from ampopt.verify import Faults, Metric, Verifier
 
 REWRITING, TRYING = 0.6, 0.85
 """The share of the time budget after which no rewrite, and nothing at all, is begun any more."""
@@ -82,6 +82,7 @@ class Options:
     amp_dtype: torch.dtype | None = None
     exclude: Collection[str] = ()
     cache: bool = True
+    nan: Faults = "keep"
 
     def __post_init__(self) -> None:
         """Raise InputError, before any work, for a value that does not serve; make numbers Python's own."""
@@ -98,6 +99,7 @@ class Options:
         if not isinstance(self.outputs, str) or self.outputs not in get_args(Outputs):
             raise InputError(f"outputs={self.outputs!r}: choose 'copy' or 'static'")
         one_of("policy", self.policy, POLICIES)
+        one_of("nan", self.nan, get_args(Faults))
         checked["cache"] = flag("cache", self.cache)
         lanes_for(self.precision, torch.device("cpu"), self.amp_dtype)
         for name, value in checked.items():
@@ -106,7 +108,7 @@ class Options:
     def wishes(self) -> dict[str, object]:
         """What decides which passes win, for the key of the cache."""
         passes = (*self.pipeline(), *self.allowed(ENGINES), *self.allowed(LAUNCHES))
-        told = {n: getattr(self, n) for n in ("precision", "tolerance", "budget_s", "amp_dtype")}
+        told = {n: getattr(self, n) for n in ("precision", "tolerance", "budget_s", "amp_dtype", "nan")}
         return {
             **told,
             "metric": self.metric is not None,
@@ -212,7 +214,12 @@ class Optimizer:
         self._care = dataclasses.replace(care, draws=draws)
         try:
             self._verifier = Verifier(
-                self._original, captured, tolerance=options.tolerance, metric=options.metric, draws=draws
+                self._original,
+                captured,
+                tolerance=options.tolerance,
+                metric=options.metric,
+                draws=draws,
+                faults=options.nan,
             )
         except Exception as error:
             check_interrupted(error)
@@ -294,6 +301,7 @@ class Optimizer:
         if not all(self._manager.recall(state, known[state.lane.name]) for state in self._states):
             return self._forget("is not right any more")
         try:
+            self._settle()
             self._summarize()
         except Exception as error:
             check_interrupted(error)
@@ -328,9 +336,22 @@ class Optimizer:
             self._manager.rewrite(state, self._options.pipeline(), deadline=deadline)
         self._try_engines([None])
         self._try_engines(self._options.allowed(ENGINES))
+        self._settle()
         tried = {entry.lane for entry in self.ledger.entries if entry.verdict is not Verdict.NOT_TRIED}
         if self._cache is not None and all(state.lane.name in tried for state in self._states):
             self._cache.store(self._key, {s.lane.name: s.best.program.recipe for s in self._states})
+
+    def _settle(self) -> None:
+        """Verify each lane's winner outside of the examples' range, where the time budget has room for it."""
+        budget = Budget(self._started, self._options.budget_s)
+        for state in self._states:
+            call_s, what = state.call_s, "verifying outside of the examples' range"
+            if why_not := budget.why_not(CALLS_TO_SETTLE * call_s, call_s, what):
+                self.ledger.notes.append(
+                    f"the {state.lane.name} lane is verified in that range only: {why_not}"
+                )
+            else:
+                self._manager.settle(state)
 
     def _seconds_for_rewriting(self) -> float:
         """What rewrites may take, of all lanes together, so that the slowest way to run still gets a turn."""
@@ -427,7 +448,9 @@ class Optimizer:
         self.ledger.load = load_now()
         for state in self._states:
             lane = state.lane
-            check = self._verifier.check(state.best.run, lane.dtype)
+            check = state.check or self._verifier.check(state.best.run, lane.dtype)
+            if check.spread:
+                self.ledger.notes.append(f'in the {lane.name} lane {check.spread}; nan="exact" forbids that')
             before, after = timed[f"eager {lane.name}"], timed[f"best {lane.name}"]
             self.ledger.lanes[lane.name] = LaneSummary(
                 lane=lane.name,
@@ -493,7 +516,7 @@ class Optimizer:
     def _module(self, state: LaneState | None) -> OptimizedModule:
         """The module that runs a lane's best program; None: the original, which is then saved, too."""
         options = self._options
-        bounds = options.tolerance, options.metric
+        bounds = options.tolerance, options.metric, options.nan
         if state is None:
             program, ready = self._captured.program, None
             recipe = Recipe(Settings(), torch.float32, (), *bounds)

@@ -67,6 +67,8 @@ class LaneState:
     """Passes that were right but gained nothing, with what they measured written into their fields."""
     at_a_loss: list[Pass] = dataclasses.field(default_factory=list)
     """Passes that were kept for what later ones may build on them although they cost a little."""
+    check: Check | None = None
+    """What `PassManager.settle` found of the best program; None before."""
 
 
 class PassManager:
@@ -116,17 +118,18 @@ class PassManager:
             self._try(state, "tuned before", [_Recall(recipe)], state.base)
         return state.best.program.recipe == recipe
 
-    def settle(self, state: LaneState) -> Check:
+    def settle(self, state: LaneState) -> None:
         """Verify a lane's winner far outside of the examples' range, too; what is wrong there is taken out.
 
-        Returns the check of what is left. Which pass is wrong is found by bisection: it is the one with
-        which the recipe begins to be.
+        The check of what is left goes into `state.check`. Which pass is wrong is found by bisection: it is
+        the one with which the recipe begins to be.
         """
         while True:
             self._began, recipe = time.perf_counter(), state.best.program.recipe
             check = self._verifier.check(state.best.run, state.lane.dtype, everywhere=True)
             if check.passed or not recipe:
-                return check
+                state.check = check
+                return
             wrong = recipe[self._right_until(state, recipe)]
             state.best = Subject(replay(tuple(step for step in recipe if step is not wrong), state.base))
             lane, found = state.lane.name, {"error": check.error, "limit": check.limit}

@@ -458,7 +458,14 @@ class OptimizedModule(Deployable):
     def _verify(self, original: nn.Module, captured: Captured, run: Executable, *, draws: int) -> str | None:
         """Why `run` does not answer the captured call as the original does; None where it does."""
         recipe = self._recipe
-        verifier = Verifier(original, captured, tolerance=recipe.tolerance, metric=recipe.metric, draws=draws)
+        verifier = Verifier(
+            original,
+            captured,
+            tolerance=recipe.tolerance,
+            metric=recipe.metric,
+            draws=draws,
+            faults=recipe.faults,
+        )
         return verifier.check(run, recipe.lane_dtype).reason
 
     def _executable(self, program: Program) -> Executable:

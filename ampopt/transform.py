@@ -8,7 +8,7 @@ import enum
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -152,6 +152,8 @@ class Recipe:
     passes: tuple[Pass, ...]
     tolerance: float | None = None
     metric: Callable[[Any, Any], float] | None = None
+    faults: Literal["keep", "exact", "ignore"] = "keep"
+    """What has to become of NaN and infinities, see `ampopt.verify.Faults`."""
 
     def start(self, program: Program) -> Program:
         """A captured program as the lane starts with it."""
