@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampopt.capturing import capturing
-from ampopt.graph import calls, is_opaque
+from ampopt.graph import calls, is_opaque, arguments, aten, finish, insert_call, replace
 from ampopt.inductor_cache import remove_cut_off_builds
 from ampopt.program import Program
 from ampopt.transform import Family, Numerics, Pass, Result
@@ -26,7 +29,9 @@ class Compile(Pass):
     Requires: precision baked into the graph.
     Declines: programs that still run under autocast, or that call operators which inductor cannot see into.
     Correct because: the graph is functional with constant shapes, which is what inductor compiles; fused
-    kernels compute the same expressions, possibly in another order. Dynamo is not needed: it would capture
+    kernels compute the same expressions, possibly in another order. On a CPU inductor would fuse ReLU, clamp
+    and hardsigmoid into oneDNN's convolutions, which swallow NaN: they are spelt as it does not recognize
+    them, and become part of the loops that it generates. Dynamo is not needed: it would capture
     what is captured already, and check in every call that nothing has changed. The first calls happen here,
     outside any capture: a first call inside a capture has poisoned whole processes. The pass manager
     rehearses it in another process, which alone suffers where the compiler crashes or hangs; only tracing,
@@ -78,6 +83,8 @@ class Compile(Pass):
 
         options = {"triton.cudagraphs": False, "freezing": True}
         module = copy.deepcopy(program.graph).eval()
+        if program.device.type == "cpu":
+            keep_nan(module)
         with program.settings.scope(program.device):
             entered = [b.convert(t) for b, t in zip(program.entry, program.examples, strict=True)]
             with tracing(TracingContext(mode := _static_shapes())):
@@ -90,6 +97,45 @@ class Compile(Pass):
             for _ in range(self.warm_ups):
                 engine(*entered)
         return Result(program.replace(engine=engine), 1)
+
+
+def keep_nan(module: fx.GraphModule) -> None:
+    """Spell what inductor would fuse into oneDNN's kernels, and so rid of NaN, in another way.
+
+    It looks for a ReLU, and for a lower bound under an upper one. Where the lower bound is not above the
+    upper one the order does not matter, and both keep NaN.
+    """
+    for node in calls(module, _BOUNDED):
+        low, high = _bounds(node)
+        if low > high:
+            continue
+        is_gate = node.target is aten.hardsigmoid.default
+        value: Any = insert_call(module, node, aten.add.Tensor, node.args[0], 3) if is_gate else node.args[0]
+        if high < math.inf:
+            value = insert_call(module, node, aten.clamp_max.default, value, high)
+        if low > -math.inf:
+            value = insert_call(module, node, aten.clamp_min.default, value, low)
+        replace(node, insert_call(module, node, aten.div.Tensor, value, 6) if is_gate else value)
+    finish(module)
+
+
+_BOUNDED = {
+    aten.relu.default: (0, math.inf),
+    aten.relu6.default: (0, 6),
+    aten.hardsigmoid.default: (0, 6),
+    aten.hardtanh.default: None,
+    aten.clamp.default: None,
+}
+"""Operators that bound their argument, and their bounds where these are not arguments."""
+
+
+def _bounds(node: fx.Node) -> tuple[float, float]:
+    if (fixed := _BOUNDED[node.target]) is not None:
+        return fixed
+    given = arguments(node)
+    names = ("min_val", "max_val") if node.target is aten.hardtanh.default else ("min", "max")
+    low, high = (given[name] for name in names)
+    return -math.inf if low is None else low, math.inf if high is None else high
 
 
 def _static_shapes() -> FakeTensorMode:

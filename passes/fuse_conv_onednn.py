@@ -1,4 +1,4 @@
-"""fuse-conv-onednn: convolutions with packed weights, residual add and activation in one oneDNN kernel."""
+"""fuse-conv-onednn: convolutions with packed weights, residual add or activation in one oneDNN kernel."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ from ampopt.program import Program
 from ampopt.transform import Declined, Family, Numerics, Pass, Result
 
 _UNARY = {
-    aten.relu.default: "relu",
     aten.hardswish.default: "hardswish",
     aten.silu.default: "swish",
-    aten.hardsigmoid.default: "hardsigmoid",
     aten.sigmoid.default: "sigmoid",
     aten.tanh.default: "tanh",
 }
-"""Activations without parameters, and oneDNN's names for them in PyTorch's operators."""
+"""Activations without parameters, and oneDNN's names for them in PyTorch's operators.
+
+ReLU and hardsigmoid are not among them: oneDNN computes them by a maximum that makes numbers of NaN. As a
+call of its own, on what the convolution has just left in the cache, a ReLU takes no longer that one can see.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,16 +52,16 @@ class _Chain:
 
 @dataclasses.dataclass(frozen=True)
 class FuseConvOnednn(Pass):
-    """Pack and fuse on CPUs: `act(conv(x, W, b))` and `relu(conv(x, W, b) + z)` -> one oneDNN kernel each.
+    """Pack and fuse on CPUs: `act(conv(x, W, b))` and `conv(x, W, b) + z` -> one oneDNN kernel each.
 
     Rewrites: conv2d with constant weights to PyTorch's `mkldnn::_convolution_pointwise`, its weight packed
-    once in the layout that the kernel wants for the program's shapes; with it a following ReLU, hardswish,
-    SiLU, hardsigmoid, sigmoid or tanh, or an add of a tensor of the same shape and dtype, with or without a
-    ReLU behind it.
+    once in the layout that the kernel wants for the program's shapes; with it a following hardswish, SiLU,
+    sigmoid or tanh, or an add of a tensor of the same shape and dtype. A ReLU or hardsigmoid stays behind it,
+    because oneDNN's swallow NaN.
     Requires: a CPU with oneDNN; float32 or bfloat16; what is fused reads only the convolution (and z).
     Declines: computed weights, unbatched inputs, other dtypes, bfloat16 on a processor without it; an add
     with a factor or of another shape is left behind the convolution; programs under autocast.
-    Correct because: the operator is defined as act(conv(x, W, b)) and act(conv(x, W, b) + z); packing only
+    Correct because: the operator is defined as act(conv(x, W, b)) and conv(x, W, b) + z; packing only
     reorders W. Every node before `last` has run when the fused call stands in its place. Intermediate
     results stay in FP32 registers, where separate kernels round them.
     Cost: a second copy of the weights. Elsewhere, and in exported models, the plain form runs.
@@ -112,9 +114,6 @@ def _chain(conv: fx.Node) -> _Chain:
     other = next((arg for arg in reader.args if isinstance(arg, fx.Node) and arg is not conv), None)
     if other is None or not _same_kind(conv, other):
         return _Chain(conv, conv)
-    relu = only_user(reader)
-    if relu is not None and relu.target is aten.relu.default:
-        return _Chain(conv, relu, other, "relu")
     return _Chain(conv, reader, other)
 
 
@@ -138,8 +137,7 @@ def _fuse(module: fx.GraphModule, chain: _Chain) -> None:
         call: tuple[Any, ...] = (own["input"], node, own["bias"], *settings)
         fused = insert_call(module, chain.last, onednn._convolution_pointwise.default, *call)
     else:
-        unary = None if chain.activation == "none" else chain.activation
-        call = (own["input"], chain.other, node, own["bias"], *geometry, "add", 1.0, unary, [], None)
+        call = (own["input"], chain.other, node, own["bias"], *geometry, "add", 1.0, None, [], None)
         fused = insert_call(module, chain.last, onednn._convolution_pointwise.binary, *call)
     fused.meta["tensor_meta"] = chain.last.meta["tensor_meta"]  # a later match may add this result
     replace(chain.last, fused)

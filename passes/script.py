@@ -11,9 +11,13 @@ from torch import Tensor, fx
 
 from ampopt.capturing import capturing
 from ampopt.errors import PassError
-from ampopt.graph import aten, is_constant
+from ampopt.graph import aten, calls, is_constant
 from ampopt.program import Program
 from ampopt.transform import Family, Numerics, Pass, Result
+
+
+_SWALLOWED_BY_ONEDNN = (aten.relu.default, aten.max_pool2d.default, aten.max_pool3d.default)
+"""Operators whose NaN is lost where TorchScript lets oneDNN compute them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +30,8 @@ class Script(Pass):
     a weight.
     Correct because: the graph has no control flow and its shapes are constants, so a trace on the example
     inputs is the whole program; freezing inlines the weights; the fuser emits the same operators' arithmetic.
+    On a CPU `optimize_for_inference` lays convolutions and what follows them out for oneDNN, whose ReLU and
+    max pooling make numbers of NaN: a program with one of them is frozen and fused, and left at that.
     Cost: seconds to trace; its profiling executor specializes in the first calls, which `warm_ups` covers.
     """
 
@@ -59,7 +65,9 @@ class Script(Pass):
         with capturing(), program.settings.scope(program.device):
             entered = [b.convert(t) for b, t in zip(program.entry, program.examples, strict=True)]
             traced = torch.jit.trace(copy.deepcopy(program.graph).eval(), tuple(entered), check_trace=False)
-            engine = _as_tuple(torch.jit.optimize_for_inference(torch.jit.freeze(traced)))
+            frozen = torch.jit.freeze(traced)
+            swallows = program.device.type == "cpu" and any(calls(program.graph, _SWALLOWED_BY_ONEDNN))
+            engine = _as_tuple(frozen if swallows else torch.jit.optimize_for_inference(frozen))
             for _ in range(self.warm_ups):
                 engine(*entered)
         return engine

@@ -150,8 +150,8 @@ def check_pass(
     """Apply a pass to a capture of `model`, and assert everything that every pass promises.
 
     It makes `rewrites` rewrites and leaves the program that it is given alone; the new graph is sound; its
-    outputs keep within the declared numerics, or within the relative error `limit`; a second apply does
-    nothing; and what goes into the recipe makes as many rewrites, or `rewrites_elsewhere`, in a capture for
+    outputs keep within the declared numerics, or within the relative error `limit`, and keep NaN; a second
+    apply does nothing; and what goes into the recipe makes as many rewrites, or `rewrites_elsewhere`, in a capture for
     inputs of another shape, `elsewhere`, and gives a right program there too.
     """
     program = program_of(model, *inputs, lane=lane, on_top_of=on_top_of)
@@ -160,6 +160,7 @@ def check_pass(
     assert result.rewrites == rewrites, f"{result.rewrites} rewrites were counted instead of {rewrites}"
     check_graph(result.program)
     check_outputs(step.numerics, program, result.program, model, inputs, lane, limit)
+    check_keeps_nan(result.program, model, inputs, lane)
     step = result.replay or step
     if step.why_not(result.program) is None:
         again = step.apply(result.program).rewrites
@@ -217,13 +218,42 @@ def check_outputs(
             as_it_comes = border.memory_format is torch.preserve_format
             assert as_it_comes or a.stride() == b.stride(), "other strides than were promised"
             if numerics is Numerics.BITWISE:
-                assert torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)), "bits of an output changed"
+                assert same_values(a, b), "bits of an output changed"
         reference = reference_of(model, tensors)
         own = largest_error(eager_of(model, tensors, lane), reference)
         allowed = max(MULTIPLES[lane.dtype] * own, FLOORS[lane.dtype]) if limit is None else limit
         error = largest_error(new, reference)
         assert error <= allowed, f"the error is {error:.2g}, over {allowed:.2g}"
         check_ownership(run_before, run_after, tensors)
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same; NaN is the same as NaN, and as nothing else."""
+    alike = a.shape == b.shape and a.dtype is b.dtype
+    return alike and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def check_keeps_nan(program: Program, model: nn.Module, inputs: Sequence[Tensor], lane: Lane) -> None:
+    """Assert that where one pixel is NaN or Inf, what that spoils in eager's outputs it spoils here, too."""
+    run = executable(program)
+    for value in (float("nan"), float("inf")):
+        spoilt_inputs = [with_pixel(t, value) for t in inputs]
+        expected, outputs = eager_of(model, spoilt_inputs, lane), run(*spoilt_inputs)
+        for index, (e, o) in enumerate(zip(expected, outputs, strict=True)):
+            lost = int((~torch.isfinite(e) & torch.isfinite(o)).sum())
+            assert lost == 0, f"output {index} has numbers in {lost} places that {value} has spoilt in eager"
+
+
+def with_pixel(x: Tensor, value: float) -> Tensor:
+    """A copy with one pixel of the first image, or of anything else one element, set to a value."""
+    if not x.is_floating_point() or x.numel() == 0:
+        return x
+    x = x.clone()
+    if x.dim() == 4:
+        x[0, :, x.shape[2] // 2, x.shape[3] // 2] = value
+    else:
+        x[tuple(size // 2 for size in x.shape)] = value
+    return x
 
 
 Run = Callable[..., Sequence[Tensor]]
@@ -238,9 +268,7 @@ def check_ownership(before: Run, after: Run, inputs: Sequence[Tensor]) -> None:
     for output in first:
         output.zero_()
     for a, b in zip(kept, after(*inputs), strict=True):
-        assert torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)), (
-            "an output shares memory with the program"
-        )
+        assert same_values(a, b), "an output shares memory with the program"
 
 
 def _shared_with_inputs(run: Run, inputs: Sequence[Tensor]) -> set[tuple[int, int]]:

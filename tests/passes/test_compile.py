@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx
@@ -19,6 +21,7 @@ from ampopt.fused_conv import fused_conv
 from ampopt.graph import aten, calls, copy_of
 from ampopt.lanes import Lane
 from ampopt.passes import BakeAutocast, ChannelsLast, Compile, CudaGraph, FoldConvBn
+from ampopt.passes.compile import keep_nan
 from ampopt.program import Program
 from ampopt.transform import Pass, Result, replay
 from tests.ampopt.compiler import needs_compiler
@@ -28,8 +31,10 @@ from tests.helpers import (
     FP32,
     Model,
     apply_to_untouched,
+    check_keeps_nan,
     check_outputs,
     program_of,
+    same_values,
     with_statistics,
 )
 
@@ -233,6 +238,51 @@ def test_more_operators_are_expected_to_take_longer() -> None:
     small = program_of(nn.ReLU(), torch.randn(2, 4))
     large = program_of(nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)]), torch.randn(2, 4))
     assert 0 < Compile().expected_seconds(small) < Compile().expected_seconds(large) < 60
+
+
+BOUNDED: list[Callable[[Tensor], Tensor]] = [
+    F.relu,
+    F.relu6,
+    F.hardsigmoid,
+    partial(F.hardtanh, min_val=-0.5, max_val=0.5),
+    lambda v: v.clamp(-0.5, 0.5),
+    lambda v: v.clamp(max=0.5),
+    lambda v: v.clamp(0.5, -0.5),
+]
+"""Activations that bound; where the lower bound is above the upper one, that one holds."""
+
+
+@pytest.mark.parametrize("function", BOUNDED)
+def test_bounds_are_spelt_in_another_way_with_the_same_bits(function: Callable[[Tensor], Tensor]) -> None:
+    x = torch.tensor([[-9.0, -3.0, -0.25, 0.0, 0.25, 3.0, 9.0, float("inf"), -float("inf"), float("nan")]])
+    module = copy_of(program_of(Model(lambda m, x: function(x)), x).graph)
+    expected = module(x)
+    keep_nan(module)
+    assert same_values(module(x)[0], expected[0])
+    assert not any(calls(module, [aten.relu.default, aten.hardtanh.default, aten.hardsigmoid.default]))
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("lane", [FP32, BF16])
+def test_it_keeps_nan(lane: Lane) -> None:
+    """Of convolutions and linear layers, with and without an add, and what bounds behind them."""
+
+    def forward(m: Any, x: Tensor) -> list[Tensor]:
+        results = [F.max_pool2d(x.relu(), 2)]
+        for f, conv, other, linear in zip(BOUNDED, m.convs, m.others, m.linears, strict=True):
+            results += [f(conv(x)), f(other(x) + x), f(linear(x.mean((2, 3))))]
+        return results
+
+    members = {
+        "convs": nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in BOUNDED),
+        "others": nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in BOUNDED),
+        "linears": nn.ModuleList(nn.Linear(8, 8) for _ in BOUNDED),
+    }
+    model, x = Model(forward, **members), torch.randn(1, 8, 8, 8)
+    program = program_of(model, x, lane=lane, on_top_of=[BakeAutocast()])
+    result = Compile().apply(program)
+    check_keeps_nan(result.program, model, [x], lane)
 
 
 @pytest.mark.slow

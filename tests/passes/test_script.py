@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ampopt.errors import PassError
 from ampopt.graph import copy_of
@@ -23,6 +25,7 @@ from tests.helpers import (
     Model,
     Unpooling,
     apply_to_untouched,
+    check_keeps_nan,
     check_outputs,
     error_of,
     program_of,
@@ -93,6 +96,14 @@ def test_a_program_that_still_runs_under_autocast_is_refused() -> None:
     program = program_of(several_kinds(), torch.randn(2, 3, 10, 10), lane=BF16)
     assert Script().why_not(program) == "it still runs under autocast"
     assert Script().why_not(BakeAutocast().apply(program).program) is None
+
+
+@pytest.mark.parametrize("lane", [FP32, BF16])
+@pytest.mark.parametrize("behind", [F.relu, partial(F.max_pool2d, kernel_size=2), F.relu6, F.hardsigmoid])
+def test_it_keeps_nan(behind: Callable[[Tensor], Tensor], lane: Lane) -> None:
+    model, x = Model(lambda m, x: behind(m.c(x) + x), c=nn.Conv2d(4, 4, 3, padding=1)), torch.randn(1, 4, 8, 8)
+    program = program_of(model, x, lane=lane, on_top_of=[BakeAutocast()])
+    check_keeps_nan(Script().apply(program).program, model, [x], lane)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
