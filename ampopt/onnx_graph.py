@@ -16,6 +16,8 @@ from ampopt.errors import ExportError, InputError
 from ampopt.graph import aten, cast_for_readers, copy_of, dtype_of, finish, insert_call, record_shapes, where
 from ampopt.onnx_dynamic import Dims, rename_dims
 from ampopt.program import Program
+from ampopt.quiet import quiet
+from ampopt.stable_forms import with_stable_forms
 
 OPSETS = {"onnxruntime": 20, "tensorrt": 18, "openvino": 18}
 """The opset that a file for each target is written in: the newest that widely used versions of it read."""
@@ -48,12 +50,16 @@ def model_of(
     output_names: Sequence[str],
     dims: Dims,
 ) -> Any:
-    """Convert a graph of plain ATen operators to an `onnx_ir.Model`; raises ExportError as `to_onnx`."""
+    """Convert a graph of plain ATen operators to an `onnx_ir.Model`; raises ExportError as `to_onnx`.
+
+    Operators whose usual ONNX form overflows or cancels are written in another, see `stable_forms`.
+    """
     shapes = tuple(dict.fromkeys(named, torch.export.Dim.DYNAMIC) for named in dims)
     dynamic = shapes if any(dims) else None
     try:
         with capturing(), torch.no_grad(), EmulatedHalf():
-            exported = torch.export.export(graph, examples, dynamic_shapes=dynamic, strict=False)
+            stable = with_stable_forms(graph)
+            exported = torch.export.export(stable, examples, dynamic_shapes=dynamic, strict=False)
         with capturing(), torch.no_grad():
             result = torch.onnx.export(
                 exported,

@@ -4,6 +4,11 @@ PyTorch counts the places in which a pooling found its maxima from the beginning
 the beginning of the tensor. The exporter makes up for that with a second pooling, over one pixel, whose
 first place in each channel it subtracts: a constant. Unpooling it writes as a scattering of single numbers
 into zeros, where ONNX has an operator that is five times as fast.
+
+ONNX Runtime's maxima of pixels are numbers where a pixel is NaN. What keeps NaN is multiplication, so a
+depthwise convolution by zeros is added to each pooling: over the same windows it is 0, or NaN where there is
+one, and ONNX Runtime computes convolution and sum at once, in no time that one can see. The place of such a
+maximum is any of its window's, where PyTorch's is the last NaN: unpooling gives NaN to the whole window.
 """
 
 from __future__ import annotations
@@ -12,9 +17,28 @@ from typing import Any
 
 import numpy as np
 
+_ARITHMETIC = {
+    "Conv",
+    "BatchNormalization",
+    "Relu",
+    "LeakyRelu",
+    "Clip",
+    "Sigmoid",
+    "HardSwish",
+    "Add",
+    "Mul",
+}
+"""Operators whose results hold no infinity but by overflow. One that is put there, as by padding before a
+pooling, is no fault, and 0 times infinity would make one of it."""
+
+_REDUCTIONS = {"GlobalMaxPool": "GlobalAveragePool", "ReduceMax": "ReduceSum", "ReduceMin": "ReduceSum"}
+"""Maxima and minima that lose NaN, and what keeps it over the same numbers."""
+
 
 def use_pooling_operators(model: Any) -> None:
-    """Replace both in an `onnx_ir.Model`, in place, where shapes are fixed."""
+    """Replace all this in an `onnx_ir.Model` of float32, in place, where shapes are fixed."""
+    import onnx_ir
+
     graph = model.graph
     for node in list(graph):
         if node.op_type == "MaxPool" and len(node.outputs) == 2:
@@ -22,6 +46,55 @@ def use_pooling_operators(model: Any) -> None:
     for node in list(graph):
         if node.op_type == "ScatterND":
             _unpool(graph, node)
+    for node in list(graph):
+        if node.op_type in ("MaxPool", *_REDUCTIONS) and node.inputs[0].dtype == onnx_ir.DataType.FLOAT:
+            _keep_nan(graph, node)
+
+
+def _keep_nan(graph: Any, node: Any) -> None:
+    """Add 0 to a maximum, and NaN where there is one among the numbers that it is of."""
+    import onnx_ir
+
+    source, nodes = node.inputs[0], []
+    producer = source.producer()
+    if node.op_type == "MaxPool" and not (_sizes(source) and _sizes(node.outputs[0])):
+        return
+    if producer is None or producer.op_type not in _ARITHMETIC or node.op_type != "MaxPool":
+        zero = _initializer(graph, np.zeros((), np.float32), f"{node.outputs[0].name}_zero")
+        nodes.append(onnx_ir.node("Clip", [source, zero, zero]))  # of all but NaN
+        source = nodes[-1].outputs[0]
+    if node.op_type == "MaxPool":
+        nodes.append(_convolution_by_zeros(graph, node, source))
+    else:
+        nodes.append(onnx_ir.node(_REDUCTIONS[node.op_type], [source, *node.inputs[1:]]))
+        for name in ("keepdims", "noop_with_empty_axes"):
+            if name in node.attributes:
+                nodes[-1].attributes[name] = node.attributes[name]
+    result = node.outputs[0]
+    nodes.append(added := onnx_ir.node("Add", [result, nodes[-1].outputs[0]]))
+    for index, each in enumerate(nodes):
+        each.outputs[0].name = f"{result.name}_nan_{index}"
+    added.outputs[0].shape, added.outputs[0].type = result.shape, result.type
+    onnx_ir.convenience.replace_all_uses_with(result, added.outputs[0], replace_graph_outputs=True)
+    added.replace_input_with(0, result)
+    graph.insert_after(node, nodes)
+
+
+def _convolution_by_zeros(graph: Any, pool: Any, source: Any) -> Any:
+    """A depthwise convolution over the windows of a pooling."""
+    import onnx_ir
+
+    before, after = _sizes(pool.inputs[0])[2:], _sizes(pool.outputs[0])[2:]
+    kernel, rank, channels = _ints(pool, "kernel_shape"), len(before), _sizes(pool.inputs[0])[1]
+    strides, dilations = _ints(pool, "strides") or [1] * rank, _ints(pool, "dilations") or [1] * rank
+    begins = (_ints(pool, "pads") or [0] * rank)[:rank]
+    geometry = zip(before, after, kernel, strides, dilations, begins, strict=True)
+    ends = [max((out - 1) * s + d * (k - 1) + 1 - n - b, 0) for n, out, k, s, d, b in geometry]  # `ceil_mode`
+    weight = _initializer(
+        graph, np.zeros((channels, 1, *kernel), np.float32), f"{pool.outputs[0].name}_zeros"
+    )
+    attributes = {"kernel_shape": kernel, "strides": strides, "dilations": dilations, "group": channels}
+    return onnx_ir.node("Conv", [source, weight], attributes={**attributes, "pads": [*begins, *ends]})
 
 
 def _fold_first_places(graph: Any, pool: Any) -> None:
@@ -63,12 +136,43 @@ def _unpool(graph: Any, scatter: Any) -> None:
         "MaxUnpool", [value.outputs[0], index.outputs[0], wide], attributes={"kernel_shape": [1]}
     )
     result = onnx_ir.node("Reshape", [pooled.outputs[0], row])
-    nodes = [value, index, pooled, result]
+    nodes = [value, index, pooled, result, *_spread(graph, spread.inputs[0], numbers, result, room)]
+    result = nodes[-1]
     for each in nodes:
         each.outputs[0].name = f"{name}_{each.op_type}_{nodes.index(each)}"
     graph.insert_before(scatter, nodes)
     result.outputs[0].shape, result.outputs[0].type = scatter.outputs[0].shape, scatter.outputs[0].type
     _replace(graph, scatter, result.outputs[0])
+
+
+def _spread(graph: Any, places: Any, numbers: Any, row: Any, room: list[int]) -> list[Any]:
+    """Nodes that add NaN to all of a window in `row` where its number is NaN; none where windows overlap."""
+    import onnx_ir
+
+    pool = places.producer()
+    while pool is not None and pool.op_type in ("Reshape", "Unsqueeze", "Squeeze", "Add", "Sub"):
+        pool = pool.inputs[0].producer()
+    if pool is None or pool.op_type != "MaxPool" or any(_ints(pool, "pads")):
+        return []
+    before, after, strides = _sizes(pool.inputs[0]), _sizes(pool.outputs[0]), _ints(pool, "strides")
+    factors = [1, 1, *strides]
+    tiled = [a * f for a, f in zip(after, factors, strict=True)] if len(after) == len(factors) else []
+    if not tiled or strides != _ints(pool, "kernel_shape") or tiled != before:
+        return []
+    if [np.prod(after), np.prod(before)] != [*_sizes(numbers), *room]:
+        return []
+    name = f"{numbers.name}_spread"
+    small = _initializer(graph, np.array(after), f"{name}_small")
+    zero = _initializer(graph, np.zeros((), np.float32), f"{name}_zero")
+    scales = _initializer(graph, np.array(factors, np.float32), f"{name}_scales")
+    flat = _initializer(graph, np.array([-1]), f"{name}_flat")
+    zeros = onnx_ir.node("Mul", [numbers, zero])
+    image = onnx_ir.node("Reshape", [zeros.outputs[0], small])
+    nearest = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    large = onnx_ir.node("Resize", [image.outputs[0], None, scales], attributes=nearest)
+    again = onnx_ir.node("Reshape", [large.outputs[0], flat])
+    added = onnx_ir.node("Add", [row.outputs[0], again.outputs[0]])
+    return [zeros, image, large, again, added]
 
 
 def _bound(value: Any) -> int | None:

@@ -7,8 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
-
 from ampopt.budget import CALLS_OF_A_TRIAL
 from ampopt.errors import AmpoptError, first_line
 from ampopt.executable import executable

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampopt.capturing import capturing
-from ampopt.graph import calls, is_opaque, arguments, aten, finish, insert_call, replace
+from ampopt.graph import arguments, aten, calls, finish, insert_call, is_opaque, replace
 from ampopt.inductor_cache import remove_cut_off_builds
 from ampopt.program import Program
 from ampopt.transform import Family, Numerics, Pass, Result

@@ -15,7 +15,6 @@ from ampopt.graph import aten, calls, is_constant
 from ampopt.program import Program
 from ampopt.transform import Family, Numerics, Pass, Result
 
-
 _SWALLOWED_BY_ONEDNN = (aten.relu.default, aten.max_pool2d.default, aten.max_pool3d.default)
 """Operators whose NaN is lost where TorchScript lets oneDNN compute them."""
 

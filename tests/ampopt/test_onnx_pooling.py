@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampopt.onnx_session import OnnxRunner, SessionOptions
 from ampopt.passes import onnx_runtime
-from tests.helpers import Model, Unpooling, program_of
+from tests.helpers import Model, Unpooling, program_of, with_pixel
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -75,3 +76,43 @@ def test_other_scatterings_stay_or_are_right(name: str, monkeypatch: pytest.Monk
     old, new = (OnnxRunner(each, SessionOptions())(x.numpy())[0] for each in (before, after))
     assert (old == new).all()
     assert torch.allclose(torch.from_numpy(new), model(x))
+
+
+BLOWN: dict[str, Callable[[Any, Tensor], Any]] = {
+    "windows that overlap": lambda m, x: F.max_pool2d(m.conv(x).relu(), 3, 2, 1),
+    "of a sum": lambda m, x: F.max_pool2d(m.conv(x) + x, 2),
+    "of the input": lambda m, x: F.max_pool2d(x, 2),
+    "rounded up": lambda m, x: F.max_pool2d(m.conv(x), 3, 2, ceil_mode=True),
+    "with pixels left over": lambda m, x: F.max_pool2d(m.conv(x), 3, 3),
+    "dilated": lambda m, x: F.max_pool2d(m.conv(x), 2, 1, dilation=2),
+    "one window": lambda m, x: F.adaptive_max_pool2d(x, 1),
+    "of lines": lambda m, x: F.max_pool1d(m.conv(x).flatten(2), 3),
+    "largest of channels": lambda m, x: m.conv(x).amax(1),
+    "smallest of pixels": lambda m, x: x.amin((2, 3), keepdim=True),
+    "with places": lambda m, x: F.max_pool2d(m.conv(x), 2, return_indices=True)[0],
+    "padded with infinities": lambda m, x: F.max_pool2d(F.pad(x, (1, 1, 1, 1), value=-torch.inf), 3, 2),
+    "masked": lambda m, x: m.conv(x).masked_fill(x > 0.5, -torch.inf).amax((2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", BLOWN)
+def test_maxima_keep_nan_and_are_what_they_were(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Model(BLOWN[name], conv=nn.Conv2d(8, 8, 3, padding=1)), torch.randn(1, 8, 12, 10)
+    before, after = (OnnxRunner(each, SessionOptions()) for each in models(model, x, monkeypatch))
+    assert (before(x.numpy())[0] == after(x.numpy())[0]).all()
+    for value in (float("nan"), float("inf")):
+        spoilt = with_pixel(x, value)
+        spoilt[0, :, -3, 4] = value
+        lost = torch.isfinite(torch.from_numpy(after(spoilt.numpy())[0])) & ~torch.isfinite(model(spoilt))
+        assert not lost.any()
+
+
+@pytest.mark.parametrize("size", [8, 24])
+def test_unpooling_keeps_nan(size: int) -> None:
+    model, x = Unpooling(), torch.randn(1, 3, size, size)
+    runner = OnnxRunner(onnx_runtime._as_onnx(program_of(model, x), (x,)), SessionOptions())
+    for row, column in ((0, 0), (3, 4), (size - 1, size - 1), (5, 5)):
+        spoilt = x.clone()
+        spoilt[0, :, row, column] = float("nan")
+        lost = torch.isfinite(torch.from_numpy(runner(spoilt.numpy())[0])) & ~torch.isfinite(model(spoilt))
+        assert not lost.any()
