@@ -5,7 +5,8 @@ PyTorch computes log(sigmoid(x)) as min(x, 0) - log1p(exp(-|x|)); torch.onnx wri
 operators: each is spelt with others that ONNX has and that neither overflow nor cancel.
 
 Correct because: every form is equal to its operator over the real numbers, but the series of log1p, which
-stops where the next term is below float32's rounding.
+stops where the next term is below float32's rounding. Where eager overflows on finite numbers, the form may
+give the number that it should have been.
 """
 
 from __future__ import annotations
@@ -100,6 +101,16 @@ def _keeping_nan(call: Call, node: fx.Node) -> Any:
     return result
 
 
+def _one_bound(call: Call, node: fx.Node) -> Any:
+    """With infinity for the other bound: ONNX's Clip takes the largest finite number where none is given."""
+    values = arguments(node)
+    low, high = values.get("min"), values.get("max")
+    if low is not None and high is not None:
+        return None
+    low, high = (-math.inf if low is None else low), (math.inf if high is None else high)
+    return call(aten.hardtanh.default, values["self"], low, high)
+
+
 FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.log_sigmoid.default: lambda call, node: _log_sigmoid(call, node.args[0]),
     aten.log.default: _log,
@@ -110,6 +121,9 @@ FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.log1p.default: _log1p,
     aten.special_log1p.default: _log1p,
     aten.hypot.default: _hypot,
+    aten.clamp_min.default: _one_bound,
+    aten.clamp_max.default: _one_bound,
+    aten.clamp.default: _one_bound,
     aten.atan2.default: _keeping_nan,
     aten.logit.default: _keeping_nan,
 }

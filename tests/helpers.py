@@ -151,8 +151,8 @@ def check_pass(
 
     It makes `rewrites` rewrites and leaves the program that it is given alone; the new graph is sound; its
     outputs keep within the declared numerics, or within the relative error `limit`, and keep NaN; a second
-    apply does nothing; and what goes into the recipe makes as many rewrites, or `rewrites_elsewhere`, in a capture for
-    inputs of another shape, `elsewhere`, and gives a right program there too.
+    apply does nothing; and what goes into the recipe makes as many rewrites, or `rewrites_elsewhere`, in a
+    capture for inputs of another shape, `elsewhere`, and gives a right program there too.
     """
     program = program_of(model, *inputs, lane=lane, on_top_of=on_top_of)
     assert step.why_not(program) is None, f"refused: {step.why_not(program)}"

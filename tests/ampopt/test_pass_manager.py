@@ -11,11 +11,12 @@ from torch import nn
 from ampopt.graph import aten, copy_of, finish, insert_call
 from ampopt.ledger import Verdict
 from ampopt.numerics import Check
-from ampopt.pass_manager import PassManager
+from ampopt.pass_manager import PassManager, _differing_bits
 from ampopt.program import Program
+from ampopt.subject import Subject
 from ampopt.transform import Declined, Result
 from tests.ampopt.planted import Bench, Planted, PlantedBitwise, PlantedFoundation, PlantedKernel, rewritten
-from tests.helpers import FP16, FP32, Model
+from tests.helpers import FP16, FP32, Model, program_of
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 GOOD = Planted("good")
@@ -345,3 +346,13 @@ def test_a_lane_that_is_wrong_from_the_start_is_left_with_no_pass_and_says_so(
     bench.manager.settle(bench.state)
     assert bench.state.check == Check(1.0, 0.1, "wrong")
     assert bench.kept == []
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, float("inf")])
+def test_bits_that_differ_are_told_from_nan(value: float) -> None:
+    """NaN in both at the same places is the same; NaN for a number is not, whatever the number."""
+    x = torch.tensor([[1.0, float("nan"), -2.0]])
+    same = program_of(Model(lambda m, x: x * 1), x)
+    other = program_of(Model(lambda m, x: torch.nan_to_num(x, nan=value)), x)
+    assert _differing_bits(same, Subject(program_of(Model(lambda m, x: x + 0), x))) is None
+    assert _differing_bits(same, Subject(other)) is not None

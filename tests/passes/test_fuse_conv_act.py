@@ -21,6 +21,7 @@ from tests.helpers import (
     FP32,
     Model,
     apply_to_untouched,
+    check_keeps_nan,
     check_pass,
     program_of,
     spoilt,
@@ -332,3 +333,18 @@ def test_on_a_gpu_the_fused_program_can_be_captured() -> None:
     model = _model(lambda m, x: (m.b(m.a(y := m.p(x)).relu()) + y).relu()).cuda()
     x, before = torch.randn(2, 4, 8, 8, device="cuda"), [BakeAutocast(), ChannelsLast(), FuseConvAct()]
     check_pass(CudaGraph(), model, x, rewrites=1, lane=FP16, on_top_of=before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lane", [FP32, FP16])
+@pytest.mark.parametrize("residual", [False, True])
+def test_cudnns_fused_relu_keeps_nan(lane: Lane, residual: bool) -> None:
+    """Where this fails, cuDNN's ReLU makes numbers of NaN, and verification is what protects the user."""
+    model = Model(
+        lambda m, x: (m.c(x) + x if residual else m.c(x)).relu(), c=nn.Conv2d(16, 16, 3, padding=1)
+    ).cuda()
+    x = torch.randn(1, 16, 12, 12, device="cuda")
+    program = program_of(model, x, lane=lane, on_top_of=[BakeAutocast(), ChannelsLast()])
+    result = FuseConvAct().apply(program)
+    assert result.rewrites == 1
+    check_keeps_nan(result.program, model, [x], lane)

@@ -101,10 +101,8 @@ def test_a_program_that_still_runs_under_autocast_is_refused() -> None:
 @pytest.mark.parametrize("lane", [FP32, BF16])
 @pytest.mark.parametrize("behind", [F.relu, partial(F.max_pool2d, kernel_size=2), F.relu6, F.hardsigmoid])
 def test_it_keeps_nan(behind: Callable[[Tensor], Tensor], lane: Lane) -> None:
-    model, x = (
-        Model(lambda m, x: behind(m.c(x) + x), c=nn.Conv2d(4, 4, 3, padding=1)),
-        torch.randn(1, 4, 8, 8),
-    )
+    model = Model(lambda m, x: behind(m.c(x) + x), c=nn.Conv2d(4, 4, 3, padding=1))
+    x = torch.randn(1, 4, 8, 8)
     program = program_of(model, x, lane=lane, on_top_of=[BakeAutocast()])
     check_keeps_nan(Script().apply(program).program, model, [x], lane)
 
