@@ -93,7 +93,12 @@ def _convolution_by_zeros(graph: Any, pool: Any, source: Any) -> Any:
     weight = _initializer(
         graph, np.zeros((channels, 1, *kernel), np.float32), f"{pool.outputs[0].name}_zeros"
     )
-    attributes = {"kernel_shape": kernel, "strides": strides, "dilations": dilations, "group": channels}
+    attributes: dict[str, Any] = {
+        "kernel_shape": kernel,
+        "strides": strides,
+        "dilations": dilations,
+        "group": channels,
+    }
     return onnx_ir.node("Conv", [source, weight], attributes={**attributes, "pads": [*begins, *ends]})
 
 

@@ -118,7 +118,7 @@ def keep_nan(module: fx.GraphModule) -> None:
     finish(module)
 
 
-_BOUNDED = {
+_BOUNDED: dict[Any, tuple[float, float] | None] = {
     aten.relu.default: (0, math.inf),
     aten.relu6.default: (0, 6),
     aten.hardsigmoid.default: (0, 6),

@@ -58,8 +58,8 @@ class OnnxRuntime(Pass):
     Correct because: ONNX's operators are the graph's own (`onnx_graph` refuses what has no equal), and the
     runtime computes the same expressions, possibly in another order. Options are only taken where their
     outputs agree with those of the default options. `onnx_blocked` and `onnx_pooling` are exact, and so is
-    `onnx_groups`, which adds zeros, for finite numbers; NaN stays, and may spread; `onnx_winograd` computes the same function with
-    another rounding.
+    `onnx_groups`, which adds zeros, for finite numbers; `onnx_winograd` computes the same function with
+    another rounding. NaN stays, and may spread.
     Cost: seconds to export, once for a program (`onnx_cache`), and to measure options, which are the defaults
     where there is no time for that (`hurried`); a second copy of the weights, of which those for Winograd's
     algorithm have 16 numbers for every 9.
