@@ -1,0 +1,193 @@
+"""The judge: whether answers are the original model's, as exactly as eager PyTorch would have given them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ampopt.capture import device_of, private_copy
+from ampopt.numerics import FLOORS, rounded_anew
+from ampopt.program import Settings
+from ampopt.signature import flatten_outputs
+from fuzz.calls import Call, same_memory
+
+MULTIPLE = 6.0
+"""How many times eager's own error an answer may have.
+
+ampopt allows itself four (`ampopt.numerics.MULTIPLES`) on the draws that it verifies; other draws of the
+same model have other errors, of which the half is about as large again.
+"""
+
+SLACK = 3.0
+"""How many times the error that always passes in a lane (`ampopt.numerics.FLOORS`) an answer may have.
+
+Rounding within a layer, which `Judge.jumps` does not see because it moves only weights and inputs, has been
+seen to cost twice that behind a normalization that subtracts nearly all of what it is given.
+"""
+
+ROUNDINGS = 12
+"""How often eager is rounded anew to learn how far rounding alone can move an answer."""
+
+Answer = list[Tensor]
+"""The flat output tensors of one call."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answered:
+    """What a call gave, and what it left in its arguments."""
+
+    outputs: Answer
+    arguments: list[Tensor]
+
+
+def ask(run: Callable[[Call], object], calls: Sequence[Call]) -> list[Answered]:
+    """The answers to a sequence of calls; each gets tensors of its own, which lie in memory as they should."""
+    answers = []
+    for call in calls:
+        own = call.map(same_memory)
+        outputs = flatten_outputs(run(own))[0]
+        kept = [t.detach().clone() for t in outputs]
+        answers.append(Answered(kept, [t.detach().clone() for t in own.tensors]))
+    return answers
+
+
+class Judge:
+    """Knows the right answers to a sequence of calls: in float64, and in each precision as eager gives them."""
+
+    def __init__(self, model: nn.Module, calls: Sequence[Call]) -> None:
+        """`model` is not changed. Raises what it raises on the calls itself."""
+        self.model, self.calls = model, list(calls)
+        self.device = device_of(model, self.calls[0].tensors)
+        self._eager: dict[torch.dtype, list[Answered]] = {}
+        self.plain = self.eager(torch.float32)
+        self.exact = self._in_float64()
+        self._jumps: dict[torch.dtype, list[list[float]]] = {}
+
+    def eager(self, dtype: torch.dtype) -> list[Answered]:
+        """The model's own answers in strict FP32, or under autocast to a lower `dtype`."""
+        if dtype not in self._eager:
+            self._eager[dtype] = self._ask(private_copy(self.model), dtype, self.calls)
+        return self._eager[dtype]
+
+    def knows(self, dtype: torch.dtype) -> bool:
+        """Whether eager itself answers in that precision: not every operator of PyTorch does under autocast."""
+        try:
+            self.eager(dtype)
+        except Exception:  # whatever it is: it comes from PyTorch
+            return False
+        return True
+
+    def repeats(self) -> bool:
+        """Whether the model gives the same answers to the same calls when it begins anew."""
+        again = self._ask(private_copy(self.model), torch.float32, self.calls)
+        return all(
+            torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+            for one, two in zip(again, self.plain, strict=True)
+            for a, b in zip(one.outputs, two.outputs, strict=True)
+        )
+
+    def _ask(self, model: nn.Module, dtype: torch.dtype, calls: Sequence[Call]) -> list[Answered]:
+        settings = Settings(autocast=None if dtype is torch.float32 else dtype)
+        with settings.scope(self.device):
+            return ask(lambda call: model(*call.args, **call.kwargs), calls)
+
+    def _in_float64(self) -> list[Answered]:
+        """As eager in float64; as it is where the model insists on another dtype."""
+        try:
+            calls = [call.map(lambda t: t.double() if t.is_floating_point() else t) for call in self.calls]
+            return self._ask(private_copy(self.model).double(), torch.float32, calls)
+        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+            return self.plain
+
+    def objection(self, answers: Sequence[Answered], dtype: torch.dtype) -> str | None:
+        """What is wrong with the answers that something gave in the precision of `dtype`; None where nothing is.
+
+        Where NaN or Inf goes in or comes out, only that has to be there still: a kernel may spread it to
+        numbers beside it (zero times NaN in a merged group, or in a padded channel), never hide it.
+        """
+        for number, answer in enumerate(answers):
+            if reason := self.objection_to(number, answer, dtype):
+                return f"call {number}: {reason}"
+        return None
+
+    def _is_finite(self, number: int, dtype: torch.dtype) -> bool:
+        answers = self.exact[number], self.eager(dtype)[number]
+        tensors = [*self.calls[number].tensors, *(t for a in answers for t in a.outputs)]
+        return all(bool(torch.isfinite(t).all()) for t in tensors)
+
+    def objection_to(self, number: int, answer: Answered, dtype: torch.dtype) -> str | None:
+        """The same for one answer, to the call of this number."""
+        plain, exact, eager = self.plain[number], self.exact[number], self.eager(dtype)[number]
+        if len(answer.outputs) != len(plain.outputs):
+            return f"{len(answer.outputs)} tensors instead of {len(plain.outputs)}"
+        for place, (out, promised) in enumerate(zip(answer.outputs, plain.outputs, strict=True)):
+            if (out.shape, out.dtype) != (promised.shape, promised.dtype):
+                kinds = f"{out.dtype} {list(out.shape)} instead of {promised.dtype} {list(promised.shape)}"
+                return f"output {place}: {kinds}"
+            own, reference = eager.outputs[place], exact.outputs[place]
+            if own.shape != out.shape or reference.shape != out.shape:
+                continue  # a shape that depends on rounding
+            if reason := self._compare(number, place, out, own, reference, dtype):
+                return f"output {place}: {reason}"
+        for place, (left, should) in enumerate(zip(answer.arguments, plain.arguments, strict=True)):
+            if not torch.allclose(left, should, 1e-3, 1e-3, equal_nan=True):
+                return f"argument {place} is left with other values in it"
+        return None
+
+    def _compare(
+        self, number: int, place: int, out: Tensor, own: Tensor, exact: Tensor, dtype: torch.dtype
+    ) -> str | None:
+        if out.is_floating_point():
+            lost = ~torch.isfinite(exact) & ~torch.isfinite(own) & torch.isfinite(out)
+            if bool(lost.any()):
+                return f"{int(lost.sum())} numbers are finite where the original has NaN or Inf"
+        if not self._is_finite(number, dtype):
+            return None
+        if out.is_floating_point() and not bool(torch.isfinite(out).all()):
+            return f"{int((~torch.isfinite(out)).sum())} numbers are NaN or Inf, and the original's are finite"
+        error, limit = distance(out, own, exact), MULTIPLE * distance(own, own, exact)
+        limit = max(limit, SLACK * FLOORS[dtype], SLACK * FLOORS.get(out.dtype, 0.0))
+        if error <= limit:
+            return None
+        jump = MULTIPLE * self.jumps(dtype)[number][place]
+        return None if error <= jump else f"error {error:.2g} is over {max(limit, jump):.2g}"
+
+    def jumps(self, dtype: torch.dtype) -> list[list[float]]:
+        """How far rounding alone moves eager's answers: by call, by output."""
+        if dtype not in self._jumps:
+            worst = [[0.0] * len(answer.outputs) for answer in self.exact]
+            for seed in range(ROUNDINGS):
+                for number, errors in enumerate(self._rounded(dtype, seed)):
+                    worst[number] = [max(pair) for pair in zip(worst[number], errors, strict=True)]
+            self._jumps[dtype] = worst
+        return self._jumps[dtype]
+
+    def _rounded(self, dtype: torch.dtype, seed: int) -> list[list[float]]:
+        generator = torch.Generator().manual_seed(seed)
+        model = private_copy(self.model)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.copy_(rounded_anew(tensor, dtype, generator))
+        calls = [call.map(lambda t: rounded_anew(t, dtype, generator)) for call in self.calls]
+        answers = self._ask(model, dtype, calls)
+        return [
+            [
+                distance(a, own, e) if a.shape == e.shape else math.inf
+                for a, own, e in zip(answer.outputs, eager.outputs, exact.outputs, strict=True)
+            ]
+            for answer, eager, exact in zip(answers, self.eager(dtype), self.exact, strict=True)
+        ]
+
+
+def distance(out: Tensor, own: Tensor, exact: Tensor) -> float:
+    """‖out - exact‖ / ‖exact‖ over the elements that are finite in all three; of integers the share that differs."""
+    if not out.is_floating_point():
+        return float((out != exact.to(out.dtype)).double().mean()) if out.numel() else 0.0
+    a, e = out.double(), exact.double()
+    finite = torch.isfinite(a) & torch.isfinite(e) & torch.isfinite(own)
+    difference, norm = torch.linalg.vector_norm((a - e)[finite]), torch.linalg.vector_norm(e[finite])
+    return float(difference / norm) if norm > 0 else float(difference)
