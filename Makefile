@@ -27,7 +27,7 @@ endef
 export CHECK_PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint lint-style lint-types lint-layers format wheel check bench-cpu clean
+.PHONY: help demo test test-fast fuzz fuzz-long fuzz-nnsmith lint lint-style lint-types lint-layers format wheel check bench-cpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -41,6 +41,19 @@ test: .venv/.stamp ## all tests; those that depend on the clock run alone, after
 
 test-fast: .venv/.stamp ## the tests that neither take long nor depend on the clock
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not timing"
+
+FUZZ_OUT ?= out/fuzz
+FUZZ_JOBS ?= 2
+FUZZ := $(VENV_PYTHON) -m fuzz
+
+fuzz: .venv/.stamp ## hostile random networks for 3 minutes: through the passes, optimize and interrupts; others each day
+	$(FUZZ) short --jobs $(FUZZ_JOBS) --out $(FUZZ_OUT)/short --seconds 170
+
+fuzz-long: .venv/.stamp ## 20,000 networks through the passes, 500 through optimize, 200 interrupts; resumes its logs
+	-$(FUZZ) --jobs $(FUZZ_JOBS) --out $(FUZZ_OUT)/long --kind passes --seeds 0:20000
+	-$(FUZZ) --jobs $(FUZZ_JOBS) --out $(FUZZ_OUT)/long --kind optimize --seeds 0:500
+	-$(FUZZ) --jobs $(FUZZ_JOBS) --out $(FUZZ_OUT)/long --kind interrupts --seeds 0:400
+	$(FUZZ) report $(FUZZ_OUT)/long --out fuzz/results/long
 
 lint: lint-style lint-types lint-layers ## ruff, mypy and the import layers
 

@@ -80,15 +80,34 @@ def _with_one(normal: Tensor, value: float) -> Tensor:
 
 
 VALUES = {
-    **{"normal": 10.0, "uniform": 2.0, "image": 1.0, "negative": 1.0, "large": 1.0, "huge": 0.3, "tiny": 0.3},
-    **{"subnormal": 0.3, "mixed": 0.5, "constant": 1.0, "zeros": 1.0, "negative zeros": 0.2},
-    **{"nan": 0.7, "inf": 0.4, "minus inf": 0.2},
+    "normal": 10.0,
+    "uniform": 2.0,
+    "image": 1.0,
+    "negative": 1.0,
+    "large": 1.0,
+    "huge": 0.3,
+    "tiny": 0.3,
+    "subnormal": 0.3,
+    "mixed": 0.5,
+    "constant": 1.0,
+    "zeros": 1.0,
+    "negative zeros": 0.2,
+    "nan": 0.7,
+    "inf": 0.4,
+    "minus inf": 0.2,
 }
 """Kinds of numbers in the inputs, and how often they are drawn, in proportion."""
 
 MEMORIES = {
-    **{"contiguous": 8.0, "channels_last": 1.5, "transposed": 1.0, "sliced": 1.0, "expanded": 0.5},
-    **{"offset": 0.5, "negative bit": 0.2, "requires grad": 0.7, "parameter": 0.2},
+    "contiguous": 8.0,
+    "channels_last": 1.5,
+    "transposed": 1.0,
+    "sliced": 1.0,
+    "expanded": 0.5,
+    "offset": 0.5,
+    "negative bit": 0.2,
+    "requires grad": 0.7,
+    "parameter": 0.2,
 }
 """How the first input lies in memory, and what it is."""
 
@@ -145,9 +164,23 @@ def arguments(kind: str, x: Tensor, generator: torch.Generator) -> Call:
 
 
 CALLS = {
-    **{"one": 14.0, "two": 2.0, "same": 0.5, "row": 0.5, "kwarg": 1.0, "kwargs only": 0.5, "int": 0.5},
-    **{"float": 0.5, "flag": 0.3, "none": 0.3, "word": 0.3, "mask": 0.7, "index": 0.7, "zero-dim": 0.5},
-    **{"dict": 0.5, "list": 0.5, "nested": 0.5},
+    "one": 14.0,
+    "two": 2.0,
+    "same": 0.5,
+    "row": 0.5,
+    "kwarg": 1.0,
+    "kwargs only": 0.5,
+    "int": 0.5,
+    "float": 0.5,
+    "flag": 0.3,
+    "none": 0.3,
+    "word": 0.3,
+    "mask": 0.7,
+    "index": 0.7,
+    "zero-dim": 0.5,
+    "dict": 0.5,
+    "list": 0.5,
+    "nested": 0.5,
 }
 """How arguments are put together, and how often."""
 
@@ -212,9 +245,29 @@ def leave(ending: str, y: Tensor, seen: Sequence[Tensor], weight: Tensor) -> Any
 
 
 ENDINGS = {
-    **{"tensor": 14.0, "tuple": 1.0, "one in a tuple": 0.5, "list": 0.5, "dict": 0.7, "ordered": 0.3},
-    **{"named": 0.5, "constants": 0.5, "size": 0.3, "twice": 0.5, "view": 0.7, "part": 0.5, "transposed": 0.5},
-    **{"expanded": 0.3, "input": 0.5, "input's view": 0.4, "all": 0.5, "weight": 0.4, "weight's view": 0.2},
-    **{"constant tensor": 0.3, "integers": 0.4, "booleans": 0.3, "detached": 0.3, "number": 0.3},
+    "tensor": 14.0,
+    "tuple": 1.0,
+    "one in a tuple": 0.5,
+    "list": 0.5,
+    "dict": 0.7,
+    "ordered": 0.3,
+    "named": 0.5,
+    "constants": 0.5,
+    "size": 0.3,
+    "twice": 0.5,
+    "view": 0.7,
+    "part": 0.5,
+    "transposed": 0.5,
+    "expanded": 0.3,
+    "input": 0.5,
+    "input's view": 0.4,
+    "all": 0.5,
+    "weight": 0.4,
+    "weight's view": 0.2,
+    "constant tensor": 0.3,
+    "integers": 0.4,
+    "booleans": 0.3,
+    "detached": 0.3,
+    "number": 0.3,
 }
 """How results are put together, and how often."""

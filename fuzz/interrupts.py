@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import threading
 import time
 import traceback
+from pathlib import Path
 from types import TracebackType
 
-from ampopt.capture import private_copy
+import torch
+from torch import nn
+
+import ampopt
+from ampopt.capture import capture, private_copy
 from ampopt.errors import AmpoptError
-from fuzz.calls import same_memory
+from fuzz.calls import Call, same_memory
 from fuzz.judge import Judge
 from fuzz.network import Spec, build, make_call
 from fuzz.outcome import Outcome, short
@@ -20,15 +26,13 @@ from fuzz.through_optimize import Served, judge_served, optimize
 from fuzz.through_passes import raw
 
 BUDGET_S = 3.0
-LATEST = 1.2
-"""The last moment, as a multiple of the time budget; the last comparison ends about then."""
+COLD = 0.2
+"""The share of networks that are interrupted at their first `optimize`, within `BUDGET_S`: in a new process
+libraries are loaded then. Others are optimized once before, to know how long that takes."""
 
 
 class _Interrupter:
-    """Sends SIGINT to this process after some seconds, unless the block has ended before.
-
-    The first one ends a quick `optimize`, too: signals that come after its end are this harness's own.
-    """
+    """Sends SIGINT to this process, or to its group, after some seconds, unless the block has ended before."""
 
     def __init__(self, seconds: float, *, group: bool) -> None:
         self._over, self._lock, self._group = False, threading.Lock(), group
@@ -70,9 +74,30 @@ def check(spec: Spec, device: str = "cpu") -> Outcome:
         return Outcome("skipped", f"eager fails: {short(error, 120)}")
     if not judge.repeats():
         return Outcome("skipped", "eager gives another answer each time")
-    seconds, served = pick.fraction() * LATEST * BUDGET_S, list[Served]()
-    interrupter, example = _Interrupter(seconds, group=pick.maybe()), call.map(same_memory)
-    started, note = time.perf_counter(), {"after_s": round(seconds, 3)}
+    example, whole = call.map(same_memory), BUDGET_S
+    if not pick.maybe(COLD):
+        started = time.perf_counter()
+        try:
+            optimize(model, example, BUDGET_S)
+        except Exception as error:  # the optimize oracle looks into that
+            return Outcome("skipped", f"optimize fails: {short(error, 120)}")
+        whole = time.perf_counter() - started
+    seconds = pick.fraction() * whole
+    interrupter = _Interrupter(seconds, group=pick.maybe())
+    outcome = _interrupted(model, example, judge, pick, interrupter)
+    note = {"after_s": round(seconds, 3), "of_s": round(whole, 3)}
+    if not outcome.is_fault and not interrupter.sent:
+        return Outcome("skipped", "it ended before the signal")
+    if not outcome.is_fault and (reason := _cannot_go_on()):
+        outcome = Outcome("changed", f"after the interrupt {reason}", "process", outcome.details)
+    return dataclasses.replace(outcome, details={**outcome.details, **note})
+
+
+def _interrupted(
+    model: nn.Module, example: Call, judge: Judge, pick: Pick, interrupter: _Interrupter
+) -> Outcome:
+    served: list[Served] = []
+    started = time.perf_counter()
     try:
         with interrupter:
             served.append(optimize(model, example, BUDGET_S))
@@ -80,20 +105,29 @@ def check(spec: Spec, device: str = "cpu") -> Outcome:
         where = _place(error.__traceback__)
         if where is not None:
             trace = "".join(traceback.format_exception(error))[-3000:]
-            return Outcome("raw", "KeyboardInterrupt", where, {**note, "trace": trace})
+            return Outcome("raw", "KeyboardInterrupt", where, {"trace": trace})
         if not served:
             return Outcome("skipped", "the signal came between the call's end and this harness")
     except AmpoptError as error:
-        return Outcome("refused", f"{type(error).__name__}: {short(error, 120)}", "optimize", note)
+        return Outcome("refused", f"{type(error).__name__}: {short(error, 120)}", "optimize")
     except Exception as error:
         return raw(error, "optimize")
     took = round(time.perf_counter() - started, 2)
     outcome = judge_served(served[0], judge, pick, "auto")
-    details = {**outcome.details, **note, "sent": interrupter.sent, "took_s": took}
-    return Outcome(outcome.kind, outcome.reason, outcome.stage, details)
+    return dataclasses.replace(outcome, details={**outcome.details, "took_s": took})
+
+
+def _cannot_go_on() -> str | None:
+    """Why this process cannot optimize any more; None where it can capture a plain model."""
+    try:
+        capture(nn.Linear(2, 2).eval(), (torch.ones(1, 2),), {}, torch.device("cpu"))
+    except Exception as error:
+        return f"nothing can be captured: {short(error, 200)}"
+    return None
 
 
 def _place(trace: TracebackType | None) -> str | None:
     """The innermost function of ampopt in a traceback; None where the interrupt hit the harness alone."""
-    frames = [f for f in traceback.extract_tb(trace) if "/ampopt/" in f.filename or "/passes/" in f.filename]
+    home = str(Path(ampopt.__file__).parent)
+    frames = [f for f in traceback.extract_tb(trace) if f.filename.startswith(home)]
     return f"{os.path.basename(frames[-1].filename)}:{frames[-1].name}" if frames else None

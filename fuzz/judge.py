@@ -148,7 +148,9 @@ class Judge:
         if not self._is_finite(number, dtype):
             return None
         if out.is_floating_point() and not bool(torch.isfinite(out).all()):
-            return f"{int((~torch.isfinite(out)).sum())} numbers are NaN or Inf, and the original's are finite"
+            return (
+                f"{int((~torch.isfinite(out)).sum())} numbers are NaN or Inf, and the original's are finite"
+            )
         error, limit = distance(out, own, exact), MULTIPLE * distance(own, own, exact)
         limit = max(limit, SLACK * FLOORS[dtype], SLACK * FLOORS.get(out.dtype, 0.0))
         if error <= limit:

@@ -121,7 +121,9 @@ def make_call(
 ) -> Call:
     """The example call, or another draw of it, with other values or of another shape."""
     generator = torch.Generator().manual_seed(spec.seed + 7919 * draw)
-    drawn = calls.numbers(values or spec.values, spec.shape if shape is None else shape, generator).to(spec.torch_dtype)
+    drawn = calls.numbers(values or spec.values, spec.shape if shape is None else shape, generator).to(
+        spec.torch_dtype
+    )
     return calls.arguments(spec.call, calls.in_memory(memory or spec.memory, drawn), generator)
 
 
@@ -141,10 +143,21 @@ class Maker:
             try:
                 step = KINDS[layer.kind](Pick(layer.seed), self._x, self._world)
                 step = step.to(self.spec.torch_dtype).eval()
-                trial, x, seen = copy.deepcopy((step, self._x, self._seen)) if _copies(step) else (
-                    step, self._x.clone(), [t.clone() for t in self._seen])
+                trial, x, seen = (
+                    copy.deepcopy((step, self._x, self._seen))
+                    if _copies(step)
+                    else (step, self._x.clone(), [t.clone() for t in self._seen])
+                )
                 y = trial(x, seen) if isinstance(trial, Step) else trial(x)
-            except (DoesNotFit, RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, AssertionError):
+            except (
+                DoesNotFit,
+                RuntimeError,
+                ValueError,
+                IndexError,
+                TypeError,
+                NotImplementedError,
+                AssertionError,
+            ):
                 return False
         if not isinstance(y, Tensor) or not y.is_floating_point() or y.numel() > MOST_ELEMENTS or y.dim() > 6:
             return False

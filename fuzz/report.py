@@ -19,7 +19,9 @@ def summary(entries: Sequence[Entry]) -> dict[str, Any]:
     judged = {(e["kind"], e["seed"]): e for e in entries if "seed" in e}  # a seed judged twice counts once
     kinds = sorted({kind for kind, _ in judged})
     return {
-        "runs": _distinct({k: r[k] for k in ("commit", "changed_files", "python", "device", "environment")} for r in runs),
+        "runs": _distinct(
+            {k: r[k] for k in ("commit", "changed_files", "python", "device", "environment")} for r in runs
+        ),
         "started": sorted(r["started"] for r in runs)[:1],
         "kinds": {kind: _count([e for (k, _), e in judged.items() if k == kind]) for kind in kinds},
         "faults": [e for e in judged.values() if e["outcome"] in FAULTS],
@@ -34,7 +36,9 @@ def _count(entries: Sequence[Entry]) -> dict[str, Any]:
     seeds = sorted(e["seed"] for e in entries)
     seconds = sorted(e.get("seconds", 0.0) for e in entries)
     reasons = {
-        outcome: dict(Counter(_general(e["reason"]) for e in entries if e["outcome"] == outcome).most_common(40))
+        outcome: dict(
+            Counter(_general(e["reason"]) for e in entries if e["outcome"] == outcome).most_common(40)
+        )
         for outcome in ("ok", "refused", "skipped")
     }
     return {
@@ -57,8 +61,14 @@ def markdown(found: dict[str, Any]) -> str:
     for run in found["runs"]:
         environment = ", ".join(f"{key} {value}" for key, value in run["environment"].items())
         changed = f" with {run['changed_files']} changed files" if run["changed_files"] else ""
-        lines += [f"Commit {run['commit']}{changed}, Python {run['python']}, on {run['device']}: {environment}.", ""]
-    lines += ["| kind | networks | seeds | outcomes | seconds a network (median, largest) |", "|---|---|---|---|---|"]
+        lines += [
+            f"Commit {run['commit']}{changed}, Python {run['python']}, on {run['device']}: {environment}.",
+            "",
+        ]
+    lines += [
+        "| kind | networks | seeds | outcomes | seconds a network (median, largest) |",
+        "|---|---|---|---|---|",
+    ]
     for kind, count in found["kinds"].items():
         outcomes = ", ".join(f"{number} {name}" for name, number in count["outcomes"].items())
         seconds = f"{count['seconds']['median']}, {count['seconds']['largest']}"
@@ -70,7 +80,10 @@ def markdown(found: dict[str, Any]) -> str:
                 lines += [f"- {number}: {reason}" for reason, number in reasons.items()]
     if found["faults"]:
         lines += ["", "## Faults", ""]
-        lines += [f"- {e['kind']} {e['seed']}: {e['outcome']} in {e.get('stage', '')}: {e['reason']}" for e in found["faults"]]
+        lines += [
+            f"- {e['kind']} {e['seed']}: {e['outcome']} in {e.get('stage', '')}: {e['reason']}"
+            for e in found["faults"]
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -22,12 +22,14 @@ from typing import Any
 import torch
 
 from ampopt.environment import environment
+from fuzz.outcome import FAULTS
 
-TIMEOUT_S = {"passes": 120.0, "optimize": 180.0, "interrupts": 120.0, "nnsmith": 180.0}
+TIMEOUT_S = {"passes": 120.0, "optimize": 180.0, "interrupts": 180.0, "nnsmith": 180.0}
 """From when on a network counts as one that hangs, by the kind of run."""
 
-NETWORKS_A_PROCESS = 500
-"""Then a new process takes over, so that what leaks in PyTorch does not add up."""
+NETWORKS_A_PROCESS = {"passes": 500, "optimize": 20, "interrupts": 10, "nnsmith": 100}
+"""Then a new process takes over, so that what leaks in PyTorch does not add up, and what is loaded once is
+loaded, and interrupted, more than once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Worker:
             self._line.send(seed)
             if self._line.poll(TIMEOUT_S[self.kind]):
                 entry: dict[str, Any] = json.loads(self._line.recv())
+                if entry["outcome"] in FAULTS and self.kind != "passes":
+                    self.close()  # who knows what the fault has left behind
                 return entry
         except (EOFError, OSError):
             status = self._process.wait()
@@ -76,12 +80,17 @@ class Worker:
             self.close()
             return {"seed": seed, "outcome": "crash", "reason": how, "stage": "process"}
         self.close()
-        return {"seed": seed, "outcome": "hang", "reason": f"{TIMEOUT_S[self.kind]:.0f} s", "stage": "process"}
+        return {
+            "seed": seed,
+            "outcome": "hang",
+            "reason": f"{TIMEOUT_S[self.kind]:.0f} s",
+            "stage": "process",
+        }
 
     @property
     def is_over(self) -> bool:
         """Whether another process has to take the next network."""
-        return self._line.closed or self.judged >= NETWORKS_A_PROCESS
+        return self._line.closed or self.judged >= NETWORKS_A_PROCESS[self.kind]
 
     def close(self) -> None:
         """Kill the process and everything that it has started."""
@@ -142,9 +151,12 @@ def perform(run: Run) -> int:
                             worker = Worker(run.kind, run.device)
                         entry = worker.judge(seed)
                         print(json.dumps(entry), file=log, flush=True)
-                        if entry["outcome"] not in ("ok", "refused", "skipped"):
+                        if entry["outcome"] in FAULTS:
                             faults.append(seed)
-                            print(f"{run.kind} {seed}: {entry['outcome']} in {entry['stage']}: {entry['reason']}", flush=True)
+                            print(
+                                f"{run.kind} {seed}: {entry['outcome']} in {entry['stage']}: {entry['reason']}",
+                                flush=True,
+                            )
                         continue
                     return
             finally:

@@ -44,5 +44,7 @@ def _smaller(spec: Spec) -> Iterator[Spec]:
 
 def describe(spec: Spec) -> str:
     """A network as text: what it is called with, and its layers as PyTorch prints them."""
-    call = f"{spec.dtype} {list(spec.shape)}, values {spec.values}, memory {spec.memory}, arguments {spec.call}"
+    call = (
+        f"{spec.dtype} {list(spec.shape)}, values {spec.values}, memory {spec.memory}, arguments {spec.call}"
+    )
     return f"{call}\n{build(spec)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,7 +54,10 @@ def check(spec: Spec, device: str = "cpu") -> Outcome:
                for n in snapshot.differences(b, a)]  # fmt: skip
     if changed:
         return Outcome("changed", f"optimize changes {', '.join(sorted(changed)[:5])}", "optimize")
-    if any(not torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) for a, b in zip(kept, example.tensors, strict=True)):
+    if any(
+        not torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+        for a, b in zip(kept, example.tensors, strict=True)
+    ):
         return Outcome("changed", "optimize writes to the example inputs", "optimize")
     return judge_served(served, judge, pick, precision)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ampopt.capture import Captured, capture, device_of, private_copy
 from ampopt.errors import AmpoptError
@@ -16,7 +16,6 @@ from ampopt.group_forms import Form, GroupedConv, forms_for
 from ampopt.lanes import Lane
 from ampopt.passes import PIPELINE, Degroup, Script, SearchConvAlgorithms
 from ampopt.program import Program
-from ampopt.signature import flatten_call, tensors_of
 from ampopt.transform import Numerics, Pass, replay
 from fuzz.calls import Call, same_memory
 from fuzz.judge import Judge, ask
@@ -47,7 +46,9 @@ def check(spec: Spec, device: str = "cpu") -> Outcome:
     return check_model(network, calls, Pick(spec.seed), elsewhere)
 
 
-def check_model(model: nn.Module, calls: Sequence[Call], pick: Pick, elsewhere: Call | None = None) -> Outcome:
+def check_model(
+    model: nn.Module, calls: Sequence[Call], pick: Pick, elsewhere: Call | None = None
+) -> Outcome:
     """The same for any model and its calls; the first is the example, `elsewhere` one of another shape."""
     try:
         judge = Judge(model, calls)

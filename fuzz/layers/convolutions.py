@@ -37,7 +37,9 @@ def conv(pick: Pick, x: Tensor, _: World) -> nn.Module:
     padding: Any = pick.one(0, 1, 1, 2, "same", "valid", (1, 0, 2)[:dims])
     if padding == "same":
         stride = 1
-    return CONVS[dims](  # type: ignore[no-any-return]
+    return CONVS[
+        dims
+    ](  # type: ignore[no-any-return]
         c,
         out,
         _kernel(pick, dims),
@@ -183,7 +185,9 @@ def tied(pick: Pick, x: Tensor, _: World) -> nn.Module:
     if form == "view":
         second.weight = nn.Parameter(w.detach().view(c, c))
         return nn.Sequential(first, nn.Tanh(), second)
-    return Step("linear(linear(x, w), w.t())", lambda s, x, seen: F.linear(s.first(x), s.w.t()), first=first, w=w)
+    return Step(
+        "linear(linear(x, w), w.t())", lambda s, x, seen: F.linear(s.first(x), s.w.t()), first=first, w=w
+    )
 
 
 def parametrized(pick: Pick, x: Tensor, _: World) -> nn.Module:

@@ -167,7 +167,9 @@ def state(pick: Pick, x: Tensor, _: World) -> nn.Module:
         ("a parameter written to", _write_parameter),
     ]
     words, function = pick.one(*ways)
-    step = Step(words, function, buffer=torch.zeros(1), weight=nn.Parameter(torch.ones(1), requires_grad=False))
+    step = Step(
+        words, function, buffer=torch.zeros(1), weight=nn.Parameter(torch.ones(1), requires_grad=False)
+    )
     step.count, step.history, step.counts, step.last = 0, [], {}, None  # type: ignore[assignment]
     return step
 

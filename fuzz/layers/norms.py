@@ -57,7 +57,9 @@ def layer_norm(pick: Pick, x: Tensor, _: World) -> nn.Module:
     if x.dim() == 4 and pick.maybe(0.3):
         norm = nn.LayerNorm(channels(x))
         return Step(
-            "norm over channels", lambda s, x, seen: s.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2), norm=norm
+            "norm over channels",
+            lambda s, x, seen: s.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2),
+            norm=norm,
         )
     shape = list(x.shape[-pick.number(1, min(2, x.dim())) :])
     return nn.LayerNorm(shape, elementwise_affine=pick.maybe(0.8), bias=pick.maybe(0.8))
@@ -143,7 +145,12 @@ def attention(pick: Pick, x: Tensor, _: World) -> nn.Module:
     parts: dict[str, Any] = {
         "module": lambda: nn.MultiheadAttention(width, heads, batch_first=True, bias=pick.maybe(0.7)),
         "layer": lambda: nn.TransformerEncoderLayer(
-            width, heads, 2 * width, batch_first=True, norm_first=pick.maybe(), activation=pick.one("relu", "gelu")
+            width,
+            heads,
+            2 * width,
+            batch_first=True,
+            norm_first=pick.maybe(),
+            activation=pick.one("relu", "gelu"),
         ),
     }
     part = parts.get(form, lambda: nn.Linear(width, 3 * width))()

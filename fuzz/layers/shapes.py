@@ -38,7 +38,9 @@ def unpool(pick: Pick, x: Tensor, _: World) -> nn.Module:
         y, indices = s.pool(x)
         return s.back(s.between(y), indices, output_size=x.shape[2:])  # type: ignore[no-any-return]
 
-    return Step("unpool(layer(pool(x)))", run, pool=pool(2, return_indices=True), back=back(2), between=between)
+    return Step(
+        "unpool(layer(pool(x)))", run, pool=pool(2, return_indices=True), back=back(2), between=between
+    )
 
 
 def average_pool(pick: Pick, x: Tensor, _: World) -> nn.Module:
@@ -96,7 +98,9 @@ def pad(pick: Pick, x: Tensor, _: World) -> nn.Module:
     """Padding in every mode, with negative amounts too."""
     need(x.dim() >= 2)
     mode = pick.one("constant", "constant", "reflect", "replicate", "circular")
-    amounts = [pick.number(-1 if mode == "constant" else 0, 2) for _ in range(2 * min(2, max(x.dim() - 2, 1)))]
+    amounts = [
+        pick.number(-1 if mode == "constant" else 0, 2) for _ in range(2 * min(2, max(x.dim() - 2, 1)))
+    ]
     value = pick.one(0.0, 1.5) if mode == "constant" else None
     return Step(f"F.pad(x, {amounts}, {mode!r}, {value})", lambda s, x, seen: F.pad(x, amounts, mode, value))
 
@@ -162,7 +166,10 @@ def parts(pick: Pick, x: Tensor, _: World) -> nn.Module:
         ("repeat", lambda s, x, seen: x.repeat(*[1] * (x.dim() - 1), 2)),
         ("repeat_interleave", lambda s, x, seen: x.repeat_interleave(2, dim)),
         ("tile", lambda s, x, seen: x.tile(2)),
-        ("scatter_add", lambda s, x, seen: torch.zeros_like(x).scatter_add(dim, torch.zeros_like(x).long(), x)),
+        (
+            "scatter_add",
+            lambda s, x, seen: torch.zeros_like(x).scatter_add(dim, torch.zeros_like(x).long(), x),
+        ),
         ("tensor_split", lambda s, x, seen: torch.cat(x.tensor_split(3, dim), dim)),
     ]
     words, function = pick.one(*ways)
@@ -193,7 +200,12 @@ def reduction(pick: Pick, x: Tensor, _: World) -> nn.Module:
         ("global mean", lambda s, x, seen: x.mean()),
         ("x + global max", lambda s, x, seen: x + x.max()),
         ("argmax as numbers", lambda s, x, seen: x.argmax(dim, keepdim=keep).to(x.dtype)),
-        ("var_mean", lambda s, x, seen: (lambda v: (x - v[1]) / (v[0] + 0.1))(torch.var_mean(x, dim, keepdim=True, unbiased=False))),
+        (
+            "var_mean",
+            lambda s, x, seen: (lambda v: (x - v[1]) / (v[0] + 0.1))(
+                torch.var_mean(x, dim, keepdim=True, unbiased=False)
+            ),
+        ),
         ("cosine", lambda s, x, seen: F.cosine_similarity(x, x.flip(0) + 1, dim=dim)),
         ("cdist", lambda s, x, seen: torch.cdist(x, x + 1)),
     ]
@@ -206,7 +218,12 @@ def sampling(pick: Pick, x: Tensor, _: World) -> nn.Module:
     features(x)
     ways: list[Way] = [
         ("grid_sample", lambda s, x, seen: F.grid_sample(x, _grid(x), align_corners=False)),
-        ("grid_sample nearest", lambda s, x, seen: F.grid_sample(x, _grid(x), mode="nearest", padding_mode="border", align_corners=True)),
+        (
+            "grid_sample nearest",
+            lambda s, x, seen: F.grid_sample(
+                x, _grid(x), mode="nearest", padding_mode="border", align_corners=True
+            ),
+        ),
         ("abs of rfft", lambda s, x, seen: torch.fft.rfft(x).abs()),
         ("irfft of rfft", lambda s, x, seen: torch.fft.irfft(torch.fft.rfft(x), n=x.shape[-1])),
         ("as complex", lambda s, x, seen: torch.view_as_real(torch.complex(x, -x) * 1j).sum(-1)),
