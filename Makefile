@@ -55,6 +55,20 @@ fuzz-long: .venv/.stamp ## 20,000 networks through the passes, 500 through optim
 	-$(FUZZ) --jobs $(FUZZ_JOBS) --out $(FUZZ_OUT)/long --kind interrupts --seeds 0:400
 	$(FUZZ) report $(FUZZ_OUT)/long --out fuzz/results/long
 
+# NNSmith sees the libraries of .venv, so that torch is not installed twice; it is pinned, and brings what it needs.
+fuzz-nnsmith: .venv-nnsmith/.stamp ## 500 and more networks that NNSmith invents through the passes
+	.venv-nnsmith/bin/python -m fuzz --jobs $(FUZZ_JOBS) --out $(FUZZ_OUT)/nnsmith --kind nnsmith --seeds 0:700
+	.venv-nnsmith/bin/python -m fuzz report $(FUZZ_OUT)/nnsmith --out fuzz/results/nnsmith
+
+.venv-nnsmith/.stamp: .venv/.stamp
+	$(VENV_PYTHON) -m venv --without-pip .venv-nnsmith
+	@own=$$(.venv-nnsmith/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") && \
+	    $(VENV_PYTHON) -c "import sysconfig; print(sysconfig.get_path('purelib'))" >"$$own/main.pth" && \
+	    $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check --no-input --no-deps --target "$$own" \
+	        nnsmith==0.1.0 z3-solver hydra-core hydra-colorlog colorlog omegaconf \
+	        'antlr4-python3-runtime==4.9.*' multipledispatch appdirs
+	@touch $@
+
 lint: lint-style lint-types lint-layers ## ruff, mypy and the import layers
 
 lint-style: .venv/.stamp

@@ -1,6 +1,6 @@
 """`python -m fuzz`: run random networks against ampopt's promises, look at one, or sum up the logs.
 
-`python -m fuzz --kind passes --seeds 0:20000 --out DIR` judges networks and logs them; begun again, it goes on.
+`python -m fuzz --kind passes --seeds 0:20000 --out DIR` judges networks and logs them; again, it goes on.
 `python -m fuzz short --out DIR` judges some of each kind, other ones each day, within a time.
 `python -m fuzz show passes 17` judges one here, shrinks it where it has a fault, and shows it.
 `python -m fuzz report DIR` sums logs up.

@@ -46,7 +46,7 @@ def same_memory(tensor: Tensor) -> Tensor:
         return tensor.detach().clone()
     storage = tensor.detach().untyped_storage().clone()
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+    copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
     return copy.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else copy
 
 
@@ -232,7 +232,7 @@ def leave(ending: str, y: Tensor, seen: Sequence[Tensor], weight: Tensor) -> Any
         "expanded": lambda: y.unsqueeze(0).expand(2, *y.shape),
         "input": lambda: (y, seen[0]),
         "input's view": lambda: (y, seen[0].reshape(-1)[:1]),
-        "all": lambda: tuple(seen) + (y,),
+        "all": lambda: (*seen, y),
         "weight": lambda: (y, weight),
         "weight's view": lambda: (y, weight[:1]),
         "constant tensor": lambda: (y, torch.ones(2)),

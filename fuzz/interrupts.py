@@ -32,7 +32,7 @@ libraries are loaded then. Others are optimized once before, to know how long th
 
 
 class _Interrupter:
-    """Sends SIGINT to this process, or to its group, after some seconds, unless the block has ended before."""
+    """Sends SIGINT to this process, or to its group, after some seconds, unless the block has ended."""
 
     def __init__(self, seconds: float, *, group: bool) -> None:
         self._over, self._lock, self._group = False, threading.Lock(), group

@@ -45,7 +45,7 @@ class Answered:
 
 
 def ask(run: Callable[[Call], object], calls: Sequence[Call]) -> list[Answered]:
-    """The answers to a sequence of calls; each gets tensors of its own, which lie in memory as they should."""
+    """The answers to a sequence of calls; each gets tensors of its own that lie in memory as they should."""
     answers = []
     for call in calls:
         own = call.map(same_memory)
@@ -56,7 +56,7 @@ def ask(run: Callable[[Call], object], calls: Sequence[Call]) -> list[Answered]:
 
 
 class Judge:
-    """Knows the right answers to a sequence of calls: in float64, and in each precision as eager gives them."""
+    """Knows the right answers to a sequence of calls: in float64, and in each precision as eager does."""
 
     def __init__(self, model: nn.Module, calls: Sequence[Call]) -> None:
         """`model` is not changed. Raises what it raises on the calls itself."""
@@ -74,7 +74,7 @@ class Judge:
         return self._eager[dtype]
 
     def knows(self, dtype: torch.dtype) -> bool:
-        """Whether eager itself answers in that precision: not every operator of PyTorch does under autocast."""
+        """Whether eager itself answers in that precision; not every operator does under autocast."""
         try:
             self.eager(dtype)
         except Exception:  # whatever it is: it comes from PyTorch
@@ -104,7 +104,7 @@ class Judge:
             return self.plain
 
     def objection(self, answers: Sequence[Answered], dtype: torch.dtype) -> str | None:
-        """What is wrong with the answers that something gave in the precision of `dtype`; None where nothing is.
+        """What is wrong with answers given in the precision of `dtype`; None where nothing is.
 
         Where NaN or Inf goes in or comes out, only that has to be there still: a kernel may spread it to
         numbers beside it (zero times NaN in a merged group, or in a padded channel), never hide it.
@@ -186,7 +186,7 @@ class Judge:
 
 
 def distance(out: Tensor, own: Tensor, exact: Tensor) -> float:
-    """‖out - exact‖ / ‖exact‖ over the elements that are finite in all three; of integers the share that differs."""
+    """‖out - exact‖ / ‖exact‖ over what is finite in all three; of integers the share that differs."""
     if not out.is_floating_point():
         return float((out != exact.to(out.dtype)).double().mean()) if out.numel() else 0.0
     a, e = out.double(), exact.double()

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """All there is to know about a network and its call. A layer that does not fit where it stands is no layer."""
+    """All there is to know about a network and its call. A layer that does not fit its place is left out."""
 
     seed: int
     shape: tuple[int, ...]
@@ -215,7 +215,7 @@ def draw(seed: int, *, stateful: bool = False) -> Spec:
 def _shape(pick: Pick) -> tuple[int, ...]:
     batch = pick.one(1, 1, 2, 2, 3) if pick.maybe(0.96) else 0
     c = pick.one(1, 2, 3, 4, 4, 6, 8)
-    sizes = {
+    sizes: dict[str, Callable[[], tuple[int, ...]]] = {
         "images": lambda: (batch, c, pick.number(1, 10), pick.number(1, 10)),
         "rows": lambda: (batch, pick.number(1, 16)),
         "sequences": lambda: (batch, c, pick.number(1, 12)),

@@ -14,7 +14,7 @@ Entry = dict[str, Any]
 
 
 def summary(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Counts by outcome and reason for each kind of run, the faults themselves, and what the runs were made with."""
+    """Counts by outcome and reason for each kind of run, the faults, and what the runs were made with."""
     runs = [e for e in entries if "run" in e]
     judged = {(e["kind"], e["seed"]): e for e in entries if "seed" in e}  # a seed judged twice counts once
     kinds = sorted({kind for kind, _ in judged})

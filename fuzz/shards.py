@@ -1,4 +1,4 @@
-"""Runs of many networks: in processes that are replaced when they die, with a log that a later run goes on with."""
+"""Runs of many networks: in processes that are replaced when they die, with logs that a later run resumes."""
 
 from __future__ import annotations
 
@@ -153,10 +153,8 @@ def perform(run: Run) -> int:
                         print(json.dumps(entry), file=log, flush=True)
                         if entry["outcome"] in FAULTS:
                             faults.append(seed)
-                            print(
-                                f"{run.kind} {seed}: {entry['outcome']} in {entry['stage']}: {entry['reason']}",
-                                flush=True,
-                            )
+                            what = f"{entry['outcome']} in {entry['stage']}: {entry['reason']}"
+                            print(f"{run.kind} {seed}: {what}", flush=True)
                         continue
                     return
             finally:

@@ -39,7 +39,7 @@ def _smaller(spec: Spec) -> Iterator[Spec]:
             yield dataclasses.replace(spec, layers=spec.layers[:start] + spec.layers[start + size :])
     for field, plain in _PLAIN.items():
         if getattr(spec, field) != plain:
-            yield dataclasses.replace(spec, **{field: plain})
+            yield Spec.from_json({**spec.to_json(), field: plain})
 
 
 def describe(spec: Spec) -> str:

@@ -83,9 +83,8 @@ def _calls(spec: Spec, pick: Pick) -> list[Call]:
     if spec.shape:
         calls.append(make_call(spec, 3, shape=(spec.shape[0] + 1, *spec.shape[1:])))
         calls.append(make_call(spec, 4, shape=(*spec.shape[:-1], spec.shape[-1] + 1)))
-    for memory in ("transposed", "sliced", "expanded", "channels_last"):
-        if pick.maybe(0.4):
-            calls.append(make_call(spec, 5, memory=memory))
+    memories = [m for m in ("transposed", "sliced", "expanded", "channels_last") if pick.maybe(0.4)]
+    calls += [make_call(spec, 5, memory=memory) for memory in memories]
     return [*calls, make_call(spec, 1, values="large"), make_call(spec)]
 
 
@@ -126,7 +125,7 @@ def judge_served(served: Served, judge: Judge, pick: Pick, precision: str) -> Ou
         return Outcome("wrong", reason, stage, details)
     if reason := _keeps_memory(served, judge.calls[-1], dtype, judge):
         return Outcome("wrong", reason, stage, details)
-    return Outcome("ok", served.report.chosen, stage, details)
+    return Outcome("ok", str(served.report.chosen), stage, details)
 
 
 def _mode(pick: Pick) -> contextlib.AbstractContextManager[object]:

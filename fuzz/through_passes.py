@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import traceback
 from collections.abc import Sequence
+from unittest import mock
 
 import torch
 from torch import nn
@@ -12,13 +14,13 @@ from torch import nn
 from ampopt.capture import Captured, capture, device_of, private_copy
 from ampopt.errors import AmpoptError
 from ampopt.executable import executable
-from ampopt.group_forms import Form, GroupedConv, forms_for
+from ampopt.group_forms import Form, GroupedConv
 from ampopt.lanes import Lane
 from ampopt.passes import PIPELINE, Degroup, Script, SearchConvAlgorithms
 from ampopt.program import Program
 from ampopt.transform import Numerics, Pass, replay
 from fuzz.calls import Call, same_memory
-from fuzz.judge import Judge, ask
+from fuzz.judge import Answered, Judge, ask
 from fuzz.network import Spec, build, make_call
 from fuzz.outcome import Outcome, short
 from fuzz.pick import Pick
@@ -142,24 +144,13 @@ def _apply(step: Pass, program: Program, pick: Pick) -> Program:
     return result.program.replace(recipe=(*program.recipe, result.replay or step))
 
 
-class _any_form:  # noqa: N801  a context manager
+def _any_form(pick: Pick) -> contextlib.AbstractContextManager[object]:
     """Within it `degroup` measures nothing: any form of a convolution may be the fastest."""
 
-    def __init__(self, pick: Pick) -> None:
-        self._pick = pick
+    def measure(_: GroupedConv, forms: Sequence[Form], *__: object) -> list[tuple[Form, float]]:
+        return [(form, 1e-6 + pick.fraction()) for form in forms]
 
-    def __enter__(self) -> None:
-        import ampopt.passes.degroup as module
-
-        self._module, self._real = module, module.measure_forms
-
-        def measure(conv: GroupedConv, forms: Sequence[Form], program: Program) -> list[tuple[Form, float]]:
-            return [(form, 1e-6 + self._pick.fraction()) for form in forms_for(conv)]
-
-        module.measure_forms = measure
-
-    def __exit__(self, *_: object) -> None:
-        self._module.measure_forms = self._real
+    return mock.patch("ampopt.passes.degroup.measure_forms", measure)
 
 
 def _names(program: Program) -> str:
@@ -179,8 +170,11 @@ def _judge_program(judge: Judge, program: Program, lane: Lane, stage: str) -> No
 
 
 def _judge_bits(judge: Judge, before: Program, after: Program, stage: str) -> None:
-    first = [ask(lambda call, run=executable(p): run(*call.tensors), judge.calls) for p in (before, after)]
-    for a, b in zip(*first, strict=True):
+    def answers(program: Program) -> list[Answered]:
+        run = executable(program)
+        return ask(lambda call: run(*call.tensors), judge.calls)
+
+    for a, b in zip(answers(before), answers(after), strict=True):
         for x, y in zip(a.outputs, b.outputs, strict=True):
             if not torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)):
                 raise Fault(Outcome("wrong", "bits changed under a pass that promises to keep them", stage))

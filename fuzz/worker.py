@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fuzz import interrupts, through_optimize, through_passes
+from fuzz import interrupts, nnsmith_models, through_optimize, through_passes
 from fuzz.network import Spec, draw
 from fuzz.outcome import Outcome
 from fuzz.shrink import describe, shrink
@@ -34,6 +34,8 @@ SHRINKING_S = {"passes": 20.0, "optimize": 0.0, "interrupts": 0.0}
 
 def judge(kind: str, seed: int, device: str) -> dict[str, Any]:
     """The log's entry for one network: what became of it, and where that is a fault, how to see it."""
+    if kind == "nnsmith":
+        return _judge_nnsmith(seed)
     started, check = time.perf_counter(), CHECKS[kind]
     spec = draw(seed, stateful=kind != "passes")
     try:
@@ -49,6 +51,18 @@ def judge(kind: str, seed: int, device: str) -> dict[str, Any]:
         entry |= {"network": describe(small), "small_reason": shown.reason, "details": shown.details}
     elif kind != "passes":
         entry |= {"stage": outcome.stage, "details": outcome.details}
+    return entry | {"seconds": round(time.perf_counter() - started, 3)}
+
+
+def _judge_nnsmith(seed: int) -> dict[str, Any]:
+    started = time.perf_counter()
+    try:
+        outcome = nnsmith_models.check(seed)
+    except Exception as error:  # the harness itself is wrong: that is to be seen, too
+        outcome = through_passes.raw(error, "harness")
+    entry = {"seed": seed, "outcome": outcome.kind, "reason": outcome.reason}
+    if outcome.is_fault:
+        entry |= {"stage": outcome.stage, "network": outcome.details.get("graph"), "details": outcome.details}
     return entry | {"seconds": round(time.perf_counter() - started, 3)}
 
 

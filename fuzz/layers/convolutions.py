@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from fuzz.layers.step import Builder, Step, World, channels, features, need, spatial, weight
+from fuzz.layers.step import Builder, Maker, Step, World, channels, features, need, spatial, weight
 from fuzz.pick import Pick
 
-CONVS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-TRANSPOSED: dict[int, Any] = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+CONVS: dict[int, Maker] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+TRANSPOSED: dict[int, Maker] = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 FUNCTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-NORMS: dict[int, Any] = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+NORMS: dict[int, Maker] = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 
 
 def _kernel(pick: Pick, dims: int, most: int = 3) -> int | tuple[int, ...]:
@@ -37,9 +37,7 @@ def conv(pick: Pick, x: Tensor, _: World) -> nn.Module:
     padding: Any = pick.one(0, 1, 1, 2, "same", "valid", (1, 0, 2)[:dims])
     if padding == "same":
         stride = 1
-    return CONVS[
-        dims
-    ](  # type: ignore[no-any-return]
+    return CONVS[dims](
         c,
         out,
         _kernel(pick, dims),
@@ -55,21 +53,21 @@ def conv(pick: Pick, x: Tensor, _: World) -> nn.Module:
 def pointwise(pick: Pick, x: Tensor, _: World) -> nn.Module:
     """A 1×1 convolution."""
     c = channels(x)
-    return CONVS[spatial(x)](c, _out(pick, c), 1, bias=pick.maybe())  # type: ignore[no-any-return]
+    return CONVS[spatial(x)](c, _out(pick, c), 1, bias=pick.maybe())
 
 
 def depthwise(pick: Pick, x: Tensor, _: World) -> nn.Module:
     """A convolution with a group for each channel."""
     c = channels(x)
     factor = pick.one(1, 1, 2)
-    return CONVS[spatial(x)](c, c * factor, pick.one(1, 3), padding=1, groups=c, bias=pick.maybe())  # type: ignore[no-any-return]
+    return CONVS[spatial(x)](c, c * factor, pick.one(1, 3), padding=1, groups=c, bias=pick.maybe())
 
 
 def transposed(pick: Pick, x: Tensor, _: World) -> nn.Module:
     """A transposed convolution, with groups and output padding."""
     dims, c = spatial(x), channels(x)
     out, stride = _out(pick, c), pick.one(1, 2)
-    return TRANSPOSED[dims](  # type: ignore[no-any-return]
+    return TRANSPOSED[dims](
         c,
         out,
         _kernel(pick, dims),
@@ -87,8 +85,8 @@ def unbatched(pick: Pick, x: Tensor, _: World) -> nn.Module:
     need(x.dim() in (2, 3, 4) and 0 < x.shape[0] <= 64)
     dims, c = x.dim() - 1, x.shape[0]
     if pick.maybe(0.3):
-        return TRANSPOSED[dims](c, c, 2, bias=pick.maybe())  # type: ignore[no-any-return]
-    return CONVS[dims](c, c, 3, padding=1, groups=pick.divisor(c), bias=pick.maybe())  # type: ignore[no-any-return]
+        return TRANSPOSED[dims](c, c, 2, bias=pick.maybe())
+    return CONVS[dims](c, c, 3, padding=1, groups=pick.divisor(c), bias=pick.maybe())
 
 
 def batch_norm(dims: int, c: int, pick: Pick) -> nn.Module:
@@ -103,7 +101,7 @@ def batch_norm(dims: int, c: int, pick: Pick) -> nn.Module:
         if isinstance(tensor, Tensor):
             nn.init.uniform_(tensor, 0.3, 3.0)
     if pick.maybe(0.1):
-        nn.init.zeros_(norm.running_var[:1])  # type: ignore[index]
+        nn.init.zeros_(norm.running_var[:1])
     return norm
 
 
@@ -111,7 +109,7 @@ def conv_bn(pick: Pick, x: Tensor, world: World) -> nn.Module:
     """A convolution or a transposed one, its batch norm and perhaps an activation."""
     dims = spatial(x)
     first = pick.one(conv, transposed, depthwise, pointwise)(pick, x, world)
-    layers = [first, batch_norm(dims, first.out_channels, pick)]  # type: ignore[arg-type]
+    layers = [first, batch_norm(dims, first.out_channels, pick)]
     kinds = (nn.ReLU, nn.ReLU6, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.Tanh, nn.Identity)
     layers.append(pick.one(*kinds)())
     if pick.maybe(0.15):
@@ -204,7 +202,7 @@ def parametrized(pick: Pick, x: Tensor, _: World) -> nn.Module:
         return parametrizations.orthogonal(layer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return nn.utils.weight_norm(layer)  # type: ignore[no-any-return]
+        return nn.utils.weight_norm(layer)
 
 
 def squeeze_excite(pick: Pick, x: Tensor, _: World) -> nn.Module:

@@ -170,7 +170,7 @@ def state(pick: Pick, x: Tensor, _: World) -> nn.Module:
     step = Step(
         words, function, buffer=torch.zeros(1), weight=nn.Parameter(torch.ones(1), requires_grad=False)
     )
-    step.count, step.history, step.counts, step.last = 0, [], {}, None  # type: ignore[assignment]
+    step.count, step.history, step.counts, step.last = 0, [], {}, None
     return step
 
 

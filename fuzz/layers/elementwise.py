@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fuzz.layers.step import Builder, Step, World, channels, features, need, weight
+from fuzz.layers.step import Builder, Maker, Step, World, channels, features, need, weight
 from fuzz.pick import Pick
 
 Way = tuple[str, Any]
@@ -18,7 +18,7 @@ def activation(pick: Pick, x: Tensor, _: World) -> nn.Module:
     """One of torch's activation modules, in place or not."""
     inplace = pick.maybe(0.25)
     need(x.dim() > 0)
-    makers: list[Any] = [
+    makers: list[Maker] = [
         lambda: nn.ReLU(inplace=inplace),
         lambda: nn.ReLU(),
         lambda: nn.ReLU6(inplace=inplace),
@@ -46,24 +46,24 @@ def activation(pick: Pick, x: Tensor, _: World) -> nn.Module:
         lambda: nn.RReLU(inplace=inplace),
         lambda: nn.GLU(pick.one(-1, 1)),
     ]
-    return pick.one(*makers)()  # type: ignore[no-any-return]
+    return pick.one(*makers)()
 
 
 def softmax(pick: Pick, x: Tensor, _: World) -> nn.Module:
     """Softmax and its relatives along any dimension."""
     need(x.dim() > 0)
     dim = pick.number(-x.dim(), x.dim() - 1)
-    kind: Any = pick.one(nn.Softmax, nn.LogSoftmax, nn.Softmin)
-    return kind(dim)  # type: ignore[no-any-return]
+    kind: Maker = pick.one(nn.Softmax, nn.LogSoftmax, nn.Softmin)
+    return kind(dim)
 
 
 def dropout(pick: Pick, x: Tensor, _: World) -> nn.Module:
     """Dropout, which does nothing in evaluation."""
-    kinds: list[Any] = [nn.Dropout, nn.AlphaDropout, nn.Identity]
+    kinds: list[Maker] = [nn.Dropout, nn.AlphaDropout, nn.Identity]
     kind = pick.one(*kinds, nn.FeatureAlphaDropout, nn.Dropout2d) if x.dim() == 4 else pick.one(*kinds)
     if pick.maybe(0.2):
         return Step("F.dropout(x, 0.3, self.training)", lambda s, x, seen: F.dropout(x, 0.3, s.training))
-    return kind()  # type: ignore[no-any-return]
+    return kind()
 
 
 def arithmetic(pick: Pick, x: Tensor, _: World) -> nn.Module:
@@ -220,7 +220,7 @@ def autocast_block(pick: Pick, x: Tensor, _: World) -> nn.Module:
         y = s.layer(x).to(x.dtype)
         with torch.autocast(x.device.type, dtype=low, enabled=enabled):
             z: Tensor = s.layer(y).relu() + y
-        return s.layer(z.to(x.dtype)).to(x.dtype)  # type: ignore[no-any-return]
+        return s.layer(z.to(x.dtype)).to(x.dtype)
 
     form = pick.maybe(0.3)
     words = f"linear under autocast({low}, enabled={enabled}){' between linears' if form else ''}"

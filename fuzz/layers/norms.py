@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuzz.layers import convolutions
-from fuzz.layers.step import Builder, Step, World, channels, features, need, spatial, weight
+from fuzz.layers.step import Builder, Maker, Step, World, channels, features, need, spatial, weight
 from fuzz.pick import Pick
 
 
@@ -22,7 +23,7 @@ def batch_statistics(pick: Pick, x: Tensor, _: World) -> nn.Module:
     """A batch norm without running statistics: it normalizes with those of the batch."""
     need(x.shape[0] > 1 or x.dim() > 2)
     dims = 1 if x.dim() == 2 else spatial(x)
-    return convolutions.NORMS[dims](channels(x), track_running_stats=False, affine=pick.maybe())  # type: ignore[no-any-return]
+    return convolutions.NORMS[dims](channels(x), track_running_stats=False, affine=pick.maybe())
 
 
 def functional_batch_norm(pick: Pick, x: Tensor, _: World) -> nn.Module:
@@ -41,8 +42,8 @@ def functional_batch_norm(pick: Pick, x: Tensor, _: World) -> nn.Module:
 def instance_norm(pick: Pick, x: Tensor, _: World) -> nn.Module:
     """Instance normalization, with running statistics or without."""
     dims, c = spatial(x), channels(x)
-    kind: Any = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}[dims]
-    return kind(c, affine=pick.maybe(), track_running_stats=pick.maybe(0.3), eps=pick.one(1e-5, 0.1))  # type: ignore[no-any-return]
+    kind: Maker = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}[dims]
+    return kind(c, affine=pick.maybe(), track_running_stats=pick.maybe(0.3), eps=pick.one(1e-5, 0.1))
 
 
 def group_norm(pick: Pick, x: Tensor, _: World) -> nn.Module:
@@ -88,7 +89,7 @@ def linear_chain(pick: Pick, x: Tensor, _: World) -> nn.Module:
     """Linear layers with nothing, or nothing that counts, between them."""
     sizes = [features(x), *(pick.one(2, 5, 8, 16) for _ in range(pick.number(2, 4)))]
     layers: list[nn.Module] = []
-    for a, b in zip(sizes, sizes[1:], strict=False):
+    for a, b in itertools.pairwise(sizes):
         layers.append(nn.Linear(a, b, bias=pick.maybe(0.7)))
         if pick.maybe(0.2):
             layers.append(pick.one(nn.Dropout, nn.Identity)())
@@ -127,9 +128,9 @@ def attention(pick: Pick, x: Tensor, _: World) -> nn.Module:
     def run(s: Any, x: Tensor, seen: Any) -> Tensor:
         t = x.flatten(2).transpose(1, 2) if image else x
         if form == "module":
-            return s.part(t, t, t, need_weights=False)[0]  # type: ignore[no-any-return]
+            return s.part(t, t, t, need_weights=False)[0]
         if form == "layer":
-            return s.part(t)  # type: ignore[no-any-return]
+            return s.part(t)
         q, k, v = s.part(t).chunk(3, -1)
         mask = torch.ones(t.shape[1], t.shape[1], dtype=torch.bool, device=t.device).tril()
         return F.scaled_dot_product_attention(
@@ -160,7 +161,7 @@ def attention(pick: Pick, x: Tensor, _: World) -> nn.Module:
 def recurrent(pick: Pick, x: Tensor, _: World) -> nn.Module:
     """LSTM, GRU or RNN over the last dimension's features."""
     need(x.dim() == 3)
-    kind: Any = pick.one(nn.LSTM, nn.GRU, nn.RNN)
+    kind: Maker = pick.one(nn.LSTM, nn.GRU, nn.RNN)
     part = kind(
         features(x),
         pick.one(2, 5),

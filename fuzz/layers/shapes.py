@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuzz.layers.convolutions import CONVS
-from fuzz.layers.step import Builder, Step, World, channels, features, need, spatial
+from fuzz.layers.step import Builder, Maker, Step, World, channels, features, need, spatial
 from fuzz.pick import Pick
 
 Way = tuple[str, Any]
@@ -17,8 +17,8 @@ Way = tuple[str, Any]
 
 def max_pool(pick: Pick, x: Tensor, _: World) -> nn.Module:
     """Max pooling, with dilation, odd sizes and ceiling."""
-    kind: Any = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}[spatial(x)]
-    return kind(  # type: ignore[no-any-return]
+    kind: Maker = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}[spatial(x)]
+    return kind(
         pick.one(2, 3),
         stride=pick.one(None, 1, 2),
         padding=pick.one(0, 1),
@@ -30,13 +30,13 @@ def max_pool(pick: Pick, x: Tensor, _: World) -> nn.Module:
 def unpool(pick: Pick, x: Tensor, _: World) -> nn.Module:
     """Max pooling with indices, a layer between, and unpooling."""
     dims, c = spatial(x), channels(x)
-    pool: Any = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}[dims]
-    back: Any = {1: nn.MaxUnpool1d, 2: nn.MaxUnpool2d, 3: nn.MaxUnpool3d}[dims]
+    pool: Maker = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}[dims]
+    back: Maker = {1: nn.MaxUnpool1d, 2: nn.MaxUnpool2d, 3: nn.MaxUnpool3d}[dims]
     between = CONVS[dims](c, c, 1) if pick.maybe() else nn.Identity()
 
     def run(s: Any, x: Tensor, seen: Any) -> Tensor:
         y, indices = s.pool(x)
-        return s.back(s.between(y), indices, output_size=x.shape[2:])  # type: ignore[no-any-return]
+        return s.back(s.between(y), indices, output_size=x.shape[2:])
 
     return Step(
         "unpool(layer(pool(x)))", run, pool=pool(2, return_indices=True), back=back(2), between=between
@@ -46,23 +46,23 @@ def unpool(pick: Pick, x: Tensor, _: World) -> nn.Module:
 def average_pool(pick: Pick, x: Tensor, _: World) -> nn.Module:
     """Average pooling with odd options."""
     dims = spatial(x)
-    kind: Any = {1: nn.AvgPool1d, 2: nn.AvgPool2d, 3: nn.AvgPool3d}[dims]
+    kind: Maker = {1: nn.AvgPool1d, 2: nn.AvgPool2d, 3: nn.AvgPool3d}[dims]
     more: dict[str, Any] = {"ceil_mode": pick.maybe(), "count_include_pad": pick.maybe()}
     if dims > 1:
         more["divisor_override"] = pick.one(None, None, 3)
-    return kind(pick.one(2, 3), stride=pick.one(None, 1), padding=pick.one(0, 1), **more)  # type: ignore[no-any-return]
+    return kind(pick.one(2, 3), stride=pick.one(None, 1), padding=pick.one(0, 1), **more)
 
 
 def adaptive_pool(pick: Pick, x: Tensor, _: World) -> nn.Module:
     """Adaptive pooling, of averages or maxima, to sizes that do not divide."""
     dims = spatial(x)
-    average: dict[int, Any] = {1: nn.AdaptiveAvgPool1d, 2: nn.AdaptiveAvgPool2d, 3: nn.AdaptiveAvgPool3d}
-    largest: dict[int, Any] = {1: nn.AdaptiveMaxPool1d, 2: nn.AdaptiveMaxPool2d, 3: nn.AdaptiveMaxPool3d}
+    average: dict[int, Maker] = {1: nn.AdaptiveAvgPool1d, 2: nn.AdaptiveAvgPool2d, 3: nn.AdaptiveAvgPool3d}
+    largest: dict[int, Maker] = {1: nn.AdaptiveMaxPool1d, 2: nn.AdaptiveMaxPool2d, 3: nn.AdaptiveMaxPool3d}
     size: Any = pick.one(1, 2, 3) if dims == 1 or pick.maybe() else (1, None, 2)[:dims]
     if pick.maybe(0.15):
         need(dims == 2)
         return nn.LPPool2d(2, 2)
-    return pick.one(average, largest)[dims](size)  # type: ignore[no-any-return]
+    return pick.one(average, largest)[dims](size)
 
 
 def resize(pick: Pick, x: Tensor, _: World) -> nn.Module:
@@ -84,14 +84,14 @@ def shuffle(pick: Pick, x: Tensor, _: World) -> nn.Module:
     """Pixels and channels in another order; patches."""
     need(x.dim() == 4)
     c = channels(x)
-    makers: list[Any] = [
+    makers: list[Maker] = [
         lambda: nn.PixelShuffle(2),
         lambda: nn.PixelUnshuffle(2),
         lambda: nn.ChannelShuffle(pick.divisor(c)),
         lambda: nn.Unfold(2, padding=1),
         lambda: nn.ZeroPad2d((1, 0, 2, -1)),
     ]
-    return pick.one(*makers)()  # type: ignore[no-any-return]
+    return pick.one(*makers)()
 
 
 def pad(pick: Pick, x: Tensor, _: World) -> nn.Module:

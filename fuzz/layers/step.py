@@ -51,6 +51,10 @@ Builder = Callable[[Pick, Tensor, World], nn.Module]
 """Makes a layer that can follow a tensor like the given one, or raises DoesNotFit."""
 
 
+Maker = Callable[..., nn.Module]
+"""A class of modules, or what else makes one; tables of them tell no more about their arguments."""
+
+
 def need(fits: bool) -> None:
     """Raise DoesNotFit unless the condition holds."""
     if not fits:

@@ -177,7 +177,7 @@ def served(function: Any) -> Any:
     from tests.helpers import several_kinds
 
     module = module_of(several_kinds(), torch.randn(1, 3, 8, 8))
-    module.forward = function
+    module.forward = function  # type: ignore[method-assign]
     module.report.chosen = "fp32"
     return module
 
@@ -202,9 +202,7 @@ def test_what_is_served_is_judged_call_by_call() -> None:
 def test_an_interrupt_that_comes_through_is_raw(pretended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupts, "COLD", 1.0)
     monkeypatch.setattr(interrupts, "BUDGET_S", 0.05)
-    monkeypatch.setattr(
-        interrupts.Pick, "maybe", lambda self, chance=0.5: chance == 1.0
-    )  # to this process alone
+    monkeypatch.setattr(Pick, "maybe", lambda self, chance=0.5: chance == 1.0)  # to this process alone
 
     def deaf(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         while True:
