@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ampopt.capture import device_of, private_copy
+from ampopt.model_copy import device_of, private_copy
 from ampopt.numerics import FLOORS, rounded_anew
 from ampopt.program import Settings
 from ampopt.signature import flatten_outputs

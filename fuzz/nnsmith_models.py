@@ -1,8 +1,8 @@
 """Networks that NNSmith invents, through the passes. It needs the environment of `make fuzz-nnsmith`.
 
-NNSmith (Liu et al., ASPLOS 2023) solves constraints on shapes and dtypes for graphs of operators that are valid
-by construction. Its own module checks values in Python as it runs, which no graph can hold: the instructions
-are run by a plain one instead.
+NNSmith (Liu et al., ASPLOS 2023) solves constraints on shapes and dtypes, for graphs of operators that are
+valid by construction. Its own module checks values in Python as it runs, which no graph can hold: the
+instructions are run by a plain one instead.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import ampopt
-from ampopt.capture import private_copy
 from ampopt.errors import AmpoptError
 from ampopt.ledger import ORIGINAL
+from ampopt.model_copy import private_copy
 from ampopt.regions import PartlyOptimizedModule
 from ampopt.runtime import OptimizedModule
 from ampopt.signature import flatten_outputs

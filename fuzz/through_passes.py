@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ampopt.capture import Captured, capture, device_of, private_copy
+from ampopt.capture import Captured, capture
 from ampopt.errors import AmpoptError
 from ampopt.executable import executable
 from ampopt.group_forms import Form, GroupedConv
 from ampopt.lanes import Lane
+from ampopt.model_copy import device_of, private_copy
 from ampopt.passes import PIPELINE, Degroup, Script, SearchConvAlgorithms
 from ampopt.program import Program
 from ampopt.transform import Numerics, Pass, replay
@@ -106,7 +107,7 @@ def _steps(pick: Pick) -> Sequence[Pass]:
 
 def _check_lane(judge: Judge, captured: Captured, lane: Lane, pick: Pick) -> Program:
     program = lane.start(captured.program)
-    _judge_program(judge, program, lane, "capture")
+    _judge_program(judge, captured, program, lane, "capture")
     before = program
     steps = _steps(pick)
     if pick.maybe(0.06):
@@ -114,13 +115,17 @@ def _check_lane(judge: Judge, captured: Captured, lane: Lane, pick: Pick) -> Pro
     for step in steps:
         program = _apply(step, program, pick)
         if program.recipe is not before.recipe:
-            _judge_program(judge, program, lane, step.name)
+            _judge_program(judge, captured, program, lane, step.name)
             if step.numerics is Numerics.BITWISE:
-                _judge_bits(judge, before, program, step.name)
+                _judge_bits(judge, captured, before, program, step.name)
         before = program
     plain = judge.calls[1 % len(judge.calls)].map(lambda t: torch.nan_to_num(same_memory(t).detach()))
     try:
-        check_ownership(executable(lane.start(captured.program)), executable(program), plain.tensors)
+        check_ownership(
+            executable(lane.start(captured.program)),
+            executable(program),
+            [*plain.tensors, *captured.initial_state],
+        )
     except AssertionError as error:
         raise Fault(Outcome("wrong", str(error), _names(program))) from error
     return program
@@ -157,11 +162,23 @@ def _names(program: Program) -> str:
     return "+".join(step.name for step in program.recipe) or "capture"
 
 
-def _judge_program(judge: Judge, program: Program, lane: Lane, stage: str) -> None:
-    run = executable(program)
+def _ask(captured: Captured, program: Program, calls: Sequence[Call]) -> list[Answered]:
+    """A program's answers to a sequence of calls; what one leaves in the state, the next one finds."""
+    run, state = executable(program), list(captured.initial_state)
+
+    def answer(call: Call) -> Sequence[Tensor]:
+        outputs = run(*call.tensors, *state)
+        results = len(outputs) - len(state)
+        state[:] = outputs[results:]
+        return outputs[:results]
+
+    return ask(answer, calls)
+
+
+def _judge_program(judge: Judge, captured: Captured, program: Program, lane: Lane, stage: str) -> None:
     where = {"lane": lane.name, "dtype": str(lane.dtype), "recipe": _names(program)}
     try:
-        answers = ask(lambda call: run(*call.tensors), judge.calls)
+        answers = _ask(captured, program, judge.calls)
     except Exception as error:
         found = raw(error, stage)
         raise Fault(dataclasses.replace(found, details={**found.details, **where})) from error
@@ -169,12 +186,9 @@ def _judge_program(judge: Judge, program: Program, lane: Lane, stage: str) -> No
         raise Fault(Outcome("wrong", reason, stage, where))
 
 
-def _judge_bits(judge: Judge, before: Program, after: Program, stage: str) -> None:
-    def answers(program: Program) -> list[Answered]:
-        run = executable(program)
-        return ask(lambda call: run(*call.tensors), judge.calls)
-
-    for a, b in zip(answers(before), answers(after), strict=True):
+def _judge_bits(judge: Judge, captured: Captured, before: Program, after: Program, stage: str) -> None:
+    pair = [_ask(captured, program, judge.calls) for program in (before, after)]
+    for a, b in zip(*pair, strict=True):
         for x, y in zip(a.outputs, b.outputs, strict=True):
             if not torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)):
                 raise Fault(Outcome("wrong", "bits changed under a pass that promises to keep them", stage))
@@ -198,4 +212,4 @@ def _check_replay(judge: Judge, captured: Captured, call: Call, lane: Lane) -> N
         raise
     except Exception as error:
         raise Fault(raw(error, "replay")) from error
-    _judge_program(there, replayed, lane, "replay")
+    _judge_program(there, other, replayed, lane, "replay")

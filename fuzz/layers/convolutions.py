@@ -101,7 +101,7 @@ def batch_norm(dims: int, c: int, pick: Pick) -> nn.Module:
         if isinstance(tensor, Tensor):
             nn.init.uniform_(tensor, 0.3, 3.0)
     if pick.maybe(0.1):
-        nn.init.zeros_(norm.running_var[:1])
+        nn.init.zeros_(norm.get_buffer("running_var")[:1])
     return norm
 
 
@@ -109,7 +109,8 @@ def conv_bn(pick: Pick, x: Tensor, world: World) -> nn.Module:
     """A convolution or a transposed one, its batch norm and perhaps an activation."""
     dims = spatial(x)
     first = pick.one(conv, transposed, depthwise, pointwise)(pick, x, world)
-    layers = [first, batch_norm(dims, first.out_channels, pick)]
+    out = first(x.float()).shape[1]
+    layers = [first, batch_norm(dims, out, pick)]
     kinds = (nn.ReLU, nn.ReLU6, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.Tanh, nn.Identity)
     layers.append(pick.one(*kinds)())
     if pick.maybe(0.15):
@@ -150,7 +151,7 @@ def computed_weight(pick: Pick, x: Tensor, _: World) -> nn.Module:
     form = pick.one("scaled", "slice", "standardized", "from x", "buffer", "double use")
     function = FUNCTIONS[dims]
 
-    def run(s: Any, x: Tensor, seen: Any) -> Tensor:
+    def run(s: Any, x: Tensor, seen: Any) -> Any:
         w: Tensor = s.w
         if form == "scaled":
             w = w * s.scale.exp() + 0.1
@@ -202,7 +203,8 @@ def parametrized(pick: Pick, x: Tensor, _: World) -> nn.Module:
         return parametrizations.orthogonal(layer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return nn.utils.weight_norm(layer)
+        old: nn.Module = nn.utils.weight_norm(layer)
+        return old
 
 
 def squeeze_excite(pick: Pick, x: Tensor, _: World) -> nn.Module:

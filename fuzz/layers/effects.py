@@ -17,7 +17,7 @@ Way = tuple[str, Any]
 def _do(statement: Any) -> Any:
     """A function that does something to its argument and returns it."""
 
-    def run(s: Any, x: Tensor, seen: Any) -> Tensor:
+    def run(s: Any, x: Tensor, seen: Any) -> Any:
         statement(s, x, seen)
         return x
 
@@ -25,7 +25,7 @@ def _do(statement: Any) -> Any:
 
 
 def _after(prepare: Any, statement: Any) -> Any:
-    def run(s: Any, x: Tensor, seen: Any) -> Tensor:
+    def run(s: Any, x: Tensor, seen: Any) -> Any:
         y: Tensor = prepare(x)
         statement(s, y, seen)
         return y
@@ -87,32 +87,32 @@ def in_place_on_earlier(pick: Pick, x: Tensor, _: World) -> nn.Module:
     """Writes into a tensor that something else reads, too: an earlier result, or a view of one."""
     need(x.dim() > 0)
 
-    def late_write(s: Any, x: Tensor, seen: Any) -> Tensor:
+    def late_write(s: Any, x: Tensor, seen: Any) -> Any:
         y = x * 2
         view = y[:, :1] if y.dim() > 1 else y[:1]
         z = view + 1
         y.add_(1)
         return y + z.sum() + view.sum()
 
-    def read_before(s: Any, x: Tensor, seen: Any) -> Tensor:
+    def read_before(s: Any, x: Tensor, seen: Any) -> Any:
         y = x + 1
         before = y.sigmoid()
         y.mul_(before)
         return y - before
 
-    def through_list(s: Any, x: Tensor, seen: Any) -> Tensor:
+    def through_list(s: Any, x: Tensor, seen: Any) -> Any:
         pieces = list((x * 1).unbind(0))
         for number, piece in enumerate(pieces):
             piece.add_(number)
         return torch.stack(pieces)
 
-    def overlapping(s: Any, x: Tensor, seen: Any) -> Tensor:
+    def overlapping(s: Any, x: Tensor, seen: Any) -> Any:
         y = x.clone().contiguous()
         y[..., :1] += y[..., -1:]
         y[..., -1:] *= y[..., :1]
         return y
 
-    def buffer_row(s: Any, x: Tensor, seen: Any) -> Tensor:
+    def buffer_row(s: Any, x: Tensor, seen: Any) -> Any:
         table = s.table.clone()
         table[0] += x.mean()
         return x + table.sum()
@@ -167,50 +167,55 @@ def state(pick: Pick, x: Tensor, _: World) -> nn.Module:
         ("a parameter written to", _write_parameter),
     ]
     words, function = pick.one(*ways)
-    step = Step(
-        words, function, buffer=torch.zeros(1), weight=nn.Parameter(torch.ones(1), requires_grad=False)
+    return Step(
+        words,
+        function,
+        buffer=torch.zeros(1),
+        weight=nn.Parameter(torch.ones(1), requires_grad=False),
+        count=0,
+        history=[],
+        counts={},
+        last=None,
     )
-    step.count, step.history, step.counts, step.last = 0, [], {}, None
-    return step
 
 
-def _count_in_buffer(s: Any, x: Tensor, seen: Any) -> Tensor:
+def _count_in_buffer(s: Any, x: Tensor, seen: Any) -> Any:
     s.buffer += 1
     return x + s.buffer
 
 
-def _moving_mean(s: Any, x: Tensor, seen: Any) -> Tensor:
+def _moving_mean(s: Any, x: Tensor, seen: Any) -> Any:
     s.buffer.mul_(0.5).add_(0.5 * x.mean())
     return x - s.buffer
 
 
-def _replace_buffer(s: Any, x: Tensor, seen: Any) -> Tensor:
+def _replace_buffer(s: Any, x: Tensor, seen: Any) -> Any:
     s.buffer = s.buffer + 1
     return x * s.buffer
 
 
-def _count_in_attribute(s: Any, x: Tensor, seen: Any) -> Tensor:
+def _count_in_attribute(s: Any, x: Tensor, seen: Any) -> Any:
     s.count += 1
     return x * s.count
 
 
-def _grow_list(s: Any, x: Tensor, seen: Any) -> Tensor:
+def _grow_list(s: Any, x: Tensor, seen: Any) -> Any:
     s.history.append(1.0)
     return x + len(s.history)
 
 
-def _count_in_dict(s: Any, x: Tensor, seen: Any) -> Tensor:
+def _count_in_dict(s: Any, x: Tensor, seen: Any) -> Any:
     s.counts[x.dim()] = s.counts.get(x.dim(), 0) + 1
     return x - sum(s.counts.values())
 
 
-def _keep_last(s: Any, x: Tensor, seen: Any) -> Tensor:
+def _keep_last(s: Any, x: Tensor, seen: Any) -> Any:
     y = x if s.last is None else x + s.last
     s.last = x.mean()
     return y
 
 
-def _write_parameter(s: Any, x: Tensor, seen: Any) -> Tensor:
+def _write_parameter(s: Any, x: Tensor, seen: Any) -> Any:
     with torch.no_grad():
         s.weight.mul_(1.5)
     return x * s.weight

@@ -211,12 +211,12 @@ def autocast_block(pick: Pick, x: Tensor, _: World) -> nn.Module:
     n = features(x)
     enabled, low = pick.maybe(0.6), pick.one(torch.bfloat16, torch.float16)
 
-    def run(s: Any, x: Tensor, seen: Any) -> Tensor:
+    def run(s: Any, x: Tensor, seen: Any) -> Any:
         with torch.autocast(x.device.type, dtype=low, enabled=enabled):
             y: Tensor = s.layer(x)
         return y.to(x.dtype)
 
-    def sandwich(s: Any, x: Tensor, seen: Any) -> Tensor:
+    def sandwich(s: Any, x: Tensor, seen: Any) -> Any:
         y = s.layer(x).to(x.dtype)
         with torch.autocast(x.device.type, dtype=low, enabled=enabled):
             z: Tensor = s.layer(y).relu() + y

@@ -125,7 +125,7 @@ def attention(pick: Pick, x: Tensor, _: World) -> nn.Module:
     width, image = tokens.shape[2], x.dim() > 3
     form = pick.one("function", "causal", "mask", "module", "layer", "scale")
 
-    def run(s: Any, x: Tensor, seen: Any) -> Tensor:
+    def run(s: Any, x: Tensor, seen: Any) -> Any:
         t = x.flatten(2).transpose(1, 2) if image else x
         if form == "module":
             return s.part(t, t, t, need_weights=False)[0]

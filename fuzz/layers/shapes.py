@@ -34,7 +34,7 @@ def unpool(pick: Pick, x: Tensor, _: World) -> nn.Module:
     back: Maker = {1: nn.MaxUnpool1d, 2: nn.MaxUnpool2d, 3: nn.MaxUnpool3d}[dims]
     between = CONVS[dims](c, c, 1) if pick.maybe() else nn.Identity()
 
-    def run(s: Any, x: Tensor, seen: Any) -> Tensor:
+    def run(s: Any, x: Tensor, seen: Any) -> Any:
         y, indices = s.pool(x)
         return s.back(s.between(y), indices, output_size=x.shape[2:])
 

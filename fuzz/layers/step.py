@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fuzz.pick import Pick
 
-Function = Callable[[Any, Tensor, Sequence[Tensor]], Tensor]
+Function = Callable[[Any, Tensor, Sequence[Tensor]], Any]
 
 
 class DoesNotFit(Exception):  # noqa: N818  it is an answer, not an error
@@ -34,7 +34,8 @@ class Step(nn.Module):
                 setattr(self, name, member)
 
     def forward(self, x: Tensor, seen: Sequence[Tensor]) -> Tensor:
-        return self.function(self, x, seen)
+        y: Tensor = self.function(self, x, seen)
+        return y
 
     def extra_repr(self) -> str:
         return self.words

@@ -188,12 +188,13 @@ def test_what_is_served_is_judged_call_by_call() -> None:
     judged = [through_optimize.judge_served(served(f), judge, Pick(0), "fp32").kind
               for f in (lambda x: x * 2, lambda x: x * 3, lambda x: 1 / 0)]  # fmt: skip
     assert judged == ["ok", "wrong", "lost"]
-    kept = torch.zeros(2, 3, 8, 8)
+    kept: list[Tensor] = []
 
     def same_memory_each_time(x: Tensor) -> Tensor:
-        return kept.add_(x * 2) if not kept.any() and len(used) == 0 else kept
+        if not kept:
+            kept.append(x * 2)
+        return kept[0]
 
-    used: list[int] = []
     outcome = through_optimize.judge_served(served(same_memory_each_time), judge, Pick(0), "fp32")
     assert outcome.kind == "wrong"
     assert "written to" in outcome.reason

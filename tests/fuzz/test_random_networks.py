@@ -9,8 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ampopt.capture import private_copy
 from ampopt.errors import AmpoptError
+from ampopt.model_copy import private_copy
 from fuzz import calls
 from fuzz.judge import Judge
 from fuzz.network import KINDS, Layer, Spec, build, make_call
