@@ -16,7 +16,6 @@ from ampopt.errors import ExportError, InputError
 from ampopt.graph import aten, cast_for_readers, copy_of, dtype_of, finish, insert_call, record_shapes, where
 from ampopt.onnx_dynamic import Dims, rename_dims
 from ampopt.program import Program
-from ampopt.quiet import quiet
 from ampopt.stable_forms import with_stable_forms
 
 OPSETS = {"onnxruntime": 20, "tensorrt": 18, "openvino": 18}
