@@ -65,8 +65,11 @@ class Care:
     seconds: float
 
 
-SEARCHING, RECALLING, BRIEFLY = Care(2, 3.0), Care(1, 1.0), Care(0, 0.0)
-"""The care that a search takes, that for looking at an earlier one's outcome again, and that after Ctrl-C."""
+SEARCHING, RECALLING = Care(2, 3.0), Care(1, 1.0)
+"""The care that a search takes, and that taken where an earlier one's outcome is only looked at again."""
+
+BRIEFLY_S = 1e-3
+"""The time budget of what has to be done after Ctrl-C."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,9 +254,9 @@ class Optimizer:
         lanes = lanes_for(self._options.precision, self.device, self._options.amp_dtype)
         with held():
             self._finishes(lambda: self._try_everything(lanes), "interrupted: this is the best so far")
-            if not self._states or not self._finish_comparison():
+            best = self._last_comparison() if self._states else None
+            if best is None:
                 return self._unchanged()
-            best = self._choose()
             self.ledger.seconds = time.perf_counter() - self._started
             return self._serve(None if self.ledger.chosen == ORIGINAL else best)
 
@@ -263,24 +266,30 @@ class Optimizer:
         elif not self._recall(lanes):
             self._search(self._affordable(lanes))
 
-    def _finish_comparison(self) -> bool:
-        """Make the last comparison where it was not made yet; False, and a note, where that cannot be.
+    def _last_comparison(self) -> LaneState | None:
+        """Summarize what was not summarized yet, and choose; None, and a note, where that cannot be.
 
         After an interruption it is brief, also where it is itself what was interrupted.
         """
-        if self.ledger.lanes.keys() == {state.lane.name for state in self._states}:
-            return True
-        cares = [BRIEFLY] if self.interrupted else [self._care, BRIEFLY]
-        for self._care in cares:
-            self.ledger.lanes.clear()
+        chosen: list[LaneState] = []
+
+        def compare() -> None:
+            if self.ledger.lanes.keys() != {state.lane.name for state in self._states}:
+                self.ledger.lanes.clear()
+                self._summarize()
+            chosen.append(self._choose())
+
+        for _ in range(1 if self.interrupted else 2):
+            if self.interrupted:
+                self._options = dataclasses.replace(self._options, budget_s=BRIEFLY_S)
             try:
-                if self._finishes(self._summarize, "interrupted in the last comparison"):
-                    return True
+                if self._finishes(compare, "interrupted in the last comparison"):
+                    return chosen[0]
             except Exception as error:
                 self.ledger.notes.append(f"the last comparison failed: {first_line(error)}")
                 break
         self.ledger.lanes.clear()
-        return False
+        return None
 
     def _serve(self, state: LaneState | None) -> OptimizedModule:
         """The module for a lane; the original, with a note, where its best program cannot be made ready."""

@@ -36,9 +36,6 @@ from ampopt.signature import call_key, describe, flatten_call, flatten_outputs, 
 MOST_REASONS = 8
 """How many submodules' reasons for not being captured a report lists."""
 
-BRIEFLY_S = 1e-3
-"""The time budget of what has to be done after Ctrl-C."""
-
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 _PLAIN = (Tensor, int, float, bool, str, type(None))

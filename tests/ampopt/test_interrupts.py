@@ -24,7 +24,7 @@ from ampopt.ledger import ORIGINAL
 from ampopt.optimizer import Optimizer
 from ampopt.pass_manager import PassManager
 from tests.ampopt import snapshot
-from tests.ampopt.planted import KEEP, NO_ENGINES, Planted
+from tests.ampopt.planted import NO_ENGINES, Planted
 
 FOLDER, WATCH = os.path.dirname(ampopt.__file__), "interrupts.py"
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
@@ -288,13 +288,12 @@ def test_twice_in_the_last_comparison_it_gives_the_original(monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("short")
-def test_while_the_module_is_made_it_gives_the_original(
+def test_twice_while_the_module_is_made_it_gives_the_original(
     all_kept: contextlib.AbstractContextManager[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny()
     with all_kept:
-        monkeypatch.setattr("ampopt.optimizer.sure_gain", lambda *_: KEEP)
-        interrupt_once(monkeypatch, Optimizer, "_module")
+        interrupt_once(monkeypatch, Optimizer, "_module", times=2)
         fast = optimize(model, X)
     assert fast.report.chosen == ORIGINAL
     with torch.no_grad():
