@@ -24,7 +24,7 @@ from ampopt.ledger import ORIGINAL, LaneSummary, Ledger
 from ampopt.measure import latency
 from ampopt.model_copy import device_of, private_copy, untouched_rng, working_copy
 from ampopt.numerics import relative_error
-from ampopt.optimizer import AUTO_TOLERANCE, HEADLINE, Optimizer, Options
+from ampopt.optimizer import AUTO_TOLERANCE, BRIEFLY_S, HEADLINE, Optimizer, Options
 from ampopt.pass_manager import Progress
 from ampopt.plain_tensors import check_no_derivatives, is_surrounded
 from ampopt.program import Settings, autocast_now
