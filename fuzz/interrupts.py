@@ -102,6 +102,8 @@ def _interrupted(
     try:
         with interrupter:
             served.append(optimize(model, example, BUDGET_S))
+    except AmpoptError as error:  # `Interrupted` is a KeyboardInterrupt, too
+        return Outcome("refused", f"{type(error).__name__}: {short(error, 120)}", "optimize")
     except KeyboardInterrupt as error:
         where = _place(error.__traceback__)
         if where is not None:
@@ -109,8 +111,6 @@ def _interrupted(
             return Outcome("raw", "KeyboardInterrupt", where, {"trace": trace})
         if not served:
             return Outcome("skipped", "the signal came between the call's end and this harness")
-    except AmpoptError as error:
-        return Outcome("refused", f"{type(error).__name__}: {short(error, 120)}", "optimize")
     except Exception as error:
         return raw(error, "optimize")
     took = round(time.perf_counter() - started, 2)

@@ -28,8 +28,12 @@ class Outcome:
         return self.kind in FAULTS
 
     def same_as(self, other: Outcome) -> bool:
-        """Whether both are the same kind of fault at the same place."""
-        return (self.kind, self.stage) == (other.kind, other.stage)
+        """Whether both are the same kind of fault at the same place, for a reason of the same words."""
+        return (self.kind, self.stage, self._words) == (other.kind, other.stage, other._words)
+
+    @property
+    def _words(self) -> str:
+        return "".join(c for c in self.reason if c.isalpha() or c == " ")
 
 
 def short(error: BaseException, width: int = 300) -> str:

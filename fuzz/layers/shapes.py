@@ -226,7 +226,10 @@ def sampling(pick: Pick, x: Tensor, _: World) -> nn.Module:
         ),
         ("abs of rfft", lambda s, x, seen: torch.fft.rfft(x).abs()),
         ("irfft of rfft", lambda s, x, seen: torch.fft.irfft(torch.fft.rfft(x), n=x.shape[-1])),
-        ("as complex", lambda s, x, seen: torch.view_as_real(torch.complex(x, -x) * 1j).sum(-1)),
+        (
+            "as complex",
+            lambda s, x, seen: torch.view_as_real(torch.complex(x.float(), -x.float()) * 1j).sum(-1).to(x),
+        ),
     ]
     words, function = pick.one(*ways)
     return Step(words, function)
