@@ -98,7 +98,7 @@ bench-cpu: .venv/.stamp ## the benchmarks that make sense without a GPU
 
 clean: ## remove caches and build products; .venv stays
 	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .grimp_cache .hypothesis
-	find ampopt passes benchmarks tests .ci -name __pycache__ -type d -prune -exec rm -rf {} +
+	find ampopt passes benchmarks fuzz tests .ci -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An existing .venv is completed, not replaced.
 .venv/.stamp: pyproject.toml Makefile

@@ -200,7 +200,8 @@ def parametrized(pick: Pick, x: Tensor, _: World) -> nn.Module:
         return parametrizations.spectral_norm(layer)
     if form == "orthogonal":
         need(x.dim() == 2)
-        return parametrizations.orthogonal(layer)
+        square: nn.Module = parametrizations.orthogonal(layer)
+        return square
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         old: nn.Module = nn.utils.weight_norm(layer)
