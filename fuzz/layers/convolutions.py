@@ -195,7 +195,7 @@ def parametrized(pick: Pick, x: Tensor, _: World) -> nn.Module:
     layer: nn.Module = nn.Linear(c, c) if x.dim() == 2 else CONVS[spatial(x)](c, c, 3, padding=1)
     form = pick.one("weight", "old weight", "spectral", "orthogonal")
     if form == "weight":
-        return parametrizations.weight_norm(layer)
+        return nn.Sequential(parametrizations.weight_norm(layer))
     if form == "spectral":
         return parametrizations.spectral_norm(layer)
     if form == "orthogonal":
