@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt.model_copy import device_of, private_copy
 from ampopt.numerics import FLOORS, rounded_anew
@@ -53,6 +56,21 @@ def ask(run: Callable[[Call], object], calls: Sequence[Call]) -> list[Answered]:
         kept = [t.detach().clone() for t in outputs]
         answers.append(Answered(kept, [t.detach().clone() for t in own.tensors]))
     return answers
+
+
+class _Watch(TorchDispatchMode):
+    """Notes whether any result is not finite while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not self.found:
+                self.found = not bool(torch.isfinite(leaf).all())
+        return result
 
 
 class Judge:
@@ -110,9 +128,23 @@ class Judge:
         numbers beside it (zero times NaN in a merged group, or in a padded channel), never hide it.
         """
         for number, answer in enumerate(answers):
-            if reason := self.objection_to(number, answer, dtype):
+            reason = self.objection_to(number, answer, dtype)
+            if reason and not self._overflows(number, dtype):
                 return f"call {number}: {reason}"
         return None
+
+    def _overflows(self, number: int, dtype: torch.dtype) -> bool:
+        """Whether eager leaves the range of a lower precision on the way, and hides that in its answers.
+
+        What another order of operations makes of it is then another number: neither is the right one.
+        """
+        if dtype is torch.float32:
+            return False
+        with _Watch() as low:
+            self._ask(private_copy(self.model), dtype, self.calls[number : number + 1])
+        with _Watch() as full:
+            self._ask(private_copy(self.model), torch.float32, self.calls[number : number + 1])
+        return low.found and not full.found
 
     def _is_finite(self, number: int, dtype: torch.dtype) -> bool:
         answers = self.exact[number], self.eager(dtype)[number]
