@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -139,6 +140,11 @@ def replace(old: fx.Node, new: fx.Node) -> None:
     old.graph.erase_node(old)
 
 
+def reads_result(node: fx.Node, index: int) -> bool:
+    """Whether anybody reads one of the results of a node that has several, or all of them as a whole."""
+    return any(user.target is not operator.getitem or user.args[1] == index for user in node.users)
+
+
 def only_user(node: fx.Node) -> fx.Node | None:
     """The one node that reads `node`, once; None where there are several, none, or one reads it twice."""
     if len(node.users) != 1:
@@ -199,6 +205,16 @@ def _may_share_memory(node: fx.Node) -> bool:
     if node.op != "call_function" or makes_fresh_tensor(node):
         return False
     return any(_may_share_memory(source) for source in node.all_input_nodes)
+
+
+def constant_outputs(module: fx.GraphModule) -> frozenset[int]:
+    """The places of outputs that depend on no input; a compiler may make one tensor of each for all calls."""
+    computed: set[fx.Node] = set(module.graph.find_nodes(op="placeholder"))
+    for node in module.graph.nodes:
+        if not computed.isdisjoint(node.all_input_nodes):
+            computed.add(node)
+    results: tuple[fx.Node, ...] = module.graph.output_node().args[0]  # type: ignore[assignment]
+    return frozenset(place for place, node in enumerate(results) if node not in computed)
 
 
 def record_shapes(program: Program) -> fx.GraphModule:

@@ -208,7 +208,7 @@ def _state_of(exported: ExportedProgram) -> dict[str, fx.Node]:
     results = exported.graph.output_node().args[0]
     buffers = {spec.target: spec.arg.name for spec in exported.graph_signature.input_specs}
     nodes = {node.name: node for node in exported.graph.nodes}
-    for spec, result in zip(exported.graph_signature.output_specs, results, strict=True):  # type: ignore[arg-type]
+    for spec, result in zip(exported.graph_signature.output_specs, results, strict=True):
         if spec.kind is OutputKind.USER_INPUT_MUTATION:
             raise CaptureError(f"the model changes its input {spec.target} when it is called")
         if spec.kind is not OutputKind.BUFFER_MUTATION:

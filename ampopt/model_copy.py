@@ -20,7 +20,7 @@ def private_copy(model: nn.Module, device: torch.device | None = None) -> nn.Mod
     Tensors that are results of other tensors (an old-style `weight_norm`) are cloned, because PyTorch
     refuses to copy them. Raises InputError where the model cannot be copied.
     """
-    duplicate = _deep_copy(model, {})
+    duplicate = exact_copy(model)
     for parameter in duplicate.parameters():
         parameter.requires_grad_(False)
     duplicate.eval()
@@ -33,10 +33,12 @@ def working_copy(model: nn.Module) -> nn.Module:
     What captures, verifies and times calls such copies, so that the one that serves the user stays as it
     was. Buffers and Python's attributes are the copy's own.
     """
-    return _deep_copy(model, {id(parameter): parameter for parameter in model.parameters()})
+    return exact_copy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
-def _deep_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def exact_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy as it is, gradients and mode included; `memo` is that of `copy.deepcopy`."""
+    memo = {} if memo is None else memo
     for module in model.modules():
         for value in vars(module).values():
             if isinstance(value, Tensor) and not value.is_leaf:

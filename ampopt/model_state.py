@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampopt.model_copy import private_copy, untouched_rng, working_copy
+from ampopt.model_copy import exact_copy, private_copy, untouched_rng, working_copy
 from ampopt.numerics import FLOORS, fresh_draw, relative_error, rounded_anew
 from ampopt.signature import flatten_call, flatten_outputs
 
@@ -185,7 +185,7 @@ def behaviour_of(
         rest = [leaf for leaf in layout.template if leaf is not layout.TENSOR]
         return [*(tensor.detach().clone() for tensor in tensors), rest]
 
-    one, other = private_copy(model), working_copy(model)
+    one, other = exact_copy(model), working_copy(model)
     with _Noting() as noted:
         first = answers(one, leaves, 1)
     written = set(differences(model, one))

@@ -28,7 +28,7 @@ from ampopt.ledger import ORIGINAL, LaneSummary, Ledger, Verdict
 from ampopt.measure import engine_latency, latency, peak_memory, shortest_of_two, synchronize
 from ampopt.model_copy import device_of, untouched_rng, working_copy
 from ampopt.pass_manager import LaneState, PassManager, Progress, judging_s
-from ampopt.passes import ENGINES, LAUNCHES, PIPELINE, AllowTf32, BakeAutocast
+from ampopt.passes import ENGINES, LAUNCHES, PIPELINE, AllowTf32, BakeAutocast, FuseConvAct
 from ampopt.program import Settings
 from ampopt.rehearsal import Stage
 from ampopt.runtime import OptimizedModule
@@ -124,8 +124,15 @@ class Options:
         for step in PIPELINE:
             if isinstance(step, AllowTf32) and self.tolerance is None:
                 continue
-            passes.append(BakeAutocast(policy=self.policy) if isinstance(step, BakeAutocast) else step)
+            passes.append(self._as_wished(step))
         return self.allowed(passes)
+
+    def _as_wished(self, step: Pass) -> Pass:
+        if isinstance(step, BakeAutocast):
+            return BakeAutocast(policy=self.policy)
+        if isinstance(step, FuseConvAct):
+            return FuseConvAct(keeps_nan=self.nan != "ignore")
+        return step
 
     def allowed(self, passes: Sequence[Pass]) -> tuple[Pass, ...]:
         """The passes that the user did not exclude."""

@@ -130,8 +130,8 @@ class PassManager:
                 return
             wrong = recipe[self._right_until(state, recipe)]
             state.best = Subject(replay(tuple(step for step in recipe if step is not wrong), state.base))
-            lane, found = state.lane.name, {"error": check.error, "limit": check.limit}
-            entry = Entry(lane, wrong.name, Verdict.REVERTED, "", **found)
+            entry = Entry(state.lane.name, wrong.name, Verdict.REVERTED, "")
+            entry = dataclasses.replace(entry, error=check.error, limit=check.limit)
             self._record(entry, reason=f"it won, but is wrong elsewhere: {check.reason}")
 
     def _right_until(self, state: LaneState, recipe: tuple[Pass, ...]) -> int:

@@ -34,7 +34,7 @@ Faults = Literal["keep", "exact", "ignore"]
 """What has to become of NaN and infinities: elements that are not finite in eager stay so, and others may
 join them ("keep"), or none may ("exact"); or nobody looks ("ignore")."""
 
-AS_FAR = 1.25
+AS_FAR = 2.0
 """A program may be so many times further off than eager is moved by rounding, where that is over the limit.
 
 Outputs of zeros have an error of 1, and never pass.

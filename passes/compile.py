@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ampopt.capturing import capturing
 from ampopt.graph import arguments, aten, calls, finish, insert_call, is_opaque, replace
 from ampopt.inductor_cache import remove_cut_off_builds
+from ampopt.pool_indices import keep_indices
 from ampopt.program import Program
 from ampopt.transform import Family, Numerics, Pass, Result
 
@@ -30,13 +31,14 @@ class Compile(Pass):
     Correct because: the graph is functional with constant shapes, which is what inductor compiles; fused
     kernels compute the same expressions, possibly in another order. On a CPU inductor would fuse ReLU, clamp
     and hardsigmoid into oneDNN's convolutions, which swallow NaN: they are spelt as it does not recognize
-    them, and become part of the loops that it generates. Dynamo is not needed: it would capture
-    what is captured already, and check in every call that nothing has changed. The first calls happen here,
-    outside any capture: a first call inside a capture has poisoned whole processes. The pass manager
-    rehearses it in another process, which alone suffers where the compiler crashes or hangs; only tracing,
-    which runs no compiler and no compiled kernel, goes on here meanwhile. What inductor finds in its cache
-    was compiled of an equal graph, and gets this program's weights; a library there whose compiler was killed
-    is built anew.
+    them, and become part of the loops that it generates. A max pooling whose indices are read stays
+    PyTorch's own, because of several NaN in a window inductor takes another. Dynamo is not needed: it
+    would capture what is captured already, and check in every call that nothing has changed. The first calls
+    happen here, outside any capture: a first call inside a capture has poisoned whole processes. The pass
+    manager rehearses it in another process, which alone suffers where the compiler crashes or hangs; only
+    tracing, which runs no compiler and no compiled kernel, goes on here meanwhile. What inductor finds in its
+    cache was compiled of an equal graph, and gets this program's weights; a library there whose compiler was
+    killed is built anew.
     Cost: seconds to a minute of compilation; seconds where the same was compiled before, in large networks
     ten and more, which come on top of the rehearsal.
     """
@@ -82,6 +84,7 @@ class Compile(Pass):
 
         options = {"triton.cudagraphs": False, "freezing": True}
         module = copy.deepcopy(program.graph).eval()
+        keep_indices(module)
         if program.device.type == "cpu":
             keep_nan(module)
         with program.settings.scope(program.device):

@@ -44,7 +44,7 @@ class FoldConvBn(Pass):
     layer's features, or an unbatched convolution's channels, are not taken for something else), and gives
     the layer's dtype.
     Declines: batch statistics; no running statistics; other readers; computed weights; other ranks;
-    other dtypes.
+    other dtypes; W' or b' that the dtype of W cannot hold (the variance of a dead channel is 0).
     Correct because: with s = γ / √(σ² + ε) for each output channel, bn(W ∗ x + b) = s · (W ∗ x) + s · (b - μ)
     + β, and convolution is linear in W, so W' = s · W along the output channel and b' = s · (b - μ) + β. The
     output channel is dimension 0 of W; a transposed convolution's W is [in, out / groups, *kernel], and its
@@ -70,7 +70,10 @@ class FoldConvBn(Pass):
             if reason := _why_not(norm, layer, shapes):
                 declined.append(Declined(norm.name, reason))
                 continue
-            _fold(module, layer, norm)
+            if not _fold(module, layer, norm):
+                reason = f"the dtype of {layer.name} cannot hold the folded weights"
+                declined.append(Declined(norm.name, reason))
+                continue
             rewrites += 1
         return Result(program.with_graph(finish(module)) if rewrites else program, rewrites, tuple(declined))
 
@@ -105,7 +108,8 @@ def _why_not(norm: fx.Node, layer: fx.Node, shapes: dict[str, fx.Node]) -> str |
     return None
 
 
-def _fold(module: fx.GraphModule, layer: fx.Node, norm: fx.Node) -> None:
+def _fold(module: fx.GraphModule, layer: fx.Node, norm: fx.Node) -> bool:
+    """Fold a normalization; False, and nothing is done, where a folded weight overflows."""
     own = arguments(layer)
     stored, weight = constant(module, own["weight"]), exact_constant(module, own["weight"])
     assert stored is not None
@@ -115,11 +119,18 @@ def _fold(module: fx.GraphModule, layer: fx.Node, norm: fx.Node) -> None:
     new_bias = shift if bias is None else shift + bias.double() * scale
     groups = own["groups"] if layer.target in TRANSPOSED_CONVOLUTIONS else None
     new_weight = weight.double() * _along_output_channel(scale, weight, groups)
+    if any(_overflows(exact, stored.dtype) for exact in (new_weight, new_bias)):
+        return False
     parameters = [p.name for p in layer.target._schema.arguments]  # type: ignore[union-attr]
     own["weight"] = add_rounded(module, f"{norm.name}_weight", new_weight, stored.dtype, layer)
     own["bias"] = add_rounded(module, f"{norm.name}_bias", new_bias, stored.dtype, layer)
     layer.args, layer.kwargs = tuple(own[name] for name in parameters), {}
     replace(norm, layer)
+    return True
+
+
+def _overflows(exact: Tensor, dtype: torch.dtype) -> bool:
+    return bool((torch.isfinite(exact) & ~torch.isfinite(exact.to(dtype))).any())
 
 
 def _scale_and_shift(module: fx.GraphModule, norm: fx.Node) -> tuple[Tensor, Tensor]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ampopt.cudnn_shapes import know_shapes
 from ampopt.graph import (
     arguments,
     aten,
     calls,
+    constant,
     finish,
     insert_call,
     is_constant,
@@ -36,6 +39,7 @@ class FuseConvAct(Pass):
     add or the ReLU, and the add's only reader is the ReLU.
     Declines: other readers; other dtypes; inputs without a batch; an operand that broadcasts or is laid out
     differently; an add with a factor; programs under autocast (the fused operators are not on its lists).
+    With `keeps_nan`, a call for which cuDNN chooses a kernel whose ReLU makes numbers of NaN: it is tried.
     Correct because: the operators are defined as relu(conv(x, W, b)) and relu(conv(x, W, b) + α·z), here with
     α = 1; addition commutes, so either operand of the add may be the convolution. z is computed before the
     add and so before the fused call, which stands in the ReLU's place. Intermediate results stay in FP32
@@ -46,6 +50,8 @@ class FuseConvAct(Pass):
     numerics = Numerics.REASSOCIATED
     family = Family.KERNEL
     portable = False
+
+    keeps_nan: bool = True
 
     def why_not(self, program: Program) -> str | None:
         """The operators exist for CUDA only."""
@@ -63,7 +69,10 @@ class FuseConvAct(Pass):
             if found is None:
                 continue
             conv, other = found
-            if reason := _why_not(conv, relu, other):
+            reason = _why_not(conv, relu, other)
+            if reason is None and self.keeps_nan and _swallows_nan(program, module, conv, other):
+                reason = "the kernel that cuDNN chooses for it makes numbers of NaN"
+            if reason is not None:
                 declined.append(Declined(relu.name, reason))
                 continue
             _fuse(module, conv, relu, other)
@@ -111,10 +120,39 @@ def _why_not(conv: fx.Node, relu: fx.Node, other: fx.Node | None) -> str | None:
     return None
 
 
+def _swallows_nan(program: Program, module: fx.GraphModule, conv: fx.Node, other: fx.Node | None) -> bool:
+    """Whether the fused kernel gives numbers where the separate ones give NaN; one element of x is NaN."""
+    own = arguments(conv)
+    weight, bias = constant(module, own["weight"]), constant(module, own["bias"])
+    x = _random_like(own["input"], program.device)
+    x[tuple(size // 2 for size in x.shape)] = float("nan")
+    z = None if other is None else _random_like(other, program.device)
+    plain: tuple[Any, ...] = (x, weight, bias, *_border(own), own["groups"])
+    with program.settings.scope(program.device):
+        expected = aten.conv2d.default(*plain)
+        if z is None:
+            found = aten.cudnn_convolution_relu.default(*plain)
+        else:
+            expected = expected + z
+            found = aten.cudnn_convolution_add_relu.default(x, weight, z, 1.0, *plain[2:])
+    return bool((expected.isnan() & ~found.isnan()).any())
+
+
+def _random_like(node: fx.Node, device: torch.device) -> Tensor:
+    meta, generator = tensor_meta(node), torch.Generator(device).manual_seed(0)
+    numbers = torch.randn(meta.shape, generator=generator, device=device).to(meta.dtype)
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device).copy_(numbers)
+
+
+def _border(own: Mapping[str, Any]) -> list[list[int]]:
+    """Stride, padding and dilation, two numbers each."""
+    values = [list(own[key]) for key in ("stride", "padding", "dilation")]
+    return [each * 2 if len(each) == 1 else each for each in values]
+
+
 def _fuse(module: fx.GraphModule, conv: fx.Node, relu: fx.Node, other: fx.Node | None) -> None:
     own = arguments(conv)
-    border = [list(own[key]) for key in ("stride", "padding", "dilation")]
-    border = [values * 2 if len(values) == 1 else values for values in border]
+    border = _border(own)
     if other is None:
         call = (own["input"], own["weight"], own["bias"], *border, own["groups"])
         fused = insert_call(module, relu, aten.cudnn_convolution_relu.default, *call)

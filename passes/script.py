@@ -7,11 +7,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from ampopt.capturing import capturing
 from ampopt.errors import PassError
-from ampopt.graph import aten, calls, is_constant
+from ampopt.graph import aten, calls, constant_outputs
 from ampopt.program import Program
 from ampopt.transform import Family, Numerics, Pass, Result
 
@@ -25,8 +25,8 @@ class Script(Pass):
 
     Rewrites: what executes the graph. The graph itself stays as it is, so that it can still be exported.
     Requires: precision baked into the graph (autocast's casts are not seen by a trace).
-    Declines: programs that still run under autocast, whose weights are packed for oneDNN, or that return
-    a weight.
+    Declines: programs that still run under autocast, or whose weights are packed for oneDNN; fails where
+    freezing folds a normalization into weights that their dtype cannot hold.
     Correct because: the graph has no control flow and its shapes are constants, so a trace on the example
     inputs is the whole program; freezing inlines the weights; the fuser emits the same operators' arithmetic.
     On a CPU `optimize_for_inference` lays convolutions and what follows them out for oneDNN, whose ReLU and
@@ -44,8 +44,6 @@ class Script(Pass):
         """A trace does not see autocast, and cannot hold packed weights."""
         if program.settings.autocast is not None:
             return "it still runs under autocast"
-        if any(_is_copied_weight(node) for node in program.graph.graph.output_node().all_input_nodes):
-            return "a weight is an output, and freezing drops the copy that keeps the caller's apart"
         packed = any(buffer.is_mkldnn for buffer in program.graph.buffers())
         return "its weights are packed for oneDNN, which a trace cannot hold" if packed else None
 
@@ -66,21 +64,30 @@ class Script(Pass):
             traced = torch.jit.trace(copy.deepcopy(program.graph).eval(), tuple(entered), check_trace=False)
             frozen = torch.jit.freeze(traced)
             swallows = program.device.type == "cpu" and any(calls(program.graph, _SWALLOWED_BY_ONEDNN))
-            engine = _as_tuple(frozen if swallows else torch.jit.optimize_for_inference(frozen))
+            optimized = frozen if swallows else torch.jit.optimize_for_inference(frozen)
+            engine = _as_tuple(optimized, constant_outputs(program.graph))
             for _ in range(self.warm_ups):
-                engine(*entered)
+                found = engine(*entered)
+            for output, expected in zip(found, program.graph(*entered), strict=True):
+                if not bool((torch.isfinite(output) | ~torch.isfinite(expected)).all()):
+                    raise PassError("frozen, the program overflows where the graph does not")
         return engine
 
 
-def _is_copied_weight(node: fx.Node) -> bool:
-    return node.target is aten.clone.default and all(map(is_constant, node.all_input_nodes))
+def _as_tuple(
+    function: Callable[..., Sequence[Tensor]], constants: frozenset[int]
+) -> Callable[..., Sequence[Tensor]]:
+    """A function that always returns a tuple, of tensors of the caller's own.
 
-
-def _as_tuple(function: Callable[..., Sequence[Tensor]]) -> Callable[..., Sequence[Tensor]]:
-    """TorchScript returns a bare tensor for a tuple of one where its passes unpack it."""
+    TorchScript returns a bare tensor for a tuple of one where its passes unpack it, and in every call the
+    same tensor for one of the `constants`, whose copy freezing has dropped.
+    """
 
     def call(*tensors: Tensor) -> Sequence[Tensor]:
         result = function(*tensors)
-        return (result,) if isinstance(result, Tensor) else result
+        outputs = (result,) if isinstance(result, Tensor) else result
+        if not constants:
+            return outputs
+        return [output.clone() if place in constants else output for place, output in enumerate(outputs)]
 
     return call

@@ -213,10 +213,10 @@ def state_model() -> Model:
 
     def step(m: Any, x: Tensor) -> Tensor:
         m.h = 0.5 * m.h + m.linear(x)
-        return m.h.tanh()
+        return m.h.tanh()  # type: ignore[no-any-return]
 
     torch.manual_seed(0)
-    return Model(step, linear=nn.Linear(16, 3), h=torch.zeros(2, 3)).eval()  # type: ignore[return-value]
+    return Model(step, linear=nn.Linear(16, 3), h=torch.zeros(2, 3)).eval()
 
 
 def test_a_state_is_verified_over_calls_in_a_row() -> None:
@@ -237,7 +237,7 @@ def test_a_state_is_verified_over_calls_in_a_row() -> None:
 
 def test_the_limit_has_a_bound_however_wrong_eager_is() -> None:
     def noisy(m: Any, x: Tensor) -> Tensor:  # FP32 loses most digits here, float64 does not
-        return (1e7 + m.linear(x)) - 1e7
+        return (1e7 + m.linear(x)) - 1e7  # type: ignore[no-any-return]
 
     verifier, original = verifier_of(Model(noisy, linear=nn.Linear(16, 3)), X)
     assert verifier.own_error(torch.float32) > LARGEST_LIMITS[torch.float32]

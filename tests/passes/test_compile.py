@@ -30,9 +30,11 @@ from tests.helpers import (
     FP16,
     FP32,
     Model,
+    Unpooling,
     apply_to_untouched,
     check_keeps_nan,
     check_outputs,
+    eager_of,
     program_of,
     same_values,
     with_statistics,
@@ -320,3 +322,16 @@ def test_on_a_gpu_the_engine_is_right_with_and_without_a_cuda_graph(lane: Lane, 
     assert engine.engine is not None
     check_outputs(Compile.numerics, program, engine, model, [x], lane)
     check_outputs(Compile.numerics, program, replay((CudaGraph(),), engine), model, [x], lane)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_of_several_nan_in_a_window_it_takes_the_one_that_eager_takes(device: str) -> None:
+    model = Unpooling().to(device).eval()
+    x = torch.randn(1, 3, 12, 12, device=device)
+    result = Compile().apply(program_of(model, x))
+    for rows, columns in ((slice(4, 7), slice(4, 6)), (slice(0, 3), slice(1, 9)), (slice(5, 6), slice(5, 6))):
+        spoilt = x.clone()
+        spoilt[:, :, rows, columns] = float("nan")
+        expected, found = eager_of(model, [spoilt], FP32)[0], result.program.run(spoilt)[0]
+        assert torch.equal(expected.isnan(), found.isnan())

@@ -16,7 +16,17 @@ from ampopt.graph import arguments, aten, calls, constant
 from ampopt.lanes import Lane
 from ampopt.passes import BakeAutocast, FoldConvBn
 from ampopt.transform import Pass
-from tests.helpers import BF16, FP32, Model, check_pass, program_of, targets_of, text_of, with_statistics
+from tests.helpers import (
+    BF16,
+    FP16,
+    FP32,
+    Model,
+    check_pass,
+    program_of,
+    targets_of,
+    text_of,
+    with_statistics,
+)
 
 CONVOLUTIONS = [nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d]
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -331,3 +341,16 @@ def test_the_check_catches_groups_of_a_transposed_convolution_that_are_ignored(
     check_pass(FoldConvBn(), dense, x, rewrites=1)
     with pytest.raises(AssertionError, match="the error is"):
         check_pass(FoldConvBn(), grouped, x, rewrites=1)
+
+
+def test_weights_that_the_dtype_cannot_hold_when_they_are_folded_are_left_alone() -> None:
+    """A dead channel's variance is 0: s is 1e6 there, and autocast normalizes in FP32."""
+    conv, norm = nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, eps=1e-12)
+    assert norm.running_var is not None
+    norm.running_var.data[0] = 0.0
+    model, x = nn.Sequential(conv, norm, nn.Sigmoid()).eval(), torch.randn(1, 4, 8, 8)
+    program = program_of(model, x, lane=FP16, on_top_of=[BakeAutocast()])
+    result = FoldConvBn().apply(program)
+    assert result.rewrites == 0
+    assert "cannot hold the folded weights" in result.declined[0].reason
+    assert FoldConvBn().apply(program_of(model, x)).rewrites == 1

@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tests.helpers import (
     apply_to_untouched,
     check_keeps_nan,
     check_outputs,
+    check_pass,
     error_of,
     program_of,
     several_kinds,
@@ -154,8 +156,29 @@ def test_on_a_gpu_the_engine_computes_what_the_model_does(
     check_outputs(Script.numerics, program, after, model, [x], lane)
 
 
-def test_a_model_that_returns_a_weight_is_declined_because_freezing_drops_its_copy() -> None:
-    model = Model(lambda m, x: (m.a(x), m.a.weight), a=nn.Linear(4, 4))
-    reason = Script().why_not(program_of(model, torch.randn(3, 4)))
-    assert reason is not None
-    assert "a weight is an output" in reason
+@pytest.mark.parametrize(
+    "constant",
+    [
+        lambda m: m.a.weight,
+        lambda m: m.a.weight.t(),
+        lambda m: torch.ones(3),
+        lambda m: torch.arange(3).reshape(3, 1),
+        lambda m: torch.tensor([1.0, 2.0]),
+        lambda m: (m.a.weight * 2)[0],
+    ],
+    ids=["weight", "its view", "ones", "a view of integers", "literal", "computed"],
+)
+def test_an_output_that_depends_on_no_input_is_the_callers_own_in_every_call(constant: Any) -> None:
+    model = Model(lambda m, x: (m.a(x), constant(m)), a=nn.Linear(4, 4))
+    check_pass(Script(), model, torch.randn(3, 4), rewrites=1)
+
+
+def test_a_program_that_overflows_only_where_it_is_frozen_is_refused() -> None:
+    conv, norm = nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, eps=1e-12)
+    assert norm.running_var is not None
+    norm.running_var.data[0] = 0.0
+    model = nn.Sequential(conv, norm, nn.Sigmoid()).half().eval()
+    program = program_of(model, torch.randn(1, 4, 8, 8).half())
+    assert bool(torch.isfinite(program.run(*program.examples)[0]).all())
+    with pytest.raises(PassError, match="overflows where the graph does not"):
+        Script().apply(program)
