@@ -63,6 +63,20 @@ def _write_out_padding(module: fx.GraphModule, node: fx.Node) -> None:
     node.kwargs = {}
 
 
+def _fix_layout(module: fx.GraphModule, node: fx.Node) -> None:
+    """Let an operator that reads memory by strides find its argument as eager lays it out.
+
+    A pass may compute the argument in another memory format, which no other operator notices; a copy in the
+    usual one stands between them, where eager's is of that format.
+    """
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    value = source.meta.get("val")
+    if source.op == "call_function" and isinstance(value, Tensor) and value.is_contiguous():
+        copied = insert_call(module, node, aten.clone.default, source, memory_format=torch.contiguous_format)
+        node.replace_input_with(source, copied)
+
+
 def _functional_form(node: fx.Node) -> torch._ops.OpOverload | None:
     """The operator that computes what an in-place one does, into a new tensor."""
     overload = node.target
@@ -284,6 +298,8 @@ def _lower(exported: ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
         node.target = _ANY_LAYOUT.get(node.target, node.target)
     for node in calls(module, _PADDED):
         _write_out_padding(module, node)
+    for node in calls(module, [aten.as_strided.default]):
+        _fix_layout(module, node)
     own_outputs(module)
     for node in module.graph.nodes:
         node.meta.pop(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from ampopt.graph import reads_strides
+import torch
+from torch import fx
+
+from ampopt.graph import arguments, aten, calls, constant, is_constant, reads_strides
 from ampopt.layouts import in_channels_last
 from ampopt.program import Program
 from ampopt.transform import Family, Numerics, Pass, Result
@@ -19,7 +22,8 @@ class ChannelsLast(Pass):
     runtime changes the input's layout in the copy that it makes anyway. What the caller gets stays
     contiguous, as the original's outputs are; the copy out sees to it, and is timed with the rest.
     Requires: no operator that reads memory by strides (`as_strided`, `view_as_real`).
-    Declines: convolutions whose weight is computed; programs with no 2d or 3d convolution.
+    Declines: convolutions whose weight is computed; programs with no 2d or 3d convolution, or, on a CPU, with
+    a grouped 3d one in bfloat16, for which PyTorch 2.15 gives wrong numbers in this format.
     Correct because: a memory format is only the order of elements in memory. Every ATen operator but those
     excluded is defined on logical indices, and `lowering` has turned `view`, which refuses some layouts, into
     `reshape`, which does not. Kernels for the other layout may sum in another order.
@@ -33,8 +37,20 @@ class ChannelsLast(Pass):
     def why_not(self, program: Program) -> str | None:
         """Programs that read memory by strides keep their layout."""
         found = reads_strides(program.graph)
-        return f"{found.name} reads memory by its strides" if found is not None else None
+        if found is not None:
+            return f"{found.name} reads memory by its strides"
+        if program.device.type != "cpu":
+            return None
+        deep = calls(program.graph, [aten.conv3d.default])
+        wrong = next((node.name for node in deep if _is_wrong(program.graph, node)), None)
+        return f"PyTorch computes {wrong} wrongly in this format" if wrong is not None else None
 
     def apply(self, program: Program) -> Result:
         """Convert weights and input borders; see the class."""
         return in_channels_last(program)
+
+
+def _is_wrong(module: fx.GraphModule, node: fx.Node) -> bool:
+    own = arguments(node)
+    weight = constant(module, own["weight"]) if is_constant(own["weight"]) else None
+    return weight is not None and weight.dtype is torch.bfloat16 and own["groups"] > 1

@@ -233,3 +233,13 @@ def test_the_check_catches_a_kernel_whose_height_and_width_are_swapped() -> None
         check_pass(
             _SwapsHeightAndWidth(), nn.Conv2d(3, 4, 3, bias=False), torch.randn(1, 3, 6, 6), rewrites=1
         )
+
+
+@pytest.mark.parametrize(("groups", "dtype"), [(4, torch.bfloat16), (4, torch.float32), (1, torch.bfloat16)])
+def test_a_convolution_that_pytorch_computes_wrongly_in_the_format_keeps_it(
+    groups: int, dtype: torch.dtype
+) -> None:
+    model = nn.Conv3d(4, 8, 3, padding=1, groups=groups).to(dtype)
+    program = program_of(model, torch.randn(1, 4, 2, 4, 3).to(dtype))
+    reason = ChannelsLast().why_not(program)
+    assert (reason is not None) is (groups > 1 and dtype is torch.bfloat16)

@@ -162,3 +162,12 @@ def test_a_wrong_activation_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(fuse_conv_onednn._UNARY, torch.ops.aten.hardswish.default, "relu")
     with pytest.raises(AssertionError):
         fused(lambda m, x: F.hardswish(m.c(x)), c=nn.Conv2d(4, 8, 3))
+
+
+@pytest.mark.parametrize("read", [lambda y: y, lambda y: y.contiguous(), lambda y: y * 1])
+def test_what_reads_memory_by_strides_finds_it_as_eager_lays_it_out(read: Callable[[Tensor], Tensor]) -> None:
+    model = Model(lambda m, x: read(m.c(x)).as_strided((1, 2), (1, 1)), c=nn.Conv2d(4, 4, 1))
+    for x in (torch.randn(2, 4, 8, 9), torch.randn(1, 4, 5, 5)):
+        program = FuseConvOnednn().apply(program_of(model, x)).program
+        with torch.no_grad():
+            assert torch.allclose(program.run(x)[0], model(x), atol=1e-5)
