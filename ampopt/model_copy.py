@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -68,6 +69,43 @@ def device_of(model: nn.Module, leaves: Sequence[Any]) -> torch.device:
 
 @contextlib.contextmanager
 def untouched_rng(device: torch.device) -> Iterator[None]:
-    """Put the random number generators back as they were after the block."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    """Put PyTorch's generators, the CPU's and the device's, back as they were after the block.
+
+    Of blocks that overlap in several threads, the last to end puts back what was there before the first.
+    """
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        torch.cuda.init()
+        generators.append(torch.cuda.default_generators[_index(device)])
+    with contextlib.ExitStack() as stack:
+        for generator in generators:
+            stack.enter_context(_untouched(generator))
         yield
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+_lock = threading.Lock()
+_blocks: dict[torch.Generator, tuple[int, Tensor]] = {}
+"""For each generator that is put back: how many blocks go on, and its state before the first of them."""
+
+
+@contextlib.contextmanager
+def _untouched(generator: torch.Generator) -> Iterator[None]:
+    with _lock:
+        state = generator.get_state()
+        count, first = _blocks.get(generator, (0, state))
+        _blocks[generator] = count + 1, first
+    try:
+        yield
+    finally:
+        with _lock:
+            count, first = _blocks[generator]
+            if count > 1:
+                _blocks[generator] = count - 1, first
+                generator.set_state(state)
+            else:
+                del _blocks[generator]
+                generator.set_state(first)

@@ -26,8 +26,8 @@ the weights and inputs anew moves eager as far, or the user gives a tolerance.""
 def relative_error(actual: Tensor, reference: Tensor, *, least_norm: float = 0.0) -> float:
     """‖actual - reference‖ / max(‖reference‖, `least_norm`) in float64.
 
-    For integers and booleans the share that differs. Infinite where the shapes differ, or where one is
-    finite and the other is not; NaN and infinities are not told apart.
+    For integers and booleans the share that differs. Infinite where the shapes differ, or where NaN or an
+    infinity stands in one but not, alike, in the other.
     """
     if actual.shape != reference.shape:
         return float("inf")
@@ -36,11 +36,15 @@ def relative_error(actual: Tensor, reference: Tensor, *, least_norm: float = 0.0
     wide = torch.complex128 if reference.dtype.is_complex else torch.float64
     a, r = actual.detach().to(wide), reference.detach().to(wide)
     finite = torch.isfinite(r)
-    if not torch.equal(finite, torch.isfinite(a)):
+    if not torch.equal(finite, torch.isfinite(a)) or not _same(a[~finite], r[~finite]):
         return float("inf")
     difference = float(torch.linalg.vector_norm((a - r)[finite]))
     norm = max(float(torch.linalg.vector_norm(r[finite])), least_norm)
     return difference / norm if norm > 0 else difference
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return bool(((a == b) | (torch.isnan(a) & torch.isnan(b))).all())
 
 
 @dataclasses.dataclass(frozen=True)

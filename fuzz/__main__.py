@@ -30,7 +30,7 @@ SHARES = {"passes": 0.6, "optimize": 0.2, "interrupts": 0.12}
 
 
 def _short(out: Path, jobs: int, seconds: float) -> int:
-    """Some networks of each kind: in CI the first ones, so that it fails on changes alone; else of the day."""
+    """Some networks of each kind: in CI always the first ones, elsewhere others each day."""
     shutil.rmtree(out, ignore_errors=True)
     first = 0 if os.environ.get("CI") else 1_000_000 + int(time.time() // 86400) * 10_000
     for kind, share in SHARES.items():

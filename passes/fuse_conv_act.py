@@ -70,7 +70,8 @@ class FuseConvAct(Pass):
                 continue
             conv, other = found
             reason = _why_not(conv, relu, other)
-            if reason is None and self.keeps_nan and _swallows_nan(program, module, conv, other):
+            is_tried = self.keeps_nan and program.device.type == "cuda"
+            if reason is None and is_tried and _swallows_nan(program, module, conv, other):
                 reason = "the kernel that cuDNN chooses for it makes numbers of NaN"
             if reason is not None:
                 declined.append(Declined(relu.name, reason))

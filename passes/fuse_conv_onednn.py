@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ampopt.graph import (
     add_constant,
@@ -60,7 +60,7 @@ class FuseConvOnednn(Pass):
     because oneDNN's swallow NaN.
     Requires: a CPU with oneDNN; float32 or bfloat16; what is fused reads only the convolution (and z).
     Declines: computed weights, unbatched inputs, other dtypes, bfloat16 on a processor without it; an add
-    with a factor or of another shape is left behind the convolution; programs under autocast.
+    with a factor, of another shape, or that oneDNN has no kernel for, is left behind the convolution; programs under autocast.
     Correct because: the operator is defined as act(conv(x, W, b)) and conv(x, W, b) + z; packing only
     reorders W. Every node before `last` has run when the fused call stands in its place. Intermediate
     results stay in FP32 registers, where separate kernels round them.
@@ -85,7 +85,10 @@ class FuseConvOnednn(Pass):
             if reason := _why_not(conv):
                 declined.append(Declined(conv.name, reason))
                 continue
-            _fuse(module, _chain(conv))
+            chain = _chain(conv)
+            if chain.other is not None and not _can_add(module, chain):
+                chain = _Chain(conv, conv)
+            _fuse(module, chain)
             rewrites += 1
         return Result(program.with_graph(finish(module)) if rewrites else program, rewrites, tuple(declined))
 
@@ -122,15 +125,41 @@ def _same_kind(conv: fx.Node, other: fx.Node) -> bool:
     return mine.shape == theirs.shape and mine.dtype is theirs.dtype
 
 
-def _fuse(module: fx.GraphModule, chain: _Chain) -> None:
-    own = arguments(chain.conv)
+def _packed(module: fx.GraphModule, conv: fx.Node) -> tuple[Tensor, tuple[Any, ...]]:
+    """A convolution's weight as the kernel wants it; its padding, stride, dilation and groups."""
+    own = arguments(conv)
     weight = constant(module, own["weight"])
     assert weight is not None
     padding, stride, dilation = (
         list(own[key]) * (2 if len(own[key]) == 1 else 1) for key in ("padding", "stride", "dilation")
     )
-    onednn, geometry = torch.ops.mkldnn, (padding, stride, dilation, own["groups"])
-    packed = onednn._reorder_convolution_weight(weight, *geometry, list(shape_of(own["input"])))
+    geometry = (padding, stride, dilation, own["groups"])
+    sizes = list(shape_of(own["input"]))
+    return torch.ops.mkldnn._reorder_convolution_weight(weight, *geometry, sizes), geometry
+
+
+def _can_add(module: fx.GraphModule, chain: _Chain) -> bool:
+    """Whether oneDNN has the kernel with the add; for some shapes and dtypes it raises, as PyTorch 2.11 has it."""
+    own = arguments(chain.conv)
+    packed, geometry = _packed(module, chain.conv)
+    assert chain.other is not None
+    x, z = (
+        torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype).zero_()
+        for meta in map(tensor_meta, (own["input"], chain.other))
+    )
+    bias = constant(module, own["bias"])
+    try:
+        torch.ops.mkldnn._convolution_pointwise.binary(
+            x, z, packed, bias, *geometry, "add", 1.0, None, [], None
+        )
+    except RuntimeError:
+        return False
+    return True
+
+
+def _fuse(module: fx.GraphModule, chain: _Chain) -> None:
+    own, onednn = arguments(chain.conv), torch.ops.mkldnn
+    packed, geometry = _packed(module, chain.conv)
     node = add_constant(module, f"{chain.conv.name}_packed", packed, chain.last)
     if chain.other is None:
         settings: tuple[Any, ...] = (*geometry, chain.activation, [], "")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampopt.errors import CaptureError, InputError
-from ampopt.model_copy import device_of, private_copy
+from ampopt.model_copy import device_of, private_copy, untouched_rng
 from tests.ampopt import snapshot
 from tests.ampopt.planted import captured_of
 from tests.helpers import Model, check_graph
@@ -212,3 +212,25 @@ def test_weights_on_two_devices_are_refused() -> None:
     model = nn.Sequential(conv(), conv().to("meta"))
     with pytest.raises(InputError, match=r"several devices \(cpu, meta\)"):
         device_of(model, [])
+
+
+def test_blocks_that_overlap_in_several_threads_leave_the_generators_as_they_were() -> None:
+    before, inside, left = torch.get_rng_state(), threading.Barrier(3), threading.Barrier(2)
+
+    def one(waits: bool) -> None:
+        with untouched_rng(torch.device("cpu")):
+            inside.wait()
+            torch.rand(3)
+            if waits:
+                left.wait()
+        if not waits:
+            left.wait()
+
+    threads = [threading.Thread(target=one, args=(waits,)) for waits in (True, False)]
+    with untouched_rng(torch.device("cpu")):
+        for thread in threads:
+            thread.start()
+        inside.wait()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(torch.get_rng_state(), before)

@@ -117,7 +117,14 @@ def test_compare_takes_the_same_options(model: str, tmp_path: Path, monkeypatch:
     assert (type(network).__name__, image.shape) == ("Tiny", (1, 3, 8, 8))
     assert given.pop("example_kwargs") == {}
     assert given.pop("exclude") == EXCLUDED
-    expected = {"precision": "amp", "tolerance": 0.1, "budget_s": 3.0, "policy": "O1", "device": "cpu"}
+    expected = {
+        "precision": "amp",
+        "tolerance": 0.1,
+        "budget_s": 3.0,
+        "policy": "O1",
+        "nan": "keep",
+        "device": "cpu",
+    }
     assert given == expected
     assert json.loads((tmp_path / "r.json").read_text()) == {"error": None, "gains": [1.0, None]}
     assert (tmp_path / "r.md").read_text() == "# compared\n"

@@ -278,6 +278,11 @@ def test_the_check_catches_an_operand_that_is_added_twice() -> None:
         )
 
 
+def _swallowed(program: Program) -> int:
+    """How many calls are declined because the kernel that cuDNN chooses makes numbers of NaN."""
+    return sum("numbers of NaN" in found.reason for found in FuseConvAct().apply(program).declined)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("lane", "before"),
@@ -294,12 +299,26 @@ def test_on_a_gpu_fused_kernels_are_right(name: str, lane: Lane, before: list[Pa
     function, expected = FUSED[name]
     model = _model(function).cuda()
     x, elsewhere = torch.randn(2, 4, 8, 8, device="cuda"), [torch.randn(1, 4, 7, 9, device="cuda")]
-    found = sum(target in (RELU, ADD_RELU) for target in expected)
-    result = check_pass(
-        FuseConvAct(), model, x, rewrites=found, lane=lane, on_top_of=before, elsewhere=elsewhere
-    )
-    assert targets_of(result.program) == expected
     unfused = program_of(model, x, lane=lane, on_top_of=before)
+    fused_ones = sum(target in (RELU, ADD_RELU) for target in expected)
+    here, there = (
+        fused_ones - _swallowed(program_of(model, *inputs, lane=lane, on_top_of=before))
+        for inputs in ([x], elsewhere)
+    )
+    if here == 0:
+        return  # cuDNN keeps NaN in none of them, and all are declined
+    result = check_pass(
+        FuseConvAct(),
+        model,
+        x,
+        rewrites=here,
+        lane=lane,
+        on_top_of=before,
+        elsewhere=elsewhere,
+        rewrites_elsewhere=there,
+    )
+    if here == fused_ones:
+        assert targets_of(result.program) == expected
     for fused, plain in zip(result.program.run(x), unfused.run(x), strict=True):
         tolerance = max(8 * torch.finfo(lane.dtype).eps, 1e-5)
         assert torch.allclose(fused, plain, rtol=tolerance, atol=tolerance)
@@ -316,7 +335,9 @@ def test_on_a_gpu_a_residual_block_is_right_at_real_widths(channels: int, size: 
         p=nn.Conv2d(channels, channels, 1),
     ).cuda()
     x, before = torch.randn(2, channels, size, size, device="cuda"), [BakeAutocast(), ChannelsLast()]
-    check_pass(FuseConvAct(), model, x, rewrites=2, lane=FP16, on_top_of=before)
+    left = 2 - _swallowed(program_of(model, x, lane=FP16, on_top_of=before))
+    if left:
+        check_pass(FuseConvAct(), model, x, rewrites=left, lane=FP16, on_top_of=before)
 
 
 @pytest.mark.gpu
@@ -339,12 +360,15 @@ def test_on_a_gpu_the_fused_program_can_be_captured() -> None:
 @pytest.mark.parametrize("lane", [FP32, FP16])
 @pytest.mark.parametrize("residual", [False, True])
 def test_cudnns_fused_relu_keeps_nan(lane: Lane, residual: bool) -> None:
-    """Where this fails, cuDNN's ReLU makes numbers of NaN, and verification is what protects the user."""
-    model = Model(
-        lambda m, x: (m.c(x) + x if residual else m.c(x)).relu(), c=nn.Conv2d(16, 16, 3, padding=1)
-    ).cuda()
-    x = torch.randn(1, 16, 12, 12, device="cuda")
-    program = program_of(model, x, lane=lane, on_top_of=[BakeAutocast(), ChannelsLast()])
-    result = FuseConvAct().apply(program)
-    assert result.rewrites == 1
-    check_keeps_nan(result.program, model, [x], lane)
+    """Of many shapes; a kernel of cuDNN's that makes numbers of NaN is not taken, unless that is wished."""
+    for channels, size, kernel in ((16, 12, 3), (64, 56, 3), (64, 56, 1), (256, 14, 1), (4, 8, 3)):
+        model = Model(
+            lambda m, x: (m.c(y := m.p(x)) + (y if residual else 0)).relu(),
+            p=nn.Conv2d(3, channels, 1),
+            c=nn.Conv2d(channels, channels, kernel, padding=kernel // 2),
+        ).cuda()
+        x = torch.randn(1, 3, size, size, device="cuda")
+        program = program_of(model, x, lane=lane, on_top_of=[BakeAutocast(), ChannelsLast()])
+        result = FuseConvAct().apply(program)
+        check_keeps_nan(result.program, model, [x], lane)
+        assert FuseConvAct(keeps_nan=False).apply(program).rewrites == result.rewrites + _swallowed(program)
