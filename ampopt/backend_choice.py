@@ -30,7 +30,8 @@ class Timed:
     def tail(self) -> float:
         """The largest quantile of `TAILS` that the samples tell, else the median; in seconds."""
         known = (q for q, least in TAILS.items() if len(self.latency.samples) >= least)
-        return self.latency.quantile(next(known, 0.5))
+        found = self.latency.quantile(next(known, 0.5))
+        return self.latency.median if found is None else found
 
     @property
     def cost(self) -> float:

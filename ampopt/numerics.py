@@ -68,7 +68,7 @@ class Check:
 
 
 def fresh_draw(example: Tensor, generator: torch.Generator) -> Tensor:
-    """A new random tensor like an example: its shape, dtype, mean, deviation and range.
+    """A new random tensor like an example: its shape, dtype, memory format, mean, deviation and range.
 
     Integers and booleans are the example's own values in another order, so that indices stay valid.
     """
@@ -81,7 +81,7 @@ def fresh_draw(example: Tensor, generator: torch.Generator) -> Tensor:
     drawn = noise * (deviation if deviation > 0 else 1.0) + values.mean()
     if deviation > 0 and values.numel() > 1:
         drawn = drawn.clamp(values.min(), values.max())
-    return drawn.to(example.dtype)
+    return torch.empty_like(example).copy_(drawn)  # it lies in memory as the example does
 
 
 def rounded_anew(tensor: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:

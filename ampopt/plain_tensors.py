@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._C._dynamo import eval_frame
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+from torch.utils import _pytree as pytree
 
 from ampopt.errors import InputError
 
@@ -47,6 +48,38 @@ def check_no_derivatives(tensors: Sequence[object]) -> None:
     for index, tensor in enumerate(tensors):
         if isinstance(tensor, Tensor) and (reason := _why_derivative(tensor)):
             raise InputError(f"tensor {index} of the call {reason}")
+
+
+class _WithoutDerivative(torch.autograd.Function):
+    """Outputs that seem to depend on an input, and say what is wrong when a derivative is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, _input: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+        """The outputs as they are."""
+        return tuple(output.view_as(output) for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Tensor) -> Any:
+        """Refuse."""
+        raise InputError(
+            "an optimized module is for inference, and has no derivatives: differentiate the original model"
+        )
+
+
+def without_derivatives(result: Any, tensors: Sequence[object]) -> Any:
+    """A call's result; where an input requires gradients, one that raises InputError when they are asked for.
+
+    Results are computed without gradients, so that a derivative would come out as zero in silence.
+    """
+    asking = [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.requires_grad]
+    if not asking or not torch.is_grad_enabled():
+        return result
+    leaves, spec = pytree.tree_flatten(result)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    found = _WithoutDerivative.apply(asking[0], *(leaves[place].detach() for place in places))
+    for place, output in zip(places, found, strict=True):
+        leaves[place] = output
+    return pytree.tree_unflatten(leaves, spec)
 
 
 def _tracer() -> str | None:

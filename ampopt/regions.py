@@ -26,7 +26,7 @@ from ampopt.model_copy import device_of, private_copy, untouched_rng, working_co
 from ampopt.numerics import relative_error
 from ampopt.optimizer import AUTO_TOLERANCE, BRIEFLY_S, HEADLINE, Optimizer, Options
 from ampopt.pass_manager import Progress
-from ampopt.plain_tensors import check_no_derivatives, is_surrounded
+from ampopt.plain_tensors import check_no_derivatives, is_surrounded, without_derivatives
 from ampopt.program import Settings, autocast_now
 from ampopt.rehearsal import Stage
 from ampopt.runtime import OptimizedModule
@@ -81,7 +81,8 @@ class PartlyOptimizedModule(nn.Module):
             stack.enter_context(Settings(autocast=autocast_now(self._device)).scope(self._device))
             if is_inference:
                 stack.enter_context(torch.inference_mode())
-            return self._model[0](*args, **kwargs)
+            result = self._model[0](*args, **kwargs)
+        return without_derivatives(result, flatten_call(args, kwargs)[0])
 
     @property
     def strict(self) -> bool:

@@ -26,7 +26,13 @@ from ampopt.health import Callback, Event, Health, Monitor
 from ampopt.ledger import Ledger
 from ampopt.model_copy import untouched_rng, working_copy
 from ampopt.numerics import relative_error
-from ampopt.plain_tensors import check_no_derivatives, check_plain, is_surrounded, keep_from_dynamo
+from ampopt.plain_tensors import (
+    check_no_derivatives,
+    check_plain,
+    is_surrounded,
+    keep_from_dynamo,
+    without_derivatives,
+)
 from ampopt.process_state import process_kept
 from ampopt.program import Program, Settings, autocast_now
 from ampopt.quick_call import Answer, Quick, plain
@@ -111,7 +117,8 @@ class OptimizedModule(Deployable):
     original could answer.
 
     Results are those of the original under `torch.no_grad()`, for inputs that need no gradients, whatever
-    mode the caller is in; under an outer `torch.autocast` of the device they have the dtypes that the
+    mode the caller is in. Where an input does require gradients, they raise InputError once those are asked
+    for. Under an outer `torch.autocast` of the device results have the dtypes that the
     original gives there, and are more exact. Inputs may have any strides. A program brings them into order,
     so it holds for all strides alike, but for two cases: where the model's code asks how a tensor lies in
     memory (`x.stride()`, `x.is_contiguous()`, seen when it is called), or has operators that do, every
@@ -239,7 +246,8 @@ class OptimizedModule(Deployable):
         if not torch.is_grad_enabled():
             return self._state.call(self._serving[0], args, kwargs)
         with torch.no_grad():
-            return self._state.call(self._serving[0], args, kwargs)
+            result = self._state.call(self._serving[0], args, kwargs)
+        return without_derivatives(result, flatten_call(args, kwargs)[0])
 
     def _general(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         leaves, spec = flatten_call(args, kwargs)
@@ -256,6 +264,8 @@ class OptimizedModule(Deployable):
             self._touch(key)
         if served.layout is None:
             return self._by_original(served.reason, args, kwargs, tensors)
+        if self._captured.state and autocast_now(self.program.device) is not None:
+            return self._by_original("it keeps a state, and is called under autocast", args, kwargs, tensors)
         outputs = served.run(*tensors)
         if (dtype := autocast_now(self.program.device)) is not None:
             casts = self._casts(served, dtype, outputs, args, kwargs)
@@ -263,7 +273,7 @@ class OptimizedModule(Deployable):
                 reason = f"the original gives something else under an autocast to {dtype}"
                 return self._by_original(reason, args, kwargs, tensors)
             outputs = tuple(output.to(cast) for output, cast in zip(outputs, casts, strict=True))
-        return served.layout.restore(outputs)
+        return without_derivatives(served.layout.restore(outputs), tensors)
 
     def _casts(
         self,
@@ -309,7 +319,7 @@ class OptimizedModule(Deployable):
                 f"only the original model could answer a call with {shown}, because {reason}: call "
                 "prepare for it ahead of time, or set strict to False"
             )
-        result = self._run_original(args, kwargs)
+        result = without_derivatives(self._run_original(args, kwargs), tensors)
         self._monitor.note(Event("original", reason, shown))
         return result
 
@@ -626,8 +636,9 @@ _ONE_TENSOR = flatten_call((torch.empty(0),), {})[1]
 
 
 def _is_simple(tensor: Tensor) -> bool:
-    """Whether a plain tensor is one of numbers in memory, as they are."""
-    return not (tensor.is_nested or tensor.is_neg() or tensor.is_conj()) and tensor.layout is torch.strided
+    """Whether a plain tensor is one of numbers in memory, as they are, that nobody derives by."""
+    special = tensor.requires_grad or tensor.is_nested or tensor.is_neg() or tensor.is_conj()
+    return not special and tensor.layout is torch.strided
 
 
 def _shown(tensors: Sequence[Tensor]) -> str:

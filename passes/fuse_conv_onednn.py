@@ -60,7 +60,8 @@ class FuseConvOnednn(Pass):
     because oneDNN's swallow NaN.
     Requires: a CPU with oneDNN; float32 or bfloat16; what is fused reads only the convolution (and z).
     Declines: computed weights, unbatched inputs, other dtypes, bfloat16 on a processor without it; an add
-    with a factor, of another shape, or that oneDNN has no kernel for, is left behind the convolution; programs under autocast.
+    with a factor, of another shape, or that oneDNN has no kernel for, is left behind the convolution;
+    programs under autocast.
     Correct because: the operator is defined as act(conv(x, W, b)) and conv(x, W, b) + z; packing only
     reorders W. Every node before `last` has run when the fused call stands in its place. Intermediate
     results stay in FP32 registers, where separate kernels round them.
@@ -139,7 +140,7 @@ def _packed(module: fx.GraphModule, conv: fx.Node) -> tuple[Tensor, tuple[Any, .
 
 
 def _can_add(module: fx.GraphModule, chain: _Chain) -> bool:
-    """Whether oneDNN has the kernel with the add; for some shapes and dtypes it raises, as PyTorch 2.11 has it."""
+    """Whether oneDNN has the kernel with the add: for some shapes it raises in PyTorch 2.11."""
     own = arguments(chain.conv)
     packed, geometry = _packed(module, chain.conv)
     assert chain.other is not None

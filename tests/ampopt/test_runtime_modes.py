@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ampopt
-from ampopt.errors import StrictError
+from ampopt.errors import InputError, StrictError
 from ampopt.ledger import Ledger
 from ampopt.passes import BakeAutocast, FoldConvBn
 from ampopt.program import Settings
@@ -163,7 +163,8 @@ def test_results_are_those_of_the_original_without_gradients_in_whatever_mode(na
             if not torch.is_inference_mode_enabled():
                 inputs.append(inputs[1] * 1)
             assert all(close(fast(x), expected) for x in inputs)
-            assert not any(fast(x).requires_grad for x in inputs)
+            asked = [x.requires_grad and torch.is_grad_enabled() for x in inputs]
+            assert [fast(x).requires_grad for x in inputs] == asked
 
 
 TRANSFORMS = {
@@ -238,3 +239,23 @@ def test_compiled_around_it_a_module_stays_as_it_was_verified() -> None:
     assert fast.health.served_by_original == 0, "what it captures with was compiled"
     operators = {node.target for graph in graphs for node in graph.graph.nodes if node.op == "call_function"}
     assert {target.__name__ for target in operators} == {"add", "mul"}
+
+
+DERIVATIVES = {
+    "grad": lambda fast, x: torch.autograd.grad(fast(x).sum(), x),
+    "backward": lambda fast, x: fast(x).mean().backward(),
+    "jacobian": torch.autograd.functional.jacobian,
+    "hessian": lambda fast, x: torch.autograd.functional.hessian(lambda t: fast(t).sum(), x),
+    "through a layer before": lambda fast, x: torch.autograd.grad(fast(x * 2).sum(), x),
+}
+
+
+@pytest.mark.parametrize("served", ["program", "original", "late original"])
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_a_derivative_is_refused_and_never_zero(name: str, served: str) -> None:
+    model = nn.Conv2d(3, 4, 1).eval()
+    fast = module_of(model, image(), serve_original=served == "original", max_captures=0)
+    x = image(9 if served == "late original" else 8).requires_grad_()
+    with pytest.raises(InputError, match="has no derivatives"):
+        DERIVATIVES[name](fast, x)
+    assert torch.equal(fast(x.detach()), fast(x).detach())

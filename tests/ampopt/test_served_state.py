@@ -191,3 +191,12 @@ def test_what_cannot_hold_a_state_says_so(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="keeps a state from call to call in its buffer h"):
         fast.save(tmp_path / "m.ampopt")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_call_under_autocast_advances_the_state_once() -> None:
+    model = keeping(_in_place)
+    fast, twin = served(model), private_copy(model)
+    for number, x in enumerate(frames(5)):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=number % 2 == 1):
+            assert same(fast(x).float(), twin(x).float(), 0.02)
+    assert int(twin.get_buffer("count")) == 5
