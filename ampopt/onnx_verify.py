@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -179,7 +180,9 @@ def verify_onnx(
                 notes.append(f"nothing was verified on {provider}: {error}")
             continue
         used.append(provider)
-        tally.add(provider, functools.partial(run_onnx, runner))
+        run = functools.partial(run_onnx, runner)
+        tally.add(provider, run)
+        notes += [] if tally.reasons else _lost_faults(verifiers[0], run, dtype, provider)
         if provider == CUDA and runner.nodes is not None:
             off_gpu = nodes_off(runner.nodes, CUDA)
     if dtype is torch.float16 and used == [CPU]:
@@ -187,6 +190,14 @@ def verify_onnx(
     reason = tally.reasons[0] if tally.reasons else None
     worst = max(tally.metrics) if tally.metrics else None
     return OnnxCheck(tuple(tally.rows), worst, reason, tuple(used), off_gpu, tuple(notes))
+
+
+def _lost_faults(verifier: OnnxVerifier, run: Run, dtype: torch.dtype, provider: str) -> list[str]:
+    """A note where a provider makes numbers of NaN, which is its own doing."""
+    with contextlib.suppress(Exception):  # a model that does not take NaN
+        if lost := verifier.lost_fault(run, dtype):
+            return [f"{provider}: {lost}"]
+    return []
 
 
 class _Tally:
@@ -203,7 +214,7 @@ class _Tally:
         for verifier in self._verifiers:
             try:
                 rows = verifier.outputs(run, self._dtype, self._names, provider)
-                check = verifier.check(run, self._dtype) if verifier.metric is not None else None
+                check = verifier.check_metric(run) if verifier.metric is not None else None
             except Exception as error:  # ONNX Runtime raises whatever its kernels and bindings do
                 short = textwrap.shorten(str(error), 300, placeholder=" …")
                 self.reasons.append(f"{provider} cannot run the model: {short}")

@@ -215,19 +215,20 @@ class Verifier:
     def check(self, run: Run, dtype: torch.dtype, *, everywhere: bool = False) -> Check:
         """Verify something that maps flat inputs to flat outputs, as a program of the lane of `dtype`.
 
-        `everywhere`: on the draws outside of the examples' range, too.
+        `everywhere`: on the draws outside of the examples' range, too; the error that is told is that within.
         """
         draws = [*self.draws, *(self.range_draws(dtype) if everywhere else ())]
         worst = Check(0.0, float("inf"), None)
         if self.metric is not None:
-            worst = self._check_metric(run, self.metric)
+            worst = self.check_metric(run)
             draws = []
         if worst.passed:
             for draw in draws:
                 check = self._check_draw(run, dtype, draw)
                 if not check.passed:
                     return check
-                worst = max(worst, check, key=lambda found: found.error)
+                if draw in self.draws:
+                    worst = max(worst, check, key=lambda found: found.error)
         return self._check_faults(run, dtype, worst) if worst.passed else worst
 
     def _check_draw(self, run: Run, dtype: torch.dtype, draw: Draw) -> Check:
@@ -267,7 +268,9 @@ class Verifier:
         """What eager's own error permits; an infinite one, from an overflow, permits nothing."""
         return max(MULTIPLES[dtype] * own if math.isfinite(own) else 0.0, FLOORS[dtype])
 
-    def _check_metric(self, run: Run, metric: Metric) -> Check:
+    def check_metric(self, run: Run) -> Check:
+        """Verify by the user's metric alone."""
+        assert self.metric is not None
         limit = self.tolerance if self.tolerance is not None else 0.0
         restore, worst = self._captured.layout.restore, 0.0
         for draw in self.draws:
@@ -276,10 +279,14 @@ class Verifier:
                 if any(bool((torch.isfinite(r) & ~torch.isfinite(o)).any()) for o, r in pairs):
                     return Check(float("inf"), limit, "NaN or Inf where the original has none")
                 count = len(reference) - len(self._captured.state)
-                value = float(metric(restore(list(outputs[:count])), restore(reference[:count])))
+                value = float(self.metric(restore(list(outputs[:count])), restore(reference[:count])))
                 worst = max(worst, value if value == value else float("inf"))
         reason = None if worst <= limit else f"the metric gives {worst:.3g}, over the tolerance {limit:.3g}"
         return Check(worst, limit, reason)
+
+    def lost_fault(self, run: Run, dtype: torch.dtype) -> str | None:
+        """How NaN or an infinity in an input is lost; None where it is not, or `faults` is "ignore"."""
+        return self._check_faults(run, dtype, Check(0.0, math.inf, None)).reason
 
     def _check_faults(self, run: Run, dtype: torch.dtype, check: Check) -> Check:
         """The check with what becomes of NaN and infinities in one element of the inputs."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampopt import onnx_verify
@@ -151,3 +152,20 @@ def test_a_file_that_the_cpu_does_not_load_is_refused(
     check = verify_onnx(tmp_path / "broken.onnx", original, [captured], torch.float32, NAMES)
     assert check.reason is not None
     assert "does not load the model" in check.reason
+
+
+def test_a_provider_that_makes_numbers_of_nan_is_told(tmp_path: Path) -> None:
+    for model, told in ((nn.MaxPool2d(2), True), (nn.AvgPool2d(2), False)):
+        original, captured = captured_of(model.eval(), X)
+        report = export_onnx(original, captured, (), tmp_path / "m.onnx")
+        lost = [note for note in report.notes if "a sensor's fault would be lost" in note]
+        assert bool(lost) is told
+        assert report.verified
+
+
+@pytest.mark.parametrize("function", [F.logsigmoid, F.softplus, torch.logaddexp, F.mish])
+def test_a_file_is_right_far_outside_of_the_examples_range(function: Any, tmp_path: Path) -> None:
+    two = function is torch.logaddexp
+    model = Model(lambda m, x: function(x, -x) if two else function(x)).eval()
+    original, captured = captured_of(model, X)
+    assert export_onnx(original, captured, (), tmp_path / "m.onnx").verified

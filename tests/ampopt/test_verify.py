@@ -279,6 +279,17 @@ def test_every_range_is_drawn(name: str, wrong: Any) -> None:
     assert name in check.reason
 
 
+def test_the_error_that_is_told_is_that_in_the_examples_range() -> None:
+    verifier, original = verifier_of(nn.Linear(16, 3), X)
+
+    def worse_elsewhere(x: Tensor) -> list[Tensor]:
+        return [original(x) * (1 + 5e-6 * float(x.abs().max() > 9))]
+
+    check = verifier.check(worse_elsewhere, torch.float32, everywhere=True)
+    assert check.passed
+    assert check.error < 1e-6
+
+
 def test_where_eager_overflows_or_is_no_yardstick_nothing_is_decided() -> None:
     verifier, original = verifier_of(Model(lambda m, x: torch.exp(20 * x)), X)
     assert verifier.check(lambda x: [original(x)], torch.float32, everywhere=True).passed
