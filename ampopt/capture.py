@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
 from ampopt.capturing import capturing
@@ -106,6 +107,7 @@ def capture(
     produced = len(graph.graph.output_node().args[0]) - len(state)  # type: ignore[arg-type]
     if produced != len(outputs):
         raise CaptureError(f"{kind} returns {len(outputs)} tensors, its graph {produced}")
+    _check_shapes(kind, exported, outputs)
     buffers = [model.get_buffer(name).detach().clone() for name in state]
     examples = (*(t.detach() for t in tensors_of(leaves)), *buffers)
     program = Program(
@@ -116,6 +118,30 @@ def capture(
         device=device,
     )
     return Captured(program, spec, tuple(leaves), layout, state)
+
+
+def _check_shapes(kind: str, exported: torch.export.ExportedProgram, outputs: Sequence[Tensor]) -> None:
+    """Raise CaptureError where an operator's shape function, which the export relies on, is wrong."""
+    specs, results = exported.graph_signature.output_specs, exported.graph.output_node().args[0]
+    own = [
+        node
+        for spec, node in zip(specs, results, strict=True)  # type: ignore[arg-type]
+        if spec.kind is OutputKind.USER_OUTPUT and isinstance(node, fx.Node)
+    ]
+    for node, output in zip(own, outputs, strict=False):
+        promised = node.meta.get("val")
+        if isinstance(promised, Tensor) and not _may_be(promised.shape, output.shape):
+            raise CaptureError(
+                f"{kind} returns a tensor of shape {list(output.shape)}, where PyTorch's export expects "
+                f"{list(promised.shape)}"
+            )
+
+
+def _may_be(promised: Sequence[int | torch.SymInt], shape: Sequence[int]) -> bool:
+    """Whether a shape is the promised one, where that does not depend on values."""
+    return len(promised) == len(shape) and all(
+        size == real for size, real in zip(promised, shape, strict=True) if isinstance(size, int)
+    )
 
 
 def _short(error: Exception) -> str:

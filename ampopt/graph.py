@@ -279,6 +279,23 @@ def reads_strides(module: fx.GraphModule) -> fx.Node | None:
     return next(calls(module, depends), None)
 
 
+_NUMBERS = ("SymInt", "int", "float", "number", "Scalar", "bool")
+
+
+def gives_a_number(module: fx.GraphModule) -> fx.Node | None:
+    """The first operator whose result is a number that the inputs' values decide; None where there is none.
+
+    Sizes that are the same in every call are constants of a graph, so one that is computed is not.
+    """
+    for node in calls(module):
+        overload = node.target
+        if isinstance(overload, OpOverload) and any(
+            str(result.type) in _NUMBERS for result in overload._schema.returns
+        ):
+            return node
+    return None
+
+
 def is_native(node: fx.Node) -> bool:
     """Whether a call is of no operator that PyTorch itself defines for every machine."""
     overload = node.target

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from ampopt.aliasing import never_written, overlapping_write
 from ampopt.errors import CaptureError, first_line
 from ampopt.graph import (
     FULL_PRECISION,
@@ -63,8 +64,20 @@ def _write_out_padding(module: fx.GraphModule, node: fx.Node) -> None:
     node.kwargs = {}
 
 
+_ANTIALIASED = (
+    *(aten._upsample_bilinear2d_aa.vec, aten._upsample_bilinear2d_aa.default),
+    *(aten._upsample_bicubic2d_aa.vec, aten._upsample_bicubic2d_aa.default),
+)
+
+
+def _is_column(node: fx.Node) -> bool:
+    """Whether a result is one pixel wide: PyTorch antialiases that wrongly with the channel innermost."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.shape[-1] == 1
+
+
 def _fix_layout(module: fx.GraphModule, node: fx.Node) -> None:
-    """Let an operator that reads memory by strides find its argument as eager lays it out.
+    """Let an operator that depends on strides find its argument as eager lays it out.
 
     A pass may compute the argument in another memory format, which no other operator notices; a copy in the
     usual one stands between them, where eager's is of that format.
@@ -122,6 +135,33 @@ def _rename_in_place(module: fx.GraphModule) -> bool:
             return False
         node.target = functional
     return True
+
+
+_CASTS = (aten.to.dtype, aten.to.device, aten.to.dtype_layout)
+
+
+def _keep_casts(exported: ExportedProgram) -> None:
+    """Hold on to casts to the dtype that a tensor has anyway, which PyTorch leaves out of functional graphs.
+
+    Under autocast the tensor may have another dtype, and the cast work to do. As a copy it stays; what is
+    written to in place has to stay one tensor under two names, and its casts go. `_restore_vocabulary` makes
+    casts of the copies again.
+    """
+    safe = never_written(exported.graph)
+    for node in exported.graph.nodes:
+        if node.target not in _CASTS or node not in safe:
+            continue
+        own, value = arguments(node), node.meta.get("val")
+        source = own["self"].meta.get("val")
+        if not isinstance(value, Tensor) or not isinstance(source, Tensor):
+            continue
+        is_idle = (value.dtype, value.device, own["memory_format"]) == (source.dtype, source.device, None)
+        if is_idle and not own["copy"] and value.is_floating_point():
+            node.target, node.args, node.kwargs = (
+                aten._to_copy.default,
+                (own["self"],),
+                {"dtype": value.dtype},
+            )
 
 
 def _lift_weights(exported: ExportedProgram, state: Mapping[str, fx.Node] | None = None) -> fx.GraphModule:
@@ -243,7 +283,12 @@ def _restore_vocabulary(module: fx.GraphModule) -> None:
 
     `_native_batch_norm_legit_no_training` returns (normalized, empty, empty): its first result is
     `batch_norm` with running statistics. `convolution` is `convNd`, or `conv_transposeNd` where it says so.
+    `_to_copy` to the dtype that a tensor has is a cast.
     """
+    for node in calls(module, [aten._to_copy.default]):
+        source = node.args[0]
+        if isinstance(source, fx.Node) and node.kwargs == {"dtype": _dtype(source)}:
+            node.target, node.args, node.kwargs = aten.to.dtype, (source, node.kwargs["dtype"]), {}
     for node in calls(module, [aten._native_batch_norm_legit_no_training.default]):
         for user in list(node.users):
             if user.target is operator.getitem and user.args[1] == 0:
@@ -290,6 +335,11 @@ def lower(exported: ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
 def _lower(exported: ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
     module, state = _lift_weights(exported), dict[str, fx.Node]()
     if not _rename_in_place(module):
+        if (node := overlapping_write(module.graph.nodes)) is not None:
+            raise CaptureError(
+                f"the model writes in place to a tensor whose elements share memory: {where(node)}"
+            )
+        _keep_casts(exported)
         exported = exported.run_decompositions({})
         state = _state_of(exported)
         module = _lift_weights(exported, state)
@@ -300,6 +350,9 @@ def _lower(exported: ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
         _write_out_padding(module, node)
     for node in calls(module, [aten.as_strided.default]):
         _fix_layout(module, node)
+    for node in calls(module, _ANTIALIASED):
+        if _is_column(node):
+            _fix_layout(module, node)
     own_outputs(module)
     for node in module.graph.nodes:
         node.meta.pop(

@@ -381,7 +381,8 @@ class Optimizer:
     def _affordable(self, lanes: Sequence[Lane]) -> dict[Lane, float]:
         """The lanes that the time budget can judge, and seconds of a call in them; the rest is noted.
 
-        A lane in which the original fails, as operators without a kernel for the lower precision do, is none.
+        A lane in which the original fails, as operators without a kernel for the lower precision do, is none;
+        nor is one in which only its graph does, as one with a dtype in it that autocast changes in the model.
         One trial takes about `CALLS_OF_A_TRIAL` calls. A lane in which a single trial would take more than
         its share, as bfloat16 can on a processor without instructions for it, is left out. The first lane
         may have everything.
@@ -403,6 +404,12 @@ class Optimizer:
                     f"the {lane.name} lane was not tried: the original fails in it ({first_line(error)})"
                 )
                 continue
+            if (reason := self._why_not_graph(lane)) is not None:
+                self.ledger.notes.append(
+                    f"the {lane.name} lane was not tried: the graph fails in it, where the original does not "
+                    f"({reason})"
+                )
+                continue
             if seconds > most_s:
                 self.ledger.notes.append(
                     f"the {lane.name} lane was not tried: one call of it takes over {most_s:.2g} s here, so "
@@ -411,6 +418,16 @@ class Optimizer:
                 continue
             kept[lane] = fastest = seconds
         return kept
+
+    def _why_not_graph(self, lane: Lane) -> str | None:
+        """Why the captured graph cannot be called in a lane before any pass; None where it can."""
+        program = lane.start(self._captured.program)
+        try:
+            program.run(*program.examples)
+        except Exception as error:
+            check_interrupted(error)
+            return first_line(error)
+        return None
 
     def _unchanged(self) -> OptimizedModule:
         """The original under the interface of an optimized module."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ampopt.capturing import capturing
 from ampopt.errors import PassError
-from ampopt.graph import aten, calls, constant_outputs
+from ampopt.graph import aten, calls, constant_outputs, gives_a_number
 from ampopt.program import Program
 from ampopt.transform import Family, Numerics, Pass, Result
 
@@ -25,9 +25,10 @@ class Script(Pass):
 
     Rewrites: what executes the graph. The graph itself stays as it is, so that it can still be exported.
     Requires: precision baked into the graph (autocast's casts are not seen by a trace).
-    Declines: programs that still run under autocast, or whose weights are packed for oneDNN; fails where
-    freezing folds a normalization into weights that their dtype cannot hold.
-    Correct because: the graph has no control flow and its shapes are constants, so a trace on the example
+    Declines: programs that still run under autocast, whose weights are packed for oneDNN, or with a size or
+    another number that depends on the inputs' values; fails where freezing folds a normalization into weights
+    that their dtype cannot hold.
+    Correct because: the graph has no control flow and its numbers are constants, so a trace on the example
     inputs is the whole program; freezing inlines the weights; the fuser emits the same operators' arithmetic.
     On a CPU `optimize_for_inference` lays convolutions and what follows them out for oneDNN, whose ReLU and
     max pooling make numbers of NaN: a program with one of them is frozen and fused, and left at that.
@@ -41,9 +42,11 @@ class Script(Pass):
     warm_ups: int = 4
 
     def why_not(self, program: Program) -> str | None:
-        """A trace does not see autocast, and cannot hold packed weights."""
+        """A trace does not see autocast, cannot hold packed weights, and makes constants of numbers."""
         if program.settings.autocast is not None:
             return "it still runs under autocast"
+        if (number := gives_a_number(program.graph)) is not None:
+            return f"{number.name} depends on the inputs' values, and a trace keeps the example's"
         packed = any(buffer.is_mkldnn for buffer in program.graph.buffers())
         return "its weights are packed for oneDNN, which a trace cannot hold" if packed else None
 

@@ -60,6 +60,17 @@ def test_a_lane_that_eager_fails_in_is_left_out(name: str) -> None:
         assert torch.allclose(fast(x).float(), model(x).float(), atol=1e-3)
 
 
+def test_a_lane_that_the_graph_alone_fails_in_is_left_out() -> None:
+    """Under autocast the model casts to bfloat16 where its graph, captured without, says float16."""
+    model = model_of(
+        lambda m, x: torch.cat([y := m.conv(x), x[..., :6, :6].to(y.dtype)], 1), conv=conv()
+    ).half()
+    fast = optimize(model, X.half(), cache=False)
+    assert set(fast.report.lanes) == {"fp32"}
+    (note,) = [note for note in fast.report.notes if "amp lane" in note]
+    assert note.startswith("the amp lane was not tried: the graph fails in it, where the original does not (")
+
+
 @pytest.mark.parametrize("name", ["det", "half"])
 def test_where_no_lane_is_left_the_original_answers(name: str) -> None:
     make, x = WITHOUT_BFLOAT16[name]

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ampopt.errors import CaptureError
 from ampopt.graph import FULL_PRECISION, calls
+from ampopt.passes import ChannelsLast
 from tests.ampopt.planted import captured_of
-from tests.helpers import Model, check_graph, with_statistics
+from tests.helpers import BF16, Model, check_graph, with_statistics
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -149,3 +151,111 @@ def test_a_block_under_the_models_own_autocast_is_written_out_in_its_place() -> 
     with torch.no_grad():
         (found,) = captured.program.run(X)
         assert torch.equal(found, original(X))
+
+
+def _zero_copies(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x).unsqueeze(1).expand(-1, 2, -1, -1, -1)
+    y[..., :1].zero_()
+    return y
+
+
+def _zero_one_copy(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x).unsqueeze(1).expand(-1, 2, -1, -1, -1)
+    y[:, 0].zero_()
+    return y
+
+
+def _zero_windows(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    y.unfold(3, 4, 2)[..., 1:].zero_()
+    return y * 2
+
+
+def _zero_a_part(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x).expand(2, -1, -1, -1)  # which repeats nothing
+    y.unfold(3, 2, 2)[..., 1:].zero_()
+    y.transpose(1, 3)[:, ::2].add_(1)
+    return y * 2
+
+
+@pytest.mark.parametrize("function", [_zero_copies, _zero_one_copy, _zero_windows])
+def test_a_write_to_elements_that_share_memory_is_refused(function: Any) -> None:
+    with pytest.raises(CaptureError, match="elements share memory"):
+        captured_of(Model(function, conv=conv()), X)
+
+
+def test_a_write_to_parts_that_do_not_overlap_stays_right() -> None:
+    original, captured = captured_of(Model(_zero_a_part, conv=conv()), X)
+    with torch.no_grad():
+        assert torch.equal(captured.program.run(X)[0], original(X))
+
+
+def _cast_to_own_dtype(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x).float()
+    z = y + 1
+    z[:, 0] = 2
+    return torch.complex(y, z).abs()
+
+
+def _cast_behind_a_block(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        y = m.conv(x)
+    z = y.to(torch.float32).clone()
+    z[..., :1] += z[..., -1:]
+    return F.interpolate(z, scale_factor=2.0, mode="bilinear", antialias=True)
+
+
+def _cast_to_a_device(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x).to("cpu", torch.float32)
+    z = x * 2
+    z[0] -= 1
+    return torch.complex(y, z).abs()
+
+
+@pytest.mark.parametrize("function", [_cast_to_own_dtype, _cast_behind_a_block, _cast_to_a_device])
+def test_a_cast_that_has_work_to_do_under_autocast_alone_stays(function: Any) -> None:
+    original, captured = captured_of(Model(function, conv=conv()), X)
+    with torch.no_grad():
+        assert torch.equal(captured.program.run(X)[0], original(X))
+        (low,) = BF16.start(captured.program).run(X)  # of a dtype that these operators do not take
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.allclose(low, original(X), atol=0.05)
+
+
+def _cast_then_write(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    y.float()[:, 0] = 2  # the same tensor, so a write to it
+    return y + 1
+
+
+def test_a_cast_whose_result_is_written_to_stays_one_tensor() -> None:
+    original, captured = captured_of(Model(_cast_then_write, conv=conv()), X)
+    with torch.no_grad():
+        assert torch.equal(captured.program.run(X)[0], original(X))
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("size", [{"size": (5, 1)}, {"scale_factor": (0.5, 0.125)}])
+def test_antialiasing_to_one_column_is_right_with_the_channel_innermost(mode: str, size: Any) -> None:
+    model = Model(lambda m, x: F.interpolate(m.conv(x), mode=mode, antialias=True, **size), conv=conv())
+    original, captured = captured_of(model, X)
+    program = ChannelsLast().apply(captured.program).program
+    with torch.no_grad():
+        assert torch.allclose(program.run(X)[0], original(X), atol=1e-5)
+
+
+@torch.library.custom_op("test_lowering::half_of", mutates_args=())
+def half_of(x: Tensor) -> Tensor:
+    """The first half of the columns, of which its shape function knows nothing."""
+    return x[..., : x.shape[-1] // 2].clone()
+
+
+half_of.register_fake(torch.empty_like)
+
+
+def test_a_shape_that_the_export_gets_wrong_is_refused() -> None:
+    wrong = r"shape \[2, 3, 8, 4\], where PyTorch's export expects \[2, 3, 8, 8\]"
+    with pytest.raises(CaptureError, match=wrong):
+        captured_of(Model(lambda m, x: half_of(x) + 1), X)
+    right = Model(lambda m, x: (half_of(x).sum(), x[x > 0]))  # a size that depends on values is no wrong one
+    assert len(captured_of(right, X)[1].program.run(X)) == 2

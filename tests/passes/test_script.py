@@ -110,6 +110,19 @@ def test_it_keeps_nan(behind: Callable[[Tensor], Tensor], lane: Lane) -> None:
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: (y := x[x > 0]).narrow(0, y.shape[0] // 2, y.shape[0] - y.shape[0] // 2),
+        lambda m, x: x * x.sum().item(),
+        lambda m, x: x.nonzero()[: x.nonzero().shape[0] // 2],
+    ],
+)
+def test_numbers_that_depend_on_values_are_refused(function: Any) -> None:
+    program = program_of(Model(function), torch.randn(3, 4))
+    assert "depends on the inputs' values" in (Script().why_not(program) or "")
+
+
 def test_weights_that_are_packed_for_onednn_are_refused() -> None:
     program = program_of(nn.Linear(8, 8), torch.randn(2, 8))
     module = copy_of(program.graph)
