@@ -41,6 +41,9 @@ from ampopt.verify import Faults, Metric, Verifier
 REWRITING, TRYING = 0.6, 0.85
 """The share of the time budget after which no rewrite, and nothing at all, is begun any more."""
 
+SETTLING = 0.1
+"""The share of the time budget that verifying a winner may take although the budget is spent."""
+
 LEAST_REWRITING, LAUNCHING = 0.25, 0.1
 """Shares of it: rewrites may have so much although a way to run takes long; for capturing what they leave."""
 
@@ -362,7 +365,9 @@ class Optimizer:
         budget = Budget(self._started, self._options.budget_s)
         for state in self._states:
             call_s, what = state.call_s, "verifying outside of the examples' range"
-            if why_not := budget.why_not(CALLS_TO_SETTLE * call_s, call_s, what):
+            needed_s = CALLS_TO_SETTLE * call_s
+            why_not = budget.why_not(needed_s, call_s, what)
+            if why_not and needed_s > SETTLING * self._options.budget_s:
                 self.ledger.notes.append(
                     f"the {state.lane.name} lane is verified in that range only: {why_not}"
                 )
@@ -404,16 +409,16 @@ class Optimizer:
                     f"the {lane.name} lane was not tried: the original fails in it ({first_line(error)})"
                 )
                 continue
-            if (reason := self._why_not_graph(lane)) is not None:
-                self.ledger.notes.append(
-                    f"the {lane.name} lane was not tried: the graph fails in it, where the original does not "
-                    f"({reason})"
-                )
-                continue
             if seconds > most_s:
                 self.ledger.notes.append(
                     f"the {lane.name} lane was not tried: one call of it takes over {most_s:.2g} s here, so "
                     f"that no pass could be judged within {share:.2g} s of the time budget"
+                )
+                continue
+            if (reason := self._why_not_graph(lane)) is not None:
+                self.ledger.notes.append(
+                    f"the {lane.name} lane was not tried: the graph fails in it, where the original does not "
+                    f"({reason})"
                 )
                 continue
             kept[lane] = fastest = seconds

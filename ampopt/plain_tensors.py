@@ -54,12 +54,12 @@ class _WithoutDerivative(torch.autograd.Function):
     """Outputs that seem to depend on an input, and say what is wrong when a derivative is asked for."""
 
     @staticmethod
-    def forward(ctx: Any, _input: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(_ctx: Any, _input: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
         """The outputs as they are."""
         return tuple(output.view_as(output) for output in outputs)
 
     @staticmethod
-    def backward(ctx: Any, *_gradients: Tensor) -> Any:
+    def backward(_ctx: Any, *_gradients: Tensor) -> Any:
         """Refuse."""
         raise InputError(
             "an optimized module is for inference, and has no derivatives: differentiate the original model"
