@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fuzz.calls import Call
-from fuzz.outcome import Outcome, short
+from fuzz.outcome import REVERTED, Outcome, short
 from fuzz.pick import Pick
 from fuzz.through_passes import check_model
 
@@ -104,7 +104,7 @@ def check(seed: int) -> Outcome:
     if not calls:
         return Outcome("skipped", "no inputs were found for which it is defined")
     outcome = check_model(model, calls[:3], Pick(f"nnsmith {seed}"))
-    if not outcome.is_fault:
+    if not outcome.is_fault and outcome.kind != REVERTED:
         return outcome
     return Outcome(outcome.kind, outcome.reason, outcome.stage, {**outcome.details, "graph": text})
 

@@ -9,10 +9,14 @@ FAULTS = ("wrong", "raw", "lost", "crash", "hang", "changed")
 """Outcomes that are somebody's mistake: a wrong answer, an exception that is no AmpoptError, an exception
 where the original answers, a process that died, one that did not end, a model or a setting not left alone."""
 
+REVERTED = "reverted"
+"""A program that is wrong, or a pass that raises, and that `ampopt.optimize` would not serve: its own
+verification refuses the program, or the pass manager records the exception. No fault, and worth mending."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """`kind` is "ok", "refused" (an AmpoptError), "skipped" (eager itself fails) or one of `FAULTS`.
+    """`kind` is "ok", "refused" (an AmpoptError), "skipped" (eager itself fails), `REVERTED`, or a fault.
 
     `stage` is where in ampopt it happened, `details` what helps to find out why.
     """

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fuzz.outcome import FAULTS
+from fuzz.outcome import FAULTS, REVERTED
 
 Entry = dict[str, Any]
 
 
 def summary(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Counts by outcome and reason for each kind of run, the faults, and what the runs were made with."""
+    """Counts by outcome and reason for each kind of run, faults, what was reverted, and what it ran with."""
     runs = [e for e in entries if "run" in e]
     judged = {(e["kind"], e["seed"]): e for e in entries if "seed" in e}  # a seed judged twice counts once
     kinds = sorted({kind for kind, _ in judged})
@@ -25,6 +25,10 @@ def summary(entries: Sequence[Entry]) -> dict[str, Any]:
         "started": sorted(r["started"] for r in runs)[:1],
         "kinds": {kind: _count([e for (k, _), e in judged.items() if k == kind]) for kind in kinds},
         "faults": [e for e in judged.values() if e["outcome"] in FAULTS],
+        "reverted": sorted(
+            (e for e in judged.values() if e["outcome"] == REVERTED),
+            key=lambda e: (e.get("stage") != "capture", e.get("stage", ""), e["kind"], e["seed"]),
+        ),
     }
 
 
@@ -84,7 +88,22 @@ def markdown(found: dict[str, Any]) -> str:
             f"- {e['kind']} {e['seed']}: {e['outcome']} in {e.get('stage', '')}: {e['reason']}"
             for e in found["faults"]
         ]
+    if found["reverted"]:
+        lines += ["", "## Reverted", ""]
+        lines += ["Wrong programs and passes that raise, which ampopt's own verification refuses or its pass"]
+        lines += [
+            "manager records, so that no user gets them. Not counted as faults; wrong captures first.",
+            "",
+        ]
+        lines += [_reverted(e) for e in found["reverted"]]
     return "\n".join(lines) + "\n"
+
+
+def _reverted(entry: Entry) -> str:
+    details = entry.get("details", {})
+    also = "".join(f"; also in {other}" for other in details.get("also", ()))
+    place = f"{entry['kind']} {entry['seed']}: in {entry.get('stage', '')}"
+    return f"- {place}: {entry['reason']} (not served: {details.get('why', '')}){also}"
 
 
 def write(entries: Sequence[Entry], out: Path | None) -> int:

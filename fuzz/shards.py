@@ -110,10 +110,11 @@ def entries(out: Path, kind: str = "*") -> Iterator[dict[str, Any]]:
 
 def header(run: Run) -> dict[str, Any]:
     """Where, when and with what a run was made."""
+    named = os.environ.get("FUZZ_COMMIT")  # where the checkout has no .git, or another one's
     return {
         "run": run.kind,
-        "commit": _git("rev-parse", "--short=10", "HEAD"),
-        "changed_files": len((_git("status", "--porcelain") or "").splitlines()),
+        "commit": named or _git("rev-parse", "--short=10", "HEAD"),
+        "changed_files": 0 if named else len((_git("status", "--porcelain") or "").splitlines()),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "environment": environment(torch.device(run.device)),
         "python": platform.python_version(),
@@ -123,7 +124,7 @@ def header(run: Run) -> dict[str, Any]:
 
 def _git(*words: str) -> str | None:
     done = subprocess.run(["git", *words], capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else os.environ.get("FUZZ_COMMIT")
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def perform(run: Run) -> int:

@@ -1,9 +1,16 @@
-"""The passes oracle: every pass on random networks, each result judged; nothing is timed."""
+"""The passes oracle: every pass on random networks, each result judged; nothing is timed.
+
+The judge sees a program before ampopt's own verification does, and on other draws. What it objects to is put
+to that verification, too: what that refuses, or what raises where the pass manager catches it, no user gets.
+It is undone here as there, the other passes go on, and the network counts as reverted, with the reason. What
+the verification accepts and the judge does not is a fault.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import traceback
 from collections.abc import Sequence
 from unittest import mock
@@ -20,10 +27,11 @@ from ampopt.model_copy import device_of, private_copy
 from ampopt.passes import PIPELINE, Degroup, Script, SearchConvAlgorithms
 from ampopt.program import Program
 from ampopt.transform import Numerics, Pass, replay
+from ampopt.verify import Verifier
 from fuzz.calls import Call, same_memory
 from fuzz.judge import Answered, Judge, ask
 from fuzz.network import Spec, build, make_call
-from fuzz.outcome import Outcome, short
+from fuzz.outcome import REVERTED, Outcome, short
 from fuzz.pick import Pick
 from tests.helpers import apply_to_untouched, check_graph, check_ownership
 
@@ -36,6 +44,43 @@ class Fault(Exception):  # noqa: N818  it carries an outcome out of nested calls
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.reason)
         self.outcome = outcome
+
+
+class Hearing:
+    """A network's judge, its capture, and what ampopt itself would have reverted so far."""
+
+    def __init__(self, judge: Judge, captured: Captured) -> None:
+        self.judge, self.captured = judge, captured
+        self.reverted: list[Outcome] = []
+
+    @functools.cached_property
+    def _verifier(self) -> Verifier:
+        """ampopt's own verification; it takes long to make, and is made where it is needed."""
+        return Verifier(private_copy(self.judge.model), self.captured)
+
+    def appeal(self, found: Outcome, program: Program, lane: Lane) -> None:
+        """Note what ampopt's verification refuses, too, or fails on; raise Fault with what it accepts."""
+        try:
+            run = executable(program)
+            reason = self._verifier.check(run, lane.dtype, everywhere=True).reason
+        except Exception as error:  # what the pass manager and the optimizer record
+            reason = short(error)
+        if reason is None:
+            raise Fault(found)
+        self.revert(found, reason)
+
+    def revert(self, found: Outcome, why: str) -> None:
+        """Note that ampopt would not serve this."""
+        self.reverted.append(dataclasses.replace(found, kind=REVERTED, details={**found.details, "why": why}))
+
+    @property
+    def outcome(self) -> Outcome:
+        """What became of the network; a wrong capture comes before a wrong pass."""
+        if not self.reverted:
+            return Outcome("ok")
+        first, *others = sorted(self.reverted, key=lambda found: found.stage != "capture")
+        also = [f"{other.stage}: {other.reason}" for other in others]
+        return dataclasses.replace(first, details={**first.details, "also": also})
 
 
 def check(spec: Spec, device: str = "cpu") -> Outcome:
@@ -60,17 +105,17 @@ def check_model(
     if not judge.repeats():
         return Outcome("skipped", "eager gives another answer each time")
     try:
-        captured = _capture(model, calls[0])
+        hearing = Hearing(judge, _capture(model, calls[0]))
         lanes = [lane for lane in LANES if judge.knows(lane.dtype)]
         for lane in lanes:
-            _check_lane(judge, captured, lane, pick)
+            _check_lane(hearing, lane, pick)
         if elsewhere is not None and pick.maybe(0.15):
-            _check_replay(judge, captured, elsewhere, pick.one(*lanes))
+            _check_replay(hearing, elsewhere, pick.one(*lanes))
     except AmpoptError as error:
         return Outcome("refused", _without_names(str(error)), "capture")
     except Fault as fault:
         return fault.outcome
-    return Outcome("ok")
+    return hearing.outcome
 
 
 def _without_names(text: str) -> str:
@@ -105,19 +150,22 @@ def _steps(pick: Pick) -> Sequence[Pass]:
     )
 
 
-def _check_lane(judge: Judge, captured: Captured, lane: Lane, pick: Pick) -> Program:
+def _check_lane(hearing: Hearing, lane: Lane, pick: Pick) -> Program:
+    captured, judge = hearing.captured, hearing.judge
     program = lane.start(captured.program)
-    _judge_program(judge, captured, program, lane, "capture")
+    if not _is_right(hearing, program, lane, "capture"):
+        return program
     before = program
     steps = _steps(pick)
     if pick.maybe(0.06):
         steps = (*steps, Script())
     for step in steps:
-        program = _apply(step, program, pick)
-        if program.recipe is not before.recipe:
-            _judge_program(judge, captured, program, lane, step.name)
-            if step.numerics is Numerics.BITWISE:
-                _judge_bits(judge, captured, before, program, step.name)
+        program = _apply(step, program, pick, hearing)
+        if program.recipe is not before.recipe and not (
+            _is_right(hearing, program, lane, step.name)
+            and (step.numerics is not Numerics.BITWISE or _has_its_bits(hearing, before, program, step.name))
+        ):
+            program = before
         before = program
     plain = judge.calls[1 % len(judge.calls)].map(lambda t: torch.nan_to_num(same_memory(t).detach()))
     try:
@@ -131,7 +179,7 @@ def _check_lane(judge: Judge, captured: Captured, lane: Lane, pick: Pick) -> Pro
     return program
 
 
-def _apply(step: Pass, program: Program, pick: Pick) -> Program:
+def _apply(step: Pass, program: Program, pick: Pick, hearing: Hearing) -> Program:
     try:
         if step.why_not(program) is not None:
             return program
@@ -145,7 +193,8 @@ def _apply(step: Pass, program: Program, pick: Pick) -> Program:
     except AssertionError as error:
         raise Fault(Outcome("wrong", short(error), step.name)) from error
     except Exception as error:
-        raise Fault(raw(error, step.name)) from error
+        hearing.revert(raw(error, step.name), "the pass fails")
+        return program
     return result.program.replace(recipe=(*program.recipe, result.replay or step))
 
 
@@ -175,34 +224,46 @@ def _ask(captured: Captured, program: Program, calls: Sequence[Call]) -> list[An
     return ask(answer, calls)
 
 
-def _judge_program(judge: Judge, captured: Captured, program: Program, lane: Lane, stage: str) -> None:
+def _is_right(hearing: Hearing, program: Program, lane: Lane, stage: str) -> bool:
+    """Whether the judge accepts a program; raises Fault where it does not, and ampopt would serve it."""
+    judge = hearing.judge
     where = {"lane": lane.name, "dtype": str(lane.dtype), "recipe": _names(program)}
     try:
-        answers = _ask(captured, program, judge.calls)
+        answers = _ask(hearing.captured, program, judge.calls)
     except Exception as error:
         found = raw(error, stage)
-        raise Fault(dataclasses.replace(found, details={**found.details, **where})) from error
+        hearing.appeal(dataclasses.replace(found, details={**found.details, **where}), program, lane)
+        return False
     if reason := judge.objection(answers, lane.dtype):
-        raise Fault(Outcome("wrong", reason, stage, where))
+        hearing.appeal(Outcome("wrong", reason, stage, where), program, lane)
+        return False
+    return True
 
 
-def _judge_bits(judge: Judge, captured: Captured, before: Program, after: Program, stage: str) -> None:
-    pair = [_ask(captured, program, judge.calls) for program in (before, after)]
-    for a, b in zip(*pair, strict=True):
+def _has_its_bits(hearing: Hearing, before: Program, after: Program, stage: str) -> bool:
+    """Whether a pass keeps every bit; the pass manager sees to it on the example, which is the first call."""
+    pair = [_ask(hearing.captured, program, hearing.judge.calls) for program in (before, after)]
+    for number, (a, b) in enumerate(zip(*pair, strict=True)):
         for x, y in zip(a.outputs, b.outputs, strict=True):
             if not torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)):
-                raise Fault(Outcome("wrong", "bits changed under a pass that promises to keep them", stage))
+                found = Outcome("wrong", "bits changed under a pass that promises to keep them", stage)
+                if number > 0:
+                    raise Fault(found)
+                hearing.revert(found, "they do on the example")
+                return False
+    return True
 
 
-def _check_replay(judge: Judge, captured: Captured, call: Call, lane: Lane) -> None:
+def _check_replay(hearing: Hearing, call: Call, lane: Lane) -> None:
     """The recipe found for the example, on a capture of another shape."""
+    judge = hearing.judge
     try:
         there = Judge(judge.model, [call])
     except Exception:  # the model does not take this shape
         return
     if not there.knows(lane.dtype):
         return
-    program = _check_lane(judge, captured, lane, Pick(0))
+    program = _check_lane(hearing, lane, Pick(0))
     try:
         other = _capture(judge.model, call)
         replayed = replay(tuple(s for s in program.recipe if not s.slow_to_apply), lane.start(other.program))
@@ -212,4 +273,6 @@ def _check_replay(judge: Judge, captured: Captured, call: Call, lane: Lane) -> N
         raise
     except Exception as error:
         raise Fault(raw(error, "replay")) from error
-    _judge_program(there, other, replayed, lane, "replay")
+    elsewhere = Hearing(there, other)
+    _is_right(elsewhere, replayed, lane, "replay")
+    hearing.reverted += elsewhere.reverted

@@ -16,7 +16,7 @@ import torch
 
 from fuzz import interrupts, nnsmith_models, through_optimize, through_passes
 from fuzz.network import Spec, draw
-from fuzz.outcome import Outcome
+from fuzz.outcome import REVERTED, Outcome
 from fuzz.shrink import describe, shrink
 
 Check = Callable[[Spec, str], Outcome]
@@ -49,6 +49,8 @@ def judge(kind: str, seed: int, device: str) -> dict[str, Any]:
             small, shown = shrink(spec, outcome, lambda s: check(s, device), seconds=SHRINKING_S[kind])
         entry |= {"stage": outcome.stage, "spec": spec.to_json(), "small": small.to_json()}
         entry |= {"network": describe(small), "small_reason": shown.reason, "details": shown.details}
+    elif outcome.kind == REVERTED:
+        entry |= {"stage": outcome.stage, "spec": spec.to_json(), "details": outcome.details}
     elif kind != "passes":
         entry |= {"stage": outcome.stage, "details": outcome.details}
     return entry | {"seconds": round(time.perf_counter() - started, 3)}
@@ -61,7 +63,7 @@ def _judge_nnsmith(seed: int) -> dict[str, Any]:
     except Exception as error:  # the harness itself is wrong: that is to be seen, too
         outcome = through_passes.raw(error, "harness")
     entry = {"seed": seed, "outcome": outcome.kind, "reason": outcome.reason}
-    if outcome.is_fault:
+    if outcome.is_fault or outcome.kind == REVERTED:
         entry |= {"stage": outcome.stage, "network": outcome.details.get("graph"), "details": outcome.details}
     return entry | {"seconds": round(time.perf_counter() - started, 3)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +15,14 @@ from ampopt.errors import InputError
 from ampopt.passes import PIPELINE
 from ampopt.program import Program
 from ampopt.transform import Result
-from fuzz import interrupts, through_optimize, through_passes
+from ampopt.verify import Check, Verifier
+from fuzz import interrupts, report, through_optimize, through_passes
 from fuzz.calls import Call
 from fuzz.judge import Answered, Judge, ask
 from fuzz.network import Layer, Spec
 from fuzz.outcome import Outcome
 from fuzz.pick import Pick
+from fuzz.shards import Run, header
 from fuzz.shrink import describe, shrink
 from tests.ampopt.planted import Planted
 from tests.helpers import Model, several_kinds
@@ -39,14 +42,48 @@ def test_right_passes_are_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     assert through_passes.check(SPEC) == Outcome("ok")
 
 
-def test_a_wrong_pass_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Verifier, "check", lambda *_, **__: Check(0.0, 1.0, None))
+
+
+def test_a_wrong_pass_is_wrong_where_verification_accepts_it_and_else_reverted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outcome = checked(several_kinds(), Planted("off", plus=0.1), monkeypatch=monkeypatch)
+    assert (outcome.kind, outcome.stage) == ("reverted", "off")
+    assert "over" in outcome.details["why"]
+    accept_everything(monkeypatch)
     outcome = checked(several_kinds(), Planted("off", plus=0.1), monkeypatch=monkeypatch)
     assert (outcome.kind, outcome.stage) == ("wrong", "off")
 
 
-def test_a_pass_that_raises_is_raw(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_after_a_reverted_pass_is_judged_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = Planted("bad", error=KeyError("x")), Planted("off", plus=0.1), Miscounting("sly", plus=0.1)
+    reverted = checked(several_kinds(), *passes[:2], monkeypatch=monkeypatch)
+    assert (reverted.kind, reverted.stage) == ("reverted", "bad")
+    assert any(other.startswith("off: ") for other in reverted.details["also"])
+    fault = checked(several_kinds(), *passes, monkeypatch=monkeypatch)
+    assert (fault.kind, fault.stage) == ("wrong", "sly")
+
+
+def test_a_wrong_capture_is_reverted_and_told_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = through_passes.capture
+
+    def of_another(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            next(model.parameters()).mul_(1.1)
+        return right(model, *args, **kwargs)
+
+    monkeypatch.setattr(through_passes, "capture", of_another)
+    outcome = checked(several_kinds(), monkeypatch=monkeypatch)
+    assert (outcome.kind, outcome.stage) == ("reverted", "capture")
+    accept_everything(monkeypatch)
+    assert checked(several_kinds(), monkeypatch=monkeypatch).kind == "wrong"
+
+
+def test_a_pass_that_raises_is_reverted(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = checked(several_kinds(), Planted("bad", error=KeyError("x")), monkeypatch=monkeypatch)
-    assert (outcome.kind, outcome.stage) == ("raw", "bad")
+    assert (outcome.kind, outcome.stage) == ("reverted", "bad")
     refusing = checked(several_kinds(), Planted("shy", error=InputError("no")), monkeypatch=monkeypatch)
     assert refusing == Outcome("ok")
 
@@ -102,6 +139,33 @@ def test_the_judge_wants_nan_where_it_was_and_minds_none_beside_it() -> None:
     model = Model(lambda m, x: x * 2)
     assert "finite where" in (verdict(model, lambda x: torch.nan_to_num(x * 2), x) or "")
     assert verdict(model, lambda x: x * 2 + x.sum(), x) is None
+
+
+def test_a_size_that_depends_on_values_may_change_with_nan_and_never_without() -> None:
+    x = torch.tensor([0.5, -1.0, 2.0])
+    model = Model(lambda m, x: x[~(x < 0)])
+    calls = [Call((t,), {}) for t in (x, x.abs(), x.clone().fill_(float("nan")))]
+    judge = Judge(model, calls)
+    right = ask(lambda call: model(*call.args), calls)
+    shorter = [dataclasses.replace(a, outputs=[a.outputs[0][:1]]) for a in right]
+    assert judge.objection([*right[:2], shorter[2]], torch.float32) is None
+    assert "instead of" in (judge.objection([shorter[0], *right[1:]], torch.float32) or "")
+    fixed = Judge(Model(lambda m, x: x), calls)
+    assert "instead of" in (fixed.objection([*fixed.plain[:2], shorter[2]], torch.float32) or "")
+
+
+def test_the_report_lists_what_was_reverted_and_counts_no_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUZZ_COMMIT", "0123456789")
+    started = {"kind": "passes", **header(Run("passes", (1, 2), tmp_path))}
+    entry = {"kind": "passes", "outcome": "reverted", "reason": "off", "details": {"why": "error"}}
+    wrong = [{**entry, "seed": 1, "stage": "script"}, {**entry, "seed": 2, "stage": "capture"}]
+    assert report.write([started, *wrong], None) == 0
+    page = capsys.readouterr().out
+    assert page.index("passes 2: in capture: off (not served: error)") < page.index("passes 1: in script")
+    assert "Commit 0123456789, Python" in page
+    assert report.write([started, *wrong, {**wrong[0], "seed": 3, "outcome": "wrong"}], None) == 1
 
 
 def test_the_judge_knows_how_far_rounding_moves_a_jump() -> None:
