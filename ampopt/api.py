@@ -25,6 +25,7 @@ from ampopt.budget import (
     CALLS_OF_A_TRIAL,
     CALLS_TO_CAPTURE,
     CALLS_TO_COMPARE,
+    CALLS_TO_LOOK,
     MODULE_S,
     Budget,
     calls_to_verify,
@@ -196,13 +197,13 @@ def _first_estimate(
 
     All that was done until now, the first call included, takes at least as long as a call does.
     """
-    calls = CALLS_TO_CAPTURE + calls_to_verify(draws=0) + CALLS_OF_A_TRIAL + CALLS_TO_COMPARE
+    calls = CALLS_TO_LOOK + CALLS_TO_CAPTURE + calls_to_verify(draws=0) + CALLS_OF_A_TRIAL + CALLS_TO_COMPARE
     exporting_s, what = MODULE_S * sum(1 for _ in original.modules()), "capturing and judging one pass"
     call_s = time.perf_counter() - budget.started
     if budget.why_not(exporting_s + calls * call_s, call_s, what) is None:
         return None, None
     if call_s < budget.left_s:
-        call_s = seconds_of_a_call(original, args, kwargs)
+        call_s = seconds_of_a_call(original, args, kwargs, budget.seconds)
     return call_s, budget.why_not(exporting_s + calls * call_s, call_s, what)
 
 

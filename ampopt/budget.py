@@ -12,6 +12,9 @@ MARGIN_S = 3.0
 MODULE_S = 5e-3
 """Seconds that exporting takes for each submodule, calls aside: 2 to 8 ms in networks of torchvision."""
 
+CALLS_TO_LOOK = 3
+"""To find out how long a call takes, see `optimizer.seconds_of_a_call`."""
+
 CALLS_TO_CAPTURE = 8
 """Copies are called to learn what they keep, one is exported, one says how the results are put together."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,7 +14,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ampopt.arguments import flag, names, number, one_of
-from ampopt.budget import CALLS_OF_A_TRIAL, CALLS_TO_COMPARE, CALLS_TO_SETTLE, Budget, calls_to_verify
+from ampopt.budget import (
+    CALLS_OF_A_TRIAL,
+    CALLS_TO_COMPARE,
+    CALLS_TO_LOOK,
+    CALLS_TO_SETTLE,
+    Budget,
+    calls_to_verify,
+)
 from ampopt.capture import Captured
 from ampopt.casting import POLICIES
 from ampopt.cuda_graphs import Outputs
@@ -53,8 +59,8 @@ HEADLINE = 0.1
 SLOW_CALL_S = 0.05
 """A shorter call does not overrun a time budget by much, however small the budget is."""
 
-QUICK_S = 0.2
-"""A call of less is timed more than once, as something else may have had the processor."""
+LOOKING = 0.03
+"""The share of the time budget for finding out how long a call takes."""
 
 AUTO_TOLERANCE = 1e-2
 """The largest relative error of a lane that `precision="auto"` chooses where the user gives no tolerance."""
@@ -142,28 +148,28 @@ class Options:
         return tuple(step for step in passes if step.name not in self.exclude)
 
 
-def seconds_of_a_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
-    """Seconds that a call of a copy of a model takes, the best of three where they are quick.
+def seconds_of_a_call(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], budget_s: float
+) -> float:
+    """Seconds that a call of a copy of a model takes: the best of three, or of what `LOOKING` has time for.
 
-    It gets tensors of its own, as it may write to them.
+    One call alone may meet other work on the machine. It gets tensors of its own, as it may write to them.
     """
 
     def own(leaf: Any) -> Any:
         return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
-    device, shortest = device_of(model, flatten_call(args, kwargs)[0]), math.inf
+    device, times = device_of(model, flatten_call(args, kwargs)[0]), list[float]()
     model = working_copy(model)
-    for _ in range(3):
+    while len(times) < CALLS_TO_LOOK and sum(times) < LOOKING * budget_s:
         own_args, own_kwargs = pytree.tree_map(own, (args, dict(kwargs)))
         with Settings().scope(device), untouched_rng(device):
             synchronize(device)
             began = time.perf_counter()
             model(*own_args, **own_kwargs)
             synchronize(device)
-        shortest = min(shortest, time.perf_counter() - began)
-        if shortest >= QUICK_S:
-            break
-    return shortest
+        times.append(time.perf_counter() - began)
+    return min(times)
 
 
 class Optimizer:
@@ -201,7 +207,7 @@ class Optimizer:
         self._known = self._cache.find(self._key) if self._cache else None
         if call_s is None:
             args, kwargs = pytree.tree_unflatten(list(captured.leaves), captured.spec)
-            call_s = seconds_of_a_call(original, args, kwargs)
+            call_s = seconds_of_a_call(original, args, kwargs, options.budget_s)
         self._call_s = call_s
         self._begin(SEARCHING if self._known is None else RECALLING)
 
