@@ -125,7 +125,7 @@ def _check_shapes(kind: str, exported: torch.export.ExportedProgram, outputs: Se
     specs, results = exported.graph_signature.output_specs, exported.graph.output_node().args[0]
     own = [
         node
-        for spec, node in zip(specs, results, strict=True)  # type: ignore[arg-type]
+        for spec, node in zip(specs, results, strict=True)
         if spec.kind is OutputKind.USER_OUTPUT and isinstance(node, fx.Node)
     ]
     for node, output in zip(own, outputs, strict=False):

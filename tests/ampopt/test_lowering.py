@@ -153,25 +153,25 @@ def test_a_block_under_the_models_own_autocast_is_written_out_in_its_place() -> 
         assert torch.equal(found, original(X))
 
 
-def _zero_copies(m: Any, x: Tensor) -> Tensor:
+def _zero_copies(m: Any, x: Tensor) -> Any:
     y = m.conv(x).unsqueeze(1).expand(-1, 2, -1, -1, -1)
     y[..., :1].zero_()
     return y
 
 
-def _zero_one_copy(m: Any, x: Tensor) -> Tensor:
+def _zero_one_copy(m: Any, x: Tensor) -> Any:
     y = m.conv(x).unsqueeze(1).expand(-1, 2, -1, -1, -1)
     y[:, 0].zero_()
     return y
 
 
-def _zero_windows(m: Any, x: Tensor) -> Tensor:
+def _zero_windows(m: Any, x: Tensor) -> Any:
     y = m.conv(x)
     y.unfold(3, 4, 2)[..., 1:].zero_()
     return y * 2
 
 
-def _zero_a_part(m: Any, x: Tensor) -> Tensor:
+def _zero_a_part(m: Any, x: Tensor) -> Any:
     y = m.conv(x).expand(2, -1, -1, -1)  # which repeats nothing
     y.unfold(3, 2, 2)[..., 1:].zero_()
     y.transpose(1, 3)[:, ::2].add_(1)
@@ -190,14 +190,14 @@ def test_a_write_to_parts_that_do_not_overlap_stays_right() -> None:
         assert torch.equal(captured.program.run(X)[0], original(X))
 
 
-def _cast_to_own_dtype(m: Any, x: Tensor) -> Tensor:
+def _cast_to_own_dtype(m: Any, x: Tensor) -> Any:
     y = m.conv(x).float()
     z = y + 1
     z[:, 0] = 2
     return torch.complex(y, z).abs()
 
 
-def _cast_behind_a_block(m: Any, x: Tensor) -> Tensor:
+def _cast_behind_a_block(m: Any, x: Tensor) -> Any:
     with torch.autocast("cpu", enabled=False):
         y = m.conv(x)
     z = y.to(torch.float32).clone()
@@ -205,7 +205,7 @@ def _cast_behind_a_block(m: Any, x: Tensor) -> Tensor:
     return F.interpolate(z, scale_factor=2.0, mode="bilinear", antialias=True)
 
 
-def _cast_to_a_device(m: Any, x: Tensor) -> Tensor:
+def _cast_to_a_device(m: Any, x: Tensor) -> Any:
     y = m.conv(x).to("cpu", torch.float32)
     z = x * 2
     z[0] -= 1
@@ -222,7 +222,7 @@ def test_a_cast_that_has_work_to_do_under_autocast_alone_stays(function: Any) ->
             assert torch.allclose(low, original(X), atol=0.05)
 
 
-def _cast_then_write(m: Any, x: Tensor) -> Tensor:
+def _cast_then_write(m: Any, x: Tensor) -> Any:
     y = m.conv(x)
     y.float()[:, 0] = 2  # the same tensor, so a write to it
     return y + 1

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import ampopt
+from ampopt.capture import capture
 from ampopt.errors import InputError
+from ampopt.numerics import Check
 from ampopt.passes import PIPELINE
 from ampopt.program import Program
 from ampopt.transform import Result
-from ampopt.verify import Check, Verifier
+from ampopt.verify import Verifier
 from fuzz import interrupts, report, through_optimize, through_passes
 from fuzz.calls import Call
 from fuzz.judge import Answered, Judge, ask
@@ -67,7 +69,7 @@ def test_what_comes_after_a_reverted_pass_is_judged_too(monkeypatch: pytest.Monk
 
 
 def test_a_wrong_capture_is_reverted_and_told_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = through_passes.capture
+    right = capture
 
     def of_another(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
