@@ -61,10 +61,13 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'ampopt' has no attribute {name!r}")
+    from ampopt.interrupts import interruptible, watched
     from ampopt.process_state import imports_kept  # it takes NumPy to load
 
-    with imports_kept():
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    with watched(), imports_kept():  # what Ctrl-C leaves half imported stays so
+        found = getattr(importlib.import_module(_HOMES[name]), name)
+        with interruptible():
+            return found
 
 
 def __dir__() -> list[str]:

@@ -35,7 +35,7 @@ from ampopt.cuda_graphs import Outputs
 from ampopt.errors import CaptureError, InputError
 from ampopt.infer import infer_inputs
 from ampopt.interrupts import check_interrupted, interruptible, watched
-from ampopt.model_copy import device_of, private_copy, untouched_rng, working_copy
+from ampopt.model_copy import device_of, exact_copy, note_writes, private_copy, untouched_rng
 from ampopt.optimizer import Optimizer, Options, seconds_of_a_call
 from ampopt.pass_manager import Progress
 from ampopt.passes import ENGINES
@@ -246,7 +246,9 @@ def prepare_call(
             args, kwargs = pytree.tree_map(own, (args, dict(kwargs)))
             with untouched_rng(target), autocast_scope(target, None):
                 seen_args, seen_kwargs = pytree.tree_map(own, (args, kwargs))  # the model may write to them
-                working_copy(original)(*seen_args, **seen_kwargs)
+                called = exact_copy(original)
+                called(*seen_args, **seen_kwargs)
+                note_writes(original, called)
     except Exception as error:
         check_interrupted(error)
         advice = advice_on_failure(args)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ampopt.errors import InputError
-from ampopt.model_copy import untouched_rng, working_copy
+from ampopt.model_copy import exact_copy, untouched_rng
 
 SIDE = 224
 """Height, width (or length) where the model leaves them free."""
@@ -40,7 +40,7 @@ def infer_inputs(model: nn.Module, device: torch.device) -> tuple[tuple[Tensor, 
     example = torch.randn(shape, generator=generator).to(device, first.weight.dtype)
     try:
         with torch.no_grad(), untouched_rng(device):
-            working_copy(model)(example)
+            exact_copy(model)(example)
     except Exception as error:
         raise InputError(
             f"the input of {type(model).__name__} cannot be inferred: it does not take a tensor "

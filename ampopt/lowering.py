@@ -148,6 +148,14 @@ def _keep_casts(exported: ExportedProgram) -> None:
     casts of the copies again.
     """
     safe = never_written(exported.graph)
+    for node in exported.graph.find_nodes(op="call_function", target=aten.type_as.default):
+        source, value = node.args[0], node.meta.get("val")
+        before = source.meta.get("val")
+        same = isinstance(value, Tensor) and isinstance(before, Tensor) and value.dtype is before.dtype
+        if node not in safe and same and value.device == before.device:
+            node.replace_all_uses_with(
+                source
+            )  # PyTorch takes it for a copy, and what is written to it is lost
     for node in exported.graph.nodes:
         if node.target not in _CASTS or node not in safe:
             continue

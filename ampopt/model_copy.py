@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,13 +29,41 @@ def private_copy(model: nn.Module, device: torch.device | None = None) -> nn.Mod
     return duplicate if device is None else duplicate.to(device)
 
 
+_writers: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+"""Models that write to their own parameters when they are called, by identity."""
+
+
 def working_copy(model: nn.Module) -> nn.Module:
     """A copy of a private copy that shares its parameters, and nothing else that a call could change.
 
     What captures, verifies and times calls such copies, so that the one that serves the user stays as it
-    was. Buffers and Python's attributes are the copy's own.
+    was. Buffers and Python's attributes are the copy's own, and of a model that writes to them, see
+    `note_writes`, the parameters too.
     """
-    return exact_copy(model, {id(parameter): parameter for parameter in model.parameters()})
+    if _writers.get(id(model)) is not model:
+        return exact_copy(model, {id(parameter): parameter for parameter in model.parameters()})
+    duplicate = exact_copy(model)
+    _writers[id(duplicate)] = duplicate
+    return duplicate
+
+
+def note_writes(model: nn.Module, called: nn.Module) -> None:
+    """Note whether a model writes to its parameters: `called`, an exact copy of it, has been called."""
+    pairs = zip(model.parameters(), called.parameters(), strict=True)
+    if not all(same_tensor(mine, theirs) for mine, theirs in pairs):
+        _writers[id(model)] = model
+
+
+def same_tensor(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are of one kind and hold the same numbers, NaN for NaN."""
+    try:
+        if a.shape != b.shape or a.dtype is not b.dtype or a.device != b.device:
+            return False
+        if a.is_floating_point() or a.is_complex():
+            return bool(((a == b) | ((a != a) & (b != b))).all())
+        return torch.equal(a, b)
+    except (RuntimeError, NotImplementedError):  # sparse, quantized, fake: no such comparison
+        return repr(a) == repr(b)
 
 
 def exact_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:

@@ -18,7 +18,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampopt.model_copy import exact_copy, private_copy, untouched_rng, working_copy
+from ampopt.errors import CaptureError
+from ampopt.model_copy import exact_copy, private_copy, same_tensor, untouched_rng, working_copy
 from ampopt.numerics import FLOORS, fresh_draw, relative_error, rounded_anew
 from ampopt.signature import flatten_call, flatten_outputs
 
@@ -59,7 +60,7 @@ def differences(one: nn.Module, other: nn.Module) -> list[Place]:
         theirs = dict(tensors(other, remove_duplicate=False))
         mine = dict(tensors(one, remove_duplicate=False))
         for path in mine.keys() | theirs.keys():
-            if path not in mine or path not in theirs or not _same_tensor(mine[path], theirs[path]):
+            if path not in mine or path not in theirs or not same_tensor(mine[path], theirs[path]):
                 module_name, _, attribute = path.rpartition(".")
                 found[Place(module_name, attribute)] = None
     return sorted(found)
@@ -81,7 +82,7 @@ def _differing(a: Any, b: Any, path: str, seen: set[tuple[int, int]], depth: int
     if type(a) is not type(b):
         return path
     if isinstance(a, Tensor):
-        return None if _same_tensor(a, b) else path
+        return None if same_tensor(a, b) else path
     if isinstance(a, float) and math.isnan(a) and math.isnan(b):
         return None
     if isinstance(a, _ATOMS):
@@ -138,17 +139,6 @@ def _printed(thing: Any) -> str:
     return "" if hex(id(thing))[2:] in text.lower() else text  # nothing but its address
 
 
-def _same_tensor(a: Tensor, b: Tensor) -> bool:
-    try:
-        if a.shape != b.shape or a.dtype is not b.dtype or a.device != b.device:
-            return False
-        if a.is_floating_point() or a.is_complex():
-            return bool(((a == b) | ((a != a) & (b != b))).all())
-        return torch.equal(a, b)
-    except (RuntimeError, NotImplementedError):  # sparse, quantized, fake: no such comparison
-        return repr(a) == repr(b)
-
-
 @dataclasses.dataclass(frozen=True)
 class Behaviour:
     """How a model behaves from call to call.
@@ -176,12 +166,16 @@ def behaviour_of(
     others, buffers = _other_leaves(leaves), dict(model.named_buffers(remove_duplicate=False))
 
     def answers(module: nn.Module, values: Sequence[Any], seed: int) -> list[Any]:
-        called_args, called_kwargs = pytree.tree_unflatten([_copied(value) for value in values], spec)
+        given = [_copied(value) for value in values]
+        called_args, called_kwargs = pytree.tree_unflatten(given, spec)
         for name, buffer in buffers.items():
             set_buffer(module, name, buffer.detach().clone())
         with untouched_rng(device):
             _seed(seed, device)
             tensors, layout = flatten_outputs(module(*called_args, **called_kwargs))
+        for place, (value, now) in enumerate(zip(values, given, strict=True)):
+            if isinstance(value, Tensor) and not same_tensor(value, now):
+                raise CaptureError(f"the model changes its input {place} when it is called")
         rest = [leaf for leaf in layout.template if leaf is not layout.TENSOR]
         return [*(tensor.detach().clone() for tensor in tensors), rest]
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ampopt
 from ampopt.errors import AmpoptError
 from ampopt.ledger import ORIGINAL
 from ampopt.model_copy import private_copy
+from ampopt.numerics import FLOORS, relative_error
 from ampopt.regions import PartlyOptimizedModule
 from ampopt.runtime import OptimizedModule
 from ampopt.signature import flatten_outputs
@@ -123,7 +125,7 @@ def judge_served(served: Served, judge: Judge, pick: Pick, precision: str) -> Ou
             return Outcome("lost", f"call {number}: {lost.reason}", stage, {**lost.details, **details})
     if reason := judge.objection(answers, dtype):
         return Outcome("wrong", reason, stage, details)
-    if reason := _keeps_memory(served, judge.calls[-1], dtype, judge):
+    if reason := _keeps_memory(served, judge.calls[-1], dtype):
         return Outcome("wrong", reason, stage, details)
     return Outcome("ok", str(served.report.chosen), stage, details)
 
@@ -139,14 +141,25 @@ def _mode(pick: Pick) -> contextlib.AbstractContextManager[object]:
     return pick.one(*modes)
 
 
-def _keeps_memory(served: Served, call: Call, dtype: torch.dtype, judge: Judge) -> str | None:
+def _keeps_memory(served: Served, call: Call, dtype: torch.dtype) -> str | None:
     """Whether a caller who writes to a result changes later ones; where the original may answer, it may."""
     if served.report.chosen == ORIGINAL or isinstance(served, PartlyOptimizedModule):
         return None
-    with torch.no_grad():
+    untouched = touched = served
+    if served._captured.state:
+        untouched, touched = copy.deepcopy(served), copy.deepcopy(served)  # both in the state of now
+
+    def twice(module: Served, *, writes: bool) -> list[Tensor]:
         own = call.map(same_memory)
-        for output in flatten_outputs(served(*own.args, **own.kwargs))[0]:
+        for output in flatten_outputs(module(*own.args, **own.kwargs))[0] if writes else ():
             output.detach().zero_()
-        again = ask(lambda call: served(*call.args, **call.kwargs), [call])
-    reason = judge.objection_to(len(judge.calls) - 1, again[0], dtype)
-    return f"after a result was written to: {reason}" if reason else None
+        if not writes:
+            module(*own.args, **own.kwargs)
+        own = call.map(same_memory)
+        return [output.clone() for output in flatten_outputs(module(*own.args, **own.kwargs))[0]]
+
+    with torch.no_grad():
+        expected, found = twice(untouched, writes=False), twice(touched, writes=True)
+    errors = [relative_error(a, b) for a, b in zip(found, expected, strict=True)]
+    worst = max(errors, default=0.0)
+    return f"after a result was written to: error {worst:.2g}" if worst > FLOORS[dtype] else None

@@ -42,9 +42,9 @@ def test_a_replay_equals_eager_on_fresh_inputs_of_any_strides(
             x.clone().requires_grad_(),
         ):
             found = fast(laid)
-            assert close(found, wanted)
+            assert close(found.detach(), wanted)
             assert found.is_contiguous()
-            assert not found.requires_grad
+            assert found.requires_grad is laid.requires_grad
 
 
 def test_a_second_call_does_not_change_the_result_of_the_first(fast: ampopt.OptimizedModule) -> None:

@@ -14,7 +14,7 @@ from ampopt.errors import CaptureError
 from ampopt.graph import FULL_PRECISION, calls
 from ampopt.passes import ChannelsLast
 from tests.ampopt.planted import captured_of
-from tests.helpers import BF16, Model, check_graph, with_statistics
+from tests.helpers import BF16, Model, check_graph, program_of, with_statistics
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -259,3 +259,16 @@ def test_a_shape_that_the_export_gets_wrong_is_refused() -> None:
         captured_of(Model(lambda m, x: half_of(x) + 1), X)
     right = Model(lambda m, x: (half_of(x).sum(), x[x > 0]))  # a size that depends on values is no wrong one
     assert len(captured_of(right, X)[1].program.run(X)) == 2
+
+
+def test_what_is_written_to_a_cast_that_does_nothing_is_written_to_its_source() -> None:
+    def writes(m: Any, x: Tensor) -> Tensor:
+        y = m.conv(x)
+        y.type_as(y).add_(1)
+        y.to(y.dtype).mul_(2)
+        out: Tensor = y
+        return out
+
+    model, x = Model(writes, conv=nn.Conv2d(3, 4, 1)).eval(), torch.randn(1, 3, 4, 4)
+    with torch.no_grad():
+        assert torch.allclose(program_of(model, x).run(x)[0], model(x))

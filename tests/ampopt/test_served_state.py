@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ampopt
-from ampopt.errors import ExportError, InputError
+from ampopt.errors import CaptureError, ExportError, InputError
 from ampopt.lanes import Lane
 from ampopt.ledger import Ledger
 from ampopt.model_copy import private_copy
@@ -200,3 +200,31 @@ def test_a_call_under_autocast_advances_the_state_once() -> None:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=number % 2 == 1):
             assert same(fast(x).float(), twin(x).float(), 0.02)
     assert int(twin.get_buffer("count")) == 5
+
+
+def _in_its_parameter(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.conv.weight.mul_(1.5)
+    out: Tensor = m.conv(x)
+    return out
+
+
+def test_a_model_that_writes_to_its_parameters_runs_as_it_was_from_its_beginning() -> None:
+    torch.manual_seed(0)
+    model = Model(_in_its_parameter, conv=nn.Conv2d(3, 3, 3, padding=1)).eval()
+    before = model.get_parameter("conv.weight").clone()
+    fast, twin = optimize(model, frames(1)[0], precision="fp32", budget_s=2.0), private_copy(model)
+    assert torch.equal(model.get_parameter("conv.weight"), before)
+    assert any("parameter conv.weight" in note for note in fast.report.notes)
+    for _ in range(2):
+        for x in frames(4):
+            assert same(fast(x), twin(x))
+        fast.reset_state()
+        twin = private_copy(model)
+
+
+@pytest.mark.parametrize("same_tensor", [lambda x: x.type_as(x), lambda x: x, lambda x: x.contiguous()])
+def test_a_model_that_writes_to_its_input_is_never_one_graph(same_tensor: Any) -> None:
+    model = Model(lambda m, x: m.conv(same_tensor(x).mul_(2)), conv=nn.Conv2d(3, 3, 3)).eval()
+    with pytest.raises(CaptureError, match="the model changes its input"):
+        captured_of(model, frames(1)[0])
