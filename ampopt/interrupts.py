@@ -25,8 +25,9 @@ from ampopt.errors import Interrupted
 AGAIN_S = 2e-3
 """After so long an interruption strikes again where it could do harm."""
 
-_WHOLE = frozenset({"__enter__", "__exit__", "__del__", "_find_and_load"})
-"""Functions that are not cut off: what they leave half done cannot be made up for."""
+_WHOLE = frozenset({"__enter__", "__exit__", "__del__", "_find_and_load", "remove"})
+"""Functions that are not cut off: what they leave half done cannot be made up for. `remove` is what
+dictionaries of weak references call when one of them dies."""
 
 
 class _Watch:

@@ -215,6 +215,8 @@ def optimize(model: nn.Module, example: Tensor) -> Any:
     )
 
 
+# Where it strikes while a generator is closed, Python swallows it and says so; it is then raised again.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.slow
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("make", [tiny, Branching])
