@@ -305,8 +305,10 @@ def test_on_a_gpu_fused_kernels_are_right(name: str, lane: Lane, before: list[Pa
         fused_ones - _swallowed(program_of(model, *inputs, lane=lane, on_top_of=before))
         for inputs in ([x], elsewhere)
     )
-    if here == 0:
-        return  # cuDNN keeps NaN in none of them, and all are declined
+    if here == 0:  # cuDNN keeps NaN in none of them, and all are declined
+        program = program_of(model, x, lane=lane, on_top_of=before)
+        assert FuseConvAct().apply(program).program is program
+        return
     result = check_pass(
         FuseConvAct(),
         model,
@@ -336,6 +338,8 @@ def test_on_a_gpu_a_residual_block_is_right_at_real_widths(channels: int, size: 
     ).cuda()
     x, before = torch.randn(2, channels, size, size, device="cuda"), [BakeAutocast(), ChannelsLast()]
     left = 2 - _swallowed(program_of(model, x, lane=FP16, on_top_of=before))
+    program = program_of(model, x, lane=FP16, on_top_of=before)
+    assert FuseConvAct().apply(program).rewrites == left
     if left:
         check_pass(FuseConvAct(), model, x, rewrites=left, lane=FP16, on_top_of=before)
 
