@@ -296,6 +296,33 @@ def gives_a_number(module: fx.GraphModule) -> fx.Node | None:
     return None
 
 
+def decides_by_values(program: Program) -> fx.Node | None:
+    """The first operator that makes integers or booleans of numbers, and is read by others; None without one.
+
+    The index of a maximum, a comparison, an order: what is read by it is read elsewhere, or not at all, where
+    a number is NaN that was none.
+    """
+    module = record_shapes(program)
+    computed: set[fx.Node] = set()
+    node: fx.Node
+    for node in module.graph.nodes:
+        meta = node.meta.get("tensor_meta")
+        is_number = isinstance(meta, TensorMetadata) and (
+            meta.dtype.is_floating_point or meta.dtype.is_complex
+        )
+        if node.op == "placeholder" and is_number:
+            computed.add(node)
+        elif not computed.isdisjoint(node.all_input_nodes) and node.op != "output":
+            computed.add(node)
+            if (
+                isinstance(meta, TensorMetadata)
+                and not is_number
+                and any(u.op != "output" for u in node.users)
+            ):
+                return node
+    return None
+
+
 def is_native(node: fx.Node) -> bool:
     """Whether a call is of no operator that PyTorch itself defines for every machine."""
     overload = node.target

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 FLOORS = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 """Relative error that always passes in a lane of this dtype.
@@ -94,3 +97,29 @@ def rounded_anew(tensor: Tensor, dtype: torch.dtype, generator: torch.Generator)
     half = torch.finfo(dtype).eps / 2
     noise = (torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1) * half
     return (tensor.double() * (1 + noise.to(tensor.device))).to(tensor.dtype)
+
+
+class ResultsRoundedAnew(TorchDispatchMode):
+    """Within it every operator's result is moved at random by up to one rounding to `dtype`.
+
+    It is one to the result's own dtype where that is coarser. Sums of many numbers are as uncertain as their
+    largest partial sum, which rounding their terms does not show. What is written in place, or shares memory
+    with an argument, stays as it is.
+    """
+
+    def __init__(self, dtype: torch.dtype, generator: torch.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype, self.generator = dtype, generator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the operator and round what it has made."""
+        result = func(*args, **(kwargs or {}))
+        if any(each.alias_info is not None for each in func._schema.returns):
+            return result
+        return pytree.tree_map_only(Tensor, self._moved, result)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        coarser = max(self.dtype, tensor.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        return rounded_anew(tensor, coarser, self.generator)

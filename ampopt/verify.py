@@ -6,6 +6,9 @@ reach the outputs still; and, for what is served or exported in the end, far out
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import math
 import statistics
 import textwrap
@@ -18,9 +21,19 @@ from torch.utils import _pytree as pytree
 
 from ampopt.capture import Captured
 from ampopt.draws import CALLS_IN_A_ROW, Draw, fault_draws, plain_draws, range_draws, steps_of
+from ampopt.fault_masks import Masks, joined_elements, lost_elements, not_finite, share
+from ampopt.graph import decides_by_values, where
 from ampopt.model_copy import private_copy, untouched_rng, working_copy
 from ampopt.model_state import set_buffer
-from ampopt.numerics import FLOORS, LARGEST_LIMITS, MULTIPLES, Check, relative_error, rounded_anew
+from ampopt.numerics import (
+    FLOORS,
+    LARGEST_LIMITS,
+    MULTIPLES,
+    Check,
+    ResultsRoundedAnew,
+    relative_error,
+    rounded_anew,
+)
 from ampopt.program import Settings
 from ampopt.signature import flatten_outputs
 
@@ -45,6 +58,9 @@ LEAST_NORM = 1e-6
 
 ROUNDINGS = 6
 """How often eager is rounded anew to learn how much rounding alone can move an output."""
+
+ROUNDINGS_OF_FAULTS = 16
+"""The same to learn where it can move NaN: at a tie each goes the other way with a chance of a half."""
 
 
 class Verifier:
@@ -78,7 +94,7 @@ class Verifier:
         self._references: dict[str, list[list[Tensor]]] = {}
         self._own: dict[tuple[torch.dtype, str], list[float]] = {}
         self._jumps: dict[tuple[torch.dtype, str], list[float]] = {}
-        self._masks: dict[tuple[torch.dtype, str], list[list[Tensor]] | None] = {}
+        self._masks: dict[tuple[torch.dtype, str], Masks | None] = {}
         in_a_row, inputs = CALLS_IN_A_ROW if captured.state else 1, captured.inputs
         self.draws = self._accepted(plain_draws(inputs, draws, seed, in_a_row=in_a_row))
         self._range_draws = range_draws(inputs, in_a_row=in_a_row)
@@ -197,20 +213,27 @@ class Verifier:
         """How far rounding alone moves eager's outputs on a draw; see the class."""
         if (dtype, draw.name) not in self._jumps:
             worst = [0.0] * len(self.reference(draw)[0])
-            for seed in range(ROUNDINGS):
-                generator = torch.Generator().manual_seed(seed)
-                model = private_copy(self._model)
-                with torch.no_grad():
-                    for tensor in (*model.parameters(), *model.buffers()):
-                        tensor.copy_(rounded_anew(tensor, dtype, generator))
-                eager = self.eager(dtype, model)
-
-                def moved(*tensors: Tensor, run: Run = eager, seeded: torch.Generator = generator) -> Any:
-                    return run(*(rounded_anew(tensor, dtype, seeded) for tensor in tensors))
-
+            for moved in self._rounded_anew(dtype, ROUNDINGS):
                 worst = [max(pair) for pair in zip(worst, self.errors(moved, draw), strict=True)]
             self._jumps[dtype, draw.name] = worst
         return self._jumps[dtype, draw.name]
+
+    def _rounded_anew(self, dtype: torch.dtype, times: int, *, within: bool = False) -> Iterator[Run]:
+        """Eager with weights and inputs rounded anew, and `within` all that it computes; so many times."""
+        for seed in range(times):
+            generator = torch.Generator().manual_seed(seed)
+            model = private_copy(self._model)
+            with torch.no_grad():
+                for tensor in (*model.parameters(), *model.buffers()):
+                    tensor.copy_(rounded_anew(tensor, dtype, generator))
+            eager = self.eager(dtype, model)
+
+            def moved(*tensors: Tensor, run: Run = eager, seeded: torch.Generator = generator) -> Any:
+                inputs = [rounded_anew(tensor, dtype, seeded) for tensor in tensors]
+                with ResultsRoundedAnew(dtype, seeded) if within else contextlib.nullcontext():
+                    return run(*inputs)
+
+            yield moved
 
     def check(self, run: Run, dtype: torch.dtype, *, everywhere: bool = False) -> Check:
         """Verify something that maps flat inputs to flat outputs, as a program of the lane of `dtype`.
@@ -291,48 +314,61 @@ class Verifier:
     def _check_faults(self, run: Run, dtype: torch.dtype, check: Check) -> Check:
         """The check with what becomes of NaN and infinities in one element of the inputs."""
         spread = None
-        for draw, masks in self._faults(dtype):
-            found = self._steps(run, draw)
-            for outputs, expected in zip(found, masks, strict=True):
-                for index, (output, mask) in enumerate(zip(outputs, expected, strict=True)):
-                    bad = _not_finite(output)
-                    if bool((mask & ~bad).any()):
-                        lost, all_of_them = int((mask & ~bad).sum()), int(mask.sum())
-                        reason = (
-                            f"output {index} with {draw.name}: {lost} of the {all_of_them} elements that are "
-                            "not finite in eager are: a sensor's fault would be lost"
-                        )
-                        return Check(check.error, check.limit, reason)
-                    if spread is None and bool((bad & ~mask).any()):
-                        shares = float(bad.double().mean()), float(mask.double().mean())
-                        spread = (
-                            f"{draw.name} of the inputs makes {shares[0]:.1%} of output {index} not finite, "
-                            f"for {shares[1]:.1%} in eager"
-                        )
-        if spread is not None and self.faults == "exact":
-            return Check(check.error, check.limit, f'{spread}, which nan="exact" forbids')
-        return Check(check.error, check.limit, check.reason, spread)
-
-    def _faults(self, dtype: torch.dtype) -> Iterator[tuple[Draw, list[list[Tensor]]]]:
-        """The draws with a fault, and which elements of the outputs of each call are not finite then.
-
-        That is in eager of the lane and in float64: an algorithm of eager's own may spread a fault further.
-        """
         for draw in self._fault_draws if self.faults != "ignore" else ():
-            if (dtype, draw.name) not in self._masks:
-                try:
-                    self._masks[dtype, draw.name] = self._fault_masks(dtype, draw)
-                except Exception:  # the model does not take such inputs
-                    self._masks[dtype, draw.name] = None
-            if (masks := self._masks[dtype, draw.name]) is not None:
-                yield draw, masks
+            if (masks := self._masks_of(dtype, draw)) is None:
+                continue
+            found = not_finite(self._steps(run, draw))
+            if any(lost_elements(found, masks.always)) or any(joined_elements(found, masks.ever)):
+                masks = self._rounded_masks(dtype, draw)
+            for index, lost in enumerate(lost_elements(found, masks.always)):
+                if lost:
+                    reason = (
+                        f"output {index} with {draw.name}: {lost} of the {masks.count(index)} elements that "
+                        "are not finite in eager are: a sensor's fault would be lost"
+                    )
+                    return Check(check.error, check.limit, reason)
+            for index, joined in enumerate(joined_elements(found, masks.ever)):
+                if joined and spread is None:
+                    more, less = share(found, index), share(masks.always, index)
+                    spread = (
+                        f"{draw.name} of the inputs makes {more:.1%} of output {index} not finite, "
+                        f"for {less:.1%} in eager"
+                    )
+        if spread is None or (why_not := self._no_spreading) is None:
+            return dataclasses.replace(check, spread=spread)
+        return Check(check.error, check.limit, f"{spread}, which {why_not}")
 
-    def _fault_masks(self, dtype: torch.dtype, draw: Draw) -> list[list[Tensor]]:
-        eager, exact = self._steps(self.eager(dtype), draw), self.reference(draw)
-        return [
-            [_not_finite(a) & _not_finite(b) for a, b in zip(*calls, strict=True)]
-            for calls in zip(eager, exact, strict=True)
-        ]
+    @functools.cached_property
+    def _no_spreading(self) -> str | None:
+        """Why no other elements than in eager may become NaN; None where they may."""
+        if self.faults == "exact":
+            return 'nan="exact" forbids'
+        if (node := decides_by_values(self._captured.program)) is not None:
+            return f"{where(node)} may take for another value and lose a fault"
+        return None
+
+    def _masks_of(self, dtype: torch.dtype, draw: Draw) -> Masks | None:
+        """What is not finite in eager of the lane and in float64; None where the model takes no faults.
+
+        In both: an algorithm of eager's own may spread a fault further.
+        """
+        if (dtype, draw.name) not in self._masks:
+            try:
+                eager, exact = self._steps(self.eager(dtype), draw), self.reference(draw)
+                self._masks[dtype, draw.name] = Masks.of(not_finite(eager), not_finite(exact))
+            except Exception:  # the model does not take such inputs
+                self._masks[dtype, draw.name] = None
+        return self._masks[dtype, draw.name]
+
+    def _rounded_masks(self, dtype: torch.dtype, draw: Draw) -> Masks:
+        """The same with what rounding alone changes: NaN goes where the largest of a window lies."""
+        masks = self._masks_of(dtype, draw)
+        assert masks is not None
+        if not masks.rounded:
+            for moved in self._rounded_anew(dtype, ROUNDINGS_OF_FAULTS, within=True):
+                masks = masks.joined_by(not_finite(self._steps(moved, draw)))
+            self._masks[dtype, draw.name] = masks
+        return masks
 
 
 def _widened(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -344,7 +380,3 @@ def _norm(tensor: Tensor) -> float:
         return 0.0
     finite = torch.isfinite(tensor)
     return float(torch.linalg.vector_norm(tensor[finite].double().abs()))
-
-
-def _not_finite(tensor: Tensor) -> Tensor:
-    return ~torch.isfinite(tensor)

@@ -29,7 +29,7 @@ from ampopt.program import Program
 from ampopt.transform import Numerics, Pass, replay
 from ampopt.verify import Verifier
 from fuzz.calls import Call, same_memory
-from fuzz.judge import Answered, Judge, ask
+from fuzz.judge import REPEATS, Answered, Judge, ask
 from fuzz.network import Spec, build, make_call
 from fuzz.outcome import REVERTED, Outcome, short
 from fuzz.pick import Pick
@@ -104,9 +104,9 @@ def check_model(
         return Outcome("skipped", f"eager fails: {short(error, 120)}")
     if not judge.repeats():
         return Outcome("skipped", "eager gives another answer each time")
+    lanes = [lane for lane in LANES if judge.knows(lane.dtype)]
     try:
         hearing = Hearing(judge, _capture(model, calls[0]))
-        lanes = [lane for lane in LANES if judge.knows(lane.dtype)]
         for lane in lanes:
             _check_lane(hearing, lane, pick)
         if elsewhere is not None and pick.maybe(0.15):
@@ -114,6 +114,10 @@ def check_model(
     except AmpoptError as error:
         return Outcome("refused", _without_names(str(error)), "capture")
     except Fault as fault:
+        unsteady = [str(lane.dtype) for lane in lanes if not judge.repeats(lane.dtype, REPEATS)]
+        if unsteady:
+            why = f"eager itself gives another answer each time in {', '.join(unsteady)}"
+            return Outcome("skipped", why, fault.outcome.stage, {"found": fault.outcome.reason})
         return fault.outcome
     return hearing.outcome
 
