@@ -10,6 +10,7 @@ from torch import fx
 from ampopt.casting import POLICIES, Decisions, decide, record_autocast, result_dtypes
 from ampopt.errors import PassError
 from ampopt.graph import add_rounded, arguments, aten, calls, copy_of, finish, insert_call
+from ampopt.narrow_convs import keep_narrow_convs_in_fp32
 from ampopt.program import Border, Program
 from ampopt.transform import Family, Numerics, Pass, Result
 
@@ -22,8 +23,9 @@ class BakeAutocast(Pass):
     weights are stored in it, inputs of the model that are only read in it enter in it, a result is cast
     once for all who want it so.
     Requires: a program of an AMP lane that still runs under autocast.
-    Declines: other programs; recurrent layers, and what the model itself takes out of autocast
-    (`torch.autocast(..., enabled=False)`), stay in FP32.
+    Declines: other programs; recurrent layers, what the model itself takes out of autocast
+    (`torch.autocast(..., enabled=False)`), and on a CPU the convolutions that PyTorch computes wrongly below
+    FP32 (`ampopt.narrow_convs`) stay in FP32.
     Correct because: for `amp`, the graph is run once under autocast itself and every cast of an operator's
     input is noted; the shapes are constants and the graph has no control flow, so every later call would
     make the same casts. Where autocast asks an operator for another result dtype (softmax in FP32), its
@@ -54,6 +56,7 @@ class BakeAutocast(Pass):
         dtype = program.lane_dtype
         module = copy_of(program.graph)
         plain = program.replace(settings=dataclasses.replace(program.settings, autocast=None))
+        keep_narrow_convs_in_fp32(plain, module)
         decisions = decide(self.policy, plain, module, dtype)
         expected = record_autocast(plain, module, dtype)[1] if self.policy == "amp" else {}
         expected_by_name = {node.name: want for node, want in expected.items() if node.op == "call_function"}
