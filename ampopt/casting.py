@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampopt.graph import CONVOLUTIONS, FULL_PRECISION, TRANSPOSED_CONVOLUTIONS, aten
+from ampopt.graph import CONVOLUTIONS, FULL_PRECISION, TRANSPOSED_CONVOLUTIONS, aten, constant, is_constant
 from ampopt.program import Program, autocast_scope
 
 Decisions = dict[fx.Node, dict[fx.Node, torch.dtype]]
@@ -62,11 +62,19 @@ _NEED_RANGE = {
 _FLOATING = (torch.float32, torch.float16, torch.bfloat16)
 _RECURRENT = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
 """Their kernels take their weights as one block and break on cast ones: they stay in FP32."""
+_CASTS = {aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.type_as.default}
 
 
 def stays_in_fp32(node: fx.Node) -> bool:
     """Whether no policy may lower a call: it is recurrent, or the model switches autocast off for it."""
     return node.target in _RECURRENT or FULL_PRECISION in node.meta
+
+
+def own_dtype(module: fx.GraphModule, node: fx.Node) -> torch.dtype:
+    """What a call that `stays_in_fp32` computes in: FP32, or lower where the model stores its weights so."""
+    weights = (constant(module, source) for source in node.all_input_nodes if is_constant(source))
+    dtypes = {weight.dtype for weight in weights if weight is not None and weight.is_floating_point()}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
 class _CastRecorder(TorchDispatchMode):
@@ -125,12 +133,14 @@ class _AutocastRun(_Run):
 
     def __init__(self, module: fx.GraphModule, low: torch.dtype, device: torch.device) -> None:
         super().__init__(module)
-        self._low, self._device = low, device
+        self._graph, self._low, self._device = module, low, device
 
     def decide_and_call(self, node: fx.Node) -> Any:
         if stays_in_fp32(node):
             with autocast_scope(self._device, None):
-                return self.call_with(node, self.casts_to(node, torch.float32))
+                return self.call_with(node, self.casts_to(node, own_dtype(self._graph, node)))
+        if node.target in _CASTS:  # the graph's own
+            return self.call_with(node, {})
         with _CastRecorder() as recorder:
             result = super().decide_and_call(node)
         is_low = isinstance(result, Tensor) and result.dtype is self._low
@@ -189,8 +199,11 @@ def decide(policy: str, program: Program, module: fx.GraphModule, dtype: torch.d
         "O2": lambda node: torch.float32 if node.target in _NORMALIZATIONS else dtype,
         "half": lambda _: dtype,
     }[policy]
-    policy_run = _PolicyRun(module, lambda node: torch.float32 if stays_in_fp32(node) else wants(node))
-    return _run(policy_run, program).decisions
+
+    def own_or_wanted(node: fx.Node) -> torch.dtype | None:
+        return own_dtype(module, node) if stays_in_fp32(node) else wants(node)
+
+    return _run(_PolicyRun(module, own_or_wanted), program).decisions
 
 
 def _o1(node: fx.Node, dtype: torch.dtype) -> torch.dtype | None:

@@ -35,7 +35,7 @@ class Masks:
             [a & b for a, b in zip(*pair, strict=True)] for pair in zip(self.always, found, strict=True)
         ]
         ever = [[a | b for a, b in zip(*pair, strict=True)] for pair in zip(self.ever, found, strict=True)]
-        return Masks(always, ever, rounded=True)
+        return Masks(always, ever)
 
     def count(self, index: int) -> int:
         """How many elements of an output are not finite, in all calls."""

@@ -9,21 +9,39 @@ crashed.
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from ampopt.emulated_half import EmulatedHalf
-from ampopt.graph import CONVOLUTIONS, FULL_PRECISION, arguments, calls, record_shapes, shape_of
+from ampopt.graph import (
+    CONVOLUTIONS,
+    FULL_PRECISION,
+    arguments,
+    aten,
+    calls,
+    dtype_of,
+    insert_call,
+    record_shapes,
+    shape_of,
+)
 from ampopt.program import Program
 
 
 def keep_narrow_convs_in_fp32(program: Program, module: fx.GraphModule) -> None:
-    """Mark these convolutions of `module`, a copy of the CPU program's graph; no policy lowers them then."""
+    """Mark these convolutions of `module`, a copy of the CPU program's graph; no policy lowers them then.
+
+    Their results are cast, so that all that reads them gets the dtype that autocast would give.
+    """
     if program.device.type != "cpu" or EmulatedHalf.is_active():
         return
     known = {node.name: node for node in record_shapes(program).graph.nodes}
-    for node in calls(module, CONVOLUTIONS):
-        if _is_unsafe(known[node.name]):
-            node.meta[FULL_PRECISION] = True
+    for node in list(calls(module, CONVOLUTIONS)):
+        own = known[node.name]
+        if _is_unsafe(own) and dtype_of(arguments(own)["weight"]) is torch.float32:
+            readers, node.meta[FULL_PRECISION] = list(node.users), True
+            cast = insert_call(module, node.next, aten._to_copy.default, node, dtype=dtype_of(own))
+            for reader in readers:
+                reader.replace_input_with(node, cast)
 
 
 def _is_unsafe(conv: fx.Node) -> bool:

@@ -56,7 +56,7 @@ class BakeAutocast(Pass):
         dtype = program.lane_dtype
         module = copy_of(program.graph)
         plain = program.replace(settings=dataclasses.replace(program.settings, autocast=None))
-        keep_narrow_convs_in_fp32(plain, module)
+        keep_narrow_convs_in_fp32(program, module)
         decisions = decide(self.policy, plain, module, dtype)
         expected = record_autocast(plain, module, dtype)[1] if self.policy == "amp" else {}
         expected_by_name = {node.name: want for node, want in expected.items() if node.op == "call_function"}

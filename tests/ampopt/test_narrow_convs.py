@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from ampopt.casting import POLICIES
 from ampopt.emulated_half import EmulatedHalf
 from ampopt.executable import executable
-from ampopt.graph import CONVOLUTIONS, calls
+from ampopt.graph import CONVOLUTIONS, calls, dtype_of, record_shapes
 from ampopt.lanes import Lane
 from ampopt.numerics import relative_error
 from ampopt.passes import BakeAutocast
 from ampopt.program import Program
-from tests.helpers import program_of
+from tests.helpers import Model, program_of
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -64,7 +64,7 @@ def test_a_convolution_that_reads_what_nobody_wrote_stays_in_fp32(
     assert dtype_of_conv(program) is torch.float32
     for size in (1 << exponent for exponent in range(5, 18)):
         torch.full((size,), float("nan"))  # what free memory holds now
-    assert relative_error(executable(program)(x)[0], model(x)) < 1e-5
+    assert relative_error(executable(program)(x)[0], model(x)) < torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -80,6 +80,35 @@ def test_it_stays_so_under_every_policy_and_without_a_batch(policy: str) -> None
     geometry, sizes = NARROW["a remainder"]
     model, x = conv_of(geometry, *sizes, batched=False)
     assert dtype_of_conv(baked(model, x, torch.bfloat16, policy)) is torch.float32
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_all_that_reads_it_gets_what_autocast_gives(dtype: torch.dtype) -> None:
+    """`lerp` takes one dtype alone, and autocast does not cast for it."""
+    geometry, sizes = NARROW["a kernel as wide as the input"]
+    narrow, x = conv_of(geometry, *sizes)
+    model = Model(
+        lambda m, x: torch.lerp(m.narrow(x), m.beside(x), 0.3), narrow=narrow, beside=conv_to(sizes)
+    )
+    program = baked(model, x, dtype)
+    (lerp,) = calls(program.graph, [torch.ops.aten.lerp.Scalar])
+    known = {node.name: node for node in record_shapes(program).graph.nodes}
+    assert dtype_of(known[lerp.name]) is dtype
+    assert relative_error(executable(program)(x)[0], model(x)) < 0.05
+
+
+def conv_to(sizes: tuple[int, ...]) -> nn.Module:
+    """A convolution that autocast lowers, with as many outputs as the narrow one has."""
+    return nn.Sequential(nn.Conv2d(8, 8, 1), nn.AdaptiveAvgPool2d(((sizes[0] - 2) // 2 + 1, 1)))
+
+
+def test_a_model_that_stores_its_weights_below_fp32_keeps_them_so() -> None:
+    geometry, sizes = NARROW["the last stage of a ResNet on 32x32"]
+    conv, x = conv_of(geometry, *sizes)
+    model = nn.Sequential(conv, nn.BatchNorm2d(8), nn.ReLU()).eval().bfloat16()
+    program = baked(model, x.bfloat16(), torch.bfloat16)
+    assert dtype_of_conv(program) is torch.bfloat16
+    assert executable(program)(x.bfloat16())[0].dtype is torch.bfloat16
 
 
 def test_where_a_gpus_arithmetic_is_emulated_nothing_is_kept_back() -> None:

@@ -144,6 +144,18 @@ def test_nan_that_rounding_alone_moves_is_not_lost_and_other_nan_is(how: str) ->
     assert verifier.lost_fault(moved[0], torch.float32) is None
 
 
+def test_a_rounding_that_pytorch_refuses_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*tensors: Tensor) -> list[Tensor]:
+        raise RuntimeError("expected scalar type Float but found BFloat16")
+
+    verifier, original = verifier_of(nn.Softplus(), X)
+    monkeypatch.setattr(verifier, "_rounded_anew", lambda *_, **__: [refused] * 3)
+    assert "is over" in str(verifier.check(lambda x: [original(x) * 1.1], torch.float32).reason)
+    assert "would be lost" in str(verifier.lost_fault(lambda x: [original(x).nan_to_num()], torch.float32))
+    assert verifier.largest_jumps(torch.float32, verifier.draws[0]) == [0.0]
+    assert verifier.check(lambda x: [original(x)], torch.float32).passed
+
+
 def _spoilt(images: Tensor) -> Tensor:
     made = images.clone()
     made[:, 64, :, 4] = float("nan")

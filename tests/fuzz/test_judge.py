@@ -59,3 +59,27 @@ def test_what_eager_answers_differently_now_and_then_is_no_yardstick() -> None:
     assert judge.repeats(times=1)
     assert not judge.repeats(times=8)
     assert judge_of(nn.ReLU(), torch.rand(2, 3)).repeats(times=8)
+
+
+class Whole(nn.Module):
+    """Cannot be run with other weights, as some of PyTorch's own kernels cannot be under a dispatch mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((), 1.25))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Times the weight, which float32 holds and a rounding moves."""
+        if self.weight != 1.25:
+            raise RuntimeError("expected scalar type Float but found BFloat16")
+        return x * self.weight
+
+
+def test_a_rounding_that_eager_refuses_tells_nothing() -> None:
+    judge = judge_of(Whole(), torch.tensor([1.0, float("nan"), 3.0]), torch.rand(3))
+    right = judge.plain[0].outputs[0]
+    assert objection(judge, right) is None
+    assert "finite where" in str(objection(judge, right.nan_to_num()))
+    off = [Answered(list(a.outputs), list(a.arguments)) for a in judge.plain]
+    off[1].outputs[0] = off[1].outputs[0] * 1.01
+    assert "is over" in str(judge.objection(off, torch.float32))

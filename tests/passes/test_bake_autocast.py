@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ampopt.errors import PassError
 from ampopt.graph import aten, calls, is_constant
 from ampopt.lanes import Lane
+from ampopt.numerics import relative_error
 from ampopt.passes import BakeAutocast
 from ampopt.program import Program
 from ampopt.transform import Result
@@ -210,6 +211,24 @@ def test_a_recurrent_layer_stays_in_full_precision() -> None:
         dtypes = dtypes_of(program)
         assert dtypes["getitem"] is torch.float32, policy
         assert dtypes["linear"] is dtypes["linear_1"] is torch.bfloat16, policy
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_recurrent_layer_whose_weights_are_lower_computes_in_their_dtype(policy: str) -> None:
+    """`lerp` takes one dtype alone: its other argument is in the model's."""
+    rnn = nn.LSTM(8, 8, batch_first=True)
+    model = Model(lambda m, x: torch.lerp(m.rnn(x)[0], x, 0.3), rnn=rnn).bfloat16()
+    x = torch.randn(2, 4, 8).bfloat16()
+    program = BakeAutocast(policy).apply(program_of(model, x, lane=BF16)).program
+    assert dtypes_of(program)["getitem"] is torch.bfloat16
+    assert relative_error(program.run(x)[0], model(x)) < 0.05
+
+
+def test_a_cast_of_the_models_own_is_not_doubled() -> None:
+    model = Model(lambda m, x: m.a((x + 1).bfloat16().float()), a=nn.Linear(4, 4))
+    program = BakeAutocast().apply(program_of(model, torch.randn(2, 4), lane=BF16)).program
+    assert targets_of(program).count(aten.to.dtype) == 2, text_of(program)
+    assert targets_of(program).count(aten._to_copy.default) == 1, text_of(program)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
