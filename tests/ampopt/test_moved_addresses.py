@@ -33,7 +33,8 @@ def test_a_call_copies_nothing_and_allocates_only_its_result(fast: ampopt.Optimi
         fast(x)
         torch.empty(1)  # on the host, to see that the profile sees something
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + 1
-    assert {event.name for event in profile.events()} == {"aten::empty"}
+    operators = {event.name for event in profile.events()} - {"INVALID"}  # the profiler's own, now and then
+    assert operators == {"aten::empty"}
 
 
 def test_a_result_in_memory_that_other_tensors_had_before_is_not_copied(
