@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from ampopt.errors import first_line
 from ampopt.graph_capture import INSTANCES, REFUSALS, by_speed, capture_program
 from ampopt.graph_pointers import Operands, ReadyGraph
+from ampopt.model_copy import same_tensor
 from ampopt.numerics import relative_error
 from ampopt.program import Program
 from ampopt.quick_call import MOST_OUTPUTS, Answer, Quick, bind, plain
@@ -259,7 +260,7 @@ class CapturedGraph:
         can = len(set(places)) == len(places) and all(
             output.is_contiguous()
             and output.untyped_storage().nbytes() == output.numel() * output.element_size()
-            and not torch.equal(output, before)
+            and not same_tensor(output, before)
             for output, before in zip(self._outputs, expected, strict=True)
         )
         return None if can else "an output is not a tensor of its own"

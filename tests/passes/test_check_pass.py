@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from ampopt.graph import aten, calls, constant, copy_of, finish
 from ampopt.program import Program
 from ampopt.transform import Family, Numerics, Pass, Result
-from tests.helpers import check_pass
+from tests.helpers import Model, apply_to_untouched, check_pass, program_of
 
 
 class _Planted(Pass):
@@ -146,6 +146,18 @@ class _Small(nn.Module):
 def test_a_planted_mistake_is_caught(mistake: Pass, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         check_pass(mistake, _Small(), torch.randn(2, 4), rewrites=1)
+
+
+@pytest.mark.parametrize(
+    "weight", [torch.full((4, 4), float("nan")), torch.rand(4, 1).expand(4, 4)], ids=["NaN", "expanded"]
+)
+def test_a_weight_of_any_kind_is_seen_to_stay_as_it_is(weight: Tensor) -> None:
+    model = Model(lambda m, x: torch.relu(m.linear(x)) + m.odd, linear=nn.Linear(4, 4))
+    model.register_buffer("odd", weight)
+    program = program_of(model, torch.randn(4, 4))
+    assert apply_to_untouched(_KnowsTheShape(), program).rewrites == 1
+    with pytest.raises(AssertionError, match=r"weight .* of the input program changed"):
+        apply_to_untouched(_WritesIntoAWeight(), program)
 
 
 def test_a_wrong_count_is_caught() -> None:
