@@ -8,6 +8,7 @@ instructions are run by a plain one instead.
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -93,6 +94,7 @@ def check(seed: int) -> Outcome:
         model, kinds, text = generate(seed)
     except Exception as error:  # a bug in there, or no solution in time
         return Outcome("skipped", f"NNSmith fails: {short(error, 100)}")
+    print(f"nnsmith {seed}:\n{text}", file=sys.stderr, flush=True)  # its seeds give other graphs by the clock
     if not kinds:
         return Outcome("skipped", "it has no inputs")
     generator = torch.Generator().manual_seed(seed)

@@ -12,6 +12,7 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,11 @@ TIMEOUT_S = {"passes": 120.0, "optimize": 180.0, "interrupts": 180.0, "nnsmith":
 NETWORKS_A_PROCESS = {"passes": 500, "optimize": 20, "interrupts": 10, "nnsmith": 100}
 """Then a new process takes over, so that what leaks in PyTorch does not add up, and what is loaded once is
 loaded, and interrupted, more than once."""
+
+LAST_WORDS = 6000
+"""How many characters of what a process has said are kept when it crashes."""
+
+_QUIETLY = {"AMPOPT_CACHE": "", "PYTHONFAULTHANDLER": "1"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,17 +56,20 @@ class Worker:
 
     def __init__(self, kind: str, device: str) -> None:
         self.kind, self.judged = kind, 0
+        self._folder = tempfile.TemporaryDirectory(prefix="fuzz-")
+        self._said = Path(self._folder.name) / "stderr"  # by a fault handler, and what was judged
         ours, theirs = multiprocessing.Pipe()
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "fuzz.worker", str(theirs.fileno()), kind, device],
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, **threads, "AMPOPT_CACHE": "", "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # so that it is killed with all that it has started
-        )
+        with self._said.open("wb") as said:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "fuzz.worker", str(theirs.fileno()), kind, device],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **threads, **_QUIETLY, "PYTHONPATH": os.pathsep.join(sys.path)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+                start_new_session=True,  # so that it is killed with all that it has started
+            )
         theirs.close()
         self._line: Connection = ours
 
@@ -77,8 +86,10 @@ class Worker:
         except (EOFError, OSError):
             status = self._process.wait()
             how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+            trace = self._said.read_text(errors="replace")[-LAST_WORDS:]
             self.close()
-            return {"seed": seed, "outcome": "crash", "reason": how, "stage": "process"}
+            found = {"outcome": "crash", "reason": how, "stage": "process", "details": {"trace": trace}}
+            return {"seed": seed, **found}
         self.close()
         return {
             "seed": seed,
@@ -98,6 +109,7 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._folder.cleanup()
 
 
 def entries(out: Path, kind: str = "*") -> Iterator[dict[str, Any]]:

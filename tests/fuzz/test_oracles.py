@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from fuzz.judge import Answered, Judge, ask
 from fuzz.network import Layer, Spec
 from fuzz.outcome import Outcome
 from fuzz.pick import Pick
-from fuzz.shards import Run, header
+from fuzz.shards import Run, Worker, header
 from fuzz.shrink import describe, shrink
 from tests.ampopt.planted import Planted
 from tests.helpers import Model, several_kinds
@@ -287,3 +290,13 @@ def test_an_interrupt_that_comes_through_is_raw(pretended: Any, monkeypatch: pyt
 
     pretended(polite)
     assert interrupts.check(SPEC).kind == "refused"
+
+
+def test_a_process_that_crashes_leaves_its_last_words() -> None:
+    worker = Worker("optimize", "cpu")
+    crash = threading.Timer(1.0, os.kill, (worker._process.pid, signal.SIGSEGV))  # it takes longer to begin
+    crash.start()
+    entry = worker.judge(0)
+    assert (entry["seed"], entry["outcome"], entry["reason"]) == (0, "crash", "signal SIGSEGV")
+    assert "Segmentation fault" in entry["details"]["trace"]
+    assert worker.is_over
