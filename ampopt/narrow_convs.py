@@ -9,6 +9,8 @@ crashed.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import fx
 
@@ -23,6 +25,7 @@ from ampopt.graph import (
     insert_call,
     record_shapes,
     shape_of,
+    where,
 )
 from ampopt.program import Program
 
@@ -44,21 +47,47 @@ def keep_narrow_convs_in_fp32(program: Program, module: fx.GraphModule) -> None:
                 reader.replace_input_with(node, cast)
 
 
-def _is_unsafe(conv: fx.Node) -> bool:
+def why_it_may_crash(program: Program) -> str | None:
+    """Why PyTorch may crash in this program's convolutions below FP32, on a CPU; None where it does not."""
+    if program.device.type == "cpu":
+        for node in calls(record_shapes(program), CONVOLUTIONS):
+            if _reads_padding_alone(node):
+                return f"{where(node)} has outputs that lie in its padding alone, where PyTorch has crashed"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Axis:
+    """One spatial dimension of a convolution."""
+
+    size: int
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int
+    out: int
+
+    def reads_padding_alone(self) -> bool:
+        firsts = (place * self.stride - self.padding for place in range(self.out))
+        reads = ([first + tap * self.dilation for tap in range(self.kernel)] for first in firsts)
+        return any(not any(0 <= place < self.size for place in places) for places in reads)
+
+
+def _axes(conv: fx.Node) -> list[_Axis]:
     own = arguments(conv)
-    out, kernel, sizes = (shape_of(node)[2:] for node in (conv, own["weight"], own["input"]))
+    kernel = shape_of(own["weight"])[2:]
+    rank = len(kernel)
+    sizes, out = shape_of(own["input"])[-rank:], shape_of(conv)[-rank:]
     stride, padding, dilation = (
-        [*own[name]] * (len(kernel) // len(own[name])) for name in ("stride", "padding", "dilation")
+        [*own[name]] * (rank // len(own[name])) for name in ("stride", "padding", "dilation")
     )
-    if len(out) < len(kernel):  # unbatched
-        out, sizes = shape_of(conv)[1:], shape_of(own["input"])[1:]
-    if out[-1] == 1 and kernel[-1] > 1 and stride[-1] > 1:
-        return True
-    axes = zip(sizes, kernel, stride, padding, dilation, out, strict=True)
-    return any(_has_padding_alone(*axis) for axis in axes)
+    return list(map(_Axis, sizes, kernel, stride, padding, dilation, out))
 
 
-def _has_padding_alone(size: int, kernel: int, stride: int, padding: int, dilation: int, out: int) -> bool:
-    firsts = (place * stride - padding for place in range(out))
-    reads = ([first + tap * dilation for tap in range(kernel)] for first in firsts)
-    return any(not any(0 <= place < size for place in places) for places in reads)
+def _is_unsafe(conv: fx.Node) -> bool:
+    last = _axes(conv)[-1]
+    return (last.out == 1 and last.kernel > 1 and last.stride > 1) or _reads_padding_alone(conv)
+
+
+def _reads_padding_alone(conv: fx.Node) -> bool:
+    return any(axis.reads_padding_alone() for axis in _axes(conv))

@@ -33,6 +33,7 @@ from ampopt.lanes import Lane, lanes_for
 from ampopt.ledger import ORIGINAL, LaneSummary, Ledger, Verdict
 from ampopt.measure import engine_latency, latency, peak_memory, shortest_of_two, synchronize
 from ampopt.model_copy import device_of, untouched_rng, working_copy
+from ampopt.narrow_convs import why_it_may_crash
 from ampopt.pass_manager import LaneState, PassManager, Progress, judging_s
 from ampopt.passes import ENGINES, LAUNCHES, PIPELINE, AllowTf32, BakeAutocast, FuseConvAct
 from ampopt.program import Settings
@@ -393,7 +394,8 @@ class Optimizer:
         """The lanes that the time budget can judge, and seconds of a call in them; the rest is noted.
 
         A lane in which the original fails, as operators without a kernel for the lower precision do, is none;
-        nor is one in which only its graph does, as one with a dtype in it that autocast changes in the model.
+        nor is one in which only its graph does, as one with a dtype in it that autocast changes in the model;
+        nor one in which PyTorch may crash.
         One trial takes about `CALLS_OF_A_TRIAL` calls. A lane in which a single trial would take more than
         its share, as bfloat16 can on a processor without instructions for it, is left out. The first lane
         may have everything.
@@ -402,6 +404,9 @@ class Optimizer:
         examples, fastest = self._captured.program.examples, 0.0
         kept: dict[Lane, float] = {}
         for lane in lanes:
+            if lane.dtype is not torch.float32 and (crash := why_it_may_crash(self._captured.program)):
+                self.ledger.notes.append(f"the {lane.name} lane was not tried: {crash}")
+                continue
             share = REWRITING * whole / len(lanes) if kept else whole
             most_s = max(SLOW_CALL_S, share / CALLS_OF_A_TRIAL, 2 * fastest)
             call = functools.partial(self._verifier.eager(lane.dtype), *examples)

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ampopt
 from ampopt.casting import POLICIES
 from ampopt.emulated_half import EmulatedHalf
 from ampopt.executable import executable
 from ampopt.graph import CONVOLUTIONS, calls, dtype_of, record_shapes
 from ampopt.lanes import Lane
+from ampopt.narrow_convs import why_it_may_crash
 from ampopt.numerics import relative_error
 from ampopt.passes import BakeAutocast
 from ampopt.program import Program
@@ -73,6 +75,24 @@ def test_every_other_convolution_is_lowered(
     geometry: dict[str, Any], sizes: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     assert dtype_of_conv(baked(*conv_of(geometry, *sizes), dtype)) is dtype
+
+
+@pytest.mark.parametrize(("name", "case"), [*NARROW.items(), *WIDE.items()], ids=[*NARROW, *WIDE])
+def test_only_what_reads_padding_alone_may_crash(name: str, case: Any) -> None:
+    model, x = conv_of(case[0], *case[1])
+    reason = why_it_may_crash(program_of(model, x))
+    assert (reason is not None) is name.startswith("padding alone")
+    assert reason is None or "padding alone, where PyTorch has crashed" in reason
+
+
+def test_a_lane_in_which_pytorch_may_crash_is_not_tried() -> None:
+    geometry, sizes = NARROW["padding alone"]
+    model, x = conv_of(geometry, *sizes)
+    fast = ampopt.optimize(model, x, cache=False, budget_s=5)
+    assert list(fast.report.lanes) == ["fp32"]
+    (note,) = [note for note in fast.report.notes if "lane was not tried" in note]
+    assert "padding alone, where PyTorch has crashed" in note
+    assert relative_error(fast(x), model(x)) < 1e-5
 
 
 @pytest.mark.parametrize("policy", POLICIES)
