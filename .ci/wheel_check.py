@@ -25,14 +25,14 @@ IMPORT_EVERYTHING = """
 import importlib, inspect, pkgutil, sys
 from pathlib import Path
 import ampopt, ampopt.passes
-from ampopt.transform import Pass
+from ampopt.ir.transform import Pass
 
 inside = Path(sys.argv[1])
 def is_pass(thing):
     return inspect.isclass(thing) and issubclass(thing, Pass) and not inspect.isabstract(thing)
 
 modules = [ampopt, ampopt.passes]
-modules += [importlib.import_module(found.name) for found in pkgutil.iter_modules(ampopt.__path__, "ampopt.")
+modules += [importlib.import_module(found.name) for found in pkgutil.walk_packages(ampopt.__path__, "ampopt.")
             if found.name != "ampopt.__main__"]
 passes = [importlib.import_module(found.name)
           for found in pkgutil.iter_modules(ampopt.passes.__path__, "ampopt.passes.")]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ampopt.api import optimize
     from ampopt.bundle_load import LoadedModel, load
     from ampopt.comparison import Comparison, compare
-    from ampopt.runtime import OptimizedModule
+    from ampopt.deploy.runtime import OptimizedModule
 
 __all__ = [
     "AmpoptError",
@@ -53,7 +53,7 @@ _HOMES = {
     "compare": "ampopt.comparison",
     "Comparison": "ampopt.comparison",
     "LoadedModel": "ampopt.bundle_load",
-    "OptimizedModule": "ampopt.runtime",
+    "OptimizedModule": "ampopt.deploy.runtime",
     "load": "ampopt.bundle_load",
 }
 
@@ -61,8 +61,8 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'ampopt' has no attribute {name!r}")
-    from ampopt.interrupts import interruptible, watched
-    from ampopt.process_state import imports_kept  # it takes NumPy to load
+    from ampopt.system.interrupts import interruptible, watched
+    from ampopt.system.process_state import imports_kept  # it takes NumPy to load
 
     with watched(), imports_kept():  # what Ctrl-C leaves half imported stays so
         found = getattr(importlib.import_module(_HOMES[name]), name)

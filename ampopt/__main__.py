@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ampopt.cli import main
+from ampopt.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ampopt.arguments import (
+from ampopt.deploy.runtime import OptimizedModule
+from ampopt.engines.cuda_graphs import Outputs
+from ampopt.errors import CaptureError, InputError
+from ampopt.ir.arguments import (
     advice_on_failure,
     as_call,
     as_cuda,
@@ -21,7 +24,19 @@ from ampopt.arguments import (
     flag,
     refuse_more,
 )
-from ampopt.budget import (
+from ampopt.ir.capture import capture
+from ampopt.ir.model_copy import device_of, exact_copy, note_writes, private_copy, untouched_rng
+from ampopt.ir.program import autocast_scope
+from ampopt.ir.signature import flatten_call
+from ampopt.measure.verify import Faults, Metric
+from ampopt.passes import ENGINES
+from ampopt.search.infer import infer_inputs
+from ampopt.search.optimizer import Optimizer, Options, seconds_of_a_call
+from ampopt.search.pass_manager import Progress
+from ampopt.search.progress import progress_line
+from ampopt.search.regions import PartlyOptimizedModule, as_it_was, optimize_regions
+from ampopt.search.rehearsal import Stage
+from ampopt.system.budget import (
     CALLS_OF_A_TRIAL,
     CALLS_TO_CAPTURE,
     CALLS_TO_COMPARE,
@@ -30,24 +45,9 @@ from ampopt.budget import (
     Budget,
     calls_to_verify,
 )
-from ampopt.capture import capture
-from ampopt.cuda_graphs import Outputs
-from ampopt.errors import CaptureError, InputError
-from ampopt.infer import infer_inputs
-from ampopt.interrupts import check_interrupted, interruptible, watched
-from ampopt.model_copy import device_of, exact_copy, note_writes, private_copy, untouched_rng
-from ampopt.optimizer import Optimizer, Options, seconds_of_a_call
-from ampopt.pass_manager import Progress
-from ampopt.passes import ENGINES
-from ampopt.process_state import process_kept
-from ampopt.program import autocast_scope
-from ampopt.progress import progress_line
-from ampopt.regions import PartlyOptimizedModule, as_it_was, optimize_regions
-from ampopt.rehearsal import Stage
-from ampopt.runtime import OptimizedModule
-from ampopt.signature import flatten_call
-from ampopt.turns import optimizing
-from ampopt.verify import Faults, Metric
+from ampopt.system.interrupts import check_interrupted, interruptible, watched
+from ampopt.system.process_state import process_kept
+from ampopt.system.turns import optimizing
 
 WORTH_A_STAGE_S = 20.0
 """From this time budget on, a GPU's process for rehearsals is begun at once: it will probably be needed."""

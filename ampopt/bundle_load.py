@@ -18,29 +18,29 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ampopt import robot
-from ampopt.backend_choice import Timed, best
-from ampopt.bundle_files import BundleFiles, open_bundle
-from ampopt.call_file import read_call
-from ampopt.capture import Captured
-from ampopt.environment import environment
+from ampopt.bundle.call_file import read_call
+from ampopt.bundle.files import BundleFiles, open_bundle
+from ampopt.bundle.program_file import read_program
+from ampopt.deploy.health import Callback, Event, Health, Monitor
+from ampopt.deploy.recipe_file import read_recipe
+from ampopt.deploy.runtime import OptimizedModule
+from ampopt.engines.executable import executable
 from ampopt.errors import AmpoptError, BundleError, InputError
-from ampopt.executable import executable
-from ampopt.health import Callback, Event, Health, Monitor
-from ampopt.ledger import Ledger
-from ampopt.measure import engine_latency
-from ampopt.numerics import relative_error
-from ampopt.onnx_knobs import thread_counts
-from ampopt.onnx_options import CUDA
-from ampopt.optimizer import Optimizer, Options
-from ampopt.plain_tensors import check_plain
-from ampopt.process_state import process_kept
-from ampopt.program import Settings
-from ampopt.program_file import read_program
-from ampopt.recipe_file import read_recipe
-from ampopt.runtime import OptimizedModule
-from ampopt.sampling import interleave
-from ampopt.signature import describe, flatten_call, flatten_outputs, tensors_of
-from ampopt.transform import Recipe, replay
+from ampopt.ir.capture import Captured
+from ampopt.ir.numerics import relative_error
+from ampopt.ir.plain_tensors import check_plain
+from ampopt.ir.program import Settings
+from ampopt.ir.signature import describe, flatten_call, flatten_outputs, tensors_of
+from ampopt.ir.transform import Recipe, replay
+from ampopt.measure.clocks import engine_latency
+from ampopt.measure.ledger import Ledger
+from ampopt.measure.sampling import interleave
+from ampopt.ort.backend_choice import Timed, best
+from ampopt.ort.knobs import thread_counts
+from ampopt.ort.options import CUDA
+from ampopt.search.optimizer import Optimizer, Options
+from ampopt.system.environment import environment
+from ampopt.system.process_state import process_kept
 
 logger = logging.getLogger("ampopt")
 
@@ -93,7 +93,7 @@ class LoadedModel:
 
     @property
     def health(self) -> Health:
-        """How calls were answered until now; see `ampopt.health.Health`."""
+        """How calls were answered until now; see `ampopt.deploy.health.Health`."""
         own = self._monitor.health()
         if not isinstance(self._call, OptimizedModule):
             return own
@@ -154,7 +154,7 @@ def load(
     Args:
         path: a bundle that `OptimizedModule.save` wrote.
         backend: "ampopt", "onnxruntime", "original", or "auto": the first two where they are there, whichever
-            is best here by median, tail and threads (`ampopt.backend_choice`).
+            is best here by median, tail and threads (`ampopt.ort.backend_choice`).
         device: "cpu" or "cuda"; None: a GPU where there is one.
         verify_key: a public Ed25519 key in PEM that the bundle must be signed with.
         budget_s: seconds for measuring anew on a machine unlike the one in the bundle's fingerprint.

@@ -11,28 +11,28 @@ import torch
 from torch import nn
 
 from ampopt.api import mode_note, prepare_call
-from ampopt.arguments import refuse_more
-from ampopt.capture import Captured, capture
-from ampopt.environment import environment
+from ampopt.engines.executable import executable
 from ampopt.errors import CaptureError, InputError
-from ampopt.executable import executable
-from ampopt.headline import compare_fairly
-from ampopt.interrupts import interruptible, watched
-from ampopt.lanes import Lane, lanes_for
-from ampopt.measure import engine_latency
-from ampopt.model_copy import device_of
-from ampopt.optimizer import Options
+from ampopt.ir.arguments import refuse_more
+from ampopt.ir.capture import Captured, capture
+from ampopt.ir.lanes import Lane, lanes_for
+from ampopt.ir.model_copy import device_of
+from ampopt.ir.program import Program
+from ampopt.ir.signature import describe, flatten_call
+from ampopt.ir.transform import Pass
+from ampopt.measure.clocks import engine_latency
+from ampopt.measure.headline import compare_fairly
+from ampopt.measure.report import interval
+from ampopt.measure.sampling import Gain, Measurement
+from ampopt.measure.verify import Faults, Verifier
 from ampopt.passes import ENGINES, LAUNCHES
-from ampopt.process_state import process_kept
-from ampopt.program import Program
-from ampopt.progress import progress_line
-from ampopt.rehearsal import Stage
-from ampopt.report import interval
-from ampopt.sampling import Gain, Measurement
-from ampopt.signature import describe, flatten_call
-from ampopt.transform import Pass
-from ampopt.turns import optimizing
-from ampopt.verify import Faults, Verifier
+from ampopt.search.optimizer import Options
+from ampopt.search.progress import progress_line
+from ampopt.search.rehearsal import Stage
+from ampopt.system.environment import environment
+from ampopt.system.interrupts import interruptible, watched
+from ampopt.system.process_state import process_kept
+from ampopt.system.turns import optimizing
 
 INTERRUPTED = "not tried: interrupted"
 """The reason in the rows that Ctrl-C has left out."""

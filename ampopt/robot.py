@@ -16,14 +16,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ampopt.bundle_files import BundleFiles, open_bundle
+from ampopt.bundle.files import BundleFiles, open_bundle
+from ampopt.bundle.robot_model import RobotModel, self_test_tensors
 from ampopt.errors import AmpoptError, BundleError
-from ampopt.field_test import field_test
-from ampopt.onnx_knobs import thread_counts
-from ampopt.onnx_options import PREFERRED
-from ampopt.onnx_session import OnnxRunner, SessionError, SessionOptions, onnxruntime
-from ampopt.onnx_tuning import tune
-from ampopt.robot_model import RobotModel, self_test_tensors
+from ampopt.measure.field_test import field_test
+from ampopt.ort.knobs import thread_counts
+from ampopt.ort.options import PREFERRED
+from ampopt.ort.session import OnnxRunner, SessionError, SessionOptions, onnxruntime
+from ampopt.ort.tuning import tune
 
 __all__ = ["RobotModel", "load", "main"]
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampopt.flags import older_flags_readable
-from ampopt.onnx_options import CPU, CUDA, SessionOptions
-from ampopt.onnx_session import OnnxRunner, onnxruntime, open_session
-from ampopt.onnx_tuning import tune
-from ampopt.quiet import quiet
+from ampopt.ort.options import CPU, CUDA, SessionOptions
+from ampopt.ort.session import OnnxRunner, onnxruntime, open_session
+from ampopt.ort.tuning import tune
+from ampopt.system.flags import older_flags_readable
+from ampopt.system.quiet import quiet
 from benchmarks.by_hand import Call
 
 TUNING_S = 20.0

@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 
 from ampopt import AmpoptError, optimize
-from ampopt.numerics import relative_error
-from ampopt.report import to_rich
+from ampopt.ir.numerics import relative_error
+from ampopt.measure.report import to_rich
 from benchmarks.models import WORKLOADS
 from benchmarks.real_data import optimize_digits, photographs
 

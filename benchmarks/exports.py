@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ampopt.capture import Captured, capture
-from ampopt.environment import environment
-from ampopt.model_copy import private_copy
-from ampopt.onnx_export import PRECISIONS, export_onnx
-from ampopt.onnx_options import CPU, CUDA
-from ampopt.quiet import quiet
+from ampopt.deploy.onnx_export import PRECISIONS, export_onnx
+from ampopt.ir.capture import Captured, capture
+from ampopt.ir.model_copy import private_copy
+from ampopt.ort.options import CPU, CUDA
+from ampopt.system.environment import environment
+from ampopt.system.quiet import quiet
 from benchmarks.export_networks import NETWORKS, network
 from benchmarks.exports_table import line, to_markdown
 from benchmarks.results_files import commit, results_folder, update

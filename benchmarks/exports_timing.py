@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from ampopt.onnx_knobs import changed
-from ampopt.onnx_options import CPU, CUDA, SAFE_OPTIONS, SessionOptions
-from ampopt.onnx_session import Array, OnnxRunner, relative_error
-from ampopt.onnx_tuning import tune
-from ampopt.sampling import gain, interleave, latency, rested
+from ampopt.measure.sampling import gain, interleave, latency, rested
+from ampopt.ort.knobs import changed
+from ampopt.ort.options import CPU, CUDA, SAFE_OPTIONS, SessionOptions
+from ampopt.ort.session import Array, OnnxRunner, relative_error
+from ampopt.ort.tuning import tune
 
 TUNING_S = 4.0
 """For the sweep of the options of one file, loading included."""

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from ampopt import AmpoptError, optimize
-from ampopt.environment import environment
 from ampopt.passes import ENGINES
+from ampopt.system.environment import environment
 from benchmarks.models import randomize_batch_norm
 from benchmarks.results_files import commit, results_folder, update
 

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from ampopt import OptimizedModule
-from ampopt.capture import Captured
-from ampopt.cuda_graphs import CapturedGraph
-from ampopt.lanes import Lane
-from ampopt.ledger import ORIGINAL, Ledger
-from ampopt.measure import latency, synchronize
+from ampopt.engines.cuda_graphs import CapturedGraph
+from ampopt.ir.capture import Captured
+from ampopt.ir.lanes import Lane
+from ampopt.ir.signature import flatten_outputs
+from ampopt.ir.transform import Recipe, replay
+from ampopt.measure.clocks import latency, synchronize
+from ampopt.measure.ledger import ORIGINAL, Ledger
+from ampopt.measure.sampling import Measurement, Sampler, interleave
 from ampopt.passes import BakeAutocast, ChannelsLast, CudaGraph, FoldConvBn
-from ampopt.sampling import Measurement, Sampler, interleave
-from ampopt.signature import flatten_outputs
-from ampopt.transform import Recipe, replay
 from benchmarks.on_cuda import row_of, run
 from benchmarks.race_networks import RACE
 from benchmarks.results_files import Row, beyond_replays, heading, update

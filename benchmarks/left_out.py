@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ampopt.graph import arguments, aten, calls, record_shapes, tensor_meta
-from ampopt.graph_capture import ReplayedProgram, capture_calls
-from ampopt.measure import device_time
+from ampopt.engines.graph_capture import ReplayedProgram, capture_calls
+from ampopt.ir.graph import arguments, aten, calls, record_shapes, tensor_meta
+from ampopt.ir.program import Program, Settings
+from ampopt.ir.transform import replay
+from ampopt.measure.clocks import device_time
+from ampopt.measure.sampling import interleave
 from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn
-from ampopt.program import Program, Settings
-from ampopt.sampling import interleave
-from ampopt.transform import replay
 from benchmarks.on_cuda import row_of, run
 from benchmarks.race_networks import RACE
 from benchmarks.results_files import Row, heading, update

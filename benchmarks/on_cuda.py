@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampopt.capture import Captured, capture
-from ampopt.environment import environment
-from ampopt.lanes import Lane, lanes_for
-from ampopt.model_copy import private_copy
+from ampopt.ir.capture import Captured, capture
+from ampopt.ir.lanes import Lane, lanes_for
+from ampopt.ir.model_copy import private_copy
+from ampopt.system.environment import environment
 from benchmarks.race_networks import RACE, racer
 from benchmarks.results_files import Row, commit, results_folder
 

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from ampopt import OptimizedModule, optimize
-from ampopt.environment import environment
 from ampopt.errors import AmpoptError
-from ampopt.flags import cuda_math
-from ampopt.measure import latency
-from ampopt.numerics import relative_error
-from ampopt.sampling import interleave
-from ampopt.signature import flatten_outputs
+from ampopt.ir.numerics import relative_error
+from ampopt.ir.signature import flatten_outputs
+from ampopt.measure.clocks import latency
+from ampopt.measure.sampling import interleave
+from ampopt.system.environment import environment
+from ampopt.system.flags import cuda_math
 from benchmarks import by_hand
 from benchmarks.host_time import beyond_replay
 from benchmarks.models import CPU_WORKLOADS, WORKLOADS

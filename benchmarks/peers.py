@@ -31,8 +31,8 @@ from typing import Any
 
 import torch
 
-from ampopt.environment import environment
-from ampopt.sampling import interleave, rested
+from ampopt.measure.sampling import interleave, rested
+from ampopt.system.environment import environment
 from benchmarks.contestants import LANES, Contestant, contestants
 from benchmarks.exports_timing import PAUSE_S
 from benchmarks.peers_table import draw, to_markdown

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
+from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import first_line
-from ampopt.flags import cuda_math
-from ampopt.measure import latency, synchronize
-from ampopt.numerics import relative_error
-from ampopt.runtime import OptimizedModule
-from ampopt.signature import flatten_outputs
+from ampopt.ir.numerics import relative_error
+from ampopt.ir.signature import flatten_outputs
+from ampopt.measure.clocks import latency, synchronize
+from ampopt.system.flags import cuda_math
 from benchmarks.contestants import contestants
 from benchmarks.host_time import beyond_replay
 from benchmarks.race_networks import racer

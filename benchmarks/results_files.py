@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ampopt.environment import device_name
+from ampopt.system.environment import device_name
 from benchmarks.models import WORKLOADS
 
 Row = dict[str, Any]

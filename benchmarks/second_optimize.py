@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import ampopt
-from ampopt.environment import environment
+from ampopt.system.environment import environment
 from benchmarks.contestants import BUDGET_S, LANES
 from benchmarks.race_networks import RACE, racer
 from benchmarks.race_process import CACHES

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import ampopt
-from ampopt.capture import capture
 from ampopt.errors import AmpoptError
-from ampopt.model_copy import private_copy
+from ampopt.ir.capture import capture
+from ampopt.ir.model_copy import private_copy
 from fuzz.calls import Call, same_memory
 from fuzz.judge import Judge
 from fuzz.network import Spec, build, make_call

@@ -15,21 +15,21 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampopt.model_copy import device_of, private_copy
-from ampopt.numerics import FLOORS, ResultsRoundedAnew, rounded_anew
-from ampopt.program import Settings
-from ampopt.signature import flatten_outputs
+from ampopt.ir.model_copy import device_of, private_copy
+from ampopt.ir.numerics import FLOORS, ResultsRoundedAnew, rounded_anew
+from ampopt.ir.program import Settings
+from ampopt.ir.signature import flatten_outputs
 from fuzz.calls import Call, same_memory
 
 MULTIPLE = 6.0
 """How many times eager's own error an answer may have.
 
-ampopt allows itself four (`ampopt.numerics.MULTIPLES`) on the draws that it verifies; other draws of the
+ampopt allows itself four (`ampopt.ir.numerics.MULTIPLES`) on the draws that it verifies; other draws of the
 same model have other errors, of which the half is about as large again.
 """
 
 SLACK = 3.0
-"""How many times the error that always passes in a lane (`ampopt.numerics.FLOORS`) an answer may have.
+"""How many times the error that always passes in a lane (`ampopt.ir.numerics.FLOORS`) an answer may have.
 
 Rounding within a layer, which `Judge.jumps` does not see because it moves only weights and inputs, has been
 seen to cost twice that behind a normalization that subtracts nearly all of what it is given.

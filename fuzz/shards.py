@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ampopt.environment import environment
+from ampopt.system.environment import environment
 from fuzz.outcome import FAULTS
 
 TIMEOUT_S = {"passes": 120.0, "optimize": 180.0, "interrupts": 180.0, "nnsmith": 180.0}

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 
 import ampopt
+from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import AmpoptError
-from ampopt.ledger import ORIGINAL
-from ampopt.model_copy import private_copy
-from ampopt.numerics import FLOORS, relative_error
-from ampopt.regions import PartlyOptimizedModule
-from ampopt.runtime import OptimizedModule
-from ampopt.signature import flatten_outputs
+from ampopt.ir.model_copy import private_copy
+from ampopt.ir.numerics import FLOORS, relative_error
+from ampopt.ir.signature import flatten_outputs
+from ampopt.measure.ledger import ORIGINAL
+from ampopt.search.regions import PartlyOptimizedModule
 from fuzz.calls import Call, same_memory
 from fuzz.judge import Answered, Judge, ask
 from fuzz.network import Spec, build, make_call
 from fuzz.outcome import Outcome, short
 from fuzz.pick import Pick
 from fuzz.through_passes import raw
-from tests.ampopt import snapshot
+from tests.support import snapshot
 
 BUDGET_S = 10.0
 

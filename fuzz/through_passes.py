@@ -18,17 +18,17 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from ampopt.capture import Captured, capture
+from ampopt.engines.executable import executable
 from ampopt.errors import AmpoptError
-from ampopt.executable import executable
-from ampopt.group_forms import Form, GroupedConv
-from ampopt.lanes import Lane
-from ampopt.model_copy import device_of, private_copy
-from ampopt.narrow_convs import why_it_may_crash
+from ampopt.ir.capture import Captured, capture
+from ampopt.ir.lanes import Lane
+from ampopt.ir.model_copy import device_of, private_copy
+from ampopt.ir.narrow_convs import why_it_may_crash
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Numerics, Pass, replay
+from ampopt.kernels.group_forms import Form, GroupedConv
+from ampopt.measure.verify import Verifier
 from ampopt.passes import PIPELINE, Degroup, Script, SearchConvAlgorithms
-from ampopt.program import Program
-from ampopt.transform import Numerics, Pass, replay
-from ampopt.verify import Verifier
 from fuzz.calls import Call, same_memory
 from fuzz.judge import REPEATS, Answered, Judge, ask
 from fuzz.network import Spec, build, make_call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ampopt.ir.transform import Pass
 from ampopt.passes.allow_tf32 import AllowTf32
 from ampopt.passes.bake_autocast import BakeAutocast
 from ampopt.passes.channels_last import ChannelsLast
@@ -20,7 +21,6 @@ from ampopt.passes.parallel_branches import ParallelBranches
 from ampopt.passes.remove_inference_noops import RemoveInferenceNoops
 from ampopt.passes.script import Script
 from ampopt.passes.search_conv_algorithms import SearchConvAlgorithms
-from ampopt.transform import Pass
 
 __all__ = [
     "ENGINES",

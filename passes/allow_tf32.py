@@ -6,8 +6,8 @@ import dataclasses
 
 import torch
 
-from ampopt.program import Program
-from ampopt.transform import Family, Numerics, Pass, Result
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Family, Numerics, Pass, Result
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,12 +7,12 @@ import dataclasses
 import torch
 from torch import fx
 
-from ampopt.casting import POLICIES, Decisions, decide, record_autocast, result_dtypes
 from ampopt.errors import PassError
-from ampopt.graph import add_rounded, arguments, aten, calls, copy_of, finish, insert_call
-from ampopt.narrow_convs import keep_narrow_convs_in_fp32
-from ampopt.program import Border, Program
-from ampopt.transform import Family, Numerics, Pass, Result
+from ampopt.ir.casting import POLICIES, Decisions, decide, record_autocast, result_dtypes
+from ampopt.ir.graph import add_rounded, arguments, aten, calls, copy_of, finish, insert_call
+from ampopt.ir.narrow_convs import keep_narrow_convs_in_fp32
+from ampopt.ir.program import Border, Program
+from ampopt.ir.transform import Family, Numerics, Pass, Result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class BakeAutocast(Pass):
     Requires: a program of an AMP lane that still runs under autocast.
     Declines: other programs; recurrent layers, what the model itself takes out of autocast
     (`torch.autocast(..., enabled=False)`), and on a CPU the convolutions that PyTorch computes wrongly below
-    FP32 (`ampopt.narrow_convs`) stay in FP32.
+    FP32 (`ampopt.ir.narrow_convs`) stay in FP32.
     Correct because: for `amp`, the graph is run once under autocast itself and every cast of an operator's
     input is noted; the shapes are constants and the graph has no control flow, so every later call would
     make the same casts. Where autocast asks an operator for another result dtype (softmax in FP32), its

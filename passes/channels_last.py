@@ -7,10 +7,10 @@ import dataclasses
 import torch
 from torch import fx
 
-from ampopt.graph import arguments, aten, calls, constant, is_constant, reads_strides
-from ampopt.layouts import in_channels_last
-from ampopt.program import Program
-from ampopt.transform import Family, Numerics, Pass, Result
+from ampopt.ir.graph import arguments, aten, calls, constant, is_constant, reads_strides
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Family, Numerics, Pass, Result
+from ampopt.kernels.layouts import in_channels_last
 
 
 @dataclasses.dataclass(frozen=True)

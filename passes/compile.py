@@ -12,12 +12,12 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ampopt.capturing import capturing
-from ampopt.graph import arguments, aten, calls, finish, insert_call, is_opaque, replace
-from ampopt.inductor_cache import remove_cut_off_builds
-from ampopt.pool_indices import keep_indices
-from ampopt.program import Program
-from ampopt.transform import Family, Numerics, Pass, Result
+from ampopt.ir.capturing import capturing
+from ampopt.ir.graph import arguments, aten, calls, finish, insert_call, is_opaque, replace
+from ampopt.ir.pool_indices import keep_indices
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Family, Numerics, Pass, Result
+from ampopt.system.inductor_cache import remove_cut_off_builds
 
 
 @dataclasses.dataclass(frozen=True)

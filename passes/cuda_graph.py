@@ -7,16 +7,16 @@ import dataclasses
 import torch
 from torch import fx
 
-from ampopt.graph import aten, calls, dtype_of, record_shapes
-from ampopt.program import Program
-from ampopt.transform import Family, Numerics, Pass, Result
+from ampopt.ir.graph import aten, calls, dtype_of, record_shapes
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Family, Numerics, Pass, Result
 
 
 @dataclasses.dataclass(frozen=True)
 class CudaGraph(Pass):
     """Capture all launches of the program once and replay them with a single call.
 
-    Rewrites: the way the program is launched; `ampopt.runtime` captures a graph for each input shape.
+    Rewrites: the way the program is launched; `ampopt.deploy.runtime` captures a graph for each input shape.
     Requires: CUDA; every operator runs on the device without waiting for the host.
     Declines: CPUs; graphs with an operator whose result's shape depends on data, or that reads a value back
     to the host, because neither can be captured.

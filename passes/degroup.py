@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
-from ampopt.graph import (
+from ampopt.ir.graph import (
     add_constant,
     arguments,
     aten,
@@ -23,9 +23,9 @@ from ampopt.graph import (
     replace,
     tensor_meta,
 )
-from ampopt.group_forms import AS_IS, Form, GroupedConv, forms_for, measure_forms, merge_groups
-from ampopt.program import Program
-from ampopt.transform import Declined, Family, Numerics, Pass, Result
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
+from ampopt.kernels.group_forms import AS_IS, Form, GroupedConv, forms_for, measure_forms, merge_groups
 
 MEASURING_S = 5.0
 """For all convolutions together; none is begun after it."""

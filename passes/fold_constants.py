@@ -7,9 +7,9 @@ import dataclasses
 import torch
 from torch import Tensor, fx
 
-from ampopt.graph import add_constant, calls, copy_of, finish, is_constant, own_outputs, replace
-from ampopt.program import Program
-from ampopt.transform import Declined, Family, Numerics, Pass, Result
+from ampopt.ir.graph import add_constant, calls, copy_of, finish, is_constant, own_outputs, replace
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
 
 
 @dataclasses.dataclass(frozen=True)

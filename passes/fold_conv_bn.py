@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor, fx
 
-from ampopt.graph import (
+from ampopt.ir.graph import (
     CONVOLUTIONS,
     TRANSPOSED_CONVOLUTIONS,
     add_rounded,
@@ -25,8 +25,8 @@ from ampopt.graph import (
     replace,
     shape_of,
 )
-from ampopt.program import Program
-from ampopt.transform import Declined, Family, Numerics, Pass, Result
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
 
 _RANKS: dict[object, int] = {aten.linear.default: 2}
 _RANKS |= {op: dims + 2 for op, dims in (CONVOLUTIONS | TRANSPOSED_CONVOLUTIONS).items()}

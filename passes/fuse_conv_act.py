@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ampopt.cudnn_shapes import know_shapes
-from ampopt.graph import (
+from ampopt.ir.graph import (
     arguments,
     aten,
     calls,
@@ -23,8 +22,9 @@ from ampopt.graph import (
     replace,
     tensor_meta,
 )
-from ampopt.program import Program
-from ampopt.transform import Declined, Family, Numerics, Pass, Result
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
+from ampopt.kernels.cudnn_shapes import know_shapes
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

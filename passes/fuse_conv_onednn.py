@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ampopt.graph import (
+from ampopt.ir.graph import (
     add_constant,
     arguments,
     aten,
@@ -24,8 +24,8 @@ from ampopt.graph import (
     shape_of,
     tensor_meta,
 )
-from ampopt.program import Program
-from ampopt.transform import Declined, Family, Numerics, Pass, Result
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
 
 _UNARY = {
     aten.hardswish.default: "hardswish",

@@ -10,12 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from ampopt import conv_timing
-from ampopt.conv_chains import Chain, find_chains
-from ampopt.conv_tiles import Site
-from ampopt.conv_timing import BY_CUDNN, PLAIN, Timed
-from ampopt.fused_conv import Tile, fused_conv, is_available
-from ampopt.graph import (
+from ampopt.ir.graph import (
     add_constant,
     arguments,
     aten,
@@ -26,11 +21,16 @@ from ampopt.graph import (
     record_shapes,
     replace,
 )
-from ampopt.group_forms import merge_groups
-from ampopt.layouts import in_channels_last
-from ampopt.pixel_layout import in_order, packed_depthwise
-from ampopt.program import Program
-from ampopt.transform import Declined, Family, Numerics, Pass, Result
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
+from ampopt.kernels import conv_timing
+from ampopt.kernels.conv_chains import Chain, find_chains
+from ampopt.kernels.conv_tiles import Site
+from ampopt.kernels.conv_timing import BY_CUDNN, PLAIN, Timed
+from ampopt.kernels.fused_conv import Tile, fused_conv, is_available
+from ampopt.kernels.group_forms import merge_groups
+from ampopt.kernels.layouts import in_channels_last
+from ampopt.kernels.pixel_layout import in_order, packed_depthwise
 
 SHARE = 0.5
 """Of the time that is left; the rest is for the passes after it."""

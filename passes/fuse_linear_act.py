@@ -7,7 +7,7 @@ import math
 
 from torch import fx
 
-from ampopt.graph import (
+from ampopt.ir.graph import (
     add_constant,
     aten,
     calls,
@@ -20,8 +20,8 @@ from ampopt.graph import (
     replace,
     shape_of,
 )
-from ampopt.program import Program
-from ampopt.transform import Declined, Family, Numerics, Pass, Result
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import fx
 
-from ampopt.graph import (
+from ampopt.ir.graph import (
     add_rounded,
     arguments,
     aten,
@@ -19,8 +19,8 @@ from ampopt.graph import (
     is_constant,
     only_user,
 )
-from ampopt.program import Program
-from ampopt.transform import Declined, Family, Numerics, Pass, Result
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,22 +12,22 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ampopt.engines.onnx_cache import exported
+from ampopt.engines.onnx_engine import OnnxEngine
+from ampopt.engines.onnx_graph import OPSETS, model_of
+from ampopt.engines.onnx_pooling import use_pooling_operators
 from ampopt.errors import first_line
-from ampopt.graph import calls, is_native
-from ampopt.measure import latency
-from ampopt.numerics import relative_error
-from ampopt.onnx_cache import exported
-from ampopt.onnx_engine import OnnxEngine
-from ampopt.onnx_graph import OPSETS, model_of
-from ampopt.onnx_options import PREFERRED, SessionOptions
-from ampopt.onnx_pooling import use_pooling_operators
-from ampopt.onnx_profile import PROFILING_S
-from ampopt.onnx_rewrites import STEPS, Rewrites, merged, rewritten
-from ampopt.onnx_session import OnnxRunner, onnxruntime
-from ampopt.onnx_tuning import tune
-from ampopt.program import Border, Program
-from ampopt.sampling import gain, interleave
-from ampopt.transform import Family, Numerics, Pass, Result
+from ampopt.ir.graph import calls, is_native
+from ampopt.ir.numerics import relative_error
+from ampopt.ir.program import Border, Program
+from ampopt.ir.transform import Family, Numerics, Pass, Result
+from ampopt.measure.clocks import latency
+from ampopt.measure.sampling import gain, interleave
+from ampopt.ort.options import PREFERRED, SessionOptions
+from ampopt.ort.profile import PROFILING_S
+from ampopt.ort.rewrites import STEPS, Rewrites, merged, rewritten
+from ampopt.ort.session import OnnxRunner, onnxruntime
+from ampopt.ort.tuning import tune
 
 logger = logging.getLogger("ampopt")
 

@@ -9,12 +9,12 @@ import operator
 import torch
 from torch import fx
 
-from ampopt.branches import branched, plan
-from ampopt.graph import calls
-from ampopt.operator_list import why_not_call
-from ampopt.program import Program
-from ampopt.streams import Branched, cuda_streams
-from ampopt.transform import Family, Numerics, Pass, Result
+from ampopt.engines.branches import branched, plan
+from ampopt.engines.streams import Branched, cuda_streams
+from ampopt.ir.graph import calls
+from ampopt.ir.operator_list import why_not_call
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Family, Numerics, Pass, Result
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,9 @@ import dataclasses
 
 from torch import fx
 
-from ampopt.graph import arguments, aten, calls, finish, record_shapes, replace, tensor_meta
-from ampopt.program import Program
-from ampopt.transform import Family, Numerics, Pass, Result
+from ampopt.ir.graph import arguments, aten, calls, finish, record_shapes, replace, tensor_meta
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Family, Numerics, Pass, Result
 
 _DROPOUTS = {
     aten.dropout.default,

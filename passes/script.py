@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ampopt.capturing import capturing
 from ampopt.errors import PassError
-from ampopt.graph import aten, calls, constant_outputs, gives_a_number
-from ampopt.program import Program
-from ampopt.transform import Family, Numerics, Pass, Result
+from ampopt.ir.capturing import capturing
+from ampopt.ir.graph import aten, calls, constant_outputs, gives_a_number
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Family, Numerics, Pass, Result
 
 _SWALLOWED_BY_ONEDNN = (aten.relu.default, aten.max_pool2d.default, aten.max_pool3d.default)
 """Operators whose NaN is lost where TorchScript lets oneDNN compute them."""

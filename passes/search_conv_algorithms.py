@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from ampopt.graph import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, calls
-from ampopt.program import Program
-from ampopt.transform import Family, Numerics, Pass, Result
+from ampopt.ir.graph import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, calls
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Family, Numerics, Pass, Result
 
 
 @dataclasses.dataclass(frozen=True)

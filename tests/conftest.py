@@ -18,6 +18,8 @@ os.environ["AMPOPT_CACHE"] = ""
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests.engine_fixtures import all_kept, fast, model, quick  # noqa: E402, F401
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests marked `gpu` where torch finds no CUDA GPU."""

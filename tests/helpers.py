@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ampopt.capture import capture
-from ampopt.executable import executable
-from ampopt.graph import calls, copy_of, finish, record_shapes, tensor_meta
-from ampopt.lanes import Lane
-from ampopt.model_copy import device_of, private_copy, same_tensor
-from ampopt.numerics import MULTIPLES, fresh_draw, relative_error
-from ampopt.program import Program, Settings
-from ampopt.signature import flatten_outputs
-from ampopt.transform import Numerics, Pass, Result, replay
+from ampopt.engines.executable import executable
+from ampopt.ir.capture import capture
+from ampopt.ir.graph import calls, copy_of, finish, record_shapes, tensor_meta
+from ampopt.ir.lanes import Lane
+from ampopt.ir.model_copy import device_of, private_copy, same_tensor
+from ampopt.ir.numerics import MULTIPLES, fresh_draw, relative_error
+from ampopt.ir.program import Program, Settings
+from ampopt.ir.signature import flatten_outputs
+from ampopt.ir.transform import Numerics, Pass, Result, replay
 
 FP32 = Lane("fp32", torch.float32)
 FP16 = Lane("amp", torch.float16)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ampopt.branches import MAIN
+from ampopt.engines.branches import MAIN
 
 Clock = dict[int, int]
 

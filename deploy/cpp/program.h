@@ -74,7 +74,7 @@ inline Program load(const std::string& path, const std::string& wanted) {
 
 // ‖actual - reference‖ / ‖reference‖ in float64; for integers and booleans the share that differs. Infinite
 // where shapes differ, or where NaN or an infinity stands in one but not, alike, in the other. The same as
-// relative_error in ampopt.numerics.
+// relative_error in ampopt.ir.numerics.
 inline double relative_error(const torch::Tensor& actual, const torch::Tensor& reference) {
   constexpr double infinite = std::numeric_limits<double>::infinity();
   if (actual.sizes() != reference.sizes()) return infinite;

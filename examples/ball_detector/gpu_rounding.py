@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from ampopt import OptimizedModule
-from ampopt.capture import capture
-from ampopt.model_copy import private_copy
-from ampopt.onnx_verify import emulated
-from ampopt.portable import portable_program
+from ampopt.deploy.onnx_verify import emulated
+from ampopt.deploy.portable import portable_program
+from ampopt.ir.capture import capture
+from ampopt.ir.model_copy import private_copy
 from examples.ball_detector.comparison import Array
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from ampopt.passes import FoldConvBn
 from benchmarks.host_time import beyond_replay, measure_network, to_markdown, write_row
-from tests.ampopt.planted import module_of
-from tests.ampopt.small_net import PASSES, image, net
+from tests.support.planted import module_of
+from tests.support.small_net import PASSES, image, net
 
 
 @pytest.mark.gpu

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from ampopt.graph import aten, calls, record_shapes
+from ampopt.ir.graph import aten, calls, record_shapes
 from benchmarks.left_out import _alike, _gain, _random, measure_lane, measure_network, to_markdown
-from tests.ampopt.planted import module_of
 from tests.helpers import Model
+from tests.support.planted import module_of
 
 
 def test_equal_calls_are_timed_once_and_counted() -> None:

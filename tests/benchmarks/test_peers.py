@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampopt.onnx_options import SessionError
+from ampopt.ort.options import SessionError
 from benchmarks import by_onnx, peers
 from benchmarks.by_hand import as_float, as_half_channels_last
 from benchmarks.contestants import (

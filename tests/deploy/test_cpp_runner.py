@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import nn
 
+from ampopt.deploy.torchscript_file import write_torchscript
+from ampopt.ir.program import Program
 from ampopt.passes import ChannelsLast, FoldConvBn
-from ampopt.program import Program
-from ampopt.torchscript_file import write_torchscript
 from benchmarks.networks import EncDecMil18
 from tests.helpers import Model, program_of, with_statistics
 

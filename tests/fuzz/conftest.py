@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.ampopt.conftest import all_kept
+from tests.engine_fixtures import all_kept
 
 __all__ = ["all_kept"]

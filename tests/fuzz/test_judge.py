@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from fuzz.calls import Call
 from fuzz.judge import Answered, Judge
-from tests.ampopt.test_verify import near_ties, permutation
-from tests.ampopt.test_verify_faults import TwoOfAKind, with_fault_beside
 from tests.helpers import Model
+from tests.measure.test_verify import near_ties, permutation
+from tests.measure.test_verify_faults import TwoOfAKind, with_fault_beside
 
 
 def judge_of(model: nn.Module, *inputs: Tensor) -> Judge:

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import ampopt
-from ampopt.capture import capture
 from ampopt.errors import InputError
-from ampopt.numerics import Check
+from ampopt.ir.capture import capture
+from ampopt.ir.numerics import Check
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Result
+from ampopt.measure.verify import Verifier
 from ampopt.passes import PIPELINE
-from ampopt.program import Program
-from ampopt.transform import Result
-from ampopt.verify import Verifier
+from ampopt.search import infer
 from fuzz import interrupts, report, through_optimize, through_passes
 from fuzz.calls import Call
 from fuzz.judge import Answered, Judge, ask
@@ -29,8 +30,8 @@ from fuzz.outcome import Outcome
 from fuzz.pick import Pick
 from fuzz.shards import Run, Worker, header
 from fuzz.shrink import describe, shrink
-from tests.ampopt.planted import Planted
 from tests.helpers import Model, several_kinds
+from tests.support.planted import Planted
 
 SPEC = Spec(7, (2, 4, 6, 5), (Layer("conv_bn", 1), Layer("activation", 2), Layer("linear", 3)))
 IMAGE = Call((torch.randn(2, 3, 8, 8),), {})
@@ -242,8 +243,8 @@ def test_optimize_is_seen_to_raise_to_lose_and_to_change(pretended: Any) -> None
 
 def served(function: Any) -> Any:
     """What looks like an OptimizedModule and answers with a function."""
-    from tests.ampopt.planted import module_of
     from tests.helpers import several_kinds
+    from tests.support.planted import module_of
 
     module = module_of(several_kinds(), torch.randn(1, 3, 8, 8))
     module.forward = function  # type: ignore[method-assign]
@@ -276,7 +277,7 @@ def test_an_interrupt_that_comes_through_is_raw(pretended: Any, monkeypatch: pyt
 
     def deaf(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         while True:
-            ampopt.infer.infer_inputs.__name__  # noqa: B018  an endless loop that a signal ends
+            infer.infer_inputs.__name__  # noqa: B018  an endless loop that a signal ends
 
     pretended(deaf)
     monkeypatch.setattr(interrupts, "_place", lambda trace: "here")

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ampopt.errors import AmpoptError
-from ampopt.model_copy import private_copy
+from ampopt.ir.model_copy import private_copy
 from fuzz import calls
 from fuzz.judge import Judge
 from fuzz.network import KINDS, Layer, Spec, build, make_call
@@ -20,7 +20,7 @@ from fuzz.pick import Pick
 from fuzz.shrink import describe
 from fuzz.through_optimize import judge_served
 from fuzz.through_passes import check
-from tests.ampopt.planted import optimize
+from tests.support.planted import optimize
 
 ASKED = os.environ.get("FUZZ_EXAMPLES")
 """How many networks `make fuzz` asks for, other ones each time; the tests take the same few every time."""

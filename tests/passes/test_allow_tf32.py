@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from ampopt.lanes import Lane
+from ampopt.ir.lanes import Lane
+from ampopt.ir.program import Settings
 from ampopt.passes import AllowTf32
-from ampopt.program import Settings
 from tests.helpers import BF16, FP16, FP32, Model, apply_to_untouched, check_pass, program_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

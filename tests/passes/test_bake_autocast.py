@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampopt.errors import PassError
-from ampopt.graph import aten, calls, is_constant
-from ampopt.lanes import Lane
-from ampopt.numerics import relative_error
+from ampopt.ir.graph import aten, calls, is_constant
+from ampopt.ir.lanes import Lane
+from ampopt.ir.numerics import relative_error
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Result
 from ampopt.passes import BakeAutocast
-from ampopt.program import Program
-from ampopt.transform import Result
 from tests.helpers import (
     BF16,
     FP16,

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampopt.graph import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, aten, calls, constant, copy_of
+from ampopt.ir.graph import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, aten, calls, constant, copy_of
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Result
 from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn
-from ampopt.program import Program
-from ampopt.transform import Result
 from tests.helpers import (
     BF16,
     Model,

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from ampopt.graph import aten, calls, constant, copy_of, finish
-from ampopt.program import Program
-from ampopt.transform import Family, Numerics, Pass, Result
+from ampopt.ir.graph import aten, calls, constant, copy_of, finish
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Family, Numerics, Pass, Result
 from tests.helpers import Model, apply_to_untouched, check_pass, program_of
 
 

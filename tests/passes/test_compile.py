@@ -17,15 +17,14 @@ from torch._inductor import compile_fx
 from torch._inductor.utils import clear_caches
 
 from ampopt.errors import PassError
-from ampopt.fused_conv import fused_conv
-from ampopt.graph import aten, calls, copy_of
-from ampopt.lanes import Lane
-from ampopt.model_copy import same_tensor
+from ampopt.ir.graph import aten, calls, copy_of
+from ampopt.ir.lanes import Lane
+from ampopt.ir.model_copy import same_tensor
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Pass, Result, replay
+from ampopt.kernels.fused_conv import fused_conv
 from ampopt.passes import BakeAutocast, ChannelsLast, Compile, CudaGraph, FoldConvBn
 from ampopt.passes.compile import keep_nan
-from ampopt.program import Program
-from ampopt.transform import Pass, Result, replay
-from tests.ampopt.compiler import needs_compiler
 from tests.helpers import (
     BF16,
     FP16,
@@ -39,6 +38,7 @@ from tests.helpers import (
     program_of,
     with_statistics,
 )
+from tests.support.compiler import needs_compiler
 
 
 class _Network(nn.Module):

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampopt.cuda_graphs import CapturedGraph
-from ampopt.executable import executable
-from ampopt.lanes import Lane
+from ampopt.engines.cuda_graphs import CapturedGraph
+from ampopt.engines.executable import executable
+from ampopt.ir.lanes import Lane
+from ampopt.ir.program import Program, Settings
+from ampopt.ir.transform import Numerics, Pass, Result
 from ampopt.passes import AllowTf32, BakeAutocast, ChannelsLast, CudaGraph, FoldConvBn
-from ampopt.program import Program, Settings
-from ampopt.transform import Numerics, Pass, Result
 from tests.helpers import (
     FP16,
     FP32,

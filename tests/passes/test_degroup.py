@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampopt.graph import arguments, aten, calls
-from ampopt.group_forms import AS_IS, Form, GroupedConv, forms_for, merge_groups
+from ampopt.ir.graph import arguments, aten, calls
+from ampopt.ir.program import Program
+from ampopt.kernels.group_forms import AS_IS, Form, GroupedConv, forms_for, merge_groups
 from ampopt.passes import BakeAutocast, ChannelsLast, Degroup
-from ampopt.program import Program
 from tests.helpers import BF16, FP16, Model, check_pass, error_of, program_of, targets_of, text_of
 
 

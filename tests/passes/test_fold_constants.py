@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from ampopt.graph import aten, calls, is_constant
+from ampopt.ir.graph import aten, calls, is_constant
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Result
 from ampopt.passes import FoldConstants, FoldConvBn, RemoveInferenceNoops
-from ampopt.program import Program
-from ampopt.transform import Result
 from tests.helpers import BF16, Model, check_pass, program_of, spoilt, targets_of, text_of, with_statistics
 
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from ampopt.graph import arguments, aten, calls, constant
-from ampopt.lanes import Lane
+from ampopt.ir.graph import arguments, aten, calls, constant
+from ampopt.ir.lanes import Lane
+from ampopt.ir.transform import Pass
 from ampopt.passes import BakeAutocast, FoldConvBn
-from ampopt.transform import Pass
 from tests.helpers import (
     BF16,
     FP16,

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ampopt.graph import aten, calls
-from ampopt.lanes import Lane
+from ampopt.ir.graph import aten, calls
+from ampopt.ir.lanes import Lane
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Pass, Result
 from ampopt.passes import BakeAutocast, ChannelsLast, Compile, CudaGraph, FoldConvBn, FuseConvAct
-from ampopt.program import Program
-from ampopt.transform import Pass, Result
 from tests.helpers import (
     BF16,
     FP16,

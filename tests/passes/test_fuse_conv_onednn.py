@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampopt.lanes import Lane
+from ampopt.ir.lanes import Lane
+from ampopt.ir.transform import replay
 from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn, FuseConvOnednn
-from ampopt.transform import replay
 from tests.helpers import (
     BF16,
     FP32,

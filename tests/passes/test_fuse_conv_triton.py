@@ -12,17 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ampopt.conv_chains import Chain, find_chains
-from ampopt.conv_tiles import Site
-from ampopt.conv_timing import Timed
-from ampopt.fused_conv import Tile, fused_conv, reference
-from ampopt.graph import aten, calls, record_shapes
+from ampopt.ir.graph import aten, calls, record_shapes
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Declined, Result
+from ampopt.kernels.conv_chains import Chain, find_chains
+from ampopt.kernels.conv_tiles import Site
+from ampopt.kernels.conv_timing import Timed
+from ampopt.kernels.fused_conv import Tile, fused_conv, reference
 from ampopt.passes import (
     ChannelsLast,
     FuseConvTriton,
 )
-from ampopt.program import Program
-from ampopt.transform import Declined, Result
 from tests.helpers import (
     FP16,
     Model,
@@ -330,8 +330,8 @@ def _measured_by(clock: _Clock, monkeypatch: pytest.MonkeyPatch, step: FuseConvT
     monkeypatch.setattr(
         "ampopt.passes.fuse_conv_triton.time", SimpleNamespace(perf_counter=clock.perf_counter)
     )
-    monkeypatch.setattr("ampopt.conv_timing.fastest", clock.fastest)
-    monkeypatch.setattr("ampopt.conv_timing.compile_all", clock.compile_all)
+    monkeypatch.setattr("ampopt.kernels.conv_timing.fastest", clock.fastest)
+    monkeypatch.setattr("ampopt.kernels.conv_timing.compile_all", clock.compile_all)
     model = _model(lambda m, x: m.s(m.a(m.a(x).relu()).relu()))
     return apply_to_untouched(step, program_of(model, torch.randn(2, 16, 8, 8), on_top_of=NHWC))
 

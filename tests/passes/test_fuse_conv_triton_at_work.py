@@ -18,10 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampopt.conv_chains import Chain, find_chains
-from ampopt.fused_conv import Tile
-from ampopt.graph import record_shapes
-from ampopt.lanes import Lane
+from ampopt.ir.graph import record_shapes
+from ampopt.ir.lanes import Lane
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Pass, Result
+from ampopt.kernels.conv_chains import Chain, find_chains
+from ampopt.kernels.fused_conv import Tile
 from ampopt.passes import (
     AllowTf32,
     BakeAutocast,
@@ -31,8 +33,6 @@ from ampopt.passes import (
     FoldConvBn,
     FuseConvTriton,
 )
-from ampopt.program import Program
-from ampopt.transform import Pass, Result
 from tests.helpers import (
     FP16,
     FP32,

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampopt.graph import aten
-from ampopt.lanes import Lane
+from ampopt.ir.graph import aten
+from ampopt.ir.lanes import Lane
 from ampopt.passes import BakeAutocast, FuseLinearAct
 from tests.helpers import BF16, FP16, FP32, Model, check_pass, program_of, targets_of
 

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 import ampopt
+from ampopt.deploy.recipe_file import read_recipe, write_recipe
 from ampopt.errors import AmpoptError
-from ampopt.graph import copy_of
+from ampopt.ir.graph import copy_of
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Pass, Result, replay
+from ampopt.measure.sampling import Gain
 from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn, OnnxRuntime, onnx_runtime
-from ampopt.program import Program
-from ampopt.recipe_file import read_recipe, write_recipe
-from ampopt.sampling import Gain
-from ampopt.transform import Pass, Result, replay
 from tests.helpers import (
     BF16,
     FP32,
@@ -160,7 +160,7 @@ def test_an_optimized_model_that_runs_in_it_is_copied_saved_and_opened(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     model, x = several_kinds(), torch.randn(2, 3, 10, 10)
-    monkeypatch.setattr("ampopt.pass_manager.gain", lambda before, after: Gain(2.0, 1.9, 2.1))
+    monkeypatch.setattr("ampopt.search.pass_manager.gain", lambda before, after: Gain(2.0, 1.9, 2.1))
     others = ("script", "compile")
     fast = ampopt.optimize(model, x, precision="fp32", budget_s=30, exclude=others, progress=False)
     assert isinstance(fast, ampopt.OptimizedModule)

@@ -12,15 +12,18 @@ import pytest
 import torch
 from torch import nn
 
-from ampopt import native, onnx_groups, onnx_rewrites, onnx_winograd
+from ampopt.deploy.recipe_file import read_recipe, write_recipe
 from ampopt.errors import BundleError
-from ampopt.onnx_blocked import keep_blocked
-from ampopt.onnx_options import SessionOptions
+from ampopt.measure.sampling import Gain
+from ampopt.ort import groups as onnx_groups
+from ampopt.ort import rewrites as onnx_rewrites
+from ampopt.ort import winograd as onnx_winograd
+from ampopt.ort.blocked import keep_blocked
+from ampopt.ort.options import SessionOptions
 from ampopt.passes import OnnxRuntime, onnx_runtime
-from ampopt.recipe_file import read_recipe, write_recipe
-from ampopt.sampling import Gain
-from tests.ampopt.compiler import needs_compiler
+from ampopt.system import native
 from tests.helpers import FP32, Model, check_outputs, program_of
+from tests.support.compiler import needs_compiler
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ampopt.branches import plan
-from ampopt.executable import executable
-from ampopt.graph import aten, calls, copy_of
-from ampopt.lanes import Lane
+from ampopt.engines.branches import plan
+from ampopt.engines.executable import executable
+from ampopt.engines.streams import Branched
+from ampopt.ir.graph import aten, calls, copy_of
+from ampopt.ir.lanes import Lane
+from ampopt.ir.program import Program, Settings
+from ampopt.ir.transform import Numerics, Pass, Result
 from ampopt.passes import BakeAutocast, ChannelsLast, CudaGraph, FoldConvBn, ParallelBranches
-from ampopt.program import Program, Settings
-from ampopt.streams import Branched
-from ampopt.transform import Numerics, Pass, Result
 from tests.helpers import (
     BF16,
     FP16,

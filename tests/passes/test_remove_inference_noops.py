@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ampopt.graph import aten, calls, copy_of, shape_of
+from ampopt.ir.graph import aten, calls, copy_of, shape_of
 from ampopt.passes import RemoveInferenceNoops
 from tests.helpers import Model, check_pass, program_of, targets_of, text_of
 

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampopt.errors import PassError
-from ampopt.graph import copy_of
-from ampopt.lanes import Lane
+from ampopt.ir.graph import copy_of
+from ampopt.ir.lanes import Lane
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Pass, Result, replay
 from ampopt.passes import BakeAutocast, ChannelsLast, CudaGraph, FoldConvBn, Script
-from ampopt.program import Program
-from ampopt.transform import Pass, Result, replay
 from tests.helpers import (
     BF16,
     FP16,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from ampopt.ir.program import Settings
 from ampopt.passes import BakeAutocast, ChannelsLast, SearchConvAlgorithms
-from ampopt.program import Settings
 from tests.helpers import FP16, apply_to_untouched, check_pass, program_of
 
 

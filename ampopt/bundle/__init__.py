@@ -1,0 +1,1 @@
+"""Files that are safe to open, whoever wrote them."""

@@ -1,0 +1,108 @@
+"""Where results will be written, and what writing them needs: looked at before the long work."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from ampopt.bundle.files import check_target
+from ampopt.bundle.signing import sign
+from ampopt.errors import InputError, require
+
+ONNX_PACKAGES = ("onnx", "onnx_ir", "onnxscript", "onnxruntime")
+
+FOREIGN = {
+    **dict.fromkeys((".engine", ".plan", ".trt"), "an engine of TensorRT, which builds it from ONNX itself"),
+    **dict.fromkeys((".pt", ".pth", ".ckpt", ".safetensors"), "PyTorch weights"),
+    **dict.fromkeys((".ts", ".pt2"), "a program of PyTorch; a bundle with cpp has one"),
+    **dict.fromkeys((".xml", ".bin"), "an OpenVINO model, which OpenVINO makes from ONNX itself"),
+    **dict.fromkeys((".tflite", ".pb", ".h5", ".keras"), "a TensorFlow model"),
+    **dict.fromkeys((".mlmodel", ".mlpackage"), "a Core ML model"),
+    **dict.fromkeys((".ort", ".mnn", ".param", ".gguf"), "another runtime's model"),
+    **dict.fromkeys((".json", ".toml", ".yaml", ".yml", ".csv", ".md", ".txt", ".html", ".log"), "a text"),
+    **dict.fromkeys((".py", ".so", ".cpp", ".pem"), "code or a key"),
+    **dict.fromkeys((".png", ".jpg", ".jpeg", ".npz", ".npy"), "an image or arrays"),
+    **dict.fromkeys((".gz", ".tar", ".tgz", ".xz", ".7z"), "another archive"),
+}
+"""Suffixes of which others expect something else than ONNX or a bundle, and what."""
+
+
+def is_onnx(path: str | os.PathLike[str]) -> bool:
+    """Whether a name asks for ONNX alone. Raises InputError where it asks for what ampopt does not write."""
+    suffix = Path(path).suffix.lower()
+    if suffix in FOREIGN:
+        raise InputError(
+            f"{os.fspath(path)}: {suffix} stands for {FOREIGN[suffix]}: "
+            "choose a name that ends in .onnx for ONNX, or in .ampopt for a bundle"
+        )
+    return suffix == ".onnx"
+
+
+def check_onnx(path: str | os.PathLike[str]) -> None:
+    """Raise InputError or MissingExtraError where no ONNX file can be made for `path`."""
+    place = Path(path)
+    if not is_onnx(place) and place.suffix.lower() == ".ampopt":
+        raise InputError(
+            f"{place}: .ampopt stands for a bundle, which `save` writes: name it {place.stem}.onnx"
+        )
+    if place.is_dir():
+        raise InputError(f"{place} is a folder: name the file, such as {place / 'model.onnx'}")
+    _check_plain(place)
+    for package in ONNX_PACKAGES:
+        require(package, "onnx")
+
+
+def check_bundle(
+    path: str | os.PathLike[str], *, onnx: bool, sign_key: str | os.PathLike[str] | None
+) -> None:
+    """Raise what saving a bundle as `path` would, with ONNX in it or not, as far as it can be known ahead.
+
+    InputError for a name that stands for something else, or a bad key; MissingExtraError; BundleError where
+    `path` holds something else or cannot be written.
+    """
+    if is_onnx(path):
+        raise InputError(
+            f"{os.fspath(path)}: .onnx stands for ONNX alone, which `export_onnx` writes: "
+            f"name the bundle {Path(path).stem}.ampopt"
+        )
+    for package in ONNX_PACKAGES if onnx else ():
+        require(package, "onnx")
+    if sign_key is not None:
+        sign(Path(sign_key), b"")  # a key that cannot be used says so
+    check_target(path)
+
+
+def check_file(path: Path) -> None:
+    """Raise InputError where a file could not be written: in no folder, or in place of what is no file."""
+    if path.is_dir():
+        raise InputError(f"{path} is a folder, not a regular file: name a file in it")
+    _check_plain(path)
+    try:
+        with tempfile.TemporaryFile(
+            dir=path.parent
+        ):  # what permissions say is not all: a disk may be read-only
+            pass
+    except OSError as e:
+        told = "create it first" if isinstance(e, FileNotFoundError) else e.strerror
+        raise InputError(
+            f"there is no folder {path.parent} that {path.name} can be written to: {told}"
+        ) from e
+
+
+def _check_plain(path: Path) -> None:
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path} is not a regular file: name another one")
+
+
+def check_distinct(written: Mapping[str, Path | None], read: Mapping[str, Path | None]) -> None:
+    """Raise InputError where two results go to one file, or one goes where an input is; by options."""
+    places: dict[str, str] = {}
+    for option, path in {**read, **written}.items():
+        if path is None:
+            continue
+        place = os.path.realpath(path)
+        if place in places and option in written:
+            raise InputError(f"{places[place]} and {option} are the same file, {path}: name another one")
+        places[place] = option

@@ -1,0 +1,290 @@
+"""The container of a bundle: named files that are exactly those that were saved, or a `BundleError`.
+
+The manifest's hashes give integrity: damage shows. They give no authenticity: whoever changes a file can
+change the manifest with it. Only a signature, checked with a public key that the robot already has, says who
+made the bundle. Nothing here evaluates or unpickles anything, and a signature is checked before the manifest
+is parsed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ampopt.bundle import archive as bundle_zip
+from ampopt.bundle.containers import BLOCK, Container, open_regular, opened
+from ampopt.bundle.manifest import (
+    COPY_AGAIN,
+    MANIFEST,
+    MAX_BYTES,
+    SCHEMA,
+    SIGNATURE,
+    RefusedError,
+    check_names,
+    decode,
+    encode,
+)
+from ampopt.bundle.signing import SIGNATURE_BYTES, is_signed, sign
+from ampopt.errors import BundleError
+from ampopt.system.atomic import replacing
+
+
+@dataclasses.dataclass(frozen=True)
+class BundleFiles:
+    """An open bundle: every file was read once and had the manifest's size and SHA-256.
+
+    No file is held open. Each read opens the bundle anew and compares the hash of exactly the bytes that it
+    gives; if the bundle was replaced since, that is a BundleError, never a mix of two bundles.
+    """
+
+    path: Path
+    manifest: dict[str, Any]
+    _hashes: Mapping[str, str] = dataclasses.field(repr=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the files, without the manifest and its signature, as the manifest orders them."""
+        return tuple(self._hashes)
+
+    def read(self, name: str) -> bytes:
+        """The bytes of a file. Raises BundleError if there is no such file or it has other bytes by now."""
+        self._require([name])
+        with _bundle_errors(self.path, "cannot be read"), opened(self.path) as container:
+            return b"".join(self._verified(container, name))
+
+    @contextlib.contextmanager
+    def extracted(self, *names: str) -> Iterator[Path]:
+        """A private temporary folder with verified copies of the named files, or of all; removed at the end.
+
+        For libraries that open files by path. Raises BundleError as `read` does, and if the disk is full.
+        """
+        self._require(names)
+        with contextlib.ExitStack() as stack:
+            with _bundle_errors(self.path, "cannot be unpacked"):
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ampopt-")))
+                with opened(self.path) as container:
+                    for name in names or self.names:
+                        _write_blocks(folder / name, self._verified(container, name))
+            yield folder
+
+    def _require(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._hashes:
+                raise BundleError(f"{self.path} has no file {name!r}; it has {', '.join(self.names)}")
+
+    def _verified(self, container: Container, name: str) -> Iterator[bytes]:
+        if name not in container.sizes:
+            raise RefusedError(f"{name!r} in it is missing")
+        return _verified(container.blocks(name), self._hashes[name], f"{name!r} in it is not the file saved")
+
+
+def open_bundle(path: str | os.PathLike[str], *, verify_key: str | Path | None = None) -> BundleFiles:
+    """Open the bundle at `path`, a zip file or a folder, and compare every file with the manifest.
+
+    Files of any size are read in blocks. `verify_key`: a public key in PEM; the manifest must be signed with
+    its private one. Without it a signature is not looked at, and anyone may have made the bundle. A folder
+    that is replaced at this very moment may be refused; a zip file opens as the old or the new one.
+
+    Raises BundleError, with the file and what to do, for anything but a whole bundle; InputError if the key
+    is none; MissingExtraError if there is a key but no `cryptography`.
+    """
+    with _bundle_errors(path, "is refused"):
+        where = Path(path)
+        with opened(where) as container:
+            data = _small(container, MANIFEST, MAX_BYTES)
+            signature = (
+                _small(container, SIGNATURE, SIGNATURE_BYTES) if SIGNATURE in container.sizes else None
+            )
+            if verify_key is not None:
+                _check_signature(verify_key, data, signature)
+            manifest = decode(data)
+            files: dict[str, dict[str, Any]] = manifest["files"]
+            _check_sizes(container.sizes, {name: entry["bytes"] for name, entry in files.items()})
+            bundle = BundleFiles(where, manifest, {name: entry["sha256"] for name, entry in files.items()})
+            for name in bundle.names:
+                for _ in bundle._verified(container, name):
+                    pass
+    return bundle
+
+
+def write_bundle(
+    path: str | os.PathLike[str],
+    manifest: Mapping[str, Any],
+    files: Mapping[str, bytes | Path],
+    *,
+    sign_key: str | Path | None = None,
+    as_folder: bool = False,
+) -> None:
+    """Save `files` (name: bytes, or a path to copy from) with their manifest as the bundle `path`.
+
+    A single zip file; a folder if `as_folder`, if `path` ends with a slash, or if it is a folder already.
+    `manifest` is every field but `files`, which is filled in (the caller's mapping stays as it is), and
+    `schema`, which may be left out. `sign_key`: a private key in PEM; its signature goes into `manifest.sig`.
+
+    A bundle at `path` is replaced at one moment (`ampopt.system.atomic` says how): a process that is killed
+    leaves the old one or the new one. Raises BundleError if the manifest is not of the schema, if something
+    other than a bundle is at `path`, or if writing fails, all of which leave `path` as it was; InputError if
+    the key is none; MissingExtraError if there is a key but no `cryptography`.
+    """
+    with _bundle_errors(path, "cannot be saved"):
+        target = Path(os.path.realpath(path))  # a link to the bundle stays a link
+        folder = as_folder or os.fspath(path).endswith(("/", os.sep)) or target.is_dir()
+        check_names([MANIFEST, SIGNATURE, *files])
+        digests = {name: _digest(source) for name, source in files.items()}
+        entries = {name: {"sha256": digest.sha256, "bytes": digest.size} for name, digest in digests.items()}
+        data = encode({"schema": SCHEMA, **manifest, "files": entries})
+        decode(data)
+        contents: dict[str, bytes | Path] = {MANIFEST: data}
+        if sign_key is not None:
+            contents[SIGNATURE] = sign(sign_key, data)
+        digests |= {name: _digest(source) for name, source in contents.items()}
+        _refuse_foreign(target)
+        with replacing(target, folder=folder) as temporary:
+            rows = [
+                (name, digests[name].size, digests[name].crc, _copied(name, source, digests[name]))
+                for name, source in (contents | dict(files)).items()
+            ]
+            if folder:
+                for name, _, _, blocks in rows:
+                    _write_blocks(temporary / name, blocks)
+            else:
+                with open(temporary, "wb") as file:
+                    bundle_zip.write(file, rows)
+
+
+def check_target(path: str | os.PathLike[str]) -> None:
+    """Raise the BundleError that `write_bundle` would for what is at `path`, or for the folder around it."""
+    with _bundle_errors(path, "cannot be saved"):
+        target = Path(os.path.realpath(path))
+        _refuse_foreign(target)
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+
+
+@contextlib.contextmanager
+def _bundle_errors(path: str | os.PathLike[str], outcome: str) -> Iterator[None]:
+    """Make every refusal, and every error of the operating system, a BundleError that names the bundle."""
+    try:
+        if "\0" in os.fspath(path):
+            raise RefusedError("its path has a NUL in it", "give another path")
+        yield
+    except RefusedError as e:
+        raise BundleError(f"the bundle {os.fspath(path)!r} {outcome}: {e}; {e.advice}") from e
+    except OSError as e:
+        where = "" if e.filename is None else f" ({e.filename!r})"
+        advice = "see to that path, its permissions and its disk"
+        raise BundleError(
+            f"the bundle {os.fspath(path)!r} {outcome}: {e.strerror or e}{where}; {advice}"
+        ) from e
+
+
+def _small(container: Container, name: str, most: int) -> bytes:
+    """The bytes of the manifest or its signature, which no hash covers."""
+    if name not in container.sizes:
+        raise RefusedError(f"{name!r} in it is missing: it is no bundle, or only a part of one")
+    if container.sizes[name] > most:
+        raise RefusedError(f"{name!r} in it has {container.sizes[name]} bytes, and {most} is the most")
+    return b"".join(container.blocks(name))
+
+
+def _check_signature(key: str | Path, manifest: bytes, signature: bytes | None) -> None:
+    if signature is None:
+        raise RefusedError(
+            "it is not signed", "let its maker save it with the key, or do without `verify_key`"
+        )
+    if not is_signed(key, manifest, signature):
+        raise RefusedError(
+            f"{SIGNATURE!r} in it is not the signature of this manifest by the owner of {os.fspath(key)!r}",
+            "do not use it: get it from its maker again, or the right public key",
+        )
+
+
+def _check_sizes(found: Mapping[str, int], listed: Mapping[str, int]) -> None:
+    for name in found:
+        if name not in listed and name not in (MANIFEST, SIGNATURE):
+            raise RefusedError(
+                f"{name!r} in it is not of the bundle: it was added", f"remove it, or {COPY_AGAIN}"
+            )
+    for name, size in listed.items():
+        if name not in found:
+            raise RefusedError(f"{name!r} in it is missing")
+        if found[name] != size:
+            raise RefusedError(f"{name!r} in it has {found[name]} bytes and not {size}")
+
+
+def _verified(blocks: Iterable[bytes], sha256: str, otherwise: str) -> Iterator[bytes]:
+    """The blocks as they come; Refused behind the last one unless all of them together have this SHA-256."""
+    hashed = hashlib.sha256()
+    for block in blocks:
+        hashed.update(block)
+        yield block
+    if hashed.hexdigest() != sha256:
+        raise RefusedError(f"{otherwise}: its SHA-256 is another")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Digest:
+    sha256: str
+    size: int
+    crc: int
+
+
+def _digest(source: bytes | Path) -> _Digest:
+    hashed, size, crc = hashlib.sha256(), 0, 0
+    for block in _blocks(source):
+        hashed.update(block)
+        size += len(block)
+        crc = zlib.crc32(block, crc)
+    return _Digest(hashed.hexdigest(), size, crc)
+
+
+def _blocks(source: bytes | Path) -> Iterator[bytes]:
+    if isinstance(source, bytes):
+        yield source
+        return
+    with open_regular(source) as file:
+        while block := file.read(BLOCK):
+            yield block
+
+
+def _copied(name: str, source: bytes | Path, digest: _Digest) -> Iterator[bytes]:
+    """The blocks of a source, which must be those that its digest was made of."""
+    try:
+        yield from _verified(_blocks(source), digest.sha256, f"{name!r} was changed meanwhile")
+    except RefusedError as e:
+        raise RefusedError(str(e), "save again when nothing writes to it") from e
+
+
+def _write_blocks(path: Path, blocks: Iterable[bytes]) -> None:
+    with open(path, "xb") as file:
+        for block in blocks:
+            file.write(block)
+
+
+def _refuse_foreign(target: Path) -> None:
+    """Refuse what is no bundle, not even a damaged one, in the place of `target`: saving would destroy it."""
+    if not os.path.lexists(target):
+        return
+    advice = "remove it, or choose another name"
+    if not target.is_dir():
+        with open_regular(target) as file:
+            if not bundle_zip.is_bundle(file.read(64)):
+                raise RefusedError("a file that is no bundle is there", advice)
+        return
+    names = set(os.listdir(target))
+    if not names:
+        return
+    try:
+        with open_regular(target / MANIFEST) as file:
+            manifest = decode(file.read(MAX_BYTES + 1))
+    except (RefusedError, FileNotFoundError) as e:
+        raise RefusedError("a folder that is no bundle is there", advice) from e
+    if foreign := names - set(manifest["files"]) - {MANIFEST, SIGNATURE}:
+        raise RefusedError(f"the folder there has a file of someone else, {min(foreign)!r}", advice)

@@ -1,0 +1,191 @@
+"""A Program as JSON and weight tensors, and back, without ever evaluating what the file says.
+
+The file holds the graph, its border and its settings. It does not hold the examples (the reader brings
+them), the recipe, the way to run (an engine cannot be written; a CUDA graph is the reader's own choice), nor
+what passes noted beside the nodes: lines of the user's code, and weights from before they were rounded.
+
+Reading trusts nothing: see `stored_graph` for names and strings, `operator_list` for operators. Each call
+is tried on tensors without memory (`trial_run`) before a weight reaches the device. What remains to a
+malicious file is to waste time and memory, when it is run more than when it is read.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ampopt.bundle.stored_graph import read_graph, write_nodes
+from ampopt.bundle.stored_values import (
+    DTYPES,
+    MEMORY_FORMATS,
+    array,
+    boolean,
+    integer,
+    members,
+    named,
+    refuse,
+)
+from ampopt.bundle.stored_weights import StoredWeight, read_weights, write_weights
+from ampopt.bundle.trial_run import try_out
+from ampopt.errors import BundleError, ExportError
+from ampopt.ir.program import Border, Program, Settings
+from ampopt.ir.signature import describe
+
+FILE = "program.json"
+SCHEMA = 1
+
+_LOW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_LANES = {"float32": torch.float32, **_LOW}
+
+
+def write_program(program: Program) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A program as a JSON value, and its weights: contiguous tensors on the CPU by name.
+
+    What was written has been read again. Raises ExportError, naming the node, for what a file cannot hold:
+    an engine, operators that `operator_list` refuses, weights that are not plain arrays.
+    """
+    if program.engine is not None:
+        raise ExportError(
+            "the program runs in an engine (TorchScript, inductor), which a file cannot hold: "
+            "write the program from before that pass"
+        )
+    graph, settings = program.graph.graph, program.settings
+    nodes = write_nodes(graph, program.device, FILE)
+    table, tensors = write_weights(_weights_of(program.graph), program.device, FILE)
+    data = {
+        "schema": SCHEMA,
+        "lane_dtype": _name(program.lane_dtype),
+        "settings": {
+            "autocast": None if settings.autocast is None else _name(settings.autocast),
+            "tf32": settings.tf32,
+            "search_algorithms": settings.search_algorithms,
+        },
+        "inputs": [
+            {"shape": list(example.shape), "dtype": _name(example.dtype), "entry": _write_border(border)}
+            for example, border in zip(program.examples, program.entry, strict=True)
+        ],
+        "weights": table,
+        "nodes": nodes,
+        "outputs": [
+            {"node": name, "exit": _write_border(border)}
+            for name, border in zip(_results_of(graph), program.exit, strict=True)
+        ],
+    }
+    try:
+        read_program(data, tensors, program.examples, device=program.device)
+    except BundleError as error:
+        raise ExportError(f"a file cannot hold the program: {error}") from error
+    return data, tensors
+
+
+def _weights_of(module: fx.GraphModule) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            value = getattr(module, str(node.target), None)
+            if not isinstance(value, Tensor):
+                raise ExportError(f"{FILE}, node {node.name!r}: {node.target} is not a tensor of the graph")
+            weights[str(node.target)] = value
+    return weights
+
+
+def _results_of(graph: fx.Graph) -> list[str]:
+    results = graph.output_node().args[0]
+    if not isinstance(results, (list, tuple)):
+        raise ExportError(f"{FILE}: the graph does not return a flat tuple")
+    names = [result.name for result in results if isinstance(result, fx.Node)]
+    if len(names) != len(results):
+        raise ExportError(f"{FILE}: the graph returns what is not a tensor")
+    return names
+
+
+def _name(value: torch.dtype | torch.memory_format) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _write_border(border: Border) -> dict[str, str]:
+    return {"dtype": _name(border.dtype), "memory_format": _name(border.memory_format)}
+
+
+def read_program(
+    data: object, tensors: Mapping[str, Tensor], examples: Sequence[Tensor], *, device: torch.device
+) -> Program:
+    """The program that `write_program` wrote, on `device`; `examples` are tensors for its inputs.
+
+    `data` is what JSON gives, `tensors` what safetensors gives; weights may share their memory. Raises
+    BundleError, naming the node, for everything that `write_program` does not write, and for what does not
+    fit `tensors` and `examples`.
+    """
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if type(schema) is not int or schema != SCHEMA:
+        found = reprlib.repr(schema)
+        raise BundleError(f"{FILE}: it is of schema {found}, and this ampopt reads schema {SCHEMA}")
+    parts = ("schema", "lane_dtype", "settings", "inputs", "weights", "nodes", "outputs")
+    _, lane, settings_data, inputs, table, nodes, outputs = members(data, parts, FILE)
+    lane_dtype = named(lane, _LANES, f"{FILE}, lane_dtype")
+    settings = _read_settings(settings_data)
+    entry, here = _read_inputs(inputs, examples, device)
+    results, exit = _read_outputs(outputs)
+    weights = read_weights(table, tensors, device, FILE)
+    graph = read_graph(nodes, results, weights.keys(), device, FILE)
+    if len(graph.find_nodes(op="placeholder")) != len(entry):
+        refuse(f"{FILE}, nodes", f"not as many nodes for inputs as there are inputs, {len(entry)}")
+    try_out(graph, weights, zip(entry, here, strict=True), settings, device, FILE)
+    module = _module(graph, weights)
+    return Program(module, here, entry, exit, device, lane_dtype, settings)
+
+
+def _module(graph: fx.Graph, weights: Mapping[str, StoredWeight]) -> fx.GraphModule:
+    root = torch.nn.Module()
+    loaded: dict[object, Tensor] = {}
+    for name, weight in weights.items():
+        key = (id(weight.tensor), weight.strides, weight.device)
+        if key not in loaded:
+            loaded[key] = weight.load()
+        root.register_buffer(name, loaded[key])
+    graph.lint()
+    return fx.GraphModule(root, graph)
+
+
+def _read_settings(data: object) -> Settings:
+    where = f"{FILE}, settings"
+    autocast, tf32, search = members(data, ("autocast", "tf32", "search_algorithms"), where)
+    return Settings(
+        autocast=None if autocast is None else named(autocast, _LOW, where),
+        tf32=boolean(tf32, where),
+        search_algorithms=boolean(search, where),
+    )
+
+
+def _read_inputs(
+    data: object, examples: Sequence[Tensor], device: torch.device
+) -> tuple[tuple[Border, ...], tuple[Tensor, ...]]:
+    """The borders of the inputs, and the examples on `device`, which must have the shapes and dtypes here."""
+    inputs = array(data, f"{FILE}, inputs")
+    if len(inputs) != len(examples):
+        refuse(f"{FILE}, inputs", f"{len(inputs)} inputs, while the self-test has {len(examples)}")
+    borders = []
+    for number, (item, example) in enumerate(zip(inputs, examples, strict=True)):
+        where = f"{FILE}, input {number}"
+        sizes, dtype, entry = members(item, ("shape", "dtype", "entry"), where)
+        shape = [integer(size, where) for size in array(sizes, where)]
+        if shape != list(example.shape) or named(dtype, DTYPES, where) is not example.dtype:
+            refuse(where, f"{dtype}{shape}, while the self-test has {describe(example)}")
+        borders.append(_read_border(entry, where))
+    return tuple(borders), tuple(example.to(device) for example in examples)
+
+
+def _read_outputs(data: object) -> tuple[list[object], tuple[Border, ...]]:
+    """What the outputs say of their nodes' names, and their borders."""
+    where = f"{FILE}, outputs"
+    outputs = [members(item, ("node", "exit"), where) for item in array(data, where)]
+    return [node for node, _ in outputs], tuple(_read_border(exit, where) for _, exit in outputs)
+
+
+def _read_border(data: object, where: str) -> Border:
+    dtype, memory_format = members(data, ("dtype", "memory_format"), where)
+    return Border(named(dtype, DTYPES, where), named(memory_format, MEMORY_FORMATS, where))

@@ -1,0 +1,132 @@
+"""A bundle's ONNX model behind the inputs and outputs of its manifest, with its self-test. No PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+from safetensors import SafetensorError
+
+from ampopt.bundle.files import BundleFiles
+from ampopt.errors import BundleError, InputError
+from ampopt.ort.session import (
+    Array,
+    OnnxRunner,
+    SessionError,
+    TensorInfo,
+    check_array,
+    relative_error,
+)
+
+SELF_TEST = "self_test.safetensors"
+
+
+class RobotModel:
+    """A bundle's model, ready to be called; its self-test has passed.
+
+    `inputs` and `outputs` are in the manifest's order. `options` are those that the session runs with;
+    `notes` say where they are not the bundle's own, and why. `example` has the inputs of the self-test, and
+    `error` is the largest relative error of its outputs.
+    """
+
+    def __init__(self, files: BundleFiles, runner: OnnxRunner, notes: Sequence[str]) -> None:
+        """Run the self-test. Raises BundleError where the model is not what the manifest says."""
+        self.manifest, self.options, self.notes = files.manifest, runner.options, tuple(notes)
+        self.inputs = _border(runner.inputs, files.manifest["inputs"], "inputs")
+        self.outputs = _border(runner.outputs, files.manifest["outputs"], "outputs")
+        self._runner = runner
+        self.example = self_test_tensors(files, "input", self.inputs)
+        self.error = self._self_test(self_test_tensors(files, "output", self.outputs))
+
+    def __call__(self, /, *arrays: Array, **named: Array) -> Array | dict[str, Array]:
+        """Run the model on arrays in the order of `inputs`, or by name.
+
+        Returns the output, or a dict by name where there are several. Raises InputError where an array is
+        missing, unknown, given twice, or not of the input's dtype and shape; SessionError where the run
+        fails.
+        """
+        outputs = self._run(self._bound(arrays, named))
+        return outputs[self.outputs[0].name] if len(self.outputs) == 1 else outputs
+
+    def _bound(self, arrays: Sequence[Array], named: Mapping[str, Array]) -> dict[str, Array]:
+        names = [info.name for info in self.inputs]
+        if len(arrays) > len(names):
+            raise InputError(f"the model takes {len(names)} inputs ({', '.join(names)}), not {len(arrays)}")
+        bound = dict(zip(names, arrays, strict=False))
+        for name, array in named.items():
+            if name in bound or name not in names:
+                reason = "is given twice" if name in bound else f"is none of {', '.join(names)}"
+                raise InputError(f"input {name!r} {reason}")
+            bound[name] = array
+        if missing := [name for name in names if name not in bound]:
+            raise InputError(f"input {missing[0]!r} is missing")
+        for info in self.inputs:
+            check_array(info, bound[info.name])
+        return bound
+
+    def _run(self, bound: Mapping[str, Array]) -> dict[str, Array]:
+        feeds = [bound[info.name].astype(info.dtype, copy=False) for info in self._runner.inputs]
+        found = dict(zip((info.name for info in self._runner.outputs), self._runner(*feeds), strict=True))
+        return {info.name: found[info.name].astype(info.dtype, copy=False) for info in self.outputs}
+
+    def _self_test(self, expected: Mapping[str, Array]) -> float:
+        """The largest error of two runs: the first may capture a CUDA graph that the second one replays."""
+        tolerance, largest = self.manifest["tolerance"], 0.0
+        for _ in range(2):
+            try:
+                outputs = self._run(self._bound((), self.example))
+            except (InputError, SessionError) as e:
+                raise BundleError(f"the bundle's self-test does not run: {e}") from e
+            for name, output in outputs.items():
+                error = relative_error(output, expected[name])
+                if not error <= tolerance:
+                    raise BundleError(
+                        f"the bundle's self-test fails with {self.options}: output {name!r} has a relative"
+                        f" error of {error:.3g}, and the manifest allows {tolerance:.3g}"
+                    )
+                largest = max(largest, error)
+        return largest
+
+
+def self_test_tensors(files: BundleFiles, kind: str, border: Sequence[TensorInfo]) -> dict[str, Array]:
+    """The self-test's inputs (`kind` is `input`) or outputs by name. Raises BundleError if one is missing."""
+    try:
+        tensors = safetensors.numpy.load(files.read(SELF_TEST))
+    except (SafetensorError, KeyError, ValueError) as e:  # KeyError: a dtype that NumPy does not have
+        raise BundleError(f"{SELF_TEST} of the bundle cannot be read without PyTorch: {e!r}") from e
+    if missing := [info.name for info in border if f"{kind}.{info.name}" not in tensors]:
+        raise BundleError(f"{SELF_TEST} of the bundle has no {kind}.{missing[0]}")
+    return {info.name: np.array(tensors[f"{kind}.{info.name}"]) for info in border}
+
+
+def _border(
+    found: Sequence[TensorInfo], listed: Sequence[Mapping[str, Any]], kind: str
+) -> tuple[TensorInfo, ...]:
+    """The manifest's inputs or outputs, checked against the ONNX model's. Raises BundleError.
+
+    Floating-point tensors may have another precision inside the model; they are converted at its border. A
+    dtype that NumPy does not have, such as bfloat16, is the ONNX model's.
+    """
+    infos = {info.name: info for info in found}
+    names = [entry["name"] for entry in listed]
+    if set(infos) != set(names):
+        raise BundleError(
+            f"the ONNX model has {kind} {', '.join(infos)}, and the manifest says {', '.join(names)}"
+        )
+    return tuple(_agreed(infos[entry["name"]], entry) for entry in listed)
+
+
+def _agreed(info: TensorInfo, entry: Mapping[str, Any]) -> TensorInfo:
+    dtype = np.dtype(entry["dtype"]) if hasattr(np, entry["dtype"]) else info.dtype
+    floating = np.issubdtype(dtype, np.floating) and np.issubdtype(info.dtype, np.floating)
+    same_shape = len(info.shape) == len(entry["shape"]) and all(
+        have == want for have, want in zip(info.shape, entry["shape"], strict=True) if isinstance(have, int)
+    )
+    if not same_shape or not (floating or dtype == info.dtype):
+        raise BundleError(
+            f"{info.name!r} has {info.dtype} and shape {info.shape} in the ONNX model, and the manifest says"
+            f" {entry['dtype']} and {tuple(entry['shape'])}"
+        )
+    return TensorInfo(info.name, info.shape, dtype)

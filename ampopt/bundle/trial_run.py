@@ -1,0 +1,75 @@
+"""A run of a graph on tensors without memory: does every call fit its operator, and stay within bounds?"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ampopt.bundle.stored_values import refuse
+from ampopt.bundle.stored_weights import StoredWeight
+from ampopt.ir.program import Border, Settings
+from ampopt.system.quiet import quiet
+
+LARGEST_RESULT = 2**36
+"""Elements that one result may have, views counted at full size: more than any accelerator can hold."""
+
+
+def try_out(
+    graph: fx.Graph,
+    weights: Mapping[str, StoredWeight],
+    inputs: Iterable[tuple[Border, Tensor]],
+    settings: Settings,
+    device: torch.device,
+    file: str,
+) -> None:
+    """Run the graph with stand-ins for weights and inputs that have shape, dtype, strides and device only.
+
+    Raises BundleError naming `file` and the first node whose call does not fit the schema of its operator
+    or the shapes of its arguments, or whose result is too large or no tensor.
+    """
+    results: dict[fx.Node, Any] = {}
+    with FakeTensorMode(), settings.scope(device), quiet():
+        waiting = iter([border.convert(_without_memory(tensor)) for border, tensor in inputs])
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                results[node] = next(waiting)
+            elif node.op == "get_attr":
+                results[node] = weights[str(node.target)].without_memory()
+            elif node.op == "call_function":
+                results[node] = _call(node, results, f"{file}, node {node.name!r}")
+        for node in graph.output_node().all_input_nodes:
+            if not isinstance(results[node], Tensor):
+                refuse(f"{file}, node {node.name!r}", "an output is not a tensor")
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _call(node: fx.Node, results: Mapping[fx.Node, Any], where: str) -> Any:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: results[source])
+    if node.target is operator.getitem:
+        _check_item(args, kwargs, where)
+    try:
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+    except Exception as error:  # operators raise what they like
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        refuse(where, f"it cannot be called like this ({reason[:300]})", error)
+    for part in result if isinstance(result, (list, tuple)) else (result,):
+        if not isinstance(part, Tensor):
+            refuse(where, f"it gives a {type(part).__name__} instead of tensors")
+        if part.numel() > LARGEST_RESULT:
+            refuse(where, f"its result {list(part.shape)} has more than {LARGEST_RESULT} elements")
+    return result
+
+
+def _check_item(args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
+    """`getitem` takes one result of several by its number; on a tensor it would take anything."""
+    fits = len(args) == 2 and not kwargs and isinstance(args[0], (list, tuple)) and type(args[1]) is int
+    if not fits:
+        refuse(where, "getitem takes a list of tensors and an integer")

@@ -1,0 +1,1 @@
+"""The command line: words into calls of the public verbs."""

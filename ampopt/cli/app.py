@@ -1,0 +1,138 @@
+"""The command line: `ampopt optimize`, `compare`, `export`, `verify`, `passes` and `cache`.
+
+PyTorch takes seconds to import: a command does so when everything that can be wrong without it is right.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from typer import Option
+
+import ampopt
+from ampopt.cli import deploy as cli_deploy
+from ampopt.cli import options as cli
+from ampopt.cli.options import check_request, console, finite, model_and_call, readable_errors, write
+from ampopt.errors import VerificationError
+from ampopt.system import cache_folder
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app.command("export")(cli_deploy.export)
+app.command("verify")(cli_deploy.verify)
+
+
+def main() -> None:
+    """The entry of the `ampopt` script."""
+    app()
+
+
+@app.command("optimize", help="Make a model faster for inference, and prove it: what was done, and why.")
+@app.command("compare", help="Tell what each pass does to a model: alone, in sequence, left out.")
+def run(
+    context: typer.Context,
+    model: cli.Model,
+    shapes: cli.Shapes = None,
+    image: cli.Image = None,
+    npz: cli.Npz = None,
+    normalize: cli.Normalize = True,
+    weights: cli.Weights = None,
+    trust_model_file: cli.TrustModelFile = False,
+    precision: cli.Precision = "auto",
+    tolerance: cli.Tolerance = None,
+    budget: cli.Budget = 60.0,
+    policy: cli.Policy = "amp",
+    nan: cli.Nan = "keep",
+    device: cli.Device = None,
+    exclude: cli.Exclude = None,
+    cache: cli.Cache = True,
+    json_file: cli.JsonFile = None,
+    markdown_file: Annotated[Path | None, Option("--markdown", help="File to write the report to.")] = None,
+    verbose: cli.Verbose = False,
+) -> None:
+    """Both commands take the same options and end alike: the report on stdout, and in files on request."""
+    with readable_errors(verbose):
+        source = (model, shapes, image, npz, normalize, weights, trust_model_file, device)
+        written = {"--json": json_file, "--markdown": markdown_file}
+        check_request(*source, budget, exclude, written)
+        loaded, args, kwargs, where = model_and_call(*source)
+        from ampopt.measure import report
+
+        comparing = context.info_name == "compare"
+        function: Callable[..., Any] = ampopt.compare if comparing else ampopt.optimize
+        result = function(
+            loaded,
+            args,
+            example_kwargs=kwargs,
+            precision=precision,
+            tolerance=tolerance,
+            budget_s=budget,
+            policy=policy,
+            nan=nan,
+            device=where,
+            exclude=tuple(exclude or ()),
+            **({} if comparing else {"cache": cache}),
+        )
+        found = result if comparing else result.report
+        console().print(str(found) if comparing else report.to_rich(found), soft_wrap=comparing)
+        if json_file is not None:
+            write(json_file, json.dumps(finite(found.to_dict()), indent=2, allow_nan=False) + "\n")
+        if markdown_file is not None:
+            write(markdown_file, found.to_markdown() if comparing else report.to_markdown(found))
+        if not comparing and not found.verified:
+            raise VerificationError("no optimized program could be verified: the report says why")
+
+
+@app.command("passes")
+def list_passes(as_json: Annotated[bool, Option("--json", help="As JSON, on stdout.")] = False) -> None:
+    """List every pass, in the order in which they are applied."""
+    from ampopt.passes import ENGINES, LAUNCHES, PIPELINE
+
+    rows = [
+        {
+            "name": step.name,
+            "family": step.family.value,
+            "numerics": step.numerics.value,
+            "portability": "portable" if step.portable else "native",
+            "summary": step.summary,
+        }
+        for step in (*PIPELINE, *ENGINES, *LAUNCHES)
+    ]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = Table(*rows[0], box=None, header_style="bold", pad_edge=False)
+    for row in rows:
+        table.add_row(*row.values())
+    console().print(table)
+
+
+@app.command("cache")
+def show_cache(clear: Annotated[bool, Option("--clear", help="Remove everything.")] = False) -> None:
+    """Tell where tuning results, exports and compiled code are kept, and how many files; or clear them."""
+    if (folder := cache_folder.cache_folder()) is None:
+        typer.echo("there is no cache: AMPOPT_CACHE is empty")
+    elif clear:
+        typer.echo(f"tuning results removed from {folder}: {cache_folder.clear(folder)}")
+    else:
+        sizes = [file.lstat().st_size for file in cache_folder.kept_files(folder)]
+        typer.echo(f"tuning results in {folder}: {len(sizes)}, {sum(sizes) / 1024:.0f} KiB")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"ampopt {ampopt.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options_of_all(
+    version: Annotated[
+        bool, Option("--version", "-V", callback=_print_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
+    """Makes PyTorch vision models fast: every optimization is applied, verified, timed, kept or reverted."""

@@ -1,0 +1,274 @@
+"""Where the command line's MODEL comes from: a model zoo, a factory in Python code, or a saved model file."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from ampopt.bundle.file_kinds import EXPORTED, SAFETENSORS, STATE, TORCHSCRIPT, Kind, kind_of_file
+from ampopt.errors import InputError, need, require
+from ampopt.system.plain_files import open_named
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+MODEL_FILES = (".pt2", ".pt", ".ts")
+ZOOS = {"torchvision": "vision", "timm": "timm"}
+"""Model zoos, and the extras that bring them."""
+
+MOST_CODE_BYTES = 1 << 24
+FORMS = "torchvision:NAME, timm:NAME, package.module:factory, file.py:factory, FILE.pt2, FILE.pt or FILE.ts"
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A model, and the call that it was exported with where its file holds one."""
+
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def is_model_file(source: str) -> bool:
+    """Whether a MODEL names a saved model, which may hold code, rather than Python code or a zoo's entry."""
+    return Path(source).suffix in MODEL_FILES
+
+
+def check_model(source: str, *, trust_file: bool = False, weights: Path | None = None) -> None:
+    """Raise what `load_model` would, as far as it can be known before PyTorch is imported."""
+    if is_model_file(source):
+        _check_file(Path(source), trust_file)
+    else:
+        _check_code(source)
+    if weights is not None:
+        _check_weights(weights)
+
+
+def load_model(source: str, *, trust_file: bool = False, weights: Path | None = None) -> Loaded:
+    """The model that a MODEL argument names.
+
+    A model that is built has random weights from a fixed seed, until `weights` are loaded into it.
+    Raises InputError where it cannot be made or loaded, MissingExtraError where the zoo is not installed.
+    """
+    check_model(source, trust_file=trust_file, weights=weights)
+    import torch
+
+    if is_model_file(source):
+        loaded = _load_file(Path(source), trust_file)
+    else:
+        # Not `torch.manual_seed`, which would seed every accelerator, too.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            loaded = Loaded(_build(source))
+    if weights is not None:
+        load_weights(loaded.model, weights)
+    return loaded
+
+
+def _check_code(source: str) -> None:
+    """That a MODEL names a zoo that is installed, a file that can be parsed, or a package that is there."""
+    where, _, name = source.rpartition(":")
+    if not where or not name:
+        path = Path(source)
+        if path.suffix == ".py":
+            raise InputError(f"MODEL {source!r}: add what makes the model, as in {source}:make_net")
+        if not path.exists():
+            raise InputError(f"MODEL {source!r} is none of: {FORMS}")
+        raise _no_model(path, kind_of_file(path, "MODEL"))
+    if where in ZOOS:
+        require(where, ZOOS[where])
+    elif Path(where).suffix == ".py":
+        with open_named(Path(where), "MODEL", MOST_CODE_BYTES) as file:
+            code = file.read()
+        try:
+            ast.parse(code, where)
+        except (SyntaxError, ValueError) as e:
+            raise InputError(f"{where} cannot be imported: {type(e).__name__}: {e}") from e
+    else:
+        root = where.partition(".")[0]
+        beside = Path(root).is_dir() or Path(f"{root}.py").is_file()
+        if not root or not (beside or root in sys.modules or importlib.util.find_spec(root)):
+            raise InputError(f"{where} cannot be imported: No module named {root!r}")
+
+
+def _no_model(path: Path, kind: Kind) -> InputError:
+    """Why a file is no MODEL, and what to do with it."""
+    if kind in (STATE, SAFETENSORS):
+        what = f"name the model's code and add its weights: file.py:make_net --weights {path}"
+    elif kind.name == "pickled":
+        what = (
+            "only its own code can read it, and reading it executes what is in it. With that code: "
+            "torch.save(model.state_dict(), 'weights.pt'), then file.py:make_net --weights weights.pt"
+        )
+    elif kind in (EXPORTED, TORCHSCRIPT):
+        what = f"rename it, so that it ends in {'.pt2' if kind is EXPORTED else '.ts'}"
+    else:
+        what = f"MODEL is one of {FORMS}"
+    return InputError(f"{path} is {kind.words}: {what}")
+
+
+def _build(source: str) -> nn.Module:
+    where, _, name = source.rpartition(":")
+    if where == "torchvision":
+        return _torchvision(name)
+    if where == "timm":
+        return _timm(name)
+    return _call_factory(_import(where), name, source)
+
+
+def _unknown(zoo: str, name: str, names: Sequence[str]) -> InputError:
+    near = difflib.get_close_matches(name, names)
+    return InputError(f"{zoo} has no model {name!r}" + (f"; near it are {', '.join(near)}" if near else ""))
+
+
+def _torchvision(name: str) -> nn.Module:
+    models = need("torchvision", "vision").models
+    if name not in models.list_models():
+        raise _unknown("torchvision", name, models.list_models())
+    builder = models.get_model_builder(name)
+    # By default a backbone's weights are downloaded although the model's are not.
+    parts = {"weights", "weights_backbone"} & inspect.signature(builder).parameters.keys()
+    model: nn.Module = builder(**dict.fromkeys(parts))
+    return model
+
+
+def _timm(name: str) -> nn.Module:
+    timm = need("timm", "timm")
+    if not timm.is_model(name):
+        raise _unknown("timm", name, timm.list_models())
+    model: nn.Module = timm.create_model(name, pretrained=False)
+    return model
+
+
+def _import(where: str) -> ModuleType:
+    """A module by its name or its file; like `python`, it can import what lies beside it, also later on."""
+    path = Path(where)
+    is_file = path.suffix == ".py"
+    beside = str(path.resolve().parent if is_file else Path.cwd())
+    if beside not in sys.path:
+        sys.path.insert(0, beside)
+    try:
+        return _run_file(path) if is_file else importlib.import_module(where)
+    except Exception as e:
+        raise InputError(f"{where} cannot be imported: {type(e).__name__}: {e}") from e
+
+
+def _run_file(path: Path) -> ModuleType:
+    # A name of its own, so that model files called torch.py or test.py hide nothing.
+    spec = importlib.util.spec_from_file_location(f"ampopt_model_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # copying, pickling and scripting a model look its class up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _call_factory(module: ModuleType, name: str, source: str) -> nn.Module:
+    """The module that a factory returns; a class is called likewise, a ready module is taken as it is."""
+    from torch import nn
+
+    if not hasattr(module, name):
+        raise InputError(f"{source.rpartition(':')[0]} has no {name!r}")
+    factory = getattr(module, name)
+    if isinstance(factory, nn.Module):
+        return factory
+    try:
+        model = factory()
+    except Exception as e:
+        raise InputError(f"{source} fails when called without arguments: {type(e).__name__}: {e}") from e
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{source} returns {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def _check_file(path: Path, trusted: bool) -> Kind:
+    kind = kind_of_file(path, "MODEL")
+    if kind not in (EXPORTED, TORCHSCRIPT):
+        raise _no_model(path, kind)
+    if not trusted:
+        why = "torch.export.load unpickles it" if kind is EXPORTED else "TorchScript is a program"
+        raise InputError(
+            f"loading {path} can execute code that is in it ({why}): if you trust its origin, add "
+            "--trust-model-file"
+        )
+    return kind
+
+
+def _load_file(path: Path, trusted: bool) -> Loaded:
+    import torch
+
+    kind = _check_file(path, trusted)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch.jit.load calls itself deprecated
+            if kind is EXPORTED:
+                program = torch.export.load(path)
+                args, kwargs = program.example_inputs or ((), {})
+                return Loaded(program.module(), tuple(args), kwargs)
+            return Loaded(torch.jit.load(path, map_location=None if torch.cuda.is_available() else "cpu"))
+    except Exception as e:
+        raise InputError(f"{path} is {kind.words} and cannot be loaded: {e}") from e
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load a state dict into a model, strictly; a checkpoint may hold it under 'state_dict' or 'model'.
+
+    Nothing in the file is executed. Raises InputError where the file or its keys do not fit.
+    """
+    state = _read_state(path)
+    try:
+        missing, unexpected = model.load_state_dict(state, strict=False)
+    except RuntimeError as e:  # tensors of other shapes; PyTorch names them
+        raise InputError(f"the weights in {path} do not fit the model: {e}") from e
+    if problems := _named("missing", missing) + _named("unexpected", unexpected):
+        raise InputError(f"the weights in {path} do not fit the model: {'; '.join(problems)}")
+
+
+def _check_weights(path: Path) -> Kind:
+    kind = kind_of_file(path, "--weights")
+    if kind.name == "pickled":
+        raise InputError(
+            f"--weights {path} is {kind.words}, and reading it would execute what is in it: where its code "
+            "is, torch.save(model.state_dict(), 'weights.pt') writes weights only"
+        )
+    if kind not in (STATE, SAFETENSORS):
+        raise InputError(f"--weights {path} is {kind.words}: give a state dict, as torch.save writes it")
+    return kind
+
+
+def _read_state(path: Path) -> Mapping[str, Tensor]:
+    kind = _check_weights(path)
+    import torch
+    from safetensors.torch import load_file
+
+    try:
+        if kind is SAFETENSORS:
+            state: Any = load_file(path)
+        else:
+            with open_named(path, "--weights") as file:
+                state = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as e:
+        reason = "it is no file of weights only" if "weights_only" in str(e) else str(e)
+        raise InputError(f"the weights in {path} cannot be read: {reason}") from e
+    for key in ("state_dict", "model"):
+        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
+            state = state[key]
+    if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
+        raise InputError(f"{path} holds no state dict, a mapping from names to tensors")
+    return state
+
+
+def _named(kind: str, names: Sequence[str]) -> list[str]:
+    shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+    return [f"{len(names)} keys are {kind} ({shown})"] if names else []

@@ -1,0 +1,215 @@
+"""What the commands share: their options, readable errors, files written as a whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import secrets
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from typer import Argument, Option
+
+from ampopt.bundle.destinations import check_distinct, check_file
+from ampopt.cli.input_source import check_inputs, example_call
+from ampopt.cli.model_source import FORMS, check_model, is_model_file, load_model
+from ampopt.errors import AmpoptError, InputError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def pass_names() -> list[str]:
+    """The names of all passes, in alphabetical order: each has a file named after it, which is not run."""
+    folder = Path(__file__).parent.parent / "passes"
+    return sorted(file.stem.replace("_", "-") for file in folder.glob("[!_]*.py"))
+
+
+def _completed(words: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Completes the beginning of one of these words, for the shell."""
+    return lambda incomplete: [word for word in words() if word.startswith(incomplete)]
+
+
+Model = Annotated[str, Argument(metavar="MODEL", help=FORMS)]
+Shapes = Annotated[
+    list[str] | None,
+    Option("--input", metavar="SHAPE", help="1x3x480x640, or 1x16:int64 with a dtype; once for each input."),
+]
+Image = Annotated[Path | None, Option(help="Image as the input, resized to the size of --input.")]
+Npz = Annotated[Path | None, Option(help="NumPy file: arr_0, arr_1, … positional, others by name.")]
+Normalize = Annotated[bool, Option(help="Normalize the image with ImageNet's mean and deviation.")]
+Weights = Annotated[Path | None, Option(help="State dict to load: .safetensors, .pt or .pth.")]
+TrustModelFile = Annotated[
+    bool, Option("--trust-model-file", help="Load a saved model although its file can execute code.")
+]
+Precision = Annotated[
+    Literal["auto", "fp32", "amp"], Option(help="amp: mixed; auto: the fastest within the tolerance.")
+]
+Tolerance = Annotated[
+    float | None,
+    Option(
+        min=0.0,
+        help="Largest relative error against float64, ‖y - ref‖ / ‖ref‖, for each output. Default: a "
+        "small multiple of eager's own in the same precision, and at most 1e-2 for auto to choose it.",
+    ),
+]
+Budget = Annotated[float, Option(help="Seconds for everything; what does not fit is not tried.")]
+Policy = Annotated[
+    Literal["amp", "O1", "O2", "half"],
+    Option(help="How mixed precision is decided: amp (autocast's own lists), O1, O2 (as apex), half."),
+]
+Nan = Annotated[
+    Literal["keep", "exact", "ignore"],
+    Option(
+        "--nan",
+        help="keep: what NaN in an input makes NaN or infinite stays so; exact: and nothing else does; "
+        "ignore: that is not verified.",
+    ),
+]
+Device = Annotated[
+    str | None,
+    Option(
+        help="cpu or cuda. Default: cuda, if there is one; a saved model's own.",
+        autocompletion=_completed(lambda: ("cpu", "cuda")),
+    ),
+]
+Exclude = Annotated[
+    list[str] | None,
+    Option(metavar="PASS", help="To leave out; repeatable.", autocompletion=_completed(pass_names)),
+]
+Cache = Annotated[
+    bool, Option(help="Use what an earlier call found for this model, and keep what this one finds.")
+]
+JsonFile = Annotated[Path | None, Option("--json", help="File to write the report to.")]
+Verbose = Annotated[bool, Option("--verbose", help="Show the whole trace of an error.")]
+
+
+def check_request(
+    model: str,
+    shapes: Sequence[str] | None,
+    image: Path | None,
+    npz: Path | None,
+    normalize: bool,
+    weights: Path | None,
+    trust_model_file: bool,
+    device: str | None,
+    budget: float,
+    exclude: Sequence[str] | None,
+    written: Mapping[str, Path | None],
+) -> None:
+    """Raise InputError or MissingExtraError for all that can be known before PyTorch is imported.
+
+    `written`: where results go, by their options.
+    """
+    check_budget(budget)
+    if unknown := sorted(set(exclude or ()) - set(names := pass_names())):
+        raise InputError(f"there is no pass {', '.join(unknown)}: choose from {', '.join(names)}")
+    check_device(device)
+    code = model if is_model_file(model) else model.rpartition(":")[0] or model
+    read = {"MODEL": Path(code), "--image": image, "--npz": npz, "--weights": weights}
+    check_written(written, read)
+    check_inputs(shapes or (), image, npz, normalize=normalize)
+    check_model(model, trust_file=trust_model_file, weights=weights)
+
+
+def check_written(written: Mapping[str, Path | None], read: Mapping[str, Path | None]) -> None:
+    """Raise InputError where a result cannot be written, or would overwrite another or what is read."""
+    check_distinct(written, read)
+    for path in filter(None, written.values()):
+        check_file(path)
+
+
+def check_budget(budget: float) -> None:
+    """Raise InputError where it is no time."""
+    if not budget > 0:
+        raise InputError(f"--budget {budget:g}: give a positive number of seconds")
+
+
+def check_device(device: str | None) -> None:
+    """Raise InputError for what is no device's name; whether there is one, only PyTorch knows."""
+    if device is not None and not re.fullmatch(r"(cpu|cuda)(:\d{1,3})?", device):
+        raise InputError(f"--device {device!r} is no device: choose cpu or cuda")
+
+
+def check_is_there(device: str | None) -> None:
+    """Raise InputError for a GPU that this machine does not have."""
+    import torch
+
+    name, _, number = (device or "").partition(":")
+    if name == "cuda" and int(number or 0) >= (count := torch.cuda.device_count()):
+        found = f"{count} CUDA devices" if count else "no CUDA device"
+        raise InputError(f"--device {device}: there is {found} on this machine: leave it out, or use cpu")
+
+
+def model_and_call(
+    model: str,
+    shapes: Sequence[str] | None,
+    image: Path | None,
+    npz: Path | None,
+    normalize: bool,
+    weights: Path | None,
+    trust_model_file: bool,
+    device: str | None,
+) -> tuple[torch.nn.Module, tuple[Any, ...] | None, dict[str, Any], str | None]:
+    """The model, its positional and keyword arguments, and the device, as the options name them."""
+    import torch
+
+    check_is_there(device)
+    args, kwargs = example_call(shapes or (), image, npz, normalize=normalize)
+    loaded = load_model(model, trust_file=trust_model_file, weights=weights)
+    if not args and not kwargs:
+        args, kwargs = loaded.args, dict(loaded.kwargs)
+    if device is None and torch.cuda.is_available() and not is_model_file(model):
+        device = "cuda"
+    return loaded.model, args or None, kwargs, device
+
+
+def console() -> Console:
+    """Standard output; where it is no terminal, as wide as `str(report)`."""
+    return Console(width=None if sys.stdout.isatty() else 170, markup=False, highlight=False)
+
+
+@contextlib.contextmanager
+def readable_errors(verbose: bool) -> Iterator[None]:
+    """Turn every error into one paragraph on stderr and exit code 1; `verbose`: let it through."""
+    try:
+        yield
+    except (Exception, SystemExit) as e:  # the user's code may exit; without a result, that is an error
+        if verbose:
+            raise
+        text = str(e) if isinstance(e, AmpoptError) else f"{type(e).__name__}: {e}"
+        text = textwrap.shorten(Text.from_ansi(text).plain, 2000, placeholder=" …")
+        more = "" if isinstance(e, AmpoptError) else " (run with --verbose for the trace)"
+        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), text, more), soft_wrap=True)
+        raise typer.Exit(1) from e
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file as a whole or not at all. Raises InputError where it cannot be written."""
+    path = path.resolve()  # a link stays, and its target is replaced
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with beside.open("x", encoding="utf-8") as file:
+            file.write(text)
+        beside.replace(path)
+    except OSError as e:
+        raise InputError(f"{path} cannot be written: {e.strerror}") from e
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+
+
+def finite(value: Any) -> Any:
+    """A value for JSON, which has no NaN and no infinity: null stands for them."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

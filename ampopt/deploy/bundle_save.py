@@ -1,0 +1,206 @@
+"""`Deployable.save`: the model as a bundle, with its proof, for another machine.
+
+A bundle holds the captured model (not what this machine made of it) with the recipe of the passes that were
+kept, so that the robot replays them where it is like this machine, and measures anew where it is not; the
+portable program as ONNX; and a self-test that every way to run it has to pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from ampopt.bundle.call_file import write_call
+from ampopt.bundle.files import write_bundle
+from ampopt.bundle.program_file import write_program
+from ampopt.deploy.onnx_export import OnnxReport
+from ampopt.deploy.onnx_names import input_names_of, output_names_of
+from ampopt.deploy.onnx_verify import OnnxVerifier
+from ampopt.deploy.recipe_file import write_recipe
+from ampopt.deploy.torchscript_file import why_not_torchscript, write_torchscript
+from ampopt.errors import ExportError, InputError
+from ampopt.ir.model_hash import model_hash
+from ampopt.ir.numerics import FLOORS, MULTIPLES
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Family, replay
+from ampopt.measure.clocks import latency
+from ampopt.measure.frames import frame_call
+from ampopt.measure.sampling import Measurement, interleave
+from ampopt.ort.tuning import Tuning, tune
+from ampopt.passes import BakeAutocast
+from ampopt.system.environment import device_name, environment
+from ampopt.version import __version__
+
+if TYPE_CHECKING:
+    from ampopt.deploy.deployable import Deployable
+
+LARGEST_TOLERANCE = 0.5
+"""A self-test that allows more than this would pass outputs of zeros."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfTest:
+    """Inputs by name, the original's outputs by name, and how far (relative error) an output may be off."""
+
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    tolerance: float
+
+    def tensors(self) -> dict[str, Tensor]:
+        """For safetensors: contiguous copies on the CPU; bfloat16, which NumPy has not, as float32."""
+        named = {f"input.{name}": t for name, t in self.inputs.items()}
+        named |= {f"output.{name}": t for name, t in self.outputs.items()}
+        return {name: _storable(tensor) for name, tensor in named.items()}
+
+
+def save_bundle(
+    module: Deployable,
+    path: str | os.PathLike[str],
+    *,
+    onnx: str | None = "auto",
+    cpp: bool = False,
+    sign_key: str | os.PathLike[str] | None = None,
+    as_folder: bool = False,
+    tune_s: float = 10.0,
+) -> None:
+    """Write the bundle of an optimized model; see `Deployable.save`."""
+    if onnx not in ("auto", "fp32", "fp16", None):
+        raise InputError(f"onnx={onnx!r}: choose 'auto', 'fp32', 'fp16', or None for a bundle without ONNX")
+    captured, original, recipe = module._captured, module._original[0], module._recipe
+    if captured.state:
+        raise ExportError(
+            f"the model keeps a state from call to call in its buffer {captured.state[0]}, which a bundle "
+            "cannot hold: export_onnx writes it as an input and an output of the file"
+        )
+    inputs = input_names_of(captured)
+    outputs = output_names_of(captured, inputs)
+    verifier = OnnxVerifier(original, captured, draws=0)  # the self-test is of the example inputs
+    low = recipe.lane_dtype if recipe.lane_dtype is not torch.float32 else None
+    precision = ("fp16" if low is torch.float16 else "fp32") if onnx == "auto" else onnx
+    dtypes = {recipe.lane_dtype, *([torch.float16] if precision == "fp16" else [])}
+    tolerance = recipe.tolerance if recipe.metric is None else None
+    test = _self_test(verifier, inputs, outputs, dtypes, tolerance)
+    data, weights = write_program(captured.program)
+    program = {"program": data, "recipe": write_recipe(recipe.passes)}
+    files: dict[str, bytes | Path] = {
+        "program.json": json.dumps(program, allow_nan=False).encode(),
+        "weights.safetensors": safetensors.torch.save({k: _storable(t) for k, t in weights.items()}),
+        "self_test.safetensors": safetensors.torch.save(test.tensors()),
+        "report.json": json.dumps(module.report.to_dict(), indent=1).encode(),
+    }
+    if cpp:
+        flat = list(test.inputs.values()), list(test.outputs.values())
+        files["program.pt"] = write_torchscript(_for_libtorch(module), *flat, test.tolerance)
+    manifest: dict[str, Any] = {
+        "ampopt": __version__,
+        "created": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "model": {"name": module.report.model, "sha256": model_hash(captured.program.graph)},
+        "lane": {"name": "amp" if low else "fp32", "dtype": _dtype(recipe.lane_dtype)},
+        "inputs": _border(test.inputs),
+        "outputs": _border(test.outputs),
+        "tolerance": test.tolerance,
+        "latency": _latency(module),
+        "fingerprint": environment(captured.program.device),
+        "call": write_call(captured),
+    }
+    with tempfile.TemporaryDirectory(prefix="ampopt-") as folder:
+        if precision is not None:
+            exported, tuned = _onnx(module, Path(folder) / "model.onnx", precision, test, tune_s)
+            manifest["onnx"] = {
+                "precision": precision,
+                "opset": exported.opset,
+                "session": tuned.session(),
+                "latency": _quantiles(tuned),
+            }
+            files |= {file.name: file for file in sorted(Path(folder).iterdir())}
+        key = None if sign_key is None else Path(sign_key)
+        write_bundle(path, manifest, files, sign_key=key, as_folder=as_folder)
+
+
+def _for_libtorch(module: Deployable) -> Program:
+    """The program that C++ runs: this machine's own, or without kernels where only this process has them."""
+    recipe, native = module._recipe, _with_casts(module.program)
+    if why_not_torchscript(native) is None:
+        return native
+    plain = tuple(step for step in recipe.passes if step.family in (Family.REWRITE, Family.PLACEMENT))
+    return _with_casts(replay(plain, recipe.start(module._captured.program)))
+
+
+def _with_casts(program: Program) -> Program:
+    """The program with its autocast, which a trace does not see, written out as casts, which it does."""
+    return program if program.settings.autocast is None else BakeAutocast().apply(program).program
+
+
+def _self_test(
+    verifier: OnnxVerifier,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    dtypes: set[torch.dtype],
+    tolerance: float | None,
+) -> SelfTest:
+    """The example inputs with the original's outputs in float64, rounded to the dtypes that it returns."""
+    draw = verifier.draws[0]
+    examples = draw.calls[0]
+    own = verifier.eager(torch.float32)(*examples)
+    expected = [
+        exact.to(mine.dtype) if mine.is_floating_point() else mine
+        for exact, mine in zip(verifier.reference(draw)[0], own, strict=True)
+    ]
+    allowed = tolerance
+    if allowed is None:
+        jumps = {dtype: max(verifier.largest_jumps(dtype, draw), default=0.0) for dtype in dtypes}
+        bounds = [max(MULTIPLES[dtype] * jump, FLOORS[dtype]) for dtype, jump in jumps.items()]
+        allowed = min(max(bounds), LARGEST_TOLERANCE)
+    return SelfTest(
+        dict(zip(inputs, examples, strict=True)), dict(zip(outputs, expected, strict=True)), allowed
+    )
+
+
+def _onnx(
+    module: Deployable, path: Path, precision: str, test: SelfTest, seconds: float
+) -> tuple[OnnxReport, Tuning]:
+    """Export, verify, and find the session's options that are fastest on this machine."""
+    report = module.export_onnx(path, precision=precision)
+    model = path if report.data_sha256 is not None else path.read_bytes()
+    arrays = [_storable(tensor).numpy() for tensor in test.inputs.values()]
+    return report, tune(model, arrays, seconds=seconds, tolerance=test.tolerance, tf32=precision == "fp16")
+
+
+def _quantiles(tuned: Tuning) -> dict[str, Any]:
+    row = next(row for row in reversed(tuned.rows) if row.options == tuned.best and row.median_ms is not None)
+    return {"p50_ms": row.median_ms, "p99_ms": row.p99_ms}
+
+
+def _latency(module: Deployable) -> dict[str, Any]:
+    """Of one call back to back as a robot makes it: inputs from host memory, outputs in host memory."""
+    device, captured = module.program.device, module._captured
+    call = frame_call(module, captured, captured.program.examples, device)
+    timed: Measurement = interleave({"call": latency(call, device)}, seconds=1.0, least=20)["call"]
+    found = timed.to_dict()
+    return {"p50_ms": found["p50_ms"], "p99_ms": found["p99_ms"], "device": device_name(device)}
+
+
+def _border(tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "shape": list(t.shape), "dtype": _dtype(t.dtype), "layout": "contiguous"}
+        for name, t in tensors.items()
+    ]
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _storable(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().cpu().contiguous().clone()
+    return plain.float() if plain.dtype is torch.bfloat16 else plain

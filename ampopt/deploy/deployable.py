@@ -1,0 +1,91 @@
+"""How an optimized model leaves the machine: as verified ONNX, or as a bundle."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ampopt.bundle.destinations import check_bundle, check_onnx
+from ampopt.deploy.bundle_save import save_bundle
+from ampopt.deploy.onnx_dynamic import Dynamic
+from ampopt.deploy.onnx_export import OnnxReport, export_onnx
+from ampopt.ir.capture import Captured
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Recipe
+from ampopt.measure.ledger import Ledger
+from ampopt.system.process_state import process_kept
+
+
+class Deployable(nn.Module):
+    """A model that was captured and optimized, seen from where it goes next."""
+
+    report: Ledger
+    program: Program
+    _original: list[nn.Module]
+    _captured: Captured
+    _recipe: Recipe
+
+    @process_kept()
+    def export_onnx(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        precision: str | None = None,
+        io: str = "fp32",
+        target: str = "onnxruntime",
+        dynamic: Dynamic = None,
+        input_names: Sequence[str] | None = None,
+        output_names: Sequence[str] | None = None,
+        force: bool = False,
+    ) -> OnnxReport:
+        """Write the portable rewrites of this model as ONNX; the file appears once it is verified.
+
+        `precision`: "fp32" or "fp16"; None: as the lane that was chosen, and "fp32" for bfloat16, which
+        ONNX Runtime does not compute in. The other arguments and the errors are those of
+        `ampopt.deploy.onnx_export.export_onnx`; InputError, too, for a name that stands for something else,
+        such as model.engine. The user's metric and tolerance hold for the file, too.
+        """
+        check_onnx(path)
+        low = "fp16" if self._recipe.lane_dtype is torch.float16 else "fp32"
+        return export_onnx(
+            self._original[0],
+            self._captured,
+            self._recipe.passes,
+            path,
+            precision=precision or low,
+            io=io,
+            target=target,
+            dynamic=dynamic,
+            input_names=input_names,
+            output_names=output_names,
+            tolerance=self._recipe.tolerance,
+            metric=self._recipe.metric,
+            force=force,
+        )
+
+    @process_kept()
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        onnx: str | None = "auto",
+        cpp: bool = False,
+        sign_key: str | os.PathLike[str] | None = None,
+        as_folder: bool = False,
+        tune_s: float = 10.0,
+    ) -> None:
+        """Save a bundle that a robot can trust: a zip file, or a folder with `as_folder`.
+
+        In it: the model with the recipe of its passes, its ONNX export with the session options that a
+        sweep of `tune_s` seconds found fastest here, a self-test, the report, and hashes of everything.
+        `onnx`: "fp32", "fp16", "auto" (as `export_onnx`), or None for none. `cpp` adds the program as
+        TorchScript for C++. `sign_key`: a private Ed25519 key in PEM. The bundle at `path`, if there is
+        one, is replaced at one moment. Raises ExportError for what a bundle cannot hold, BundleError where
+        it cannot be written, InputError for a name that stands for something else, such as robot.engine, and
+        what `export_onnx` raises. Name, place, packages and key are looked at before anything is made.
+        """
+        check_bundle(path, onnx=onnx is not None, sign_key=sign_key)
+        save_bundle(self, path, onnx=onnx, cpp=cpp, sign_key=sign_key, as_folder=as_folder, tune_s=tune_s)

@@ -1,0 +1,112 @@
+"""Models captured with symbolic sizes, for ONNX files whose inputs have dynamic dimensions."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ampopt.engines.onnx_graph import Dims
+from ampopt.errors import CaptureError, ExportError, InputError
+from ampopt.ir.capture import Captured
+from ampopt.ir.capturing import capturing
+from ampopt.ir.graph import aten, calls, finish
+from ampopt.ir.lowering import lower
+from ampopt.ir.model_copy import untouched_rng, working_copy
+from ampopt.ir.program import Settings
+
+Dynamic = str | Mapping[str, Mapping[int, str]] | None
+"""None: static shapes; "batch": dimension 0 of every input; or {input: {dimension: name}}."""
+
+
+def dims_of(dynamic: Dynamic, captured: Captured, names: Sequence[str]) -> Dims:
+    """A user's `dynamic` in full. Raises InputError for unknown inputs and dimensions that are not there."""
+    examples = dict(zip(names, captured.program.examples, strict=True))
+    if dynamic is None:
+        return tuple({} for _ in names)
+    if captured.state:
+        raise InputError(
+            f"dynamic: the model keeps a state in its buffer {captured.state[0]}, whose sizes are fixed: "
+            "export it with static shapes"
+        )
+    if isinstance(dynamic, str):
+        if dynamic != "batch":
+            raise InputError(f'dynamic={dynamic!r}: say "batch", or {{input: {{dimension: name}}}}')
+        return tuple({0: "batch"} if tensor.dim() else {} for tensor in examples.values())
+    for name, dims in dynamic.items():
+        if name not in examples:
+            raise InputError(f"dynamic: there is no input {name!r}; the inputs are {', '.join(names)}")
+        for index, label in dims.items():
+            if not 0 <= index < examples[name].dim() or not label.isidentifier():
+                raise InputError(
+                    f"dynamic: {{{index}: {label!r}}} of input {name!r}, which has shape "
+                    f"{list(examples[name].shape)}: name a dimension of it with an identifier"
+                )
+    return tuple(dict(dynamic.get(name, {})) for name in names)
+
+
+def capture_dynamic(model: nn.Module, captured: Captured, dims: Dims) -> Captured:
+    """Capture a model (a private copy) anew with `dims` symbolic; example sizes of 1 become 2 there.
+
+    A size of 1 is taken for a constant by `torch.export`. Raises ExportError with its reason where the
+    model fixes a dimension that was to be dynamic.
+    """
+    model = working_copy(model)
+    leaves = _with_tensors(captured, _enlarged(captured, dims, at_least=2))
+    args, kwargs = pytree.tree_unflatten(leaves, captured.spec)
+    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    shapes = torch.export.ShapesCollection()
+    for tensor, named in zip(tensors, dims, strict=True):
+        shapes[tensor] = dict.fromkeys(named, torch.export.Dim.DYNAMIC)
+    device = captured.program.device
+    try:
+        with capturing(), Settings().scope(device), untouched_rng(device):
+            specification = shapes.dynamic_shapes(model, args, kwargs)
+            exported = torch.export.export(model, args, kwargs, dynamic_shapes=specification, strict=False)
+            graph, _ = lower(exported)
+    except Exception as error:
+        raise refusal(model, dims, error) from error
+    for node in calls(graph, [aten._assert_scalar.default]):
+        graph.graph.erase_node(node)
+    program = captured.program.replace(graph=finish(graph), examples=tensors)
+    return dataclasses.replace(captured, program=program, leaves=tuple(leaves))
+
+
+def refusal(model: nn.Module, dims: Dims, error: Exception) -> ExportError:
+    """The error of a model that cannot be exported with dynamic dimensions."""
+    names = ", ".join(dict.fromkeys(name for named in dims for name in named.values()))
+    reason = str(error) if isinstance(error, CaptureError) else str(error) or type(error).__name__
+    short = textwrap.shorten(reason, 300, placeholder=" …")
+    return ExportError(
+        f"{type(model).__name__} cannot be exported with dynamic {names}: {short}; "
+        "export it with static shapes, one file for each size"
+    )
+
+
+def doubled(captured: Captured, dims: Dims) -> Captured:
+    """The captured call with every dynamic dimension twice as large."""
+    tensors = _enlarged(captured, dims, at_least=None)
+    leaves = tuple(_with_tensors(captured, tensors))
+    program = captured.program.replace(examples=tuple(tensors))
+    return dataclasses.replace(captured, program=program, leaves=leaves)
+
+
+def _enlarged(captured: Captured, dims: Dims, *, at_least: int | None) -> list[Tensor]:
+    """The examples, repeated along dynamic dimensions that are smaller than `at_least`; None: along all."""
+    enlarged = []
+    for tensor, named in zip(captured.program.examples, dims, strict=True):
+        for index in named:
+            if at_least is None or tensor.shape[index] < at_least:
+                tensor = torch.cat([tensor, tensor], dim=index)
+        enlarged.append(tensor.clone())  # one tensor given twice has to be two here
+    return enlarged
+
+
+def _with_tensors(captured: Captured, tensors: Sequence[Tensor]) -> list[Any]:
+    remaining = iter(tensors)
+    return [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in captured.leaves]

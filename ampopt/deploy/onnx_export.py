@@ -1,0 +1,226 @@
+"""`export_onnx`: the portable program as an ONNX file that is there only once it is verified."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampopt.deploy.onnx_dynamic import Dynamic, capture_dynamic, dims_of, doubled
+from ampopt.deploy.onnx_files import append_metadata, publish, scratch_beside, sha256_of, write_model
+from ampopt.deploy.onnx_names import input_names_of, output_names_of
+from ampopt.deploy.onnx_verify import OnnxCheck, OutputCheck, emulated, verify_onnx
+from ampopt.deploy.portable import portable_program
+from ampopt.engines.onnx_graph import OPSETS, Dims, to_onnx
+from ampopt.errors import ExportError, InputError, VerificationError, need
+from ampopt.ir.capture import Captured
+from ampopt.ir.model_hash import model_hash
+from ampopt.ir.transform import Pass
+from ampopt.measure.verify import Metric
+from ampopt.version import __version__
+
+PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True)
+class OnnxReport:
+    """What was written, and how it was verified.
+
+    `precision` is what the model computes in, `io` the dtype of its floating-point inputs and outputs.
+    `outputs` holds each output's error on each provider beside eager's own error in the same precision.
+    `nodes_off_gpu` is None where no CUDA provider was there to tell. `data_sha256` is the hash of the
+    external weights, None where they are in the model. `reason` says what failed and is None if nothing did.
+    """
+
+    path: str
+    sha256: str
+    data_sha256: str | None
+    model_sha256: str
+    target: str
+    opset: int
+    precision: str
+    io: str
+    inputs: tuple[str, ...]
+    output_names: tuple[str, ...]
+    rewrites: tuple[str, ...]
+    outputs: tuple[OutputCheck, ...]
+    metric: float | None
+    reason: str | None
+    nodes: int
+    nodes_off_gpu: tuple[str, ...] | None
+    providers: tuple[str, ...]
+    onnxruntime: str
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def verified(self) -> bool:
+        """Whether the file's outputs are as good as they have to be."""
+        return self.reason is None
+
+    @property
+    def error(self) -> float:
+        """The largest relative error of an output on any provider."""
+        return max((check.error for check in self.outputs), default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON takes it."""
+        return {**dataclasses.asdict(self), "verified": self.verified, "error": self.error}
+
+
+def export_onnx(
+    original: nn.Module,
+    captured: Captured,
+    recipe: tuple[Pass, ...],
+    path: str | os.PathLike[str],
+    *,
+    precision: str = "fp32",
+    io: str = "fp32",
+    target: str = "onnxruntime",
+    dynamic: Dynamic = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    tolerance: float | None = None,
+    metric: Metric | None = None,
+    force: bool = False,
+) -> OnnxReport:
+    """Write a model as ONNX: its portable rewrites in it, verified before the file appears.
+
+    Args:
+        original: a private copy of the model in evaluation mode; it is the reference.
+        captured: the capture of it, whose example inputs the file is made for.
+        recipe: the passes that the optimized program was made with; the portable ones are used.
+        path: where the file goes; weights over 2 GB go to `<path>.data`.
+        precision: "fp32", or "fp16" with the casts of CUDA's autocast baked in.
+        io: "fp32" or "fp16", the dtype of floating-point inputs and outputs.
+        target: "onnxruntime", "tensorrt" or "openvino"; decides the opset.
+        dynamic: None for static shapes, "batch" for a dynamic dimension 0 of every input, or
+            {input name: {dimension: name}}.
+        input_names, output_names: None: the model's own parameter names, result keys or `output`.
+        tolerance: largest relative error of an output; None: a small multiple of eager's own.
+        metric: decides instead of the errors, at most `tolerance` (None: 0).
+        force: keep a file that failed its verification, marked as failed in its metadata.
+
+    Raises:
+        InputError: an argument does not fit. ExportError: ONNX cannot express the model. VerificationError:
+        the file's outputs are not the model's. MissingExtraError: a package is missing. No file is written
+        then, and one that was there before stays.
+    """
+    started = time.perf_counter()
+    for option, value in (("precision", precision), ("io", io)):
+        if value not in PRECISIONS:
+            raise InputError(f"{option}={value!r}: choose from {', '.join(PRECISIONS)}")
+    if target not in OPSETS:
+        raise InputError(f"target={target!r}: choose from {', '.join(OPSETS)}")
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        need(package, "onnx")
+    place = Path(path)
+    if place.is_dir():
+        raise InputError(f"{place} is a folder: name the file, such as {place / 'model.onnx'}")
+    inputs = input_names_of(captured, input_names)
+    outputs = output_names_of(captured, inputs, output_names)
+    if not outputs:
+        raise ExportError(f"{type(original).__name__} returns no tensors: there is nothing to export")
+    dims = dims_of(dynamic, captured, inputs)
+    is_dynamic = any(dims)
+    traced = capture_dynamic(original, captured, dims) if is_dynamic else captured
+    program = portable_program(traced, recipe, PRECISIONS[precision], dynamic=is_dynamic)
+    model = to_onnx(
+        program,
+        half_io=io == "fp16",
+        target=target,
+        input_names=inputs,
+        output_names=outputs,
+        dims=dims,
+    )
+    model.producer_name, model.producer_version = "ampopt", __version__
+    lane = PRECISIONS["fp16" if "fp16" in (precision, io) else "fp32"]
+    with scratch_beside(place) as folder:
+        written = folder / place.name
+        write_model(model, written)
+        _check_file(written)
+        check = verify_onnx(
+            written,
+            original,
+            _calls(captured, traced, dims),
+            lane,
+            outputs,
+            tolerance=tolerance,
+            metric=metric,
+            program=emulated(program.run) if precision == "fp16" else None,
+        )
+        if check.reason is not None and not force:
+            raise VerificationError(
+                f"the exported model is wrong, and was not written: {check.reason}; force=True keeps it, "
+                "marked as failed"
+            )
+        identity = model_hash(captured.program.graph)
+        append_metadata(written, _metadata(check, identity, precision, io, target))
+        external = publish(written, place)
+    return OnnxReport(
+        path=str(place),
+        sha256=sha256_of(place),
+        data_sha256=sha256_of(place.with_name(place.name + ".data")) if external else None,
+        model_sha256=identity,
+        target=target,
+        opset=model.opset_imports[""],
+        precision=precision,
+        io=io,
+        inputs=inputs,
+        output_names=outputs,
+        rewrites=tuple(step.name for step in program.recipe),
+        outputs=check.outputs,
+        metric=check.metric,
+        reason=check.reason,
+        nodes=sum(1 for _ in model.graph.all_nodes()),
+        nodes_off_gpu=check.nodes_off_gpu,
+        providers=check.providers,
+        onnxruntime=str(need("onnxruntime", "onnx").__version__),
+        notes=(*check.notes, *_how_to_keep(captured, inputs)),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _how_to_keep(captured: Captured, inputs: Sequence[str]) -> list[str]:
+    """How the caller of a file keeps the model's state."""
+    states = inputs[len(inputs) - len(captured.state) :]
+    return [f"state: give the next call what this one returns as {name}_next for {name}" for name in states]
+
+
+def _calls(captured: Captured, traced: Captured, dims: Dims) -> tuple[Captured, ...]:
+    """The calls that a file is verified on: a dynamic one also on sizes that it was not made with."""
+    if not any(dims):
+        return (captured,)
+    larger = doubled(captured, dims)
+    symbolic = larger.program.replace(graph=traced.program.graph)  # which runs at those sizes, too
+    return captured, dataclasses.replace(larger, program=symbolic)
+
+
+def _check_file(path: Path) -> None:
+    """Raise ExportError where ONNX's own checker, with strict shape inference, finds the file invalid."""
+    try:
+        need("onnx", "onnx").checker.check_model(str(path), full_check=True)
+    except Exception as error:
+        reason = textwrap.shorten(str(error), 300, placeholder=" …")
+        raise ExportError(f"the exported model is not valid ONNX: {reason}") from error
+
+
+def _metadata(check: OnnxCheck, identity: str, precision: str, io: str, target: str) -> dict[str, str]:
+    return {
+        "ampopt.version": __version__,
+        "ampopt.model_sha256": identity,
+        "ampopt.lane": precision,
+        "ampopt.io": io,
+        "ampopt.target": target,
+        "ampopt.error": f"{check.error:.3g}",
+        "ampopt.verified": "no" if check.reason else "yes",
+        **({"ampopt.failure": check.reason} if check.reason else {}),
+        "ampopt.verified_on": ", ".join(check.providers),
+    }

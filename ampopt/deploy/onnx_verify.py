@@ -1,0 +1,234 @@
+"""Verification of an ONNX file: every provider that is installed against the original in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampopt.deploy.portable import autocast_program
+from ampopt.ir.capture import Captured
+from ampopt.ir.emulated_half import EmulatedHalf
+from ampopt.measure.verify import Metric, Run, Verifier
+from ampopt.ort.knobs import changed
+from ampopt.ort.options import CPU, CUDA, OPENVINO, SessionError, SessionOptions
+from ampopt.ort.session import Node, OnnxRunner, onnxruntime
+
+_ONCE: dict[str, dict[str, Any]] = {
+    CPU: {},
+    CUDA: {"provider_options": {"cudnn_conv_algo_search": "HEURISTIC"}},
+    OPENVINO: {},
+}
+"""What differs from the default options: no search over algorithms that are used once."""
+
+TORCH = "torch"
+"""Stands in a provider's place for the portable program itself, run by PyTorch."""
+
+ON_CPU_FP16 = (
+    "ONNX Runtime's CPU provider leaves float16 roundings out: its rows prove the file's structure, and the "
+    "rows of torch, which rounds after every operator as a GPU does, the accuracy of float16"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputCheck:
+    """One output on one provider: its worst relative error ‖y - ref‖ / ‖ref‖, eager's own, the limit.
+
+    `inputs` says on which inputs: the example, random ones, or some outside of the example's range.
+    """
+
+    name: str
+    provider: str
+    error: float
+    eager_error: float
+    limit: float
+    inputs: str = "the example"
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the limit."""
+        return math.isfinite(self.error) and self.error <= self.limit
+
+
+@dataclasses.dataclass(frozen=True)
+class OnnxCheck:
+    """The outcome for a file: every output on every provider, and what is wrong (None: nothing).
+
+    `metric` is the user's metric, the worst over providers; `nodes_off_gpu` are the nodes that ONNX Runtime
+    did not place on the GPU, or None where no CUDA provider is installed or it does not tell (before 1.24).
+    """
+
+    outputs: tuple[OutputCheck, ...]
+    metric: float | None
+    reason: str | None
+    providers: tuple[str, ...]
+    nodes_off_gpu: tuple[str, ...] | None
+    notes: tuple[str, ...]
+
+    @property
+    def error(self) -> float:
+        """The largest error of an output on any provider."""
+        return max((check.error for check in self.outputs), default=0.0)
+
+
+class OnnxVerifier(Verifier):
+    """A Verifier that reports every output of a run, and whose float16 eager is CUDA's on a CPU, too."""
+
+    def eager(self, dtype: torch.dtype, model: nn.Module | None = None) -> Run:
+        """As `Verifier.eager`; on a CPU, float16 autocast has CUDA's rules and is computed quickly.
+
+        Another model than the one that was captured runs under the CPU's own rules.
+        """
+        if dtype is not torch.float16 or self._device.type != "cpu":
+            return super().eager(dtype, model)
+        return emulated(self._cuda_autocast if model is None else super().eager(dtype, model))
+
+    @functools.cached_property
+    def _cuda_autocast(self) -> Run:
+        return autocast_program(self._captured).run
+
+    def outputs(self, run: Run, dtype: torch.dtype, names: Sequence[str], provider: str) -> list[OutputCheck]:
+        """For each output the draw on which it is furthest over its limit, or nearest to it."""
+        worst: dict[str, OutputCheck] = {}
+        for draw in (*self.draws, *self.range_draws(dtype)):
+            for index, (name, error) in enumerate(zip(names, self.errors(run, draw), strict=True)):
+                if not self.counts(dtype, draw, index, error):
+                    continue
+                limit, own = self.limit(dtype, draw, index, error), self.own_errors(dtype, draw)[index]
+                check = OutputCheck(name, provider, error, own, limit, draw.name)
+                if name not in worst or not _excess(check) <= _excess(worst[name]):
+                    worst[name] = check
+        return list(worst.values())
+
+
+def emulated(run: Run) -> Run:
+    """A run whose float16 products, where it is on a CPU, are computed in float32 and rounded."""
+
+    def call(*tensors: Tensor) -> Sequence[Tensor]:
+        with EmulatedHalf():
+            return run(*tensors)
+
+    return call
+
+
+def _excess(check: OutputCheck) -> float:
+    return check.error / check.limit if check.limit > 0 else math.inf if check.error > 0 else 0.0
+
+
+def providers() -> tuple[str, ...]:
+    """The providers that this installation of ONNX Runtime offers, of those that ampopt verifies on."""
+    available = onnxruntime().get_available_providers()
+    return tuple(name for name in _ONCE if name in available)
+
+
+def run_onnx(runner: OnnxRunner, *tensors: Tensor) -> list[Tensor]:
+    """Run a file on tensors of any device; they are rounded to the dtypes that it takes."""
+    arrays = (
+        tensor.detach().cpu().numpy().astype(info.dtype, copy=False)
+        for info, tensor in zip(runner.inputs, tensors, strict=True)
+    )
+    device = tensors[0].device if tensors else None
+    return [torch.from_numpy(array).to(device) for array in runner(*arrays)]
+
+
+def nodes_off(nodes: Mapping[str, Sequence[Node]], provider: str) -> tuple[str, ...]:
+    """The nodes that another provider than this one runs, as `name (operator)`."""
+    others = (found for name, found in nodes.items() if name != provider)
+    return tuple(f"{node.name} ({node.op})" for found in others for node in found)
+
+
+def verify_onnx(
+    path: Path,
+    model: nn.Module,
+    calls: Sequence[Captured],
+    dtype: torch.dtype,
+    output_names: Sequence[str],
+    *,
+    tolerance: float | None = None,
+    metric: Metric | None = None,
+    program: Run | None = None,
+) -> OnnxCheck:
+    """Run the file on every installed provider, on each call's example inputs and on random draws.
+
+    `model` is the original (a private copy). `dtype` is the lane whose limits hold: float16 where the file
+    computes in it or takes and gives it. A metric decides alone, at most `tolerance`; without one, each
+    output's error does. `program` is what the file was made from; it is verified, too, where it is given.
+    """
+    verifiers = [OnnxVerifier(model, call, tolerance=tolerance, metric=metric, draws=1) for call in calls]
+    tally = _Tally(verifiers, dtype, output_names)
+    if program is not None:
+        tally.add(TORCH, program)
+    used: list[str] = []
+    off_gpu: tuple[str, ...] | None = None
+    notes = [verifier.note for verifier in verifiers if verifier.note]
+    for provider in providers():
+        options = SessionOptions.default(provider, tf32=dtype is torch.float16)
+        try:
+            runner = OnnxRunner(path, changed(options, _ONCE[provider]))
+        except SessionError as error:
+            if provider == CPU:
+                tally.reasons.append(str(error))
+            else:
+                notes.append(f"nothing was verified on {provider}: {error}")
+            continue
+        used.append(provider)
+        run = functools.partial(run_onnx, runner)
+        tally.add(provider, run)
+        notes += [] if tally.reasons else _lost_faults(verifiers[0], run, dtype, provider)
+        if provider == CUDA and runner.nodes is not None:
+            off_gpu = nodes_off(runner.nodes, CUDA)
+    if dtype is torch.float16 and used == [CPU]:
+        notes.append(ON_CPU_FP16)
+    reason = tally.reasons[0] if tally.reasons else None
+    worst = max(tally.metrics) if tally.metrics else None
+    return OnnxCheck(tuple(tally.rows), worst, reason, tuple(used), off_gpu, tuple(notes))
+
+
+def _lost_faults(verifier: OnnxVerifier, run: Run, dtype: torch.dtype, provider: str) -> list[str]:
+    """A note where a provider makes numbers of NaN, which is its own doing."""
+    with contextlib.suppress(Exception):  # a model that does not take NaN
+        if lost := verifier.lost_fault(run, dtype):
+            return [f"{provider}: {lost}"]
+    return []
+
+
+class _Tally:
+    """Collects the errors of one way to run after another, and what is wrong with them."""
+
+    def __init__(self, verifiers: Sequence[OnnxVerifier], dtype: torch.dtype, names: Sequence[str]) -> None:
+        self._verifiers, self._dtype, self._names = verifiers, dtype, names
+        self.rows: list[OutputCheck] = []
+        self.metrics: list[float] = []
+        self.reasons: list[str] = []
+
+    def add(self, provider: str, run: Run) -> None:
+        """Verify one way to run; one that fails is a reason, too."""
+        for verifier in self._verifiers:
+            try:
+                rows = verifier.outputs(run, self._dtype, self._names, provider)
+                check = verifier.check_metric(run) if verifier.metric is not None else None
+            except Exception as error:  # ONNX Runtime raises whatever its kernels and bindings do
+                short = textwrap.shorten(str(error), 300, placeholder=" …")
+                self.reasons.append(f"{provider} cannot run the model: {short}")
+                return
+            self.rows.extend(rows)
+            if check is None:
+                self.reasons.extend(_why_failed(row) for row in rows if not row.passed)
+                continue
+            self.metrics.append(check.error)
+            self.reasons.extend([f"{provider}: {check.reason}"] if check.reason else [])
+
+
+def _why_failed(row: OutputCheck) -> str:
+    return (
+        f"output {row.name!r} has error {row.error:.2g} on {row.provider} with {row.inputs}, over "
+        f"{row.limit:.2g} (eager's own: {row.eager_error:.2g})"
+    )

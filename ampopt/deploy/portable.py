@@ -1,0 +1,104 @@
+"""The portable program: the rewrites that hold on every machine, made anew from the capture."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from ampopt.errors import InputError
+from ampopt.ir.capture import Captured
+from ampopt.ir.cuda_autocast import with_widening_casts
+from ampopt.ir.emulated_half import EmulatedHalf
+from ampopt.ir.graph import (
+    aten,
+    calls,
+    cast_for_readers,
+    copy_of,
+    dtype_of,
+    finish,
+    insert_call,
+    record_shapes,
+)
+from ampopt.ir.lanes import Lane
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Family, Pass, replay
+from ampopt.passes import PIPELINE, BakeAutocast, RemoveInferenceNoops
+
+_NORMALIZATIONS = (
+    aten.batch_norm.default,
+    aten.instance_norm.default,
+    aten.layer_norm.default,
+    aten.group_norm.default,
+)
+
+
+def portable_program(
+    captured: Captured, recipe: tuple[Pass, ...], dtype: torch.dtype, *, dynamic: bool = False
+) -> Program:
+    """The captured model with every portable rewrite in it, in float32 or with float16 casts baked in.
+
+    The rewrites are all portable ones of the pipeline that need no measurement, whether they made anything
+    faster on this machine or not (they are exact), and the portable ones of `recipe`, as measured. For
+    float16 the casts are those of CUDA's autocast, whatever device the model was captured on. `dynamic`:
+    the graph holds symbolic sizes, and a rewrite that judges by the example's sizes is left out.
+    """
+    if dtype not in (torch.float32, torch.float16):
+        raise InputError(f"a portable program is float32 or float16, not {dtype}")
+    program = captured.program
+    steps = [step for step in _rewrites(recipe) if not (dynamic and isinstance(step, RemoveInferenceNoops))]
+    if dtype is torch.float32:
+        return replay(tuple(steps), Lane("fp32", dtype).start(program))
+    bake = next((step for step in recipe if isinstance(step, BakeAutocast)), BakeAutocast())
+    return _in_half(program, _in_order([*steps, bake]))
+
+
+def autocast_program(captured: Captured) -> Program:
+    """The captured model as CUDA's float16 autocast runs it, on any device, with no other rewrite.
+
+    On a CPU it is to be run under `EmulatedHalf`, which makes it quick.
+    """
+    return _in_half(captured.program, (BakeAutocast(),))
+
+
+def _in_half(program: Program, steps: tuple[Pass, ...]) -> Program:
+    """The program after the steps, BakeAutocast among them, by CUDA's rules of float16."""
+    on_cpu = program.device.type == "cpu"
+    if on_cpu:
+        program = with_widening_casts(program)
+    with EmulatedHalf() if on_cpu else contextlib.nullcontext():
+        return _with_uniform_norms(replay(steps, Lane("amp", torch.float16).start(program)))
+
+
+def _rewrites(recipe: tuple[Pass, ...]) -> tuple[Pass, ...]:
+    """The recipe's portable passes, and those of the pipeline's portable rewrites that it does not name."""
+    named = [step for step in recipe if step.portable]
+    types = {type(step) for step in named}
+    always = [step for step in PIPELINE if step.portable and step.family is Family.REWRITE]
+    return _in_order([*named, *(step for step in always if type(step) not in types)])
+
+
+def _in_order(steps: list[Pass]) -> tuple[Pass, ...]:
+    """Passes in the pipeline's order; those that it does not know come last."""
+    order = {type(step): index for index, step in enumerate(PIPELINE)}
+    return tuple(sorted(steps, key=lambda step: order.get(type(step), len(order))))
+
+
+def _with_uniform_norms(program: Program) -> Program:
+    """The program with every normalization of mixed dtypes computed in float32 and rounded again.
+
+    PyTorch normalizes a float16 tensor with float32 statistics; ONNX has no such operator, or no kernel.
+    """
+    module, recorded = copy_of(program.graph), record_shapes(program)
+    known = {node.name: node for node in recorded.graph.nodes}
+    for node in calls(module, _NORMALIZATIONS):
+        floats = {source: dtype_of(known[source.name]) for source in node.all_input_nodes}
+        floats = {source: dtype for source, dtype in floats.items() if dtype.is_floating_point}
+        if len(set(floats.values())) < 2:
+            continue
+        for source, dtype in floats.items():
+            if dtype is not torch.float32:
+                wide = insert_call(module, node, aten._to_copy.default, source, dtype=torch.float32)
+                node.replace_input_with(source, wide)
+        cast_for_readers(module, node, dtype_of(known[node.name]))
+    return program.with_graph(finish(module))

@@ -1,0 +1,61 @@
+"""A recipe, the passes that made a program with what they measured, as JSON and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import reprlib
+from typing import Any
+
+from ampopt.bundle.stored_values import array, members, refuse
+from ampopt.ir.transform import Pass
+from ampopt.passes import ENGINES, LAUNCHES, PIPELINE
+
+WHERE = "program.json, recipe"
+
+_KNOWN = {step.name: step for step in (*PIPELINE, *ENGINES, *LAUNCHES)}
+"""The passes that a file may name, and an example of each, whose fields say what a file may set."""
+
+
+def write_recipe(recipe: tuple[Pass, ...]) -> list[Any]:
+    """Each pass's name and fields, in order. Passes that are not ampopt's own are left out."""
+    own = [step for step in recipe if type(step) is type(_KNOWN.get(step.name))]
+    plain: list[Any] = json.loads(
+        json.dumps([{"pass": step.name, "fields": dataclasses.asdict(step)} for step in own])
+    )
+    return plain
+
+
+def read_recipe(data: object) -> tuple[Pass, ...]:
+    """The passes that `write_recipe` wrote. Raises BundleError for unknown passes, fields and values."""
+    return tuple(_read_pass(item) for item in array(data, WHERE))
+
+
+def _read_pass(data: object) -> Pass:
+    name, fields = members(data, ("pass", "fields"), WHERE)
+    if not isinstance(name, str) or name not in _KNOWN:
+        refuse(WHERE, f"there is no pass {reprlib.repr(name)}")
+    example = _KNOWN[name]
+    names = tuple(field.name for field in dataclasses.fields(example))
+    values = {key: _tuples(value) for key, value in zip(names, members(fields, names, WHERE), strict=True)}
+    for key, value in values.items():
+        usual = getattr(example, key)
+        if usual is not None and type(value) is not type(usual):
+            refuse(WHERE, f"{name}'s {key} is {reprlib.repr(value)}, not like {usual!r}")
+        if usual is None and not _is_pairs(value):
+            refuse(WHERE, f"{name}'s {key} is {reprlib.repr(value)}, not pairs of texts")
+    return dataclasses.replace(example, **values)
+
+
+def _tuples(value: object) -> object:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _is_pairs(value: object) -> bool:
+    """None, or what a pass that measures writes down: a place, and what was chosen for it."""
+    if value is None:
+        return True
+    return isinstance(value, tuple) and all(
+        isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+        for pair in value
+    )

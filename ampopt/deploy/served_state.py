@@ -1,0 +1,67 @@
+"""The state of a model that is served: what its buffers hold between two calls."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampopt.ir.model_state import set_buffer
+
+Run = Callable[..., tuple[Tensor, ...]]
+
+
+class State:
+    """Buffers that every call reads and writes, by whichever program answers it; one call at a time.
+
+    It stays at its addresses, so that a captured graph finds it where it was. A call that fails leaves it as
+    it was.
+    """
+
+    def __init__(self, names: Sequence[str], initial: Sequence[Tensor]) -> None:
+        """`names` are the buffers' dotted names, `initial` what they hold before the first call."""
+        self._names, self._lock = tuple(names), threading.RLock()
+        self._initial = [tensor.detach().clone() for tensor in initial]
+        self._tensors = [tensor.clone() for tensor in self._initial]
+
+    def reset(self) -> None:
+        """Back to what it was before the first call."""
+        self._set(self._initial)
+
+    def take(self, other: State) -> None:
+        """Be where another module's state is."""
+        with other._lock:
+            self._set(other._tensors)
+
+    def _set(self, values: Sequence[Tensor]) -> None:
+        with self._lock, torch.no_grad():
+            for tensor, value in zip(self._tensors, values, strict=True):
+                tensor.copy_(value)
+
+    def bound(self, run: Run) -> Run:
+        """A program with this state: flat tensors in, flat tensors out, both without it."""
+        if not self._names:
+            return run
+
+        def step(*tensors: Tensor) -> tuple[Tensor, ...]:
+            with self._lock:
+                outputs = run(*tensors, *self._tensors)
+                count = len(outputs) - len(self._names)
+                self._set(outputs[count:])
+            return outputs[:count]
+
+        return step
+
+    def call(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Let a copy of the original answer a call, from this state to the next."""
+        if not self._names:
+            return model(*args, **kwargs)
+        with self._lock:
+            for name, tensor in zip(self._names, self._tensors, strict=True):
+                set_buffer(model, name, tensor.clone())
+            result = model(*args, **kwargs)
+            self._set([model.get_buffer(name) for name in self._names])
+        return result

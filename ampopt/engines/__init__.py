@@ -1,0 +1,1 @@
+"""Who runs a program and launches it: CUDA graphs, streams, ONNX Runtime."""

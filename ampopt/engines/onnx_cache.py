@@ -1,0 +1,81 @@
+"""Exported graphs on disk, so that the same program is not exported twice.
+
+A file is found by a hash of all that an export is made from, the bytes of every weight among it. It holds the
+ONNX model without the weights that the program has under the same name anyway, so that it is small; a model
+with many others, as of matrices that the exporter transposes, is not kept. Files carry a checksum, and one
+that is damaged is removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ampopt.ir.model_hash import model_hash, weight_bytes
+from ampopt.system.cache_folder import MOST_BYTES, cache_folder, drop, keep, kept
+from ampopt.system.environment import library_versions, own_code
+
+OF_THE_PROGRAM = "ampopt: the program's weight of this name"
+"""The doc string of an initializer that a file leaves out."""
+
+
+def exported(graph: fx.GraphModule, examples: Sequence[Tensor], make: Callable[[], Any]) -> bytes:
+    """The serialized `onnx.ModelProto` that `make` exports from a graph, or what an earlier call kept of it.
+
+    `make` has to depend on nothing but the graph, its example inputs' layouts, our code and the libraries.
+    """
+    folder = cache_folder()
+    if folder is None:
+        return bytes(make().SerializeToString())
+    key = _key(graph, examples)
+    file = folder / f"{key}.onnx"
+    weights = dict(graph.named_buffers())
+    try:
+        if (found := kept(file)) is not None:
+            return _with_weights(key, found, weights)
+    except (OSError, ValueError, KeyError):
+        drop(file)
+    model = make()
+    data = bytes(model.SerializeToString())
+    if len(small := _without_weights(key, model, weights)) <= MOST_BYTES:
+        keep(file, small)
+    return data
+
+
+def _key(graph: fx.GraphModule, examples: Sequence[Tensor]) -> str:
+    inputs = [(str(example.dtype), list(example.shape), example.stride()) for example in examples]
+    facts = [model_hash(graph), inputs, own_code(), str(torch.__version__), library_versions()]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _without_weights(key: str, model: Any, weights: Mapping[str, Tensor]) -> bytes:
+    """A model as a file holds it, behind a checksum; its initializers lose what the program has, too."""
+    for tensor in model.graph.initializer:
+        if tensor.name in weights and tensor.raw_data == weight_bytes(weights[tensor.name]):
+            tensor.raw_data, tensor.doc_string = b"", OF_THE_PROGRAM
+    data = bytes(model.SerializeToString())
+    return _checksum(key, data) + data
+
+
+def _with_weights(key: str, found: bytes, weights: Mapping[str, Tensor]) -> bytes:
+    """The whole model of a file; ValueError or KeyError where the file is not what was written."""
+    import onnx
+
+    size = hashlib.sha256().digest_size
+    checksum, data = found[:size], found[size:]
+    if checksum != _checksum(key, data):
+        raise ValueError("damaged")
+    model = onnx.ModelProto.FromString(data)
+    for tensor in model.graph.initializer:
+        if tensor.doc_string == OF_THE_PROGRAM:
+            tensor.raw_data = weight_bytes(weights[tensor.name])
+            tensor.ClearField("doc_string")
+    return bytes(model.SerializeToString())
+
+
+def _checksum(key: str, data: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + data).digest()

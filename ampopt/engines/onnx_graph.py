@@ -1,0 +1,190 @@
+"""From a portable program to an ONNX model in memory: standard operators, the user's names, no paths."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ampopt.errors import ExportError, InputError
+from ampopt.ir.capturing import capturing
+from ampopt.ir.emulated_half import EmulatedHalf
+from ampopt.ir.graph import (
+    aten,
+    cast_for_readers,
+    copy_of,
+    dtype_of,
+    finish,
+    insert_call,
+    record_shapes,
+    where,
+)
+from ampopt.ir.program import Program
+from ampopt.ir.stable_forms import with_stable_forms
+
+Dims = tuple[dict[int, str], ...]
+"""For each input tensor, the names of its dynamic dimensions."""
+
+OPSETS = {"onnxruntime": 20, "tensorrt": 18, "openvino": 18}
+"""The opset that a file for each target is written in: the newest that widely used versions of it read."""
+
+
+def to_onnx(
+    program: Program,
+    *,
+    half_io: bool,
+    target: str,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    dims: Dims,
+) -> Any:
+    """Convert a portable program to an `onnx_ir.Model` with float16 or float32 floating-point borders.
+
+    Raises ExportError where ONNX cannot express a node, naming it and its line in the user's code.
+    """
+    if target not in OPSETS:
+        raise InputError(f"target={target!r}: choose from {', '.join(OPSETS)}")
+    graph, examples = _with_border(program, half_io)
+    return model_of(graph, examples, OPSETS[target], input_names, output_names, dims)
+
+
+def model_of(
+    graph: fx.GraphModule,
+    examples: tuple[Tensor, ...],
+    opset: int,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    dims: Dims,
+) -> Any:
+    """Convert a graph of plain ATen operators to an `onnx_ir.Model`; raises ExportError as `to_onnx`.
+
+    Operators whose usual ONNX form overflows or cancels are written in another, see `stable_forms`.
+    """
+    shapes = tuple(dict.fromkeys(named, torch.export.Dim.DYNAMIC) for named in dims)
+    dynamic = shapes if any(dims) else None
+    try:
+        with capturing(), torch.no_grad(), EmulatedHalf():
+            stable = with_stable_forms(graph)
+            exported = torch.export.export(stable, examples, dynamic_shapes=dynamic, strict=False)
+        with capturing(), torch.no_grad():
+            result = torch.onnx.export(
+                exported,
+                dynamo=True,
+                verbose=False,
+                opset_version=opset,
+                input_names=list(input_names),
+                output_names=list(output_names),
+            )
+    except Exception as error:
+        raise ExportError(_explain(error)) from error
+    assert result is not None
+    model = result.model
+    _tidy(model)
+    rename_dims(model, dims)
+    _check_vocabulary(model, opset)
+    return model
+
+
+def _with_border(program: Program, half_io: bool) -> tuple[fx.GraphModule, tuple[Tensor, ...]]:
+    """The graph with the casts at its border as nodes, and example inputs for it."""
+    with EmulatedHalf():
+        recorded = record_shapes(program)
+    given = [dtype_of(node) for node in recorded.graph.output_node().all_input_nodes]
+    dtypes = dict(zip([n.name for n in recorded.graph.output_node().all_input_nodes], given, strict=True))
+    module, examples = copy_of(program.graph), []
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node, example, border in zip(placeholders, program.examples, program.entry, strict=True):
+        examples.append(example.to(_outer(example.dtype, half_io)).contiguous())
+        if examples[-1].dtype is not border.dtype:
+            cast_for_readers(module, node, border.dtype)
+    output, results = module.graph.output_node(), list[fx.Node]()
+    flat: tuple[fx.Node, ...] = output.args[0]  # type: ignore[assignment]
+    for node, border in zip(flat, program.exit, strict=True):
+        wanted, result = _outer(border.dtype, half_io), node
+        if dtypes[node.name] is not wanted:
+            result = insert_call(module, output, aten._to_copy.default, node, dtype=wanted)
+        results.append(result)
+    output.args = (tuple(results),)
+    return finish(module), tuple(examples)
+
+
+def _outer(dtype: torch.dtype, half_io: bool) -> torch.dtype:
+    return torch.float16 if half_io and dtype.is_floating_point else dtype
+
+
+def _tidy(model: Any) -> None:
+    """Inline local functions, give values unique names, and drop notes that tell paths of this machine."""
+    from onnx_ir.passes import common
+
+    common.InlinePass()(model)
+    common.NameFixPass()(model)
+    common.ClearMetadataAndDocStringPass()(model)
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    for value in (*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()
+
+
+def _check_vocabulary(model: Any, opset: int) -> None:
+    """Raise ExportError where the model is not of the target's opset, or uses other than ONNX's operators."""
+    foreign = {node.domain for node in model.graph.all_nodes()} - {"", "ai.onnx"}
+    if foreign or model.functions:
+        names = ", ".join(sorted(foreign)) or "local functions"
+        raise ExportError(f"the exporter used operators that are not ONNX's own: {names}")
+    written = model.opset_imports[""]
+    if written > opset:
+        raise ExportError(f"the model needs opset {written}, and the target reads {opset} at most")
+
+
+def _explain(error: Exception) -> str:
+    """What ONNX cannot express, with the node and the line of the user's code where that is known."""
+    node, causes = _failing_node(error), [error]
+    while (cause := causes[-1].__cause__) is not None and isinstance(cause, Exception):
+        causes.append(cause)
+    reason = textwrap.shorten(str(causes[-1]) or type(causes[-1]).__name__, 300, placeholder=" …")
+    if node is None:
+        return f"the model cannot be exported to ONNX: {reason}"
+    return f"ONNX cannot express {node.target} ({where(node)}): {reason}"
+
+
+def _failing_node(error: BaseException) -> fx.Node | None:
+    """The node that an exporter was at when it failed: only the frames of its traceback know."""
+    current: BaseException | None = error
+    while current is not None:
+        for frame, _ in reversed(list(traceback.walk_tb(current.__traceback__))):
+            found = frame.f_locals.get("node", frame.f_locals.get("n"))
+            if isinstance(found, fx.Node) and found.op == "call_function":
+                return found
+        current = current.__cause__
+    return None
+
+
+def rename_dims(model: Any, dims: Dims) -> None:
+    """Give the symbols of an `onnx_ir.Model` the user's names, in expressions, too.
+
+    Raises ExportError where a dimension that was to be dynamic has become a number.
+    """
+    import onnx_ir
+
+    names: dict[str, str] = {}
+    for value, named in zip(model.graph.inputs, dims, strict=True):
+        for index, name in named.items():
+            size = value.shape[index]
+            if isinstance(size, int):
+                raise ExportError(f"dimension {index} of input {value.name!r} became {size}, not dynamic")
+            names.setdefault(str(size.value), name)
+    for value in _values(model.graph):
+        if value.shape is None:
+            continue
+        for index, size in enumerate(value.shape):
+            if isinstance(size, onnx_ir.SymbolicDim) and size.value is not None:
+                value.shape[index] = re.sub(r"\w+", lambda m: names.get(m[0], m[0]), str(size.value))
+
+
+def _values(graph: Any) -> list[Any]:
+    return [*graph.inputs, *(value for node in graph.all_nodes() for value in node.outputs)]

@@ -1,0 +1,66 @@
+"""Calls of one tensor that are answered by the shortest way there is: recognized, run, and made a result of.
+
+A `Quick` is made for a program and tensors that are like an example. For a captured graph it is C++
+(`cpp/quick_call.cpp`), compiled on the machine where it runs: after a wait for the GPU the processor's caches
+are cold, and every line of Python takes up to ten times as long as in a loop.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import importlib.util
+import logging
+import sysconfig
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ampopt.errors import first_line
+from ampopt.system.native import CompilerError, library
+
+logger = logging.getLogger("ampopt")
+
+Answer = Callable[[object], Any]
+"""Answers one kind of tensor; `NotImplemented` to anything else."""
+
+Quick = Callable[[Callable[[object], bool], Callable[[tuple[Tensor, ...]], Any]], Answer]
+"""Makes an answer, of what recognizes a tensor and what makes a result of the program's flat outputs."""
+
+MOST_OUTPUTS = 31
+"""Flat outputs for which the C++ has room."""
+
+
+def plain(run: Callable[[Tensor], tuple[Tensor, ...]]) -> Quick:
+    """The `Quick` that calls `run`."""
+
+    def make(same: Callable[[object], bool], restore: Callable[[tuple[Tensor, ...]], Any]) -> Answer:
+        def answer(thing: Any) -> Any:
+            return restore(run(thing)) if same(thing) else NotImplemented
+
+        return answer
+
+    return make
+
+
+@functools.cache
+def bind() -> Callable[[tuple[object, ...]], Answer] | None:
+    """What `cpp/quick_call.cpp` makes answers with, see `Part` there; None where it cannot be compiled."""
+    try:
+        file = str(
+            library(
+                "quick_call.cpp", f"MOST_OUTPUTS={MOST_OUTPUTS}", includes=(sysconfig.get_path("include"),)
+            )
+        )
+        loader = importlib.machinery.ExtensionFileLoader("quick_call", file)
+        spec = importlib.machinery.ModuleSpec("quick_call", loader, origin=file)
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except (CompilerError, ImportError) as error:
+        logger.info(
+            "ampopt: calls of CUDA graphs go through Python, a few microseconds longer: %s", first_line(error)
+        )
+        return None
+    made: Callable[[tuple[object, ...]], Answer] = module.bind
+    return made

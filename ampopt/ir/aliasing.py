@@ -1,0 +1,96 @@
+"""Which tensors of an exported graph may share memory, and which are written to in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, fx
+
+from ampopt.ir.graph import arguments, makes_fresh_tensor
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a call writes to; all of them where that is unknown."""
+    return _arguments_that(node, write=True)
+
+
+def aliased_by(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a call's result may share memory with; all of them where that is unknown."""
+    overload = node.target
+    if makes_fresh_tensor(node):
+        return []
+    if isinstance(overload, torch._ops.OpOverload) and any(r.alias_info for r in overload._schema.returns):
+        return _arguments_that(node, write=False)
+    return list(node.all_input_nodes)
+
+
+def _arguments_that(node: fx.Node, *, write: bool) -> list[fx.Node]:
+    """The arguments that a call, by its schema, writes to, or else those that its result aliases."""
+    if node.op != "call_function":
+        return []
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return list(node.all_input_nodes) if any(map(_writes, node.all_input_nodes)) else []
+    values, found = arguments(node), list[fx.Node]()
+    for argument in node.target._schema.arguments:
+        if argument.alias_info is not None and (argument.is_write or not write):
+            fx.map_arg(values.get(argument.name), found.append)
+    return found
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a node is a block, such as one under the model's own autocast, with a call that writes."""
+    owner = node.graph.owning_module
+    block = getattr(owner, str(node.target), None) if node.op == "get_attr" else None
+    return isinstance(block, fx.GraphModule) and any(
+        isinstance(inner.target, torch._ops.OpOverload) and inner.target._schema.is_mutable
+        for module in block.modules()
+        if isinstance(module, fx.GraphModule)
+        for inner in module.graph.nodes
+    )
+
+
+def never_written(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes whose memory no call of the graph writes to, under whichever name."""
+    family = {node: {node} for node in graph.nodes}
+    for node in graph.nodes:
+        for source in aliased_by(node):
+            if family[source] is not family[node]:
+                family[source] |= family[node]
+                for member in family[node]:
+                    family[member] = family[source]
+    written = {id(family[target]) for node in graph.nodes for target in written_by(node)}
+    return {node for node in graph.nodes if id(family[node]) not in written}
+
+
+def overlapping_write(nodes: Iterable[fx.Node]) -> fx.Node | None:
+    """The first call that writes to a tensor of which two elements lie in one place, or to a part of one."""
+    for node in nodes:
+        waiting, seen = written_by(node), set[fx.Node]()
+        while waiting:
+            target = waiting.pop()
+            if target in seen:
+                continue
+            seen.add(target)
+            value = target.meta.get("val")
+            if isinstance(value, Tensor) and _overlaps_itself(value):
+                return node
+            waiting += aliased_by(target)
+    return None
+
+
+def _overlaps_itself(value: Tensor) -> bool:
+    """Whether elements may share memory: where a stride is no longer than what the shorter ones span."""
+    if value.layout is not torch.strided:
+        return False
+    if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
+        return False  # a size that depends on values is of a result of its own, laid out densely
+    span = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size == 0:
+            return False
+        if size > 1:
+            if stride < span:
+                return True
+            span += stride * (size - 1)
+    return False

@@ -1,0 +1,163 @@
+"""From a model and a call of it to a Program: `torch.export`, then `lowering`.
+
+The user's model is never touched, and the private copy that is captured is never called: everything here
+works on further copies of it, in evaluation mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import OutputKind
+from torch.utils import _pytree as pytree
+
+from ampopt.errors import CaptureError
+from ampopt.ir.capturing import capturing
+from ampopt.ir.lowering import lower
+from ampopt.ir.model_copy import untouched_rng, working_copy
+from ampopt.ir.model_state import Behaviour, behaviour_of
+from ampopt.ir.program import Border, Program, autocast_scope
+from ampopt.ir.signature import OutputLayout, flatten_call, flatten_outputs, tensors_of
+from ampopt.system.flags import older_flags_readable
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """A captured model: its program, and how its calls and results are put together.
+
+    The program's inputs are the tensors of `leaves`, then the buffers in `state` (dotted names); its outputs
+    are the tensors of the result, then what the call leaves in these buffers.
+    """
+
+    program: Program
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    """The example call's leaves; a call with other values than these, tensors aside, is another program."""
+    layout: OutputLayout
+    state: tuple[str, ...] = ()
+
+    @property
+    def initial_state(self) -> tuple[Tensor, ...]:
+        """What the buffers in `state` hold before the first call."""
+        return self.program.examples[len(self.program.examples) - len(self.state) :]
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The example inputs without the state."""
+        return self.program.examples[: len(self.program.examples) - len(self.state)]
+
+
+@contextlib.contextmanager
+def _plain_world(device: torch.device) -> Iterator[None]:
+    """Neither gradients nor an autocast that happens to surround the call."""
+    with torch.inference_mode(mode=False), torch.no_grad(), autocast_scope(device, None):
+        yield
+
+
+def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
+    if isinstance(model, torch.jit.ScriptModule):  # which torch.export itself refuses
+        from torch._export.converter import TS2EPConverter
+
+        return TS2EPConverter(model, args, kwargs).convert()
+    return torch.export.export(model, args, kwargs, strict=False)
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    *,
+    lift_state: bool = True,
+) -> Captured:
+    """Capture one call of a model (a private copy, on `device`) as a Program.
+
+    Buffers that the call writes become inputs and outputs of it with `lift_state`. Raises CaptureError with
+    the reason where the model cannot be one graph, or answers otherwise than by its inputs alone: where it
+    keeps a state elsewhere, or draws random numbers.
+    """
+    leaves, spec = flatten_call(args, kwargs)
+    positional, named, kind = tuple(args), dict(sorted(kwargs.items())), type(model).__name__
+    try:
+        with capturing(), _plain_world(device), untouched_rng(device), older_flags_readable():
+            behaviour = behaviour_of(model, positional, named, device)
+            _check_behaviour(model, behaviour, lift_state=lift_state)  # an export may leave fakes in a global
+            exported = _export(working_copy(model), positional, named)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"torch.export cannot capture {kind}: {_short(error)}") from error
+    try:
+        with capturing(), _plain_world(device), untouched_rng(device), older_flags_readable():
+            graph, state = lower(exported)
+            result = working_copy(model)(*args, **kwargs)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"the graph of {kind} cannot be made functional: {_short(error)}") from error
+    if unseen := set(behaviour.buffers) - set(state):
+        raise CaptureError(f"{kind} changes its buffer {min(unseen)}, and its graph does not")
+    outputs, layout = flatten_outputs(result)
+    produced = len(graph.graph.output_node().args[0]) - len(state)  # type: ignore[arg-type]
+    if produced != len(outputs):
+        raise CaptureError(f"{kind} returns {len(outputs)} tensors, its graph {produced}")
+    _check_shapes(kind, exported, outputs)
+    buffers = [model.get_buffer(name).detach().clone() for name in state]
+    examples = (*(t.detach() for t in tensors_of(leaves)), *buffers)
+    program = Program(
+        graph=graph,
+        examples=examples,
+        entry=tuple(Border(t.dtype) for t in examples),
+        exit=tuple(Border(t.dtype) for t in (*outputs, *buffers)),
+        device=device,
+    )
+    return Captured(program, spec, tuple(leaves), layout, state)
+
+
+def _check_shapes(kind: str, exported: torch.export.ExportedProgram, outputs: Sequence[Tensor]) -> None:
+    """Raise CaptureError where an operator's shape function, which the export relies on, is wrong."""
+    specs, results = exported.graph_signature.output_specs, exported.graph.output_node().args[0]
+    own = [
+        node
+        for spec, node in zip(specs, results, strict=True)
+        if spec.kind is OutputKind.USER_OUTPUT and isinstance(node, fx.Node)
+    ]
+    for node, output in zip(own, outputs, strict=False):
+        promised = node.meta.get("val")
+        if isinstance(promised, Tensor) and not _may_be(promised.shape, output.shape):
+            raise CaptureError(
+                f"{kind} returns a tensor of shape {list(output.shape)}, where PyTorch's export expects "
+                f"{list(promised.shape)}"
+            )
+
+
+def _may_be(promised: Sequence[int | torch.SymInt], shape: Sequence[int]) -> bool:
+    """Whether a shape is the promised one, where that does not depend on values."""
+    return len(promised) == len(shape) and all(
+        size == real for size, real in zip(promised, shape, strict=True) if isinstance(size, int)
+    )
+
+
+def _short(error: Exception) -> str:
+    return textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" …")
+
+
+def _check_behaviour(model: nn.Module, behaviour: Behaviour, *, lift_state: bool) -> None:
+    """Raise CaptureError where a graph cannot stand for the model, as it behaves from call to call."""
+    kind, state = type(model).__name__, behaviour.buffers
+    if behaviour.reason is not None:
+        raise CaptureError(f"{kind} is more than its graph: {behaviour.reason}")
+    if state and not lift_state:
+        raise CaptureError(f"{kind} changes its buffer {state[0]} when it is called")
+    tensors = [*model.named_buffers(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)]
+    places = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors}
+    for name in state:
+        shared = [other for other, place in places.items() if place == places[name] != 0 and other != name]
+        if shared:
+            raise CaptureError(f"{kind} changes its buffer {name}, also the memory of {shared[0]}")

@@ -1,0 +1,24 @@
+"""One thread at a time captures, exports, traces or compiles.
+
+`torch.export`, what comes after it, and inductor replace methods of `nn.Module`, flags and tables of the
+whole process while they work, so two at once spoil each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from ampopt.system import turns
+from ampopt.system.process_state import imports_kept, process_kept
+from ampopt.system.quiet import quiet
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """This thread's turn, in silence; to be entered before `Settings.scope`, and before gradients are off.
+
+    Calls of what is captured already do not wait for it.
+    """
+    with turns.capturing.taken(), process_kept(), imports_kept(), quiet():
+        yield

@@ -1,0 +1,212 @@
+"""Mixed-precision policies: which dtype each operator of a graph takes its floating-point inputs in.
+
+A policy decides, `bake` rewrites. `amp` does not repeat autocast's lists, which differ between devices and
+versions of PyTorch: it runs the graph once under `torch.autocast` and writes down what autocast does.
+`O1` and `O2` follow apex's documentation: O1 casts by lists (matrix products and convolutions down,
+functions that need range up, mixed arguments to the widest), O2 stores everything in the lower precision
+but keeps normalization in FP32. `half` is everything in the lower precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampopt.ir.graph import CONVOLUTIONS, FULL_PRECISION, TRANSPOSED_CONVOLUTIONS, aten, constant, is_constant
+from ampopt.ir.program import Program, autocast_scope
+
+Decisions = dict[fx.Node, dict[fx.Node, torch.dtype]]
+"""For each call: the dtype that it wants each of its input nodes in; inputs not named stay as they are."""
+
+POLICIES = ("amp", "O1", "O2", "half")
+
+_PRODUCTS = {
+    *CONVOLUTIONS,
+    *TRANSPOSED_CONVOLUTIONS,
+    aten.linear.default,
+    aten.matmul.default,
+    aten.mm.default,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.baddbmm.default,
+    aten.einsum.default,
+    aten.scaled_dot_product_attention.default,
+}
+_NORMALIZATIONS = {
+    aten.batch_norm.default,
+    aten.layer_norm.default,
+    aten.group_norm.default,
+    aten.instance_norm.default,
+}
+_NEED_RANGE = {
+    aten.softmax.int,
+    aten.log_softmax.int,
+    aten.exp.default,
+    aten.log.default,
+    aten.pow.Tensor_Scalar,
+    aten.softplus.default,
+    aten.layer_norm.default,
+    aten.group_norm.default,
+    aten.cosine_similarity.default,
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.prod.default,
+    aten.cumsum.default,
+    aten.norm.Scalar,
+    aten.linalg_vector_norm.default,
+}
+_FLOATING = (torch.float32, torch.float16, torch.bfloat16)
+_RECURRENT = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
+"""Their kernels take their weights as one block and break on cast ones: they stay in FP32."""
+_CASTS = {aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.type_as.default}
+
+
+def stays_in_fp32(node: fx.Node) -> bool:
+    """Whether no policy may lower a call: it is recurrent, or the model switches autocast off for it."""
+    return node.target in _RECURRENT or FULL_PRECISION in node.meta
+
+
+def own_dtype(module: fx.GraphModule, node: fx.Node) -> torch.dtype:
+    """What a call that `stays_in_fp32` computes in: FP32, or lower where the model stores its weights so."""
+    weights = (constant(module, source) for source in node.all_input_nodes if is_constant(source))
+    dtypes = {weight.dtype for weight in weights if weight is not None and weight.is_floating_point()}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+class _CastRecorder(TorchDispatchMode):
+    """Notes every cast of a floating-point tensor that happens while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.casts: list[tuple[Tensor, torch.dtype]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._to_copy.default and isinstance(kwargs.get("dtype"), torch.dtype):
+            self.casts.append((args[0], kwargs["dtype"]))
+        return func(*args, **kwargs)
+
+
+class _Run(fx.Interpreter):
+    """Runs a graph and keeps the dtype of every result; subclasses also decide about casts."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.decisions: Decisions = {}
+        self.dtypes: dict[fx.Node, torch.dtype] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = self.decide_and_call(n) if n.op == "call_function" else super().run_node(n)
+        if isinstance(result, Tensor):
+            self.dtypes[n] = result.dtype
+        return result
+
+    def decide_and_call(self, node: fx.Node) -> Any:
+        return super().run_node(node)
+
+    def call_with(self, node: fx.Node, wanted: dict[fx.Node, torch.dtype]) -> Any:
+        """Call a node with some inputs cast, and keep that as the decision."""
+        self.decisions[node] = wanted
+        values = {source: self.env[source] for source in node.all_input_nodes}
+        values |= {source: values[source].to(dtype) for source, dtype in wanted.items()}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: values[source])
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def casts_to(self, node: fx.Node, dtype: torch.dtype) -> dict[fx.Node, torch.dtype]:
+        """The casts that bring every floating-point input of a node to one dtype."""
+        sources = [n for n in node.all_input_nodes if self.dtypes.get(n) in _FLOATING]
+        return {source: dtype for source in sources if self.dtypes[source] is not dtype}
+
+
+class _AutocastRun(_Run):
+    """Runs under autocast to `low` and notes which inputs of each call autocast casts, and to what.
+
+    Operators made of others may cast inside: then the same casts of their inputs are decided. A cast to
+    FP32 inside an operator whose result is `low` is the operator's own business and not autocast's.
+    """
+
+    def __init__(self, module: fx.GraphModule, low: torch.dtype, device: torch.device) -> None:
+        super().__init__(module)
+        self._graph, self._low, self._device = module, low, device
+
+    def decide_and_call(self, node: fx.Node) -> Any:
+        if stays_in_fp32(node):
+            with autocast_scope(self._device, None):
+                return self.call_with(node, self.casts_to(node, own_dtype(self._graph, node)))
+        if node.target in _CASTS:  # the graph's own
+            return self.call_with(node, {})
+        with _CastRecorder() as recorder:
+            result = super().decide_and_call(node)
+        is_low = isinstance(result, Tensor) and result.dtype is self._low
+        wanted: dict[fx.Node, torch.dtype] = {}
+        for source in node.all_input_nodes:
+            value = self.env[source]
+            found = [dtype for tensor, dtype in recorder.casts if tensor is value]
+            if found and found[0] is not value.dtype and not (is_low and found[0] is torch.float32):
+                wanted[source] = found[0]
+        if not wanted and is_low and any(dtype is self._low for _, dtype in recorder.casts):
+            wanted = self.casts_to(node, self._low)
+        self.decisions[node] = wanted
+        return result
+
+
+class _PolicyRun(_Run):
+    """Runs with every input in the dtype that a policy wants; None: mixed inputs go to the widest."""
+
+    def __init__(self, module: fx.GraphModule, wants: Callable[[fx.Node], torch.dtype | None]) -> None:
+        super().__init__(module)
+        self._wants = wants
+
+    def decide_and_call(self, node: fx.Node) -> Any:
+        dtype = self._wants(node)
+        if dtype is None and node.target not in _NORMALIZATIONS:
+            found = {self.dtypes[n] for n in node.all_input_nodes if self.dtypes.get(n) in _FLOATING}
+            dtype = torch.float32 if len(found) > 1 else None
+        return self.call_with(node, {} if dtype is None else self.casts_to(node, dtype))
+
+
+def _run(run: _Run, program: Program, autocast: torch.dtype | None = None) -> _Run:
+    with program.settings.scope(program.device), autocast_scope(program.device, autocast):
+        run.run(*(b.convert(t) for b, t in zip(program.entry, program.examples, strict=True)))
+    return run
+
+
+def record_autocast(
+    program: Program, module: fx.GraphModule, dtype: torch.dtype
+) -> tuple[Decisions, dict[fx.Node, torch.dtype]]:
+    """What autocast to `dtype` does to each call of `module`, and the dtype of every result under it."""
+    run = _run(_AutocastRun(module, dtype, program.device), program, dtype)
+    return run.decisions, run.dtypes
+
+
+def result_dtypes(program: Program, module: fx.GraphModule) -> dict[fx.Node, torch.dtype]:
+    """The dtype of every result of `module` as it stands, without autocast."""
+    return _run(_Run(module), program).dtypes
+
+
+def decide(policy: str, program: Program, module: fx.GraphModule, dtype: torch.dtype) -> Decisions:
+    """The decisions of one of `POLICIES` for a graph that runs in FP32 now."""
+    if policy == "amp":
+        return record_autocast(program, module, dtype)[0]
+    wants: Callable[[fx.Node], torch.dtype | None] = {
+        "O1": lambda node: _o1(node, dtype),
+        "O2": lambda node: torch.float32 if node.target in _NORMALIZATIONS else dtype,
+        "half": lambda _: dtype,
+    }[policy]
+
+    def own_or_wanted(node: fx.Node) -> torch.dtype | None:
+        return own_dtype(module, node) if stays_in_fp32(node) else wants(node)
+
+    return _run(_PolicyRun(module, own_or_wanted), program).decisions
+
+
+def _o1(node: fx.Node, dtype: torch.dtype) -> torch.dtype | None:
+    if node.target in _PRODUCTS:
+        return dtype
+    return torch.float32 if node.target in _NEED_RANGE else None

@@ -1,0 +1,350 @@
+"""Helpers with which passes read and edit an ATen graph; FX's loose types are narrowed here, once."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
+
+from ampopt.ir.program import Program
+
+aten = torch.ops.aten
+
+_TORCH = str(Path(torch.__file__).parent)
+
+CONVOLUTIONS = {aten.conv1d.default: 1, aten.conv2d.default: 2, aten.conv3d.default: 3}
+"""Plain convolutions and their number of spatial dimensions."""
+
+TRANSPOSED_CONVOLUTIONS = {
+    aten.conv_transpose1d.default: 1,
+    aten.conv_transpose2d.input: 2,
+    aten.conv_transpose3d.input: 3,
+}
+"""Transposed convolutions and their number of spatial dimensions; weight is [in, out / groups, *kernel]."""
+
+
+def copy_of(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of the graph that may be edited; it shares its weight tensors with the original."""
+    return fx.GraphModule(module, copy.deepcopy(module.graph))
+
+
+def finish(module: fx.GraphModule) -> fx.GraphModule:
+    """Remove what nothing reads any more, check the graph and compile its Python code."""
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.delete_all_unused_submodules()
+    used = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    for name in [name for name, _ in module.named_buffers(recurse=False) if name not in used]:
+        delattr(module, name)
+    module.recompile()
+    return module
+
+
+def calls(module: fx.GraphModule, targets: Iterable[object] | None = None) -> Iterator[fx.Node]:
+    """The function calls of a graph in order, all or those to one of `targets`; safe while editing."""
+    wanted = None if targets is None else set(targets)
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and (wanted is None or node.target in wanted):
+            yield node
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an operator call by their schema names, defaults filled in."""
+    overload = node.target
+    if not isinstance(overload, torch._ops.OpOverload):
+        raise TypeError(f"{node.name} does not call an operator")
+    values: dict[str, Any] = dict(node.kwargs)
+    for index, parameter in enumerate(overload._schema.arguments):
+        if index < len(node.args):
+            values[parameter.name] = node.args[index]
+        elif parameter.name not in values and parameter.has_default_value():
+            values[parameter.name] = parameter.default_value
+    return values
+
+
+def is_constant(node: object) -> bool:
+    """Whether an argument is a weight that the graph owns."""
+    return isinstance(node, fx.Node) and node.op == "get_attr"
+
+
+def constant(module: fx.GraphModule, node: object) -> Tensor | None:
+    """The weight behind an argument; None where the argument is None.
+
+    Raises TypeError where the argument is computed and so is no weight.
+    """
+    if node is None:
+        return None
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        raise TypeError(f"{node} is not a constant of the graph")
+    value = getattr(module, str(node.target))
+    if not isinstance(value, Tensor):
+        raise TypeError(f"constant {node.target} is not a tensor")
+    return value
+
+
+def exact_constant(module: fx.GraphModule, node: object) -> Tensor | None:
+    """`constant`, but as it was before it was rounded to a lower precision.
+
+    Arithmetic on weights starts from this and so rounds once; see `add_rounded`.
+    """
+    value = constant(module, node)
+    return value if value is None or not isinstance(node, fx.Node) else node.meta.get("exact", value)
+
+
+def add_rounded(
+    module: fx.GraphModule, hint: str, exact: Tensor, dtype: torch.dtype, before: fx.Node
+) -> fx.Node:
+    """`add_constant` for a weight that is stored in `dtype`; `exact_constant` finds the unrounded one.
+
+    Where `dtype` holds every bit, or the graph computes in full precision anyway, nothing extra is kept.
+    """
+    node = add_constant(module, hint, exact.to(dtype), before)
+    if dtype in (torch.float16, torch.bfloat16):
+        node.meta["exact"] = exact.detach().to(torch.float32)
+    return node
+
+
+def add_constant(module: fx.GraphModule, hint: str, value: Tensor, before: fx.Node) -> fx.Node:
+    """Give the graph a new weight, named after `hint`, and return the node that reads it."""
+    base = "".join(c if c.isalnum() else "_" for c in hint)
+    name, number = base, 0
+    while hasattr(module, name):
+        number += 1
+        name = f"{base}_{number}"
+    module.register_buffer(name, value.detach())
+    with module.graph.inserting_before(before):
+        return module.graph.get_attr(name)
+
+
+def insert_call(
+    module: fx.GraphModule, before: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any
+) -> fx.Node:
+    """Insert a call before a node; it inherits that node's place in the user's code."""
+    with module.graph.inserting_before(before):
+        node = module.graph.call_function(target, args, kwargs)
+    node.meta = {key: before.meta[key] for key in ("stack_trace", "nn_module_stack") if key in before.meta}
+    return node
+
+
+def replace(old: fx.Node, new: fx.Node) -> None:
+    """Let everything that read `old` read `new`, and remove `old`."""
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)
+
+
+def reads_result(node: fx.Node, index: int) -> bool:
+    """Whether anybody reads one of the results of a node that has several, or all of them as a whole."""
+    return any(user.target is not operator.getitem or user.args[1] == index for user in node.users)
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    """The one node that reads `node`, once; None where there are several, none, or one reads it twice."""
+    if len(node.users) != 1:
+        return None
+    user, reads = next(iter(node.users)), 0
+
+    def count(argument: fx.Node) -> fx.Node:
+        nonlocal reads
+        reads += argument is node
+        return argument
+
+    fx.map_arg((user.args, user.kwargs), count)
+    return user if reads == 1 else None
+
+
+_FRESH_COMPOSITES = {
+    *(aten.conv1d, aten.conv2d, aten.conv3d),
+    *(aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d),
+    *(aten.linear, aten.cat, aten.concat, aten.stack, aten.softmax, aten.log_softmax),
+    *(aten.batch_norm, aten.instance_norm, aten.group_norm, aten.layer_norm),
+    *(aten.relu6, aten.selu, aten.celu, aten.hardswish),
+    *(aten.max_pool1d, aten.max_pool2d, aten.max_pool3d),
+    *(aten.upsample_nearest2d, aten.upsample_bilinear2d),
+}
+"""Operators composed of others whose result never shares memory with an argument."""
+
+
+def makes_fresh_tensor(node: fx.Node) -> bool:
+    """Whether a node's output surely shares no memory with its inputs, by the operator's own schema.
+
+    Operators that are composed of others may return their input without saying so (`dropout` in
+    evaluation, `contiguous`), so only those known not to count.
+    """
+    overload = node.target
+    if node.op != "call_function" or not isinstance(overload, torch._ops.OpOverload):
+        return False
+    if any(result.alias_info is not None for result in overload._schema.returns):
+        return False
+    if overload.overloadpacket in _FRESH_COMPOSITES:
+        return True
+    return overload.namespace == "aten" and not overload.has_kernel_for_dispatch_key(
+        torch._C.DispatchKey.CompositeImplicitAutograd
+    )
+
+
+def own_outputs(module: fx.GraphModule) -> None:
+    """Clone every output that may share memory with a weight or an input, so that callers may write to it."""
+    output = module.graph.output_node()
+    for result in dict.fromkeys(output.all_input_nodes):
+        if _may_share_memory(result):
+            clone = insert_call(module, output, aten.clone.default, result)
+            output.replace_input_with(result, clone)
+
+
+def _may_share_memory(node: fx.Node) -> bool:
+    if node.op in ("get_attr", "placeholder"):
+        return True
+    if node.op != "call_function" or makes_fresh_tensor(node):
+        return False
+    return any(_may_share_memory(source) for source in node.all_input_nodes)
+
+
+def constant_outputs(module: fx.GraphModule) -> frozenset[int]:
+    """The places of outputs that depend on no input; a compiler may make one tensor of each for all calls."""
+    computed: set[fx.Node] = set(module.graph.find_nodes(op="placeholder"))
+    for node in module.graph.nodes:
+        if not computed.isdisjoint(node.all_input_nodes):
+            computed.add(node)
+    results: tuple[fx.Node, ...] = module.graph.output_node().args[0]  # type: ignore[assignment]
+    return frozenset(place for place, node in enumerate(results) if node not in computed)
+
+
+def record_shapes(program: Program) -> fx.GraphModule:
+    """A copy of the program's graph whose nodes know their tensors' shape, dtype and strides.
+
+    One real run on the example inputs fills `node.meta["tensor_meta"]`; see `shape_of` and `dtype_of`.
+    """
+    module = copy_of(program.graph)
+    with program.settings.scope(program.device):
+        entered = [border.convert(t) for border, t in zip(program.entry, program.examples, strict=True)]
+        ShapeProp(module).propagate(*entered)
+    return module
+
+
+def tensor_meta(node: fx.Node) -> TensorMetadata:
+    """What `record_shapes` found for a node with one output tensor."""
+    meta = node.meta.get("tensor_meta")
+    if not isinstance(meta, TensorMetadata):
+        raise TypeError(f"{node.name} has no single output tensor")
+    return meta
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The shape of a node's output, after `record_shapes`."""
+    return tuple(tensor_meta(node).shape)
+
+
+def dtype_of(node: fx.Node) -> torch.dtype:
+    """The dtype of a node's output, after `record_shapes`."""
+    return tensor_meta(node).dtype
+
+
+def where(node: fx.Node) -> str:
+    """Its name and the innermost line outside PyTorch that a node comes from, `node at file:line`.
+
+    The name alone where the line is unknown.
+    """
+    frames = re.findall(r'File "([^"]+)", line (\d+)', str(node.meta.get("stack_trace") or ""))
+    own = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
+    return f"{node.name} at {own[-1][0]}:{own[-1][1]}" if own else node.name
+
+
+FULL_PRECISION = "full_precision"
+"""Key of a node's `meta`: the model switches autocast off for it, so it takes its inputs in FP32."""
+
+SWITCHES = {"train": False, "training": False, "dropout_p": 0.0}
+"""Arguments that switch off an operator's random numbers, and the value that does."""
+
+
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Whether an operator draws random numbers with the arguments that it has here."""
+    overload = node.target
+    if not isinstance(overload, OpOverload) or torch.Tag.nondeterministic_seeded not in overload.tags:
+        return False
+    values = arguments(node)
+    return not any(name in values and values[name] == off for name, off in SWITCHES.items())
+
+
+def reads_strides(module: fx.GraphModule) -> fx.Node | None:
+    """The first operator whose result depends on how its input lies in memory; None where there is none."""
+    depends = (aten.as_strided.default, aten.view_as_real.default, aten.view_as_complex.default)
+    return next(calls(module, depends), None)
+
+
+_NUMBERS = ("SymInt", "int", "float", "number", "Scalar", "bool")
+
+
+def gives_a_number(module: fx.GraphModule) -> fx.Node | None:
+    """The first operator whose result is a number that the inputs' values decide; None where there is none.
+
+    Sizes that are the same in every call are constants of a graph, so one that is computed is not.
+    """
+    for node in calls(module):
+        overload = node.target
+        if isinstance(overload, OpOverload) and any(
+            str(result.type) in _NUMBERS for result in overload._schema.returns
+        ):
+            return node
+    return None
+
+
+def decides_by_values(program: Program) -> fx.Node | None:
+    """The first operator that makes integers or booleans of numbers, and is read by others; None without one.
+
+    The index of a maximum, a comparison, an order: what is read by it is read elsewhere, or not at all, where
+    a number is NaN that was none.
+    """
+    module = record_shapes(program)
+    computed: set[fx.Node] = set()
+    node: fx.Node
+    for node in module.graph.nodes:
+        meta = node.meta.get("tensor_meta")
+        is_number = isinstance(meta, TensorMetadata) and (
+            meta.dtype.is_floating_point or meta.dtype.is_complex
+        )
+        if node.op == "placeholder" and is_number:
+            computed.add(node)
+        elif not computed.isdisjoint(node.all_input_nodes) and node.op != "output":
+            computed.add(node)
+            if (
+                isinstance(meta, TensorMetadata)
+                and not is_number
+                and any(u.op != "output" for u in node.users)
+            ):
+                return node
+    return None
+
+
+def is_native(node: fx.Node) -> bool:
+    """Whether a call is of no operator that PyTorch itself defines for every machine."""
+    overload = node.target
+    if not isinstance(overload, torch._ops.OpOverload):
+        return getattr(overload, "__module__", "") not in ("_operator", "math", "builtins")
+    return overload.namespace not in ("aten", "prims") or _runs_on_real_tensors_only(overload)
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """Whether a compiler cannot work around a call: a foreign operator, or one without a shape function."""
+    ours = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "ampopt"
+    return is_native(node) and not ours
+
+
+def _runs_on_real_tensors_only(overload: torch._ops.OpOverload) -> bool:
+    keys = torch._C.DispatchKey
+    symbolic = (keys.Meta, keys.CompositeImplicitAutograd, keys.CompositeExplicitAutograd)
+    return not any(overload.has_kernel_for_dispatch_key(key) for key in symbolic)
+
+
+def cast_for_readers(module: fx.GraphModule, node: fx.Node, dtype: torch.dtype) -> None:
+    """Give everybody who reads a node its value in `dtype`."""
+    cast = insert_call(module, node.next, aten._to_copy.default, node, dtype=dtype)
+    cast.meta = {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
+    node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)

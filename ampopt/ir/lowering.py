@@ -1,0 +1,372 @@
+"""From an exported program to a flat ATen graph that owns its weights and changes nothing in place.
+
+`ExportedProgram.module()` is no substitute: its weights alias the user's. In-place operators are renamed
+to their functional form only where the tensor that they overwrite provably has no other name; in every
+other case the whole graph is functionalized by PyTorch and brought back to the operators that passes know.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from ampopt.errors import CaptureError, first_line
+from ampopt.ir.aliasing import never_written, overlapping_write
+from ampopt.ir.graph import (
+    FULL_PRECISION,
+    arguments,
+    aten,
+    calls,
+    draws_random_numbers,
+    finish,
+    insert_call,
+    is_constant,
+    makes_fresh_tensor,
+    own_outputs,
+    replace,
+    where,
+)
+
+_ANY_LAYOUT: dict[Any, Any] = {
+    aten.view.default: aten.reshape.default,
+    aten.view_as.default: aten.reshape_as.default,
+}
+"""Operators that refuse some memory formats, and the same functions that take them all."""
+
+_PADDED: dict[Any, Any] = {
+    aten.conv1d.padding: aten.conv1d.default,
+    aten.conv2d.padding: aten.conv2d.default,
+    aten.conv3d.padding: aten.conv3d.default,
+}
+"""Convolutions whose padding is a word, and those where it is numbers."""
+
+
+def _write_out_padding(module: fx.GraphModule, node: fx.Node) -> None:
+    """Turn "valid" and "same" into numbers: 0, and dilation · (kernel - 1) / 2 where that is whole."""
+    own = arguments(node)
+    if not is_constant(own["weight"]):
+        return
+    kernel = getattr(module, str(own["weight"].target)).shape[2:]
+    dilation = list(own["dilation"]) * (len(kernel) if len(own["dilation"]) == 1 else 1)
+    total = [0 if own["padding"] == "valid" else d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    if any(amount % 2 for amount in total):
+        return  # one side gets more than the other, which no number says
+    padding = [amount // 2 for amount in total]
+    node.target = _PADDED[node.target]
+    node.args = (own["input"], own["weight"], own["bias"], own["stride"], padding, dilation, own["groups"])
+    node.kwargs = {}
+
+
+_ANTIALIASED = (
+    *(aten._upsample_bilinear2d_aa.vec, aten._upsample_bilinear2d_aa.default),
+    *(aten._upsample_bicubic2d_aa.vec, aten._upsample_bicubic2d_aa.default),
+)
+
+
+def _is_column(node: fx.Node) -> bool:
+    """Whether a result is one pixel wide: PyTorch antialiases that wrongly with the channel innermost."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.shape[-1] == 1
+
+
+def _fix_layout(module: fx.GraphModule, node: fx.Node) -> None:
+    """Let an operator that depends on strides find its argument as eager lays it out.
+
+    A pass may compute the argument in another memory format, which no other operator notices; a copy in the
+    usual one stands between them, where eager's is of that format.
+    """
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    value = source.meta.get("val")
+    if source.op == "call_function" and isinstance(value, Tensor) and value.is_contiguous():
+        copied = insert_call(module, node, aten.clone.default, source, memory_format=torch.contiguous_format)
+        node.replace_input_with(source, copied)
+
+
+def _functional_form(node: fx.Node) -> torch._ops.OpOverload | None:
+    """The operator that computes what an in-place one does, into a new tensor."""
+    overload = node.target
+    assert isinstance(overload, torch._ops.OpOverload)
+    name = overload._schema.name.split("::")[1]
+    if overload.namespace != "aten" or not name.endswith("_") or name.startswith("_"):
+        return None
+    packet = getattr(aten, name[:-1], None)
+    return getattr(packet, overload._overloadname, None) if packet is not None else None
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    overload = node.target
+    return isinstance(overload, torch._ops.OpOverload) and overload._schema.is_mutable
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, Tensor) else None
+
+
+def _promoted(node: fx.Node) -> torch.dtype | None:
+    """The dtype that an operator's tensor arguments promote to."""
+    values = [source.meta.get("val") for source in node.all_input_nodes]
+    dtypes = [value.dtype for value in values if isinstance(value, Tensor) and value.dim() > 0]
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else _dtype(node)
+
+
+def _rename_in_place(module: fx.GraphModule) -> bool:
+    """Give every in-place operator its functional form; False (graph half-done) where one may be aliased."""
+    order = {node: index for index, node in enumerate(module.graph.nodes)}
+    for node in calls(module):
+        if not _is_mutable(node):
+            continue
+        functional, overwritten = _functional_form(node), node.args[0]
+        if isinstance(overwritten, fx.Node) and _dtype(overwritten) is not _promoted(node):
+            return False  # the functional form would give another dtype than the tensor that is overwritten
+        if functional is None or not isinstance(overwritten, fx.Node):
+            return False
+        others = [user for user in overwritten.users if user is not node]
+        aliased = any(order[user] > order[node] or not makes_fresh_tensor(user) for user in others)
+        if aliased or not makes_fresh_tensor(overwritten):
+            return False
+        node.target = functional
+    return True
+
+
+_CASTS = (aten.to.dtype, aten.to.device, aten.to.dtype_layout)
+
+
+def _keep_casts(exported: ExportedProgram) -> None:
+    """Hold on to casts to the dtype that a tensor has anyway, which PyTorch leaves out of functional graphs.
+
+    Under autocast the tensor may have another dtype, and the cast work to do. As a copy it stays; what is
+    written to in place has to stay one tensor under two names, and its casts go. `_restore_vocabulary` makes
+    casts of the copies again.
+    """
+    safe = never_written(exported.graph)
+    for node in exported.graph.find_nodes(op="call_function", target=aten.type_as.default):
+        source, value = node.args[0], node.meta.get("val")
+        before = source.meta.get("val")
+        same = isinstance(value, Tensor) and isinstance(before, Tensor) and value.dtype is before.dtype
+        if node not in safe and same and value.device == before.device:
+            node.replace_all_uses_with(
+                source
+            )  # PyTorch takes it for a copy, and what is written to it is lost
+    for node in exported.graph.nodes:
+        if node.target not in _CASTS or node not in safe:
+            continue
+        own, value = arguments(node), node.meta.get("val")
+        source = own["self"].meta.get("val")
+        if not isinstance(value, Tensor) or not isinstance(source, Tensor):
+            continue
+        is_idle = (value.dtype, value.device, own["memory_format"]) == (source.dtype, source.device, None)
+        if is_idle and not own["copy"] and value.is_floating_point():
+            node.target, node.args, node.kwargs = (
+                aten._to_copy.default,
+                (own["self"],),
+                {"dtype": value.dtype},
+            )
+
+
+def _lift_weights(exported: ExportedProgram, state: Mapping[str, fx.Node] | None = None) -> fx.GraphModule:
+    """The exported graph with weights as attributes on clones, flat inputs and a flat tuple of tensors.
+
+    The buffers in `state`, and what the call leaves in them, are further inputs and outputs, in its order.
+    """
+    state = state or {}
+    graph, root = fx.Graph(), torch.nn.Module()
+    specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
+    shared: dict[str, str] = {}
+    mapping: dict[fx.Node, Any] = {}
+    states: dict[str, fx.Node] = {}
+    for node in exported.graph.nodes:
+        if node.op == "placeholder":
+            spec = specs[node.name]
+            if spec.kind is InputKind.USER_INPUT:
+                if isinstance(node.meta.get("val"), Tensor):
+                    mapping[node] = graph.placeholder(node.name)
+                    mapping[node].meta["val"] = node.meta["val"]
+                continue  # other arguments are constants of the graph: the call's key holds their values
+            if spec.target in state:
+                states[spec.target] = node
+                continue  # after the user's inputs
+            value = _weight(exported, spec)
+            name = shared.setdefault(str(spec.target), node.name)
+            if not hasattr(root, name):
+                root.register_buffer(name, value.detach().clone())
+            mapping[node] = graph.get_attr(name)
+            mapping[node].meta["val"] = value
+            continue
+        for name in [name for name in state if name in states]:
+            old = states.pop(name)
+            own, taken = name.replace(".", "_"), {str(placed.target) for placed in graph.nodes}
+            mapping[old] = graph.placeholder(old.name if own in taken else own)
+            mapping[old].meta["val"] = old.meta["val"]
+        if node.op == "output":
+            results = zip(exported.graph_signature.output_specs, node.args[0], strict=True)
+            flat = [arg for spec, arg in results if spec.kind is OutputKind.USER_OUTPUT or not state]
+            kept = [mapping[arg] for arg in (*flat, *state.values()) if isinstance(arg, fx.Node)]
+            graph.output(tuple(kept))
+        else:
+            _copy_into(graph, node, mapping, full_precision=False)
+    return fx.GraphModule(root, graph)
+
+
+def _copy_into(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, Any], *, full_precision: bool) -> None:
+    """Copy a call; a block under the model's own `torch.autocast` is copied call by call in its place.
+
+    Where that block switches autocast off, its calls are marked for `bake-autocast`.
+    """
+    if node.target is aten._assert_tensor_metadata.default:
+        return  # it would forbid every later change of dtype
+    if node.op == "get_attr" and isinstance(block := _block(node), fx.GraphModule):
+        mapping[node] = block
+    elif node.target is torch.ops.higher_order.wrap_with_autocast:
+        _, _, enabled, _, block, *operands = node.args
+        inside = mapping[block].graph  # type: ignore[index]
+        names = inside.find_nodes(op="placeholder")
+        inner = dict(zip(names, (mapping[o] for o in operands), strict=True))  # type: ignore[index]
+        for own in inside.nodes:
+            if own.op == "output":
+                mapping[node] = [inner[result] for result in own.args[0]]
+            elif own.op != "placeholder":
+                _copy_into(graph, own, inner, full_precision=not enabled)
+    elif node.target is operator.getitem and isinstance(results := mapping[node.all_input_nodes[0]], list):
+        mapping[node] = results[node.args[1]]  # type: ignore[index]
+    elif node.op == "call_function":
+        new = graph.node_copy(node, lambda old: mapping[old])
+        kept = ("stack_trace", "nn_module_stack", "val")
+        new.meta = {key: node.meta[key] for key in kept if key in node.meta}
+        if full_precision:
+            new.meta[FULL_PRECISION] = True
+        mapping[node] = new
+    else:
+        raise CaptureError(f"the graph holds a {node.op} node, which ampopt does not know: {where(node)}")
+
+
+def _block(node: fx.Node) -> object:
+    """What a get_attr node reads."""
+    owner = node.graph.owning_module
+    return getattr(owner, str(node.target), None) if owner is not None else None
+
+
+def _weight(exported: ExportedProgram, spec: Any) -> Tensor:
+    for store in (exported.state_dict, exported.constants):
+        if spec.target in store and isinstance(store[spec.target], Tensor):
+            return store[spec.target]  # type: ignore[no-any-return]
+    raise CaptureError(f"the model holds {spec.target}, which is not a tensor; ampopt cannot carry it")
+
+
+def _state_of(exported: ExportedProgram) -> dict[str, fx.Node]:
+    """What the functional graph leaves in each buffer that the model writes, by the buffer's dotted name.
+
+    Raises CaptureError where it writes to its inputs, or leaves a tensor of another kind in a buffer.
+    """
+    state: dict[str, fx.Node] = {}
+    results = exported.graph.output_node().args[0]
+    buffers = {spec.target: spec.arg.name for spec in exported.graph_signature.input_specs}
+    nodes = {node.name: node for node in exported.graph.nodes}
+    for spec, result in zip(exported.graph_signature.output_specs, results, strict=True):
+        if spec.kind is OutputKind.USER_INPUT_MUTATION:
+            raise CaptureError(f"the model changes its input {spec.target} when it is called")
+        if spec.kind is not OutputKind.BUFFER_MUTATION:
+            continue
+        name = str(spec.target)
+        before, after = nodes[buffers[name]].meta["val"], result.meta["val"]
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
+            raise CaptureError(
+                f"the model changes its buffer {name} from {before.dtype} {list(before.shape)} to "
+                f"{after.dtype} {list(after.shape)} when it is called"
+            )
+        state[name] = result
+    return state
+
+
+def _restore_vocabulary(module: fx.GraphModule) -> None:
+    """Bring decomposed operators back to the whole ones that passes match.
+
+    `_native_batch_norm_legit_no_training` returns (normalized, empty, empty): its first result is
+    `batch_norm` with running statistics. `convolution` is `convNd`, or `conv_transposeNd` where it says so.
+    `_to_copy` to the dtype that a tensor has is a cast.
+    """
+    for node in calls(module, [aten._to_copy.default]):
+        source = node.args[0]
+        if isinstance(source, fx.Node) and node.kwargs == {"dtype": _dtype(source)}:
+            node.target, node.args, node.kwargs = aten.to.dtype, (source, node.kwargs["dtype"]), {}
+    for node in calls(module, [aten._native_batch_norm_legit_no_training.default]):
+        for user in list(node.users):
+            if user.target is operator.getitem and user.args[1] == 0:
+                x, weight, bias, mean, variance, momentum, eps = node.args
+                norm = (x, weight, bias, mean, variance, False, momentum, eps, True)
+                replace(user, insert_call(module, user, aten.batch_norm.default, *norm))
+    plain = {3: aten.conv1d.default, 4: aten.conv2d.default, 5: aten.conv3d.default}
+    transposed = {
+        3: aten.conv_transpose1d.default,
+        4: aten.conv_transpose2d.input,
+        5: aten.conv_transpose3d.input,
+    }
+    for node in calls(module, [aten.convolution.default]):
+        x, weight, bias, stride, padding, dilation, is_transposed, extra, groups = node.args
+        if not isinstance(weight, fx.Node) or weight.op != "get_attr":
+            continue
+        rank = getattr(module, str(weight.target)).dim()
+        if is_transposed:
+            new = (x, weight, bias, stride, padding, extra, groups, dilation)
+            replace(node, insert_call(module, node, transposed[rank], *new))
+        else:
+            new = (x, weight, bias, stride, padding, dilation, groups, None)
+            replace(node, insert_call(module, node, plain[rank], *new[:7]))
+
+
+def lower(exported: ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
+    """The exported program as a functional `fx.GraphModule`: flat tensors in, a flat tuple of tensors out.
+
+    With it the dotted names of the buffers that the model writes. They are further inputs, after the user's,
+    and what the call leaves in them are further outputs. Raises CaptureError where the model writes to its
+    inputs, holds what is not a tensor, draws random numbers, or does what PyTorch cannot put in functional
+    form, with PyTorch's reason.
+    """
+    try:
+        return _lower(exported)
+    except CaptureError:
+        raise
+    except Exception as error:
+        writes = [where(node) for node in exported.graph.nodes if _is_mutable(node)]
+        place = f" (it writes in place, first by {writes[0]})" if writes else ""
+        raise CaptureError(f"its graph cannot be lowered{place}: {first_line(error)}") from error
+
+
+def _lower(exported: ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
+    module, state = _lift_weights(exported), dict[str, fx.Node]()
+    if not _rename_in_place(module):
+        if (node := overlapping_write(module.graph.nodes)) is not None:
+            raise CaptureError(
+                f"the model writes in place to a tensor whose elements share memory: {where(node)}"
+            )
+        _keep_casts(exported)
+        exported = exported.run_decompositions({})
+        state = _state_of(exported)
+        module = _lift_weights(exported, state)
+        _restore_vocabulary(module)
+    for node in calls(module):
+        node.target = _ANY_LAYOUT.get(node.target, node.target)
+    for node in calls(module, _PADDED):
+        _write_out_padding(module, node)
+    for node in calls(module, [aten.as_strided.default]):
+        _fix_layout(module, node)
+    for node in calls(module, _ANTIALIASED):
+        if _is_column(node):
+            _fix_layout(module, node)
+    own_outputs(module)
+    for node in module.graph.nodes:
+        node.meta.pop(
+            "val", None
+        )  # later passes change shapes and dtypes; `record_shapes` tells the new ones
+    for node in calls(module):
+        if draws_random_numbers(node):
+            raise CaptureError(f"the model draws random numbers when it is called: {where(node)}")
+    return finish(module), tuple(state)

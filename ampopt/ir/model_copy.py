@@ -1,0 +1,140 @@
+"""Copies of the user's model to work on, and where it computes; the model itself is never called."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampopt.errors import InputError
+from ampopt.ir.signature import tensors_of
+
+
+def private_copy(model: nn.Module, device: torch.device | None = None) -> nn.Module:
+    """A deep copy of a model in evaluation mode, without gradients, on `device` (None: where it is).
+
+    Tensors that are results of other tensors (an old-style `weight_norm`) are cloned, because PyTorch
+    refuses to copy them. Raises InputError where the model cannot be copied.
+    """
+    duplicate = exact_copy(model)
+    for parameter in duplicate.parameters():
+        parameter.requires_grad_(False)
+    duplicate.eval()
+    return duplicate if device is None else duplicate.to(device)
+
+
+_writers: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+"""Models that write to their own parameters when they are called, by identity."""
+
+
+def working_copy(model: nn.Module) -> nn.Module:
+    """A copy of a private copy that shares its parameters, and nothing else that a call could change.
+
+    What captures, verifies and times calls such copies, so that the one that serves the user stays as it
+    was. Buffers and Python's attributes are the copy's own, and of a model that writes to them, see
+    `note_writes`, the parameters too.
+    """
+    if _writers.get(id(model)) is not model:
+        return exact_copy(model, {id(parameter): parameter for parameter in model.parameters()})
+    duplicate = exact_copy(model)
+    _writers[id(duplicate)] = duplicate
+    return duplicate
+
+
+def note_writes(model: nn.Module, called: nn.Module) -> None:
+    """Note whether a model writes to its parameters: `called`, an exact copy of it, has been called."""
+    pairs = zip(model.parameters(), called.parameters(), strict=True)
+    if not all(same_tensor(mine, theirs) for mine, theirs in pairs):
+        _writers[id(model)] = model
+
+
+def same_tensor(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are of one kind and hold the same numbers, NaN for NaN."""
+    try:
+        if a.shape != b.shape or a.dtype is not b.dtype or a.device != b.device:
+            return False
+        if a.is_floating_point() or a.is_complex():
+            return bool(((a == b) | ((a != a) & (b != b))).all())
+        return torch.equal(a, b)
+    except (RuntimeError, NotImplementedError):  # sparse, quantized, fake: no such comparison
+        return repr(a) == repr(b)
+
+
+def exact_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy as it is, gradients and mode included; `memo` is that of `copy.deepcopy`."""
+    memo = {} if memo is None else memo
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+    try:
+        with (
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+        ):  # a TorchScript's parameters are clones
+            return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise InputError(
+            f"the model cannot be copied ({error}); ampopt works on a copy so that yours stays as it is: "
+            "remove what cannot be deep-copied from its attributes"
+        ) from error
+
+
+def device_of(model: nn.Module, leaves: Sequence[Any]) -> torch.device:
+    """Where a model computes: the device of its weights, else of its inputs. InputError where they differ."""
+    devices = {t.device for t in (*model.parameters(), *model.buffers())}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise InputError(f"the model's weights are on several devices ({names}); ampopt optimizes for one")
+    tensors = tensors_of(leaves)
+    return next(iter(devices)) if devices else (tensors[0].device if tensors else torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def untouched_rng(device: torch.device) -> Iterator[None]:
+    """Put PyTorch's generators, the CPU's and the device's, back as they were after the block.
+
+    Of blocks that overlap in several threads, the last to end puts back what was there before the first.
+    """
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        torch.cuda.init()
+        generators.append(torch.cuda.default_generators[_index(device)])
+    with contextlib.ExitStack() as stack:
+        for generator in generators:
+            stack.enter_context(_untouched(generator))
+        yield
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+_lock = threading.Lock()
+_blocks: dict[torch.Generator, tuple[int, Tensor]] = {}
+"""For each generator that is put back: how many blocks go on, and its state before the first of them."""
+
+
+@contextlib.contextmanager
+def _untouched(generator: torch.Generator) -> Iterator[None]:
+    with _lock:
+        state = generator.get_state()
+        count, first = _blocks.get(generator, (0, state))
+        _blocks[generator] = count + 1, first
+    try:
+        yield
+    finally:
+        with _lock:
+            count, first = _blocks[generator]
+            if count > 1:
+                _blocks[generator] = count - 1, first
+                generator.set_state(state)
+            else:
+                del _blocks[generator]
+                generator.set_state(first)

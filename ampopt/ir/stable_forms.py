@@ -1,0 +1,130 @@
+"""Operators in a form that stays right outside the usual range, for runtimes that compute them by the book.
+
+PyTorch computes log(sigmoid(x)) as min(x, 0) - log1p(exp(-|x|)); torch.onnx writes Log(Sigmoid(x)), which is
+-inf from about -17 on, because ONNX Runtime's Sigmoid is exactly 0 there. `FORMS` is the table of all such
+operators: each is spelt with others that ONNX has and that neither overflow nor cancel.
+
+Correct because: every form is equal to its operator over the real numbers, but the series of log1p, which
+stops where the next term is below float32's rounding. Where eager overflows on finite numbers, the form may
+give the number that it should have been.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import fx
+
+from ampopt.ir.graph import arguments, aten, calls, copy_of, finish, insert_call, replace
+
+Call = Callable[..., Any]
+"""(operator, arguments) -> the node of a new call."""
+
+SERIES = 0.03
+"""Where log1p leaves its series: both ways are within some 2e-6 of it there."""
+
+
+def with_stable_forms(module: fx.GraphModule) -> fx.GraphModule:
+    """The graph with every operator of `FORMS` in its stable form; the graph itself where there is none."""
+    if not any(calls(module, FORMS)):
+        return module
+    changed = copy_of(module)
+    for node in calls(changed, FORMS):
+
+        def call(target: Callable[..., Any], *args: Any, at: fx.Node = node, **kwargs: Any) -> fx.Node:
+            return insert_call(changed, at, target, *args, **kwargs)
+
+        form = FORMS[node.target](call, node)
+        if form is not None:
+            replace(node, form)
+    return finish(changed)
+
+
+def _log_sigmoid(call: Call, x: Any) -> Any:
+    return call(aten.neg.default, call(aten.softplus.default, call(aten.neg.default, x)))
+
+
+def _log(call: Call, node: fx.Node) -> Any:
+    """Of a sigmoid: what a user may write for LogSigmoid."""
+    source = node.args[0]
+    is_sigmoid = isinstance(source, fx.Node) and source.target is aten.sigmoid.default
+    return _log_sigmoid(call, source.args[0]) if is_sigmoid else None  # type: ignore[union-attr]
+
+
+def _log_add_exp(call: Call, node: fx.Node, beta: float) -> Any:
+    a, b = node.args[:2]
+    largest = call(aten.maximum.default, a, b)
+    distance = call(aten.abs.default, call(aten.sub.Tensor, a, b))
+    return call(
+        aten.add.Tensor, largest, call(aten.softplus.default, call(aten.neg.default, distance), beta, 60.0)
+    )
+
+
+def _expm1(call: Call, node: fx.Node) -> Any:
+    """tanh(x/2) (exp(x) + 1), which does not cancel."""
+    half = call(aten.mul.Tensor, node.args[0], 0.5)
+    more = call(aten.add.Tensor, call(aten.exp.default, node.args[0]), 1.0)
+    return call(aten.mul.Tensor, call(aten.tanh.default, half), more)
+
+
+def _log1p(call: Call, node: fx.Node) -> Any:
+    """x - x²/2 + x³/3 - x⁴/4 near 0, and log(1 + x) elsewhere."""
+    x = node.args[0]
+    series: Any = -0.25
+    for term in (1 / 3, -0.5, 1.0):
+        product = call(aten.mul.Tensor, x, series)
+        series = call(aten.add.Tensor, product, term)
+    near = call(aten.lt.Scalar, call(aten.abs.default, x), SERIES)
+    far = call(aten.log.default, call(aten.add.Tensor, x, 1.0))
+    return call(aten.where.self, near, call(aten.mul.Tensor, x, series), far)
+
+
+def _hypot(call: Call, node: fx.Node) -> Any:
+    """The larger one times sqrt(1 + (smaller / larger)²), which does not overflow."""
+    a, b = (call(aten.abs.default, x) for x in node.args[:2])
+    large, small = call(aten.maximum.default, a, b), call(aten.minimum.default, a, b)
+    ratio = call(aten.div.Tensor, small, call(aten.clamp_min.default, large, 1e-37))
+    square = call(aten.add.Tensor, call(aten.mul.Tensor, ratio, ratio), 1.0)
+    return call(aten.mul.Tensor, large, call(aten.sqrt.default, square))
+
+
+def _keeping_nan(call: Call, node: fx.Node) -> Any:
+    """The operator itself, whose ONNX form compares and so loses NaN, plus 0 or what NaN makes of it."""
+    values = arguments(node)
+    result = call(node.target, *node.args, **node.kwargs)
+    for value in (values["self"], values.get("other")):
+        if value is not None:
+            bounded = call(aten.tanh.default, value)  # of an infinity, 0 times would be NaN
+            result = call(aten.add.Tensor, result, call(aten.mul.Tensor, bounded, 0.0))
+    return result
+
+
+def _one_bound(call: Call, node: fx.Node) -> Any:
+    """With infinity for the other bound: ONNX's Clip takes the largest finite number where none is given."""
+    values = arguments(node)
+    low, high = values.get("min"), values.get("max")
+    if low is not None and high is not None:
+        return None
+    low, high = (-math.inf if low is None else low), (math.inf if high is None else high)
+    return call(aten.hardtanh.default, values["self"], low, high)
+
+
+FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
+    aten.log_sigmoid.default: lambda call, node: _log_sigmoid(call, node.args[0]),
+    aten.log.default: _log,
+    aten.logaddexp.default: lambda call, node: _log_add_exp(call, node, 1.0),
+    aten.logaddexp2.default: lambda call, node: _log_add_exp(call, node, math.log(2.0)),
+    aten.expm1.default: _expm1,
+    aten.special_expm1.default: _expm1,
+    aten.log1p.default: _log1p,
+    aten.special_log1p.default: _log1p,
+    aten.hypot.default: _hypot,
+    aten.clamp_min.default: _one_bound,
+    aten.clamp_max.default: _one_bound,
+    aten.clamp.default: _one_bound,
+    aten.atan2.default: _keeping_nan,
+    aten.logit.default: _keeping_nan,
+}
+"""The stable form of each operator that needs one, made by (call, node); None: this call needs none."""

@@ -1,0 +1,160 @@
+"""What a pass is: a claim about a program, applied on request, with an honest account of what it did."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import enum
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from ampopt.ir.program import Program, Settings
+
+
+class Numerics(enum.Enum):
+    """How far a pass may move the outputs, and so how it is verified."""
+
+    BITWISE = "bitwise"
+    """Every output bit stays."""
+    REASSOCIATED = "reassociated"
+    """The same real-number function; only the rounding differs."""
+    APPROXIMATE = "approximate"
+    """Computes in lower precision."""
+
+
+class Family(enum.Enum):
+    """What a pass changes, which decides its place in the order and the clock that it is judged by."""
+
+    REWRITE = "rewrite"
+    """The graph's algebra. Judged on device time."""
+    PLACEMENT = "placement"
+    """Precision, memory format, algorithm choice. Judged on device time."""
+    KERNEL = "kernel"
+    """Operators that exist on this machine only and that compilers cannot see into. Judged on device time."""
+    ENGINE = "engine"
+    """Who runs the graph (TorchScript, inductor). Judged on latency, against the other engines."""
+    LAUNCH = "launch"
+    """How the program is launched (a captured CUDA graph). Judged on latency, on top of every engine."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Declined:
+    """One place that a pass looked at and left alone, and why."""
+
+    node: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a pass did to a program.
+
+    `rewrites` counts the places that were changed; with none, `program` is the one that came in. `replay`
+    is the pass to put into the recipe: the pass itself, or a copy with what it measured written into its
+    fields, so that a replay measures nothing. `hints` are findings worth reading although nothing changed.
+    """
+
+    program: Program
+    rewrites: int
+    declined: tuple[Declined, ...] = ()
+    hints: tuple[str, ...] = ()
+    replay: Pass | None = None
+
+    @property
+    def modified(self) -> bool:
+        """Whether the pass changed anything."""
+        return self.rewrites > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass(abc.ABC):
+    """A transform of a program. Subclasses are frozen dataclasses whose fields are the pass's options.
+
+    The pass manager owns copying, linting, verifying, timing and the decision; a pass only rewrites. It
+    never changes the program that it is given: `graph.copy_of` makes the copy to work on.
+    """
+
+    numerics: ClassVar[Numerics]
+    family: ClassVar[Family]
+    portable: ClassVar[bool]
+    """True: holds on every machine and belongs into an exported model."""
+    enables_others: ClassVar[bool] = False
+    """True: kept although it gains nothing, as long as it costs nothing, because later passes build on it."""
+    risky: ClassVar[bool] = False
+    """True: a foreign compiler that could take the process down, so it is rehearsed in another one first."""
+    slow_to_apply: ClassVar[bool] = False
+    """True: takes seconds to minutes; a new input shape at work does not wait for it."""
+
+    @property
+    def name(self) -> str:
+        """The name that reports and the command line use: `FoldConvBn` is `fold-conv-bn`."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "-", type(self).__name__).lower()
+
+    @property
+    def summary(self) -> str:
+        """The first line of the pass's docstring."""
+        return inspect.cleandoc(type(self).__doc__ or "").partition("\n")[0]
+
+    def numerics_on(self, program: Program) -> Numerics:
+        """How far the pass may move the outputs of this program."""
+        return self.numerics
+
+    def why_not(self, program: Program) -> str | None:
+        """Why the pass cannot be applied to this program as a whole; None where it can."""
+        return None
+
+    def expected_seconds(self, program: Program) -> float:
+        """About how long `apply` will take; it is not begun where the time budget has no room for it."""
+        return 0.0
+
+    def hurried(self) -> Pass:
+        """The pass as it is applied where less time is left than it expects to take; it may need less so."""
+        return self
+
+    def within(self, seconds: float) -> Pass:
+        """The pass as it is to be applied where so many seconds are left of the time budget."""
+        return self
+
+    @abc.abstractmethod
+    def apply(self, program: Program) -> Result:
+        """Apply the pass where it holds; say where it does not."""
+
+    def apply_beside(self, program: Program, rehearsed: Callable[[], object]) -> Result:
+        """Apply a risky pass while it is rehearsed; `rehearsed` waits for that, and raises where it failed.
+
+        What can take the process down comes after it. By default everything does.
+        """
+        rehearsed()
+        return self.apply(program)
+
+
+def replay(recipe: tuple[Pass, ...], program: Program) -> Program:
+    """Apply the passes of a recipe, in order, to another capture of the same model.
+
+    A pass that has nothing to do there is left out of the new program's recipe.
+    """
+    for step in recipe:
+        if step.why_not(program) is None and (result := step.apply(program)).modified:
+            program = result.program.replace(recipe=(*program.recipe, result.replay or step))
+    return program
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How to make a program for inputs not seen yet: the lane's start, and the passes kept in it."""
+
+    settings: Settings
+    lane_dtype: torch.dtype
+    passes: tuple[Pass, ...]
+    tolerance: float | None = None
+    metric: Callable[[Any, Any], float] | None = None
+    faults: Literal["keep", "exact", "ignore"] = "keep"
+    """What has to become of NaN and infinities, see `ampopt.measure.verify.Faults`."""
+
+    def start(self, program: Program) -> Program:
+        """A captured program as the lane starts with it."""
+        return program.replace(settings=self.settings, lane_dtype=self.lane_dtype)

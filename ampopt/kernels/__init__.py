@@ -1,0 +1,1 @@
+"""Our own fast operators, and what measures and fuses with them."""

@@ -1,0 +1,149 @@
+"""The fastest tile of `fused_conv` at one piece of a network, by measurement."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
+
+import torch
+from torch import Tensor
+
+from ampopt.engines.graph_capture import capture_calls
+from ampopt.errors import first_line
+from ampopt.ir.numerics import relative_error
+from ampopt.ir.program import Settings
+from ampopt.kernels.conv_tiles import Operands, Site
+from ampopt.kernels.fused_conv import Tile, fused_conv, reference
+from ampopt.measure.clocks import device_time
+from ampopt.measure.sampling import interleave
+
+AT_ONCE = 10
+"""Launches in one captured graph of a measurement, so that the graph's own start weighs little."""
+
+SAMPLE_S = 5e-4
+"""Seconds of one sample."""
+
+NEAR = 1.2
+"""A tile whose first sample takes so many times the least one's is not sampled again; the best one is."""
+
+COMPILERS = min(8, os.cpu_count() or 1)
+
+PLAIN, BY_CUDNN = "as it is", "by cuDNN"
+"""What a site would be computed by otherwise: operators one after another, or cuDNN's fused one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """What was found at a site: device seconds of one call, and why other ways have none; by tile or way."""
+
+    seconds: dict[str, float]
+    refused: dict[str, str]
+
+
+def launch(site: Site, operands: Operands, tile: Tile) -> Tensor:
+    """One call of the operator."""
+    result: Tensor = fused_conv()(
+        *operands, list(site.geometry), site.groups, site.act1, site.act2, str(tile)
+    )
+    return result
+
+
+def compile_all(sites: Iterable[Site], device: torch.device, seconds: float) -> set[object]:
+    """Compile what the tiles of all sites need, several at a time, for so many seconds.
+
+    The first tiles of all sites come before the second ones of any, so that each site has some where the
+    time is short. Returns the `Site.compile_key` of what is done; what fails here fails again when timed.
+    """
+    jobs: dict[object, Callable[[], Tensor]] = {}
+    tiles = [(site, site.tiles()) for site in sites]
+    for rank in range(max((len(found) for _, found in tiles), default=0)):
+        for site, found in tiles:
+            if rank < len(found):
+                job = functools.partial(_launch_random, site, found[rank], device)
+                jobs.setdefault(site.compile_key(found[rank]), job)
+    done: set[object] = set()
+
+    def quietly(key: object) -> None:
+        with contextlib.suppress(Exception):
+            jobs[key]()
+        done.add(key)
+
+    pool = futures.ThreadPoolExecutor(COMPILERS)
+    try:
+        with contextlib.suppress(futures.TimeoutError):
+            list(pool.map(quietly, jobs, timeout=seconds))
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    return done
+
+
+def _launch_random(site: Site, tile: Tile, device: torch.device) -> Tensor:
+    return launch(site, site.random_operands(device), tile)
+
+
+def fastest(
+    site: Site, tiles: Sequence[Tile], device: torch.device, settings: Settings, seconds: float = 0.03
+) -> Timed:
+    """Time a site's `tiles`, `PLAIN`, and `BY_CUDNN` where it has that form.
+
+    Tiles that this GPU cannot run, or that compute anything else than `PLAIN`, are left out; so are those
+    that a first sample shows to be far behind.
+    """
+    samplers, alive, refused = {}, [], dict[str, str]()
+    with settings.scope(device):
+        operands = site.random_operands(device)
+        calls = {name: functools.partial(run, site, operands) for name, run in _other_ways(site).items()}
+        expected = calls[PLAIN]()
+        limit = 1e-4 if site.dtype is torch.float32 and not site.tf32 else 2e-2
+        for tile in tiles:
+            calls[str(tile)] = functools.partial(launch, site, operands, tile)
+        for name, call in calls.items():
+            try:
+                if (error := relative_error(call(), expected)) > limit:
+                    refused[name] = f"its error is {error:.1e}"
+                    continue
+                graph = capture_calls(functools.partial(_repeat, call), warm_ups=0)[0]
+            except Exception as failure:  # no room for a tile on this GPU, or nothing that cuDNN fuses
+                if name == PLAIN:
+                    raise
+                refused[name] = first_line(failure)
+                continue
+            alive.append(graph)
+            samplers[name] = device_time(graph.replay, device, sample_s=SAMPLE_S)
+        once = {name: sampler() for name, sampler in samplers.items()}
+        near = NEAR * min(once.values())
+        first = min(once.keys() - {PLAIN, BY_CUDNN}, key=once.__getitem__, default=PLAIN)
+        kept = (PLAIN, BY_CUDNN, first)
+        promising = {name: s for name, s in samplers.items() if once[name] <= near or name in kept}
+        timed = interleave(promising, seconds=seconds, least=4, most=20)
+    return Timed({name: measured.median / AT_ONCE for name, measured in timed.items()}, refused)
+
+
+def _repeat(call: Callable[[], Tensor]) -> tuple[Tensor, ...]:
+    for _ in range(AT_ONCE):
+        result = call()
+    return (result,)
+
+
+def _other_ways(site: Site) -> dict[str, Callable[[Site, Operands], Tensor]]:
+    ways: dict[str, Callable[[Site, Operands], Tensor]] = {PLAIN: _plain}
+    acts = (site.act1, site.add, site.act2)
+    if site.geometry and not site.scale and acts in (("relu", False, ""), ("", True, "relu")):
+        ways[BY_CUDNN] = _by_cudnn
+    return ways
+
+
+def _plain(site: Site, operands: Operands) -> Tensor:
+    return reference(*operands, site.geometry, site.groups, site.act1, site.act2)
+
+
+def _by_cudnn(site: Site, operands: Operands) -> Tensor:
+    x, w, b, z, _ = operands
+    border = (site.geometry[:2], site.geometry[2:4], site.geometry[4:], site.groups)
+    if z is None:
+        return torch.cudnn_convolution_relu(x, w, b, *border)
+    return torch.cudnn_convolution_add_relu(x, w, z, 1.0, b, *border)

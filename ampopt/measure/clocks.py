@@ -1,0 +1,125 @@
+"""Samplers on two clocks.
+
+*Latency* is one call as its user makes it, synchronised. *Device time* is the kernels alone with the gaps
+between their launches removed: the time of a CUDA-graph replay. On a CPU the two coincide.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampopt.measure import sampling
+from ampopt.measure.sampling import Sampler
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done everything that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def latency(
+    call: Callable[[], object], device: torch.device, *, long_s: float = sampling.LONG_CALL_S
+) -> Sampler:
+    """Samples the latency of one synchronised call on a device, see `sampling.latency`."""
+    return sampling.latency(call, functools.partial(synchronize, device), long_s=long_s)
+
+
+LONG_ENGINE_CALL_S = 0.2
+"""On a CPU a shorter call of an engine is timed after an untimed one, see `engine_latency`."""
+
+
+def engine_latency(call: Callable[[], object], device: torch.device) -> Sampler:
+    """As `latency`, for subjects that may run in different engines.
+
+    On a CPU the threads of one engine spin for milliseconds after its call, on the cores that the next one's
+    threads need: so longer calls, too, are timed after an untimed one.
+    """
+    return latency(call, device, long_s=LONG_ENGINE_CALL_S if device.type == "cpu" else sampling.LONG_CALL_S)
+
+
+def shortest_of_two(
+    call: Callable[[], object], device: torch.device, *, long_s: float, most_s: float
+) -> float:
+    """Seconds that a call takes: the first one where it is not longer than `long_s`, else the better of two.
+
+    A first call may be long because libraries load and kernels are chosen in it, or because something else
+    ran on the machine. A call is given up after `most_s`, before its next operator; infinity for two such.
+    """
+
+    def once() -> float:
+        synchronize(device)
+        start = time.perf_counter()
+        try:
+            with _GivingUp(start + most_s):
+                call()
+            synchronize(device)
+        except _GivenUpError:
+            return math.inf
+        return time.perf_counter() - start
+
+    first = once()
+    return first if first <= long_s else min(first, once())
+
+
+class _GivenUpError(Exception):
+    """A call was given up."""
+
+
+class _GivingUp(TorchDispatchMode):
+    """Raises `_GivenUpError` at the first operator after a time on `time.perf_counter`'s clock."""
+
+    def __init__(self, at: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._at = at
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """See the class."""
+        if time.perf_counter() > self._at:
+            raise _GivenUpError
+        return func(*args, **(kwargs or {}))
+
+
+def device_time(replay: Callable[[], object], device: torch.device, *, sample_s: float = 2e-3) -> Sampler:
+    """Samples the device time of one replay of a CUDA graph: as many in a row as take about `sample_s`."""
+    first = torch.cuda.Event(enable_timing=True)
+    last = torch.cuda.Event(enable_timing=True)
+    count = 0
+
+    def run(times: int) -> float:
+        with torch.cuda.device(device):
+            first.record()
+            for _ in range(times):
+                replay()
+            last.record()
+            last.synchronize()
+        return float(first.elapsed_time(last)) / 1e3 / times
+
+    def sample() -> float:
+        nonlocal count
+        if count == 0:
+            count = max(1, min(50, round(sample_s / max(run(1), 1e-6))))
+        return run(count)
+
+    return sample
+
+
+def peak_memory(call: Callable[[], object], device: torch.device) -> int | None:
+    """Bytes that one call takes on a GPU beyond what was allocated before it; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before

@@ -1,0 +1,104 @@
+"""Inputs to verify on: like the examples, far outside their range, and with a fault in one element.
+
+A model that keeps a state is called several times in a row, so a draw is a sequence of calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ampopt.ir.numerics import fresh_draw
+
+Tensors = tuple[Tensor, ...]
+
+CALLS_IN_A_ROW = 8
+"""Calls from one initial state on which a model with a state is verified."""
+
+FAULTS = {"NaN": float("nan"), "infinity": float("inf")}
+"""What one element of each input is, in turn, to see whether a sensor's fault still reaches the outputs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """The inputs of one call, or of several in a row, and a word for them."""
+
+    name: str
+    calls: tuple[Tensors, ...]
+
+
+def plain_draws(examples: Tensors, count: int, seed: int, *, in_a_row: int) -> list[Draw]:
+    """The example inputs, and `count` random ones like them, each followed by others where there is a row."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn() -> Tensors:
+        return tuple(fresh_draw(example, generator) for example in examples)
+
+    draws = [Draw("the example", (examples, *(drawn() for _ in range(in_a_row - 1))))]
+    if examples:
+        rows = [tuple(drawn() for _ in range(in_a_row)) for _ in range(count)]
+        draws += [Draw(f"random inputs {number}", row) for number, row in enumerate(rows, start=1)]
+    return draws
+
+
+def range_draws(examples: Tensors, *, in_a_row: int) -> list[Draw]:
+    """The examples scaled, constant, and zero but for one element; none where no input is floating-point."""
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "inputs of 0": torch.zeros_like,
+        "inputs x0.01": lambda x: x * 0.01,
+        "inputs x10": lambda x: x * 10,
+        "inputs x100": lambda x: x * 100,
+        "constant inputs": lambda x: torch.full_like(x, _largest(x)),
+        "constant negative inputs": lambda x: torch.full_like(x, -_largest(x)),
+        "one hot element": lambda x: _with_element(torch.zeros_like(x), _largest(x)),
+    }
+    return _draws(examples, ways, in_a_row)
+
+
+def fault_draws(examples: Tensors, *, in_a_row: int) -> list[Draw]:
+    """The examples with `FAULTS` in the middle element of every floating-point input."""
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        f"{name} in one element": lambda x, value=value: _with_element(x, value)  # type: ignore[misc]
+        for name, value in FAULTS.items()
+    }
+    return _draws(examples, ways, in_a_row)
+
+
+def _draws(examples: Tensors, ways: dict[str, Callable[[Tensor], Tensor]], in_a_row: int) -> list[Draw]:
+    if not any(_can_vary(example) for example in examples):
+        return []
+    made = {
+        name: tuple(way(example) if _can_vary(example) else example for example in examples)
+        for name, way in ways.items()
+    }
+    return [Draw(name, (tensors,) * in_a_row) for name, tensors in made.items()]
+
+
+def _can_vary(example: Tensor) -> bool:
+    return example.is_floating_point() and example.numel() > 0
+
+
+def _largest(example: Tensor) -> float:
+    """The largest finite magnitude in a tensor; 1 where there is none."""
+    finite = example[torch.isfinite(example)].abs()
+    return float(finite.max()) if finite.numel() and float(finite.max()) > 0 else 1.0
+
+
+def _with_element(tensor: Tensor, value: float) -> Tensor:
+    """A tensor of its own with its middle element set: the centre pixel of the middle channel."""
+    made = torch.empty_like(tensor).copy_(tensor)
+    made[tuple(size // 2 for size in made.shape)] = value
+    return made
+
+
+def steps_of(draw: Draw, run: Callable[..., Sequence[Tensor]], state: Tensors) -> list[list[Tensor]]:
+    """The outputs of each call of a draw, in a row: what one leaves of the state is given to the next."""
+    found: list[list[Tensor]] = []
+    for tensors in draw.calls:
+        outputs = list(run(*tensors, *state))
+        found.append(outputs)
+        state = tuple(outputs[len(outputs) - len(state) :])
+    return found

@@ -1,0 +1,128 @@
+"""The ledger as a table: on a terminal, as plain text, as Markdown."""
+
+from __future__ import annotations
+
+import io
+import math
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from ampopt.measure.headline import Load
+from ampopt.measure.ledger import ORIGINAL, Entry, Ledger, Timing, Verdict
+from ampopt.measure.sampling import Gain, Measurement
+
+_STYLES = {
+    Verdict.KEPT: "green",
+    Verdict.REVERTED: "yellow",
+    Verdict.DECLINED: "dim",
+    Verdict.FAILED: "red",
+    Verdict.NOT_TRIED: "magenta",
+}
+CALLED_NOW = "as you call it now"
+COLUMNS = ("lane", "pass", "verdict", "latency ms", "device ms", "gain", "error", "took", "why")
+
+
+def interval(gain: Gain) -> str:
+    """The ends of a gain's interval, rounded outwards."""
+    return f"{math.floor(100 * gain.low + 1e-9) / 100:.2f} to {math.ceil(100 * gain.high - 1e-9) / 100:.2f}"
+
+
+def told(gain: Gain, than: str, load: Load | None = None) -> str:
+    """What a gain over `than` lets one say; what the machine was too busy for is told with its `load`."""
+    measured = f"{gain.ratio:.2f}x in the median, {interval(gain)}"
+    if gain.is_vague:
+        why = "the machine is too busy" if load is not None and load.is_high else "the times vary too much"
+        seen = "" if load is None else f"; {load}"
+        return f"{why} to tell whether it is faster than {than} ({measured}{seen})"
+    if gain.at_least > 1:
+        return f"at least {gain.at_least:.2f}x faster than {than} ({measured})"
+    return f"{'slower than' if gain.is_loss else 'no difference from'} {than} ({measured})"
+
+
+def _milliseconds(before: float | None, after: float | None) -> str:
+    return "–" if before is None or after is None else f"{1e3 * before:.3f} → {1e3 * after:.3f}"
+
+
+def _clock(timing: Timing | None, clock: str) -> float | None:
+    measured = getattr(timing, clock) if timing is not None else None
+    return None if measured is None else float(measured.median)
+
+
+def row(entry: Entry) -> tuple[str, ...]:
+    """An entry's cells in the order of `COLUMNS`; times are medians before → after."""
+    gain = "–" if entry.gain is None else f"{entry.gain.ratio:.2f}x"
+    error = "–" if entry.error is None else f"{entry.error:.1e}"
+    latency = _milliseconds(_clock(entry.before, "latency"), _clock(entry.after, "latency"))
+    device = _milliseconds(_clock(entry.before, "device"), _clock(entry.after, "device"))
+    count = f"{entry.rewrites} rewrites; " if entry.rewrites > 1 else ""
+    more = f" (and {len(entry.hints) - 1} more)" if len(entry.hints) > 1 else ""
+    hint = f"; {entry.hints[0]}{more}" if entry.hints else ""
+    took, why = f"{entry.took_s:.1f} s", count + entry.reason + hint
+    return entry.lane, entry.name, entry.verdict.value, latency, device, gain, error, took, why
+
+
+def summary_lines(ledger: Ledger) -> list[str]:
+    """The outcome in sentences: baseline, each lane, the choice, notes."""
+    lines = [f"{ledger.model} on {ledger.environment.get('device', '?')}, inputs {', '.join(ledger.inputs)}"]
+    if ledger.baseline is not None:
+        lines.append(f"{CALLED_NOW}: {1e3 * ledger.baseline.median:.3f} ms{_p99(ledger.baseline)}")
+    for lane in ledger.lanes.values():
+        mark = "→" if lane.lane == ledger.chosen else " "
+        gain = "" if lane.gain is None else f", {told(lane.gain, 'eager', ledger.load)}"
+        lines.append(
+            f"{mark} {lane.lane} ({lane.dtype}): eager {1e3 * lane.eager.median:.3f} ms, optimized "
+            f"{1e3 * lane.best.median:.3f} ms{gain}; "
+            f"error {lane.error:.1e}, eager's {lane.eager_error:.1e}"
+        )
+        lines.append(f"    {' + '.join(lane.passes) or 'no pass helped'}")
+        if lane.refused:
+            lines.append(f"    REFUSED: {lane.refused}")
+    if ledger.chosen == ORIGINAL:
+        lines.append("result: the original model")
+    elif ledger.chosen is not None and ledger.gain is not None:
+        lines.append(f"result: {ledger.chosen} lane, {told(ledger.gain, CALLED_NOW, ledger.load)}")
+    lines += [f"note: {note}" for note in ledger.notes]
+    return [*lines, f"took {ledger.seconds:.1f} s"] if ledger.seconds else lines
+
+
+def _p99(measured: Measurement) -> str:
+    p99 = measured.quantile(0.99)
+    return "" if p99 is None else f" (p99 {1e3 * p99:.3f} ms)"
+
+
+def to_rich(ledger: Ledger) -> Group:
+    """The table and the summary for a terminal."""
+    parts: list[Table | Text] = []
+    for name, region in ledger.regions.items():
+        parts += [Text(f"\nsubmodule {name}", style="bold"), *to_rich(region).renderables]  # type: ignore[list-item]
+    if ledger.entries:
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        for column in COLUMNS:
+            table.add_column(column, overflow="fold", no_wrap=column != "why")
+        for entry in ledger.entries:
+            table.add_row(*row(entry), style=_STYLES[entry.verdict])
+        parts.append(table)
+    lines = summary_lines(ledger)
+    parts += [Text(line, style="bold red" if "REFUSED" in line else "") for line in lines]
+    return Group(*parts)
+
+
+def to_text(ledger: Ledger) -> str:
+    """The table and the summary as plain text."""
+    console = Console(file=io.StringIO(), width=170, force_terminal=False)
+    console.print(to_rich(ledger))
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
+def to_markdown(ledger: Ledger) -> str:
+    """The table and the summary as Markdown."""
+    lines = [f"- {line.strip()}" for line in summary_lines(ledger)]
+    lines += ["", "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row(e)) + " |" for e in ledger.entries]
+    for name, region in ledger.regions.items():
+        lines += ["", f"### submodule `{name}`", "", to_markdown(region)]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,385 @@
+"""Verification: programs against the original model in float64.
+
+On its examples and on fresh draws; with a fault (NaN, infinity) in one element of the inputs, which has to
+reach the outputs still; and, for what is served or exported in the end, far outside of the examples' range.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import statistics
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ampopt.ir.capture import Captured
+from ampopt.ir.graph import decides_by_values, where
+from ampopt.ir.model_copy import private_copy, untouched_rng, working_copy
+from ampopt.ir.model_state import set_buffer
+from ampopt.ir.numerics import (
+    FLOORS,
+    LARGEST_LIMITS,
+    MULTIPLES,
+    Check,
+    ResultsRoundedAnew,
+    relative_error,
+    rounded_anew,
+)
+from ampopt.ir.program import Settings
+from ampopt.ir.signature import flatten_outputs
+from ampopt.measure.draws import CALLS_IN_A_ROW, Draw, fault_draws, plain_draws, range_draws, steps_of
+from ampopt.measure.fault_masks import Masks, joined_elements, lost_elements, not_finite, share
+
+Metric = Callable[[Any, Any], float]
+"""A user's own distance: (outputs, the original's outputs) -> number; 0 for equal, smaller is better."""
+
+Run = Callable[..., Sequence[Tensor]]
+"""Flat input tensors in, flat output tensors out; the state, where there is one, last in both."""
+
+Faults = Literal["keep", "exact", "ignore"]
+"""What has to become of NaN and infinities: elements that are not finite in eager stay so, and others may
+join them ("keep"), or none may ("exact"); or nobody looks ("ignore")."""
+
+AS_FAR = 2.0
+"""A program may be so many times further off than eager is moved by rounding, where that is over the limit.
+
+Outputs of zeros have an error of 1, and never pass.
+"""
+
+LEAST_NORM = 1e-6
+"""Outside of the examples' range an output counts as at least this share of what it is on the examples."""
+
+ROUNDINGS = 6
+"""How often eager is rounded anew to learn how much rounding alone can move an output."""
+
+ROUNDINGS_OF_FAULTS = 16
+"""The same to learn where it can move NaN: at a tie each goes the other way with a chance of a half."""
+
+
+class Verifier:
+    """Compares programs with the original model in float64, on the example inputs and on fresh draws.
+
+    The limit for each output is a small multiple of eager's own error in the same lane, and at most
+    `LARGEST_LIMITS`. A model with a discontinuity (the arg-max of a pooling window) can answer rounding
+    alone with a jump that eager just happens not to make; so where a program is over the limit on a draw,
+    eager itself is run on that draw with its weights and inputs rounded anew, and what that does to the
+    output counts as eager's own error. A model with a state is called several times in a row from its
+    initial state, and every output and state of every call counts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        captured: Captured,
+        *,
+        tolerance: float | None = None,
+        metric: Metric | None = None,
+        draws: int = 2,
+        seed: int = 0,
+        faults: Faults = "keep",
+    ) -> None:
+        """Compute the references. `model`, a private copy on the program's device, is not called itself."""
+        self.tolerance, self.metric, self.faults = tolerance, metric, faults
+        self.note: str | None = None
+        self._model, self._captured = working_copy(model), captured
+        self._device = captured.program.device
+        self._exact = self._in_float64()
+        self._references: dict[str, list[list[Tensor]]] = {}
+        self._own: dict[tuple[torch.dtype, str], list[float]] = {}
+        self._jumps: dict[tuple[torch.dtype, str], list[float]] = {}
+        self._masks: dict[tuple[torch.dtype, str], Masks | None] = {}
+        in_a_row, inputs = CALLS_IN_A_ROW if captured.state else 1, captured.inputs
+        self.draws = self._accepted(plain_draws(inputs, draws, seed, in_a_row=in_a_row))
+        self._range_draws = range_draws(inputs, in_a_row=in_a_row)
+        self._fault_draws = fault_draws(inputs, in_a_row=in_a_row)
+
+    def call_original(self, model: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The flat outputs of a copy of the original for flat input tensors, the state last in both."""
+        names = self._captured.state
+        for name, value in zip(names, tensors[len(tensors) - len(names) :], strict=True):
+            set_buffer(model, name, value.clone())
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(x, Tensor) else x for x in self._captured.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self._captured.spec)
+        with untouched_rng(self._device):
+            outputs = flatten_outputs(model(*args, **kwargs))[0]
+        return [*outputs, *(model.get_buffer(name).clone() for name in names)]
+
+    def _accepted(self, draws: Sequence[Draw]) -> list[Draw]:
+        """The draws that the original can be called with: offsets or indices may not be drawn at random."""
+        kept = [draws[0]]
+        for draw in draws[1:]:
+            try:
+                self._steps(self.eager(torch.float32), draw)
+            except Exception as error:
+                reason = textwrap.shorten(str(error) or type(error).__name__, 120, placeholder=" …")
+                self.note = (
+                    f"a random input was left out of the verification, because the model refuses it: {reason}"
+                )
+            else:
+                kept.append(draw)
+        return kept
+
+    def _in_float64(self) -> nn.Module | None:
+        """The original in float64; None where it fails there."""
+        with Settings().scope(self._device):
+            try:
+                exact = private_copy(self._model).double()
+                self.call_original(exact, _widened(self._captured.program.examples))
+            except Exception as error:
+                reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" …")
+                self.note = f"the reference is the model in float32, because it fails in float64: {reason}"
+                return None
+        return exact
+
+    def reference(self, draw: Draw) -> list[list[Tensor]]:
+        """The original's outputs in float64, for each call of a draw."""
+        if draw.name not in self._references:
+            with Settings().scope(self._device):
+                self._references[draw.name] = self._reference(draw)
+        return self._references[draw.name]
+
+    def _reference(self, draw: Draw) -> list[list[Tensor]]:
+        exact, state = self._exact, self._captured.initial_state
+        if exact is None:
+            return steps_of(draw, lambda *tensors: self.call_original(self._model, tensors), state)
+        wide = Draw(draw.name, tuple(_widened(tensors) for tensors in draw.calls))
+        return steps_of(wide, lambda *tensors: self.call_original(exact, tensors), _widened(state))
+
+    def eager(self, dtype: torch.dtype, model: nn.Module | None = None) -> Run:
+        """The original model as a program of a lane: strict FP32, or autocast to a lower `dtype`."""
+        settings = Settings(autocast=None if dtype is torch.float32 else dtype)
+
+        def run(*tensors: Tensor) -> list[Tensor]:
+            with settings.scope(self._device):
+                return self.call_original(model or self._model, tensors)
+
+        return run
+
+    def _steps(self, run: Run, draw: Draw) -> list[list[Tensor]]:
+        return steps_of(draw, run, self._captured.initial_state)
+
+    def own_error(self, dtype: torch.dtype) -> float:
+        """Eager's largest relative error in the lane of `dtype`, over outputs and draws."""
+        return max((max(self.own_errors(dtype, draw), default=0.0) for draw in self.draws), default=0.0)
+
+    def own_errors(self, dtype: torch.dtype, draw: Draw) -> list[float]:
+        """Eager's relative error of each output on a draw, in the lane of `dtype`."""
+        if (dtype, draw.name) not in self._own:
+            self._own[dtype, draw.name] = self.errors(self.eager(dtype), draw)
+        return self._own[dtype, draw.name]
+
+    def errors(self, run: Run, draw: Draw) -> list[float]:
+        """The relative error of each output on a draw, the largest of its calls."""
+        reference, usual = self.reference(draw), self.reference(self.draws[0])[0]
+        norms = [LEAST_NORM * _norm(tensor) if draw not in self.draws else 0.0 for tensor in usual]
+        worst = [0.0] * len(usual)
+        for outputs, expected in zip(self._steps(run, draw), reference, strict=True):
+            if len(outputs) != len(expected):
+                return [float("inf")] * max(len(expected), 1)
+            for index, (a, b, norm) in enumerate(zip(outputs, expected, norms, strict=True)):
+                error = relative_error(a, b, least_norm=norm)
+                worst[index] = max(worst[index], error if error == error else math.inf)
+        return worst
+
+    def range_draws(self, dtype: torch.dtype) -> Iterator[Draw]:
+        """The draws outside of the examples' range that eager, in the lane, can be called with."""
+        for draw in self._range_draws:
+            try:
+                self.own_errors(dtype, draw)
+            except Exception:  # the model does not take such inputs
+                continue
+            yield draw
+
+    def counts(self, dtype: torch.dtype, draw: Draw, output: int, error: float) -> bool:
+        """Whether an error on a draw decides anything.
+
+        Outside of the examples' range it does not where eager, in the lane, overflows; where it is so
+        inexact itself that it is no yardstick, all that a program has to be is finite.
+        """
+        own = self.own_errors(dtype, draw)[output]
+        if draw in self.draws or own <= LARGEST_LIMITS[dtype]:
+            return True
+        return math.isfinite(own) and not math.isfinite(error)
+
+    def largest_jumps(self, dtype: torch.dtype, draw: Draw) -> list[float]:
+        """How far rounding alone moves eager's outputs on a draw; see the class."""
+        if (dtype, draw.name) not in self._jumps:
+            worst = [0.0] * len(self.reference(draw)[0])
+            for moved in self._rounded_anew(dtype, ROUNDINGS):
+                with contextlib.suppress(Exception):  # PyTorch's own: what it refuses tells nothing
+                    worst = [max(pair) for pair in zip(worst, self.errors(moved, draw), strict=True)]
+            self._jumps[dtype, draw.name] = worst
+        return self._jumps[dtype, draw.name]
+
+    def _rounded_anew(self, dtype: torch.dtype, times: int, *, within: bool = False) -> Iterator[Run]:
+        """Eager with weights and inputs rounded anew, and `within` all that it computes; so many times."""
+        for seed in range(times):
+            generator = torch.Generator().manual_seed(seed)
+            model = private_copy(self._model)
+            with torch.no_grad():
+                for tensor in (*model.parameters(), *model.buffers()):
+                    tensor.copy_(rounded_anew(tensor, dtype, generator))
+            eager = self.eager(dtype, model)
+
+            def moved(*tensors: Tensor, run: Run = eager, seeded: torch.Generator = generator) -> Any:
+                inputs = [rounded_anew(tensor, dtype, seeded) for tensor in tensors]
+                with ResultsRoundedAnew(dtype, seeded) if within else contextlib.nullcontext():
+                    return run(*inputs)
+
+            yield moved
+
+    def check(self, run: Run, dtype: torch.dtype, *, everywhere: bool = False) -> Check:
+        """Verify something that maps flat inputs to flat outputs, as a program of the lane of `dtype`.
+
+        `everywhere`: on the draws outside of the examples' range, too; the error that is told is that within.
+        """
+        draws = [*self.draws, *(self.range_draws(dtype) if everywhere else ())]
+        worst = Check(0.0, float("inf"), None)
+        if self.metric is not None:
+            worst = self.check_metric(run)
+            draws = []
+        if worst.passed:
+            for draw in draws:
+                check = self._check_draw(run, dtype, draw)
+                if not check.passed:
+                    return check
+                if draw in self.draws:
+                    worst = max(worst, check, key=lambda found: found.error)
+        return self._check_faults(run, dtype, worst) if worst.passed else worst
+
+    def _check_draw(self, run: Run, dtype: torch.dtype, draw: Draw) -> Check:
+        worst = Check(0.0, float("inf"), None)
+        for output, error in enumerate(self.errors(run, draw)):
+            if not self.counts(dtype, draw, output, error):
+                continue
+            limit = self.limit(dtype, draw, output, error)
+            if not error <= limit or not math.isfinite(error):
+                place = "" if draw in self.draws else f" with {draw.name}"
+                text = f"output {output}{place}: error {error:.2g} is over {limit:.2g}"
+                own = self.own_error(dtype) if draw in self.draws else self.own_errors(dtype, draw)[output]
+                return Check(error, limit, f"{text} (eager's own: {own:.2g})")
+            if error >= worst.error:
+                worst = Check(error, limit, None)
+        return worst
+
+    def limit(self, dtype: torch.dtype, draw: Draw, output: int, error: float) -> float:
+        """The relative error that a program may have on a draw; `error` is what it has."""
+        is_usual = draw in self.draws
+        if self.tolerance is not None and is_usual:
+            return self.tolerance
+        usual = statistics.median_low(
+            [self.own_errors(dtype, each)[output] for each in self.draws]
+        )  # no draw's jump is another's licence
+        mine = self.own_errors(dtype, draw)[output]
+        limit = min(self._allowed(dtype, max(usual, mine if mine < 1.0 else 0.0)), LARGEST_LIMITS[dtype])
+        limit = max(limit, self.tolerance or 0.0)
+        if limit < error < 1.0:
+            jump = self.largest_jumps(dtype, draw)[output]
+            bounds = min(self._allowed(dtype, jump), LARGEST_LIMITS[dtype]), AS_FAR * jump
+            limit = max(limit, *bounds)
+        return limit
+
+    @staticmethod
+    def _allowed(dtype: torch.dtype, own: float) -> float:
+        """What eager's own error permits; an infinite one, from an overflow, permits nothing."""
+        return max(MULTIPLES[dtype] * own if math.isfinite(own) else 0.0, FLOORS[dtype])
+
+    def check_metric(self, run: Run) -> Check:
+        """Verify by the user's metric alone."""
+        assert self.metric is not None
+        limit = self.tolerance if self.tolerance is not None else 0.0
+        restore, worst = self._captured.layout.restore, 0.0
+        for draw in self.draws:
+            for outputs, reference in zip(self._steps(run, draw), self.reference(draw), strict=True):
+                pairs = zip(outputs, reference, strict=True)
+                if any(bool((torch.isfinite(r) & ~torch.isfinite(o)).any()) for o, r in pairs):
+                    return Check(float("inf"), limit, "NaN or Inf where the original has none")
+                count = len(reference) - len(self._captured.state)
+                value = float(self.metric(restore(list(outputs[:count])), restore(reference[:count])))
+                worst = max(worst, value if value == value else float("inf"))
+        reason = None if worst <= limit else f"the metric gives {worst:.3g}, over the tolerance {limit:.3g}"
+        return Check(worst, limit, reason)
+
+    def lost_fault(self, run: Run, dtype: torch.dtype) -> str | None:
+        """How NaN or an infinity in an input is lost; None where it is not, or `faults` is "ignore"."""
+        return self._check_faults(run, dtype, Check(0.0, math.inf, None)).reason
+
+    def _check_faults(self, run: Run, dtype: torch.dtype, check: Check) -> Check:
+        """The check with what becomes of NaN and infinities in one element of the inputs."""
+        spread = None
+        for draw in self._fault_draws if self.faults != "ignore" else ():
+            if (masks := self._masks_of(dtype, draw)) is None:
+                continue
+            found = not_finite(self._steps(run, draw))
+            if any(lost_elements(found, masks.always)) or any(joined_elements(found, masks.ever)):
+                masks = self._rounded_masks(dtype, draw)
+            for index, lost in enumerate(lost_elements(found, masks.always)):
+                if lost:
+                    reason = (
+                        f"output {index} with {draw.name}: {lost} of the {masks.count(index)} elements that "
+                        "are not finite in eager are: a sensor's fault would be lost"
+                    )
+                    return Check(check.error, check.limit, reason)
+            for index, joined in enumerate(joined_elements(found, masks.ever)):
+                if joined and spread is None:
+                    more, less = share(found, index), share(masks.always, index)
+                    spread = (
+                        f"{draw.name} of the inputs makes {more:.1%} of output {index} not finite, "
+                        f"for {less:.1%} in eager"
+                    )
+        if spread is None or (why_not := self._no_spreading) is None:
+            return dataclasses.replace(check, spread=spread)
+        return Check(check.error, check.limit, f"{spread}, which {why_not}")
+
+    @functools.cached_property
+    def _no_spreading(self) -> str | None:
+        """Why no other elements than in eager may become NaN; None where they may."""
+        if self.faults == "exact":
+            return 'nan="exact" forbids'
+        if (node := decides_by_values(self._captured.program)) is not None:
+            return f"{where(node)} may take for another value and lose a fault"
+        return None
+
+    def _masks_of(self, dtype: torch.dtype, draw: Draw) -> Masks | None:
+        """What is not finite in eager of the lane and in float64; None where the model takes no faults.
+
+        In both: an algorithm of eager's own may spread a fault further.
+        """
+        if (dtype, draw.name) not in self._masks:
+            try:
+                eager, exact = self._steps(self.eager(dtype), draw), self.reference(draw)
+                self._masks[dtype, draw.name] = Masks.of(not_finite(eager), not_finite(exact))
+            except Exception:  # the model does not take such inputs
+                self._masks[dtype, draw.name] = None
+        return self._masks[dtype, draw.name]
+
+    def _rounded_masks(self, dtype: torch.dtype, draw: Draw) -> Masks:
+        """The same with what rounding alone changes: NaN goes where the largest of a window lies."""
+        masks = self._masks_of(dtype, draw)
+        assert masks is not None
+        if not masks.rounded:
+            for moved in self._rounded_anew(dtype, ROUNDINGS_OF_FAULTS, within=True):
+                with contextlib.suppress(Exception):  # a composite kernel may not bear to be taken apart
+                    masks = masks.joined_by(not_finite(self._steps(moved, draw)))
+            masks = dataclasses.replace(masks, rounded=True)
+            self._masks[dtype, draw.name] = masks
+        return masks
+
+
+def _widened(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors)
+
+
+def _norm(tensor: Tensor) -> float:
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return 0.0
+    finite = torch.isfinite(tensor)
+    return float(torch.linalg.vector_norm(tensor[finite].double().abs()))

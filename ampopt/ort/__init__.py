@@ -1,0 +1,1 @@
+"""ONNX Runtime without PyTorch: sessions, their options, and rewrites of their graphs."""

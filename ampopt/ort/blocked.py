@@ -1,0 +1,268 @@
+"""ONNX Runtime's CPU graphs with fewer changes of layout.
+
+On a CPU, ONNX Runtime computes convolutions and pooling on tensors in blocks of channels (its NCHWc layout, 8
+or 16 numbers to a block). Where another operator stands between them, it orders the numbers back and forth.
+But an elementwise operator does not care in which order they are, and a squeeze-and-excite product is a
+depthwise 1x1 convolution whose weights are computed. `keep_blocked` lets ONNX Runtime optimize a model, and
+then takes these operators into the blocked layout, too. The numbers stay what they were: every operator is
+computed as before, on the same values in another order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from ampopt.ort.options import SessionOptions
+from ampopt.ort.profile import optimized
+
+DOMAIN = "com.microsoft.nchwc"
+
+ELEMENTWISE = {
+    *("Add", "Sub", "Mul", "Relu", "LeakyRelu", "Sigmoid", "Tanh", "HardSigmoid", "HardSwish", "Clip"),
+    *("Elu", "Abs", "Neg", "Exp", "Sqrt", "Erf", "Max", "Min"),
+}
+
+FUSED = {"Relu", "Sigmoid", "Tanh"}
+"""Activations without parameters that a blocked convolution computes with its result."""
+
+
+def keep_blocked(model: bytes, options: SessionOptions) -> bytes | None:
+    """The model as ONNX Runtime optimizes it, with fewer reorderings; None where there are none to save.
+
+    It holds for this version of ONNX Runtime on this kind of processor and is to be loaded without further
+    optimization. Raises SessionError where ONNX Runtime does not load the model.
+    """
+    import onnx
+
+    blocked = _Blocked(onnx.load_from_string(optimized(model, options)), block_size())
+    return blocked.rewritten()
+
+
+@functools.cache
+def block_size() -> int:
+    """The channels in a block here, read off the weights of a convolution with 8 channels."""
+    from onnx import TensorProto, helper, load_from_string, numpy_helper
+
+    weight = numpy_helper.from_array(np.ones((8, 8, 1, 1), np.float32), "w")
+    info = functools.partial(helper.make_tensor_value_info, elem_type=TensorProto.FLOAT, shape=[1, 8, 4, 4])
+    node = helper.make_node("Conv", ["x", "w"], ["y"])
+    graph = helper.make_graph([node], "probe", [info(name="x")], [info(name="y")], [weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    found = load_from_string(optimized(model.SerializeToString(), SessionOptions()))
+    return int(max(each.dims[0] for each in found.graph.initializer))
+
+
+class _Blocked:
+    """An optimized model while it is rewritten. `twin`: the name of a tensor in blocks, by its plain name."""
+
+    def __init__(self, model: Any, block: int) -> None:
+        self.model, self.graph, self.block = model, model.graph, block
+        self.nodes = list(model.graph.node)
+        self.shapes = {
+            value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+            for value in (*model.graph.value_info, *model.graph.input, *model.graph.output)
+        }
+        self.constants = {each.name: list(each.dims) for each in model.graph.initializer}
+        for node in self.nodes:  # ONNX Runtime leaves out what its own rewrites have made
+            if node.op_type in ELEMENTWISE and node.input[0] in self.shapes and len(node.input) == 1:
+                self.shapes.setdefault(node.output[0], self.shapes[node.input[0]])
+        self.twin: dict[str, str] = {}
+        self.names = {name for node in self.nodes for name in (*node.input, *node.output)}
+
+    def rewritten(self) -> bytes | None:
+        """See `keep_blocked`."""
+        before = self._reorderings()
+        if not before or any(a.type in (5, 10) for node in self.nodes for a in node.attribute):  # subgraphs
+            return None
+        for node in self.nodes:
+            if node.domain == DOMAIN and node.op_type in ("ReorderInput", "ReorderOutput"):
+                plain, blocked = node.input[0], node.output[0]
+                if node.op_type == "ReorderOutput":
+                    plain, blocked = blocked, plain
+                if self._in_whole_blocks(plain) and not _flag(node, "channels_last"):
+                    self.twin[plain] = blocked
+        for node in list(self.nodes):
+            made = self._as_elementwise(node) or self._as_depthwise(node) or self._as_pool(node)
+            if made:
+                self.nodes.remove(node)
+                self.nodes += made
+        self._use_twins()
+        self._drop_unused()
+        self._fuse_into_convolutions()
+        if self._reorderings() >= before:
+            return None
+        _sort(self.nodes, {*self.constants, *(value.name for value in self.graph.input)})
+        del self.graph.node[:]
+        self.graph.node.extend(self.nodes)
+        data: bytes = self.model.SerializeToString()
+        return data
+
+    def _reorderings(self) -> int:
+        return sum(node.op_type in ("ReorderInput", "ReorderOutput") for node in self.nodes)
+
+    def _in_whole_blocks(self, name: str) -> bool:
+        shape = self.shapes.get(name, [])
+        return len(shape) == 4 and all(shape) and shape[1] % self.block == 0
+
+    def _new(self, name: str) -> str:
+        """A name that no tensor has."""
+        while name in self.names:
+            name += "_"
+        self.names.add(name)
+        return name
+
+    def _as_elementwise(self, node: Any) -> list[Any] | None:
+        """The operator on blocked operands, where all of them are there in blocks."""
+        from onnx import NodeProto
+
+        if node.domain or node.op_type not in ELEMENTWISE or not self._in_whole_blocks(node.output[0]):
+            return None
+        operands = [name for name in node.input if name and not self._is_number(name)]
+        if any(self.shapes.get(n) != self.shapes[node.output[0]] or n not in self.twin for n in operands):
+            return None
+        copy = NodeProto()
+        copy.CopyFrom(node)
+        for index, name in enumerate(node.input):
+            copy.input[index] = self.twin.get(name, name)
+        copy.name = copy.output[0] = self.twin[node.output[0]] = self._new(f"{node.output[0]}_blocked")
+        return [copy]
+
+    def _is_number(self, name: str) -> bool:
+        return int(np.prod(self.constants.get(name, [2]))) == 1
+
+    def _as_depthwise(self, node: Any) -> list[Any] | None:
+        """Pixels times one factor for each channel of the one image: a convolution with computed weights.
+
+        A tensor of one pixel is the same in both layouts.
+        """
+        from onnx import helper, numpy_helper
+
+        if node.domain or node.op_type != "Mul" or not self._in_whole_blocks(node.output[0]):
+            return None
+        shape, result = self.shapes[node.output[0]], node.output[0]
+        for factors, pixels in (node.input, reversed(node.input)):
+            if (
+                self.shapes.get(factors) == [1, shape[1], 1, 1]
+                and self.shapes.get(pixels) == shape
+                and pixels in self.twin
+                and shape[0] == 1
+            ):
+                weight, size = self._new(f"{result}_weight"), self._new(f"{result}_weight_shape")
+                four = np.array([shape[1], 1, 1, 1], np.int64)
+                self.graph.initializer.append(numpy_helper.from_array(four, size))
+                self.constants[size] = [4]
+                operands = [self.twin[pixels], weight]
+                source = self.twin.get(factors, factors)
+                self.twin[result] = self._new(f"{result}_blocked")
+                return [
+                    helper.make_node("Reshape", [source, size], [weight], name=weight),
+                    helper.make_node(
+                        "Conv",
+                        operands,
+                        [self.twin[result]],
+                        name=self.twin[result],
+                        domain=DOMAIN,
+                        group=shape[1],
+                        kernel_shape=[1, 1],
+                    ),
+                ]
+        return None
+
+    def _as_pool(self, node: Any) -> list[Any] | None:
+        """The mean over all pixels is a pooling, which there is for blocks."""
+        from onnx import helper
+
+        if node.domain or node.op_type != "ReduceMean" or not self._in_whole_blocks(node.output[0]):
+            return None
+        source, result = node.input[0], node.output[0]
+        if source not in self.twin or self.shapes[result] != [*self.shapes[source][:2], 1, 1]:
+            return None
+        self.twin[result] = self._new(f"{result}_blocked")
+        ends = [self.twin[source]], [self.twin[result]]
+        return [helper.make_node("GlobalAveragePool", *ends, name=self.twin[result], domain=DOMAIN)]
+
+    def _use_twins(self) -> None:
+        """Read what is there in blocks where that is wanted; put into plain layout what is wanted so."""
+        from onnx import helper
+
+        made = {name for node in self.nodes for name in node.output if node.op_type != "ReorderInput"}
+        same = {
+            node.output[0]: twin
+            for node in self.nodes
+            if node.op_type == "ReorderInput" and (twin := self.twin.get(node.input[0], "")) in made
+        }
+        for node in self.nodes:
+            for index, name in enumerate(node.input):
+                node.input[index] = same.get(name, name)
+        there = {*made, *self.constants, *(value.name for value in self.graph.input)}
+        for name in [name for name in self._uses() if name in self.twin and name not in there]:
+            ends, channels = ([self.twin[name]], [name]), self.shapes[name][1]
+            self.nodes.append(
+                helper.make_node("ReorderOutput", *ends, name=name, domain=DOMAIN, channels=channels)
+            )
+
+    def _uses(self) -> Counter[str]:
+        names = [name for node in self.nodes for name in node.input]
+        return Counter([*names, *(value.name for value in self.graph.output)])
+
+    def _drop_unused(self) -> None:
+        while True:
+            uses = self._uses()
+            kept = [node for node in self.nodes if any(uses[name] for name in node.output)]
+            if len(kept) == len(self.nodes):
+                return
+            self.nodes = kept
+
+    def _fuse_into_convolutions(self) -> None:
+        """A blocked convolution adds another tensor, and computes an activation, as it writes its result."""
+        uses = self._uses()
+        by_output = {node.output[0]: node for node in self.nodes}
+        blocked = set(self.twin.values())
+        for node in [node for node in self.nodes if node.op_type in {"Add", *FUSED} and not node.domain]:
+            if node.output[0] not in blocked or any(map(self._is_number, node.input)):
+                continue
+            for name in node.input:
+                conv = by_output.get(name)
+                if conv is None or uses[name] != 1 or not self._takes(conv, node):
+                    continue
+                if node.op_type == "Add":
+                    other = node.input[1] if node.input[0] == name else node.input[0]
+                    conv.input.extend([""] * (3 - len(conv.input)) + [other])
+                else:
+                    conv.attribute.add(name="activation", s=node.op_type.encode(), type=3)
+                conv.output[0] = node.output[0]
+                by_output[node.output[0]] = conv
+                self.nodes.remove(node)
+                break
+
+    def _takes(self, conv: Any, node: Any) -> bool:
+        """Whether a node is a blocked convolution that can compute this one, too."""
+        is_free = conv.op_type == "Conv" and conv.domain == DOMAIN and _attribute(conv, "activation") is None
+        return is_free and (node.op_type != "Add" or len(conv.input) < 4)
+
+
+def _attribute(node: Any, name: str) -> Any:
+    return next((each for each in node.attribute if each.name == name), None)
+
+
+def _flag(node: Any, name: str) -> bool:
+    return (found := _attribute(node, name)) is not None and bool(found.i)
+
+
+def _sort(nodes: list[Any], known: Iterable[str]) -> None:
+    """Put every node behind those whose results it reads."""
+    known, waiting = {"", *known}, list(nodes)
+    nodes.clear()
+    while waiting:
+        ready = [node for node in waiting if known.issuperset(node.input)]
+        if not ready:
+            raise ValueError("the graph has a cycle")
+        for node in ready:
+            known.update(node.output)
+        nodes += ready
+        waiting = [node for node in waiting if not known.issuperset(node.output)]

@@ -1,0 +1,250 @@
+"""The fastest ONNX Runtime options for a model on this machine, found by measuring one option after another.
+
+Each knob is turned on top of the best options so far. Its settings and the best so far are measured in turn
+(A B C A B C …); a setting stays only where it is faster outside the noise and leaves the outputs right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ampopt.measure.sampling import Gain, Measurement, gain
+from ampopt.ort.knobs import Knob, changed, knobs_for
+from ampopt.ort.options import PREFERRED
+from ampopt.ort.session import (
+    Array,
+    OnnxRunner,
+    SessionError,
+    SessionOptions,
+    onnxruntime,
+    relative_error,
+)
+
+LEAST_ROUNDS = 6
+"""With fewer, no interval holds the median with 95 % confidence."""
+
+MOST_ROUNDS = 200
+
+CALLS_PER_TURN = 3
+"""Timed calls, after an untimed one."""
+
+LONG_CALL_S = 0.02
+"""From here on a turn is one call: caches and clocks are as the call itself leaves them."""
+
+Setting = tuple[str, SessionOptions]
+"""What is changed, as the rows name it, and the options with it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One setting that was tried: `kept`, `not faster`, `wrong`, `failed`, or `not tried`.
+
+    `ratio` says how many times faster it is than the best before it, with its 95 % interval from `low` to
+    `high`; `error` is the largest relative error against the outputs of the options at the start. `p99_ms` is
+    None where fewer than 100 calls were timed.
+    """
+
+    setting: str
+    options: SessionOptions
+    verdict: str
+    reason: str
+    median_ms: float | None = None
+    p99_ms: float | None = None
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    error: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, which has no infinity: such an error is null, and the reason says it."""
+        error = self.error if self.error is not None and math.isfinite(self.error) else None
+        return {**dataclasses.asdict(self), "options": self.options.to_dict(), "error": error}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """The best options, how many times faster than the start's they are, and everything that was tried."""
+
+    best: SessionOptions
+    ratio: float
+    rows: tuple[Row, ...]
+    onnxruntime: str
+
+    def session(self) -> dict[str, Any]:
+        """What a bundle's manifest says of the session: the options and the version they hold for."""
+        return {**self.best.to_dict(), "onnxruntime": self.onnxruntime}
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"session": self.session(), "ratio": self.ratio, "rows": [row.to_dict() for row in self.rows]}
+
+
+def tune(
+    model: bytes | Path,
+    inputs: Sequence[Array],
+    *,
+    seconds: float,
+    providers: Sequence[str] | None = None,
+    tf32: bool = False,
+    tolerance: float = 1e-3,
+) -> Tuning:
+    """Sweep the options of the fastest of `providers` for about `seconds`; loading counts too.
+
+    By default the providers are all of `PREFERRED` that this ONNX Runtime has; `tf32` is for a model in
+    float16, see `SessionOptions.default`. Outputs may be
+    `tolerance` (relative error) away from those of the first provider that loads, at its default options.
+    Raises InputError where the inputs do not fit the model, SessionError where no provider loads it.
+    """
+    if providers is None:
+        found = onnxruntime().get_available_providers()
+        providers = [provider for provider in PREFERRED if provider in found]
+    end = time.perf_counter() + seconds
+    settings = [(provider, SessionOptions.default(provider, tf32=tf32)) for provider in providers]
+    sweep = _Sweep(model, tuple(inputs), settings, tolerance=tolerance, end=end)
+    start, knobs = sweep.best, knobs_for(sweep.best.options)
+    for turn, knob in enumerate(knobs):
+        sweep.turn(knob, share=1 / (len(knobs) - turn + 1))
+    ratio = sweep.final(start)
+    return Tuning(sweep.best.options, ratio, tuple(sweep.rows), onnxruntime().__version__)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Subject:
+    setting: str
+    options: SessionOptions
+    runner: OnnxRunner
+    error: float
+    is_long: bool
+
+
+class _Sweep:
+    """The best options so far, the outputs to keep to, the rows, and the time at which to end."""
+
+    def __init__(
+        self,
+        model: bytes | Path,
+        inputs: tuple[Array, ...],
+        settings: Iterable[Setting],
+        *,
+        tolerance: float,
+        end: float,
+    ) -> None:
+        """Begin with the fastest of these settings. Raises SessionError where none loads."""
+        self._model, self._inputs, self._tolerance, self._end = model, inputs, tolerance, end
+        self._reference: tuple[Array, ...] | None = None
+        self.rows: list[Row] = []
+        subjects = [subject for setting in settings if (subject := self._load(*setting))]
+        if not subjects:
+            reasons = "; ".join(f"{row.setting}: {row.reason}" for row in self.rows)
+            raise SessionError(f"no provider loads the model: {reasons or 'none was named'}")
+        self.best = subjects[0]
+        times = self._measure(subjects, share=0.2 if len(subjects) > 1 else 0.05)
+        self.rows.append(_row(subjects[0], "kept", "where the sweep starts", times[0], None))
+        self._judge(subjects[0], subjects[1:], times)
+
+    def turn(self, knob: Knob, share: float) -> None:
+        """Try the settings of one knob on top of the best options, for a share of the time that is left."""
+        settings = [(name, changed(self.best.options, change)) for name, change in knob.items()]
+        if time.perf_counter() >= self._end:
+            self.rows += [Row(name, options, "not tried", "out of time") for name, options in settings]
+            return
+        before = self.best
+        subjects = [subject for setting in settings if (subject := self._load(*setting))]
+        if subjects:
+            self._judge(before, subjects, self._measure([before, *subjects], share))
+
+    def final(self, start: _Subject) -> float:
+        """Measure the best against the start once more; if it is slower after all, go back to the start."""
+        if self.best is start:
+            return 1.0
+        found = _gain(*self._measure([start, self.best], share=1.0))
+        if found.high < 1:
+            self.best = start
+            return 1.0
+        return found.ratio
+
+    def _load(self, setting: str, options: SessionOptions) -> _Subject | None:
+        try:
+            runner = OnnxRunner(self._model, options)
+            runner(*self._inputs)
+            start = time.perf_counter()
+            outputs = runner(*self._inputs)  # the first run of a CUDA graph captures; this one replays
+            seconds = time.perf_counter() - start
+        except SessionError as e:
+            self.rows.append(Row(setting, options, "failed", str(e)))
+            return None
+        if self._reference is None:
+            self._reference = outputs
+        error = max(map(relative_error, outputs, self._reference), default=0.0)
+        if not error <= self._tolerance:
+            reason = f"outputs have a relative error of {error:.2g}, more than {self._tolerance:.2g}"
+            self.rows.append(Row(setting, options, "wrong", reason, error=error))
+            return None
+        return _Subject(setting, options, runner, error, is_long=seconds >= LONG_CALL_S)
+
+    def _measure(self, subjects: Sequence[_Subject], share: float) -> list[Array]:
+        """Seconds of each subject's calls, of shape (rounds, calls in a turn)."""
+        end = time.perf_counter() + share * max(0.0, self._end - time.perf_counter())
+        turns: list[list[list[float]]] = [[] for _ in subjects]
+        while len(turns[0]) < LEAST_ROUNDS or (len(turns[0]) < MOST_ROUNDS and time.perf_counter() < end):
+            for subject, taken in zip(subjects, turns, strict=True):
+                taken.append(self._turn(subject))
+        return [np.array(taken) for taken in turns]
+
+    def _turn(self, subject: _Subject) -> list[float]:
+        if subject.is_long:
+            return [self._seconds(subject.runner)]
+        self._seconds(subject.runner)
+        return [self._seconds(subject.runner) for _ in range(CALLS_PER_TURN)]
+
+    def _seconds(self, runner: OnnxRunner) -> float:
+        start = time.perf_counter()
+        runner(*self._inputs)
+        return time.perf_counter() - start
+
+    def _judge(self, before: _Subject, subjects: Sequence[_Subject], times: Sequence[Array]) -> None:
+        """Keep the fastest of `subjects` if it beats `before`; `times` are of both, in this order."""
+        gains = [_gain(times[0], after) for after in times[1:]]
+        faster = [subject for subject, found in zip(subjects, gains, strict=True) if found.is_real]
+        medians = {id(s): np.median(after) for s, after in zip(subjects, times[1:], strict=True)}
+        winner = min(faster, key=lambda s: medians[id(s)], default=None)
+        for subject, after, found in zip(subjects, times[1:], gains, strict=True):
+            if subject is winner:
+                self.rows.append(_row(subject, "kept", "faster outside the noise", after, found))
+            elif subject in faster:
+                self.rows.append(_row(subject, "not faster", "another setting is faster still", after, found))
+            else:
+                self.rows.append(
+                    _row(subject, "not faster", "the gain is not outside the noise", after, found)
+                )
+        self.best = winner or before
+
+
+def _gain(before: Array, after: Array) -> Gain:
+    """How many times faster `after` is; both hold seconds of shape (turns, calls in a turn)."""
+    return gain(*(Measurement(tuple(map(float, np.median(times, axis=1)))) for times in (before, after)))
+
+
+def _row(subject: _Subject, verdict: str, reason: str, times: Array, found: Gain | None) -> Row:
+    ratio, low, high = (found.ratio, found.low, found.high) if found else (None, None, None)
+    timed = Measurement(tuple(map(float, times.ravel())))
+    p99 = timed.quantile(0.99)
+    return Row(
+        subject.setting,
+        subject.options,
+        verdict,
+        reason,
+        1e3 * timed.median,
+        None if p99 is None else 1e3 * p99,
+        ratio,
+        low,
+        high,
+        subject.error,
+    )

@@ -1,0 +1,1 @@
+"""The search: every pass is tried, judged and chosen, lane by lane."""

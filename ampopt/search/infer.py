@@ -1,0 +1,53 @@
+"""Example inputs for a model that was given none, where its first layer says what it takes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ampopt.errors import InputError
+from ampopt.ir.model_copy import exact_copy, untouched_rng
+
+SIDE = 224
+"""Height, width (or length) where the model leaves them free."""
+
+
+def infer_inputs(model: nn.Module, device: torch.device) -> tuple[tuple[Tensor, ...], str]:
+    """A batch of one for the first convolution or linear layer, and a sentence that says so.
+
+    The tensor is float, in the layer's own dtype: [1, channels, 224, 224] for a 2d convolution (one or
+    three spatial dimensions likewise), [1, features] for a linear layer. It is then tried on the model.
+    Raises InputError where the first layer is of another kind, or the model does not take the tensor.
+    """
+    first = next((m for m in model.modules() if next(m.parameters(recurse=False), None) is not None), None)
+    asked = "pass example_inputs=(tensor, ...), a tuple of the model's positional arguments"
+    dims = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+    if isinstance(first, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        shape = (
+            1,
+            first.in_channels,
+            *(SIDE,) * next(d for kind, d in dims.items() if isinstance(first, kind)),
+        )
+    elif isinstance(first, nn.Linear):
+        shape = (1, first.in_features)
+    else:
+        kind = "no layer with weights" if first is None else f"a {type(first).__name__}"
+        raise InputError(
+            f"the input of {type(model).__name__} cannot be inferred: it begins with {kind}; {asked}"
+        )
+    assert isinstance(first.weight, Tensor)
+    generator = torch.Generator().manual_seed(0)
+    example = torch.randn(shape, generator=generator).to(device, first.weight.dtype)
+    try:
+        with torch.no_grad(), untouched_rng(device):
+            exact_copy(model)(example)
+    except Exception as error:
+        raise InputError(
+            f"the input of {type(model).__name__} cannot be inferred: it does not take a tensor "
+            f"{list(shape)}, which its first {type(first).__name__} suggests ({_first_line(error)}); {asked}"
+        ) from error
+    return (example,), f"example_inputs were inferred from the first {type(first).__name__}: {list(shape)}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

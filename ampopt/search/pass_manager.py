@@ -1,0 +1,427 @@
+"""The pass manager: every pass is applied, verified, timed, and kept or not, with the reason written down."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from ampopt.engines.executable import executable
+from ampopt.errors import AmpoptError, first_line
+from ampopt.ir.lanes import Lane
+from ampopt.ir.numerics import Check
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Family, Numerics, Pass, Result, replay
+from ampopt.measure.clocks import device_time, engine_latency, latency, peak_memory, synchronize
+from ampopt.measure.ledger import Entry, Ledger, Timing, Verdict
+from ampopt.measure.sampling import Measurement, Sampler, gain, interleave, joined
+from ampopt.measure.verify import Verifier
+from ampopt.search.rehearsal import Stage
+from ampopt.search.subject import Subject
+from ampopt.system.budget import CALLS_OF_A_TRIAL
+from ampopt.system.interrupts import check_interrupted, held, was_interrupted
+
+logger = logging.getLogger("ampopt")
+
+LEAST_ENABLING = 0.95
+"""A pass that others build on may cost this at first; it is left out in the end where nothing came of it."""
+
+_FAILURES = (Verdict.FAILED, Verdict.REVERTED)
+
+HOST_SHARE = 0.25
+"""Of a comparison's time for the host's clock, where that does not judge it."""
+
+DEVICE_S = 0.15
+"""Seconds of a comparison on the device clock, whose samples lie within a thousandth of each other."""
+
+CALLS_FOR_AN_ENGINE = 60
+"""What a trial of a way to run takes: on a CPU an untimed call before each timed one, and a second look where
+there is noise.
+"""
+
+LARGE_GAIN, MORE_ROUNDS = 1.1, 3
+"""From which ratio on a gain that the noise may have made is looked at longer, and how many times at most."""
+
+Progress = Callable[[str, str], None]
+"""Told (lane, pass) when work on a pass begins."""
+
+
+def silent(_lane: str, _name: str) -> None:
+    """A progress that tells nobody."""
+
+
+@dataclasses.dataclass
+class LaneState:
+    """Where a lane stands: the best program so far, and the best that compilers can read."""
+
+    lane: Lane
+    best: Subject
+    base: Program
+    rewritten: Program
+    call_s: float = 0.0
+    """Seconds that a call of the best takes, as far as that is known: what trials take follows from it."""
+    too_slow: list[Pass] = dataclasses.field(default_factory=list)
+    """Passes that were right but gained nothing, with what they measured written into their fields."""
+    at_a_loss: list[Pass] = dataclasses.field(default_factory=list)
+    """Passes that were kept for what later ones may build on them although they cost a little."""
+    check: Check | None = None
+    """What `PassManager.settle` found of the best program; None before."""
+
+
+class PassManager:
+    """Runs the passes of one captured model through a lane at a time; see the module."""
+
+    def __init__(
+        self,
+        captured: Program,
+        verifier: Verifier,
+        ledger: Ledger,
+        *,
+        deadline: float,
+        sample_s: float = 0.4,
+        progress: Progress | None = None,
+        stage: Stage | None = None,
+    ) -> None:
+        """`deadline` is on `time.perf_counter`'s clock; `sample_s` is spent on each comparison and clock.
+
+        Risky passes are rehearsed on the `stage` first; without one, they are not.
+        """
+        self._captured, self._verifier, self._ledger = captured, verifier, ledger
+        self._deadline, self._sample_s = deadline, sample_s
+        self._progress, self._stage, self._began = progress or silent, stage, 0.0
+
+    def open(self, lane: Lane, call_s: float = 0.0) -> LaneState:
+        """Start a lane with the captured program as it is, a call of which takes about `call_s` seconds."""
+        program = lane.start(self._captured)
+        return LaneState(lane, Subject(program), program, program, call_s)
+
+    def rewrite(self, state: LaneState, passes: Sequence[Pass], *, deadline: float) -> None:
+        """Apply rewrites, placement and kernels, one on top of the other, then give second chances.
+
+        `deadline` comes before the manager's own, so that ways to run get their share of the time.
+        """
+        whole, self._deadline = self._deadline, deadline
+        for step in passes:
+            self._try(state, step.name, [step], state.best.program)
+        self._give_second_chances(state, passes)
+        for step in (s for s in state.at_a_loss if s in state.best.program.recipe):
+            recipe = tuple(s for s in state.best.program.recipe if s != step)
+            self._try(state, f"without {step.name}", [_Replay(recipe)], state.base)
+        state.rewritten, self._deadline = state.best.program, whole
+
+    def recall(self, state: LaneState, recipe: tuple[Pass, ...]) -> bool:
+        """Replay a recipe that won before; whether it is whole and right, and so the best; not timed."""
+        if recipe:
+            self._try(state, "tuned before", [_Recall(recipe)], state.base)
+        return state.best.program.recipe == recipe
+
+    def settle(self, state: LaneState) -> None:
+        """Verify a lane's winner far outside of the examples' range, too; what is wrong there is taken out.
+
+        The check of what is left goes into `state.check`. Which pass is wrong is found by bisection: it is
+        the one with which the recipe begins to be.
+        """
+        while True:
+            self._began, recipe = time.perf_counter(), state.best.program.recipe
+            check = self._verifier.check(state.best.run, state.lane.dtype, everywhere=True)
+            if check.passed or not recipe:
+                state.check = check
+                return
+            wrong = recipe[self._right_until(state, recipe)]
+            state.best = Subject(replay(tuple(step for step in recipe if step is not wrong), state.base))
+            entry = Entry(state.lane.name, wrong.name, Verdict.REVERTED, "")
+            entry = dataclasses.replace(entry, error=check.error, limit=check.limit)
+            self._record(entry, reason=f"it won, but is wrong elsewhere: {check.reason}")
+
+    def _right_until(self, state: LaneState, recipe: tuple[Pass, ...]) -> int:
+        """How many passes of a recipe that is wrong somewhere are right together."""
+        right, wrong = 0, len(recipe)
+        while wrong - right > 1:
+            middle = (right + wrong) // 2
+            program = replay(recipe[:middle], state.base)
+            check = self._verifier.check(executable(program), state.lane.dtype, everywhere=True)
+            right, wrong = (middle, wrong) if check.passed else (right, middle)
+        return right
+
+    def _give_second_chances(self, state: LaneState, passes: Sequence[Pass]) -> None:
+        """Try passes that were right but too slow again, where those that come after them are there.
+
+        A pass may lose in its place and win in company: folded biases and channels_last each cost time
+        until the fused kernels that want them both are there. So all of them are tried together, every
+        kernel pass applied anew on top, and the ones that do not help are then taken out; where the
+        company is no gain, each is tried alone, in its own place in the recipe.
+        """
+        order = [step.name for step in passes]
+        kernels = [step for step in passes if step.family is Family.KERNEL]
+        slow, state.too_slow = state.too_slow, []
+
+        def attempt(name: str, steps: Sequence[Pass]) -> bool:
+            before, recipe = state.best, sorted(steps, key=lambda step: order.index(step.name))
+            self._try(state, name, [_Replay(tuple(recipe))], state.base)
+            return state.best is not before
+
+        def with_added(added: Sequence[Pass]) -> list[Pass]:
+            return list({s.name: s for s in (*kernels, *state.best.program.recipe, *added)}.values())
+
+        if len(slow) > 1 and attempt("all of these again, together", with_added(slow)):
+            for step in slow:
+                attempt(f"the same without {step.name}", [s for s in state.best.program.recipe if s != step])
+            return
+        for step in slow:
+            attempt(f"{step.name} (again)", with_added([step]))
+
+    def choose_engine(
+        self, state: LaneState, engines: Sequence[Pass | None], launches: Sequence[Pass]
+    ) -> None:
+        """Try ways to run, with each way to launch, against the best so far.
+
+        None stands for running the graph as it is. An engine that cannot see into native kernels gets the
+        program without them. It is tried by itself only where it cannot be launched, or fails when it is.
+        """
+        for engine in engines:
+            if engine is None:
+                for launch in launches:
+                    self._try(state, launch.name, [launch], state.rewritten)
+                continue
+            for suffix, program in self._readable_forms(state, engine):
+                name = engine.name + suffix
+                usable = [launch for launch in launches if launch.why_not(program) is None]
+                made = [self._try(state, f"{name} + {each.name}", [engine, each], program) for each in usable]
+                failed = all(outcome is None for outcome in made)
+                if not usable or (failed and self._ledger.entries[-1].verdict in _FAILURES):
+                    self._try(state, name, [engine], program)
+
+    def _readable_forms(self, state: LaneState, engine: Pass) -> list[tuple[str, Program]]:
+        """The rewritten program as the engine can take it: with native kernels, or else without them.
+
+        An engine that is worth more time is tried without them all the same, and without each kind of them:
+        where it fuses by itself, a kernel that was faster before it may not be so any more.
+        """
+        kernels = [step for step in state.rewritten.recipe if step.family is Family.KERNEL]
+        left_out = {"": list[Pass]()} | ({" (unfused)": kernels} if kernels else {})
+        if engine.slow_to_apply and len(kernels) > 1:
+            left_out |= {f" (without {kernel.name})": [kernel] for kernel in kernels}
+        forms = [
+            (suffix, self._without(state, missing) if missing else state.rewritten)
+            for suffix, missing in left_out.items()
+        ]
+        readable = [form for form in forms if engine.why_not(form[1]) is None] or forms[:1]
+        return readable if engine.slow_to_apply else readable[:1]
+
+    def _without(self, state: LaneState, missing: Sequence[Pass]) -> Program:
+        """The rewritten program without some of its passes."""
+        recipe = tuple(step for step in state.rewritten.recipe if step not in missing)
+        return replay(recipe, state.base)
+
+    def _try(self, state: LaneState, name: str, steps: Sequence[Pass], program: Program) -> Program | None:
+        """Try passes on a program; keep the outcome as the lane's best where that is right.
+
+        Returns the changed program wherever it is correct, kept or not, so that others can build on it.
+        What there is no time left to judge is not begun.
+        """
+        lane, judging = state.lane.name, judging_s(steps[-1], state.call_s)
+        self._progress(lane, name)
+        blank = Entry(lane, name, Verdict.NOT_TRIED, "")
+        self._began = time.perf_counter()
+        check_interrupted()
+        if self._began > self._deadline:
+            self._record(blank, reason="the time budget was spent")
+            return None
+        start = self._began
+        same_bits_as: Program | None = None
+        try:
+            for step in steps:
+                if (declined := step.why_not(program)) is not None:
+                    self._record(blank, verdict=Verdict.DECLINED, reason=declined)
+                    return None
+                left = self._deadline - start - judging
+                if step.expected_seconds(program) > left:
+                    step = step.hurried()
+                if (needed := step.expected_seconds(program)) > left:
+                    more, rest = needed + judging, max(left + judging, 0.0)
+                    reason = f"it needs about {more:.3g} s, and {rest:.3g} s of the budget are left"
+                    self._record(blank, reason=reason)
+                    return None
+                step = step.within(left)
+                if self._stage is None:
+                    result, unrehearsed = step.apply(program), None
+                else:
+                    result, unrehearsed = self._stage.apply(step, program, seconds=left)
+                blank = _account(blank, result, time.perf_counter() - start, unrehearsed)
+                if not result.modified:
+                    self._record(blank, verdict=Verdict.DECLINED, reason=_why_nothing(result))
+                    return None
+                keeps_bits = step.numerics_on(program) is Numerics.BITWISE
+                same_bits_as = (same_bits_as or program) if keeps_bits else None
+                program = result.program if isinstance(step, _Replay) else _with_recipe(result, step)
+            return self._judge(state, blank, steps[-1], same_bits_as, Subject(program))
+        except (Exception, KeyboardInterrupt) as error:
+            if was_interrupted(error):
+                self._record(blank, reason="interrupted")
+                raise KeyboardInterrupt from error
+            logger.debug("pass %s failed", name, exc_info=True)
+            self._record(blank, verdict=Verdict.FAILED, reason=first_line(error))
+            self._check_device(name)
+            return None
+
+    def _judge(
+        self, state: LaneState, entry: Entry, step: Pass, same_bits_as: Program | None, candidate: Subject
+    ) -> Program | None:
+        """Verify, time, decide, record. `same_bits_as` is the program whose every bit must have stayed."""
+        check = self._verifier.check(candidate.run, state.lane.dtype)
+        entry = dataclasses.replace(entry, error=check.error, limit=check.limit)
+        wrong = check.reason
+        if wrong is None and same_bits_as is not None:
+            wrong = _differing_bits(same_bits_as, candidate)
+        if wrong is not None:
+            self._record(entry, verdict=Verdict.REVERTED, reason=wrong)
+            return None
+        if isinstance(step, _Recall):
+            with held():
+                state.best = candidate
+                self._record(
+                    entry, verdict=Verdict.KEPT, reason="it won before; the last comparison times it"
+                )
+            return candidate.program
+        entry = self._time(entry, step, state.best, candidate)
+        assert entry.gain is not None
+        if step.enables_others and (not entry.gain.is_loss or entry.gain.ratio >= LEAST_ENABLING):
+            verdict, reason = Verdict.KEPT, _pace(entry, "later passes build on it")
+            if entry.gain.is_loss:
+                state.at_a_loss.append(candidate.program.recipe[-1])
+        elif entry.gain.is_real:
+            verdict, reason = Verdict.KEPT, _pace(entry, "faster")
+        else:
+            what = "slower" if entry.gain.is_loss else "no gain outside the noise"
+            verdict, reason = Verdict.REVERTED, _pace(entry, what)
+            if step.family in (Family.REWRITE, Family.PLACEMENT) and not isinstance(step, _Replay):
+                state.too_slow.append(candidate.program.recipe[-1])
+        with held():  # the best program and its row belong together
+            if verdict is Verdict.KEPT:
+                assert entry.after is not None
+                state.best, state.call_s = candidate, entry.after.latency.median
+            self._record(entry, verdict=verdict, reason=reason)
+        return candidate.program
+
+    def _time(self, entry: Entry, step: Pass, best: Subject, candidate: Subject) -> Entry:
+        """Both clocks for the best so far and for the candidate, sampled in turn."""
+        device = candidate.device
+        subjects = {"before": best, "after": candidate}
+        is_of_host = step.family in (Family.ENGINE, Family.LAUNCH)
+        sampler = engine_latency if is_of_host else latency
+        calls = {name: sampler(subject.call, device) for name, subject in subjects.items()}
+        graphs = {name: graph for name, s in subjects.items() if (graph := s.replayed()) is not None}
+        replays = {name: device_time(graph.replay, device) for name, graph in graphs.items()}
+        judged_on_host = is_of_host or len(replays) < 2
+        share = 1.0 if judged_on_host else HOST_SHARE
+        patient = judged_on_host and not step.enables_others  # kept all the same
+        on_host = self._on_host(calls, share * self._sample_s, patient=patient)
+        on_device: dict[str, Measurement] = interleave(replays, seconds=DEVICE_S) if replays else {}
+        judge = on_host if judged_on_host else on_device
+        return dataclasses.replace(
+            entry,
+            before=Timing(on_host["before"], on_device.get("before")),
+            after=Timing(on_host["after"], on_device.get("after")),
+            gain=gain(judge["before"], judge["after"]),
+            memory=peak_memory(candidate.call, device),
+        )
+
+    def _on_host(
+        self, calls: Mapping[str, Sampler], seconds: float, *, patient: bool
+    ) -> dict[str, Measurement]:
+        """`before` and `after`, in turn; for longer where a large gain is not yet clear of the noise."""
+        timed = interleave(calls, seconds=seconds)
+        for _ in range(MORE_ROUNDS if patient else 0):
+            found = gain(timed["before"], timed["after"])
+            if found.is_real or found.ratio < LARGE_GAIN or time.perf_counter() > self._deadline:
+                break
+            more = interleave(calls, seconds=seconds)
+            timed = {name: joined(first, more[name]) for name, first in timed.items()}
+        return timed
+
+    def _check_device(self, name: str) -> None:
+        """Say so at once where a failed pass has left the CUDA context unusable."""
+        try:
+            synchronize(self._captured.device)
+        except Exception as error:
+            raise AmpoptError(
+                f"pass {name} has broken this process's CUDA context: start again with exclude=[{name!r}]"
+            ) from error
+
+    def _record(self, entry: Entry, *, reason: str, verdict: Verdict | None = None) -> None:
+        took = time.perf_counter() - self._began
+        self._ledger.entries.append(
+            dataclasses.replace(entry, reason=reason, verdict=verdict or entry.verdict, took_s=took)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Replay(Pass):
+    """Replay a recipe on the lane's first program."""
+
+    numerics = Numerics.APPROXIMATE
+    family = Family.REWRITE
+    portable = False
+
+    recipe: tuple[Pass, ...]
+
+    def within(self, seconds: float) -> Pass:
+        """Every pass of it within the time; they follow each other, but few take any."""
+        return dataclasses.replace(self, recipe=tuple(step.within(seconds) for step in self.recipe))
+
+    def apply(self, program: Program) -> Result:
+        replayed = replay(self.recipe, program)
+        return Result(replayed, max(1, len(replayed.recipe)))  # without any pass it is a program, too
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recall(_Replay):
+    """Replay a whole recipe, ways to run and to launch included, or nothing of it."""
+
+    family = Family.LAUNCH
+
+    def apply(self, program: Program) -> Result:
+        result = super().apply(program)
+        if result.program.recipe != self.recipe:
+            raise AmpoptError("not every pass of it applies here")
+        return result
+
+
+def judging_s(step: Pass, call_s: float) -> float:
+    """Seconds that it takes to judge a step at the least, where a call of a program takes `call_s`."""
+    return call_s * (CALLS_FOR_AN_ENGINE if step.family is Family.ENGINE else CALLS_OF_A_TRIAL)
+
+
+def _account(entry: Entry, result: Result, seconds: float, unrehearsed: str | None) -> Entry:
+    hints = (*result.hints, *([f"not rehearsed: {unrehearsed}"] if unrehearsed else []))
+    return dataclasses.replace(
+        entry, rewrites=result.rewrites, declined=result.declined, hints=hints, seconds=seconds
+    )
+
+
+def _with_recipe(result: Result, step: Pass) -> Program:
+    program = result.program
+    return program.replace(recipe=(*program.recipe, result.replay or step))
+
+
+def _why_nothing(result: Result) -> str:
+    if not result.declined:
+        return "there is nothing to rewrite"
+    first = result.declined[0]
+    more = f" (and {len(result.declined) - 1} more)" if len(result.declined) > 1 else ""
+    return f"{first.node}: {first.reason}{more}"
+
+
+def _differing_bits(before: Program, candidate: Subject) -> str | None:
+    examples = candidate.program.examples
+    pairs = zip(before.run(*examples), candidate.run(*examples), strict=True)
+    if all(a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in pairs):
+        return None  # NaN is the same as NaN, and as nothing else
+    return "it claims to keep every bit and does not"
+
+
+def _pace(entry: Entry, what: str) -> str:
+    assert entry.gain is not None
+    g = entry.gain
+    return f"{what}: {g.ratio:.3f}x ({g.low:.3f} to {g.high:.3f})"

@@ -1,0 +1,30 @@
+"""The progress line: which pass, in which lane, how long so far, how long at most."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from ampopt.search.pass_manager import Progress, silent
+
+
+@contextlib.contextmanager
+def progress_line(shown: bool | None, started: float, budget_s: float) -> Iterator[Progress]:
+    """A function to tell what is being done; the line is on standard error and gone afterwards.
+
+    `shown` None: only where standard error is a terminal.
+    """
+    if shown is False or (shown is None and not sys.stderr.isatty()):
+        yield silent
+        return
+    with Console(stderr=True).status("capturing …") as status:
+
+        def tell(lane: str, name: str) -> None:
+            elapsed = time.perf_counter() - started
+            status.update(f"{lane}: {name} · {elapsed:.0f} s of at most {budget_s:.0f} s")
+
+        yield tell

@@ -1,0 +1,247 @@
+"""Rehearsals: a risky pass is tried in another process first, which alone suffers when it crashes or hangs.
+
+A foreign compiler can bring the process down, corrupt its CUDA context for good, or not return in time.
+None of that can be undone from inside, so it first does its work, captured and replayed, on a stage of its
+own: a process that gets the program, and is killed when its time is over. What it compiles there lies in
+the compilers' disk caches afterwards, so that doing it again here takes a fraction of the time. What a pass
+does before it compiles anything, it may do here meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from types import TracebackType
+
+import torch
+
+from ampopt.engines.graph_capture import ReplayedProgram
+from ampopt.errors import AmpoptError, PassError, first_line
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Pass, Result
+from ampopt.kernels.cudnn_shapes import know_shapes
+from ampopt.kernels.fused_conv import fused_conv
+from ampopt.measure.clocks import synchronize
+from ampopt.system.inductor_cache import inductor_folder
+
+
+class Stage:
+    """A process to rehearse in: begun when first needed, replaced after a failure, killed at the end.
+
+    `device` is where the programs run that will be rehearsed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: Connection | None = None
+
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def prepare(self) -> None:
+        """Begin the process now: it loads its libraries while there is other work to do here.
+
+        Not on a CPU, where it is begun when it is needed: while it loads, a call of a network on two cores
+        takes up to 15 times as long, and what is timed here then decides on noise.
+        """
+        if _possible() and self.device.type != "cpu":
+            self._begin()
+
+    def apply(self, step: Pass, program: Program, *, seconds: float) -> tuple[Result, str | None]:
+        """Apply `step` to `program`, a risky one there and here.
+
+        Raises PassError where it fails there or takes longer.
+        With the result comes None, or why no rehearsal was possible: the system has no POSIX processes, or
+        the program cannot be loaded in another one, such as one that calls operators registered in this one
+        only.
+        """
+        if not step.risky:
+            return step.apply(program), None
+        with self.rehearsing(step, program, seconds=seconds) as rehearsed:
+            return step.apply_beside(program, rehearsed), rehearsed()
+
+    @contextlib.contextmanager
+    def rehearsing(
+        self, step: Pass, program: Program, *, seconds: float
+    ) -> Iterator[Callable[[], str | None]]:
+        """Have `step` applied to `program` over there, and the outcome run, while the block goes on.
+
+        The block gets what waits for the end of it; see `apply` for what that returns and raises, as often
+        as it is called. What the block leaves unfinished is killed.
+        """
+        if not _possible():
+            yield lambda: "this system has no POSIX processes to rehearse in"
+            return
+        with tempfile.NamedTemporaryFile(prefix="ampopt-") as parcel:
+            try:
+                pickle.dump((torch.get_num_threads(), step, program), parcel)
+            except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
+                reason = f"the program cannot be sent to another process: {first_line(error)}"
+                yield lambda: reason
+                return
+            parcel.flush()
+            answer = _Answer(self._send(parcel.name), seconds, self._how_it_ended)
+            try:
+                yield answer.get
+            finally:  # Ctrl-C, too: nothing is to go on over there
+                if not answer.is_good:
+                    self.close()  # whatever failed there may have broken that process's CUDA context
+
+    def _send(self, parcel: str) -> Connection:
+        line = self._begin()
+        with contextlib.suppress(OSError):  # it has ended: its answer will say so
+            line.send_bytes(parcel.encode())  # short: it never waits for the other side, which may hang
+        return line
+
+    def _begin(self) -> Connection:
+        if self._line is None:
+            ours, theirs = multiprocessing.Pipe()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "ampopt.search.rehearsal", str(theirs.fileno()), str(self.device)],
+                pass_fds=[theirs.fileno()],
+                env={
+                    **os.environ,
+                    "TORCHINDUCTOR_CACHE_DIR": str(inductor_folder()),  # not a default of its own
+                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for us
+            )
+            theirs.close()
+            self._line = ours
+        return self._line
+
+    def _how_it_ended(self) -> str:
+        assert self._process is not None
+        try:
+            status = self._process.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            return "it hung up"
+        return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+    def close(self) -> None:
+        """Kill the process and everything that it has started."""
+        if self._line is not None:
+            self._line.close()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._process = self._line = None
+
+
+class _Answer:
+    """What a rehearsal comes to: waited for once, told as often as asked for."""
+
+    def __init__(self, line: Connection, seconds: float, how_it_ended: Callable[[], str]) -> None:
+        self._line, self._seconds, self._how_it_ended = line, seconds, how_it_ended
+        self._deadline = time.perf_counter() + seconds
+        self._told: dict[str, str] | PassError | None = None
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it came, and nothing failed."""
+        return isinstance(self._told, dict)
+
+    def get(self) -> str | None:
+        """None, or why there was no rehearsal; PassError where that failed."""
+        if self._told is None:
+            try:
+                self._told = self._wait()
+            except PassError as error:
+                self._told = error
+        if isinstance(self._told, PassError):
+            raise self._told
+        return self._told.get("unloadable")
+
+    def _wait(self) -> dict[str, str]:
+        _load_compiler()
+        try:
+            if not self._line.poll(max(self._deadline - time.perf_counter(), 0.0)):
+                raise PassError(f"it took longer than the {self._seconds:.0f} s that were left of the budget")
+            answer: dict[str, str] = json.loads(self._line.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise PassError(f"it brought down a process of its own ({self._how_it_ended()})") from error
+        if (reason := answer.get("failed")) is not None:
+            raise PassError(f"it failed in a process of its own: {reason}")
+        return answer
+
+
+def _possible() -> bool:
+    return os.name == "posix" and bool(sys.executable)
+
+
+def _load_compiler() -> None:
+    """Load inductor here, too, which takes seconds, while the other process compiles."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch._inductor.compile_fx")
+
+
+def _warm_up(device: torch.device) -> None:
+    """Compile something small, so that the compiler is loaded when the first program comes.
+
+    Where that fails, so will the first program, and then the reason is told.
+    """
+    with contextlib.suppress(Exception), torch.no_grad():
+        small = torch.fx.symbolic_trace(torch.nn.ReLU())
+        example = torch.ones(8, device=device)
+        torch._inductor.compile(small, [example], options={"freezing": True})(example)
+
+
+def _perform(step: Pass, program: Program) -> None:
+    """Everything that the pass manager will do with the outcome."""
+    program = step.apply(program).program
+    program.run(*program.examples)
+    if program.device.type == "cuda":
+        with contextlib.suppress(AmpoptError):  # the pass manager finds out, and tells, that it has no graph
+            ReplayedProgram(program).replay()
+    synchronize(program.device)
+
+
+def _answer(parcel: str) -> dict[str, str]:
+    """Do what was asked for: nothing to say, or `failed` or `unloadable` with the reason."""
+    try:
+        with open(parcel, "rb") as file:
+            threads, step, program = pickle.load(file)  # it comes from our own parent
+    except Exception as error:
+        return {"unloadable": f"another process cannot load the program: {first_line(error)}"}
+    try:
+        torch.set_num_threads(threads)
+        _perform(step, program)
+    except Exception as error:
+        return {"failed": first_line(error)}
+    return {}
+
+
+def _main(line: Connection) -> None:
+    """Answer requests until the other side hangs up."""
+    with contextlib.suppress(EOFError):
+        while True:
+            line.send_bytes(json.dumps(_answer(line.recv_bytes().decode())).encode())
+
+
+if __name__ == "__main__":
+    know_shapes()
+    fused_conv()  # programs that come may call it
+    if not sys.argv[2].startswith("cpu"):  # where the first program is waiting
+        _warm_up(torch.device(sys.argv[2]))
+    _main(Connection(int(sys.argv[1])))

@@ -1,0 +1,39 @@
+"""A program under trial."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ampopt.engines.executable import Executable, executable, quick
+from ampopt.engines.graph_capture import ReplayedProgram
+from ampopt.errors import AmpoptError
+from ampopt.ir.program import Program
+
+
+class Subject:
+    """A program under trial: what runs it as its user would, and what replays it for the device clock."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.run: Executable = executable(program)
+        self._answer: Callable[..., object] = self.run
+        if len(program.examples) == 1:
+            self._answer = quick(program, self.run, program.examples[0])(torch.is_tensor, tuple)
+        self.device = program.device
+        self._replayed: ReplayedProgram | None = None
+        self._replays = self.device.type == "cuda"
+
+    def replayed(self) -> ReplayedProgram | None:
+        """The program in a CUDA graph, for the device clock; None where it cannot be captured."""
+        if self._replays and self._replayed is None:
+            try:
+                self._replayed = ReplayedProgram(self.program)
+            except AmpoptError:
+                self._replays = False
+        return self._replayed
+
+    def call(self) -> object:
+        """One call on the example inputs."""
+        return self._answer(*self.program.examples)

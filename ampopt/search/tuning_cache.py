@@ -1,0 +1,99 @@
+"""Tuning results on disk: the passes that won for a model, found again by a hash of all that decides it.
+
+What is found again is replayed and verified like anything else, so that a file can cost time, never a right
+answer. Files are small, written in one step, and carry a checksum; one that is damaged is removed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from ampopt.deploy.recipe_file import read_recipe, write_recipe
+from ampopt.errors import BundleError
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Pass
+from ampopt.system.cache_folder import cache_folder, drop, keep, kept
+from ampopt.system.environment import environment, library_versions, own_code
+
+SCHEMA = 1
+
+Recipes = Mapping[str, tuple[Pass, ...]]
+"""For each lane the recipe of its best program."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningCache:
+    """The files of one folder, `<key>.json` each. Nothing here raises: a cache that fails is an empty one."""
+
+    folder: Path
+
+    def find(self, key: str) -> Recipes | None:
+        """What was stored under a key; None where nothing was, or nothing that is sound."""
+        file = self._file(key)
+        try:
+            if (found := kept(file)) is None:
+                return None
+            data = json.loads(found.decode())
+            if data["schema"] != SCHEMA or data["sha256"] != _checksum(key, data["lanes"]):
+                raise ValueError("damaged")
+            return {str(lane): read_recipe(recipe) for lane, recipe in data["lanes"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, BundleError):
+            drop(file)
+            return None
+
+    def store(self, key: str, recipes: Recipes) -> None:
+        """Keep recipes under a key, in place of what is there; the longest unused files make room."""
+        lanes = {lane: write_recipe(recipe) for lane, recipe in recipes.items()}
+        if any(len(lanes[lane]) < len(recipe) for lane, recipe in recipes.items()):
+            return  # a pass of the user's own, which no file can name
+        data = {"schema": SCHEMA, "lanes": lanes, "sha256": _checksum(key, lanes)}
+        keep(self._file(key), json.dumps(data).encode())
+
+    def _file(self, key: str) -> Path:
+        return self.folder / f"{key}.json"
+
+
+def default_cache() -> TuningCache | None:
+    """The user's cache, in `cache_folder`; None where there is none."""
+    folder = cache_folder()
+    return TuningCache(folder) if folder is not None else None
+
+
+def key_of(program: Program, wishes: Mapping[str, object]) -> str:
+    """The hash of everything that decides which passes win for a captured program.
+
+    That is its graph and the shapes of its weights (not their values, on which verification depends and
+    speed does not), its inputs, what the user wishes, the device, the libraries and ampopt's own code.
+    """
+    digest = hashlib.sha256()
+
+    def add(*facts: object) -> None:
+        digest.update((json.dumps([str(fact) for fact in facts]) + "\n").encode())
+
+    add(
+        SCHEMA,
+        own_code(),
+        *library_versions(),
+        *sorted(environment(program.device).items()),
+        program.device.index,
+    )
+    add(*sorted((name, repr(wish)) for name, wish in wishes.items()))
+    for node in program.graph.graph.nodes:
+        add(node.op, node.name, node.target, node.args, node.kwargs)
+    for name, weight in sorted(program.graph.named_buffers()):
+        add(name, weight.dtype, list(weight.shape))
+    for example in program.examples:
+        add(example.dtype, list(example.shape), example.stride())
+    add(os.cpu_count(), torch.get_num_threads(), torch.get_num_interop_threads())
+    return digest.hexdigest()
+
+
+def _checksum(key: str, lanes: object) -> str:
+    return hashlib.sha256((key + json.dumps(lanes, sort_keys=True)).encode()).hexdigest()

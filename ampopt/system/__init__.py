@@ -1,0 +1,1 @@
+"""What lies below us: files, caches, threads, flags, the driver, native code."""

@@ -1,0 +1,96 @@
+"""The folder where files are kept that can be made again: written in one step, few, and small."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from ampopt.system.plain_files import open_plain, read_at_most
+
+MOST_FILES, MOST_BYTES = 256, 1 << 20
+
+KINDS = (".json", ".onnx", ".so", ".tmp")
+"""Recipes, exported graphs, our compiled libraries, and what killed processes left behind."""
+
+
+def cache_folder() -> Path | None:
+    """$AMPOPT_CACHE (empty: None), else ~/.cache/ampopt/tuning; None for a user without a home, too."""
+    if (told := os.environ.get("AMPOPT_CACHE")) is not None:
+        return Path(told) if told else None
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return None
+    return home / "ampopt" / "tuning"
+
+
+def kept_files(folder: Path) -> list[Path]:
+    """All files in a cache's folder, the longest unused first; what is no plain file is among them."""
+    with contextlib.suppress(OSError):
+        times = {}
+        for file in [file for kind in KINDS for file in folder.glob(f"*{kind}")]:
+            with contextlib.suppress(FileNotFoundError):  # another process was first
+                status = file.lstat()
+                if not stat.S_ISDIR(status.st_mode):
+                    times[file] = status.st_mtime
+        return sorted(times, key=times.__getitem__)
+    return []
+
+
+def clear(folder: Path) -> int:
+    """Remove every file of a cache's folder; returns how many there were."""
+    files = kept_files(folder)
+    for file in files:
+        drop(file)
+    return len(files)
+
+
+def keep(file: Path, data: bytes) -> None:
+    """Write a file in place of what is there; the longest unused ones make room. Errors: nothing is kept."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, made = tempfile.mkstemp(suffix=".tmp", dir=file.parent)
+        try:
+            with open(descriptor, "wb") as opened:
+                opened.write(data)
+            os.replace(made, file)
+        finally:
+            Path(made).unlink(missing_ok=True)
+        for old in kept_files(file.parent)[:-MOST_FILES]:
+            old.unlink(missing_ok=True)
+
+
+def kept(file: Path) -> bytes | None:
+    """What is in a file, which is then the last used one; None where there is none.
+
+    Raises OSError where it cannot be read, is no plain file, or is larger than any that is kept; ValueError
+    where it is another user's.
+    """
+    try:
+        with open_plain(file, follow=False) as opened:
+            if not _is_mine(os.fstat(opened.fileno())):
+                raise ValueError(f"{file} is another user's")
+            data = read_at_most(opened, MOST_BYTES)
+        os.utime(file)  # the oldest go first
+    except FileNotFoundError:
+        return None
+    return data
+
+
+def is_ours(file: Path) -> bool:
+    """Whether it is a plain file, no link, that nobody else can have put there: what is kept is run."""
+    status = file.lstat()
+    return stat.S_ISREG(status.st_mode) and _is_mine(status)
+
+
+def _is_mine(status: os.stat_result) -> bool:
+    return not hasattr(os, "getuid") or status.st_uid == os.getuid()
+
+
+def drop(file: Path) -> None:
+    """Remove a file, if it is there and can be."""
+    with contextlib.suppress(OSError):
+        file.unlink()

@@ -1,0 +1,86 @@
+"""Where a measurement was made: device, driver, library versions, as results are labelled with."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from ampopt.version import __version__
+
+LIBRARIES = ("triton", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino")
+"""Beside torch and its CUDA libraries, which the environment names."""
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """Names and versions that a timing depends on."""
+    facts = {
+        "ampopt": __version__,
+        "device": device_name(device),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        facts["compute_capability"] = f"{major}.{minor}"
+        facts["cuda"] = str(torch.version.cuda)
+        facts["cudnn"] = str(torch.backends.cudnn.version())
+        facts["driver"] = _driver()
+    else:
+        facts["threads"] = str(torch.get_num_threads())
+        facts["instructions"] = torch.backends.cpu.get_cpu_capability()
+    return facts
+
+
+def device_name(device: torch.device) -> str:
+    """The processor's own name, such as `NVIDIA H200` or `AMD EPYC`."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return f"{names[0] if names else platform.processor() or platform.machine()} ({os.cpu_count()} cores)"
+
+
+def _driver() -> str:
+    try:
+        with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
+            words = file.readline().split()
+        return next((word for word in words if word[0].isdigit() and "." in word), "unknown")
+    except OSError:
+        return "unknown"
+
+
+@functools.cache
+def own_code() -> str:
+    """A hash of ampopt's modules: another version of a pass may decide otherwise."""
+    digest = hashlib.sha256()
+    for name, file in sorted(own_files().items()):
+        digest.update(name.encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def own_files() -> dict[str, Path]:
+    """The source files of ampopt, in every room of it, by their paths within."""
+    root = Path(__file__).parent.parent
+    passes = root / "passes"  # a link in a checkout, which `rglob` does not follow
+    sources = {file for folder in (root, passes) for file in folder.rglob("*.py")}
+    native = {file for file in (root / "system" / "cpp").iterdir() if file.is_file()}
+    return {file.relative_to(root).as_posix(): file for file in sources | native}
+
+
+def library_versions() -> list[str]:
+    """The versions of `LIBRARIES`, those that are installed."""
+    found = []
+    for name in LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return found

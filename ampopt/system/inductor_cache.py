@@ -1,0 +1,56 @@
+"""Inductor's cache on disk, rid of what killed compilers left in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from ampopt.system.atomic import locked
+from ampopt.system.process_state import process_kept
+
+BUILDING = "_CxxBuild"
+"""Ends the name of the folder that lies beside a library while it is built: `CppBuilder.build` in
+torch/_inductor/cpp_builder.py (2.10 to 2.15) makes it first and removes it last."""
+
+BUILT = (".so", ".o", ".gch")
+
+
+def inductor_folder() -> Path:
+    """The folder of inductor's cache: $TORCHINDUCTOR_CACHE_DIR, or a default."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # it takes seconds to load
+
+    with process_kept():  # it writes the default into the environment
+        return Path(cache_dir())
+
+
+def remove_cut_off_builds() -> None:
+    """Remove what was being built in inductor's cache by processes that are gone, so that it is built anew.
+
+    Compilers write libraries, objects and precompiled headers right where inductor looks for them, and
+    inductor takes what is there for finished: after a build that was killed, as a rehearsal is that runs out
+    of time, every later compilation of the same kernel fails. A build that goes on is known by its lock.
+    """
+    if os.name != "posix":
+        return
+    root = inductor_folder()
+    for folder in root.glob(f"*/*{BUILDING}"):
+        name = folder.name.removesuffix(BUILDING)
+        own = folder.parent / "locks"  # those of headers lie beside them
+        locks = own if own.is_dir() else root / "locks"
+        with contextlib.suppress(OSError), _opened(locks / f"{name.partition('.')[0]}.lock") as lock:
+            if locked(lock):
+                for suffix in BUILT:
+                    folder.with_name(name + suffix).unlink(missing_ok=True)
+                shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,190 @@
+"""Example inputs: what shapes, images and arrays become, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ampopt.cli.input_source import DTYPES, IMAGENET_MEAN, IMAGENET_STD, Shape, example_call, parse_shape
+from ampopt.errors import AmpoptError, InputError, MissingExtraError
+from tests.system.test_plain_files import ODD
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    """An image 6 wide and 4 high of one color."""
+    path = tmp_path / "picture.png"
+    Image.new("RGB", (6, 4), (255, 0, 51)).save(path)
+    return path
+
+
+def test_nothing_given_is_an_empty_call() -> None:
+    assert example_call() == ((), {})
+
+
+def test_every_shape_becomes_one_positional_input() -> None:
+    (image, tokens), named = example_call(["1x3x4x5", "2x7:int64"])
+    assert (image.shape, image.dtype) == ((1, 3, 4, 5), torch.float32)
+    assert (tokens.shape, tokens.dtype) == ((2, 7), torch.int64)
+    assert set(tokens.unique().tolist()) <= {0, 1}
+    assert named == {}
+
+
+def test_random_inputs_are_the_same_in_every_run() -> None:
+    first, second = (example_call(["2x3", "2x3"])[0] for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(*first)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_inputs_have_the_dtype_that_was_asked_for(name: str) -> None:
+    (drawn,), _ = example_call([f"4x4:{name}"])
+    assert drawn.dtype is getattr(torch, name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "x",
+        "1x",
+        "1x3x",
+        "1xx3",
+        "0x3",
+        "-1x3",
+        "1x3:",
+        "1,3",
+        "1x3 ",
+        "1x3:float31",
+        "1x65536x65537",
+        "9" * 5000,
+    ],
+)
+def test_text_that_is_no_shape_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="--input"):
+        parse_shape(text)
+
+
+def test_a_shape_of_one_size_is_a_vector() -> None:
+    assert parse_shape("16") == Shape((16,))
+
+
+def test_an_image_keeps_its_size_and_is_normalized(picture: Path) -> None:
+    (image,), named = example_call(image=picture)
+    assert (image.shape, image.dtype, named) == ((1, 3, 4, 6), torch.float32, {})
+    scaled = torch.tensor([1.0, 0.0, 0.2])
+    expected = (scaled - torch.tensor(IMAGENET_MEAN)) / torch.tensor(IMAGENET_STD)
+    torch.testing.assert_close(image[0, :, 0, 0], expected)
+
+
+def test_an_image_is_resized_to_the_input_and_repeated_over_its_batch(picture: Path) -> None:
+    (image,), _ = example_call(["2x3x10x8:float16"], picture, normalize=False)
+    assert (image.shape, image.dtype) == ((2, 3, 10, 8), torch.float16)
+    assert image.is_contiguous()
+    assert image.max() == 1
+    assert torch.equal(image[0], image[1])
+
+
+def test_height_and_width_are_not_confused(tmp_path: Path) -> None:
+    values = np.zeros((4, 6, 3), dtype=np.uint8)
+    values[1, 5] = 255
+    Image.fromarray(values).save(tmp_path / "dot.png")
+    (image,), _ = example_call(image=tmp_path / "dot.png", normalize=False)
+    assert image.nonzero().tolist() == [[0, channel, 1, 5] for channel in range(3)]
+
+
+def test_a_gray_image_has_one_channel(picture: Path) -> None:
+    (image,), _ = example_call(["1x1x4x6"], picture, normalize=False)
+    assert image.shape == (1, 1, 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "reason"),
+    [
+        (["1x3x4x4", "1x3x4x4"], "give --input once"),
+        (["3x4x4"], "batch x 3"),
+        (["1x2x4x4"], "batch x 3"),
+        (["1x3x4x4:uint8"], "floating-point"),
+        (["1x1x4x4"], "--no-normalize"),
+    ],
+)
+def test_an_image_declines_shapes_that_it_cannot_take(picture: Path, shapes: list[str], reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        example_call(shapes, picture)
+
+
+def test_an_image_that_unpacks_to_far_more_is_refused(picture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 4)
+    with pytest.raises(InputError, match="decompression bomb"):
+        example_call(image=picture)
+
+
+def test_arrays_that_unpack_to_far_more_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez_compressed(tmp_path / "a.npz", np.zeros(100_000))
+    monkeypatch.setattr("ampopt.cli.input_source.MOST_ARRAY_BYTES", 10_000)
+    assert (tmp_path / "a.npz").stat().st_size < 10_000
+    with pytest.raises(InputError, match="and 10000 is the most"):
+        example_call(npz=tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("option", ["image", "npz"])
+@pytest.mark.parametrize("case", ODD)
+def test_what_is_no_plain_file_is_refused(option: str, case: str, tmp_path: Path) -> None:
+    make, reason = ODD[case]
+    make(tmp_path / "x")
+    with pytest.raises(InputError, match=f"--{option}: .*{reason}"):
+        example_call(**{option: tmp_path / "x"})  # type: ignore[arg-type]
+
+
+def test_a_file_that_is_no_image_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text.png").write_text("not an image")
+    for name in ("text.png", "missing.png"):
+        with pytest.raises(InputError, match=name):
+            example_call(image=tmp_path / name)
+
+
+def test_an_image_without_pillow_names_the_extra(picture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(MissingExtraError, match=r"ampopt\[vision\]"):
+        example_call(image=picture)
+
+
+def test_unnamed_arrays_are_positional_in_order_and_named_ones_keywords(tmp_path: Path) -> None:
+    arrays = [np.full((1,), index, dtype=np.int32) for index in range(11)]
+    np.savez(tmp_path / "a.npz", *arrays, mask=np.ones((2, 2), dtype=np.float32))
+    args, kwargs = example_call(npz=tmp_path / "a.npz")
+    assert [int(arg) for arg in args] == list(range(11))
+    assert args[0].dtype is torch.int32
+    assert list(kwargs) == ["mask"]
+    assert kwargs["mask"].dtype is torch.float32
+
+
+def _bad_arrays(folder: Path) -> dict[str, Path]:
+    """Files that hold no arrays for a model, by the reason."""
+    paths = {
+        name: folder / f"{name}.npz" for name in ("missing", "text", "pickled", "words", "empty", "single")
+    }
+    paths["text"].write_text("no archive")
+    np.savez(paths["pickled"], np.array([object()], dtype=object))
+    np.savez(paths["words"], np.array(["a", "b"]))
+    np.savez(paths["empty"])
+    with paths["single"].open("wb") as file:
+        np.save(file, np.ones(3))
+    return paths
+
+
+@pytest.mark.parametrize("name", ["missing", "text", "pickled", "words", "empty", "single"])
+def test_a_file_without_usable_arrays_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match=f"{name}.npz"):
+        example_call(npz=_bad_arrays(tmp_path)[name])
+
+
+def test_arrays_exclude_the_other_inputs(tmp_path: Path, picture: Path) -> None:
+    for shapes, image in ((["1x3"], None), ([], picture)):
+        with pytest.raises(AmpoptError, match="--npz has all inputs"):
+            example_call(shapes, image, tmp_path / "a.npz")

@@ -1,0 +1,309 @@
+"""A saved bundle comes back as the same model, on every backend, or is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+import ampopt
+from ampopt.bundle.files import BundleFiles, open_bundle, write_bundle
+from ampopt.bundle.signing import generate_keys
+from ampopt.bundle_load import LoadedModel
+from ampopt.deploy.runtime import OptimizedModule
+from ampopt.errors import BundleError, ExportError, InputError
+from ampopt.ir.program import Settings
+from ampopt.ir.transform import Recipe
+from ampopt.measure.ledger import Ledger
+from ampopt.measure.sampling import Measurement
+from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn, FuseConvOnednn
+from tests.helpers import Model, with_statistics
+from tests.support.planted import captured_of, module_of
+
+X = torch.randn(1, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+
+
+class Answer(NamedTuple):
+    """What the model of these tests returns."""
+
+    scores: Tensor
+    mask: Tensor
+    scale: int
+
+
+class Nested(nn.Module):
+    """A call with keyword arguments, a dict and a float; a named tuple as its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor, *, gain: Tensor, flags: dict[str, float]) -> Answer:
+        y = torch.relu(self.bn(self.conv(x))) * gain
+        return Answer(y.mean((2, 3)), y > flags["least"], 3)
+
+
+@pytest.fixture(scope="module")
+def fast() -> OptimizedModule:
+    model = with_statistics(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()))
+    module = module_of(model, X, passes=(FoldConvBn(), ChannelsLast()))
+    module.report.model = "Small"
+    return module
+
+
+@pytest.fixture(scope="module")
+def bundle(fast: OptimizedModule, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bundle") / "robot.ampopt"
+    fast.save(path, tune_s=0.5, cpp=True)
+    return path
+
+
+def test_cpp_gets_the_program_without_kernels_that_a_trace_cannot_hold(tmp_path: Path) -> None:
+    model = with_statistics(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())).eval()
+    fused = module_of(model, X, passes=(FoldConvBn(), FuseConvOnednn()))
+    assert any(buffer.is_mkldnn for buffer in fused.program.graph.buffers())
+    fused.save(tmp_path / "robot.ampopt", onnx=None, cpp=True)
+    program = torch.jit.load(io.BytesIO(open_bundle(tmp_path / "robot.ampopt").read("program.pt")))
+    assert torch.allclose(program([X])[0], model(X), atol=1e-5)
+
+
+def rewritten(bundle: Path, target: Path, change: Callable[[dict[str, Any], dict[str, bytes]], None]) -> Path:
+    """The bundle with its manifest and files changed, and hashed anew, as an attacker would."""
+    opened = open_bundle(bundle)
+    manifest, files = dict(opened.manifest), {name: opened.read(name) for name in opened.names}
+    del manifest["files"]
+    change(manifest, files)
+    write_bundle(target, manifest, dict(files))
+    return target
+
+
+def test_a_bundle_holds_everything_that_a_robot_needs(bundle: Path) -> None:
+    opened: BundleFiles = open_bundle(bundle)
+    own = {"program.json", "weights.safetensors", "self_test.safetensors", "report.json"}
+    assert set(opened.names) == own | {"program.pt", "model.onnx"}
+    manifest = opened.manifest
+    assert manifest["inputs"] == [
+        {"name": "input", "shape": [1, 3, 12, 12], "dtype": "float32", "layout": "contiguous"}
+    ]
+    assert manifest["onnx"]["precision"] == "fp32"
+    assert manifest["fingerprint"]["torch"] == torch.__version__
+    assert 0 < manifest["tolerance"] < 1e-3
+    recipe = json.loads(opened.read("program.json"))["recipe"]
+    assert [step["pass"] for step in recipe] == ["fold-conv-bn", "channels-last"]
+
+
+@pytest.mark.parametrize("backend", ["ampopt", "onnxruntime", "original", "auto"])
+def test_every_backend_gives_the_models_outputs(fast: OptimizedModule, bundle: Path, backend: str) -> None:
+    loaded = ampopt.load(bundle, backend=backend, device="cpu")
+    assert loaded.backend == backend or backend == "auto"
+    y = torch.randn(1, 3, 12, 12)
+    assert torch.allclose(loaded(y), fast._original[0](y), atol=1e-5)
+    assert not loaded.notes
+
+
+def test_the_recipe_is_replayed_on_the_machine_that_it_was_measured_on(bundle: Path) -> None:
+    loaded = ampopt.load(bundle, backend="ampopt", device="cpu")
+    assert isinstance(loaded._call, OptimizedModule)
+    assert [step.name for step in loaded._call.program.recipe] == ["fold-conv-bn", "channels-last"]
+
+
+def test_on_another_machine_it_is_measured_anew(bundle: Path, tmp_path: Path) -> None:
+    def elsewhere(manifest: dict[str, Any], files: dict[str, bytes]) -> None:
+        manifest["fingerprint"]["device"] = "an abacus"
+
+    path = rewritten(bundle, tmp_path / "b", elsewhere)
+    loaded = ampopt.load(path, backend="ampopt", device="cpu", budget_s=2.0)
+    assert "measured anew: device an abacus" in loaded.notes[0]
+    assert isinstance(loaded._call, OptimizedModule)
+    assert loaded._call.report.entries
+
+
+def test_calls_of_another_kind_are_refused(bundle: Path) -> None:
+    loaded = ampopt.load(bundle, backend="original", device="cpu")
+    for args in ((torch.randn(1, 3, 13, 12),), (X.double(),), (X, X), ()):
+        with pytest.raises(InputError, match="made for other calls"):
+            loaded(*args)
+
+
+def test_nested_calls_and_results_come_back_in_their_own_types(tmp_path: Path) -> None:
+    model = with_statistics(Nested())
+    kwargs: dict[str, Any] = {"gain": torch.tensor(2.0), "flags": {"least": 0.5}}
+    original, captured = captured_of(model, X, **kwargs)
+    recipe = Recipe(Settings(), torch.float32, ())
+    fast = OptimizedModule(original, captured, captured.program, recipe, Ledger("M", {"device": "d"}, ()))
+    fast.save(tmp_path / "b", tune_s=0.2)
+    expected = model(X, **kwargs)
+    for backend in ("ampopt", "onnxruntime"):
+        loaded = ampopt.load(tmp_path / "b", backend=backend, device="cpu", types=[Answer])
+        found = loaded(X, **kwargs)
+        assert type(found) is Answer
+        assert found.scale == 3
+        assert found.mask.dtype is torch.bool
+        assert torch.allclose(found.scores, expected.scores, atol=1e-5)
+        with pytest.raises(InputError, match=r"0\.5"):
+            loaded(X, gain=torch.tensor(2.0), flags={"least": 0.6})
+
+
+def test_a_mixed_precision_lane_is_saved_with_its_own_tolerance(tmp_path: Path) -> None:
+    model = with_statistics(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()))
+    low = torch.bfloat16
+    module = module_of(model, X)
+    recipe = Recipe(Settings(autocast=low), low, (BakeAutocast(), FoldConvBn()))
+    program = recipe.start(module._captured.program)
+    for step in recipe.passes:
+        program = step.apply(program).program
+    lane = OptimizedModule(module._original[0], module._captured, program, recipe, module.report)
+    lane.save(tmp_path / "b", onnx=None)
+    manifest = open_bundle(tmp_path / "b").manifest
+    assert manifest["lane"] == {"name": "amp", "dtype": "bfloat16"}
+    assert 1e-3 < manifest["tolerance"] <= 0.5
+    assert "onnx" not in manifest
+    loaded = ampopt.load(tmp_path / "b", device="cpu")
+    assert loaded.backend == "ampopt"
+    assert torch.allclose(loaded(X), lane(X), atol=1e-6)
+
+
+def _wrong_output(manifest: dict[str, Any], files: dict[str, bytes]) -> None:
+    tensors = safetensors.torch.load(files["self_test.safetensors"])
+    tensors["output.output"] = tensors["output.output"] + 0.1
+    files["self_test.safetensors"] = safetensors.torch.save(tensors)
+
+
+def _wrong_weight(manifest: dict[str, Any], files: dict[str, bytes]) -> None:
+    tensors = safetensors.torch.load(files["weights.safetensors"])
+    name = max(tensors, key=lambda key: tensors[key].numel())
+    files["weights.safetensors"] = safetensors.torch.save(tensors | {name: 1.1 * tensors[name]})
+
+
+def _twice(manifest: dict[str, Any], files: dict[str, bytes]) -> None:
+    files["program.json"] = files["program.json"].replace(b'"recipe": [', b'"recipe": [], "recipe": [')
+
+
+def _no_pass(manifest: dict[str, Any], files: dict[str, bytes]) -> None:
+    files["program.json"] = files["program.json"].replace(b"fold-conv-bn", b"__import__('os')")
+
+
+def _deep(manifest: dict[str, Any], files: dict[str, bytes]) -> None:
+    files["program.json"] = b"[" * 100_000
+
+
+def _no_tensor(manifest: dict[str, Any], files: dict[str, bytes]) -> None:
+    files["self_test.safetensors"] = safetensors.torch.save({})
+
+
+def _no_safetensors(manifest: dict[str, Any], files: dict[str, bytes]) -> None:
+    files["weights.safetensors"] = b"\x80\x04 a pickle, perhaps"
+
+
+def _other_lane(manifest: dict[str, Any], files: dict[str, bytes]) -> None:
+    manifest["lane"]["dtype"] = "float64"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_wrong_output, "the self-test fails on ampopt: output 0"),
+        (_wrong_weight, "the self-test fails on ampopt: output 0"),
+        (_twice, "the same key twice"),
+        (_no_pass, "there is no pass"),
+        (_deep, "RecursionError"),
+        (_no_tensor, "has no input.input"),
+        (_no_safetensors, "does not load"),
+        (_other_lane, "a lane in float64 is not known"),
+    ],
+)
+def test_a_bundle_with_false_contents_is_refused(
+    bundle: Path, tmp_path: Path, change: Callable[[Any, Any], None], reason: str
+) -> None:
+    with pytest.raises(BundleError, match=reason.replace("(", r"\(")):
+        ampopt.load(rewritten(bundle, tmp_path / "b", change), backend="ampopt", device="cpu")
+
+
+def test_auto_uses_another_backend_where_one_fails_and_says_so(bundle: Path, tmp_path: Path) -> None:
+    loaded: LoadedModel = ampopt.load(rewritten(bundle, tmp_path / "b", _wrong_weight), device="cpu")
+    assert loaded.backend == "onnxruntime"
+    assert "ampopt is not used" in loaded.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "threads", "chosen"),
+    [
+        ({"ampopt": (1.0, 1.2), "onnxruntime": (2.0, 2.1)}, 4, "ampopt"),
+        ({"ampopt": (1.0, 9.0), "onnxruntime": (1.2, 1.3)}, 4, "onnxruntime"),  # its tail is shorter
+        ({"ampopt": (1.0, 1.2), "onnxruntime": (1.02, 1.2)}, 10_000, "onnxruntime"),  # it takes less threads
+    ],
+)
+def test_auto_looks_at_the_tail_and_at_threads(
+    seconds: dict[str, tuple[float, float]], threads: int, chosen: str, bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def made_up(calls: object, **options: object) -> dict[str, Measurement]:
+        return {name: Measurement((mostly,) * 150 + (last,) * 50) for name, (mostly, last) in seconds.items()}
+
+    fingerprint = open_bundle(bundle).manifest["fingerprint"]
+    monkeypatch.setattr("ampopt.bundle_load.environment", lambda device: fingerprint)
+    monkeypatch.setattr("ampopt.bundle_load.interleave", made_up)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    loaded = ampopt.load(bundle, device="cpu")
+    assert loaded.backend == chosen
+    assert loaded.choice.keys() == seconds.keys()
+    assert f"{threads} threads" in loaded.choice["ampopt"]
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:77", "meta", "cpu!"])
+def test_a_device_that_is_not_there_is_refused(device: str, bundle: Path) -> None:
+    with pytest.raises(InputError, match=f"device='{device}'"):
+        ampopt.load(bundle, device=device)
+
+
+def test_a_signed_bundle_is_known_by_its_makers_key(fast: OptimizedModule, tmp_path: Path) -> None:
+    generate_keys(tmp_path / "private.pem", tmp_path / "public.pem")
+    generate_keys(tmp_path / "other.pem", tmp_path / "other_public.pem")
+    fast.save(tmp_path / "b", onnx=None, sign_key=tmp_path / "private.pem")
+    assert ampopt.load(tmp_path / "b", verify_key=tmp_path / "public.pem", device="cpu")(X) is not None
+    with pytest.raises(BundleError, match="signature"):
+        ampopt.load(tmp_path / "b", verify_key=tmp_path / "other_public.pem", device="cpu")
+
+
+def test_wrong_arguments_are_told(fast: OptimizedModule, bundle: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="backend='tpu'"):
+        ampopt.load(bundle, backend="tpu")
+    with pytest.raises(InputError, match="onnx='int8'"):
+        fast.save(tmp_path / "b", onnx="int8")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_file_cannot_hold_is_an_export_error_and_leaves_the_old_bundle(tmp_path: Path) -> None:
+    target = tmp_path / "b"
+    module_of(nn.ReLU(), X).save(target, onnx=None)
+    before = target.read_bytes()
+    draws = module_of(Model(lambda m, x: x + torch.empty_like(x).zero_()), X)
+    with pytest.raises(ExportError, match="empty_like"):
+        draws.save(target, onnx=None)
+    assert target.read_bytes() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["ampopt", "auto"])
+def test_on_a_gpu_the_program_is_replayed_under_its_cuda_graph(backend: str, tmp_path: Path) -> None:
+    model = with_statistics(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU())).cuda()
+    x, y = (torch.randn(1, 3, 32, 32, device="cuda") for _ in range(2))
+    fast = ampopt.optimize(model, x, precision="amp", budget_s=20, exclude=("compile",), progress=False)
+    assert isinstance(fast, OptimizedModule)
+    fast.save(tmp_path / "robot.ampopt", tune_s=2.0)
+    loaded = ampopt.load(tmp_path / "robot.ampopt", backend=backend)
+    assert loaded.captured.program.device.type == "cuda"
+    with torch.no_grad():
+        found, expected = loaded(y), model(y)
+    assert (found - expected).norm() < 5e-3 * expected.norm()
+    if backend == "ampopt":
+        assert isinstance(loaded._call, OptimizedModule)
+        assert loaded._call.program.recipe == fast.program.recipe
+        assert loaded._call.program.cuda_graph

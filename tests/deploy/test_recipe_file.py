@@ -1,0 +1,51 @@
+"""Recipes as JSON: what was kept comes back, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from ampopt.deploy.recipe_file import read_recipe, write_recipe
+from ampopt.errors import BundleError
+from ampopt.ir.transform import Pass
+from ampopt.passes import ENGINES, LAUNCHES, PIPELINE, BakeAutocast, Degroup, FoldConvBn
+from tests.support.planted import Planted
+
+MEASURED = Degroup(choices=(("conv2d", "merge=2"), ("conv2d_1", "split")))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [(), (*PIPELINE, *ENGINES, *LAUNCHES), (BakeAutocast(policy="O2"), MEASURED)],
+    ids=["nothing", "every pass", "what was chosen and measured"],
+)
+def test_a_recipe_comes_back_from_json(recipe: tuple[Pass, ...]) -> None:
+    assert read_recipe(json.loads(json.dumps(write_recipe(recipe)))) == recipe
+
+
+def test_passes_of_others_stay_behind() -> None:
+    assert write_recipe((Planted("mine"), FoldConvBn())) == [{"pass": "fold-conv-bn", "fields": {}}]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ({}, "expected an array"),
+        ([{"pass": "os.system", "fields": {}}], "there is no pass 'os.system'"),
+        ([{"pass": ["fold-conv-bn"], "fields": {}}], "there is no pass"),
+        ([{"pass": "fold-conv-bn", "fields": {"x": 1}}], "x"),
+        ([{"pass": "fold-conv-bn"}], "fields"),
+        ([{"pass": "bake-autocast", "fields": {"policy": 3}}], "policy is 3"),
+        ([{"pass": "compile", "fields": {"warm_ups": True}}], "warm_ups is True"),
+        ([{"pass": "degroup", "fields": {"choices": [["a"]], "least_gain": 1.0}}], "choices is"),
+        ([{"pass": "degroup", "fields": {"choices": "ab", "least_gain": 1.0}}], "choices is 'ab'"),
+        ([{"pass": "degroup", "fields": {"choices": [["a", 1]], "least_gain": 1.0}}], "choices is"),
+    ],
+)
+def test_what_is_no_recipe_is_refused(data: Any, reason: str) -> None:
+    with pytest.raises(BundleError, match=re.escape("program.json, recipe")) as refused:
+        read_recipe(data)
+    assert reason in str(refused.value)

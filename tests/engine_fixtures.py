@@ -1,0 +1,66 @@
+"""Fixtures that take the clock out of the tests of the engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import pytest
+from torch import nn
+
+import ampopt
+from ampopt.measure import headline, sampling
+from ampopt.measure.sampling import Gain, Measurement, Sampler
+from ampopt.search import optimizer, pass_manager
+from tests.support.planted import KEEP, module_of
+from tests.support.small_net import PASSES, image, net
+
+TIMED = (pass_manager, optimizer, headline)
+
+
+def _few_rounds(samplers: Mapping[str, Sampler], **_: object) -> dict[str, Measurement]:
+    return sampling.interleave(samplers, seconds=0.0, least=3)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three samples are enough where a test does not care which passes are kept."""
+    for module in TIMED:
+        monkeypatch.setattr(module, "interleave", _few_rounds)
+
+
+@contextlib.contextmanager
+def _all_kept() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in TIMED:
+            patch.setattr(module, "interleave", _few_rounds)
+        patch.setattr("ampopt.search.pass_manager.gain", lambda before, after: KEEP)
+        patch.setattr("ampopt.search.optimizer.gain", lambda before, after: Gain(1.0, 1.0, 1.0))
+        yield
+
+
+@pytest.fixture(scope="session")
+def all_kept() -> contextlib.AbstractContextManager[None]:
+    """Within this context every pass that is right is kept, as if it were faster; it may be entered again."""
+    return _AllKept()
+
+
+class _AllKept(contextlib.AbstractContextManager[None]):
+    def __enter__(self) -> None:
+        self._scope = _all_kept()
+        self._scope.__enter__()
+
+    def __exit__(self, *details: object) -> None:
+        self._scope.__exit__(None, None, None)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """A small network on a GPU; files with other models have their own."""
+    return net()
+
+
+@pytest.fixture
+def fast(model: nn.Module) -> ampopt.OptimizedModule:
+    """The network in a captured graph."""
+    return module_of(model, image(), passes=PASSES)

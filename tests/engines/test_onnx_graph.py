@@ -1,0 +1,86 @@
+"""The operators that must work in ONNX, in both precisions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.networks import EncDecMil18
+from tests.helpers import Model, with_statistics
+from tests.support.exporting import IMAGE, export
+
+
+def squeeze_excite() -> nn.Module:
+    def function(m: Any, x: Tensor) -> Tensor:
+        y = F.hardswish(m.conv(x))
+        out: Tensor = y * F.hardsigmoid(m.expand(F.relu(m.squeeze(F.adaptive_avg_pool2d(y, 1)))))
+        return out
+
+    return Model(function, conv=nn.Conv2d(4, 8, 3), squeeze=nn.Conv2d(8, 2, 1), expand=nn.Conv2d(2, 8, 1))
+
+
+def bilinear(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = m.conv(x)
+    smooth = F.interpolate(y, scale_factor=2, mode="bilinear", align_corners=True)
+    return smooth, F.interpolate(y, size=(9, 7), mode="bilinear", align_corners=False)
+
+
+def pools(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = m.conv(x)
+    return F.adaptive_avg_pool2d(y, (4, 6)), F.adaptive_max_pool2d(y, (2, 3))
+
+
+def attention(m: Any, x: Tensor) -> Tensor:
+    tokens = m.norm(x.flatten(2).transpose(1, 2))
+    out: Tensor = m.attention(tokens, tokens, tokens)[0].softmax(-1)
+    return out
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "conv transpose with groups": lambda: with_statistics(
+        nn.Sequential(nn.ConvTranspose2d(4, 8, 3, 2, groups=2, output_padding=1), nn.BatchNorm2d(8))
+    ),
+    "squeeze and excite": squeeze_excite,
+    "bilinear": lambda: Model(bilinear, conv=nn.Conv2d(4, 4, 3)),
+    "adaptive pooling": lambda: Model(pools, conv=nn.Conv2d(4, 4, 3, padding=1)),
+    "batch norm that stays": lambda: with_statistics(
+        nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
+    ),
+    "layer norm and attention": lambda: Model(
+        attention, norm=nn.LayerNorm(4), attention=nn.MultiheadAttention(4, 2, batch_first=True)
+    ),
+    "group and instance norm": lambda: nn.Sequential(
+        nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True), nn.PReLU(4)
+    ),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("case", CASES)
+def test_these_operators_are_exported_and_verified(case: str, precision: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    report = export(CASES[case](), tmp_path / "m.onnx", precision=precision)
+    assert report.verified
+    assert report.error < (1e-5 if precision == "fp32" else 2e-2)
+    assert report.providers == ("CPUExecutionProvider",) or "CPUExecutionProvider" in report.providers
+    half = any(
+        i.data_type == onnx.TensorProto.FLOAT16 for i in onnx.load(tmp_path / "m.onnx").graph.initializer
+    )
+    assert half == (precision == "fp16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_unpooling_with_indices_is_exported(precision: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    path = tmp_path / "m.onnx"
+    report = export(with_statistics(EncDecMil18()), path, IMAGE, precision=precision)
+    assert report.verified
+    assert not [n for n in onnx.load(path).graph.node if n.op_type == "BatchNormalization"]

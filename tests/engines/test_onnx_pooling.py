@@ -1,0 +1,118 @@
+"""Max pooling's places in ONNX Runtime: constants are folded, unpooling is one operator, and nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ampopt.ort.session import OnnxRunner, SessionOptions
+from ampopt.passes import onnx_runtime
+from tests.helpers import Model, Unpooling, program_of, with_pixel
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+
+def models(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, bytes]:
+    """The program as an ONNX model, without and with its pooling operators."""
+    program = program_of(model.eval(), x)
+    after = onnx_runtime._as_onnx(program, (x,))
+    monkeypatch.setattr(onnx_runtime, "use_pooling_operators", lambda model: None)
+    return onnx_runtime._as_onnx(program, (x,)), after
+
+
+def operators(model: bytes) -> Counter[str]:
+    import onnx
+
+    return Counter(node.op_type for node in onnx.load_from_string(model).graph.node)
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 8, 8), (2, 3, 10, 6)])
+def test_unpooling_is_one_operator_and_first_places_are_constants(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, after = models(Unpooling(), torch.randn(shape), monkeypatch)
+    assert operators(before)["ScatterND"]
+    assert operators(before)["Slice"]
+    found = operators(after)
+    assert found["MaxUnpool"] == operators(before)["ScatterND"]
+    assert found["ScatterND"] == found["Slice"] == 0
+    old, new = (OnnxRunner(model, SessionOptions()) for model in (before, after))
+    for _ in range(3):
+        x = torch.randn(shape).round(decimals=1).numpy()  # with ties
+        assert all((a == b).all() for a, b in zip(old(x), new(x), strict=True))
+
+
+SCATTERS: dict[str, Callable[[Any, Tensor], object]] = {
+    "places that may be negative": lambda m, x: torch.zeros(64).index_put(
+        (m.pool(x)[1].flatten() - 1,), torch.ones(16)
+    ),
+    "places that may be too large": lambda m, x: torch.zeros(65).index_put(
+        (m.pool(x)[1].flatten() + 1,), torch.ones(16)
+    ),
+    "no zeros": lambda m, x: torch.ones(64).index_put((m.pool(x)[1].flatten(),), torch.ones(16)),
+    "added": lambda m, x: torch.zeros(64).index_put(
+        (m.pool(x)[1].flatten(),), torch.ones(16), accumulate=True
+    ),
+    "of other integers": lambda m, x: torch.zeros(64).index_put(
+        (x.flatten()[:16].abs().clamp(max=9).long(),), torch.ones(16)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCATTERS)
+def test_other_scatterings_stay_or_are_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(SCATTERS[name], pool=nn.MaxPool2d(2, return_indices=True))
+    x = torch.randn(1, 1, 8, 8)
+    before, after = models(model, x, monkeypatch)
+    if name != "places that may be too large":  # 65 numbers have room for all of them
+        assert operators(after)["MaxUnpool"] == 0
+    old, new = (OnnxRunner(each, SessionOptions())(x.numpy())[0] for each in (before, after))
+    assert (old == new).all()
+    assert torch.allclose(torch.from_numpy(new), model(x))
+
+
+BLOWN: dict[str, Callable[[Any, Tensor], Any]] = {
+    "windows that overlap": lambda m, x: F.max_pool2d(m.conv(x).relu(), 3, 2, 1),
+    "of a sum": lambda m, x: F.max_pool2d(m.conv(x) + x, 2),
+    "of the input": lambda m, x: F.max_pool2d(x, 2),
+    "rounded up": lambda m, x: F.max_pool2d(m.conv(x), 3, 2, ceil_mode=True),
+    "with pixels left over": lambda m, x: F.max_pool2d(m.conv(x), 3, 3),
+    "dilated": lambda m, x: F.max_pool2d(m.conv(x), 2, 1, dilation=2),
+    "one window": lambda m, x: F.adaptive_max_pool2d(x, 1),
+    "of lines": lambda m, x: F.max_pool1d(m.conv(x).flatten(2), 3),
+    "largest of channels": lambda m, x: m.conv(x).amax(1),
+    "smallest of pixels": lambda m, x: x.amin((2, 3), keepdim=True),
+    "with places": lambda m, x: F.max_pool2d(m.conv(x), 2, return_indices=True)[0],
+    "padded with infinities": lambda m, x: F.max_pool2d(F.pad(x, (1, 1, 1, 1), value=-torch.inf), 3, 2),
+    "masked": lambda m, x: m.conv(x).masked_fill(x > 0.5, -torch.inf).amax((2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", BLOWN)
+def test_maxima_keep_nan_and_are_what_they_were(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Model(BLOWN[name], conv=nn.Conv2d(8, 8, 3, padding=1)), torch.randn(1, 8, 12, 10)
+    before, after = (OnnxRunner(each, SessionOptions()) for each in models(model, x, monkeypatch))
+    assert (before(x.numpy())[0] == after(x.numpy())[0]).all()
+    for value in (float("nan"), float("inf")):
+        spoilt = with_pixel(x, value)
+        spoilt[0, :, -3, 4] = value
+        lost = torch.isfinite(torch.from_numpy(after(spoilt.numpy())[0])) & ~torch.isfinite(model(spoilt))
+        assert not lost.any()
+
+
+@pytest.mark.parametrize("size", [8, 24])
+def test_unpooling_keeps_nan(size: int) -> None:
+    model, x = Unpooling(), torch.randn(1, 3, size, size)
+    runner = OnnxRunner(onnx_runtime._as_onnx(program_of(model, x), (x,)), SessionOptions())
+    for row, column in ((0, 0), (3, 4), (size - 1, size - 1), (5, 5)):
+        spoilt = x.clone()
+        spoilt[0, :, row, column] = float("nan")
+        lost = torch.isfinite(torch.from_numpy(runner(spoilt.numpy())[0])) & ~torch.isfinite(model(spoilt))
+        assert not lost.any()

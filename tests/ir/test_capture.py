@@ -1,0 +1,236 @@
+"""Capture: one graph that owns its weights and answers as the model does, or a CaptureError that says why."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ampopt.errors import CaptureError, InputError
+from ampopt.ir.model_copy import device_of, private_copy, untouched_rng
+from tests.helpers import Model, check_graph
+from tests.support import snapshot
+from tests.support.planted import captured_of
+
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+def conv() -> nn.Conv2d:
+    return nn.Conv2d(3, 3, 3, padding=1)
+
+
+def answers(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What the capture of a call of the model answers, in the model's own structure."""
+    _, captured = captured_of(model, *args, **kwargs)
+    check_graph(captured.program)
+    return captured.layout.restore(captured.program.run(*captured.program.examples))
+
+
+def test_the_graph_owns_its_weights() -> None:
+    model = nn.Sequential(conv(), nn.BatchNorm2d(3)).eval()
+    original, captured = captured_of(model, X)
+    users = {t.data_ptr() for m in (model, original) for t in (*m.parameters(), *m.buffers())}
+    owned = {t.data_ptr() for t in captured.program.graph.buffers()}
+    assert owned
+    assert users.isdisjoint(owned)
+    assert not list(captured.program.graph.parameters())
+
+
+def test_a_weight_that_two_layers_share_is_one_weight_of_the_graph() -> None:
+    first, second = conv(), conv()
+    second.weight = first.weight
+    _, captured = captured_of(nn.Sequential(first, nn.ReLU(), second), X)
+    assert len(list(captured.program.graph.buffers())) == 3
+
+
+def _takes(m: Any, a: Any, b: Any = None, *, c: Any = None, flag: bool = False) -> Tensor:
+    found = torch.utils._pytree.tree_leaves((a, b, c))
+    total = sum(t for t in found if isinstance(t, Tensor))
+    out: Tensor = m.conv(total) * (2 if flag else 1)
+    return out
+
+
+class Caller(nn.Module):
+    """A model of any arguments."""
+
+    def __init__(self, function: Any = _takes) -> None:
+        super().__init__()
+        self.conv, self.function = conv(), function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self.function(self, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((X,), {}),
+        ((X, X + 1), {}),
+        (((X, X),), {}),
+        (([X, X + 1],), {"flag": True}),
+        (({"x": X, "y": [X, 3]},), {"c": X}),
+        ((), {"a": X, "flag": True}),
+        ((Pair(X, None),), {"b": OrderedDict(one=X)}),
+        ((X.double().float(), "text"), {"c": 2.5}),
+    ],
+)
+def test_inputs_of_any_structure_are_taken(args: Any, kwargs: dict[str, Any]) -> None:
+    model = Caller()
+    with torch.no_grad():
+        assert torch.equal(answers(model, *args, **kwargs), model(*args, **kwargs))
+
+
+OUTPUTS: dict[str, Any] = {
+    "tuple": lambda y: (y, y + 1),
+    "one": lambda y: (y,),
+    "list": lambda y: [y, [y * 2]],
+    "namedtuple": lambda y: Pair(y, y.sum()),
+    "ordered dict": lambda y: OrderedDict(out=y, aux=y.mean()),
+    "dict of tuples": lambda y: {"b": (y, y - 1), "a": (y.abs(),)},
+    "none and numbers": lambda y: {"x": y, "none": None, "int": 3, "float": 0.5, "text": "t", "bool": True},
+    "return type": lambda y: torch.topk(y, 2),
+    "size": lambda y: (y, y.shape),
+    "same twice": lambda y: (y, y),
+    "view": lambda y: (y, y.view(-1)),
+    "empty": lambda y: (y, [], {}),
+}
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two results are equal in structure, types and values."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return torch.equal(a, b) and a.dtype is b.dtype
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_results_have_the_models_own_structure_and_types(name: str) -> None:
+    model = Model(lambda m, x: OUTPUTS[name](m.conv(x)), conv=conv())
+    with torch.no_grad():
+        assert same(answers(model, X), model(X))
+
+
+def test_an_output_that_is_an_input_or_a_weight_is_the_callers_own() -> None:
+    model = Model(lambda m, x: (x, m.conv.weight, x[:, 0], m.conv(x)), conv=conv()).eval()
+    _, captured = captured_of(model, X)
+    x = X.clone()
+    first = captured.program.run(x)
+    assert same(list(first), list(map(torch.clone, model(X))))
+    for tensor in first:
+        tensor.zero_()
+    assert torch.equal(x, X)
+    with torch.no_grad():
+        assert same(list(captured.program.run(X)), list(map(torch.clone, model(X))))
+
+
+def _counts(m: Any, x: Tensor) -> Tensor:
+    m.count.add_(1)
+    out: Tensor = m.conv(x) + m.count
+    return out
+
+
+def _changes_its_input(m: Any, x: Tensor) -> Tensor:
+    x.add_(1)
+    out: Tensor = m.conv(x)
+    return out
+
+
+def _draws(m: Any, x: Tensor) -> Tensor:
+    out: Tensor = m.conv(x) + torch.rand_like(x)
+    return out
+
+
+def _drops_always(m: Any, x: Tensor) -> Tensor:
+    return F.dropout(m.conv(x), 0.5, training=True)
+
+
+def _depends_on_data(m: Any, x: Tensor) -> Tensor:
+    out: Tensor = m.conv(x) if x.sum() > 0 else x
+    return out
+
+
+def _counts_in_python(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    out: Tensor = m.conv(x) * m.calls
+    return out
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (_changes_its_input, "changes its input"),
+        (_draws, "draws random numbers"),
+        (_drops_always, "draws random numbers"),
+        (_depends_on_data, r"torch\.export cannot capture Model"),
+        (_counts_in_python, "calls"),
+    ],
+)
+def test_what_is_no_pure_function_of_its_inputs_is_declined(function: Any, reason: str) -> None:
+    model = Model(function, conv=conv(), count=torch.zeros(1)).eval()
+    model.calls = 0  # type: ignore[assignment]
+    before = snapshot.of_torch()
+    with pytest.raises(CaptureError, match=reason):
+        captured_of(model, X.clone())
+    assert snapshot.differences(before, snapshot.of_torch()) == []
+
+
+def test_a_dropout_that_is_off_draws_nothing() -> None:
+    attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True).eval()
+    model = Model(lambda m, x: m.attention(x, x, x)[0], attention=attention)
+    captured_of(model, torch.randn(1, 4, 8))
+
+
+def test_a_copy_is_private_in_evaluation_mode_and_without_gradients() -> None:
+    model = nn.Sequential(conv(), nn.BatchNorm2d(3)).train()
+    duplicate = private_copy(model)
+    assert not any(module.training for module in duplicate.modules())
+    assert not any(p.requires_grad for p in duplicate.parameters())
+    assert all(module.training for module in model.modules())
+
+
+def test_a_model_that_cannot_be_copied_is_refused_with_the_reason() -> None:
+    model = conv()
+    vars(model)["lock"] = threading.Lock()
+    with pytest.raises(InputError, match=r"cannot be copied \(.*lock.*remove what cannot be deep-copied"):
+        private_copy(model)
+
+
+def test_weights_on_two_devices_are_refused() -> None:
+    model = nn.Sequential(conv(), conv().to("meta"))
+    with pytest.raises(InputError, match=r"several devices \(cpu, meta\)"):
+        device_of(model, [])
+
+
+def test_blocks_that_overlap_in_several_threads_leave_the_generators_as_they_were() -> None:
+    before, inside, left = torch.get_rng_state(), threading.Barrier(3), threading.Barrier(2)
+
+    def one(waits: bool) -> None:
+        with untouched_rng(torch.device("cpu")):
+            inside.wait()
+            torch.rand(3)
+            if waits:
+                left.wait()
+        if not waits:
+            left.wait()
+
+    threads = [threading.Thread(target=one, args=(waits,)) for waits in (True, False)]
+    with untouched_rng(torch.device("cpu")):
+        for thread in threads:
+            thread.start()
+        inside.wait()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(torch.get_rng_state(), before)

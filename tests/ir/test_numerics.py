@@ -1,0 +1,96 @@
+"""How far two tensors are apart, and random inputs to compare on."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ampopt.ir.numerics import fresh_draw, relative_error, rounded_anew
+
+INF, NAN = float("inf"), float("nan")
+
+
+def t(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("actual", "reference", "error"),
+    [
+        (t(1, 2), t(1, 2), 0.0),
+        (t(3, 4), t(0, 4), 0.75),
+        (t(0, 0), t(3, 4), 1.0),
+        (t(3, 4), t(0, 0), 5.0),  # nothing to be relative to: the absolute error
+        (t(0, 0), t(0, 0), 0.0),
+        (t(1, 2, 3), t(1, 2), INF),
+        (t(1, 2).view(1, 2), t(1, 2), INF),
+        (t(), t(), 0.0),
+        (t(1, NAN), t(1, 2), INF),
+        (t(1, 2), t(1, NAN), INF),
+        (t(1, NAN), t(1, NAN), 0.0),
+        (t(1, INF), t(1, 2), INF),
+        (t(1, INF), t(1, -INF), INF),
+        (t(1, INF), t(1, INF), 0.0),
+        (t(1, NAN), t(1, INF), INF),
+        (t(2, NAN), t(1, NAN), 1.0),
+        (t(NAN, 1), t(1, NAN), INF),
+        (torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3, 9]), 0.25),
+        (torch.tensor([True, False]), torch.tensor([True, True]), 0.5),
+        (torch.tensor([], dtype=torch.long), torch.tensor([], dtype=torch.long), 0.0),
+        (torch.tensor([1 + 1j]), torch.tensor([1 - 1j]), math.sqrt(2)),
+        (torch.tensor(2.0), torch.tensor(1.0), 1.0),
+    ],
+)
+def test_the_relative_error(actual: Tensor, reference: Tensor, error: float) -> None:
+    assert relative_error(actual, reference) == pytest.approx(error)
+
+
+def test_the_error_is_taken_in_float64() -> None:
+    reference = torch.full((1000,), 1e30, dtype=torch.float64)
+    assert relative_error(reference.float(), reference) < 1e-7
+    low = torch.full((10,), 300.0, dtype=torch.float16)
+    assert relative_error(low, low.double() * (1 + 1e-6)) == pytest.approx(1e-6, rel=0.01)
+
+
+@given(st.lists(st.floats(-100, 100), min_size=2, max_size=20), st.integers(0, 99))
+def test_a_fresh_draw_is_like_its_example_but_another(values: list[float], seed: int) -> None:
+    example = torch.tensor(values, dtype=torch.float64)
+    kept = example.clone()
+    drawn = fresh_draw(example, torch.Generator().manual_seed(seed))
+    assert torch.equal(example, kept)
+    assert (drawn.shape, drawn.dtype) == (example.shape, example.dtype)
+    assert torch.isfinite(drawn).all()
+    if example.std() > 0:
+        assert drawn.min() >= example.min()
+        assert drawn.max() <= example.max()
+
+
+def test_a_fresh_draw_of_indices_is_another_order_of_them() -> None:
+    example = torch.arange(12).view(3, 4)
+    drawn = fresh_draw(example, torch.Generator().manual_seed(0))
+    assert not torch.equal(drawn, example)
+    assert torch.equal(drawn.flatten().sort().values, example.flatten())
+
+
+@pytest.mark.parametrize("example", [torch.zeros(3), torch.tensor(2.0), torch.empty(0, 3), torch.ones(1)])
+def test_a_fresh_draw_of_a_constant_is_finite(example: Tensor) -> None:
+    drawn = fresh_draw(example, torch.Generator().manual_seed(0))
+    assert drawn.shape == example.shape
+    assert torch.isfinite(drawn).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rounding_anew_moves_by_at_most_one_rounding(dtype: torch.dtype) -> None:
+    x = torch.randn(1000, dtype=torch.float64)
+    moved = rounded_anew(x, dtype, torch.Generator().manual_seed(0))
+    steps = ((moved - x) / x).abs() / (torch.finfo(dtype).eps / 2)
+    assert steps.max() <= 1.0
+    assert steps.mean() > 0.4
+    assert moved.dtype is x.dtype
+    whole = torch.arange(3)
+    assert rounded_anew(whole, dtype, torch.Generator()) is whole

@@ -1,0 +1,163 @@
+"""The key of a call, and the border between nested results and flat tensors."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import OrderedDict, defaultdict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ampopt.errors import InputError
+from ampopt.ir.signature import (
+    call_key,
+    check_same_call,
+    describe,
+    flatten_call,
+    flatten_outputs,
+    recognizer,
+    tensor_key,
+)
+
+X = torch.zeros(2, 3)
+
+
+def key(*args: Any, strides: bool = True, **kwargs: Any) -> object:
+    return call_key(*flatten_call(args, kwargs), strides=strides)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((X,), (torch.zeros(3, 2),)),
+        ((X,), (X.double(),)),
+        ((X,), (torch.zeros(3, 2).t(),)),
+        ((X,), (X.to("meta"),)),
+        ((X, 1), (X, 2)),
+        ((X, 1), (X, True)),
+        ((X, 1), (X, 1.0)),
+        ((X, 0.0), (X, -0.0)),
+        ((X, None), (X,)),
+        (([X],), ((X,),)),
+        (({"a": X, "b": 1},), ({"a": X, "c": 1},)),
+    ],
+)
+def test_calls_that_may_need_another_program_have_another_key(one: Any, other: Any) -> None:
+    assert key(*one) != key(*other)
+
+
+def test_equal_calls_have_one_key() -> None:
+    assert key(X, flag=True, scale=2) == key(X + 1, scale=2, flag=True)
+    assert hash(key(X, flag=True, scale=2)) == hash(key(X + 1, scale=2, flag=True))
+    assert key(X, float("nan")) == key(X, float("nan")), "every call with NaN would be captured anew"
+
+
+def test_a_keyword_is_not_a_position() -> None:
+    assert key(X, 1) != key(X, flag=1)
+
+
+def test_strides_can_be_left_out() -> None:
+    assert key(X, strides=False) == key(torch.zeros(3, 2).t(), strides=False)
+    assert key(X, strides=False) != key(torch.zeros(3, 2), strides=False)
+
+
+def test_what_cannot_be_hashed_stands_by_its_identity() -> None:
+    one, other = {1}, {1}
+    assert key(X, one) == key(X, one)
+    assert key(X, one) != key(X, other)
+
+
+def test_a_tensor_is_described_in_a_few_characters() -> None:
+    assert describe(X.half()) == "float16[2, 3] on cpu"
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda layout: pickle.loads(pickle.dumps(layout))])
+def test_a_layout_survives_copies(duplicate: Any) -> None:
+    result = {"a": (X, None), "b": [X + 1, 3]}
+    tensors, layout = flatten_outputs(result)
+    again = duplicate(layout).restore(tensors)
+    assert list(again) == ["a", "b"]
+    assert again["a"][0] is tensors[0]
+    assert again["a"][1] is None
+    assert again["b"] == [tensors[1], 3]
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        X,
+        (),
+        (X,),
+        [X, X + 1],
+        (X, (X + 1,)),
+        {"b": X, "a": X + 1},
+        OrderedDict(b=X, a=X + 1),
+        {"a": X, "b": None},
+        Pair(X, X + 1),
+        [{"a": X}],
+        defaultdict(None, a=X),
+    ],
+    ids=repr,
+)
+def test_a_result_of_any_structure_is_put_together_again(result: Any) -> None:
+    tensors, layout = flatten_outputs(result)
+    for _ in range(2):
+        again = layout.restore(tuple(tensors))
+        assert type(again) is type(result)
+        assert pytree.tree_structure(again) == pytree.tree_structure(result)
+        assert all(a is b for a, b in zip(pytree.tree_leaves(again), pytree.tree_leaves(result), strict=True))
+        if isinstance(again, dict):
+            assert list(again) == list(result)
+            again.clear()  # it is the caller's
+
+
+def test_another_dtype_or_device_is_refused_with_what_was_expected() -> None:
+    check_same_call([X, 3], [X + 1, 4], X.device)
+    with pytest.raises(InputError, match=r"tensor 0 of the call is float64\[2, 3\] on cpu; .*float32 on cpu"):
+        check_same_call([X], [X.double()], X.device)
+    with pytest.raises(InputError, match=r"tensor 1 of the call is float32\[2, 3\] on meta; .*on cpu"):
+        check_same_call([X, X], [X, X.to("meta")], X.device)
+
+
+class _Named(torch.Tensor):
+    """A tensor of another class."""
+
+
+EXAMPLES = {"full": X, "empty": torch.zeros(0, 3), "on meta": X.to("meta"), "a parameter": nn.Parameter(X)}
+
+
+@pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES.keys())
+def test_a_recognizer_tells_what_class_and_key_of_a_tensor_tell(example: torch.Tensor) -> None:
+    others = [
+        *EXAMPLES.values(),
+        X.clone(),
+        X.double(),
+        X.t(),
+        torch.zeros(3, 2).t(),
+        torch.zeros(3, 2),
+        torch.zeros(2, 3, 1),
+        torch.zeros(2, 0),
+        torch.zeros(0, 3, dtype=torch.float64),
+        X.as_subclass(_Named),
+    ]
+    same = recognizer(example)
+    kind = type(example), tensor_key(example)
+    assert [same(other) for other in others] == [(type(o), tensor_key(o)) == kind for o in others]
+    assert not any(map(same, [3, None, "x", [example]]))
+
+
+def test_a_recognizer_tells_bits_and_modes_apart() -> None:
+    same = recognizer(X)
+    assert same(X.clone())
+    assert not same(torch._neg_view(X))
+    assert not recognizer(X * 1j)((X * 1j).conj())
+    with torch.inference_mode():
+        assert not same(X)
+        assert recognizer(X)(X)

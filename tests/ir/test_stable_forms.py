@@ -1,0 +1,116 @@
+"""Operators in ONNX files, in ONNX Runtime, against float64 far outside the usual range, and with NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ampopt.engines.onnx_graph import OPSETS, model_of
+from ampopt.ir.graph import aten, calls
+from ampopt.ir.stable_forms import FORMS, with_stable_forms
+from ampopt.ort.session import OnnxRunner, SessionOptions
+from tests.helpers import Model, program_of
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+_ENDS = [1e-20, 1e-4, 1e-3, 0.02, 0.04, 0.5, 0.99, 1.0, 3.0, 10.0, 17.0, 20.5, 30.0, 50.0, 89.0, 1e2, 1e4]
+POINTS = torch.tensor([0.0, *_ENDS, *(-e for e in _ENDS)])
+SPOILT = torch.tensor([float("nan"), float("inf"), -float("inf")])
+
+OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "logsigmoid": F.logsigmoid,
+    "log of sigmoid": lambda v: torch.log(torch.sigmoid(v)),
+    "logaddexp": lambda v: torch.logaddexp(v, v.flip(-1)),
+    "logaddexp of equals": lambda v: torch.logaddexp(v, v),
+    "logaddexp2": lambda v: torch.logaddexp2(v, v.flip(-1)),
+    "expm1": torch.expm1,
+    "log1p": lambda v: torch.log1p(v.clamp_min(-0.99)),
+    "special.expm1": torch.special.expm1,
+    "special.log1p": lambda v: torch.special.log1p(v.clamp_min(-0.99)),
+    "hypot": lambda v: torch.hypot(v, v.flip(-1)),
+    "hypot of huge": lambda v: torch.hypot(v * 1e30, v * 1e30),
+    "atan2": lambda v: torch.atan2(v.flip(-1) + 0.25, v + 0.125),
+    "logit": lambda v: torch.logit(torch.sigmoid(v * 0.01), eps=1e-6),
+    "bounded below": lambda v: v.clamp_min(-3),
+    "bounded above": lambda v: v.clamp_max(3),
+    "clamped below": lambda v: v.clamp(min=-3),
+    "softplus": F.softplus,
+    "softplus, beta and threshold": lambda v: F.softplus(v, beta=2.0, threshold=10.0),
+    "mish": F.mish,
+    "tanh": torch.tanh,
+    "asinh": torch.asinh,
+    "sinh": torch.sinh,
+    "logsumexp": lambda v: torch.stack([v, -v], -1).logsumexp(-1),
+    "log_softmax": lambda v: torch.stack([v, -v], -1).log_softmax(-1),
+    "softmin": lambda v: F.softmin(torch.stack([v, v + 1], -1), -1),
+    "normalize": lambda v: F.normalize(torch.stack([v, v + 1], -1), dim=-1),
+    "softsign": F.softsign,
+    "hardswish": F.hardswish,
+    "relu6": F.relu6,
+    "leaky_relu": F.leaky_relu,
+    "gelu": lambda v: F.gelu(v.clamp_min(-3)),
+}
+"""Those that have a form of their own, and others of which the usual form has been found right."""
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Tensor]:
+    """What one ONNX file of all of these gives in ONNX Runtime for all points, ordinary ones first."""
+    x = torch.cat([POINTS, SPOILT])
+    graph = program_of(Model(lambda m, v: tuple(f(v) for f in OPERATORS.values())), x).graph
+    names = [f"y{index}" for index in range(len(OPERATORS))]
+    runner = OnnxRunner(_bytes(graph, x, names), SessionOptions())
+    return dict(zip(OPERATORS, map(torch.from_numpy, runner(x.numpy())), strict=True))
+
+
+def _bytes(graph: torch.fx.GraphModule, x: Tensor, names: list[str]) -> bytes:
+    import onnx_ir
+
+    model = model_of(graph, (x,), OPSETS["onnxruntime"], ["x"], names, ({},))
+    data: bytes = onnx_ir.to_proto(model).SerializeToString()
+    return data
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_what_eager_gets_right_the_file_gets_right(name: str, results: dict[str, Tensor]) -> None:
+    x = torch.cat([POINTS, SPOILT])
+    exact, eager, got = OPERATORS[name](x.double()), OPERATORS[name](x), results[name]
+    close = torch.isclose(eager.double(), exact, rtol=1e-4, atol=1e-16) & torch.isfinite(eager)
+    right = torch.isclose(got.double(), exact, rtol=1e-4, atol=1e-16)
+    wrong = (close & ~right).reshape(len(x), -1).any(-1)
+    assert not wrong.any(), f"at {x[wrong].tolist()}: {got[wrong].tolist()} for {eager[wrong].tolist()}"
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_what_eager_leaves_spoilt_the_file_leaves_spoilt(name: str, results: dict[str, Tensor]) -> None:
+    x = torch.cat([POINTS, SPOILT])
+    spoilt = ~torch.isfinite(x + x.flip(-1))
+    lost = (~torch.isfinite(OPERATORS[name](x)) & torch.isfinite(results[name])).reshape(len(x), -1).any(-1)
+    lost &= spoilt
+    assert not lost.any(), f"numbers at {x[lost].tolist()}"
+
+
+def test_every_form_is_used_by_one_of_these() -> None:
+    x = POINTS.clone()
+    graph = program_of(Model(lambda m, v: tuple(f(v) for f in OPERATORS.values())), x).graph
+    assert {node.target for node in calls(graph, FORMS)} == FORMS.keys()
+
+
+def test_other_graphs_are_left_alone() -> None:
+    graph = program_of(Model(lambda m, v: torch.log(v.abs() + 1)), POINTS).graph
+    changed = with_stable_forms(graph)
+    assert changed.code == graph.code
+    plain = program_of(Model(lambda m, v: v.relu()), POINTS).graph
+    assert with_stable_forms(plain) is plain
+
+
+def test_the_graph_that_is_given_stays_as_it_is() -> None:
+    graph = program_of(Model(lambda m, v: F.logsigmoid(v)), POINTS).graph
+    changed = with_stable_forms(graph)
+    assert any(calls(graph, [aten.log_sigmoid.default]))
+    assert not any(calls(changed, [aten.log_sigmoid.default]))

@@ -1,0 +1,162 @@
+"""Verification with NaN or an infinity in one element of the inputs: it has to reach the outputs still."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.helpers import Model
+from tests.measure.test_verify import SegNet, X, near_ties, permutation, verifier_of
+
+
+def swallowing(x: Tensor) -> list[Tensor]:
+    return [torch.where(x > 0, x, torch.zeros(()))]  # NaN is not greater than 0
+
+
+def spreading(x: Tensor) -> list[Tensor]:
+    return [x.relu() + 0 * x.sum()]
+
+
+@pytest.mark.parametrize(
+    ("run", "faults", "passes"),
+    [
+        (swallowing, "keep", False),
+        (swallowing, "exact", False),
+        (swallowing, "ignore", True),
+        (spreading, "keep", True),
+        (spreading, "exact", False),
+    ],
+)
+def test_a_fault_in_one_element_stays_one(run: Any, faults: Any, passes: bool) -> None:
+    verifier, _ = verifier_of(nn.ReLU(), X, faults=faults)
+    check = verifier.check(run, torch.float32)
+    assert check.passed is passes
+    assert (check.spread is not None) is (run is spreading and passes)
+
+
+def test_a_fault_counts_in_every_lane_with_a_metric_and_with_a_tolerance() -> None:
+    for options in ({"metric": lambda a, b: 0.0}, {"tolerance": 0.5}):
+        verifier, _ = verifier_of(nn.ReLU(), X, **options)
+        for dtype in (torch.float32, torch.bfloat16):
+            assert not verifier.check(swallowing, dtype).passed
+
+
+def test_a_fault_that_eager_hides_itself_need_not_be_kept() -> None:
+    verifier, _ = verifier_of(Model(lambda m, x: torch.nan_to_num(x, 0.0, 0.0, 0.0)), X)
+    assert verifier.check(lambda x: [torch.nan_to_num(x, 0.0, 0.0, 0.0)], torch.float32).passed
+
+
+def unpooled(x: Tensor) -> Tensor:
+    pooled, where = F.max_pool2d(x, 2, return_indices=True)
+    return F.max_unpool2d(pooled, where, [2, 2])
+
+
+DECIDING: dict[str, Callable[[Tensor], Tensor]] = {
+    "index of a pooling": unpooled,
+    "arg-max": lambda x: x.gather(3, x.argmax(3, keepdim=True)),
+    "order": lambda x: x.gather(3, x.sort(dim=3).indices),
+    "largest": lambda x: x * x.topk(2, dim=3).indices.sum(),
+    "comparison": lambda x: torch.where(x > 0.1, x, x - 1),
+    "mask from afar": lambda x: x.masked_fill((x.mean(1, keepdim=True) > 0).logical_not(), 0.0),
+    "rounded to integers": lambda x: x + x.clamp(-3, 3).nan_to_num().int().abs(),
+}
+
+
+@pytest.mark.parametrize("decides", DECIDING.values(), ids=DECIDING.keys())
+def test_where_values_decide_a_fault_may_not_spread(decides: Callable[[Tensor], Tensor]) -> None:
+    images = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    verifier, original = verifier_of(Model(lambda m, x: (decides(x), x)), images)
+
+    def spread(x: Tensor) -> list[Tensor]:
+        return [y + 0 * x.sum() for y in original(x)]
+
+    check = verifier.check(spread, torch.float32)
+    assert not check.passed
+    assert "lose a fault" in str(check.reason)
+    assert verifier.check(original, torch.float32).passed
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        lambda x: (x, x.argmax(1)),
+        lambda x: x * (torch.arange(8) > 3),
+        lambda x: F.max_pool2d(x, 2),
+        lambda x: x[:, :, torch.arange(4)].relu(),
+    ],
+    ids=["given out", "of constants", "unread indices", "constant indices"],
+)
+def test_where_values_decide_nothing_that_is_read_a_fault_may_spread(harmless: Any) -> None:
+    images = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    verifier, original = verifier_of(Model(lambda m, x: harmless(x)), images)
+
+    def spread(x: Tensor) -> list[Tensor]:
+        outputs = original(x) if isinstance(original(x), tuple) else (original(x),)
+        return [y + 0 * x.sum() if y.is_floating_point() else y for y in outputs]
+
+    check = verifier.check(spread, torch.float32)
+    assert check.passed, check.reason
+    assert check.spread is not None
+
+
+class TwoOfAKind(SegNet):
+    """Unpools something else by indices that rounding decides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Unpool the mean of a window, which has the fault, at its maximum, which has none."""
+        image, fault = x[:, :64], x[:, 64:]
+        _, where = F.max_pool2d(self.conv(image), 2, return_indices=True)
+        return F.max_unpool2d(F.avg_pool2d(fault, 2), where, [2, 2])
+
+
+def with_fault_beside(images: Tensor) -> Tensor:
+    """65 channels of which verification spoils the last; its middle row is one whose maxima nearly tie."""
+    return torch.cat((images.roll((0, 4), (2, 3)), torch.ones_like(images[:, :1])), 1)
+
+
+@pytest.mark.parametrize("how", ["by rounding", "for no reason"])
+def test_nan_that_rounding_alone_moves_is_not_lost_and_other_nan_is(how: str) -> None:
+    images = with_fault_beside(near_ties(eager_flips=False))
+    verifier, original = verifier_of(TwoOfAKind(), images)
+    verifier._fault_draws = [  # in the window whose maxima tie
+        type(draw)(draw.name, tuple((_spoilt(images),) for _ in draw.calls)) for draw in verifier._fault_draws
+    ]
+    if how == "for no reason":
+        check = verifier.check(lambda x: [original(x).roll(1, 2)], torch.float32)
+        assert not check.passed
+        return
+
+    def reordered(order: Tensor) -> Callable[[Tensor], list[Tensor]]:
+        return lambda x: [original(torch.cat((x[:, :64][:, order], x[:, 64:]), 1))]
+
+    reference = ~torch.isfinite(original(_spoilt(images)))
+    moved = [
+        run
+        for run in map(reordered, map(permutation, range(50)))
+        if not torch.equal(~torch.isfinite(run(_spoilt(images))[0]), reference)
+    ]
+    assert moved, "no order of the sum moves the largest"
+    assert verifier.lost_fault(moved[0], torch.float32) is None
+
+
+def test_a_rounding_that_pytorch_refuses_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*tensors: Tensor) -> list[Tensor]:
+        raise RuntimeError("expected scalar type Float but found BFloat16")
+
+    verifier, original = verifier_of(nn.Softplus(), X)
+    monkeypatch.setattr(verifier, "_rounded_anew", lambda *_, **__: [refused] * 3)
+    assert "is over" in str(verifier.check(lambda x: [original(x) * 1.1], torch.float32).reason)
+    assert "would be lost" in str(verifier.lost_fault(lambda x: [original(x).nan_to_num()], torch.float32))
+    assert verifier.largest_jumps(torch.float32, verifier.draws[0]) == [0.0]
+    assert verifier.check(lambda x: [original(x)], torch.float32).passed
+
+
+def _spoilt(images: Tensor) -> Tensor:
+    made = images.clone()
+    made[:, 64, :, 4] = float("nan")
+    return made

@@ -1,0 +1,261 @@
+"""Winograd's algorithm in ONNX Runtime's blocked graphs: the same convolution, whatever its shape."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ampopt.ort import winograd as onnx_winograd
+from ampopt.ort.options import SessionError, SessionOptions
+from ampopt.ort.session import Array, OnnxRunner, relative_error
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+from ampopt.ort.blocked import block_size  # noqa: E402
+from ampopt.ort.profile import node_seconds, optimized  # noqa: E402
+from ampopt.ort.winograd import (  # noqa: E402
+    TRANSFORM,
+    quicker_by_winograd,
+    transformed,
+    winograd_library,
+    with_winograd,
+)
+from tests.support.compiler import needs_compiler  # noqa: E402
+from tests.support.image_graphs import Graph, operators  # noqa: E402
+
+pytestmark = needs_compiler
+
+OPTIONS = SessionOptions(threads=2)
+PLAIN = dataclasses.replace(OPTIONS, optimization="none")
+
+
+def runner(model: bytes) -> OnnxRunner:
+    return OnnxRunner(model, PLAIN, library=winograd_library())
+
+
+def image(model: OnnxRunner, seed: int = 1) -> Array:
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal(model.inputs[0].fixed_shape).astype(np.float32)
+
+
+def test_the_transforms_give_a_convolution_over_the_real_numbers() -> None:
+    rng = np.random.default_rng(0)
+    patch, weight = rng.standard_normal((4, 4)), rng.standard_normal((3, 3))
+    before = np.array([[1, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, 1, 0, -1]])
+    after = np.array([[1, 1, 1, 0], [0, 1, -1, -1]])
+    product = (before @ patch @ before.T) * (TRANSFORM @ weight @ TRANSFORM.T)
+    direct = [[np.sum(patch[i : i + 3, j : j + 3] * weight) for j in range(2)] for i in range(2)]
+    assert np.allclose(after @ product @ after.T, direct, atol=1e-14)
+
+
+@pytest.mark.parametrize(("filters", "channels"), [(8, 8), (16, 24), (24, 8)])
+def test_weights_are_ordered_for_the_kernel(filters: int, channels: int) -> None:
+    weight = np.random.default_rng(0).standard_normal((filters, channels, 3, 3)).astype(np.float32)
+    flat = transformed(weight, 8).ravel()
+    for k, c in ((0, 0), (filters - 1, channels - 1), (filters // 2, 3)):
+        start = k // 16 * 16
+        width = min(16, filters - start)
+        group = flat[start * 16 * channels :][: 16 * channels * width].reshape(16, channels, width)
+        expected = TRANSFORM @ weight[k, c].astype(np.float64) @ TRANSFORM.T
+        assert np.array_equal(group[:, c, k - start], expected.astype(np.float32).ravel())
+
+
+def convolutions(chance: random.Random) -> tuple[bytes, int]:
+    """A few convolutions, sums and activations on an image of any size, and how many can be Winograd's."""
+    block = block_size()
+    size = chance.randint(1, 19), chance.randint(1, 19)
+    graph = Graph(chance.choice([1, 1, 2]), size, chance.randrange(99))
+    wide, x, count = block * chance.randint(1, 4), "x", 0
+    width = wide
+    for _ in range(chance.randint(1, 4)):
+        before, next_wide = x, block * chance.randint(1, 4)
+        x = graph.conv(x, wide, next_wide, 3)
+        count += 1
+        if wide == next_wide and chance.random() < 0.5:
+            x = graph.add("Add", x, graph.conv(before, wide, wide))
+        kind = chance.randrange(4)
+        if kind == 1:
+            x = graph.add("Relu", x)
+        elif kind == 2:
+            x = graph.add("LeakyRelu", x, alpha=0.2)
+        elif kind == 3:
+            x = graph.add("Clip", x, graph.constant(np.float32(-0.5)), graph.constant(np.float32(0.7)))
+        wide = next_wide
+    return graph.model(width, [x]), count
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_random_graphs_compute_the_same(seed: int) -> None:
+    model, count = convolutions(random.Random(seed))
+    changed = with_winograd(optimized(model, OPTIONS), OPTIONS)
+    assert operators(changed)["WinogradConv"] == count
+    old, new = OnnxRunner(model, OPTIONS), runner(changed)
+    for each in range(2):
+        x = image(old, each)
+        for found, wanted in zip(new(x), old(x), strict=True):
+            assert relative_error(found, wanted) < 2e-6
+
+
+@pytest.mark.parametrize("pads", [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 1), (0, 0, 1, 1), (2, 1, 1, 2)])
+def test_any_padding_is_right_and_the_error_is_that_of_a_direct_convolution(pads: tuple[int, ...]) -> None:
+    wide = 8 * block_size()
+    graph = Graph(1, (13, 10), 3)
+    x = graph.conv("x", wide, wide, 3)
+    next(each for each in graph.nodes[-1].attribute if each.name == "pads").ints[:] = pads
+    model = graph.model(wide, [x])
+    old, new = OnnxRunner(model, OPTIONS), runner(with_winograd(optimized(model, OPTIONS), OPTIONS))
+    given = image(old)
+    weight, bias = (torch.from_numpy(onnx.numpy_helper.to_array(each).copy()) for each in graph.constants)
+    top, left, bottom, right = pads
+    padded = torch.nn.functional.pad(torch.from_numpy(given).double(), (left, right, top, bottom))
+    exact = torch.nn.functional.conv2d(padded, weight.double(), bias.double()).numpy()
+    own, found = (relative_error(each(given)[0], exact) for each in (old, new))
+    assert found < 3 * own
+    assert found < 1e-6
+
+
+def test_what_is_not_a_number_stays_so() -> None:
+    wide = block_size()
+    graph = Graph(1, (9, 9))
+    x = graph.add("Relu", graph.conv("x", wide, wide, 3))
+    model = graph.model(wide, [x])
+    old, new = OnnxRunner(model, OPTIONS), runner(with_winograd(optimized(model, OPTIONS), OPTIONS))
+    given = image(old)
+    given[0, 1, 4, 4] = np.nan
+    direct, found = old(given)[0], new(given)[0]
+    assert np.isnan(direct).any()
+    assert np.isnan(found[np.isnan(direct)]).all()
+    far = np.s_[..., :2, :]
+    assert relative_error(found[far], direct[far]) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["stride", "dilation", "group", "size", "activation"])
+def test_other_convolutions_stay(kind: str) -> None:
+    wide = 2 * block_size()
+    graph = Graph(1, (9, 9))
+    x = graph.conv(
+        "x", wide, wide, 1 if kind == "size" else 3, wide // block_size() if kind == "group" else 1
+    )
+    if kind in ("stride", "dilation"):
+        graph.nodes[-1].attribute.append(onnx.helper.make_attribute(f"{kind}s", [2, 1]))
+    if kind == "activation":
+        x = graph.add("Sigmoid", x)
+    found = optimized(graph.model(wide, [x]), OPTIONS)
+    assert operators(with_winograd(found, OPTIONS))["WinogradConv"] == 0
+
+
+def two_convolutions() -> tuple[bytes, list[str]]:
+    wide = block_size()
+    graph = Graph(1, (9, 9))
+    first = graph.add("Relu", graph.conv("x", wide, wide, 3))
+    found = optimized(graph.model(wide, [graph.conv(first, wide, wide, 3)]), OPTIONS)
+    return found, [n.output[0] for n in onnx.load_from_string(found).graph.node if n.op_type == "Conv"]
+
+
+def test_those_that_are_quicker_are_named_and_only_they_are_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, names = two_convolutions()
+    x = image(OnnxRunner(model, PLAIN))
+    times = node_seconds(model, PLAIN, [x])
+    assert all(0 < seconds < 1 for seconds in times.values())
+    calls = iter([dict.fromkeys(names, 2.0), {names[0]: 3.0, names[1]: 1.0}])
+    monkeypatch.setattr(onnx_winograd, "node_seconds", lambda *_, **__: next(calls))
+    chosen = quicker_by_winograd(model, PLAIN, [x])
+    assert chosen == (names[1],)
+    changed = with_winograd(model, PLAIN, chosen)
+    assert operators(changed)["Conv"] == operators(changed)["WinogradConv"] == 1
+    assert relative_error(runner(changed)(x)[0], OnnxRunner(model, PLAIN)(x)[0]) < 1e-6
+
+
+def test_weights_may_be_shared_and_have_any_name() -> None:
+    model = onnx.load_from_string(two_convolutions()[0])
+    first, second = (node for node in model.graph.node if node.op_type == "Conv")
+    second.input[1] = first.input[1]
+    taken = f"{first.input[1]}_winograd"
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(3, np.float32), taken))
+    model.graph.node.append(onnx.helper.make_node("Neg", [taken], ["other"]))
+    model.graph.output.append(onnx.helper.make_tensor_value_info("other", 1, [3]))
+    data = model.SerializeToString()
+    old, changed = OnnxRunner(data, PLAIN), with_winograd(data, PLAIN)
+    assert operators(changed)["WinogradConv"] == 2
+    x = image(old)
+    for found, wanted in zip(runner(changed)(x), old(x), strict=True):
+        assert relative_error(found, wanted) < 1e-6
+
+
+def test_convolutions_are_timed_one_by_one() -> None:
+    model, names = two_convolutions()
+    assert set(quicker_by_winograd(model, PLAIN, [image(OnnxRunner(model, PLAIN))])) <= set(names)
+
+
+def test_where_there_are_none_nothing_is_compiled_or_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_winograd, "library", lambda *_: pytest.fail("compiled"))
+    graph = Graph(1, (9, 9))
+    model = optimized(graph.model(block_size(), [graph.conv("x", block_size(), block_size())]), OPTIONS)
+    assert quicker_by_winograd(model, PLAIN, []) == ()
+
+
+def planted(x: Sequence[int], u: Sequence[int], *others: Sequence[int], **changed: Any) -> bytes:
+    """A model of one WinogradConv with operands of these shapes."""
+    names = ["x", "u", "bias", "sum"][: 2 + len(others)]
+    pads = {f"pad_{side}": 1 for side in ("top", "left", "bottom", "right")}
+    settings = {**pads, "activation": 0, "alpha": 0.0, "beta": 0.0, "threads": 2, **changed}
+    node = onnx.helper.make_node("WinogradConv", names, ["y"], domain="ampopt", **settings)
+    make = onnx.helper.make_tensor_value_info
+    inputs = [make(n, 1, list(shape)) for n, shape in zip(names, (x, u, *others), strict=True)]
+    graph = onnx.helper.make_graph([node], "g", inputs, [make("y", 1, None)])
+    opsets = [onnx.helper.make_opsetid("", 18), onnx.helper.make_opsetid("ampopt", 1)]
+    data: bytes = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=9).SerializeToString()
+    return data
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((1, 16, 5, 5), (16, 16 * 8)),
+        ((1, 16, 5), (16, 16 * 16)),
+        ((1, 12, 5, 5), (16, 16 * 12)),
+        ((1, 16, 5, 5), (12, 16 * 16)),
+        ((1, 16, 5, 5), (16, 16 * 16), (8,)),
+        ((1, 16, 5, 5), (16, 16 * 16), (16,), (1, 16, 5, 4)),
+        ((1, 16, 0, 5), (16, 16 * 16)),
+    ],
+)
+def test_operands_that_do_not_fit_are_an_error_and_the_session_goes_on(shapes: Any) -> None:
+    session = runner(planted(*shapes))
+    operands = [np.ones(shape, np.float32) for shape in shapes]
+    for _ in range(2):
+        with pytest.raises(SessionError, match=r"do not fit each other|has 4 dimensions"):
+            session(*operands)
+
+
+def test_a_batch_of_none_is_empty() -> None:
+    session = runner(planted((0, 16, 5, 5), (16, 16 * 16)))
+    assert session(np.ones((0, 16, 5, 5), np.float32), np.ones((16, 256), np.float32))[0].shape == (
+        0,
+        16,
+        5,
+        5,
+    )
+
+
+def test_sessions_and_threads_do_not_mix() -> None:
+    chance = random.Random(5)
+    models = [convolutions(chance)[0] for _ in range(4)]
+    old = [OnnxRunner(model, OPTIONS) for model in models]
+    new = [runner(with_winograd(optimized(model, OPTIONS), OPTIONS)) for model in models]
+    jobs = [(index % 4, seed) for seed in range(10) for index in range(4)]
+    wanted = [old[index](image(old[index], seed))[0] for index, seed in jobs]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda job: new[job[0]](image(old[job[0]], job[1]))[0], jobs))
+    assert all(relative_error(a, b) < 2e-6 for a, b in zip(found, wanted, strict=True))

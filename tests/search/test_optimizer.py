@@ -1,0 +1,446 @@
+"""The optimizer: lanes, the choice between them, the notes, and what becomes of planted passes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ampopt
+from ampopt.deploy.runtime import OptimizedModule
+from ampopt.errors import VerificationError
+from ampopt.measure.clocks import shortest_of_two
+from ampopt.measure.headline import Load
+from ampopt.measure.ledger import ORIGINAL, Verdict
+from ampopt.measure.report import summary_lines
+from ampopt.measure.sampling import Gain, Measurement
+from ampopt.search.pass_manager import PassManager
+from tests.helpers import Model, with_statistics
+from tests.support.planted import Planted, optimize
+
+pytestmark = pytest.mark.usefixtures("quick")
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return with_statistics(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()))
+
+
+def measure_as(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[str], float]) -> None:
+    """Let the final comparisons find these times, by what is called."""
+
+    def measured(samplers: dict[str, Any], **options: Any) -> dict[str, Measurement]:
+        for sampler in samplers.values():
+            sampler()
+        return {name: Measurement((seconds(name),) * 6) for name in samplers}
+
+    for module in ("search.optimizer", "measure.headline"):
+        monkeypatch.setattr(f"ampopt.{module}.interleave", measured)
+
+
+@pytest.fixture
+def amp_wins(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The final comparison finds the AMP lane twice as fast as FP32, and that twice as fast as before."""
+    seconds = {"eager amp": 3.0, "best fp32": 2.0, "best amp": 1.0, "after": 1.0}
+    measure_as(monkeypatch, lambda name: seconds.get(name, 4.0))
+
+
+def test_every_pass_of_every_lane_has_a_row(model: nn.Module) -> None:
+    report = optimize(model, X).report
+    lanes = {lane: [e.name for e in report.entries if e.lane == lane] for lane in ("fp32", "amp")}
+    names = {step.name for step in (*ampopt.passes.PIPELINE, *ampopt.passes.LAUNCHES)} - {"allow-tf32"}
+    assert names <= set(lanes["fp32"])
+    assert names <= set(lanes["amp"])
+    assert all(entry.reason for entry in report.entries)
+    assert set(report.lanes) == {"fp32", "amp"}
+    json.dumps(report.to_dict())
+    assert "fold-conv-bn" in str(report)
+
+
+class SlowUnderAutocast(nn.Sequential):
+    """A stand-in for a processor without instructions for the lower precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            time.sleep(0.1)
+        result: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
+        return result
+
+
+def test_a_lane_too_slow_to_be_judged_is_left_out_with_a_note() -> None:
+    report = optimize(SlowUnderAutocast(nn.Conv2d(3, 8, 3), nn.ReLU()), X, budget_s=5.0).report
+    assert set(report.lanes) == {"fp32"}
+    said = "the amp lane was not tried: one call of it takes over"
+    assert any(note.startswith(said) for note in report.notes)
+
+
+class StallsOnce(SlowUnderAutocast):
+    """Where something else has the processor for a moment."""
+
+    stalls = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if StallsOnce.stalls:
+            StallsOnce.stalls = False
+            time.sleep(0.2)
+        return super().forward(x)
+
+
+def test_a_stall_does_not_make_a_slow_lane_affordable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stalled(call: Callable[[], object], device: torch.device, **limits: float) -> float:
+        StallsOnce.stalls = True
+        return shortest_of_two(call, device, **limits)
+
+    monkeypatch.setattr("ampopt.search.optimizer.shortest_of_two", stalled)
+    report = optimize(StallsOnce(nn.Conv2d(3, 8, 3), nn.ReLU()), X, budget_s=5.0).report
+    assert not StallsOnce.stalls
+    assert set(report.lanes) == {"fp32"}
+
+
+def test_a_lane_that_was_too_slow_is_not_called_again_by_the_next_optimize(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AMPOPT_CACHE", str(tmp_path))
+    slow = SlowUnderAutocast(nn.Conv2d(3, 8, 3), nn.ReLU())
+    optimize(slow, X, budget_s=5.0)
+    monkeypatch.setattr(
+        "ampopt.search.optimizer.shortest_of_two", lambda *_, **__: pytest.fail("called again")
+    )
+    monkeypatch.setattr(PassManager, "recall", lambda manager, state, recipe: True)
+    monkeypatch.setattr("ampopt.search.optimizer.gain", lambda before, after: Gain(2.0, 2.0, 2.0))
+    report = optimize(slow, X, budget_s=5.0).report
+    assert set(report.lanes) == {"fp32"}
+    assert any("too slow to be judged (cache=False looks again)" in note for note in report.notes)
+
+
+def test_where_the_budget_is_spent_before_anything_is_tried_nothing_is_kept(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AMPOPT_CACHE", str(tmp_path))
+    report = optimize(model, X, budget_s=1e-3).report
+    assert {entry.verdict for entry in report.entries} == {Verdict.NOT_TRIED}
+    assert list(tmp_path.glob("*.json")) == []
+
+
+@pytest.fixture
+def tuned(
+    model: nn.Module,
+    all_kept: contextlib.AbstractContextManager[None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> nn.Module:
+    """A model that an earlier call has tuned; what won in it is faster than the original later, too."""
+    monkeypatch.setenv("AMPOPT_CACHE", str(tmp_path))
+    with all_kept:
+        assert len(optimize(model, X, precision="fp32").program.recipe) > 0
+    monkeypatch.setattr("ampopt.search.optimizer.gain", lambda before, after: Gain(2.0, 2.0, 2.0))
+    return model
+
+
+def test_what_won_before_is_verified_and_only_timed_beside_the_original(
+    tuned: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PassManager, "_time", lambda *_: pytest.fail("timed by itself"))
+    report = optimize(tuned, X, precision="fp32").report
+    assert any("tuned by an earlier call" in note for note in report.notes)
+    assert report.verified
+    assert report.lanes["fp32"].best.median > 0
+    (entry,) = report.entries
+    assert (entry.name, entry.verdict, entry.gain) == ("tuned before", Verdict.KEPT, None)
+    assert entry.error is not None
+
+
+def test_what_won_before_and_is_slower_now_is_tuned_anew(
+    tuned: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ampopt.search.optimizer.gain", lambda before, after: Gain(0.5, 0.5, 0.5))
+    report = optimize(tuned, X, precision="fp32").report
+    assert "what an earlier call had found is slower than the original now: tuned anew" in report.notes
+    assert {"fold-conv-bn", "channels-last"} <= {entry.name for entry in report.entries}
+    assert report.chosen == ORIGINAL
+
+
+def test_an_interrupted_look_at_what_won_before_is_finished(
+    tuned: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = iter([KeyboardInterrupt()])
+
+    def interrupted_once(call: object, device: torch.device) -> None:
+        for interrupt in checks:
+            raise interrupt
+
+    monkeypatch.setattr("ampopt.search.optimizer.peak_memory", interrupted_once)
+    report = optimize(tuned, X, precision="fp32").report
+    assert "interrupted: this is the best so far" in report.notes
+    assert set(report.lanes) == {"fp32"}
+    assert report.chosen == "fp32"
+
+
+def test_where_no_lane_can_be_judged_the_original_answers() -> None:
+    slow = SlowUnderAutocast(nn.Conv2d(3, 8, 3), nn.ReLU())
+    fast = optimize(slow, X, budget_s=1.5, precision="amp")
+    assert fast.report.chosen == ORIGINAL
+    assert not fast.report.verified
+    assert "nothing was tried" in str(fast.report)
+    assert torch.equal(fast(X), slow(X))
+
+
+@pytest.mark.usefixtures("amp_wins")
+def test_auto_takes_the_fastest_lane_within_its_tolerance(model: nn.Module) -> None:
+    fast = optimize(model, X)
+    assert fast.report.chosen == "amp"
+    assert fast.report.speedup == 4.0
+    assert fast.program.lane_dtype is torch.bfloat16
+    assert fast(X).dtype is torch.float32
+
+
+def test_a_lane_that_is_no_faster_is_not_chosen_over_a_more_exact_one(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure_as(monkeypatch, lambda name: 1.0 if name.startswith("best") or name == "after" else 4.0)
+    assert optimize(model, X).report.chosen == "fp32"
+
+
+def test_the_headline_is_of_times_that_the_lane_was_not_chosen_for(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {"best fp32": 2.0, "best amp": 0.5, "after": 2.0}
+    measure_as(monkeypatch, lambda name: seconds.get(name, 4.0))
+    report = optimize(model, X).report
+    assert (report.chosen, report.speedup, report.gain) == ("amp", 2.0, Gain(2.0, 2.0, 2.0))
+    assert report.lanes["amp"].gain == Gain(8.0, 8.0, 8.0)
+
+
+def test_what_the_machine_makes_of_the_original_twice_is_taken_off_every_lanes_gain(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {"best fp32": 2.0, "best amp": 2.0, "baseline again": 5.0, "before again": 5.0, "after": 2.0}
+    measure_as(monkeypatch, lambda name: seconds.get(name, 4.0))
+    report = optimize(model, X).report
+    assert report.control == Gain(0.8, 0.8, 0.8)
+    for found in (report.gain, report.lanes["fp32"].gain):
+        assert found is not None
+        assert (found.ratio, found.low, found.high) == pytest.approx((2.0, 1.6, 2.5))
+
+
+def test_a_machine_too_busy_to_tell_is_said_to_be_so_with_its_load(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(samplers: dict[str, Any], **options: Any) -> dict[str, Measurement]:
+        wild = {"before": (1.0, 9.0, 1.0, 9.0, 9.0, 9.0), "before again": (9.0, 1.0, 9.0, 1.0, 1.0, 9.0)}
+        return {name: Measurement(wild.get(name, (1.0,) * 6)) for name in samplers}
+
+    for module in ("search.optimizer", "measure.headline"):
+        monkeypatch.setattr(f"ampopt.{module}.interleave", measured)
+    monkeypatch.setattr("ampopt.measure.headline.load_now", lambda: Load(11.0, 2))
+    report = optimize(model, X).report
+    assert report.speedup == 1.0
+    (line,) = [line for line in summary_lines(report) if line.startswith("result: ")]
+    assert "the machine is too busy to tell whether it is faster than as you call it now" in line
+    assert "load average 11.0 on 2 cores" in line
+
+
+class Looking(nn.Sequential):
+    """Notes whether its calls are made with the random generators put back after them."""
+
+    repeatable = False
+    seen: ClassVar[list[bool]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        Looking.seen.append(Looking.repeatable)
+        result: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
+        return result
+
+
+def test_the_original_is_timed_with_nothing_around_it_that_its_user_has_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @contextlib.contextmanager
+    def repeatable(device: torch.device) -> Iterator[None]:
+        Looking.repeatable = True
+        yield
+        Looking.repeatable = False
+
+    seen: dict[str, bool] = {}
+
+    def measured(samplers: dict[str, Any], **options: Any) -> dict[str, Measurement]:
+        for name, sampler in samplers.items():
+            Looking.seen.clear()
+            sampler()
+            if Looking.seen:
+                seen[name] = any(Looking.seen)
+        return {name: Measurement((1.0,) * 6) for name in samplers}
+
+    monkeypatch.setattr("ampopt.measure.verify.untouched_rng", repeatable)
+    for module in ("search.optimizer", "measure.headline"):
+        monkeypatch.setattr(f"ampopt.{module}.interleave", measured)
+    optimize(Looking(nn.Conv2d(3, 8, 3), nn.ReLU()), X)
+    timed = {"baseline", "baseline again", "eager fp32", "eager amp", "before", "before again"}
+    assert seen == dict.fromkeys(timed, False)
+
+
+def test_the_result_is_timed_as_its_user_calls_it(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[object] = []
+
+    def measured(samplers: dict[str, Any], **options: Any) -> dict[str, Measurement]:
+        with monkeypatch.context() as patch:
+            patch.setattr(OptimizedModule, "__call__", lambda self, *args: called.append(args))
+            for name, sampler in samplers.items():
+                called.clear()
+                sampler()
+                assert bool(called) == (name == "after"), name
+        return {name: Measurement((1.0,) * 6) for name in samplers}
+
+    monkeypatch.setattr("ampopt.measure.headline.interleave", measured)
+    optimize(model, X)
+
+
+@pytest.mark.usefixtures("amp_wins")
+def test_a_faster_lane_that_is_refused_is_told_loudly_with_what_would_accept_it(model: nn.Module) -> None:
+    report = optimize(model, X, tolerance=1e-4).report
+    assert report.chosen == "fp32"
+    (note,) = [note for note in report.notes if "amp lane" in note]
+    assert "the amp lane would be at least 2.00x faster still" in note
+    assert "REFUSED" in str(report)
+
+
+@pytest.mark.usefixtures("amp_wins")
+def test_what_the_note_says_accepts_the_refused_lane(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ampopt.search.optimizer.AUTO_TOLERANCE", 1e-4)
+    report = optimize(model, X).report
+    (note,) = [note for note in report.notes if "amp lane" in note]
+    assert "over the tolerance 0.0001" in note
+    assert "precision='amp'" in note
+    tolerance = float(note.partition("accept it with tolerance=")[2].split()[0])
+    assert report.lanes["amp"].error <= tolerance < 2 * report.lanes["amp"].error
+    assert optimize(model, X, tolerance=tolerance).report.chosen == "amp"
+    assert optimize(model, X, precision="amp").report.chosen == "amp"
+
+
+@pytest.mark.usefixtures("amp_wins")
+@pytest.mark.parametrize(("share", "lane"), [(0.0, "fp32"), (1.0, "amp")])
+def test_a_metric_decides(model: nn.Module, share: float, lane: str) -> None:
+    def metric(outputs: Tensor, reference: Tensor) -> float:
+        error = (outputs.double() - reference.double()).norm() / reference.double().norm()
+        return 0.0 if error < 1e-4 else 1.0
+
+    assert optimize(model, X, metric=metric, tolerance=share).report.chosen == lane
+
+
+@pytest.mark.parametrize(("precision", "lanes"), [("fp32", {"fp32"}), ("amp", {"amp"})])
+def test_a_precision_that_is_asked_for_is_the_only_lane(
+    model: nn.Module, precision: str, lanes: set[str]
+) -> None:
+    report = optimize(model, X, precision=precision).report
+    assert set(report.lanes) == {entry.lane for entry in report.entries} == lanes
+
+
+@pytest.mark.parametrize("policy", ["amp", "O1", "O2", "half"])
+def test_every_policy_answers_rightly(model: nn.Module, policy: str) -> None:
+    fast = optimize(model, X, precision="amp", policy=policy)
+    error = (fast(X) - model(X)).norm() / model(X).norm()
+    assert 0 <= error < 2e-2
+
+
+def test_a_float16_that_overflows_is_not_served() -> None:
+    model = Model(lambda m, x: m.linear(m.linear(x) * 1e5) * 1e-5, linear=nn.Linear(4, 4)).eval()
+    x = torch.randn(2, 4)
+    try:
+        fast = optimize(model, x, precision="amp", amp_dtype=torch.float16)
+    except VerificationError:
+        return
+    assert torch.isfinite(fast(x)).all()
+
+
+def test_planted_passes_go_through_the_whole_optimizer(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted = (
+        Planted("broken", error=ValueError("oops")),
+        Planted("wrong", factor=2.0),
+        Planted("nan", factor=float("nan")),
+    )
+    monkeypatch.setattr("ampopt.search.optimizer.PIPELINE", planted)
+    fast = optimize(model, X, precision="fp32")
+    assert [(e.name, e.verdict) for e in fast.report.entries[:3]] == [
+        ("broken", Verdict.FAILED),
+        ("wrong", Verdict.REVERTED),
+        ("nan", Verdict.REVERTED),
+    ]
+    assert fast.program.recipe == ()
+    assert torch.allclose(fast(X + 1), model(X + 1), atol=1e-5)
+
+
+def test_an_interruption_gives_the_best_so_far_and_a_note(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted = (*ampopt.passes.PIPELINE[:4], Planted("long", error=KeyboardInterrupt()), Planted("after"))
+    monkeypatch.setattr("ampopt.search.optimizer.PIPELINE", planted)
+    fast = optimize(model, X)
+    assert "interrupted: this is the best so far" in fast.report.notes
+    (entry,) = [e for e in fast.report.entries if e.name == "long"]
+    assert (entry.verdict, entry.reason) == (Verdict.NOT_TRIED, "interrupted")
+    assert "after" not in {e.name for e in fast.report.entries}
+    assert torch.allclose(fast(X + 1), model(X + 1), atol=2e-2, rtol=2e-2)
+
+
+def test_an_interruption_before_anything_was_tried_gives_the_original(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ampopt.search.pass_manager.PassManager.open", interrupt)
+    fast = optimize(model, X)
+    assert fast.report.chosen == ORIGINAL
+    assert "interrupted: this is the best so far" in fast.report.notes
+    with torch.no_grad():
+        assert torch.equal(fast(X), model(X))
+
+
+def test_a_spent_budget_still_gives_a_right_module(model: nn.Module) -> None:
+    fast = optimize(model, X, budget_s=1e-6)
+    assert {e.verdict for e in fast.report.entries} == {Verdict.NOT_TRIED}
+    assert {e.reason for e in fast.report.entries} == {"the time budget was spent"}
+    assert torch.allclose(fast(X + 1), model(X + 1), atol=2e-2, rtol=2e-2)
+
+
+def test_where_nothing_is_faster_the_original_answers(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure_as(monkeypatch, lambda name: 2.0 if name.startswith("best") or name == "after" else 1.0)
+    fast = optimize(model, X)
+    assert fast.report.chosen == ORIGINAL
+    assert fast.report.speedup == 1.0
+    assert fast.report.gain == Gain(0.5, 0.5, 0.5)
+    assert "the original answers every call: nothing that was tried is faster" in fast.report.notes
+    with torch.no_grad():
+        assert torch.equal(fast(X), model(X))
+        assert torch.equal(fast(X[:1, :, :6]), model(X[:1, :, :6]))
+
+
+def test_a_capture_that_is_wrong_leaves_the_call_to_the_original(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ampopt.ir import lowering
+
+    renamed = dict(lowering._ANY_LAYOUT) | {torch.ops.aten.relu.default: torch.ops.aten.abs.default}
+    monkeypatch.setattr("ampopt.ir.lowering._ANY_LAYOUT", renamed)
+    fast = optimize(model, X)  # eager runs, so optimize returns something correct
+    with torch.no_grad():
+        assert torch.allclose(fast(X), model(X), atol=1e-5)
+
+
+def test_the_progress_line_tells_lane_and_pass(model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
+    ampopt.optimize(model, X, budget_s=1e-6, progress=True, exclude=["compile"])
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,204 @@
+"""Rehearsals: what goes wrong in another process is a reason here, and nothing more."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ampopt
+from ampopt.errors import PassError
+from ampopt.ir.graph import aten
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Family, Numerics, Pass, Result
+from ampopt.measure.ledger import Verdict
+from ampopt.search.rehearsal import Stage
+from tests.support.planted import Bench, captured_of, rewritten
+
+X = torch.ones(1, 3)
+CPU = torch.device("cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Risky(Pass):
+    """Negates the output twice; in any process but `home` it does what `elsewhere` says before that."""
+
+    numerics = Numerics.REASSOCIATED
+    family = Family.ENGINE
+    portable = False
+    risky = True
+
+    elsewhere: str = "nothing"
+    home: int = 0
+    note: str = ""
+
+    def apply(self, program: Program) -> Result:
+        """See the class."""
+        if self.note:
+            Path(self.note).write_text(f"{os.getpid()} {torch.get_num_threads()}")
+        if os.getpid() != self.home:
+            if self.elsewhere == "crash":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            if self.elsewhere == "exit":
+                os._exit(3)
+            if self.elsewhere == "hang":
+                time.sleep(600)
+            if self.elsewhere == "raise":
+                raise ValueError("no such kernel\nand much more")
+        return Result(rewritten(rewritten(program, aten.neg.default), aten.neg.default), 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting(Risky):
+    """In another process it waits for the note, which it writes at home before it asks how that one does."""
+
+    def apply(self, program: Program) -> Result:
+        """See the class."""
+        while not Path(self.note).exists():
+            time.sleep(0.01)
+        return super().apply(program)
+
+    def apply_beside(self, program: Program, rehearsed: Callable[[], object]) -> Result:
+        """See the class."""
+        Path(self.note).touch()
+        return super().apply_beside(program, rehearsed)
+
+
+def rehearse(stage: Stage, step: Pass, program: Program, *, seconds: float) -> str | None:
+    with stage.rehearsing(step, program, seconds=seconds) as rehearsed:
+        return rehearsed()
+
+
+@pytest.fixture
+def program() -> Program:
+    return captured_of(nn.Linear(3, 2), X)[1].program
+
+
+def test_a_pass_that_works_is_rehearsed_in_another_process(program: Program, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    with Stage(CPU) as stage:
+        rehearse(stage, Risky(note=str(note)), program, seconds=60)
+        first = note.read_text()
+        rehearse(stage, Risky(note=str(note)), program, seconds=60)
+        assert note.read_text() == first  # the same process
+    pid, threads = map(int, first.split())
+    assert pid != os.getpid()
+    assert threads == torch.get_num_threads()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_on_a_cpu_nothing_is_begun_beside_what_is_timed(device: str) -> None:
+    with Stage(torch.device(device)) as stage:
+        stage.prepare()
+        assert (stage._process is None) == (device == "cpu")
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "reason"),
+    [
+        ("crash", r"brought down a process of its own \(signal SIGSEGV\)"),
+        ("exit", r"brought down a process of its own \(exit status 3\)"),
+        ("raise", r"failed in a process of its own: ValueError: no such kernel$"),
+    ],
+)
+def test_a_failure_there_is_a_reason_here(program: Program, elsewhere: str, reason: str) -> None:
+    with Stage(CPU) as stage:
+        with pytest.raises(PassError, match=reason):
+            rehearse(stage, Risky(elsewhere), program, seconds=60)
+        rehearse(stage, Risky(), program, seconds=60)  # the next one has a new process
+
+
+def test_what_does_not_return_is_killed_when_the_time_is_over(program: Program) -> None:
+    start = time.perf_counter()
+    with Stage(CPU) as stage, pytest.raises(PassError, match="longer than the 5 s that were left"):
+        rehearse(stage, Risky("hang"), program, seconds=5)
+    assert time.perf_counter() - start < 30
+
+
+def test_a_pass_may_begin_here_while_it_is_rehearsed(program: Program, tmp_path: Path) -> None:
+    home = os.getpid()
+    with Stage(CPU) as stage:
+        result, unrehearsed = stage.apply(Waiting("nothing", home, str(tmp_path / "a")), program, seconds=60)
+        assert (result.rewrites, unrehearsed) == (1, None)
+        with pytest.raises(PassError, match="signal SIGSEGV"):
+            stage.apply(Waiting("crash", home, str(tmp_path / "b")), program, seconds=60)
+
+
+def test_a_failure_is_told_as_often_as_it_is_asked_for(program: Program) -> None:
+    with Stage(CPU) as stage, stage.rehearsing(Risky("raise"), program, seconds=60) as rehearsed:
+        for _ in range(2):
+            with pytest.raises(PassError, match="no such kernel"):
+                rehearsed()
+
+
+def test_what_goes_on_there_ends_where_it_goes_wrong_here(program: Program, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    start = time.perf_counter()
+
+    def fail() -> None:
+        while not note.exists() or not note.read_text():
+            time.sleep(0.01)
+        raise ZeroDivisionError
+
+    with Stage(CPU) as stage:
+        hanging = stage.rehearsing(Risky("hang", note=str(note)), program, seconds=500)
+        with pytest.raises(ZeroDivisionError), hanging:
+            fail()
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(note.read_text().split()[0]), 0)
+        assert rehearse(stage, Risky(), program, seconds=60) is None
+    assert time.perf_counter() - start < 100
+
+
+def test_what_another_process_cannot_load_is_not_rehearsed(program: Program) -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Local(Risky):
+        """Known to this process only."""
+
+    with Stage(CPU) as stage:
+        said = rehearse(stage, Local("crash"), program, seconds=60)
+        assert said is not None
+        assert "cannot be sent to another process" in said
+        engine = program.replace(engine=lambda *tensors: tensors)
+        assert rehearse(stage, Risky(), engine, seconds=60) is not None
+        assert rehearse(stage, Risky(), program, seconds=60) is None
+
+
+def test_what_was_not_rehearsed_is_told_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ampopt.search.rehearsal._possible", lambda: False)
+    with Stage(CPU) as stage:
+        bench = Bench(monkeypatch, nn.Linear(3, 2), X, cost={"risky": 0.5})
+        bench.manager._stage = stage
+        (entry,) = bench.rewrite(Risky("nothing", os.getpid()))
+    assert entry.verdict is Verdict.KEPT
+    assert entry.hints == ("not rehearsed: this system has no POSIX processes to rehearse in",)
+
+
+def test_a_pass_that_crashes_its_rehearsal_is_a_failed_row_and_the_rest_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    home = os.getpid()
+    with Stage(CPU) as stage:
+        bench = Bench(monkeypatch, nn.Linear(3, 2), X, cost={"risky": 0.5})
+        bench.manager._stage = stage
+        entries = bench.rewrite(Risky("crash", home), Risky("nothing", home))
+    assert [entry.verdict for entry in entries] == [Verdict.FAILED, Verdict.KEPT]
+    assert "signal SIGSEGV" in entries[0].reason
+
+
+@pytest.mark.slow
+def test_the_compiler_passes_its_rehearsal() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+    report = ampopt.optimize(network, torch.randn(1, 3, 8, 8), budget_s=90, progress=False).report
+    entries = [e for e in report.entries if e.name.startswith("compile")]
+    assert entries
+    assert all(e.verdict in (Verdict.KEPT, Verdict.REVERTED) for e in entries), report

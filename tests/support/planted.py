@@ -1,0 +1,163 @@
+"""Passes planted to be caught, a pass manager that reads a made-up clock, and short ways to optimize."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ampopt
+from ampopt.deploy.runtime import OptimizedModule
+from ampopt.ir.capture import Captured, capture
+from ampopt.ir.graph import aten, copy_of, finish, insert_call
+from ampopt.ir.lanes import Lane
+from ampopt.ir.model_copy import device_of, private_copy
+from ampopt.ir.program import Program, Settings
+from ampopt.ir.signature import flatten_call
+from ampopt.ir.transform import Declined, Family, Numerics, Pass, Recipe, Result
+from ampopt.measure.ledger import Entry, Ledger
+from ampopt.measure.sampling import Gain
+from ampopt.measure.verify import Verifier
+from ampopt.search.pass_manager import LaneState, PassManager
+from tests.helpers import FP32
+
+KEEP = Gain(2.0, 1.9, 2.1)
+NO_ENGINES = ("compile", "onnx-runtime", "parallel-branches", "script")
+
+
+def optimize(model: nn.Module, example_inputs: Any = None, **options: Any) -> Any:
+    """`ampopt.optimize` without engines, and silent."""
+    options.setdefault("budget_s", 60.0)
+    return ampopt.optimize(model, example_inputs, exclude=NO_ENGINES, progress=False, **options)
+
+
+def captured_of(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[nn.Module, Captured]:
+    """A private copy of a model, and the capture of a call of it."""
+    original = private_copy(model)
+    return original, capture(original, args, kwargs, device_of(original, flatten_call(args, kwargs)[0]))
+
+
+def module_of(model: nn.Module, *args: Any, passes: tuple[Pass, ...] = (), **options: Any) -> OptimizedModule:
+    """An OptimizedModule with a given recipe, made without timing anything."""
+    original, captured = captured_of(model, *args)
+    recipe = Recipe(Settings(), torch.float32, passes)
+    program = captured.program
+    for step in passes:
+        program = step.apply(program).program
+    return OptimizedModule(original, captured, program, recipe, Ledger("model", {}, ()), **options)
+
+
+def rewritten(program: Program, target: Callable[..., Any], *operands: Any) -> Program:
+    """The program with its first output put through one more operator."""
+    module = copy_of(program.graph)
+    output = module.graph.output_node()
+    first = output.all_input_nodes[0]
+    output.replace_input_with(first, insert_call(module, output, target, first, *operands))
+    return program.with_graph(finish(module))
+
+
+@dataclasses.dataclass(frozen=True)
+class Planted(Pass):
+    """Multiply the first output by `factor` and add `plus`; raise `error` instead where there is one."""
+
+    numerics = Numerics.REASSOCIATED
+    family = Family.REWRITE
+    portable = True
+
+    label: str
+    factor: float = 1.0
+    plus: float = 0.0
+    error: BaseException | None = None
+    seconds: float = 0.0
+    declined: tuple[Declined, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Its label."""
+        return self.label
+
+    def expected_seconds(self, program: Program) -> float:
+        """As long as it was told to say."""
+        return self.seconds
+
+    def apply(self, program: Program) -> Result:
+        """Do what it was planted for."""
+        if self.error is not None:
+            raise self.error
+        if self.declined:
+            return Result(program, 0, self.declined)
+        program = rewritten(program, aten.mul.Tensor, self.factor)
+        return Result(rewritten(program, aten.add.Tensor, self.plus) if self.plus else program, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlantedBitwise(Planted):
+    """One that claims to keep every bit."""
+
+    numerics = Numerics.BITWISE
+
+
+@dataclasses.dataclass(frozen=True)
+class PlantedKernel(Planted):
+    """One that later changes have to be made under."""
+
+    family = Family.KERNEL
+
+
+@dataclasses.dataclass(frozen=True)
+class PlantedFoundation(Planted):
+    """One that others build on."""
+
+    enables_others = True
+
+
+Cost = Callable[[frozenset[str]], float]
+"""Seconds that a call of a program takes, by the names of the passes in its recipe."""
+
+
+class Bench:
+    """A pass manager over one model whose clock says what `cost` says."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        model: nn.Module,
+        *args: Any,
+        cost: Cost | Mapping[str, float],
+        seconds_left: float = 1e6,
+        lane: Lane = FP32,
+        **verifier: Any,
+    ) -> None:
+        table = cost
+
+        def latency(call: Any, device: torch.device) -> Callable[[], float]:
+            names = frozenset(step.name for step in call.__self__.program.recipe)
+            if callable(table):
+                return lambda: table(names)
+            return lambda: float(torch.tensor([table.get(name, 1.0) for name in sorted(names)]).prod())
+
+        for sampler in ("latency", "engine_latency"):
+            monkeypatch.setattr(f"ampopt.search.pass_manager.{sampler}", latency)
+        original, captured = captured_of(model, *args)
+        self.ledger = Ledger("model", {}, ())
+        self.verifier = Verifier(original, captured, **verifier)
+        self.deadline = time.perf_counter() + seconds_left
+        self.manager = PassManager(
+            captured.program, self.verifier, self.ledger, deadline=self.deadline, sample_s=0.0
+        )
+        self.state: LaneState = self.manager.open(lane)
+
+    def rewrite(self, *passes: Pass) -> list[Entry]:
+        """The ledger's rows after these passes were tried."""
+        self.manager.rewrite(self.state, passes, deadline=self.deadline)
+        return self.ledger.entries
+
+    @property
+    def kept(self) -> list[str]:
+        """The names of the passes in the best program, in order."""
+        return [step.name for step in self.state.best.program.recipe]

@@ -1,0 +1,116 @@
+"""Our C++ is compiled once for this machine; where it cannot be, that is said."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ampopt.system import native
+from ampopt.system.native import CompilerError, library
+from tests.support.compiler import needs_compiler
+
+
+@pytest.fixture
+def source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A source of one function, in place of ours; the cache is empty."""
+    monkeypatch.setenv("AMPOPT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(native, "SOURCES", tmp_path / "cpp")
+    native._key.cache_clear()
+    (tmp_path / "cpp").mkdir()
+    file = tmp_path / "cpp" / "sample.cpp"
+    file.write_text('extern "C" __attribute__((visibility("default"))) int answer() { return ANSWER; }\n')
+    return file
+
+
+def answer(path: Path) -> int:
+    return int(ctypes.CDLL(str(path)).answer())
+
+
+@needs_compiler
+def test_a_library_is_compiled_once_for_its_macros_and_its_source(source: Path) -> None:
+    one = library("sample.cpp", "ANSWER=1")
+    assert answer(one) == 1
+    written = one.stat().st_mtime_ns
+    os.utime(one, (0, 0))
+    assert library("sample.cpp", "ANSWER=1") == one
+    assert 0 < one.stat().st_mtime_ns != written, "it was used: others go before it"
+    other = library("sample.cpp", "ANSWER=2")
+    assert answer(other) == 2
+    source.write_text(source.read_text().replace("ANSWER;", "ANSWER + 10;"))
+    native._key.cache_clear()
+    assert answer(library("sample.cpp", "ANSWER=1")) == 11
+    assert len(list(one.parent.iterdir())) == 3
+
+
+@needs_compiler
+def test_it_is_compiled_again_when_the_cache_was_cleared(source: Path) -> None:
+    path = library("sample.cpp", "ANSWER=3")
+    path.unlink()
+    assert answer(library("sample.cpp", "ANSWER=3")) == 3
+
+
+@needs_compiler
+def test_without_a_cache_it_is_this_process_s_own(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMPOPT_CACHE", "")
+    assert answer(library("sample.cpp", "ANSWER=4")) == 4
+
+
+@needs_compiler
+def test_several_at_once_leave_one_sound_library(source: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        paths = set(pool.map(lambda _: library("sample.cpp", "ANSWER=5"), range(4)))
+    assert len(paths) == 1
+    assert answer(paths.pop()) == 5
+    assert not list(source.parent.parent.glob("cache/*.tmp"))
+
+
+@needs_compiler
+def test_a_library_that_another_user_put_there_is_not_run(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = library("sample.cpp", "ANSWER=6")
+    path.write_bytes(b"planted")
+    assert library("sample.cpp", "ANSWER=6").read_bytes() == b"planted", "it is believed to be ours"
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    assert answer(library("sample.cpp", "ANSWER=6")) == 6
+
+
+@needs_compiler
+def test_code_that_does_not_compile_is_an_error_that_says_why(source: Path) -> None:
+    with pytest.raises(CompilerError, match=r"(?s)fails with status 1: .*ANSWER"):
+        library("sample.cpp")
+    assert not list(source.parent.parent.glob("cache/*"))
+
+
+@needs_compiler
+def test_a_compiler_that_hangs_is_an_error(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "MOST_SECONDS", 0.001)
+    start = time.perf_counter()
+    with pytest.raises(CompilerError, match="takes longer than"):
+        library("sample.cpp", "ANSWER=7")
+    assert time.perf_counter() - start < 60
+
+
+@needs_compiler
+def test_a_folder_that_cannot_be_written_is_an_error(
+    source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("AMPOPT_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(CompilerError, match="cannot be kept in"):
+        library("sample.cpp", "ANSWER=8")
+
+
+def test_without_a_compiler_the_error_names_those_that_were_looked_for(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(CompilerError, match=r"no C\+\+ compiler: \$CXX, c\+\+, g\+\+, clang\+\+"):
+        library("sample.cpp")
