@@ -26,7 +26,8 @@ from ampopt.ir.lanes import Lane
 from ampopt.ir.signature import flatten_outputs
 from ampopt.ir.transform import Recipe, replay
 from ampopt.measure.clocks import latency, synchronize
-from ampopt.measure.ledger import ORIGINAL, Ledger
+from ampopt.measure.entry import ORIGINAL
+from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import Measurement, Sampler, interleave
 from ampopt.passes import BakeAutocast, ChannelsLast, CudaGraph, FoldConvBn
 from benchmarks.on_cuda import row_of, run

@@ -16,7 +16,7 @@ from ampopt.errors import AmpoptError
 from ampopt.ir.model_copy import private_copy
 from ampopt.ir.numerics import FLOORS, relative_error
 from ampopt.ir.signature import flatten_outputs
-from ampopt.measure.ledger import ORIGINAL
+from ampopt.measure.entry import ORIGINAL
 from ampopt.search.regions import PartlyOptimizedModule
 from fuzz.calls import Call, same_memory
 from fuzz.judge import Answered, Judge, ask

@@ -3,90 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
-import math
 from typing import Any
 
-from ampopt.ir.transform import Declined
+from ampopt.measure.entry import ORIGINAL, Entry, finite
 from ampopt.measure.headline import Load
+from ampopt.measure.report import to_text
 from ampopt.measure.sampling import Gain, Measurement
-
-ORIGINAL = "original"
-"""What a ledger's `chosen` says where the original model runs because nothing is faster or verified."""
-
-
-class Verdict(enum.Enum):
-    """What became of a pass in a lane."""
-
-    KEPT = "kept"
-    REVERTED = "reverted"
-    DECLINED = "declined"
-    FAILED = "failed"
-    NOT_TRIED = "not tried"
-
-
-def _finite(number: float | None) -> float | None:
-    """JSON has no infinity: such an error is null there, and the reason beside it says so."""
-    return number if number is not None and math.isfinite(number) else None
-
-
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """One program on both clocks; `device` is None where the program cannot run in a CUDA graph."""
-
-    latency: Measurement
-    device: Measurement | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON, times in milliseconds."""
-        device = None if self.device is None else self.device.to_dict()
-        return {"latency": self.latency.to_dict(), "device": device}
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """What one pass did in one lane.
-
-    `error` is the relative error against the original in float64 (or the user's metric), `limit` what was
-    allowed; `gain` is on the clock that the pass is judged by; `memory` in bytes; `seconds` is what applying
-    the pass took (compile time, searches), `took_s` the whole trial, verifying and timing included.
-    """
-
-    lane: str
-    name: str
-    verdict: Verdict
-    reason: str
-    rewrites: int = 0
-    declined: tuple[Declined, ...] = ()
-    hints: tuple[str, ...] = ()
-    before: Timing | None = None
-    after: Timing | None = None
-    gain: Gain | None = None
-    error: float | None = None
-    limit: float | None = None
-    memory: int | None = None
-    seconds: float = 0.0
-    took_s: float = 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "lane": self.lane,
-            "pass": self.name,
-            "verdict": self.verdict.value,
-            "reason": self.reason,
-            "rewrites": self.rewrites,
-            "declined": [dataclasses.asdict(item) for item in self.declined],
-            "hints": list(self.hints),
-            "before": None if self.before is None else self.before.to_dict(),
-            "after": None if self.after is None else self.after.to_dict(),
-            "gain": None if self.gain is None else dataclasses.asdict(self.gain),
-            "error": _finite(self.error),
-            "limit": _finite(self.limit),
-            "memory_bytes": self.memory,
-            "apply_s": round(self.seconds, 3),
-            "took_s": round(self.took_s, 3),
-        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,11 +36,11 @@ class LaneSummary:
             "lane": self.lane,
             "dtype": self.dtype,
             "eager": self.eager.to_dict(),
-            "eager_error": _finite(self.eager_error),
+            "eager_error": finite(self.eager_error),
             "best": self.best.to_dict(),
             "gain": None if self.gain is None else dataclasses.asdict(self.gain),
             "device": None if self.device is None else self.device.to_dict(),
-            "error": _finite(self.error),
+            "error": finite(self.error),
             "passes": list(self.passes),
             "memory_bytes": self.memory,
             "refused": self.refused,
@@ -186,6 +108,4 @@ class Ledger:
         }
 
     def __str__(self) -> str:
-        from ampopt.measure.report import to_text
-
         return to_text(self)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import io
 import math
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from ampopt.measure.entry import ORIGINAL, Entry, Timing, Verdict
 from ampopt.measure.headline import Load
-from ampopt.measure.ledger import ORIGINAL, Entry, Ledger, Timing, Verdict
 from ampopt.measure.sampling import Gain, Measurement
+
+if TYPE_CHECKING:
+    from ampopt.measure.ledger import Ledger
 
 _STYLES = {
     Verdict.KEPT: "green",

@@ -26,8 +26,9 @@ from ampopt.ir.program import Settings
 from ampopt.ir.signature import describe, flatten_call
 from ampopt.ir.transform import Pass, Recipe
 from ampopt.measure.clocks import engine_latency, latency, peak_memory, shortest_of_two, synchronize
+from ampopt.measure.entry import ORIGINAL, Verdict
 from ampopt.measure.headline import compare_fairly, load_now, sure_gain
-from ampopt.measure.ledger import ORIGINAL, LaneSummary, Ledger, Verdict
+from ampopt.measure.ledger import LaneSummary, Ledger
 from ampopt.measure.sampling import gain, interleave
 from ampopt.measure.verify import Faults, Metric, Verifier
 from ampopt.passes import ENGINES, LAUNCHES, PIPELINE, AllowTf32, BakeAutocast, FuseConvAct

@@ -14,7 +14,8 @@ from ampopt.ir.numerics import Check
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Family, Numerics, Pass, Result, replay
 from ampopt.measure.clocks import device_time, engine_latency, latency, peak_memory, synchronize
-from ampopt.measure.ledger import Entry, Ledger, Timing, Verdict
+from ampopt.measure.entry import Entry, Timing, Verdict
+from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import Measurement, Sampler, gain, interleave, joined
 from ampopt.measure.verify import Verifier
 from ampopt.search.rehearsal import Stage

@@ -23,8 +23,9 @@ from ampopt.ir.plain_tensors import check_no_derivatives, is_surrounded, without
 from ampopt.ir.program import Settings, autocast_now
 from ampopt.ir.signature import call_key, describe, flatten_call, flatten_outputs, tensors_of
 from ampopt.measure.clocks import latency
+from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.headline import compare_fairly
-from ampopt.measure.ledger import ORIGINAL, LaneSummary, Ledger
+from ampopt.measure.ledger import LaneSummary, Ledger
 from ampopt.measure.sampling import gain
 from ampopt.search.optimizer import AUTO_TOLERANCE, BRIEFLY_S, HEADLINE, Optimizer, Options
 from ampopt.search.pass_manager import Progress

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import ampopt
 from ampopt.deploy.health import Event
 from ampopt.errors import InputError, StrictError
-from ampopt.measure.ledger import ORIGINAL, Ledger
+from ampopt.measure.entry import ORIGINAL
+from ampopt.measure.ledger import Ledger
 from ampopt.search.regions import PartlyOptimizedModule
 from ampopt.system.environment import environment
 from tests.helpers import Model

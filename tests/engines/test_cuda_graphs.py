@@ -17,7 +17,7 @@ import ampopt
 from ampopt.engines.cuda_graphs import CapturedGraph
 from ampopt.engines.graph_capture import ReplayedProgram
 from ampopt.errors import PassError
-from ampopt.measure.ledger import Verdict
+from ampopt.measure.entry import Verdict
 from ampopt.passes import CudaGraph
 from tests.helpers import FP16, FP32, Model, eager_of, largest_error, reference_of
 from tests.support import snapshot

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from ampopt.ir.transform import Declined
+from ampopt.measure.entry import ORIGINAL, Entry, Timing, Verdict
 from ampopt.measure.headline import Load
-from ampopt.measure.ledger import ORIGINAL, Entry, LaneSummary, Ledger, Timing, Verdict
+from ampopt.measure.ledger import LaneSummary, Ledger
 from ampopt.measure.report import COLUMNS, to_markdown, to_text
 from ampopt.measure.sampling import Gain, Measurement
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampopt.errors import CaptureError
-from ampopt.measure.ledger import ORIGINAL
+from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.verify import Verifier
 from ampopt.search.pass_manager import PassManager
 from tests.helpers import Model

@@ -17,8 +17,8 @@ import ampopt
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import VerificationError
 from ampopt.measure.clocks import shortest_of_two
+from ampopt.measure.entry import ORIGINAL, Verdict
 from ampopt.measure.headline import Load
-from ampopt.measure.ledger import ORIGINAL, Verdict
 from ampopt.measure.report import summary_lines
 from ampopt.measure.sampling import Gain, Measurement
 from ampopt.search.pass_manager import PassManager

@@ -12,7 +12,7 @@ from ampopt.ir.graph import aten, copy_of, finish, insert_call
 from ampopt.ir.numerics import Check
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Declined, Result
-from ampopt.measure.ledger import Verdict
+from ampopt.measure.entry import Verdict
 from ampopt.search.pass_manager import PassManager, _differing_bits
 from ampopt.search.subject import Subject
 from tests.helpers import FP16, FP32, Model, program_of

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ampopt.ir.transform import Family, Pass
-from ampopt.measure.ledger import Verdict
+from ampopt.measure.entry import Verdict
 from tests.support.planted import Bench, Planted, PlantedFoundation
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))

@@ -10,7 +10,7 @@ from torch import nn
 
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Family, Numerics, Pass, Result
-from ampopt.measure.ledger import Verdict
+from ampopt.measure.entry import Verdict
 from tests.support.planted import Bench, Planted, PlantedKernel
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))

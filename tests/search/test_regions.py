@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ampopt.errors import InputError
-from ampopt.measure.ledger import ORIGINAL
+from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.sampling import Gain, Measurement
 from ampopt.search.regions import PartlyOptimizedModule
 from benchmarks.models import randomize_batch_norm

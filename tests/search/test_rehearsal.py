@@ -18,7 +18,7 @@ from ampopt.errors import PassError
 from ampopt.ir.graph import aten
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Family, Numerics, Pass, Result
-from ampopt.measure.ledger import Verdict
+from ampopt.measure.entry import Verdict
 from ampopt.search.rehearsal import Stage
 from tests.support.planted import Bench, captured_of, rewritten
 

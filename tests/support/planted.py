@@ -20,7 +20,8 @@ from ampopt.ir.model_copy import device_of, private_copy
 from ampopt.ir.program import Program, Settings
 from ampopt.ir.signature import flatten_call
 from ampopt.ir.transform import Declined, Family, Numerics, Pass, Recipe, Result
-from ampopt.measure.ledger import Entry, Ledger
+from ampopt.measure.entry import Entry
+from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import Gain
 from ampopt.measure.verify import Verifier
 from ampopt.search.pass_manager import LaneState, PassManager

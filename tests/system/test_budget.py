@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampopt.measure.ledger import ORIGINAL
+from ampopt.measure.entry import ORIGINAL
 from ampopt.system.budget import MARGIN_S, Budget
 from tests.support.planted import optimize
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import ampopt
 from ampopt.comparison import _Comparer
 from ampopt.errors import AmpoptError, Interrupted
-from ampopt.measure.ledger import ORIGINAL
+from ampopt.measure.entry import ORIGINAL
 from ampopt.search.optimizer import Optimizer
 from ampopt.search.pass_manager import PassManager
 from ampopt.system.interrupts import check_interrupted, held, interruptible, was_interrupted, watched
