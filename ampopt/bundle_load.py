@@ -209,9 +209,10 @@ def _device(device: torch.device | str | None) -> torch.device:
         raise InputError(f"device={device!r} is no device: choose 'cpu' or 'cuda'") from error
     if where.type == "cpu":
         return torch.device("cpu")
-    if where.type != "cuda" or (where.index or 0) >= (torch.cuda.device_count() if has_gpu else 0):
+    index = torch.cuda.current_device() if has_gpu and where.index is None else where.index or 0
+    if where.type != "cuda" or index >= (torch.cuda.device_count() if has_gpu else 0):
         raise InputError(f"device={device!r} is not on this machine: leave it out, or use 'cpu'")
-    return torch.device("cuda", where.index or 0)
+    return torch.device("cuda", index)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,8 @@ PyTorch takes seconds to import: a command does so when everything that can be w
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +34,6 @@ def main() -> None:
 
 
 @app.command("optimize", help="Make a model faster for inference, and prove it: what was done, and why.")
-@app.command("compare", help="Tell what each pass does to a model: alone, in sequence, left out.")
 def run(
     context: typer.Context,
     model: cli.Model,
@@ -85,6 +86,25 @@ def run(
             write(markdown_file, found.to_markdown() if comparing else report.to_markdown(found))
         if not comparing and not found.verified:
             raise VerificationError("no optimized program could be verified: the report says why")
+
+
+def _without(command: Callable[..., None], option: str) -> Callable[..., None]:
+    """The same command, which does not take that option."""
+
+    @functools.wraps(command)
+    def taking_less(*args: Any, **kwargs: Any) -> None:
+        command(*args, **kwargs)
+
+    found = inspect.signature(command, eval_str=True)
+    kept = [parameter for parameter in found.parameters.values() if parameter.name != option]
+    taking_less.__signature__ = found.replace(parameters=kept)  # type: ignore[attr-defined]
+    return taking_less
+
+
+# `compare` tries everything anew.
+app.command("compare", help="Tell what each pass does to a model: alone, in sequence, left out.")(
+    _without(run, "cache")
+)
 
 
 @app.command("passes")

@@ -15,13 +15,14 @@ from ampopt.measure.sampling import Gain, Measurement
 class LaneSummary:
     """The outcome of one lane: latency and error of eager and of the best program, and if it may be used.
 
-    `gain` is the best program's over eager in the same lane, see `headline.sure_gain`.
+    `gain` is the best program's over eager in the same lane, see `headline.sure_gain`. `eager_error` is None
+    where eager itself is what `error` is measured against.
     """
 
     lane: str
     dtype: str
     eager: Measurement
-    eager_error: float
+    eager_error: float | None
     best: Measurement
     error: float
     passes: tuple[str, ...]

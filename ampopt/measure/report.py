@@ -75,10 +75,11 @@ def summary_lines(ledger: Ledger) -> list[str]:
     for lane in ledger.lanes.values():
         mark = "→" if lane.lane == ledger.chosen else " "
         gain = "" if lane.gain is None else f", {told(lane.gain, 'eager', ledger.load)}"
+        own = " from eager" if lane.eager_error is None else f", eager's {lane.eager_error:.1e}"
         lines.append(
             f"{mark} {lane.lane} ({lane.dtype}): eager {1e3 * lane.eager.median:.3f} ms, optimized "
             f"{1e3 * lane.best.median:.3f} ms{gain}; "
-            f"error {lane.error:.1e}, eager's {lane.eager_error:.1e}"
+            f"error {lane.error:.1e}{own}"
         )
         lines.append(f"    {' + '.join(lane.passes) or 'no pass helped'}")
         if lane.refused:

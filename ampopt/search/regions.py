@@ -26,7 +26,6 @@ from ampopt.measure.clocks import latency
 from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.headline import compare_fairly
 from ampopt.measure.ledger import LaneSummary, Ledger
-from ampopt.measure.sampling import gain
 from ampopt.search.optimizer import AUTO_TOLERANCE, BRIEFLY_S, HEADLINE, Optimizer, Options
 from ampopt.search.pass_manager import Progress
 from ampopt.search.rehearsal import Stage
@@ -387,10 +386,9 @@ def _compare_whole(
         refused = "nothing was optimized"
     ledger.baseline, ledger.gain, ledger.load = found.before, found.gain, found.load
     ledger.lanes[lane] = LaneSummary(
-        lane, "mixed" if lane == "amp" else "float32", found.before, 0.0, found.after, error,
+        lane, "mixed" if lane == "amp" else "float32", found.before, None, found.after, error,
         tuple(ledger.regions), refused=refused, gain=found.gain,
     )  # fmt: skip
-    is_faster = gain(found.before, found.after).is_real
-    ledger.chosen = lane if is_faster and not refused else ORIGINAL
+    ledger.chosen = lane if found.gain.is_real and not refused else ORIGINAL
     if ledger.chosen == ORIGINAL:
         ledger.notes.append(f"the original runs: {refused or 'it is not faster'}")

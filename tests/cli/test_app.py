@@ -101,6 +101,12 @@ class _Comparison:
         return "compared [bold]as it is[/bold]"
 
 
+def test_compare_has_no_cache_and_says_so(model: str) -> None:
+    result = call("compare", model, "--input", "1x3x8x8", "--no-cache")
+    assert result.exit_code == 2
+    assert "No such option: --no-cache" in result.output
+
+
 def test_compare_takes_the_same_options(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
