@@ -27,8 +27,12 @@ if TYPE_CHECKING:
     from ampopt.bundle_load import LoadedModel, load
     from ampopt.comparison import Comparison, compare
     from ampopt.deploy.runtime import OptimizedModule
+    from ampopt.ir.pipeline import Pipeline
+    from ampopt.ir.transform import Pass
+    from ampopt.passes import PIPELINE
 
 __all__ = [
+    "PIPELINE",
     "AmpoptError",
     "BundleError",
     "CaptureError",
@@ -39,7 +43,9 @@ __all__ = [
     "LoadedModel",
     "MissingExtraError",
     "OptimizedModule",
+    "Pass",
     "PassError",
+    "Pipeline",
     "StrictError",
     "VerificationError",
     "__version__",
@@ -49,6 +55,9 @@ __all__ = [
 ]
 
 _HOMES = {
+    "PIPELINE": "ampopt.passes",
+    "Pass": "ampopt.ir.transform",
+    "Pipeline": "ampopt.ir.pipeline",
     "optimize": "ampopt.api",
     "compare": "ampopt.comparison",
     "Comparison": "ampopt.comparison",

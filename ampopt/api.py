@@ -29,9 +29,10 @@ from ampopt.ir.model_copy import device_of, exact_copy, note_writes, private_cop
 from ampopt.ir.program import autocast_scope
 from ampopt.ir.signature import flatten_call
 from ampopt.measure.verify import Faults, Metric
-from ampopt.passes import ENGINES
 from ampopt.search.infer import infer_inputs
-from ampopt.search.optimizer import Optimizer, Options, seconds_of_a_call
+from ampopt.search.named_passes import Passes
+from ampopt.search.optimizer import Optimizer, seconds_of_a_call
+from ampopt.search.options import Options
 from ampopt.search.pass_manager import Progress
 from ampopt.search.progress import progress_line
 from ampopt.search.regions import PartlyOptimizedModule, as_it_was, optimize_regions
@@ -74,6 +75,7 @@ def optimize(
     nan: Faults = "keep",
     progress: bool | None = None,
     strict: bool = False,
+    passes: Passes | None = None,
 ) -> OptimizedModule | PartlyOptimizedModule:
     """Make a model faster for inference, and prove it.
 
@@ -112,6 +114,9 @@ def optimize(
             can be made for any more), raise StrictError in place of serving the original, which may take too
             long on a robot. Where nothing is faster than the original and it answers all calls, as the report
             says, that is as planned and raises nothing.
+        passes: the passes to try in place of `ampopt.PIPELINE`: a changed one, such as
+            `ampopt.PIPELINE.before("channels-last", MyPass())`; a list of exactly those to try, by name or as
+            instances; or that list as text, `"fold-conv-bn,degroup{least-gain=1.1}"`. `exclude` comes after.
 
     Returns:
         A module with the model's call and result structure; its `report` says what was done and why. Where
@@ -125,7 +130,7 @@ def optimize(
     started = time.perf_counter()
     with interruptible():
         bounds = precision, tolerance, metric, budget_s
-        options = Options(*bounds, outputs, policy, amp_dtype, exclude, cache, nan)
+        options = Options(*bounds, outputs, policy, amp_dtype, exclude, cache, nan, passes)
         if progress is not None:
             progress = flag("progress", progress)
         refuse_more(more)
@@ -151,7 +156,7 @@ def _optimize(
     tell: Progress,
     stage: Stage,
 ) -> OptimizedModule | PartlyOptimizedModule:
-    rehearses = any(step.risky for step in options.allowed(ENGINES)) and options.budget_s >= WORTH_A_STAGE_S
+    rehearses = any(step.risky for step in options.pipeline().engines) and options.budget_s >= WORTH_A_STAGE_S
     with interruptible():
         call_s, reason = _first_estimate(original, args, kwargs, Budget(started, options.budget_s))
         if reason is not None:

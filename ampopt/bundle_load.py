@@ -38,7 +38,8 @@ from ampopt.measure.sampling import interleave
 from ampopt.ort.backend_choice import Timed, best
 from ampopt.ort.knobs import thread_counts
 from ampopt.ort.options import CUDA
-from ampopt.search.optimizer import Optimizer, Options
+from ampopt.search.optimizer import Optimizer
+from ampopt.search.options import Options
 from ampopt.system.environment import environment
 from ampopt.system.process_state import process_kept
 

@@ -19,14 +19,14 @@ from ampopt.ir.lanes import Lane, lanes_for
 from ampopt.ir.model_copy import device_of
 from ampopt.ir.program import Program
 from ampopt.ir.signature import describe, flatten_call
-from ampopt.ir.transform import Pass
+from ampopt.ir.transform import Family, Pass
 from ampopt.measure.clocks import engine_latency
 from ampopt.measure.headline import compare_fairly
 from ampopt.measure.report import interval
 from ampopt.measure.sampling import Gain, Measurement
 from ampopt.measure.verify import Faults, Verifier
-from ampopt.passes import ENGINES, LAUNCHES
-from ampopt.search.optimizer import Options
+from ampopt.search.named_passes import Passes
+from ampopt.search.options import Options
 from ampopt.search.progress import progress_line
 from ampopt.search.rehearsal import Stage
 from ampopt.system.environment import environment
@@ -210,6 +210,7 @@ def compare(
     exclude: Sequence[str] = (),
     nan: Faults = "keep",
     progress: bool | None = None,
+    passes: Passes | None = None,
 ) -> Comparison:
     """Measure what each pass does to a model: alone, added in sequence, and left out of the whole pipeline.
 
@@ -230,6 +231,7 @@ def compare(
             amp_dtype=amp_dtype,
             exclude=exclude,
             nan=nan,
+            passes=passes,
         )
         refuse_more(more)
         given = {} if example_kwargs is None else example_kwargs
@@ -240,14 +242,14 @@ def compare(
         except CaptureError as error:
             raise InputError(f"compare needs a model that is one graph: {error}") from error
         verifier = Verifier(original, captured, tolerance=options.tolerance, faults=options.nan)
-    passes = (*options.pipeline(), *options.allowed(ENGINES), *options.allowed(LAUNCHES))
+    steps = tuple(options.pipeline())
     rows: list[ComparedPass] = []
     lanes = lanes_for(precision, where, amp_dtype)
     with progress_line(progress, started, options.budget_s) as tell, Stage(where) as stage:
         for number, lane in enumerate(lanes):
             share = started + options.budget_s * (number + 1) / len(lanes)
-            comparer = _Comparer(captured, verifier, lane, passes, share, stage)
-            for mode, step, before, after in _plan(passes):
+            comparer = _Comparer(captured, verifier, lane, steps, share, stage)
+            for mode, step, before, after in _plan(steps):
                 if rows and rows[-1].reason == INTERRUPTED:
                     rows.append(comparer.not_compared(mode, step, INTERRUPTED))
                     continue
@@ -267,7 +269,7 @@ def _plan(passes: tuple[Pass, ...]) -> list[Planned]:
 
     An engine replaces another: in sequences, of the engines only the one in question is there.
     """
-    engines = {step.name for step in ENGINES}
+    engines = {step.name for step in passes if step.family is Family.ENGINE}
     precision = tuple(step for step in passes if step.name == "bake-autocast")
 
     def sequence(until: Pass | None, engine: Pass | None) -> tuple[Pass, ...]:

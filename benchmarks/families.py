@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ampopt import AmpoptError, optimize
-from ampopt.passes import ENGINES
+from ampopt.passes import PIPELINE
 from ampopt.system.environment import environment
 from benchmarks.models import randomize_batch_norm
 from benchmarks.results_files import commit, results_folder, update
@@ -65,7 +65,7 @@ def measure(name: str, device: torch.device, budget_s: float) -> dict[str, Any]:
                 (x.to(device),),
                 precision=lane,
                 budget_s=budget_s,
-                exclude=tuple(step.name for step in ENGINES),
+                exclude=tuple(step.name for step in PIPELINE.engines),
                 cache=False,
                 progress=False,
             )

@@ -149,7 +149,8 @@ def raw(error: BaseException, stage: str) -> Outcome:
 
 def _steps(pick: Pick) -> Sequence[Pass]:
     """The passes in their order, all or some."""
-    steps = PIPELINE if pick.maybe() else tuple(step for step in PIPELINE if pick.maybe(0.6))
+    whole = PIPELINE.rewrites
+    steps = whole if pick.maybe() else tuple(step for step in whole if pick.maybe(0.6))
     return tuple(
         step if not isinstance(step, Degroup) else dataclasses.replace(step, least_gain=1e-9)
         for step in steps

@@ -1,8 +1,8 @@
-"""The passes, one file each. `PIPELINE` is the order in which the pass manager applies them."""
+"""The passes, one file each. `PIPELINE` is the order in which they are tried."""
 
 from __future__ import annotations
 
-from ampopt.ir.transform import Pass
+from ampopt.ir.pipeline import Pipeline
 from ampopt.passes.allow_tf32 import AllowTf32
 from ampopt.passes.bake_autocast import BakeAutocast
 from ampopt.passes.channels_last import ChannelsLast
@@ -23,8 +23,6 @@ from ampopt.passes.script import Script
 from ampopt.passes.search_conv_algorithms import SearchConvAlgorithms
 
 __all__ = [
-    "ENGINES",
-    "LAUNCHES",
     "PIPELINE",
     "AllowTf32",
     "BakeAutocast",
@@ -46,29 +44,27 @@ __all__ = [
     "SearchConvAlgorithms",
 ]
 
-PIPELINE: tuple[Pass, ...] = (
-    RemoveInferenceNoops(),
-    FoldConstants(),
-    BakeAutocast(),
-    FoldConvBn(),
-    MergeLinearChain(),
-    AllowTf32(),
-    SearchConvAlgorithms(),
-    ChannelsLast(),
-    FuseConvTriton(),
-    Degroup(),
-    FuseConvAct(),
-    FuseConvOnednn(),
-    FuseLinearAct(),
+PIPELINE = Pipeline(
+    rewrites=(
+        RemoveInferenceNoops(),
+        FoldConstants(),
+        BakeAutocast(),
+        FoldConvBn(),
+        MergeLinearChain(),
+        AllowTf32(),
+        SearchConvAlgorithms(),
+        ChannelsLast(),
+        FuseConvTriton(),
+        Degroup(),
+        FuseConvAct(),
+        FuseConvOnednn(),
+        FuseLinearAct(),
+    ),
+    engines=(OnnxRuntime(), Compile(), Script(), ParallelBranches()),
+    launches=(CudaGraph(),),
 )
-"""What changes the program itself: clean-up, precision, algebra, layout, kernels.
+"""What `optimize` tries: clean-up, precision, algebra, layout, kernels; of engines the likely winners first.
 
 Precision comes before the algebra so that the algebra is timed in the precision that it will run in; passes
 compute new weights from the unrounded ones all the same.
 """
-
-ENGINES: tuple[Pass, ...] = (OnnxRuntime(), Compile(), Script(), ParallelBranches())
-"""Alternatives that run the rewritten graph, as they are tried: the likely winners first."""
-
-LAUNCHES: tuple[Pass, ...] = (CudaGraph(),)
-"""Ways to launch, on top of every engine."""

@@ -13,9 +13,9 @@ import ampopt
 from ampopt.comparison import MODES, ComparedPass
 from ampopt.errors import InputError
 from ampopt.measure.sampling import Gain, Measurement
-from ampopt.passes import LAUNCHES, PIPELINE
+from ampopt.passes import PIPELINE
 from tests.helpers import Model, with_statistics
-from tests.support.planted import NO_ENGINES, Planted
+from tests.support.planted import NO_ENGINES, Planted, rewriting
 
 pytestmark = pytest.mark.usefixtures("quick")
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -32,7 +32,7 @@ def compared(model: nn.Module, **options: Any) -> ampopt.Comparison:
 
 def test_every_pass_has_a_row_in_every_mode_and_lane() -> None:
     found = compared(net())
-    names = {step.name for step in (*PIPELINE, *LAUNCHES)} - {"allow-tf32"}
+    names = {step.name for step in (*PIPELINE.rewrites, *PIPELINE.launches)} - {"allow-tf32"}
     rows = [(row.lane, row.mode, row.name) for row in found.rows]
     assert len(rows) == len(set(rows))
     assert set(rows) == {(lane, mode, name) for lane in ("fp32", "amp") for mode in MODES for name in names}
@@ -74,7 +74,7 @@ def test_a_cell_says_no_more_than_was_measured(gain: Gain, said: str) -> None:
 
 
 def test_a_pass_that_changes_nothing_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ampopt.search.optimizer.PIPELINE", (Planted("fine"),))
+    monkeypatch.setattr("ampopt.search.options.PIPELINE", rewriting((Planted("fine"),)))
     seconds = {"before": (3.0, 2.0, 3.0, 2.0, 3.0, 2.0), "before again": (2.0, 3.0, 2.0, 3.0, 2.0, 3.0)}
 
     def measured(samplers: dict[str, Any], **options: Any) -> dict[str, Measurement]:
@@ -89,7 +89,7 @@ def test_a_pass_that_changes_nothing_is_no_difference(monkeypatch: pytest.Monkey
 
 def test_a_pass_that_fails_or_is_wrong_is_told_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     planted = (Planted("broken", error=ValueError("oops")), Planted("wrong", factor=2.0), Planted("fine"))
-    monkeypatch.setattr("ampopt.search.optimizer.PIPELINE", planted)
+    monkeypatch.setattr("ampopt.search.options.PIPELINE", rewriting(planted))
     rows = {(r.name, r.mode): r for r in compared(net(), precision="fp32").rows}
     assert rows["broken", "alone"].reason == "failed: oops"
     assert "error 1 is over" in rows["wrong", "alone"].reason
@@ -98,7 +98,7 @@ def test_a_pass_that_fails_or_is_wrong_is_told_and_the_rest_goes_on(monkeypatch:
 
 def test_one_broken_pass_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     planted = (Planted("broken", error=ValueError("oops")), Planted("fine"))
-    monkeypatch.setattr("ampopt.search.optimizer.PIPELINE", planted)
+    monkeypatch.setattr("ampopt.search.options.PIPELINE", rewriting(planted))
     rows = {(r.name, r.mode): r for r in compared(net(), precision="fp32").rows}
     assert rows["fine", "cumulative"].gain is not None
     assert rows["fine", "left out"].gain is not None

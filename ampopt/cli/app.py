@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
-from typer import Option
+from typer import Argument, Option
 
 import ampopt
 from ampopt.cli import deploy as cli_deploy
@@ -50,6 +49,7 @@ def run(
     nan: cli.Nan = "keep",
     device: cli.Device = None,
     exclude: cli.Exclude = None,
+    passes: cli.Passes = None,
     cache: cli.Cache = True,
     json_file: cli.JsonFile = None,
     markdown_file: Annotated[Path | None, Option("--markdown", help="File to write the report to.")] = None,
@@ -59,7 +59,7 @@ def run(
     with readable_errors(verbose):
         source = (model, shapes, image, npz, normalize, weights, trust_model_file, device)
         written = {"--json": json_file, "--markdown": markdown_file}
-        check_request(*source, budget, exclude, written)
+        check_request(*source, budget, exclude, passes, written)
         loaded, args, kwargs, where = model_and_call(*source)
         from ampopt.measure import report
 
@@ -76,6 +76,7 @@ def run(
             nan=nan,
             device=where,
             exclude=tuple(exclude or ()),
+            passes=passes,
             **({} if comparing else {"cache": cache}),
         )
         found = result if comparing else result.report
@@ -108,27 +109,22 @@ app.command("compare", help="Tell what each pass does to a model: alone, in sequ
 
 
 @app.command("passes")
-def list_passes(as_json: Annotated[bool, Option("--json", help="As JSON, on stdout.")] = False) -> None:
-    """List every pass, in the order in which they are applied."""
-    from ampopt.passes import ENGINES, LAUNCHES, PIPELINE
+def list_passes(
+    name: Annotated[str | None, Argument(help="Tell this one's proof and its options.")] = None,
+    as_json: Annotated[bool, Option("--json", help="As JSON, on stdout.")] = False,
+    verbose: cli.Verbose = False,
+) -> None:
+    """List every pass, in the order in which they are tried, or tell one's proof and its options."""
+    from ampopt.cli import passes
 
-    rows = [
-        {
-            "name": step.name,
-            "family": step.family.value,
-            "numerics": step.numerics.value,
-            "portability": "portable" if step.portable else "native",
-            "summary": step.summary,
-        }
-        for step in (*PIPELINE, *ENGINES, *LAUNCHES)
-    ]
-    if as_json:
-        typer.echo(json.dumps(rows, indent=2))
-        return
-    table = Table(*rows[0], box=None, header_style="bold", pad_edge=False)
-    for row in rows:
-        table.add_row(*row.values())
-    console().print(table)
+    with readable_errors(verbose):
+        rows = passes.rows() if name is None else [passes.details(name)]
+        if as_json:
+            typer.echo(json.dumps(rows if name is None else rows[0], indent=2))
+        else:
+            console().print(
+                passes.table(rows) if name is None else passes.page(name), soft_wrap=name is not None
+            )
 
 
 @app.command("cache")

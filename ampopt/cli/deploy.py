@@ -42,6 +42,7 @@ def export(
     nan: cli.Nan = "keep",
     device: cli.Device = None,
     exclude: cli.Exclude = None,
+    passes: cli.Passes = None,
     cache: cli.Cache = True,
     onnx: Annotated[
         Literal["auto", "fp32", "fp16"], Option(help="What the ONNX model computes in; auto: as the lane.")
@@ -73,7 +74,7 @@ def export(
         check_distinct(places, {"--sign": sign})
         _check_output(output, io, target, dynamic_batch, force, cpp, sign)
         source = (model, shapes, image, npz, normalize, weights, trust_model_file, device)
-        check_request(*source, budget, exclude, places)
+        check_request(*source, budget, exclude, passes, places)
         loaded, args, kwargs, where = model_and_call(*source)
         from ampopt.deploy.runtime import OptimizedModule
 
@@ -88,6 +89,7 @@ def export(
             nan=nan,
             device=where,
             exclude=tuple(exclude or ()),
+            passes=passes,
             cache=cache,
         )
         if not isinstance(fast, OptimizedModule):

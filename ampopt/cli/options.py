@@ -21,6 +21,7 @@ from ampopt.bundle.destinations import check_distinct, check_file
 from ampopt.cli.input_source import check_inputs, example_call
 from ampopt.cli.model_source import FORMS, check_model, is_model_file, load_model
 from ampopt.errors import AmpoptError, InputError
+from ampopt.ir.pass_text import installed, parse
 
 if TYPE_CHECKING:
     import torch
@@ -84,6 +85,14 @@ Exclude = Annotated[
     list[str] | None,
     Option(metavar="PASS", help="To leave out; repeatable.", autocompletion=_completed(pass_names)),
 ]
+Passes = Annotated[
+    str | None,
+    Option(
+        metavar="TEXT",
+        help="Exactly the passes to try, such as 'fold-conv-bn,degroup{least-gain=1.1}'; "
+        "`ampopt passes NAME` tells a pass's options.",
+    ),
+]
 Cache = Annotated[
     bool, Option(help="Use what an earlier call found for this model, and keep what this one finds.")
 ]
@@ -102,6 +111,7 @@ def check_request(
     device: str | None,
     budget: float,
     exclude: Sequence[str] | None,
+    passes: str | None,
     written: Mapping[str, Path | None],
 ) -> None:
     """Raise InputError or MissingExtraError for all that can be known before PyTorch is imported.
@@ -109,7 +119,9 @@ def check_request(
     `written`: where results go, by their options.
     """
     check_budget(budget)
-    if unknown := sorted(set(exclude or ()) - set(names := pass_names())):
+    said = {*(exclude or ()), *(name for name, _ in parse(passes or ""))}
+    names = sorted({*pass_names(), *(installed() if passes else ())})
+    if unknown := sorted(said - set(names)):
         raise InputError(f"there is no pass {', '.join(unknown)}: choose from {', '.join(names)}")
     check_device(device)
     code = model if is_model_file(model) else model.rpartition(":")[0] or model

@@ -74,13 +74,13 @@ def _rewrites(recipe: tuple[Pass, ...]) -> tuple[Pass, ...]:
     """The recipe's portable passes, and those of the pipeline's portable rewrites that it does not name."""
     named = [step for step in recipe if step.portable]
     types = {type(step) for step in named}
-    always = [step for step in PIPELINE if step.portable and step.family is Family.REWRITE]
+    always = [step for step in PIPELINE.rewrites if step.portable and step.family is Family.REWRITE]
     return _in_order([*named, *(step for step in always if type(step) not in types)])
 
 
 def _in_order(steps: list[Pass]) -> tuple[Pass, ...]:
     """Passes in the pipeline's order; those that it does not know come last."""
-    order = {type(step): index for index, step in enumerate(PIPELINE)}
+    order = {type(step): index for index, step in enumerate(PIPELINE.rewrites)}
     return tuple(sorted(steps, key=lambda step: order.get(type(step), len(order))))
 
 

@@ -5,37 +5,41 @@ from __future__ import annotations
 import dataclasses
 import json
 import reprlib
+from collections.abc import Mapping
 from typing import Any
 
 from ampopt.bundle.stored_values import array, members, refuse
 from ampopt.ir.transform import Pass
-from ampopt.passes import ENGINES, LAUNCHES, PIPELINE
+from ampopt.passes import PIPELINE
 
 WHERE = "program.json, recipe"
 
-_KNOWN = {step.name: step for step in (*PIPELINE, *ENGINES, *LAUNCHES)}
+KNOWN: Mapping[str, Pass] = {step.name: step for step in PIPELINE}
 """The passes that a file may name, and an example of each, whose fields say what a file may set."""
 
 
-def write_recipe(recipe: tuple[Pass, ...]) -> list[Any]:
-    """Each pass's name and fields, in order. Passes that are not ampopt's own are left out."""
-    own = [step for step in recipe if type(step) is type(_KNOWN.get(step.name))]
+def write_recipe(recipe: tuple[Pass, ...], known: Mapping[str, Pass] = KNOWN) -> list[Any]:
+    """Each pass's name and fields, in order. Passes that are not known, by default ours, are left out.
+
+    Raises TypeError where a known pass has a field that JSON cannot hold.
+    """
+    named = [step for step in recipe if type(step) is type(known.get(step.name))]
     plain: list[Any] = json.loads(
-        json.dumps([{"pass": step.name, "fields": dataclasses.asdict(step)} for step in own])
+        json.dumps([{"pass": step.name, "fields": dataclasses.asdict(step)} for step in named])
     )
     return plain
 
 
-def read_recipe(data: object) -> tuple[Pass, ...]:
+def read_recipe(data: object, known: Mapping[str, Pass] = KNOWN) -> tuple[Pass, ...]:
     """The passes that `write_recipe` wrote. Raises BundleError for unknown passes, fields and values."""
-    return tuple(_read_pass(item) for item in array(data, WHERE))
+    return tuple(_read_pass(item, known) for item in array(data, WHERE))
 
 
-def _read_pass(data: object) -> Pass:
+def _read_pass(data: object, known: Mapping[str, Pass]) -> Pass:
     name, fields = members(data, ("pass", "fields"), WHERE)
-    if not isinstance(name, str) or name not in _KNOWN:
+    if not isinstance(name, str) or name not in known:
         refuse(WHERE, f"there is no pass {reprlib.repr(name)}")
-    example = _KNOWN[name]
+    example = known[name]
     names = tuple(field.name for field in dataclasses.fields(example))
     values = {key: _tuples(value) for key, value in zip(names, members(fields, names, WHERE), strict=True)}
     for key, value in values.items():

@@ -6,19 +6,16 @@ import dataclasses
 import functools
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ampopt.deploy.runtime import OptimizedModule
-from ampopt.engines.cuda_graphs import Outputs
-from ampopt.errors import InputError, first_line
-from ampopt.ir.arguments import flag, names, number, one_of
+from ampopt.errors import first_line
 from ampopt.ir.capture import Captured
-from ampopt.ir.casting import POLICIES
 from ampopt.ir.lanes import Lane, lanes_for
 from ampopt.ir.model_copy import device_of, untouched_rng, working_copy
 from ampopt.ir.narrow_convs import why_it_may_crash
@@ -30,8 +27,8 @@ from ampopt.measure.entry import ORIGINAL, Verdict
 from ampopt.measure.headline import compare_fairly, load_now, sure_gain
 from ampopt.measure.ledger import LaneSummary, Ledger
 from ampopt.measure.sampling import gain, interleave
-from ampopt.measure.verify import Faults, Metric, Verifier
-from ampopt.passes import ENGINES, LAUNCHES, PIPELINE, AllowTf32, BakeAutocast, FuseConvAct
+from ampopt.measure.verify import Verifier
+from ampopt.search.options import Options
 from ampopt.search.pass_manager import LaneState, PassManager, Progress, judging_s
 from ampopt.search.rehearsal import Stage
 from ampopt.search.tuning_cache import default_cache, key_of
@@ -81,73 +78,6 @@ SEARCHING, RECALLING = Care(2, 3.0), Care(1, 1.0)
 
 BRIEFLY_S = 1e-3
 """The time budget of what has to be done after Ctrl-C."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What the user asked for; see `ampopt.optimize`."""
-
-    precision: str = "auto"
-    tolerance: float | None = None
-    metric: Metric | None = None
-    budget_s: float = 60.0
-    outputs: Outputs = "copy"
-    policy: str = "amp"
-    amp_dtype: torch.dtype | None = None
-    exclude: Collection[str] = ()
-    cache: bool = True
-    nan: Faults = "keep"
-
-    def __post_init__(self) -> None:
-        """Raise InputError, before any work, for a value that does not serve; make numbers Python's own."""
-        known = {step.name for step in (*PIPELINE, *ENGINES, *LAUNCHES)}
-        seconds = number("budget_s", self.budget_s, positive=True, advice="a positive number of seconds")
-        checked: dict[str, object] = {"exclude": names("exclude", self.exclude, known), "budget_s": seconds}
-        if self.tolerance is not None:
-            advice = "a relative error, 0 or more"
-            checked["tolerance"] = number("tolerance", self.tolerance, positive=False, advice=advice)
-        if self.metric is not None and not callable(self.metric):
-            raise InputError(
-                f"metric={self.metric!r}: give a function, metric(outputs, original_outputs) -> float"
-            )
-        if not isinstance(self.outputs, str) or self.outputs not in get_args(Outputs):
-            raise InputError(f"outputs={self.outputs!r}: choose 'copy' or 'static'")
-        one_of("policy", self.policy, POLICIES)
-        one_of("nan", self.nan, get_args(Faults))
-        checked["cache"] = flag("cache", self.cache)
-        lanes_for(self.precision, torch.device("cpu"), self.amp_dtype)
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
-
-    def wishes(self) -> dict[str, object]:
-        """What decides which passes win, for the key of the cache."""
-        passes = (*self.pipeline(), *self.allowed(ENGINES), *self.allowed(LAUNCHES))
-        told = {n: getattr(self, n) for n in ("precision", "tolerance", "budget_s", "amp_dtype", "nan")}
-        return {
-            **told,
-            "metric": self.metric is not None,
-            "passes": [(type(s).__module__, s) for s in passes],
-        }
-
-    def pipeline(self) -> tuple[Pass, ...]:
-        """The rewriting passes in order, as the options ask for them."""
-        passes: list[Pass] = []
-        for step in PIPELINE:
-            if isinstance(step, AllowTf32) and self.tolerance is None:
-                continue
-            passes.append(self._as_wished(step))
-        return self.allowed(passes)
-
-    def _as_wished(self, step: Pass) -> Pass:
-        if isinstance(step, BakeAutocast):
-            return BakeAutocast(policy=self.policy)
-        if isinstance(step, FuseConvAct):
-            return FuseConvAct(keeps_nan=self.nan != "ignore")
-        return step
-
-    def allowed(self, passes: Sequence[Pass]) -> tuple[Pass, ...]:
-        """The passes that the user did not exclude."""
-        return tuple(step for step in passes if step.name not in self.exclude)
 
 
 def seconds_of_a_call(
@@ -204,9 +134,10 @@ class Optimizer:
         self.interrupted = False
         """Whether Ctrl-C has ended the search."""
         self._states: list[LaneState] = []
-        self._cache = default_cache() if options.cache else None
+        self._pipeline = options.pipeline()
+        self._cache = default_cache() if options.is_cacheable else None
         self._key = key_of(program, options.wishes()) if self._cache else ""
-        self._known = self._cache.find(self._key) if self._cache else None
+        self._known = self._cache.find(self._key, self._pipeline) if self._cache else None
         if call_s is None:
             args, kwargs = pytree.tree_unflatten(list(captured.leaves), captured.spec)
             call_s = seconds_of_a_call(original, args, kwargs, options.budget_s)
@@ -360,13 +291,14 @@ class Optimizer:
         rewriting = self._seconds_for_rewriting()
         for place, state in enumerate(self._states, start=1):
             deadline = self._started + rewriting * place / len(self._states)
-            self._manager.rewrite(state, self._options.pipeline(), deadline=deadline)
+            self._manager.rewrite(state, self._pipeline.rewrites, deadline=deadline)
         self._try_engines([None])
-        self._try_engines(self._options.allowed(ENGINES))
+        self._try_engines(self._pipeline.engines)
         self._settle()
         tried = {entry.lane for entry in self.ledger.entries if entry.verdict is not Verdict.NOT_TRIED}
         if self._cache is not None and all(state.lane.name in tried for state in self._states):
-            self._cache.store(self._key, {s.lane.name: s.best.program.recipe for s in self._states})
+            recipes = {s.lane.name: s.best.program.recipe for s in self._states}
+            self._cache.store(self._key, recipes, self._pipeline)
 
     def _settle(self) -> None:
         """Verify each lane's winner outside of the examples' range, where the time budget has room for it."""
@@ -386,8 +318,9 @@ class Optimizer:
         """What rewrites may take, of all lanes together, so that the slowest way to run still gets a turn."""
         whole, program = self._options.budget_s, self._captured.program
         call_s = max(state.call_s for state in self._states)
-        engines = self._options.allowed(ENGINES)
-        longest = max((e.expected_seconds(program) + judging_s(e, call_s) for e in engines), default=0.0)
+        longest = max(
+            (e.expected_seconds(program) + judging_s(e, call_s) for e in self._pipeline.engines), default=0.0
+        )
         rest = (TRYING - LAUNCHING) * whole - longest
         return min(REWRITING * whole, max(LEAST_REWRITING * whole, rest))
 
@@ -469,7 +402,7 @@ class Optimizer:
         calls = {s.lane.name: latency(s.best.call, self.device) for s in self._states}
         timed = interleave(calls, seconds=0.2, least=3)
         for state in sorted(self._states, key=lambda s: timed[s.lane.name].median):
-            self._manager.choose_engine(state, engines, self._options.allowed(LAUNCHES))
+            self._manager.choose_engine(state, engines, self._pipeline.launches)
 
     def _summarize(self) -> None:
         """Time eager and the best of every lane side by side, verify the best once more, write it down.

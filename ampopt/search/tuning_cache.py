@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from ampopt.deploy.recipe_file import read_recipe, write_recipe
 from ampopt.errors import BundleError
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Pass
+from ampopt.passes import PIPELINE
 from ampopt.system.cache_folder import cache_folder, drop, keep, kept
 from ampopt.system.environment import environment, library_versions, own_code
 
@@ -34,8 +35,8 @@ class TuningCache:
 
     folder: Path
 
-    def find(self, key: str) -> Recipes | None:
-        """What was stored under a key; None where nothing was, or nothing that is sound."""
+    def find(self, key: str, passes: Iterable[Pass] = PIPELINE) -> Recipes | None:
+        """What was stored under a key, of these passes; None where nothing was, or nothing that is sound."""
         file = self._file(key)
         try:
             if (found := kept(file)) is None:
@@ -43,16 +44,21 @@ class TuningCache:
             data = json.loads(found.decode())
             if data["schema"] != SCHEMA or data["sha256"] != _checksum(key, data["lanes"]):
                 raise ValueError("damaged")
-            return {str(lane): read_recipe(recipe) for lane, recipe in data["lanes"].items()}
+            known = {step.name: step for step in passes}
+            return {str(lane): read_recipe(recipe, known) for lane, recipe in data["lanes"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, BundleError):
             drop(file)
             return None
 
-    def store(self, key: str, recipes: Recipes) -> None:
-        """Keep recipes under a key, in place of what is there; the longest unused files make room."""
-        lanes = {lane: write_recipe(recipe) for lane, recipe in recipes.items()}
-        if any(len(lanes[lane]) < len(recipe) for lane, recipe in recipes.items()):
-            return  # a pass of the user's own, which no file can name
+    def store(self, key: str, recipes: Recipes, passes: Iterable[Pass] = PIPELINE) -> None:
+        """Keep recipes of these passes under a key, in place of what is there; the longest unused go."""
+        known = {step.name: step for step in passes}
+        try:
+            lanes = {lane: write_recipe(recipe, known) for lane, recipe in recipes.items()}
+            if any(read_recipe(lanes[lane], known) != recipe for lane, recipe in recipes.items()):
+                return  # a pass that is none of them, which no file can name
+        except (TypeError, ValueError, BundleError):
+            return  # a user's pass with an option that a file cannot hold
         data = {"schema": SCHEMA, "lanes": lanes, "sha256": _checksum(key, lanes)}
         keep(self._file(key), json.dumps(data).encode())
 

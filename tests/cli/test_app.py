@@ -18,7 +18,7 @@ from ampopt.cli import app as cli
 from ampopt.cli import options as cli_options
 from ampopt.errors import InputError
 from ampopt.ir.casting import POLICIES
-from ampopt.passes import ENGINES, LAUNCHES, PIPELINE
+from ampopt.passes import PIPELINE
 
 CODE = """
 from torch import nn
@@ -125,6 +125,7 @@ def test_compare_takes_the_same_options(model: str, tmp_path: Path, monkeypatch:
     assert given.pop("example_kwargs") == {}
     assert given.pop("exclude") == EXCLUDED
     expected = {
+        "passes": None,
         "precision": "amp",
         "tolerance": 0.1,
         "budget_s": 3.0,
@@ -138,7 +139,7 @@ def test_compare_takes_the_same_options(model: str, tmp_path: Path, monkeypatch:
 
 
 def test_compare_tells_what_a_pass_does(model: str) -> None:
-    others = {step.name for step in (*PIPELINE, *ENGINES, *LAUNCHES)} - {"fold-conv-bn"}
+    others = {step.name for step in PIPELINE} - {"fold-conv-bn"}
     excluded = [text for name in sorted(others) for text in ("--exclude", name)]
     options = ("--input", "1x3x8x8", "--precision", "fp32", "--device", "cpu", "--budget", "3", *excluded)
     result = call("compare", model, *options)
@@ -147,7 +148,7 @@ def test_compare_tells_what_a_pass_does(model: str) -> None:
 
 
 def test_passes_lists_every_pass() -> None:
-    steps = (*PIPELINE, *ENGINES, *LAUNCHES)
+    steps = tuple(PIPELINE)
     table, rows = call("passes").stdout, json.loads(call("passes", "--json").stdout)
     assert [row["name"] for row in rows] == [step.name for step in steps]
     assert all(row["name"] in table and row["summary"] in table for row in rows)
@@ -160,7 +161,7 @@ def test_version_is_the_package_version(option: str) -> None:
 
 
 def test_the_names_of_the_passes_are_those_of_their_files() -> None:
-    assert cli_options.pass_names() == sorted(step.name for step in (*PIPELINE, *ENGINES, *LAUNCHES))
+    assert cli_options.pass_names() == sorted(step.name for step in PIPELINE)
 
 
 def test_the_policies_are_those_that_the_engine_knows() -> None:

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 import ampopt
 from ampopt.ir.capturing import capturing
-from ampopt.passes import ENGINES, LAUNCHES, PIPELINE, FoldConvBn
+from ampopt.passes import PIPELINE, FoldConvBn
 from ampopt.system import turns
 from ampopt.system.turns import Turn, this_thread, working_for
 from tests.helpers import with_statistics
 from tests.support import snapshot
 from tests.support.planted import module_of
 
-ALL_BUT_ONE = tuple({step.name for step in (*PIPELINE, *ENGINES, *LAUNCHES)} - {"fold-conv-bn"})
+ALL_BUT_ONE = tuple({step.name for step in PIPELINE} - {"fold-conv-bn"})
 
 
 def net(channels: int = 4, activation: type[nn.Module] = nn.ReLU) -> nn.Module:

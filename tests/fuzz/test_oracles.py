@@ -31,14 +31,14 @@ from fuzz.pick import Pick
 from fuzz.shards import Run, Worker, header
 from fuzz.shrink import describe, shrink
 from tests.helpers import Model, several_kinds
-from tests.support.planted import Planted
+from tests.support.planted import Planted, rewriting
 
 SPEC = Spec(7, (2, 4, 6, 5), (Layer("conv_bn", 1), Layer("activation", 2), Layer("linear", 3)))
 IMAGE = Call((torch.randn(2, 3, 8, 8),), {})
 
 
 def checked(model: nn.Module, *passes: Any, monkeypatch: pytest.MonkeyPatch) -> Outcome:
-    monkeypatch.setattr(through_passes, "PIPELINE", passes or PIPELINE)
+    monkeypatch.setattr(through_passes, "PIPELINE", rewriting(passes) if passes else PIPELINE)
     monkeypatch.setattr(Pick, "maybe", lambda self, chance=0.5: chance >= 0.5)
     return through_passes.check_model(model, [IMAGE, IMAGE.map(torch.randn_like)], Pick(0))
 

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 import ampopt
 from ampopt.errors import InputError
-from ampopt.search.optimizer import Options
+from ampopt.search.options import Options
 from tests.helpers import Model
 from tests.support.planted import module_of, optimize
 

@@ -23,7 +23,7 @@ from ampopt.measure.report import summary_lines
 from ampopt.measure.sampling import Gain, Measurement
 from ampopt.search.pass_manager import PassManager
 from tests.helpers import Model, with_statistics
-from tests.support.planted import Planted, optimize
+from tests.support.planted import Planted, optimize, rewriting
 
 pytestmark = pytest.mark.usefixtures("quick")
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -56,7 +56,9 @@ def amp_wins(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_pass_of_every_lane_has_a_row(model: nn.Module) -> None:
     report = optimize(model, X).report
     lanes = {lane: [e.name for e in report.entries if e.lane == lane] for lane in ("fp32", "amp")}
-    names = {step.name for step in (*ampopt.passes.PIPELINE, *ampopt.passes.LAUNCHES)} - {"allow-tf32"}
+    names = {step.name for step in (*ampopt.passes.PIPELINE.rewrites, *ampopt.passes.PIPELINE.launches)} - {
+        "allow-tf32"
+    }
     assert names <= set(lanes["fp32"])
     assert names <= set(lanes["amp"])
     assert all(entry.reason for entry in report.entries)
@@ -370,7 +372,7 @@ def test_planted_passes_go_through_the_whole_optimizer(
         Planted("wrong", factor=2.0),
         Planted("nan", factor=float("nan")),
     )
-    monkeypatch.setattr("ampopt.search.optimizer.PIPELINE", planted)
+    monkeypatch.setattr("ampopt.search.options.PIPELINE", rewriting(planted))
     fast = optimize(model, X, precision="fp32")
     assert [(e.name, e.verdict) for e in fast.report.entries[:3]] == [
         ("broken", Verdict.FAILED),
@@ -384,8 +386,12 @@ def test_planted_passes_go_through_the_whole_optimizer(
 def test_an_interruption_gives_the_best_so_far_and_a_note(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planted = (*ampopt.passes.PIPELINE[:4], Planted("long", error=KeyboardInterrupt()), Planted("after"))
-    monkeypatch.setattr("ampopt.search.optimizer.PIPELINE", planted)
+    planted = (
+        *ampopt.passes.PIPELINE.rewrites[:4],
+        Planted("long", error=KeyboardInterrupt()),
+        Planted("after"),
+    )
+    monkeypatch.setattr("ampopt.search.options.PIPELINE", rewriting(planted))
     fast = optimize(model, X)
     assert "interrupted: this is the best so far" in fast.report.notes
     (entry,) = [e for e in fast.report.entries if e.name == "long"]

@@ -20,7 +20,7 @@ from ampopt.ir.transform import Pass, Result
 from ampopt.measure.sampling import Gain
 from ampopt.passes import Compile, FoldConvBn, RemoveInferenceNoops
 from ampopt.search import tuning_cache
-from ampopt.search.optimizer import Options
+from ampopt.search.options import Options
 from ampopt.search.tuning_cache import TuningCache, default_cache, key_of
 from ampopt.system import cache_folder
 from ampopt.system.cache_folder import kept_files
@@ -270,5 +270,5 @@ def test_a_pipeline_with_another_pass_is_another_wish(monkeypatch: pytest.Monkey
     assert key_of(made, Options(exclude=("compile",)).wishes()) != own
     assert key_of(made, Options(policy="O1").wishes()) != own
     assert key_of(made, Options(outputs="static").wishes()) == own
-    monkeypatch.setattr("ampopt.search.optimizer.PIPELINE", (*ampopt.passes.PIPELINE, _MyOwn()))
+    monkeypatch.setattr("ampopt.search.options.PIPELINE", ampopt.PIPELINE.after("compile", _MyOwn()))
     assert key_of(made, options.wishes()) != own

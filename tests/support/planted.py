@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from ampopt.ir.capture import Captured, capture
 from ampopt.ir.graph import aten, copy_of, finish, insert_call
 from ampopt.ir.lanes import Lane
 from ampopt.ir.model_copy import device_of, private_copy
+from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.program import Program, Settings
 from ampopt.ir.signature import flatten_call
 from ampopt.ir.transform import Declined, Family, Numerics, Pass, Recipe, Result
@@ -24,10 +25,18 @@ from ampopt.measure.entry import Entry
 from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import Gain
 from ampopt.measure.verify import Verifier
+from ampopt.passes import PIPELINE
 from ampopt.search.pass_manager import LaneState, PassManager
 from tests.helpers import FP32
 
 KEEP = Gain(2.0, 1.9, 2.1)
+
+
+def rewriting(passes: Sequence[Pass]) -> Pipeline:
+    """The pipeline with these passes as its rewrites."""
+    return dataclasses.replace(PIPELINE, rewrites=tuple(passes))
+
+
 NO_ENGINES = ("compile", "onnx-runtime", "parallel-branches", "script")
 
 

@@ -24,7 +24,7 @@ from ampopt.search.optimizer import Optimizer
 from ampopt.search.pass_manager import PassManager
 from ampopt.system.interrupts import check_interrupted, held, interruptible, was_interrupted, watched
 from tests.support import snapshot
-from tests.support.planted import NO_ENGINES, Planted
+from tests.support.planted import NO_ENGINES, Planted, rewriting
 
 FOLDER, WATCH = os.path.dirname(ampopt.__file__), "interrupts.py"
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
@@ -206,7 +206,8 @@ class Branching(nn.Module):
 @pytest.fixture
 def short(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A search of two passes, and a budget that the clock does not spend."""
-    monkeypatch.setattr("ampopt.search.optimizer.PIPELINE", (Planted("same"), Planted("wrong", factor=2.0)))
+    planted = rewriting((Planted("same"), Planted("wrong", factor=2.0)))
+    monkeypatch.setattr("ampopt.search.options.PIPELINE", planted)
 
 
 def optimize(model: nn.Module, example: Tensor) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import ampopt
 from ampopt.errors import CaptureError
 from ampopt.ir.transform import Pass
-from ampopt.passes import ENGINES, LAUNCHES, PIPELINE, Compile, FoldConvBn, OnnxRuntime, Script
+from ampopt.passes import PIPELINE, Compile, FoldConvBn, OnnxRuntime, Script
 from ampopt.search.rehearsal import Stage
 from ampopt.system.inductor_cache import inductor_folder
 from ampopt.system.process_state import imports_kept, process_kept
@@ -32,9 +32,7 @@ from tests.support.planted import captured_of, module_of
 
 ROOT = Path(__file__).parents[2]
 
-ALL_BUT_ONE = tuple(
-    {step.name for step in (*PIPELINE, *ENGINES, *LAUNCHES)} - {"fold-conv-bn", "bake-autocast"}
-)
+ALL_BUT_ONE = tuple({step.name for step in PIPELINE} - {"fold-conv-bn", "bake-autocast"})
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 

@@ -1,0 +1,114 @@
+"""Passes by their names: ours, and those of installed packages, which are imported when they are named."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ampopt.errors import AmpoptError, InputError, first_line
+from ampopt.ir.pass_text import dashed, distribution, installed, parse, unparse, value_text
+from ampopt.ir.pipeline import Pipeline
+from ampopt.ir.transform import Pass
+from ampopt.passes import PIPELINE, AllowTf32
+
+Passes = Pipeline | Sequence[Pass | str] | str
+"""What a user may say: a pipeline, a list of exactly the passes to try, or that list as text."""
+
+
+def by_name(name: str) -> Pass:
+    """The pass of a name, with its default options. Raises InputError where there is none that serves."""
+    for step in PIPELINE:
+        if step.name == name:
+            return step
+    others = installed()
+    if name not in others:
+        known = sorted({*(step.name for step in PIPELINE), *others})
+        raise InputError(f"there is no pass {name}: choose from {', '.join(known)}")
+    owner = distribution(others[name])
+    try:
+        made = others[name].load()
+        step = made if isinstance(made, Pass) else made()
+    except Exception as error:  # whatever it is: it is the package's own
+        raise InputError(f"the pass {name} of {owner} does not load: {first_line(error)}") from error
+    if not isinstance(step, Pass) or step.name != name:
+        kind = f"a pass named {step.name}" if isinstance(step, Pass) else repr(step)
+        raise InputError(f"the entry point {name} of {owner} gives {kind}: rename one of them")
+    return step
+
+
+def as_pipeline(passes: object) -> Pipeline:
+    """A pipeline of what a user said. Raises InputError for what is none."""
+    if isinstance(passes, Pipeline):
+        return passes
+    if isinstance(passes, str):
+        return Pipeline.of(from_text(passes))
+    if isinstance(passes, Pass) or not isinstance(passes, Sequence):
+        raise InputError(f"passes={passes!r}: give a list of passes, their text, or a Pipeline")
+    return Pipeline.of(
+        step for item in passes for step in (from_text(item) if isinstance(item, str) else (item,))
+    )
+
+
+def from_text(text: str) -> tuple[Pass, ...]:
+    """The passes of a text such as `fold-conv-bn,degroup{least-gain=1.1}`. Raises InputError."""
+    return tuple(_with_options(by_name(name), options) for name, options in parse(text))
+
+
+def to_text(passes: Iterable[Pass]) -> str:
+    """The text of passes, with the options that are not the defaults; `from_text` gives equal passes."""
+    return ",".join(unparse(step.name, _changed(step)) for step in passes)
+
+
+def _changed(step: Pass) -> dict[str, Any]:
+    usual = {field.name: field.default for field in dataclasses.fields(step)}
+    return {name: value for name in usual if (value := getattr(step, name)) != usual[name]}
+
+
+def _with_options(step: Pass, options: dict[str, Any]) -> Pass:
+    fields = [field.name for field in dataclasses.fields(step)]
+    if unknown := [name for name in options if name not in fields]:
+        known = ", ".join(map(dashed, fields)) or "none"
+        raise InputError(f"{step.name} has no option {dashed(unknown[0])}: its options are {known}")
+    values = {name: _like(step, name, value) for name, value in options.items()}
+    try:
+        return dataclasses.replace(step, **values)
+    except AmpoptError as error:
+        raise InputError(f"{step.name}: {error}") from error
+
+
+def _like(step: Pass, name: str, value: Any) -> Any:
+    usual = getattr(step, name)
+    if isinstance(usual, float) and type(value) is int:
+        return float(value)
+    if usual is not None and type(value) is not type(usual):
+        wanted = f"give one such as {value_text(usual)}"
+        raise InputError(f"{step.name}'s option {dashed(name)} is {value_text(value)}: {wanted}")
+    return value
+
+
+def check_listed(pipeline: Pipeline, *, tolerance: float | None, policy: str) -> None:
+    """Raise InputError where the passes that a user listed contradict other arguments."""
+    if policy != "amp" and any(step.name == "bake-autocast" for step in pipeline):
+        raise InputError(f"policy={policy!r}: bake-autocast in passes= has a policy: give one of the two")
+    if tolerance is None and any(isinstance(step, AllowTf32) for step in pipeline):
+        raise InputError("passes= has allow-tf32, which needs a tolerance: give tolerance=, or leave it out")
+
+
+def code_of(step: Pass) -> tuple[str, ...] | None:
+    """What identifies the code of a user's pass: its module, distribution, version, and its file's hash.
+
+    Empty for a pass of ampopt's own; None where the code is in no file.
+    """
+    name = type(step).__module__
+    if name.partition(".")[0] == "ampopt":
+        return ()
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None:
+        return None
+    entry = installed().get(step.name)
+    owner = distribution(entry) if entry is not None and entry.module == name else ""
+    return name, owner, hashlib.sha256(Path(file).read_bytes()).hexdigest()

@@ -1,0 +1,95 @@
+"""What the user asked for, checked before any work: precision, limits, and the passes to try."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection
+from typing import get_args
+
+import torch
+
+from ampopt.engines.cuda_graphs import Outputs
+from ampopt.errors import InputError
+from ampopt.ir.arguments import flag, names, number, one_of
+from ampopt.ir.casting import POLICIES
+from ampopt.ir.lanes import lanes_for
+from ampopt.ir.pipeline import Pipeline
+from ampopt.ir.transform import Pass
+from ampopt.measure.verify import Faults, Metric
+from ampopt.passes import PIPELINE, AllowTf32, BakeAutocast, FuseConvAct
+from ampopt.search.named_passes import Passes, as_pipeline, check_listed, code_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the user asked for; see `ampopt.optimize`."""
+
+    precision: str = "auto"
+    tolerance: float | None = None
+    metric: Metric | None = None
+    budget_s: float = 60.0
+    outputs: Outputs = "copy"
+    policy: str = "amp"
+    amp_dtype: torch.dtype | None = None
+    exclude: Collection[str] = ()
+    cache: bool = True
+    nan: Faults = "keep"
+    passes: Passes | None = None
+
+    def __post_init__(self) -> None:
+        """Raise InputError, before any work, for a value that does not serve; make numbers Python's own."""
+        seconds = number("budget_s", self.budget_s, positive=True, advice="a positive number of seconds")
+        checked: dict[str, object] = {"budget_s": seconds}
+        known = {step.name for step in PIPELINE}
+        if self.tolerance is not None:
+            advice = "a relative error, 0 or more"
+            checked["tolerance"] = number("tolerance", self.tolerance, positive=False, advice=advice)
+        if self.metric is not None and not callable(self.metric):
+            raise InputError(
+                f"metric={self.metric!r}: give a function, metric(outputs, original_outputs) -> float"
+            )
+        if not isinstance(self.outputs, str) or self.outputs not in get_args(Outputs):
+            raise InputError(f"outputs={self.outputs!r}: choose 'copy' or 'static'")
+        one_of("policy", self.policy, POLICIES)
+        one_of("nan", self.nan, get_args(Faults))
+        checked["cache"] = flag("cache", self.cache)
+        lanes_for(self.precision, torch.device("cpu"), self.amp_dtype)
+        if self.passes is not None:
+            checked["passes"] = pipeline = as_pipeline(self.passes)
+            tolerance = math.inf if isinstance(self.passes, Pipeline) else self.tolerance
+            check_listed(pipeline, tolerance=tolerance, policy=self.policy)
+            known |= {step.name for step in pipeline}
+        checked["exclude"] = names("exclude", self.exclude, known)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def is_cacheable(self) -> bool:
+        """Whether what is found can be kept: the code of every pass is in a file, and so has a hash."""
+        return self.cache and all(code_of(step) is not None for step in self.pipeline())
+
+    def wishes(self) -> dict[str, object]:
+        """What decides which passes win, for the key of the cache."""
+        told = {n: getattr(self, n) for n in ("precision", "tolerance", "budget_s", "amp_dtype", "nan")}
+        return {
+            **told,
+            "metric": self.metric is not None,
+            "passes": [(type(s).__module__, s) for s in self.pipeline()],
+            "code": [code for step in self.pipeline() if (code := code_of(step))],
+        }
+
+    def pipeline(self) -> Pipeline:
+        """The passes to try, as the options ask for them."""
+        whole = PIPELINE if self.passes is None else as_pipeline(self.passes)
+        return Pipeline.of(self._as_wished(step) for step in whole if not self._leaves_out(step))
+
+    def _leaves_out(self, step: Pass) -> bool:
+        return step.name in self.exclude or (isinstance(step, AllowTf32) and self.tolerance is None)
+
+    def _as_wished(self, step: Pass) -> Pass:
+        if isinstance(step, BakeAutocast) and self.passes is None:
+            return BakeAutocast(policy=self.policy)
+        if isinstance(step, FuseConvAct) and self.nan == "ignore":
+            return dataclasses.replace(step, keeps_nan=False)
+        return step
