@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ampopt.comparison import Comparison, compare
     from ampopt.deploy.runtime import OptimizedModule
     from ampopt.ir.pipeline import Pipeline
-    from ampopt.ir.transform import Pass
+    from ampopt.ir.transform import Engine, Pass
     from ampopt.passes import PIPELINE
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "BundleError",
     "CaptureError",
     "Comparison",
+    "Engine",
     "ExportError",
     "InputError",
     "Interrupted",
@@ -56,6 +57,7 @@ __all__ = [
 
 _HOMES = {
     "PIPELINE": "ampopt.passes",
+    "Engine": "ampopt.ir.transform",
     "Pass": "ampopt.ir.transform",
     "Pipeline": "ampopt.ir.pipeline",
     "optimize": "ampopt.api",

@@ -156,7 +156,9 @@ def _optimize(
     tell: Progress,
     stage: Stage,
 ) -> OptimizedModule | PartlyOptimizedModule:
-    rehearses = any(step.risky for step in options.pipeline().engines) and options.budget_s >= WORTH_A_STAGE_S
+    rehearses = (
+        any(engine.risky for engine in options.pipeline().engines) and options.budget_s >= WORTH_A_STAGE_S
+    )
     with interruptible():
         call_s, reason = _first_estimate(original, args, kwargs, Budget(started, options.budget_s))
         if reason is not None:

@@ -25,7 +25,7 @@ from ampopt.ir.lanes import Lane
 from ampopt.ir.model_copy import device_of, private_copy
 from ampopt.ir.narrow_convs import why_it_may_crash
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Numerics, Pass, replay
+from ampopt.ir.transform import Numerics, Pass, is_slow, replay
 from ampopt.kernels.group_forms import Form, GroupedConv
 from ampopt.measure.verify import Verifier
 from ampopt.passes import PIPELINE, Degroup, Script, SearchConvAlgorithms
@@ -274,7 +274,7 @@ def _check_replay(hearing: Hearing, call: Call, lane: Lane) -> None:
     program = _check_lane(hearing, lane, Pick(0))
     try:
         other = _capture(judge.model, call)
-        replayed = replay(tuple(s for s in program.recipe if not s.slow_to_apply), lane.start(other.program))
+        replayed = replay(tuple(s for s in program.recipe if not is_slow(s)), lane.start(other.program))
     except AmpoptError:
         return
     except Fault:

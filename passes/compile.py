@@ -16,12 +16,12 @@ from ampopt.ir.capturing import capturing
 from ampopt.ir.graph import arguments, aten, calls, finish, insert_call, is_opaque, replace
 from ampopt.ir.pool_indices import keep_indices
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Family, Numerics, Pass, Result
+from ampopt.ir.transform import Engine, Result
 from ampopt.system.inductor_cache import remove_cut_off_builds
 
 
 @dataclasses.dataclass(frozen=True)
-class Compile(Pass):
+class Compile(Engine):
     """Compile the graph with inductor, weights frozen, without inductor's own CUDA graphs.
 
     Rewrites: what executes the graph. A CUDA graph around it is `cuda-graph`'s business: inductor's own
@@ -43,9 +43,6 @@ class Compile(Pass):
     ten and more, which come on top of the rehearsal.
     """
 
-    numerics = Numerics.REASSOCIATED
-    family = Family.ENGINE
-    portable = False
     risky = True
     slow_to_apply = True
 
@@ -53,8 +50,8 @@ class Compile(Pass):
 
     def why_not(self, program: Program) -> str | None:
         """Inductor needs plain ATen and casts that are written down."""
-        if program.settings.autocast is not None:
-            return "it still runs under autocast"
+        if (reason := super().why_not(program)) is not None:
+            return reason
         found = next((node for node in calls(program.graph) if is_opaque(node)), None)
         return f"inductor cannot see into {found.target}" if found is not None else None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from ampopt.errors import first_line
 from ampopt.ir.graph import calls, is_native
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.program import Border, Program
-from ampopt.ir.transform import Family, Numerics, Pass, Result
+from ampopt.ir.transform import Engine, Result
 from ampopt.measure.clocks import latency
 from ampopt.measure.sampling import gain, interleave
 from ampopt.ort.options import PREFERRED, SessionOptions
@@ -40,12 +39,9 @@ COMPARING_S = 1.5
 SAME = 1e-4
 """The relative error within which two sessions compute the same."""
 
-PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-"""What the pass needs; the extra `onnx` brings it."""
-
 
 @dataclasses.dataclass(frozen=True)
-class OnnxRuntime(Pass):
+class OnnxRuntime(Engine):
     """Run the graph in ONNX Runtime, with the session options that are fastest on this machine.
 
     Where that is faster, groups of a convolution that are narrower than ONNX Runtime's blocks of channels are
@@ -65,9 +61,8 @@ class OnnxRuntime(Pass):
     algorithm have 16 numbers for every 9.
     """
 
-    numerics = Numerics.REASSOCIATED
-    family = Family.ENGINE
-    portable = False
+    packages = ("onnx", "onnxscript", "onnxruntime")
+    extra = "onnx"
     slow_to_apply = True
 
     session: tuple[tuple[str, str], ...] | None = None
@@ -77,13 +72,10 @@ class OnnxRuntime(Pass):
         """See the class."""
         if program.device.type != "cpu":
             return "on a GPU the graph itself, captured, has always been faster"
-        if program.settings.autocast is not None:
-            return "it still runs under autocast"
+        if (reason := super().why_not(program)) is not None:
+            return reason
         if program.lane_dtype is not torch.float32:
             return "ONNX Runtime's CPU provider computes in float32"
-        missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-        if missing:
-            return f"{missing[0]} is not installed: run  pip install 'ampopt[onnx]'"
         found = next((node for node in calls(program.graph) if is_native(node)), None)
         return f"ONNX does not know {found.target}" if found is not None else None
 
@@ -92,7 +84,7 @@ class OnnxRuntime(Pass):
         tuning = TUNING_S + 2 * (COMPARING_S + PROFILING_S) if self.session is None else 0.0
         return 2.0 + 0.02 * sum(1 for _ in calls(program.graph)) + tuning
 
-    def hurried(self) -> Pass:
+    def hurried(self) -> Engine:
         """With default options: what is most of the gain takes a few seconds."""
         return dataclasses.replace(self, session=self.session or ())
 

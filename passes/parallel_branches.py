@@ -14,11 +14,11 @@ from ampopt.engines.streams import Branched, cuda_streams
 from ampopt.ir.graph import calls
 from ampopt.ir.operator_list import why_not_call
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Family, Numerics, Pass, Result
+from ampopt.ir.transform import Engine, Numerics, Result
 
 
 @dataclasses.dataclass(frozen=True)
-class ParallelBranches(Pass):
+class ParallelBranches(Engine):
     """Run independent branches side by side: `a(x) + b(x)` -> `a` and `b` on two streams, which then join.
 
     Rewrites: what executes the graph; `branches.plan` gives every operator a stream and what it waits for.
@@ -43,8 +43,6 @@ class ParallelBranches(Pass):
     """
 
     numerics = Numerics.BITWISE
-    family = Family.ENGINE
-    portable = False
 
     streams: int = 4
     """How many streams there may be, the caller's included."""
@@ -57,8 +55,8 @@ class ParallelBranches(Pass):
         """See the class."""
         if program.device.type != "cuda":
             return "there is no CUDA device"
-        if program.settings.autocast is not None:
-            return "it still runs under autocast"
+        if (reason := super().why_not(program)) is not None:
+            return reason
         if program.engine is not None:
             return "another engine runs it"
         for node in calls(program.graph):

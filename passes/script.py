@@ -13,14 +13,14 @@ from ampopt.errors import PassError
 from ampopt.ir.capturing import capturing
 from ampopt.ir.graph import aten, calls, constant_outputs, gives_a_number
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Family, Numerics, Pass, Result
+from ampopt.ir.transform import Engine, Result
 
 _SWALLOWED_BY_ONEDNN = (aten.relu.default, aten.max_pool2d.default, aten.max_pool3d.default)
 """Operators whose NaN is lost where TorchScript lets oneDNN compute them."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Script(Pass):
+class Script(Engine):
     """Trace the graph into TorchScript, freeze it, optimize it for inference, and let its fuser settle.
 
     Rewrites: what executes the graph. The graph itself stays as it is, so that it can still be exported.
@@ -35,16 +35,12 @@ class Script(Pass):
     Cost: seconds to trace; its profiling executor specializes in the first calls, which `warm_ups` covers.
     """
 
-    numerics = Numerics.REASSOCIATED
-    family = Family.ENGINE
-    portable = False
-
     warm_ups: int = 4
 
     def why_not(self, program: Program) -> str | None:
         """A trace does not see autocast, cannot hold packed weights, and makes constants of numbers."""
-        if program.settings.autocast is not None:
-            return "it still runs under autocast"
+        if (reason := super().why_not(program)) is not None:
+            return reason
         if (number := gives_a_number(program.graph)) is not None:
             return f"{number.name} depends on the inputs' values, and a trace keeps the example's"
         packed = any(buffer.is_mkldnn for buffer in program.graph.buffers())

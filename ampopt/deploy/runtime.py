@@ -46,7 +46,7 @@ from ampopt.ir.signature import (
     tensor_key,
     tensors_of,
 )
-from ampopt.ir.transform import Pass, Recipe, replay
+from ampopt.ir.transform import Pass, Recipe, is_slow, replay
 from ampopt.measure.ledger import Ledger
 from ampopt.measure.verify import Verifier
 from ampopt.system.process_state import process_kept
@@ -390,7 +390,7 @@ class OptimizedModule(Deployable):
             return _Refusal(reason, may_pass=False)
         self._try_original(args, kwargs)
         try:
-            served = self._make(args, kwargs, tuple(s for s in self._recipe.passes if not s.slow_to_apply))
+            served = self._make(args, kwargs, tuple(s for s in self._recipe.passes if not is_slow(s)))
         except Exception as error:  # whatever it is: the original answers, and the log says why
             reason = str(error) if isinstance(error, AmpoptError) else f"{type(error).__name__}: {error}"
             return _Refusal(textwrap.shorten(reason, 300), is_passing(error))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ampopt.errors import InputError
-from ampopt.ir.transform import Family, Pass
+from ampopt.ir.transform import Engine, Family, Pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Pipeline:
     """
 
     rewrites: tuple[Pass, ...] = ()
-    engines: tuple[Pass, ...] = ()
+    engines: tuple[Engine, ...] = ()
     launches: tuple[Pass, ...] = ()
 
     def __post_init__(self) -> None:
@@ -33,6 +33,8 @@ class Pipeline:
                     raise InputError(
                         f"{step.name} belongs to the pipeline's {_group_of(step)}, not its {group}"
                     )
+                if group == "engines" and not isinstance(step, Engine):
+                    raise InputError(f"{step.name} is an engine: let its class be one of ampopt.Engine")
                 if step.name in seen:
                     raise InputError(f"there are two passes named {step.name}: a pipeline holds a name once")
                 seen.add(step.name)
@@ -45,7 +47,7 @@ class Pipeline:
             if not isinstance(step, Pass):
                 raise InputError(f"passes: {step!r} is no pass: give an instance, as FoldConvBn()")
             groups[_group_of(step)].append(step)
-        return cls(**{group: tuple(steps) for group, steps in groups.items()})
+        return cls(**{group: tuple(steps) for group, steps in groups.items()})  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Pass]:
         return iter((*self.rewrites, *self.engines, *self.launches))

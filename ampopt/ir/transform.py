@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
+import importlib.util
 import inspect
 import re
 from collections.abc import Callable
@@ -84,10 +85,6 @@ class Pass(abc.ABC):
     """True: holds on every machine and belongs into an exported model."""
     enables_others: ClassVar[bool] = False
     """True: kept although it gains nothing, as long as it costs nothing, because later passes build on it."""
-    risky: ClassVar[bool] = False
-    """True: a foreign compiler that could take the process down, so it is rehearsed in another one first."""
-    slow_to_apply: ClassVar[bool] = False
-    """True: takes seconds to minutes; a new input shape at work does not wait for it."""
 
     @property
     def name(self) -> str:
@@ -111,10 +108,6 @@ class Pass(abc.ABC):
         """About how long `apply` will take; it is not begun where the time budget has no room for it."""
         return 0.0
 
-    def hurried(self) -> Pass:
-        """The pass as it is applied where less time is left than it expects to take; it may need less so."""
-        return self
-
     def within(self, seconds: float) -> Pass:
         """The pass as it is to be applied where so many seconds are left of the time budget."""
         return self
@@ -123,13 +116,52 @@ class Pass(abc.ABC):
     def apply(self, program: Program) -> Result:
         """Apply the pass where it holds; say where it does not."""
 
+
+@dataclasses.dataclass(frozen=True)
+class Engine(Pass):
+    """A pass that says who runs the graph: a compiler, a runtime. It leaves the graph itself as it is.
+
+    `apply` gives `program.replace(engine=...)`: a callable from the program's flat inputs to its outputs.
+    """
+
+    numerics = Numerics.REASSOCIATED
+    family = Family.ENGINE
+    portable = False
+
+    packages: ClassVar[tuple[str, ...]] = ()
+    """Packages, by the names that they are imported by, without which the engine is declined; what it finds
+    is kept under their versions."""
+    extra: ClassVar[str | None] = None
+    """The extra of ampopt that brings them."""
+    risky: ClassVar[bool] = False
+    """True: a foreign compiler that could take the process down, so it is rehearsed in another one first."""
+    slow_to_apply: ClassVar[bool] = False
+    """True: takes seconds to minutes; a new input shape at work does not wait for it."""
+
+    def why_not(self, program: Program) -> str | None:
+        """A package that is not there; autocast, which no engine sees: casts have to be written down."""
+        for name in self.packages:
+            if importlib.util.find_spec(name) is None:
+                wanted = f"'ampopt[{self.extra}]'" if self.extra else name
+                return f"{name} is not installed: run  pip install {wanted}"
+        return "it still runs under autocast" if program.settings.autocast is not None else None
+
+    def hurried(self) -> Engine:
+        """The engine as it is applied where less time is left than it expects to take."""
+        return self
+
     def apply_beside(self, program: Program, rehearsed: Callable[[], object]) -> Result:
-        """Apply a risky pass while it is rehearsed; `rehearsed` waits for that, and raises where it failed.
+        """Apply a risky engine while it is rehearsed; `rehearsed` waits for that, and raises where it failed.
 
         What can take the process down comes after it. By default everything does.
         """
         rehearsed()
         return self.apply(program)
+
+
+def is_slow(step: Pass) -> bool:
+    """Whether a new input shape at work does not wait for a pass."""
+    return isinstance(step, Engine) and step.slow_to_apply
 
 
 def replay(recipe: tuple[Pass, ...], program: Program) -> Program:

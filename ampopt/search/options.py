@@ -19,6 +19,7 @@ from ampopt.ir.transform import Pass
 from ampopt.measure.verify import Faults, Metric
 from ampopt.passes import PIPELINE, AllowTf32, BakeAutocast, FuseConvAct
 from ampopt.search.named_passes import Passes, as_pipeline, check_listed, code_of
+from ampopt.system.environment import package_versions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Options:
             **told,
             "metric": self.metric is not None,
             "passes": [(type(s).__module__, s) for s in self.pipeline()],
+            "packages": package_versions(name for e in self.pipeline().engines for name in e.packages),
             "code": [code for step in self.pipeline() if (code := code_of(step))],
         }
 

@@ -12,7 +12,7 @@ from ampopt.errors import AmpoptError, first_line
 from ampopt.ir.lanes import Lane
 from ampopt.ir.numerics import Check
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Family, Numerics, Pass, Result, replay
+from ampopt.ir.transform import Engine, Family, Numerics, Pass, Result, is_slow, replay
 from ampopt.measure.clocks import device_time, engine_latency, latency, peak_memory, synchronize
 from ampopt.measure.entry import Entry, Timing, Verdict
 from ampopt.measure.ledger import Ledger
@@ -201,14 +201,14 @@ class PassManager:
         """
         kernels = [step for step in state.rewritten.recipe if step.family is Family.KERNEL]
         left_out = {"": list[Pass]()} | ({" (unfused)": kernels} if kernels else {})
-        if engine.slow_to_apply and len(kernels) > 1:
+        if is_slow(engine) and len(kernels) > 1:
             left_out |= {f" (without {kernel.name})": [kernel] for kernel in kernels}
         forms = [
             (suffix, self._without(state, missing) if missing else state.rewritten)
             for suffix, missing in left_out.items()
         ]
         readable = [form for form in forms if engine.why_not(form[1]) is None] or forms[:1]
-        return readable if engine.slow_to_apply else readable[:1]
+        return readable if is_slow(engine) else readable[:1]
 
     def _without(self, state: LaneState, missing: Sequence[Pass]) -> Program:
         """The rewritten program without some of its passes."""
@@ -237,7 +237,7 @@ class PassManager:
                     self._record(blank, verdict=Verdict.DECLINED, reason=declined)
                     return None
                 left = self._deadline - start - judging
-                if step.expected_seconds(program) > left:
+                if isinstance(step, Engine) and step.expected_seconds(program) > left:
                     step = step.hurried()
                 if (needed := step.expected_seconds(program)) > left:
                     more, rest = needed + judging, max(left + judging, 0.0)

@@ -29,7 +29,7 @@ import torch
 from ampopt.engines.graph_capture import ReplayedProgram
 from ampopt.errors import AmpoptError, PassError, first_line
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Pass, Result
+from ampopt.ir.transform import Engine, Pass, Result
 from ampopt.kernels.cudnn_shapes import know_shapes
 from ampopt.kernels.fused_conv import fused_conv
 from ampopt.measure.clocks import synchronize
@@ -72,7 +72,7 @@ class Stage:
         the program cannot be loaded in another one, such as one that calls operators registered in this one
         only.
         """
-        if not step.risky:
+        if not isinstance(step, Engine) or not step.risky:
             return step.apply(program), None
         with self.rehearsing(step, program, seconds=seconds) as rehearsed:
             return step.apply_beside(program, rehearsed), rehearsed()

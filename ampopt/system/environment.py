@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import importlib.metadata
 import os
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -77,10 +77,22 @@ def own_files() -> dict[str, Path]:
     return {file.relative_to(root).as_posix(): file for file in sources | native}
 
 
+def package_versions(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of packages by the names that they are imported by; of one that is not there "absent"."""
+    found: dict[str, str] = {}
+    for name in sorted(set(packages)):
+        owners = [name] if _version(name) else importlib.metadata.packages_distributions().get(name, [])
+        found[name] = ", ".join(f"{owner} {_version(owner)}" for owner in sorted(set(owners))) or "absent"
+    return found
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def library_versions() -> list[str]:
     """The versions of `LIBRARIES`, those that are installed."""
-    found = []
-    for name in LIBRARIES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}")
-    return found
+    return [f"{name} {version}" for name in LIBRARIES if (version := _version(name))]

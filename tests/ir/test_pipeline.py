@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 import ampopt
 from ampopt.errors import InputError
+from ampopt.ir.transform import Family
 from ampopt.passes import Compile, CudaGraph, Degroup, FoldConvBn
 from tests.support.planted import Planted
 
 PIPELINE = ampopt.PIPELINE
+
+
+@dataclasses.dataclass(frozen=True)
+class PlantedRunner(Planted):
+    """Says that it is an engine and does not have what engines have."""
+
+    family = Family.ENGINE
 
 
 def names(pipeline: ampopt.Pipeline) -> list[str]:
@@ -47,7 +57,11 @@ def test_before_and_after_put_passes_beside_the_one_that_is_named() -> None:
         (lambda: PIPELINE.after("degroup", Degroup()), "two passes named degroup"),
         (lambda: PIPELINE.after("degroup", PIPELINE["script"]), "script belongs to the pipeline's engines"),
         (lambda: ampopt.Pipeline(rewrites=(CudaGraph(),)), "cuda-graph belongs to the pipeline's launches"),
-        (lambda: ampopt.Pipeline(engines=(FoldConvBn(),)), "fold-conv-bn belongs to the pipeline's rewrites"),
+        (
+            lambda: ampopt.Pipeline(engines=(FoldConvBn(),)),  # type: ignore[arg-type]
+            "fold-conv-bn belongs to the pipeline's rewrites",
+        ),
+        (lambda: ampopt.Pipeline.of([PlantedRunner("mine")]), "mine is an engine: let its class be one of"),
         (lambda: ampopt.Pipeline.of([Compile(), Compile()]), "two passes named compile"),
         (lambda: ampopt.Pipeline.of([FoldConvBn]), "is no pass: give an instance"),  # type: ignore[list-item]
         (lambda: PIPELINE.before("degroup", "script"), "is no pass: give an instance"),  # type: ignore[arg-type]

@@ -182,5 +182,6 @@ def test_hurried_it_runs_with_default_options_and_measures_nothing(monkeypatch: 
     check_outputs(OnnxRuntime.numerics, program, result.program, model, [x], FP32)
     assert any("default options" in hint for hint in result.hints)
     (again,) = read_recipe(write_recipe((result.replay or step,)))
+    assert isinstance(again, OnnxRuntime)
     assert again == result.replay
     assert again.hurried() == again

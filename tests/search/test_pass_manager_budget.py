@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampopt.ir.transform import Family, Pass
+from ampopt.ir.transform import Engine, Family, Pass
 from ampopt.measure.entry import Verdict
 from tests.support.planted import Bench, Planted, PlantedFoundation
 
@@ -39,10 +39,10 @@ def test_a_pass_that_needs_more_than_is_left_is_not_begun(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Thorough(Planted):
+class _Thorough(Planted, Engine):
     """Takes long, unless it is hurried."""
 
-    def hurried(self) -> Pass:
+    def hurried(self) -> Engine:
         return dataclasses.replace(self, label="hurried", seconds=50.0, error=None)
 
 
@@ -85,7 +85,7 @@ def test_a_pass_that_measures_is_told_what_is_left_alone_and_in_a_replay(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Engine(Planted):
+class _Engine(Planted, Engine):
     family = Family.ENGINE
 
 

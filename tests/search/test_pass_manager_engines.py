@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Family, Numerics, Pass, Result
+from ampopt.ir.transform import Engine, Family, Numerics, Pass, Result
 from ampopt.measure.entry import Verdict
 from tests.support.planted import Bench, Planted, PlantedKernel
 
@@ -23,11 +23,7 @@ def net() -> nn.Module:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Engine(Pass):
-    numerics = Numerics.REASSOCIATED
-    family = Family.ENGINE
-    portable = False
-
+class _Engine(Engine):
     def why_not(self, program: Program) -> str | None:
         kernels = any(step.family is Family.KERNEL for step in program.recipe)
         return "it cannot see into kernels" if kernels else None
@@ -80,7 +76,7 @@ def test_an_engine_that_refuses_is_one_row(monkeypatch: pytest.MonkeyPatch, net:
 
 
 @dataclasses.dataclass(frozen=True)
-class _ChangesBits(Planted):
+class _ChangesBits(Planted, Engine):
     """Claims to keep every bit, as do those before and after it."""
 
     numerics = Numerics.BITWISE

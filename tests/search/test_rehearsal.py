@@ -17,7 +17,7 @@ import ampopt
 from ampopt.errors import PassError
 from ampopt.ir.graph import aten
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Family, Numerics, Pass, Result
+from ampopt.ir.transform import Engine, Pass, Result
 from ampopt.measure.entry import Verdict
 from ampopt.search.rehearsal import Stage
 from tests.support.planted import Bench, captured_of, rewritten
@@ -27,12 +27,9 @@ CPU = torch.device("cpu")
 
 
 @dataclasses.dataclass(frozen=True)
-class Risky(Pass):
+class Risky(Engine):
     """Negates the output twice; in any process but `home` it does what `elsewhere` says before that."""
 
-    numerics = Numerics.REASSOCIATED
-    family = Family.ENGINE
-    portable = False
     risky = True
 
     elsewhere: str = "nothing"
