@@ -89,7 +89,9 @@ def optimize(
             a dict). None: inferred from the first layer where that is possible.
         more: refused, with what to write instead.
         example_kwargs: the keyword arguments of the example call.
-        precision: "fp32", "amp" (mixed), or "auto": the fastest whose error is within the tolerance.
+        precision: a lane, "fp32", "amp" (mixed: float16 on CUDA, bfloat16 on a CPU) or "bf16" (mixed with
+            bfloat16, which has float32's range); several with commas, of which the fastest whose error is
+            within the tolerance is taken; or "auto", which is "fp32,amp".
         tolerance: largest relative error against float64, ‖y - ref‖ / ‖ref‖, for each output. None: a small
             multiple of eager's own error in the same precision, and at most 1e-2 for "auto" to choose it.
             With a tolerance, FP32 may also use TF32 where the error stays within it.
@@ -101,7 +103,7 @@ def optimize(
         outputs: "copy": results are the caller's own; "static": with a CUDA graph, results are buffers that
             the next call overwrites (no memory is allocated, and the addresses stay).
         policy: how mixed precision is decided: "amp" (autocast's own lists), "O1", "O2" (as apex), "half".
-        amp_dtype: torch.float16 or torch.bfloat16; None: float16 on CUDA, bfloat16 on a CPU.
+        amp_dtype: what "amp" computes in, torch.float16 or torch.bfloat16, which is "bf16"; None: as above.
         exclude: names of passes to leave out (`ampopt passes` lists them).
         cache: use what an earlier call found for the same graph, shapes, device and libraries, and keep what
             this one finds; it is verified and timed anew. `ampopt cache` tells where, and clears it. Exported

@@ -50,8 +50,24 @@ Weights = Annotated[Path | None, Option(help="State dict to load: .safetensors, 
 TrustModelFile = Annotated[
     bool, Option("--trust-model-file", help="Load a saved model although its file can execute code.")
 ]
+PRECISIONS = ("auto", "fp32", "amp", "bf16")
+
+
+def _lanes(precision: str) -> str:
+    if precision != "auto" and not {name.strip() for name in precision.split(",")} <= {*PRECISIONS[1:]}:
+        raise typer.BadParameter(f"choose from {', '.join(PRECISIONS)}, or several, fp32,bf16")
+    return precision
+
+
 Precision = Annotated[
-    Literal["auto", "fp32", "amp"], Option(help="amp: mixed; auto: the fastest within the tolerance.")
+    str,
+    Option(
+        metavar="LANES",
+        help="fp32; amp (mixed); bf16 (mixed with bfloat16); several with commas, of which the fastest "
+        "within the tolerance is taken; auto: fp32,amp.",
+        autocompletion=_completed(lambda: PRECISIONS),
+        callback=_lanes,
+    ),
 ]
 Tolerance = Annotated[
     float | None,

@@ -27,18 +27,39 @@ class Lane:
         return program.replace(settings=self.settings, lane_dtype=self.dtype)
 
 
-def lanes_for(precision: str, device: torch.device, amp_dtype: torch.dtype | None = None) -> tuple[Lane, ...]:
-    """The lanes that a `precision` of "auto", "fp32" or "amp" asks for.
+LANES: dict[str, dict[str, torch.dtype]] = {
+    "fp32": {"cuda": torch.float32, "cpu": torch.float32},
+    "amp": {"cuda": torch.float16, "cpu": torch.bfloat16},
+    "bf16": {"cuda": torch.bfloat16, "cpu": torch.bfloat16},
+}
+"""What each lane computes in, by the kind of device; where two have one dtype they are the first of them."""
 
-    Mixed precision is float16 on CUDA and bfloat16 on a CPU unless `amp_dtype` says otherwise.
+AUTO = ("fp32", "amp")
+"""The lanes of `precision="auto"`."""
+
+
+def lanes_for(precision: str, device: torch.device, amp_dtype: torch.dtype | None = None) -> tuple[Lane, ...]:
+    """The lanes that a `precision` asks for: "auto", a lane's name, or several of them with commas between.
+
+    `amp_dtype` is what "amp" computes in; torch.bfloat16 makes it another name of "bf16". Raises InputError
+    for other names and dtypes.
     """
-    low = amp_dtype
-    if low is None:
-        low = torch.float16 if device.type == "cuda" else torch.bfloat16
-    if low not in (torch.float16, torch.bfloat16):
-        raise InputError(f"amp_dtype={low!r}: choose torch.float16 or torch.bfloat16")
-    fp32, amp = Lane("fp32", torch.float32), Lane("amp", low)
-    choices = {"auto": (fp32, amp), "fp32": (fp32,), "amp": (amp,)}
-    if not isinstance(precision, str) or precision not in choices:
-        raise InputError(f"precision={precision!r}: choose from {', '.join(choices)}")
-    return choices[precision]
+    if amp_dtype not in (None, torch.float16, torch.bfloat16):
+        raise InputError(f"amp_dtype={amp_dtype!r}: choose torch.float16 or torch.bfloat16")
+    said = AUTO if precision == "auto" else names_of(precision)
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    dtypes = {name: by_device[kind] for name, by_device in LANES.items()}
+    if amp_dtype is not None and amp_dtype not in dtypes.values():  # float16 on a CPU
+        dtypes["amp"] = amp_dtype
+    wanted = dict.fromkeys(amp_dtype if name == "amp" and amp_dtype else dtypes[name] for name in said)
+    usual = {dtype: name for name, dtype in reversed(dtypes.items())}
+    return tuple(Lane(usual[dtype], dtype) for dtype in wanted)
+
+
+def names_of(precision: object) -> tuple[str, ...]:
+    """The names of lanes in a text with commas. Raises InputError for one that there is not."""
+    found = [name.strip() for name in precision.split(",")] if isinstance(precision, str) else []
+    if not found or not set(found) <= LANES.keys():
+        choices = ", ".join(("auto", *LANES))
+        raise InputError(f"precision={precision!r}: choose from {choices}, or several, 'fp32,bf16'")
+    return tuple(found)

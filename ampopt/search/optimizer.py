@@ -456,7 +456,7 @@ class Optimizer:
         was chosen for are too good to judge it by.
         """
         bound = self._options.tolerance
-        if bound is None and self._options.precision == "auto" and self._options.metric is None:
+        if bound is None and self._options.has_choice and self._options.metric is None:
             bound = AUTO_TOLERANCE
         summaries = self.ledger.lanes
         for name, lane in summaries.items():

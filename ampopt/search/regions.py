@@ -17,6 +17,7 @@ from ampopt.deploy.health import Callback, Event, Health, Monitor
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import AmpoptError, InputError, first_line
 from ampopt.ir.capture import Captured, capture
+from ampopt.ir.lanes import lanes_for
 from ampopt.ir.model_copy import device_of, private_copy, untouched_rng, working_copy
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.plain_tensors import check_no_derivatives, is_surrounded, without_derivatives
@@ -237,7 +238,7 @@ def optimize_regions(
     device = device_of(original, flatten_call(args, kwargs)[0])
     inputs = tuple(describe(t) for t in tensors_of(flatten_call(args, kwargs)[0]))
     ledger = Ledger(type(original).__name__, environment(device), inputs, notes=[f"not one graph: {reason}"])
-    if options.precision == "auto":
+    if options.has_choice:
         options = dataclasses.replace(options, precision="fp32")
         ledger.notes.append('submodules were optimized in FP32; precision="amp" asks for mixed precision')
     budget = Budget(started, options.budget_s)
@@ -365,7 +366,8 @@ def _compare_whole(
         with Settings().scope(device), untouched_rng(device):
             return flatten_outputs(model(*args, **kwargs))[0]
 
-    lane, original = options.precision, working_copy(original)
+    (only,) = lanes_for(options.precision, device, options.amp_dtype)
+    lane, original = only.name, working_copy(original)
     before, after = call(original), call(patched)
     error = (
         max(map(relative_error, after, before), default=0.0) if len(before) == len(after) else float("inf")
@@ -387,7 +389,7 @@ def _compare_whole(
         refused = "nothing was optimized"
     ledger.baseline, ledger.gain, ledger.load = found.before, found.gain, found.load
     ledger.lanes[lane] = LaneSummary(
-        lane, "mixed" if lane == "amp" else "float32", found.before, None, found.after, error,
+        lane, "float32" if lane == "fp32" else "mixed", found.before, None, found.after, error,
         tuple(ledger.regions), refused=refused, gain=found.gain,
     )  # fmt: skip
     ledger.chosen = lane if found.gain.is_real and not refused else ORIGINAL

@@ -86,7 +86,7 @@ COMPLETED = {
     "ampopt ver": ["verify"],
     "ampopt optimize --exclude fold-": ["fold-constants", "fold-conv-bn"],
     "ampopt compare x --exclude script --exclude fuse-linear": ["fuse-linear-act"],
-    "ampopt optimize --precision ": ["auto", "fp32", "amp"],
+    "ampopt optimize --precision ": ["auto", "fp32", "amp", "bf16"],
     "ampopt optimize --policy O": ["O1", "O2"],
     "ampopt optimize --device cu": ["cuda"],
     "ampopt export --target t": ["tensorrt"],
