@@ -5,9 +5,11 @@ Nothing here needs PyTorch. ONNX Runtime itself is loaded with the first session
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import io
 import math
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -214,6 +216,8 @@ def open_session(model: bytes | Path, native: Any, options: SessionOptions) -> A
             f"this onnxruntime {ort.__version__} has no {options.provider}, only {', '.join(available)}"
             + (": run  pip install onnxruntime-gpu  in its place" if options.provider == CUDA else "")
         )
+    if options.provider == CUDA and (reason := _why_no_driver()) is not None:
+        raise SessionError(f"{CUDA} needs an NVIDIA GPU with its driver, which cannot be loaded: {reason}")
     said = _preload(ort) if options.provider == CUDA else ""
     providers: list[Any] = [(options.provider, dict(options.provider_options))]
     if options.provider != CPU:
@@ -231,6 +235,17 @@ def open_session(model: bytes | Path, native: Any, options: SessionOptions) -> A
             f" It needs a GPU with its driver and the libraries that its log names on stderr. {said}".rstrip()
         )
     return session
+
+
+def _why_no_driver() -> str | None:
+    """Why there is no NVIDIA driver; ONNX Runtime would write that, and more, to stderr in red."""
+    if sys.platform != "linux":
+        return None
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def _preload(ort: Any) -> str:

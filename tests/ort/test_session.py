@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from onnx import helper
 
 from ampopt.errors import BundleError, InputError
+from ampopt.ort import session
 from ampopt.ort.options import CPU, CUDA, LEVELS, SAFE_OPTIONS
 from ampopt.ort.session import Node, OnnxRunner, SessionError, SessionOptions, native_options, relative_error
 from tests.support.onnx_models import convolution, image, model, sum_and_product
@@ -208,9 +211,26 @@ def test_a_provider_that_is_not_built_in_is_an_error() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Specified provider")
+def test_without_a_driver_the_provider_is_not_asked_to_load(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It would write to stderr, in red, which libraries are not there."""
+
+    def lacks(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file: No such file or directory")
+
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(ctypes, "CDLL", lacks)
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CUDA, CPU])
+    with pytest.raises(SessionError, match=r"needs an NVIDIA GPU.*libcuda\.so\.1: cannot open"):
+        OnnxRunner(convolution(), SessionOptions(CUDA))
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.skipif(HAS_CUDA, reason="here the provider may load")
 def test_a_session_that_fell_back_to_the_cpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CUDA, CPU])
+    monkeypatch.setattr(session, "_why_no_driver", lambda: None)
     monkeypatch.setattr(onnxruntime, "preload_dlls", lambda: print("libcublas:  not\nfound"))
     with pytest.raises(SessionError, match=r"did not load.*on CPUExecutionProvider.*libcublas: not found"):
         OnnxRunner(convolution(), SessionOptions(CUDA))
