@@ -22,7 +22,7 @@ from ampopt.ir.signature import describe, flatten_call
 from ampopt.ir.transform import Family, Pass
 from ampopt.measure.clocks import engine_latency
 from ampopt.measure.headline import compare_fairly
-from ampopt.measure.report import interval
+from ampopt.measure.report import cell, interval
 from ampopt.measure.sampling import Gain, Measurement
 from ampopt.measure.verify import Faults, Verifier
 from ampopt.search.named_passes import Passes
@@ -95,7 +95,9 @@ class Comparison:
         for lane in dict.fromkeys(row.lane for row in self.rows):
             lines += [f"**{lane}**", "", "| pass | " + " | ".join(MODES) + " |", "|---" * 4 + "|"]
             for name in dict.fromkeys(row.name for row in self.rows if row.lane == lane):
-                lines.append("| " + " | ".join([name, *(self._cell(lane, name, m) for m in MODES)]) + " |")
+                lines.append(
+                    "| " + " | ".join([name, *(cell(self._cell(lane, name, m)) for m in MODES)]) + " |"
+                )
             lines.append("")
         lines.append(
             "Median latency in ms and the factor that the pass brings (above 1: it helps) with its interval; "

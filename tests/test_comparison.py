@@ -112,3 +112,11 @@ def test_a_model_that_is_no_single_graph_is_refused() -> None:
     model = Model(lambda m, x: m.c(x) if x.sum() > 0 else x, c=nn.Conv2d(3, 3, 1))
     with pytest.raises(InputError, match="compare needs a model that is one graph"):
         compared(model)
+
+
+def test_what_a_pass_says_when_it_fails_stays_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = Planted("failing", error=ValueError("one | two\nthree"))
+    monkeypatch.setattr("ampopt.search.options.PIPELINE", rewriting((failing,)))
+    text = compared(net(), precision="fp32", budget_s=5).to_markdown()
+    (line,) = [line for line in text.splitlines() if line.startswith("| failing")]
+    assert "failed: one \\| two three" in line

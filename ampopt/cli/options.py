@@ -201,7 +201,7 @@ def model_and_call(
 
 def console() -> Console:
     """Standard output; where it is no terminal, as wide as `str(report)`."""
-    return Console(width=None if sys.stdout.isatty() else 170, markup=False, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else 170, markup=False, highlight=False, emoji=False)
 
 
 @contextlib.contextmanager

@@ -85,10 +85,10 @@ def _overlaps_itself(value: Tensor) -> bool:
         return False
     if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
         return False  # a size that depends on values is of a result of its own, laid out densely
+    if 0 in value.shape:
+        return False
     span = 1
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
-        if size == 0:
-            return False
         if size > 1:
             if stride < span:
                 return True

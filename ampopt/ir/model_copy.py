@@ -59,10 +59,14 @@ def same_tensor(a: Tensor, b: Tensor) -> bool:
     try:
         if a.shape != b.shape or a.dtype is not b.dtype or a.device != b.device:
             return False
+        if a.layout is not b.layout:
+            return False
+        if a.layout is not torch.strided:
+            return same_tensor(a.to_dense(), b.to_dense())
         if a.is_floating_point() or a.is_complex():
             return bool(((a == b) | ((a != a) & (b != b))).all())
         return torch.equal(a, b)
-    except (RuntimeError, NotImplementedError):  # sparse, quantized, fake: no such comparison
+    except (RuntimeError, NotImplementedError):  # quantized, fake: no such comparison
         return repr(a) == repr(b)
 
 

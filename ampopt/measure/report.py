@@ -30,7 +30,9 @@ COLUMNS = ("lane", "pass", "verdict", "latency ms", "device ms", "gain", "error"
 
 def interval(gain: Gain) -> str:
     """The ends of a gain's interval, rounded outwards."""
-    return f"{math.floor(100 * gain.low + 1e-9) / 100:.2f} to {math.ceil(100 * gain.high - 1e-9) / 100:.2f}"
+    low = math.floor(100 * gain.low + 1e-9) / 100
+    high = math.ceil(100 * gain.high - 1e-9) / 100 if math.isfinite(gain.high) else math.inf
+    return f"{low:.2f} to {high:.2f}"
 
 
 def told(gain: Gain, than: str, load: Load | None = None) -> str:
@@ -107,7 +109,8 @@ def to_rich(ledger: Ledger) -> Group:
         for column in COLUMNS:
             table.add_column(column, overflow="fold", no_wrap=column != "why")
         for entry in ledger.entries:
-            table.add_row(*row(entry), style=_STYLES[entry.verdict])
+            cells = map(Text, row(entry))  # what an exception says is no markup
+            table.add_row(*cells, style=_STYLES[entry.verdict])
         parts.append(table)
     lines = summary_lines(ledger)
     parts += [Text(line, style="bold red" if "REFUSED" in line else "") for line in lines]
@@ -116,18 +119,23 @@ def to_rich(ledger: Ledger) -> Group:
 
 def to_text(ledger: Ledger) -> str:
     """The table and the summary as plain text."""
-    console = Console(file=io.StringIO(), width=170, force_terminal=False)
+    console = Console(file=io.StringIO(), width=170, force_terminal=False, force_jupyter=False)
     console.print(to_rich(ledger))
     file = console.file
     assert isinstance(file, io.StringIO)
     return file.getvalue()
 
 
+def cell(text: str) -> str:
+    """A text as a cell of a table in Markdown: in one line, which no stroke ends."""
+    return " ".join(text.replace("|", "\\|").split())
+
+
 def to_markdown(ledger: Ledger) -> str:
     """The table and the summary as Markdown."""
     lines = [f"- {line.strip()}" for line in summary_lines(ledger)]
     lines += ["", "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row(e)) + " |" for e in ledger.entries]
+    lines += ["| " + " | ".join(map(cell, row(entry))) + " |" for entry in ledger.entries]
     for name, region in ledger.regions.items():
         lines += ["", f"### submodule `{name}`", "", to_markdown(region)]
     return "\n".join(lines) + "\n"

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 from rich.console import Console
+from rich.text import Text
 
 from ampopt.search.pass_manager import Progress, silent
 
@@ -25,6 +26,6 @@ def progress_line(shown: bool | None, started: float, budget_s: float) -> Iterat
 
         def tell(lane: str, name: str) -> None:
             elapsed = time.perf_counter() - started
-            status.update(f"{lane}: {name} · {elapsed:.0f} s of at most {budget_s:.0f} s")
+            status.update(Text(f"{lane}: {name} · {elapsed:.0f} s of at most {budget_s:.0f} s"))
 
         yield tell

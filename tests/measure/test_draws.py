@@ -1,0 +1,115 @@
+"""Draws to verify on: what each one holds, what they leave alone, and calls in a row."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from ampopt.measure.draws import Draw, fault_draws, plain_draws, range_draws, steps_of
+
+SIGNED = torch.tensor([1.0, -4.0, 2.0])
+IDS = torch.tensor([3, 1, 2])
+
+
+def first_inputs(draws: list[Draw]) -> dict[str, list[float]]:
+    """The first input of the first call of every draw, by the draw's name."""
+    return {draw.name: draw.calls[0][0].tolist() for draw in draws}
+
+
+def same(draws: list[Draw], others: list[Draw]) -> list[bool]:
+    """Of every call of each draw whether all its inputs are the same as in the other draws."""
+    calls = [call for draw in draws for call in draw.calls]
+    other_calls = [call for draw in others for call in draw.calls]
+    return [all(map(torch.equal, *pair)) for pair in zip(calls, other_calls, strict=True)]
+
+
+@pytest.mark.parametrize("in_a_row", [1, 3])
+def test_the_example_itself_comes_first_and_every_draw_has_as_many_calls(in_a_row: int) -> None:
+    draws = plain_draws((SIGNED, IDS), 2, 0, in_a_row=in_a_row)
+    assert [draw.name for draw in draws] == ["the example", "random inputs 1", "random inputs 2"]
+    assert [len(draw.calls) for draw in draws] == [in_a_row] * 3
+    assert draws[0].calls[0] == (SIGNED, IDS)
+    for call in draws[0].calls[1:] + draws[1].calls + draws[2].calls:
+        assert not torch.equal(call[0], SIGNED)
+        assert sorted(call[1].tolist()) == [1, 2, 3]
+
+
+def test_random_draws_follow_from_the_seed_and_no_two_are_the_same() -> None:
+    examples = (torch.randn(4, 5),)
+    draws = plain_draws(examples, 2, 7, in_a_row=2)
+    assert all(same(draws, plain_draws(examples, 2, 7, in_a_row=2)))
+    assert same(draws, plain_draws(examples, 2, 8, in_a_row=2)) == [True] + [False] * 5
+    values = {tuple(call[0].flatten().tolist()) for draw in draws for call in draw.calls}
+    assert len(values) == 6
+
+
+def test_a_model_without_inputs_is_called_and_nothing_is_drawn_for_it() -> None:
+    assert plain_draws((), 5, 0, in_a_row=2) == [Draw("the example", ((), ()))]
+    assert range_draws((), in_a_row=2) == []
+    assert fault_draws((), in_a_row=2) == []
+
+
+def test_ranges_are_the_scaled_the_constant_and_the_one_hot_example() -> None:
+    found = first_inputs(range_draws((SIGNED,), in_a_row=1))
+    assert found.pop("inputs x0.01") == pytest.approx([0.01, -0.04, 0.02])
+    assert found == {
+        "inputs of 0": [0, 0, 0],
+        "inputs x10": [10, -40, 20],
+        "inputs x100": [100, -400, 200],
+        "constant inputs": [4, 4, 4],
+        "constant negative inputs": [-4, -4, -4],
+        "one hot element": [0, 4, 0],
+    }
+
+
+@pytest.mark.parametrize(
+    ("example", "largest"),
+    [([2.0, -math.inf, math.nan], 2.0), ([0.0, 0.0, 0.0], 1.0), ([math.nan, math.inf, math.nan], 1.0)],
+)
+def test_a_constant_is_finite_and_not_0_whatever_the_example_holds(
+    example: list[float], largest: float
+) -> None:
+    found = first_inputs(range_draws((torch.tensor(example),), in_a_row=1))
+    assert found["constant inputs"] == [largest] * 3
+    assert found["one hot element"] == [0, largest, 0]
+
+
+def test_a_fault_is_in_the_middle_element_of_every_floating_point_input_and_nowhere_else() -> None:
+    image, scalar = torch.randn(2, 3, 5, 4).to(memory_format=torch.channels_last), torch.tensor(2.0)
+    before = image.clone()
+    draws = fault_draws((image, IDS, scalar), in_a_row=2)
+    assert [draw.name for draw in draws] == ["NaN in one element", "infinity in one element"]
+    for draw, is_fault in zip(draws, (torch.isnan, torch.isposinf), strict=True):
+        assert len(draw.calls) == 2
+        for wrong, ids, wrong_scalar in draw.calls:
+            assert is_fault(wrong).nonzero().tolist() == [[1, 1, 2, 2]]
+            assert int((wrong == before).sum()) == before.numel() - 1
+            assert wrong.stride() == image.stride()
+            assert ids is IDS
+            assert bool(is_fault(wrong_scalar))
+    assert torch.equal(image, before)
+    assert float(scalar) == 2.0
+
+
+@pytest.mark.parametrize("examples", [(IDS,), (torch.ones(0, 3),), (IDS > 1, torch.ones(2, 0))])
+def test_inputs_that_cannot_vary_give_no_draws_of_ranges_and_faults(examples: tuple[Tensor, ...]) -> None:
+    assert range_draws(examples, in_a_row=1) == []
+    assert fault_draws(examples, in_a_row=1) == []
+
+
+def test_what_a_call_leaves_of_the_state_is_given_to_the_next() -> None:
+    def run(x: Tensor, total: Tensor, count: Tensor) -> list[Tensor]:
+        return [x * total, total + x, count + 1]
+
+    draw = Draw("", tuple((torch.tensor(x),) for x in (2.0, 3.0, 4.0)))
+    found = steps_of(draw, run, (torch.tensor(1.0), torch.tensor(0)))
+    assert [[float(output) for output in outputs] for outputs in found] == [[2, 3, 1], [9, 6, 2], [24, 10, 3]]
+
+
+def test_without_a_state_every_call_gets_its_own_inputs_alone() -> None:
+    draw = Draw("", ((torch.tensor(2.0), torch.tensor(5.0)), (torch.tensor(3.0), torch.tensor(7.0))))
+    found = steps_of(draw, lambda x, y: (x * y,), ())
+    assert [[float(output) for output in outputs] for outputs in found] == [[10], [21]]
