@@ -23,9 +23,10 @@ class BakeAutocast(Pass):
     weights are stored in it, inputs of the model that are only read in it enter in it, a result is cast
     once for all who want it so.
     Requires: a program of an AMP lane that still runs under autocast.
-    Declines: other programs; recurrent layers, what the model itself takes out of autocast
+    Declines: other programs. Recurrent layers, what the model itself takes out of autocast
     (`torch.autocast(..., enabled=False)`), and on a CPU the convolutions that PyTorch computes wrongly below
-    FP32 (`ampopt.ir.narrow_convs`) stay in FP32.
+    FP32 (`ampopt.ir.narrow_convs`, whose results are cast) stay in FP32, or in what their weights are stored
+    in; the graph's own casts stay as they are.
     Correct because: for `amp`, the graph is run once under autocast itself and every cast of an operator's
     input is noted; the shapes are constants and the graph has no control flow, so every later call would
     make the same casts. Where autocast asks an operator for another result dtype (softmax in FP32), its

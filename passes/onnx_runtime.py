@@ -53,8 +53,8 @@ class OnnxRuntime(Engine):
     Declines: programs that still run under autocast, or that call operators ONNX does not know.
     Correct because: ONNX's operators are the graph's own (`onnx_graph` refuses what has no equal), and the
     runtime computes the same expressions, possibly in another order. Options are only taken where their
-    outputs agree with those of the default options. `onnx_blocked` and `onnx_pooling` are exact, and so is
-    `onnx_groups`, which adds zeros, for finite numbers; `onnx_winograd` computes the same function with
+    outputs agree with those of the default options. `ort.blocked` and `onnx_pooling` are exact, and so is
+    `ort.groups`, which adds zeros, for finite numbers; `ort.winograd` computes the same function with
     another rounding. NaN stays, and may spread.
     Cost: seconds to export, once for a program (`onnx_cache`), and to measure options, which are the defaults
     where there is no time for that (`hurried`); a second copy of the weights, of which those for Winograd's

@@ -28,7 +28,7 @@ _DEVICE = re.compile(
 
 
 class RefusedError(Exception):
-    """Why a bundle is not opened or saved, and what to do; `bundle_files` makes it a `BundleError`."""
+    """Why a bundle is not opened or saved, and what to do; `bundle.files` makes it a `BundleError`."""
 
     def __init__(self, reason: str, advice: str = COPY_AGAIN) -> None:
         super().__init__(reason)

@@ -26,6 +26,7 @@ from ampopt.ir.asked import Asked, noting_what_is_asked
 from ampopt.ir.capture import Captured, capture
 from ampopt.ir.graph import reads_strides
 from ampopt.ir.model_copy import untouched_rng, working_copy
+from ampopt.ir.narrow_convs import why_it_may_crash
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.plain_tensors import (
     check_no_derivatives,
@@ -457,6 +458,8 @@ class OptimizedModule(Deployable):
         original = working_copy(self._original[0])
         args, kwargs = _all_ordinary(args, kwargs)
         captured = capture(original, args, kwargs, self.program.device)
+        if self._recipe.lane_dtype is not torch.float32 and (crash := why_it_may_crash(captured.program)):
+            raise VerificationError(f"it cannot be verified below FP32: {crash}")
         program = replay(passes, self._recipe.start(captured.program))
         run = self._executable(program)
         asked = self._asked(original, captured)

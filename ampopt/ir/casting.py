@@ -102,7 +102,10 @@ class _Run(fx.Interpreter):
         self.dtypes: dict[fx.Node, torch.dtype] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        result = self.decide_and_call(n) if n.op == "call_function" else super().run_node(n)
+        if n.target in _CASTS:  # the graph's own: no policy decides about them
+            result = self.call_with(n, {})
+        else:
+            result = self.decide_and_call(n) if n.op == "call_function" else super().run_node(n)
         if isinstance(result, Tensor):
             self.dtypes[n] = result.dtype
         return result
@@ -139,8 +142,6 @@ class _AutocastRun(_Run):
         if stays_in_fp32(node):
             with autocast_scope(self._device, None):
                 return self.call_with(node, self.casts_to(node, own_dtype(self._graph, node)))
-        if node.target in _CASTS:  # the graph's own
-            return self.call_with(node, {})
         with _CastRecorder() as recorder:
             result = super().decide_and_call(node)
         is_low = isinstance(result, Tensor) and result.dtype is self._low

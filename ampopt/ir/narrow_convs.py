@@ -35,7 +35,7 @@ def keep_narrow_convs_in_fp32(program: Program, module: fx.GraphModule) -> None:
 
     Their results are cast, so that all that reads them gets the dtype that autocast would give.
     """
-    if program.device.type != "cpu" or EmulatedHalf.is_active():
+    if program.device.type != "cpu" or EmulatedHalf.is_active() or not any(calls(module, CONVOLUTIONS)):
         return
     known = {node.name: node for node in record_shapes(program).graph.nodes}
     for node in list(calls(module, CONVOLUTIONS)):
@@ -49,7 +49,7 @@ def keep_narrow_convs_in_fp32(program: Program, module: fx.GraphModule) -> None:
 
 def why_it_may_crash(program: Program) -> str | None:
     """Why PyTorch may crash in this program's convolutions below FP32, on a CPU; None where it does not."""
-    if program.device.type == "cpu":
+    if program.device.type == "cpu" and any(calls(program.graph, CONVOLUTIONS)):
         for node in calls(record_shapes(program), CONVOLUTIONS):
             if _reads_padding_alone(node):
                 return f"{where(node)} has outputs that lie in its padding alone, where PyTorch has crashed"

@@ -135,6 +135,7 @@ class Optimizer:
         """Whether Ctrl-C has ended the search."""
         self._states: list[LaneState] = []
         self._pipeline = options.pipeline()
+        self._lanes = lanes_for(options.precision, program.device, options.amp_dtype)
         self._cache = default_cache() if options.is_cacheable else None
         self._key = key_of(program, options.wishes()) if self._cache else ""
         self._known = self._cache.find(self._key, self._pipeline) if self._cache else None
@@ -200,7 +201,7 @@ class Optimizer:
         Ctrl-C gives the best so far, after a brief comparison of it with the original; a second one gives
         the original. So does whatever else prevents a result.
         """
-        lanes = lanes_for(self._options.precision, self.device, self._options.amp_dtype)
+        lanes = self._lanes
         with held():
             self._finishes(lambda: self._try_everything(lanes), "interrupted: this is the best so far")
             best = self._last_comparison() if self._states else None
@@ -338,13 +339,13 @@ class Optimizer:
         examples, fastest = self._captured.program.examples, 0.0
         kept: dict[Lane, float] = {}
         for lane in lanes:
-            if lane.dtype is not torch.float32 and (crash := why_it_may_crash(self._captured.program)):
-                self.ledger.notes.append(f"the {lane.name} lane was not tried: {crash}")
-                continue
             share = REWRITING * whole / len(lanes) if kept else whole
             most_s = max(SLOW_CALL_S, share / CALLS_OF_A_TRIAL, 2 * fastest)
             call = functools.partial(self._verifier.eager(lane.dtype), *examples)
             try:
+                if lane.dtype is not torch.float32 and (crash := why_it_may_crash(self._captured.program)):
+                    self.ledger.notes.append(f"the {lane.name} lane was not tried: {crash}")
+                    continue
                 seconds = shortest_of_two(call, self.device, long_s=SLOW_CALL_S, most_s=most_s)
                 if seconds <= most_s:
                     self._verifier.own_error(lane.dtype)  # also on the random inputs
@@ -456,7 +457,7 @@ class Optimizer:
         was chosen for are too good to judge it by.
         """
         bound = self._options.tolerance
-        if bound is None and self._options.has_choice and self._options.metric is None:
+        if bound is None and len(self._lanes) > 1 and self._options.metric is None:
             bound = AUTO_TOLERANCE
         summaries = self.ledger.lanes
         for name, lane in summaries.items():

@@ -66,11 +66,6 @@ class Options:
             object.__setattr__(self, name, value)
 
     @property
-    def has_choice(self) -> bool:
-        """Whether there are several lanes, of which the fastest within the tolerance is taken."""
-        return len(lanes_for(self.precision, torch.device("cuda"), self.amp_dtype)) > 1
-
-    @property
     def is_cacheable(self) -> bool:
         """Whether what is found can be kept: the code of every pass is in a file, and so has a hash."""
         return self.cache and all(code_of(step) is not None for step in self.pipeline())

@@ -231,16 +231,19 @@ def optimize_regions(
 
     `original`, a private copy, is not called: copies of it are, and what is served begins where it stands.
 
-    With `precision="auto"` the submodules stay in FP32: an error inside says nothing about what the rest of
-    the model (thresholds, sorting) makes of it. The whole is then compared with the original, and where it
-    differs by more than the tolerance, or is not faster, runs as it was.
+    Of several lanes the submodules get FP32, or else the first: an error inside says nothing about what the
+    rest of the model (thresholds, sorting) makes of it. The whole is then compared with the original, and
+    where it differs by more than the tolerance, or is not faster, runs as it was.
     """
     device = device_of(original, flatten_call(args, kwargs)[0])
     inputs = tuple(describe(t) for t in tensors_of(flatten_call(args, kwargs)[0]))
     ledger = Ledger(type(original).__name__, environment(device), inputs, notes=[f"not one graph: {reason}"])
-    if options.has_choice:
-        options = dataclasses.replace(options, precision="fp32")
-        ledger.notes.append('submodules were optimized in FP32; precision="amp" asks for mixed precision')
+    lanes = [lane.name for lane in lanes_for(options.precision, device, options.amp_dtype)]
+    if len(lanes) > 1:
+        only = "fp32" if "fp32" in lanes else lanes[0]
+        options = dataclasses.replace(options, precision=only)
+        other = next(name for name in lanes if name != only)
+        ledger.notes.append(f"submodules were optimized in {only}; precision={other!r} asks for the other")
     budget = Budget(started, options.budget_s)
     reasons, modules = list[str](), dict[str, OptimizedModule]()
     with interruptible():

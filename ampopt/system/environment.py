@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 from collections.abc import Iterable
@@ -81,8 +82,11 @@ def package_versions(packages: Iterable[str]) -> dict[str, str]:
     """The versions of packages by the names that they are imported by; of one that is not there "absent"."""
     found: dict[str, str] = {}
     for name in sorted(set(packages)):
+        if importlib.util.find_spec(name) is None:
+            found[name] = "absent"
+            continue
         owners = [name] if _version(name) else importlib.metadata.packages_distributions().get(name, [])
-        found[name] = ", ".join(f"{owner} {_version(owner)}" for owner in sorted(set(owners))) or "absent"
+        found[name] = ", ".join(f"{owner} {_version(owner)}" for owner in sorted(set(owners)))
     return found
 
 

@@ -95,6 +95,18 @@ def test_a_lane_in_which_pytorch_may_crash_is_not_tried() -> None:
     assert relative_error(fast(x), model(x)) < 1e-5
 
 
+def test_a_shape_at_which_it_may_crash_is_answered_by_the_original(all_kept: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(8, 8, 2, padding=1, dilation=2)).eval()
+    options: dict[str, Any] = {"precision": "amp", "passes": "bake-autocast", "cache": False}
+    with all_kept:
+        fast = ampopt.optimize(model, torch.randn(1, 8, 16), progress=False, **options)
+    assert fast.report.chosen == "amp"
+    short = torch.randn(1, 8, 1)
+    assert relative_error(fast(short), model(short)) < 1e-6
+    assert fast.health.served_by_original == 1
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_it_stays_so_under_every_policy_and_without_a_batch(policy: str) -> None:
     geometry, sizes = NARROW["a remainder"]

@@ -224,9 +224,10 @@ def test_a_recurrent_layer_whose_weights_are_lower_computes_in_their_dtype(polic
     assert relative_error(program.run(x)[0], model(x)) < 0.05
 
 
-def test_a_cast_of_the_models_own_is_not_doubled() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_cast_of_the_models_own_is_not_doubled(policy: str) -> None:
     model = Model(lambda m, x: m.a((x + 1).bfloat16().float()), a=nn.Linear(4, 4))
-    program = BakeAutocast().apply(program_of(model, torch.randn(2, 4), lane=BF16)).program
+    program = BakeAutocast(policy).apply(program_of(model, torch.randn(2, 4), lane=BF16)).program
     assert targets_of(program).count(aten.to.dtype) == 2, text_of(program)
     assert targets_of(program).count(aten._to_copy.default) == 1, text_of(program)
 

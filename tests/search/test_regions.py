@@ -127,6 +127,20 @@ def test_where_the_whole_is_no_faster_outside_the_noise_the_original_runs(
     assert "result: the original model" in str(report)
 
 
+@pytest.mark.parametrize(
+    ("precision", "lane"), [("auto", "fp32"), ("amp,fp32", "fp32"), ("bf16", "amp"), ("amp,bf16", "amp")]
+)
+def test_of_several_lanes_submodules_get_fp32_where_it_is_asked_for(
+    precision: str, lane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_the_patched(monkeypatch)
+    report = optimize(with_statistics(Branching()), X.abs(), precision=precision).report
+    assert list(report.lanes) == [lane]
+    said = [note for note in report.notes if note.startswith("submodules were optimized in")]
+    wanted = ["submodules were optimized in fp32; precision='amp' asks for the other"]
+    assert said == (wanted if lane == "fp32" else [])
+
+
 def test_hooks_of_a_submodule_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     keep_the_patched(monkeypatch)
     model = Branching()
