@@ -16,10 +16,11 @@ from ampopt.ir.transform import Engine, Family, Numerics, Pass, Result, is_slow,
 from ampopt.measure.clocks import device_time, engine_latency, latency, peak_memory, synchronize
 from ampopt.measure.entry import Entry, Timing, Verdict
 from ampopt.measure.ledger import Ledger
-from ampopt.measure.sampling import Measurement, Sampler, gain, interleave, joined
+from ampopt.measure.sampling import Gain, Measurement, Sampler, gain, interleave, joined
 from ampopt.measure.verify import Verifier
 from ampopt.search.rehearsal import Stage
 from ampopt.search.subject import Subject
+from ampopt.search.trial import Trial
 from ampopt.system.budget import CALLS_OF_A_TRIAL
 from ampopt.system.interrupts import check_interrupted, held, was_interrupted
 
@@ -27,8 +28,6 @@ logger = logging.getLogger("ampopt")
 
 LEAST_ENABLING = 0.95
 """A pass that others build on may cost this at first; it is left out in the end where nothing came of it."""
-
-_FAILURES = (Verdict.FAILED, Verdict.REVERTED)
 
 HOST_SHARE = 0.25
 """Of a comparison's time for the host's clock, where that does not judge it."""
@@ -42,7 +41,7 @@ there is noise.
 """
 
 LARGE_GAIN, MORE_ROUNDS = 1.1, 3
-"""From which ratio on a gain that the noise may have made is looked at longer, and how many times at most."""
+"""A gain of 1.1x or more that lies inside the noise is sampled again, at most 3 times."""
 
 Progress = Callable[[str, str], None]
 """Told (lane, pass) when work on a pass begins."""
@@ -90,7 +89,7 @@ class PassManager:
         """
         self._captured, self._verifier, self._ledger = captured, verifier, ledger
         self._deadline, self._sample_s = deadline, sample_s
-        self._progress, self._stage, self._began = progress or silent, stage, 0.0
+        self._progress, self._stage = progress or silent, stage
 
     def open(self, lane: Lane, call_s: float = 0.0) -> LaneState:
         """Start a lane with the captured program as it is, a call of which takes about `call_s` seconds."""
@@ -102,19 +101,28 @@ class PassManager:
 
         `deadline` comes before the manager's own, so that ways to run get their share of the time.
         """
-        whole, self._deadline = self._deadline, deadline
         for step in passes:
-            self._try(state, step.name, [step], state.best.program)
-        self._give_second_chances(state, passes)
+            self._try(state, step.name, [step], state.best.program, deadline)
+        self._give_second_chances(state, passes, deadline)
         for step in (s for s in state.at_a_loss if s in state.best.program.recipe):
             recipe = tuple(s for s in state.best.program.recipe if s != step)
-            self._try(state, f"without {step.name}", [_Replay(recipe)], state.base)
-        state.rewritten, self._deadline = state.best.program, whole
+            self._try_recipe(state, f"without {step.name}", recipe, deadline)
+        state.rewritten = state.best.program
 
     def recall(self, state: LaneState, recipe: tuple[Pass, ...]) -> bool:
         """Replay a recipe that won before; whether it is whole and right, and so the best; not timed."""
+
+        def work(trial: Trial) -> None:
+            program = _replayed(trial, recipe, state)
+            if len(program.recipe) != len(recipe):
+                raise AmpoptError("not every pass of it applies here")
+            if self._is_right(trial, state, candidate := Subject(program)):
+                with held():
+                    state.best = candidate
+                    self._end(trial, Verdict.KEPT, "it won before; the last comparison times it")
+
         if recipe:
-            self._try(state, "tuned before", [_Recall(recipe)], state.base)
+            self._run(state, "tuned before", self._deadline, work)
         return state.best.program.recipe == recipe
 
     def settle(self, state: LaneState) -> None:
@@ -124,16 +132,18 @@ class PassManager:
         the one with which the recipe begins to be.
         """
         while True:
-            self._began, recipe = time.perf_counter(), state.best.program.recipe
+            began, recipe = time.perf_counter(), state.best.program.recipe
             check = self._verifier.check(state.best.run, state.lane.dtype, everywhere=True)
             if check.passed or not recipe:
                 state.check = check
                 return
             wrong = recipe[self._right_until(state, recipe)]
             state.best = Subject(replay(tuple(step for step in recipe if step is not wrong), state.base))
-            entry = Entry(state.lane.name, wrong.name, Verdict.REVERTED, "")
-            entry = dataclasses.replace(entry, error=check.error, limit=check.limit)
-            self._record(entry, reason=f"it won, but is wrong elsewhere: {check.reason}")
+            row = Entry(
+                state.lane.name, wrong.name, Verdict.NOT_TRIED, "", error=check.error, limit=check.limit
+            )
+            reason = f"it won, but is wrong elsewhere: {check.reason}"
+            self._end(Trial(row, self._deadline, began), Verdict.REVERTED, reason)
 
     def _right_until(self, state: LaneState, recipe: tuple[Pass, ...]) -> int:
         """How many passes of a recipe that is wrong somewhere are right together."""
@@ -145,7 +155,7 @@ class PassManager:
             right, wrong = (middle, wrong) if check.passed else (right, middle)
         return right
 
-    def _give_second_chances(self, state: LaneState, passes: Sequence[Pass]) -> None:
+    def _give_second_chances(self, state: LaneState, passes: Sequence[Pass], deadline: float) -> None:
         """Try passes that were right but too slow again, where those that come after them are there.
 
         A pass may lose in its place and win in company: folded biases and channels_last each cost time
@@ -159,7 +169,7 @@ class PassManager:
 
         def attempt(name: str, steps: Sequence[Pass]) -> bool:
             before, recipe = state.best, sorted(steps, key=lambda step: order.index(step.name))
-            self._try(state, name, [_Replay(tuple(recipe))], state.base)
+            self._try_recipe(state, name, tuple(recipe), deadline)
             return state.best is not before
 
         def with_added(added: Sequence[Pass]) -> list[Pass]:
@@ -183,15 +193,17 @@ class PassManager:
         for engine in engines:
             if engine is None:
                 for launch in launches:
-                    self._try(state, launch.name, [launch], state.rewritten)
+                    self._try(state, launch.name, [launch], state.rewritten, self._deadline)
                 continue
             for suffix, program in self._readable_forms(state, engine):
                 name = engine.name + suffix
                 usable = [launch for launch in launches if launch.why_not(program) is None]
-                made = [self._try(state, f"{name} + {each.name}", [engine, each], program) for each in usable]
-                failed = all(outcome is None for outcome in made)
-                if not usable or (failed and self._ledger.entries[-1].verdict in _FAILURES):
-                    self._try(state, name, [engine], program)
+                trials = [
+                    self._try(state, f"{name} + {each.name}", [engine, each], program, self._deadline)
+                    for each in usable
+                ]
+                if not trials or (trials[-1].is_wrong and all(trial.program is None for trial in trials)):
+                    self._try(state, name, [engine], program, self._deadline)
 
     def _readable_forms(self, state: LaneState, engine: Pass) -> list[tuple[str, Program]]:
         """The rewritten program as the engine can take it: with native kernels, or else without them.
@@ -215,127 +227,165 @@ class PassManager:
         recipe = tuple(step for step in state.rewritten.recipe if step not in missing)
         return replay(recipe, state.base)
 
-    def _try(self, state: LaneState, name: str, steps: Sequence[Pass], program: Program) -> Program | None:
-        """Try passes on a program; keep the outcome as the lane's best where that is right.
+    def _run(self, state: LaneState, name: str, deadline: float, work: Callable[[Trial], None]) -> Trial:
+        """Do the work of a trial, which ends it; what fails in it fails alone, and is its row.
 
-        Returns the changed program wherever it is correct, kept or not, so that others can build on it.
-        What there is no time left to judge is not begun.
+        What there is no time left for is not begun.
         """
-        lane, judging = state.lane.name, judging_s(steps[-1], state.call_s)
-        self._progress(lane, name)
-        blank = Entry(lane, name, Verdict.NOT_TRIED, "")
-        self._began = time.perf_counter()
+        self._progress(state.lane.name, name)
+        trial = Trial(Entry(state.lane.name, name, Verdict.NOT_TRIED, ""), deadline)
         check_interrupted()
-        if self._began > self._deadline:
-            self._record(blank, reason="the time budget was spent")
-            return None
-        start = self._began
-        same_bits_as: Program | None = None
+        if trial.began > deadline:
+            self._end(trial, Verdict.NOT_TRIED, "the time budget was spent")
+            return trial
         try:
-            for step in steps:
-                if (declined := step.why_not(program)) is not None:
-                    self._record(blank, verdict=Verdict.DECLINED, reason=declined)
-                    return None
-                left = self._deadline - start - judging
-                if isinstance(step, Engine) and step.expected_seconds(program) > left:
-                    step = step.hurried()
-                if (needed := step.expected_seconds(program)) > left:
-                    more, rest = needed + judging, max(left + judging, 0.0)
-                    reason = f"it needs about {more:.3g} s, and {rest:.3g} s of the budget are left"
-                    self._record(blank, reason=reason)
-                    return None
-                step = step.within(left)
-                if self._stage is None:
-                    result, unrehearsed = step.apply(program), None
-                else:
-                    result, unrehearsed = self._stage.apply(step, program, seconds=left)
-                blank = _account(blank, result, time.perf_counter() - start, unrehearsed)
-                if not result.modified:
-                    self._record(blank, verdict=Verdict.DECLINED, reason=_why_nothing(result))
-                    return None
-                keeps_bits = step.numerics_on(program) is Numerics.BITWISE
-                same_bits_as = (same_bits_as or program) if keeps_bits else None
-                program = result.program if isinstance(step, _Replay) else _with_recipe(result, step)
-            return self._judge(state, blank, steps[-1], same_bits_as, Subject(program))
+            work(trial)
         except (Exception, KeyboardInterrupt) as error:
             if was_interrupted(error):
-                self._record(blank, reason="interrupted")
+                if not trial.is_over:
+                    self._end(trial, Verdict.NOT_TRIED, "interrupted")
                 raise KeyboardInterrupt from error
             logger.debug("pass %s failed", name, exc_info=True)
-            self._record(blank, verdict=Verdict.FAILED, reason=first_line(error))
+            trial.program = None
+            self._end(trial, Verdict.FAILED, first_line(error))
             self._check_device(name)
-            return None
+        return trial
 
-    def _judge(
-        self, state: LaneState, entry: Entry, step: Pass, same_bits_as: Program | None, candidate: Subject
-    ) -> Program | None:
-        """Verify, time, decide, record. `same_bits_as` is the program whose every bit must have stayed."""
+    def _try(
+        self, state: LaneState, name: str, steps: Sequence[Pass], program: Program, deadline: float
+    ) -> Trial:
+        """Try passes on a program, one on top of the other; the last one says how the outcome is judged."""
+
+        def work(trial: Trial) -> None:
+            changed: Program | None = program
+            same_bits_as: Program | None = None
+            for step in steps:
+                before = changed
+                assert before is not None
+                changed = self._apply(trial, step, before, judging_s(steps[-1], state.call_s))
+                if changed is None:
+                    return
+                keeps_bits = step.numerics_on(before) is Numerics.BITWISE
+                same_bits_as = (same_bits_as or before) if keeps_bits else None
+            assert changed is not None
+            self._judge(trial, state, Subject(changed), steps[-1], same_bits_as)
+
+        return self._run(state, name, deadline, work)
+
+    def _try_recipe(self, state: LaneState, name: str, recipe: tuple[Pass, ...], deadline: float) -> Trial:
+        """Try a recipe on the lane's first program, as one rewrite."""
+
+        def work(trial: Trial) -> None:
+            self._judge(trial, state, Subject(_replayed(trial, recipe, state)))
+
+        return self._run(state, name, deadline, work)
+
+    def _apply(self, trial: Trial, step: Pass, program: Program, judging: float) -> Program | None:
+        """Apply a pass; None, and the trial's end, where it does nothing or there is no time to judge it.
+
+        `judging` is what that takes at the least, in seconds.
+        """
+        if (declined := step.why_not(program)) is not None:
+            self._end(trial, Verdict.DECLINED, declined)
+            return None
+        left = trial.deadline - trial.began - judging
+        if isinstance(step, Engine) and step.expected_seconds(program) > left:
+            step = step.hurried()
+        if (needed := step.expected_seconds(program)) > left:
+            more, rest = needed + judging, max(left + judging, 0.0)
+            reason = f"it needs about {more:.3g} s, and {rest:.3g} s of the budget are left"
+            self._end(trial, Verdict.NOT_TRIED, reason)
+            return None
+        step = step.within(left)
+        if self._stage is None:
+            result, unrehearsed = step.apply(program), None
+        else:
+            result, unrehearsed = self._stage.apply(step, program, seconds=left)
+        hints = (*result.hints, *([f"not rehearsed: {unrehearsed}"] if unrehearsed else []))
+        trial.note(rewrites=result.rewrites, declined=result.declined, hints=hints, seconds=trial.seconds)
+        if not result.modified:
+            self._end(trial, Verdict.DECLINED, _why_nothing(result))
+            return None
+        return result.program.replace(recipe=(*result.program.recipe, result.replay or step))
+
+    def _is_right(
+        self, trial: Trial, state: LaneState, candidate: Subject, same_bits_as: Program | None = None
+    ) -> bool:
+        """Verify; what is wrong ends the trial. `same_bits_as`: whose every bit must have stayed."""
         check = self._verifier.check(candidate.run, state.lane.dtype)
-        entry = dataclasses.replace(entry, error=check.error, limit=check.limit)
+        trial.note(error=check.error, limit=check.limit)
         wrong = check.reason
         if wrong is None and same_bits_as is not None:
             wrong = _differing_bits(same_bits_as, candidate)
         if wrong is not None:
-            self._record(entry, verdict=Verdict.REVERTED, reason=wrong)
-            return None
-        if isinstance(step, _Recall):
-            with held():
-                state.best = candidate
-                self._record(
-                    entry, verdict=Verdict.KEPT, reason="it won before; the last comparison times it"
-                )
-            return candidate.program
-        entry = self._time(entry, step, state.best, candidate)
-        assert entry.gain is not None
-        if step.enables_others and (not entry.gain.is_loss or entry.gain.ratio >= LEAST_ENABLING):
-            verdict, reason = Verdict.KEPT, _pace(entry, "later passes build on it")
-            if entry.gain.is_loss:
+            self._end(trial, Verdict.REVERTED, wrong)
+        return wrong is None
+
+    def _judge(
+        self,
+        trial: Trial,
+        state: LaneState,
+        candidate: Subject,
+        step: Pass | None = None,
+        same_bits_as: Program | None = None,
+    ) -> None:
+        """Verify, time, decide: the lane's best program is the candidate where that is right and faster.
+
+        It is judged as `step` is; None: as a rewrite.
+        """
+        if not self._is_right(trial, state, candidate, same_bits_as):
+            return
+        found = self._time(trial, step, state.best, candidate)
+        if step is not None and step.enables_others and (not found.is_loss or found.ratio >= LEAST_ENABLING):
+            verdict, what = Verdict.KEPT, "later passes build on it"
+            if found.is_loss:
                 state.at_a_loss.append(candidate.program.recipe[-1])
-        elif entry.gain.is_real:
-            verdict, reason = Verdict.KEPT, _pace(entry, "faster")
+        elif found.is_real:
+            verdict, what = Verdict.KEPT, "faster"
         else:
-            what = "slower" if entry.gain.is_loss else "no gain outside the noise"
-            verdict, reason = Verdict.REVERTED, _pace(entry, what)
-            if step.family in (Family.REWRITE, Family.PLACEMENT) and not isinstance(step, _Replay):
+            verdict, what = Verdict.REVERTED, "slower" if found.is_loss else "no gain outside the noise"
+            if step is not None and step.family in (Family.REWRITE, Family.PLACEMENT):
                 state.too_slow.append(candidate.program.recipe[-1])
+        trial.program = candidate.program
         with held():  # the best program and its row belong together
             if verdict is Verdict.KEPT:
-                assert entry.after is not None
-                state.best, state.call_s = candidate, entry.after.latency.median
-            self._record(entry, verdict=verdict, reason=reason)
-        return candidate.program
+                assert trial.entry.after is not None
+                state.best, state.call_s = candidate, trial.entry.after.latency.median
+            pace = f"{what}: {found.ratio:.3f}x ({found.low:.3f} to {found.high:.3f})"
+            self._end(trial, verdict, pace)
 
-    def _time(self, entry: Entry, step: Pass, best: Subject, candidate: Subject) -> Entry:
+    def _time(self, trial: Trial, step: Pass | None, best: Subject, candidate: Subject) -> Gain:
         """Both clocks for the best so far and for the candidate, sampled in turn."""
         device = candidate.device
         subjects = {"before": best, "after": candidate}
-        is_of_host = step.family in (Family.ENGINE, Family.LAUNCH)
+        is_of_host = step is not None and step.family in (Family.ENGINE, Family.LAUNCH)
         sampler = engine_latency if is_of_host else latency
         calls = {name: sampler(subject.call, device) for name, subject in subjects.items()}
         graphs = {name: graph for name, s in subjects.items() if (graph := s.replayed()) is not None}
         replays = {name: device_time(graph.replay, device) for name, graph in graphs.items()}
         judged_on_host = is_of_host or len(replays) < 2
         share = 1.0 if judged_on_host else HOST_SHARE
-        patient = judged_on_host and not step.enables_others  # kept all the same
-        on_host = self._on_host(calls, share * self._sample_s, patient=patient)
+        patient = judged_on_host and not (step is not None and step.enables_others)  # kept all the same
+        on_host = self._on_host(calls, share * self._sample_s, trial.deadline if patient else 0.0)
         on_device: dict[str, Measurement] = interleave(replays, seconds=DEVICE_S) if replays else {}
         judge = on_host if judged_on_host else on_device
-        return dataclasses.replace(
-            entry,
+        found = gain(judge["before"], judge["after"])
+        trial.note(
             before=Timing(on_host["before"], on_device.get("before")),
             after=Timing(on_host["after"], on_device.get("after")),
-            gain=gain(judge["before"], judge["after"]),
+            gain=found,
             memory=peak_memory(candidate.call, device),
         )
+        return found
 
     def _on_host(
-        self, calls: Mapping[str, Sampler], seconds: float, *, patient: bool
+        self, calls: Mapping[str, Sampler], seconds: float, deadline: float
     ) -> dict[str, Measurement]:
-        """`before` and `after`, in turn; for longer where a large gain is not yet clear of the noise."""
+        """`before` and `after`, in turn; until `deadline` for longer where a large gain lies in the noise."""
         timed = interleave(calls, seconds=seconds)
-        for _ in range(MORE_ROUNDS if patient else 0):
+        for _ in range(MORE_ROUNDS):
             found = gain(timed["before"], timed["after"])
-            if found.is_real or found.ratio < LARGE_GAIN or time.perf_counter() > self._deadline:
+            if time.perf_counter() > deadline or found.is_real or found.ratio < LARGE_GAIN:
                 break
             more = interleave(calls, seconds=seconds)
             timed = {name: joined(first, more[name]) for name, first in timed.items()}
@@ -350,60 +400,24 @@ class PassManager:
                 f"pass {name} has broken this process's CUDA context: start again with exclude=[{name!r}]"
             ) from error
 
-    def _record(self, entry: Entry, *, reason: str, verdict: Verdict | None = None) -> None:
-        took = time.perf_counter() - self._began
-        self._ledger.entries.append(
-            dataclasses.replace(entry, reason=reason, verdict=verdict or entry.verdict, took_s=took)
-        )
+    def _end(self, trial: Trial, verdict: Verdict, reason: str) -> None:
+        self._ledger.entries.append(trial.end(verdict, reason))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Replay(Pass):
-    """Replay a recipe on the lane's first program."""
+def _replayed(trial: Trial, recipe: tuple[Pass, ...], state: LaneState) -> Program:
+    """A recipe replayed on the lane's first program, every pass of it within the time that is left.
 
-    numerics = Numerics.APPROXIMATE
-    family = Family.REWRITE
-    portable = False
-
-    recipe: tuple[Pass, ...]
-
-    def within(self, seconds: float) -> Pass:
-        """Every pass of it within the time; they follow each other, but few take any."""
-        return dataclasses.replace(self, recipe=tuple(step.within(seconds) for step in self.recipe))
-
-    def apply(self, program: Program) -> Result:
-        replayed = replay(self.recipe, program)
-        return Result(replayed, max(1, len(replayed.recipe)))  # without any pass it is a program, too
-
-
-@dataclasses.dataclass(frozen=True)
-class _Recall(_Replay):
-    """Replay a whole recipe, ways to run and to launch included, or nothing of it."""
-
-    family = Family.LAUNCH
-
-    def apply(self, program: Program) -> Result:
-        result = super().apply(program)
-        if result.program.recipe != self.recipe:
-            raise AmpoptError("not every pass of it applies here")
-        return result
+    They follow each other, but few take any.
+    """
+    left = trial.deadline - trial.began - state.call_s * CALLS_OF_A_TRIAL
+    program = replay(tuple(step.within(left) for step in recipe), state.base)
+    trial.note(rewrites=max(1, len(program.recipe)), seconds=trial.seconds)  # without any it is one, too
+    return program
 
 
 def judging_s(step: Pass, call_s: float) -> float:
     """Seconds that it takes to judge a step at the least, where a call of a program takes `call_s`."""
     return call_s * (CALLS_FOR_AN_ENGINE if step.family is Family.ENGINE else CALLS_OF_A_TRIAL)
-
-
-def _account(entry: Entry, result: Result, seconds: float, unrehearsed: str | None) -> Entry:
-    hints = (*result.hints, *([f"not rehearsed: {unrehearsed}"] if unrehearsed else []))
-    return dataclasses.replace(
-        entry, rewrites=result.rewrites, declined=result.declined, hints=hints, seconds=seconds
-    )
-
-
-def _with_recipe(result: Result, step: Pass) -> Program:
-    program = result.program
-    return program.replace(recipe=(*program.recipe, result.replay or step))
 
 
 def _why_nothing(result: Result) -> str:
@@ -420,9 +434,3 @@ def _differing_bits(before: Program, candidate: Subject) -> str | None:
     if all(a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in pairs):
         return None  # NaN is the same as NaN, and as nothing else
     return "it claims to keep every bit and does not"
-
-
-def _pace(entry: Entry, what: str) -> str:
-    assert entry.gain is not None
-    g = entry.gain
-    return f"{what}: {g.ratio:.3f}x ({g.low:.3f} to {g.high:.3f})"
