@@ -26,7 +26,7 @@ from ampopt.ir.arguments import (
 )
 from ampopt.ir.capture import capture
 from ampopt.ir.model_copy import device_of, exact_copy, note_writes, private_copy, untouched_rng
-from ampopt.ir.program import autocast_scope
+from ampopt.ir.settings import autocast_scope
 from ampopt.ir.signature import flatten_call
 from ampopt.measure.verify import Faults, Metric
 from ampopt.search.infer import infer_inputs

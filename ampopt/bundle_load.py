@@ -27,9 +27,9 @@ from ampopt.deploy.runtime import OptimizedModule
 from ampopt.engines.executable import executable
 from ampopt.errors import AmpoptError, BundleError, InputError
 from ampopt.ir.capture import Captured
+from ampopt.ir.lanes import lane_of
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.plain_tensors import check_plain
-from ampopt.ir.program import Settings
 from ampopt.ir.signature import describe, flatten_call, flatten_outputs, tensors_of
 from ampopt.ir.transform import Recipe, replay
 from ampopt.measure.clocks import engine_latency
@@ -248,16 +248,11 @@ def _read(files: BundleFiles, device: torch.device, types: Sequence[type]) -> tu
     weights = safetensors.torch.load(files.read("weights.safetensors"))
     program = read_program(data["program"], weights, examples, device=device)
     captured = read_call(manifest["call"], program, types)
-    low = {"float32": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    if manifest["lane"]["dtype"] not in low:
-        raise BundleError(f"manifest.json: a lane in {manifest['lane']['dtype']} is not known")
-    autocast = low[manifest["lane"]["dtype"]]
-    recipe = Recipe(
-        Settings(autocast=autocast),
-        autocast or torch.float32,
-        read_recipe(data["recipe"]),
-        manifest["tolerance"],
-    )
+    computes_in = manifest["lane"]["dtype"]
+    if computes_in not in ("float32", "float16", "bfloat16"):
+        raise BundleError(f"manifest.json: a lane in {computes_in} is not known")
+    lane = lane_of(getattr(torch, computes_in), device)
+    recipe = Recipe(lane, read_recipe(data["recipe"]), manifest["tolerance"])
     args, kwargs = pytree.tree_unflatten(list(captured.leaves), captured.spec)
     return captured, recipe, _Test(args, kwargs, outputs)
 
@@ -295,13 +290,13 @@ def _own(
     if changed:
         notes.append(f"made on another machine, so measured anew: {', '.join(changed)}")
         lane = files.manifest["lane"]["name"]
-        low = recipe.settings.autocast if device.type == "cpu" else None
+        low = recipe.lane.autocast if device.type == "cpu" else None
         options = Options(precision=lane, tolerance=recipe.tolerance, budget_s=budget_s, amp_dtype=low)
         optimizer = Optimizer(
             original, captured, options, name=name, started=time.perf_counter(), max_captures=0
         )
         return optimizer.run()
-    program = replay(recipe.passes, recipe.start(captured.program))
+    program = replay(recipe.passes, recipe.lane.start(captured.program))
     report = Ledger(name, here, tuple(describe(t) for t in captured.program.examples))
     return OptimizedModule(
         original, captured, program, recipe, report, ready=executable(program), max_captures=0

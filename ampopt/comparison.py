@@ -155,7 +155,7 @@ class _Comparer:
 
     def compare(self, mode: str, name: str, without: Program, with_pass: Program) -> ComparedPass:
         """Time two programs side by side and verify the one that has the pass."""
-        check = self.verifier.check(run := executable(with_pass), self.lane.dtype)
+        check = self.verifier.check(run := executable(with_pass), self.lane)
         plain, device = executable(without), with_pass.device
         examples = with_pass.examples
         found = compare_fairly(

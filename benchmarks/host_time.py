@@ -103,7 +103,7 @@ def _measure_lane(original: nn.Module, captured: Captured, lane: Lane) -> dict[s
 def _quickly(original: nn.Module, captured: Captured, lane: Lane) -> OptimizedModule:
     """A captured network after a few passes, in a CUDA graph; nothing is timed."""
     program = replay(PASSES, lane.start(captured.program))
-    recipe = Recipe(lane.settings, lane.dtype, program.recipe)
+    recipe = Recipe(lane, program.recipe)
     return OptimizedModule(original, captured, program, recipe, Ledger("network", {}, ()))
 
 

@@ -15,21 +15,21 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampopt.ir.lanes import lane_of
 from ampopt.ir.model_copy import device_of, private_copy
-from ampopt.ir.numerics import FLOORS, ResultsRoundedAnew, rounded_anew
-from ampopt.ir.program import Settings
+from ampopt.ir.numerics import ResultsRoundedAnew, least_error, rounded_anew
 from ampopt.ir.signature import flatten_outputs
 from fuzz.calls import Call, same_memory
 
 MULTIPLE = 6.0
 """How many times eager's own error an answer may have.
 
-ampopt allows itself four (`ampopt.ir.numerics.MULTIPLES`) on the draws that it verifies; other draws of the
+ampopt allows itself four (`ampopt.ir.lanes.Limits`) on the draws that it verifies; other draws of the
 same model have other errors, of which the half is about as large again.
 """
 
 SLACK = 3.0
-"""How many times the error that always passes in a lane (`ampopt.ir.numerics.FLOORS`) an answer may have.
+"""How many times the error that always passes in a lane (`numerics.least_error`) an answer may have.
 
 Rounding within a layer, which `Judge.jumps` does not see because it moves only weights and inputs, has been
 seen to cost twice that behind a normalization that subtracts nearly all of what it is given.
@@ -144,8 +144,7 @@ class Judge:
         return True
 
     def _ask(self, model: nn.Module, dtype: torch.dtype, calls: Sequence[Call]) -> list[Answered]:
-        settings = Settings(autocast=None if dtype is torch.float32 else dtype)
-        with settings.scope(self.device):
+        with lane_of(dtype, self.device).scope(self.device):
             return ask(lambda call: model(*call.args, **call.kwargs), calls)
 
     def _in_float64(self) -> list[Answered]:
@@ -231,7 +230,7 @@ class Judge:
                 f"{int((~torch.isfinite(out)).sum())} numbers are NaN or Inf, and the original's are finite"
             )
         error, limit = distance(out, own, exact), MULTIPLE * distance(own, own, exact)
-        limit = max(limit, SLACK * FLOORS[dtype], SLACK * FLOORS.get(out.dtype, 0.0))
+        limit = max(limit, SLACK * least_error(dtype), SLACK * least_error(out.dtype))
         if error <= limit:
             return None
         jump = MULTIPLE * self.jumps(dtype)[number][place]

@@ -14,7 +14,7 @@ import ampopt
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import AmpoptError
 from ampopt.ir.model_copy import private_copy
-from ampopt.ir.numerics import FLOORS, relative_error
+from ampopt.ir.numerics import least_error, relative_error
 from ampopt.ir.signature import flatten_outputs
 from ampopt.measure.entry import ORIGINAL
 from ampopt.search.regions import PartlyOptimizedModule
@@ -104,7 +104,7 @@ def dtype_of(served: Served, precision: str) -> torch.dtype:
     if isinstance(served, PartlyOptimizedModule):
         return torch.bfloat16 if precision == "amp" else torch.float32
     chosen = served.report.chosen
-    return torch.float32 if chosen in (ORIGINAL, "fp32") else served.program.lane_dtype
+    return torch.float32 if chosen in (ORIGINAL, "fp32") else served.program.lane.dtype
 
 
 def judge_served(served: Served, judge: Judge, pick: Pick, precision: str) -> Outcome:
@@ -162,4 +162,4 @@ def _keeps_memory(served: Served, call: Call, dtype: torch.dtype) -> str | None:
         expected, found = twice(untouched, writes=False), twice(touched, writes=True)
     errors = [relative_error(a, b) for a, b in zip(found, expected, strict=True)]
     worst = max(errors, default=0.0)
-    return f"after a result was written to: error {worst:.2g}" if worst > FLOORS[dtype] else None
+    return f"after a result was written to: error {worst:.2g}" if worst > least_error(dtype) else None

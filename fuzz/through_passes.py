@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ampopt.engines.executable import executable
 from ampopt.errors import AmpoptError
 from ampopt.ir.capture import Captured, capture
-from ampopt.ir.lanes import Lane
+from ampopt.ir.lanes import FP32, Lane, mixed
 from ampopt.ir.model_copy import device_of, private_copy
 from ampopt.ir.narrow_convs import why_it_may_crash
 from ampopt.ir.program import Program
@@ -36,7 +36,7 @@ from fuzz.outcome import REVERTED, Outcome, short
 from fuzz.pick import Pick
 from tests.helpers import apply_to_untouched, check_graph, check_ownership
 
-LANES = (Lane("fp32", torch.float32), Lane("amp", torch.bfloat16), Lane("amp", torch.float16))
+LANES = (FP32, mixed("amp", torch.bfloat16), mixed("amp", torch.float16))
 
 
 class Fault(Exception):  # noqa: N818  it carries an outcome out of nested calls
@@ -63,7 +63,7 @@ class Hearing:
         """Note what ampopt's verification refuses, too, or fails on; raise Fault with what it accepts."""
         try:
             run = executable(program)
-            reason = self._verifier.check(run, lane.dtype, everywhere=True).reason
+            reason = self._verifier.check(run, lane, everywhere=True).reason
         except Exception as error:  # what the pass manager and the optimizer record
             reason = short(error)
         if reason is None:

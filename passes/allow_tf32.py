@@ -30,7 +30,7 @@ class AllowTf32(Pass):
 
     def why_not(self, program: Program) -> str | None:
         """Only FP32 programs on Ampere or later can use it."""
-        if program.lane_dtype is not torch.float32:
+        if program.lane.is_mixed:
             return "the lane already computes in a lower precision"
         if program.device.type != "cuda":
             return "TF32 is a format of NVIDIA's Tensor Cores"

@@ -50,13 +50,13 @@ class BakeAutocast(Pass):
 
     def why_not(self, program: Program) -> str | None:
         """Only a program that runs under autocast has something to bake."""
-        return "the lane does not compute in mixed precision" if program.settings.autocast is None else None
+        return "the lane does not compute in mixed precision" if not program.under_autocast else None
 
     def apply(self, program: Program) -> Result:
         """Decide, cast, compare the result dtypes; see the class."""
-        dtype = program.lane_dtype
+        dtype = program.lane.dtype
         module = copy_of(program.graph)
-        plain = program.replace(settings=dataclasses.replace(program.settings, autocast=None))
+        plain = program.replace(under_autocast=False)
         keep_narrow_convs_in_fp32(program, module)
         decisions = decide(self.policy, plain, module, dtype)
         expected = record_autocast(plain, module, dtype)[1] if self.policy == "amp" else {}

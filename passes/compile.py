@@ -84,7 +84,7 @@ class Compile(Engine):
         keep_indices(module)
         if program.device.type == "cpu":
             keep_nan(module)
-        with program.settings.scope(program.device):
+        with program.scope():
             entered = [b.convert(t) for b, t in zip(program.entry, program.examples, strict=True)]
             with tracing(TracingContext(mode := _static_shapes())):
                 described = [mode.from_tensor(tensor, static_shapes=True) for tensor in entered]

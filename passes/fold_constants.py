@@ -41,7 +41,7 @@ class FoldConstants(Pass):
             if not operands or not all(is_constant(operand) for operand in operands):
                 continue
             values: dict[fx.Node, Tensor] = {n: getattr(module, str(n.target)) for n in operands}
-            with program.settings.scope(program.device):
+            with program.scope():
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, v=values: v[n])  # type: ignore[misc]
                 result = node.target(*args, **kwargs)  # type: ignore[operator]
             if reason := self._why_keep(node, result, values):

@@ -57,7 +57,7 @@ class FuseConvAct(Pass):
         """The operators exist for CUDA only."""
         if program.device.type != "cuda":
             return "cuDNN's fused operators need CUDA"
-        return "it still runs under autocast" if program.settings.autocast is not None else None
+        return "it still runs under autocast" if program.under_autocast else None
 
     def apply(self, program: Program) -> Result:
         """Match from the ReLU backwards, check, fuse; see the class."""
@@ -129,7 +129,7 @@ def _swallows_nan(program: Program, module: fx.GraphModule, conv: fx.Node, other
     x[tuple(size // 2 for size in x.shape)] = float("nan")
     z = None if other is None else _random_like(other, program.device)
     plain: tuple[Any, ...] = (x, weight, bias, *_border(own), own["groups"])
-    with program.settings.scope(program.device):
+    with program.scope():
         expected = aten.conv2d.default(*plain)
         if z is None:
             found = aten.cudnn_convolution_relu.default(*plain)

@@ -76,7 +76,7 @@ class FuseConvOnednn(Pass):
         """The operators exist for CPUs with oneDNN only."""
         if program.device.type != "cpu" or not torch.backends.mkldnn.is_available():
             return "oneDNN's fused operators need a CPU"
-        return "it still runs under autocast" if program.settings.autocast is not None else None
+        return "it still runs under autocast" if program.under_autocast else None
 
     def apply(self, program: Program) -> Result:
         """Match from the convolution forwards, check, pack, fuse; see the class."""

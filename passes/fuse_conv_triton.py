@@ -77,7 +77,7 @@ class FuseConvTriton(Pass):
             return "Triton is not installed"
         if (found := reads_strides(program.graph)) is not None:
             return f"{found.name} reads memory by its strides"
-        return "it still runs under autocast" if program.settings.autocast is not None else None
+        return "it still runs under autocast" if program.under_autocast else None
 
     def within(self, seconds: float) -> Pass:
         """Measure less where little time is left; a replay measures nothing."""

@@ -45,7 +45,7 @@ class FuseLinearAct(Pass):
         """The epilogue exists in cuBLASLt only."""
         if program.device.type != "cuda":
             return "cuBLASLt's fused epilogues need CUDA"
-        return "it still runs under autocast" if program.settings.autocast is not None else None
+        return "it still runs under autocast" if program.under_autocast else None
 
     def apply(self, program: Program) -> Result:
         """Match, check, fuse; see the class."""

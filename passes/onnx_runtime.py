@@ -74,7 +74,7 @@ class OnnxRuntime(Engine):
             return "on a GPU the graph itself, captured, has always been faster"
         if (reason := super().why_not(program)) is not None:
             return reason
-        if program.lane_dtype is not torch.float32:
+        if program.lane.is_mixed:
             return "ONNX Runtime's CPU provider computes in float32"
         found = next((node for node in calls(program.graph) if is_native(node)), None)
         return f"ONNX does not know {found.target}" if found is not None else None

@@ -58,7 +58,7 @@ class Script(Engine):
         return Result(program.replace(engine=engine), 1)
 
     def _build(self, program: Program) -> Callable[..., Sequence[Tensor]]:
-        with capturing(), program.settings.scope(program.device):
+        with capturing(), program.scope():
             entered = [b.convert(t) for b, t in zip(program.entry, program.examples, strict=True)]
             traced = torch.jit.trace(copy.deepcopy(program.graph).eval(), tuple(entered), check_trace=False)
             frozen = torch.jit.freeze(traced)

@@ -11,16 +11,16 @@ from torch import Tensor, fx, nn
 from ampopt.engines.executable import executable
 from ampopt.ir.capture import capture
 from ampopt.ir.graph import calls, copy_of, finish, record_shapes, tensor_meta
-from ampopt.ir.lanes import Lane
+from ampopt.ir.lanes import FP32, Lane, mixed
 from ampopt.ir.model_copy import device_of, private_copy, same_tensor
-from ampopt.ir.numerics import MULTIPLES, fresh_draw, relative_error
-from ampopt.ir.program import Program, Settings
+from ampopt.ir.numerics import fresh_draw, relative_error
+from ampopt.ir.program import Program
+from ampopt.ir.settings import Settings
 from ampopt.ir.signature import flatten_outputs
 from ampopt.ir.transform import Numerics, Pass, Result, replay
 
-FP32 = Lane("fp32", torch.float32)
-FP16 = Lane("amp", torch.float16)
-BF16 = Lane("amp", torch.bfloat16)
+FP16 = mixed("amp", torch.float16)
+BF16 = mixed("amp", torch.bfloat16)
 
 FLOORS = {torch.float32: 5e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 """The relative error that the small models of these tests may always have, by the dtype of the lane."""
@@ -122,7 +122,7 @@ class Unpooling(nn.Module):
 
 def eager_of(model: nn.Module, inputs: Sequence[Tensor], lane: Lane) -> list[Tensor]:
     """The original model's flat outputs in a lane: in strict FP32, or under autocast."""
-    with lane.settings.scope(device_of(model, inputs)):
+    with lane.scope(device_of(model, inputs)):
         return flatten_outputs(private_copy(model)(*inputs))[0]
 
 
@@ -221,7 +221,7 @@ def check_outputs(
                 assert same_tensor(a, b), "bits of an output changed"
         reference = reference_of(model, tensors)
         own = largest_error(eager_of(model, tensors, lane), reference)
-        allowed = max(MULTIPLES[lane.dtype] * own, FLOORS[lane.dtype]) if limit is None else limit
+        allowed = max(lane.limits.multiple * own, FLOORS[lane.dtype]) if limit is None else limit
         error = largest_error(new, reference)
         assert error <= allowed, f"the error is {error:.2g}, over {allowed:.2g}"
         check_ownership(run_before, run_after, tensors)

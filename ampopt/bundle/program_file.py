@@ -32,7 +32,9 @@ from ampopt.bundle.stored_values import (
 from ampopt.bundle.stored_weights import StoredWeight, read_weights, write_weights
 from ampopt.bundle.trial_run import try_out
 from ampopt.errors import BundleError, ExportError
-from ampopt.ir.program import Border, Program, Settings
+from ampopt.ir.lanes import lane_of
+from ampopt.ir.program import Border, Program
+from ampopt.ir.settings import Settings
 from ampopt.ir.signature import describe
 
 FILE = "program.json"
@@ -58,9 +60,9 @@ def write_program(program: Program) -> tuple[dict[str, Any], dict[str, Tensor]]:
     table, tensors = write_weights(_weights_of(program.graph), program.device, FILE)
     data = {
         "schema": SCHEMA,
-        "lane_dtype": _name(program.lane_dtype),
+        "lane_dtype": _name(program.lane.dtype),
         "settings": {
-            "autocast": None if settings.autocast is None else _name(settings.autocast),
+            "autocast": _name(program.lane.dtype) if program.under_autocast else None,
             "tf32": settings.tf32,
             "search_algorithms": settings.search_algorithms,
         },
@@ -125,18 +127,21 @@ def read_program(
         found = reprlib.repr(schema)
         raise BundleError(f"{FILE}: it is of schema {found}, and this ampopt reads schema {SCHEMA}")
     parts = ("schema", "lane_dtype", "settings", "inputs", "weights", "nodes", "outputs")
-    _, lane, settings_data, inputs, table, nodes, outputs = members(data, parts, FILE)
-    lane_dtype = named(lane, _LANES, f"{FILE}, lane_dtype")
-    settings = _read_settings(settings_data)
+    _, lane_dtype, settings_data, inputs, table, nodes, outputs = members(data, parts, FILE)
+    dtype = named(lane_dtype, _LANES, f"{FILE}, lane_dtype")
+    settings, autocast = _read_settings(settings_data)
+    if autocast not in (None, dtype):
+        refuse(f"{FILE}, settings", f"an autocast to {_name(autocast)} in a lane of {_name(dtype)}")
     entry, here = _read_inputs(inputs, examples, device)
     results, exit = _read_outputs(outputs)
     weights = read_weights(table, tensors, device, FILE)
     graph = read_graph(nodes, results, weights.keys(), device, FILE)
     if len(graph.find_nodes(op="placeholder")) != len(entry):
         refuse(f"{FILE}, nodes", f"not as many nodes for inputs as there are inputs, {len(entry)}")
-    try_out(graph, weights, zip(entry, here, strict=True), settings, device, FILE)
+    try_out(graph, weights, zip(entry, here, strict=True), settings.scope(device, autocast), FILE)
     module = _module(graph, weights)
-    return Program(module, here, entry, exit, device, lane_dtype, settings)
+    lane = lane_of(dtype, device)
+    return Program(module, here, entry, exit, device, lane, autocast is not None, settings)
 
 
 def _module(graph: fx.Graph, weights: Mapping[str, StoredWeight]) -> fx.GraphModule:
@@ -151,14 +156,12 @@ def _module(graph: fx.Graph, weights: Mapping[str, StoredWeight]) -> fx.GraphMod
     return fx.GraphModule(root, graph)
 
 
-def _read_settings(data: object) -> Settings:
+def _read_settings(data: object) -> tuple[Settings, torch.dtype | None]:
+    """The switches, and the dtype of the autocast that the program runs under."""
     where = f"{FILE}, settings"
     autocast, tf32, search = members(data, ("autocast", "tf32", "search_algorithms"), where)
-    return Settings(
-        autocast=None if autocast is None else named(autocast, _LOW, where),
-        tf32=boolean(tf32, where),
-        search_algorithms=boolean(search, where),
-    )
+    switches = Settings(tf32=boolean(tf32, where), search_algorithms=boolean(search, where))
+    return switches, None if autocast is None else named(autocast, _LOW, where)
 
 
 def _read_inputs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampopt.bundle.stored_values import refuse
 from ampopt.bundle.stored_weights import StoredWeight
-from ampopt.ir.program import Border, Settings
+from ampopt.ir.program import Border
 from ampopt.system.quiet import quiet
 
 LARGEST_RESULT = 2**36
@@ -23,17 +24,18 @@ def try_out(
     graph: fx.Graph,
     weights: Mapping[str, StoredWeight],
     inputs: Iterable[tuple[Border, Tensor]],
-    settings: Settings,
-    device: torch.device,
+    world: contextlib.AbstractContextManager[object],
     file: str,
 ) -> None:
-    """Run the graph with stand-ins for weights and inputs that have shape, dtype, strides and device only.
+    """Run the graph in a program's `world` with stand-ins for weights and inputs.
+
+    They have a shape, dtype, strides and a device, and no memory.
 
     Raises BundleError naming `file` and the first node whose call does not fit the schema of its operator
     or the shapes of its arguments, or whose result is too large or no tensor.
     """
     results: dict[fx.Node, Any] = {}
-    with FakeTensorMode(), settings.scope(device), quiet():
+    with FakeTensorMode(), world, quiet():
         waiting = iter([border.convert(_without_memory(tensor)) for border, tensor in inputs])
         for node in graph.nodes:
             if node.op == "placeholder":

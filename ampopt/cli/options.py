@@ -22,6 +22,7 @@ from ampopt.cli.input_source import check_inputs, example_call
 from ampopt.cli.model_source import FORMS, check_model, is_model_file, load_model
 from ampopt.errors import AmpoptError, InputError
 from ampopt.ir.pass_text import installed, parse
+from ampopt.ir.precisions import LANE_NAMES, names_of
 
 if TYPE_CHECKING:
     import torch
@@ -50,12 +51,13 @@ Weights = Annotated[Path | None, Option(help="State dict to load: .safetensors, 
 TrustModelFile = Annotated[
     bool, Option("--trust-model-file", help="Load a saved model although its file can execute code.")
 ]
-PRECISIONS = ("auto", "fp32", "amp", "bf16")
 
 
 def _lanes(precision: str) -> str:
-    if precision != "auto" and not {name.strip() for name in precision.split(",")} <= {*PRECISIONS[1:]}:
-        raise typer.BadParameter(f"choose from {', '.join(PRECISIONS)}, or several, fp32,bf16")
+    try:
+        names_of(precision)
+    except InputError as error:
+        raise typer.BadParameter(str(error).partition(": ")[2]) from error
     return precision
 
 
@@ -65,7 +67,7 @@ Precision = Annotated[
         metavar="LANES",
         help="fp32; amp (mixed); bf16 (mixed with bfloat16); several with commas, of which the fastest "
         "within the tolerance is taken; auto: fp32,amp.",
-        autocompletion=_completed(lambda: PRECISIONS),
+        autocompletion=_completed(lambda: ("auto", *LANE_NAMES)),
         callback=_lanes,
     ),
 ]

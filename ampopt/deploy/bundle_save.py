@@ -26,11 +26,12 @@ from ampopt.bundle.program_file import write_program
 from ampopt.deploy.onnx_export import OnnxReport
 from ampopt.deploy.onnx_names import input_names_of, output_names_of
 from ampopt.deploy.onnx_verify import OnnxVerifier
+from ampopt.deploy.portable import HALF
 from ampopt.deploy.recipe_file import write_recipe
 from ampopt.deploy.torchscript_file import why_not_torchscript, write_torchscript
 from ampopt.errors import ExportError, InputError
+from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.model_hash import model_hash
-from ampopt.ir.numerics import FLOORS, MULTIPLES
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Family, replay
 from ampopt.measure.clocks import latency
@@ -85,11 +86,10 @@ def save_bundle(
     inputs = input_names_of(captured)
     outputs = output_names_of(captured, inputs)
     verifier = OnnxVerifier(original, captured, draws=0)  # the self-test is of the example inputs
-    low = recipe.lane_dtype if recipe.lane_dtype is not torch.float32 else None
-    precision = ("fp16" if low is torch.float16 else "fp32") if onnx == "auto" else onnx
-    dtypes = {recipe.lane_dtype, *([torch.float16] if precision == "fp16" else [])}
+    precision = recipe.lane.onnx if onnx == "auto" else onnx
+    lanes = {recipe.lane, *([HALF] if precision == "fp16" else [])}
     tolerance = recipe.tolerance if recipe.metric is None else None
-    test = _self_test(verifier, inputs, outputs, dtypes, tolerance)
+    test = _self_test(verifier, inputs, outputs, lanes, tolerance)
     data, weights = write_program(captured.program)
     program = {"program": data, "recipe": write_recipe(recipe.passes)}
     files: dict[str, bytes | Path] = {
@@ -105,7 +105,7 @@ def save_bundle(
         "ampopt": __version__,
         "created": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "model": {"name": module.report.model, "sha256": model_hash(captured.program.graph)},
-        "lane": {"name": "amp" if low else "fp32", "dtype": _dtype(recipe.lane_dtype)},
+        "lane": {"name": recipe.lane.name, "dtype": _dtype(recipe.lane.dtype)},
         "inputs": _border(test.inputs),
         "outputs": _border(test.outputs),
         "tolerance": test.tolerance,
@@ -133,33 +133,33 @@ def _for_libtorch(module: Deployable) -> Program:
     if why_not_torchscript(native) is None:
         return native
     plain = tuple(step for step in recipe.passes if step.family in (Family.REWRITE, Family.PLACEMENT))
-    return _with_casts(replay(plain, recipe.start(module._captured.program)))
+    return _with_casts(replay(plain, recipe.lane.start(module._captured.program)))
 
 
 def _with_casts(program: Program) -> Program:
     """The program with its autocast, which a trace does not see, written out as casts, which it does."""
-    return program if program.settings.autocast is None else BakeAutocast().apply(program).program
+    return program if not program.under_autocast else BakeAutocast().apply(program).program
 
 
 def _self_test(
     verifier: OnnxVerifier,
     inputs: Sequence[str],
     outputs: Sequence[str],
-    dtypes: set[torch.dtype],
+    lanes: set[Lane],
     tolerance: float | None,
 ) -> SelfTest:
     """The example inputs with the original's outputs in float64, rounded to the dtypes that it returns."""
     draw = verifier.draws[0]
     examples = draw.calls[0]
-    own = verifier.eager(torch.float32)(*examples)
+    own = verifier.eager(FP32)(*examples)
     expected = [
         exact.to(mine.dtype) if mine.is_floating_point() else mine
         for exact, mine in zip(verifier.reference(draw)[0], own, strict=True)
     ]
     allowed = tolerance
     if allowed is None:
-        jumps = {dtype: max(verifier.largest_jumps(dtype, draw), default=0.0) for dtype in dtypes}
-        bounds = [max(MULTIPLES[dtype] * jump, FLOORS[dtype]) for dtype, jump in jumps.items()]
+        jumps = {lane: max(verifier.largest_jumps(lane, draw), default=0.0) for lane in lanes}
+        bounds = [lane.limits.allowed(jump) for lane, jump in jumps.items()]
         allowed = min(max(bounds), LARGEST_TOLERANCE)
     return SelfTest(
         dict(zip(inputs, examples, strict=True)), dict(zip(outputs, expected, strict=True)), allowed

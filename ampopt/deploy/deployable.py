@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from ampopt.bundle.destinations import check_bundle, check_onnx
@@ -49,13 +48,12 @@ class Deployable(nn.Module):
         such as model.engine. The user's metric and tolerance hold for the file, too.
         """
         check_onnx(path)
-        low = "fp16" if self._recipe.lane_dtype is torch.float16 else "fp32"
         return export_onnx(
             self._original[0],
             self._captured,
             self._recipe.passes,
             path,
-            precision=precision or low,
+            precision=precision or self._recipe.lane.onnx,
             io=io,
             target=target,
             dynamic=dynamic,

@@ -18,7 +18,7 @@ from ampopt.ir.capturing import capturing
 from ampopt.ir.graph import aten, calls, finish
 from ampopt.ir.lowering import lower
 from ampopt.ir.model_copy import untouched_rng, working_copy
-from ampopt.ir.program import Settings
+from ampopt.ir.settings import Settings
 
 Dynamic = str | Mapping[str, Mapping[int, str]] | None
 """None: static shapes; "batch": dimension 0 of every input; or {input: {dimension: name}}."""

@@ -10,23 +10,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ampopt.deploy.onnx_dynamic import Dynamic, capture_dynamic, dims_of, doubled
 from ampopt.deploy.onnx_files import append_metadata, publish, scratch_beside, sha256_of, write_model
 from ampopt.deploy.onnx_names import input_names_of, output_names_of
 from ampopt.deploy.onnx_verify import OnnxCheck, OutputCheck, emulated, verify_onnx
-from ampopt.deploy.portable import portable_program
+from ampopt.deploy.portable import HALF, portable_program
 from ampopt.engines.onnx_graph import OPSETS, Dims, to_onnx
 from ampopt.errors import ExportError, InputError, VerificationError, need
 from ampopt.ir.capture import Captured
+from ampopt.ir.lanes import FP32
 from ampopt.ir.model_hash import model_hash
 from ampopt.ir.transform import Pass
 from ampopt.measure.verify import Metric
 from ampopt.version import __version__
 
-PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16}
+PRECISIONS = {"fp32": FP32, "fp16": HALF}
+"""The lane that an exported model of each precision computes in."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ampopt.deploy.portable import autocast_program
 from ampopt.ir.capture import Captured
 from ampopt.ir.emulated_half import EmulatedHalf
+from ampopt.ir.lanes import Lane
 from ampopt.measure.verify import Metric, Run, Verifier
 from ampopt.ort.knobs import changed
 from ampopt.ort.options import CPU, CUDA, OPENVINO, SessionError, SessionOptions
@@ -82,27 +83,27 @@ class OnnxCheck:
 class OnnxVerifier(Verifier):
     """A Verifier that reports every output of a run, and whose float16 eager is CUDA's on a CPU, too."""
 
-    def eager(self, dtype: torch.dtype, model: nn.Module | None = None) -> Run:
+    def eager(self, lane: Lane, model: nn.Module | None = None) -> Run:
         """As `Verifier.eager`; on a CPU, float16 autocast has CUDA's rules and is computed quickly.
 
         Another model than the one that was captured runs under the CPU's own rules.
         """
-        if dtype is not torch.float16 or self._device.type != "cpu":
-            return super().eager(dtype, model)
-        return emulated(self._cuda_autocast if model is None else super().eager(dtype, model))
+        if lane.autocast is not torch.float16 or self._device.type != "cpu":
+            return super().eager(lane, model)
+        return emulated(self._cuda_autocast if model is None else super().eager(lane, model))
 
     @functools.cached_property
     def _cuda_autocast(self) -> Run:
         return autocast_program(self._captured).run
 
-    def outputs(self, run: Run, dtype: torch.dtype, names: Sequence[str], provider: str) -> list[OutputCheck]:
+    def outputs(self, run: Run, lane: Lane, names: Sequence[str], provider: str) -> list[OutputCheck]:
         """For each output the draw on which it is furthest over its limit, or nearest to it."""
         worst: dict[str, OutputCheck] = {}
-        for draw in (*self.draws, *self.range_draws(dtype)):
+        for draw in (*self.draws, *self.range_draws(lane)):
             for index, (name, error) in enumerate(zip(names, self.errors(run, draw), strict=True)):
-                if not self.counts(dtype, draw, index, error):
+                if not self.counts(lane, draw, index, error):
                     continue
-                limit, own = self.limit(dtype, draw, index, error), self.own_errors(dtype, draw)[index]
+                limit, own = self.limit(lane, draw, index, error), self.own_errors(lane, draw)[index]
                 check = OutputCheck(name, provider, error, own, limit, draw.name)
                 if name not in worst or not _excess(check) <= _excess(worst[name]):
                     worst[name] = check
@@ -149,7 +150,7 @@ def verify_onnx(
     path: Path,
     model: nn.Module,
     calls: Sequence[Captured],
-    dtype: torch.dtype,
+    lane: Lane,
     output_names: Sequence[str],
     *,
     tolerance: float | None = None,
@@ -158,19 +159,19 @@ def verify_onnx(
 ) -> OnnxCheck:
     """Run the file on every installed provider, on each call's example inputs and on random draws.
 
-    `model` is the original (a private copy). `dtype` is the lane whose limits hold: float16 where the file
+    `model` is the original (a private copy). `lane` is the one whose limits hold: float16 where the file
     computes in it or takes and gives it. A metric decides alone, at most `tolerance`; without one, each
     output's error does. `program` is what the file was made from; it is verified, too, where it is given.
     """
     verifiers = [OnnxVerifier(model, call, tolerance=tolerance, metric=metric, draws=1) for call in calls]
-    tally = _Tally(verifiers, dtype, output_names)
+    tally = _Tally(verifiers, lane, output_names)
     if program is not None:
         tally.add(TORCH, program)
     used: list[str] = []
     off_gpu: tuple[str, ...] | None = None
     notes = [verifier.note for verifier in verifiers if verifier.note]
     for provider in providers():
-        options = SessionOptions.default(provider, tf32=dtype is torch.float16)
+        options = SessionOptions.default(provider, tf32=lane.is_mixed)
         try:
             runner = OnnxRunner(path, changed(options, _ONCE[provider]))
         except SessionError as error:
@@ -182,20 +183,20 @@ def verify_onnx(
         used.append(provider)
         run = functools.partial(run_onnx, runner)
         tally.add(provider, run)
-        notes += [] if tally.reasons else _lost_faults(verifiers[0], run, dtype, provider)
+        notes += [] if tally.reasons else _lost_faults(verifiers[0], run, lane, provider)
         if provider == CUDA and runner.nodes is not None:
             off_gpu = nodes_off(runner.nodes, CUDA)
-    if dtype is torch.float16 and used == [CPU]:
+    if lane.is_mixed and used == [CPU]:
         notes.append(ON_CPU_FP16)
     reason = tally.reasons[0] if tally.reasons else None
     worst = max(tally.metrics) if tally.metrics else None
     return OnnxCheck(tuple(tally.rows), worst, reason, tuple(used), off_gpu, tuple(notes))
 
 
-def _lost_faults(verifier: OnnxVerifier, run: Run, dtype: torch.dtype, provider: str) -> list[str]:
+def _lost_faults(verifier: OnnxVerifier, run: Run, lane: Lane, provider: str) -> list[str]:
     """A note where a provider makes numbers of NaN, which is its own doing."""
     with contextlib.suppress(Exception):  # a model that does not take NaN
-        if lost := verifier.lost_fault(run, dtype):
+        if lost := verifier.lost_fault(run, lane):
             return [f"{provider}: {lost}"]
     return []
 
@@ -203,8 +204,8 @@ def _lost_faults(verifier: OnnxVerifier, run: Run, dtype: torch.dtype, provider:
 class _Tally:
     """Collects the errors of one way to run after another, and what is wrong with them."""
 
-    def __init__(self, verifiers: Sequence[OnnxVerifier], dtype: torch.dtype, names: Sequence[str]) -> None:
-        self._verifiers, self._dtype, self._names = verifiers, dtype, names
+    def __init__(self, verifiers: Sequence[OnnxVerifier], lane: Lane, names: Sequence[str]) -> None:
+        self._verifiers, self._lane, self._names = verifiers, lane, names
         self.rows: list[OutputCheck] = []
         self.metrics: list[float] = []
         self.reasons: list[str] = []
@@ -213,7 +214,7 @@ class _Tally:
         """Verify one way to run; one that fails is a reason, too."""
         for verifier in self._verifiers:
             try:
-                rows = verifier.outputs(run, self._dtype, self._names, provider)
+                rows = verifier.outputs(run, self._lane, self._names, provider)
                 check = verifier.check_metric(run) if verifier.metric is not None else None
             except Exception as error:  # ONNX Runtime raises whatever its kernels and bindings do
                 short = textwrap.shorten(str(error), 300, placeholder=" …")

@@ -20,10 +20,13 @@ from ampopt.ir.graph import (
     insert_call,
     record_shapes,
 )
-from ampopt.ir.lanes import Lane
+from ampopt.ir.lanes import FP32, LANES, Lane
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Family, Pass, replay
 from ampopt.passes import PIPELINE, BakeAutocast, RemoveInferenceNoops
+
+HALF = LANES["amp"]["cuda"]
+"""What a float16 export computes in, by CUDA's rules, whatever device it is made on."""
 
 _NORMALIZATIONS = (
     aten.batch_norm.default,
@@ -34,7 +37,7 @@ _NORMALIZATIONS = (
 
 
 def portable_program(
-    captured: Captured, recipe: tuple[Pass, ...], dtype: torch.dtype, *, dynamic: bool = False
+    captured: Captured, recipe: tuple[Pass, ...], lane: Lane, *, dynamic: bool = False
 ) -> Program:
     """The captured model with every portable rewrite in it, in float32 or with float16 casts baked in.
 
@@ -43,12 +46,12 @@ def portable_program(
     float16 the casts are those of CUDA's autocast, whatever device the model was captured on. `dynamic`:
     the graph holds symbolic sizes, and a rewrite that judges by the example's sizes is left out.
     """
-    if dtype not in (torch.float32, torch.float16):
-        raise InputError(f"a portable program is float32 or float16, not {dtype}")
+    if lane not in (FP32, HALF):
+        raise InputError(f"a portable program is float32 or float16, not {lane.dtype}")
     program = captured.program
     steps = [step for step in _rewrites(recipe) if not (dynamic and isinstance(step, RemoveInferenceNoops))]
-    if dtype is torch.float32:
-        return replay(tuple(steps), Lane("fp32", dtype).start(program))
+    if lane == FP32:
+        return replay(tuple(steps), FP32.start(program))
     bake = next((step for step in recipe if isinstance(step, BakeAutocast)), BakeAutocast())
     return _in_half(program, _in_order([*steps, bake]))
 
@@ -67,7 +70,7 @@ def _in_half(program: Program, steps: tuple[Pass, ...]) -> Program:
     if on_cpu:
         program = with_widening_casts(program)
     with EmulatedHalf() if on_cpu else contextlib.nullcontext():
-        return _with_uniform_norms(replay(steps, Lane("amp", torch.float16).start(program)))
+        return _with_uniform_norms(replay(steps, HALF.start(program)))
 
 
 def _rewrites(recipe: tuple[Pass, ...]) -> tuple[Pass, ...]:

@@ -35,7 +35,8 @@ from ampopt.ir.plain_tensors import (
     keep_from_dynamo,
     without_derivatives,
 )
-from ampopt.ir.program import Program, Settings, autocast_now
+from ampopt.ir.program import Program
+from ampopt.ir.settings import Settings, autocast_now
 from ampopt.ir.signature import (
     OutputLayout,
     call_key,
@@ -458,9 +459,9 @@ class OptimizedModule(Deployable):
         original = working_copy(self._original[0])
         args, kwargs = _all_ordinary(args, kwargs)
         captured = capture(original, args, kwargs, self.program.device)
-        if self._recipe.lane_dtype is not torch.float32 and (crash := why_it_may_crash(captured.program)):
+        if self._recipe.lane.is_mixed and (crash := why_it_may_crash(captured.program)):
             raise VerificationError(f"it cannot be verified below FP32: {crash}")
-        program = replay(passes, self._recipe.start(captured.program))
+        program = replay(passes, self._recipe.lane.start(captured.program))
         run = self._executable(program)
         asked = self._asked(original, captured)
         draws = 0 if asked.layout else 1  # a draw lies in memory as it likes
@@ -479,7 +480,7 @@ class OptimizedModule(Deployable):
             draws=draws,
             faults=recipe.faults,
         )
-        return verifier.check(run, recipe.lane_dtype).reason
+        return verifier.check(run, recipe.lane).reason
 
     def _executable(self, program: Program) -> Executable:
         return executable(program, outputs=self._outputs)

@@ -82,7 +82,7 @@ def write_torchscript(
     expected = [tensor.detach().cpu().clone() for tensor in outputs]
     try:
         data = _serialized(program, kept, expected, float(tolerance))
-        with program.settings.scope(program.device):
+        with program.scope():
             found = torch.jit.load(io.BytesIO(data))([tensor.to(program.device) for tensor in kept])
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1]
@@ -98,7 +98,7 @@ def write_torchscript(
 
 def _serialized(program: Program, inputs: list[Tensor], outputs: list[Tensor], tolerance: float) -> bytes:
     """Trace in the program's settings, which convolutions keep as constants; freeze; save."""
-    with capturing(), program.settings.scope(program.device):
+    with capturing(), program.scope():
         traced = torch.jit.trace(
             _Bordered(program), ([example.clone() for example in program.examples],), check_trace=False
         )
@@ -112,7 +112,7 @@ def _serialized(program: Program, inputs: list[Tensor], outputs: list[Tensor], t
 
 def why_not_torchscript(program: Program) -> str | None:
     """Why C++ could not run what a trace makes of the program."""
-    if program.settings.autocast is not None:
+    if program.under_autocast:
         return "it still runs under autocast, which a trace does not see (bake-autocast writes its casts out)"
     if any(buffer.is_mkldnn for buffer in program.graph.buffers()):
         return "its weights are packed for oneDNN, which a trace cannot hold: give its portable form"

@@ -75,7 +75,7 @@ def capture_program(
     stream = torch.cuda.current_stream(program.device)
 
     def work() -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
-        with torch.cuda.stream(stream), program.settings.scope(program.device):
+        with torch.cuda.stream(stream), program.scope():
             return capture_calls(body, warm_ups, keep_graph=True)
 
     return flags.work_elsewhere(_search_thread, work) if program.settings.search_algorithms else work()

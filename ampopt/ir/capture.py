@@ -22,7 +22,8 @@ from ampopt.ir.capturing import capturing
 from ampopt.ir.lowering import lower
 from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.ir.model_state import Behaviour, behaviour_of
-from ampopt.ir.program import Border, Program, autocast_scope
+from ampopt.ir.program import Border, Program
+from ampopt.ir.settings import autocast_scope
 from ampopt.ir.signature import OutputLayout, flatten_call, flatten_outputs, tensors_of
 from ampopt.system.flags import older_flags_readable
 

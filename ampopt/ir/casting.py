@@ -17,7 +17,8 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt.ir.graph import CONVOLUTIONS, FULL_PRECISION, TRANSPOSED_CONVOLUTIONS, aten, constant, is_constant
-from ampopt.ir.program import Program, autocast_scope
+from ampopt.ir.program import Program
+from ampopt.ir.settings import autocast_scope
 
 Decisions = dict[fx.Node, dict[fx.Node, torch.dtype]]
 """For each call: the dtype that it wants each of its input nodes in; inputs not named stay as they are."""
@@ -173,7 +174,7 @@ class _PolicyRun(_Run):
 
 
 def _run(run: _Run, program: Program, autocast: torch.dtype | None = None) -> _Run:
-    with program.settings.scope(program.device), autocast_scope(program.device, autocast):
+    with program.scope(), autocast_scope(program.device, autocast):
         run.run(*(b.convert(t) for b, t in zip(program.entry, program.examples, strict=True)))
     return run
 

@@ -223,7 +223,7 @@ def record_shapes(program: Program) -> fx.GraphModule:
     One real run on the example inputs fills `node.meta["tensor_meta"]`; see `shape_of` and `dtype_of`.
     """
     module = copy_of(program.graph)
-    with program.settings.scope(program.device):
+    with program.scope():
         entered = [border.convert(t) for border, t in zip(program.entry, program.examples, strict=True)]
         ShapeProp(module).propagate(*entered)
     return module

@@ -19,8 +19,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt.errors import CaptureError
+from ampopt.ir.lanes import FP32
 from ampopt.ir.model_copy import exact_copy, private_copy, same_tensor, untouched_rng, working_copy
-from ampopt.ir.numerics import FLOORS, fresh_draw, relative_error, rounded_anew
+from ampopt.ir.numerics import fresh_draw, least_error, relative_error, rounded_anew
 from ampopt.ir.signature import flatten_call, flatten_outputs
 
 _DEEPEST = 40
@@ -257,7 +258,7 @@ def _apart(first: Sequence[Any], second: Sequence[Any]) -> float:
         return math.inf
     worst = 0.0
     for a, b in zip(first[:-1], second[:-1], strict=True):
-        floor = max(FLOORS.get(a.dtype, 0.0), FLOORS[torch.float32])
+        floor = max(least_error(a.dtype), least_error(torch.float32))
         worst = max(worst, relative_error(b, a) / floor)
     return worst
 
@@ -272,7 +273,7 @@ def _moved_by_rounding(model: nn.Module, first: Sequence[Any], answer: Call) -> 
             for tensor in moved.parameters():
                 tensor.copy_(rounded_anew(tensor, torch.float32, generator))
         worst = max(worst, _apart(first, answer(moved)))
-    return min(worst, 0.02 / FLOORS[torch.float32])
+    return min(worst, FP32.limits.largest / FP32.limits.always)
 
 
 def _accuse(

@@ -10,20 +10,16 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-FLOORS = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
-"""Relative error that always passes in a lane of this dtype.
 
-For the lower precisions one unit in the last place of a number near 1 (machine epsilon): what rounding the
-result itself can cost. For float32 about a hundred roundings, which any reordering of a sum may cost.
-"""
+def least_error(dtype: torch.dtype) -> float:
+    """The relative error that results in a dtype may always have; 0 for integers, booleans and float64.
 
-MULTIPLES = {torch.float32: 4.0, torch.float16: 2.0, torch.bfloat16: 2.0}
-"""How many times eager's own error in the same lane an optimized program may have."""
-
-
-LARGEST_LIMITS = {torch.float32: 0.02, torch.float16: 0.2, torch.bfloat16: 0.2}
-"""However wrong eager is itself in a lane of this dtype, no program may have a larger error, unless rounding
-the weights and inputs anew moves eager as far, or the user gives a tolerance."""
+    For the lower precisions one unit in the last place of a number near 1 (machine epsilon): what rounding
+    the result itself can cost. For float32 about a hundred roundings, which any reordering of a sum may cost.
+    """
+    if dtype is torch.float32:
+        return 1e-5
+    return torch.finfo(dtype).eps if dtype in (torch.float16, torch.bfloat16) else 0.0
 
 
 def relative_error(actual: Tensor, reference: Tensor, *, least_norm: float = 0.0) -> float:

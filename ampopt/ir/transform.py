@@ -11,9 +11,8 @@ import re
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
-import torch
-
-from ampopt.ir.program import Program, Settings
+from ampopt.ir.lanes import Lane
+from ampopt.ir.program import Program
 
 
 class Numerics(enum.Enum):
@@ -144,7 +143,7 @@ class Engine(Pass):
             if importlib.util.find_spec(name) is None:
                 wanted = f"'ampopt[{self.extra}]'" if self.extra else name
                 return f"{name} is not installed: run  pip install {wanted}"
-        return "it still runs under autocast" if program.settings.autocast is not None else None
+        return "it still runs under autocast" if program.under_autocast else None
 
     def hurried(self) -> Engine:
         """The engine as it is applied where less time is left than it expects to take."""
@@ -177,16 +176,11 @@ def replay(recipe: tuple[Pass, ...], program: Program) -> Program:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How to make a program for inputs not seen yet: the lane's start, and the passes kept in it."""
+    """How to make a program for inputs not seen yet: the lane, and the passes kept in it."""
 
-    settings: Settings
-    lane_dtype: torch.dtype
+    lane: Lane
     passes: tuple[Pass, ...]
     tolerance: float | None = None
     metric: Callable[[Any, Any], float] | None = None
     faults: Literal["keep", "exact", "ignore"] = "keep"
     """What has to become of NaN and infinities, see `ampopt.measure.verify.Faults`."""
-
-    def start(self, program: Program) -> Program:
-        """A captured program as the lane starts with it."""
-        return program.replace(settings=self.settings, lane_dtype=self.lane_dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ampopt.engines.graph_capture import capture_calls
 from ampopt.errors import first_line
 from ampopt.ir.numerics import relative_error
-from ampopt.ir.program import Settings
+from ampopt.ir.settings import Settings
 from ampopt.kernels.conv_tiles import Operands, Site
 from ampopt.kernels.fused_conv import Tile, fused_conv, reference
 from ampopt.measure.clocks import device_time

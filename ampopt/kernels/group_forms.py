@@ -152,7 +152,7 @@ def measure_forms(
     A form that the device's libraries refuse is left out.
     """
     samplers, alive = {}, []  # a captured graph does not keep the tensors that it reads
-    with program.settings.scope(program.device):
+    with program.scope():
         for form in forms:
             run = _runner(conv, form, program.device)
             alive.append(run)

@@ -21,18 +21,16 @@ from torch.utils import _pytree as pytree
 
 from ampopt.ir.capture import Captured
 from ampopt.ir.graph import decides_by_values, where
+from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.model_copy import private_copy, untouched_rng, working_copy
 from ampopt.ir.model_state import set_buffer
 from ampopt.ir.numerics import (
-    FLOORS,
-    LARGEST_LIMITS,
-    MULTIPLES,
     Check,
     ResultsRoundedAnew,
     relative_error,
     rounded_anew,
 )
-from ampopt.ir.program import Settings
+from ampopt.ir.settings import Settings
 from ampopt.ir.signature import flatten_outputs
 from ampopt.measure.draws import CALLS_IN_A_ROW, Draw, fault_draws, plain_draws, range_draws, steps_of
 from ampopt.measure.fault_masks import Masks, joined_elements, lost_elements, not_finite, share
@@ -67,7 +65,7 @@ class Verifier:
     """Compares programs with the original model in float64, on the example inputs and on fresh draws.
 
     The limit for each output is a small multiple of eager's own error in the same lane, and at most
-    `LARGEST_LIMITS`. A model with a discontinuity (the arg-max of a pooling window) can answer rounding
+    `Limits.largest`. A model with a discontinuity (the arg-max of a pooling window) can answer rounding
     alone with a jump that eager just happens not to make; so where a program is over the limit on a draw,
     eager itself is run on that draw with its weights and inputs rounded anew, and what that does to the
     output counts as eager's own error. A model with a state is called several times in a row from its
@@ -92,9 +90,9 @@ class Verifier:
         self._device = captured.program.device
         self._exact = self._in_float64()
         self._references: dict[str, list[list[Tensor]]] = {}
-        self._own: dict[tuple[torch.dtype, str], list[float]] = {}
-        self._jumps: dict[tuple[torch.dtype, str], list[float]] = {}
-        self._masks: dict[tuple[torch.dtype, str], Masks | None] = {}
+        self._own: dict[tuple[Lane, str], list[float]] = {}
+        self._jumps: dict[tuple[Lane, str], list[float]] = {}
+        self._masks: dict[tuple[Lane, str], Masks | None] = {}
         in_a_row, inputs = CALLS_IN_A_ROW if captured.state else 1, captured.inputs
         self.draws = self._accepted(plain_draws(inputs, draws, seed, in_a_row=in_a_row))
         self._range_draws = range_draws(inputs, in_a_row=in_a_row)
@@ -117,7 +115,7 @@ class Verifier:
         kept = [draws[0]]
         for draw in draws[1:]:
             try:
-                self._steps(self.eager(torch.float32), draw)
+                self._steps(self.eager(FP32), draw)
             except Exception as error:
                 reason = textwrap.shorten(str(error) or type(error).__name__, 120, placeholder=" …")
                 self.note = (
@@ -153,12 +151,11 @@ class Verifier:
         wide = Draw(draw.name, tuple(_widened(tensors) for tensors in draw.calls))
         return steps_of(wide, lambda *tensors: self.call_original(exact, tensors), _widened(state))
 
-    def eager(self, dtype: torch.dtype, model: nn.Module | None = None) -> Run:
-        """The original model as a program of a lane: strict FP32, or autocast to a lower `dtype`."""
-        settings = Settings(autocast=None if dtype is torch.float32 else dtype)
+    def eager(self, lane: Lane, model: nn.Module | None = None) -> Run:
+        """The original model as a program of a lane: strict FP32, or under autocast."""
 
         def run(*tensors: Tensor) -> list[Tensor]:
-            with settings.scope(self._device):
+            with lane.scope(self._device):
                 return self.call_original(model or self._model, tensors)
 
         return run
@@ -166,15 +163,15 @@ class Verifier:
     def _steps(self, run: Run, draw: Draw) -> list[list[Tensor]]:
         return steps_of(draw, run, self._captured.initial_state)
 
-    def own_error(self, dtype: torch.dtype) -> float:
-        """Eager's largest relative error in the lane of `dtype`, over outputs and draws."""
-        return max((max(self.own_errors(dtype, draw), default=0.0) for draw in self.draws), default=0.0)
+    def own_error(self, lane: Lane) -> float:
+        """Eager's largest relative error in the lane, over outputs and draws."""
+        return max((max(self.own_errors(lane, draw), default=0.0) for draw in self.draws), default=0.0)
 
-    def own_errors(self, dtype: torch.dtype, draw: Draw) -> list[float]:
-        """Eager's relative error of each output on a draw, in the lane of `dtype`."""
-        if (dtype, draw.name) not in self._own:
-            self._own[dtype, draw.name] = self.errors(self.eager(dtype), draw)
-        return self._own[dtype, draw.name]
+    def own_errors(self, lane: Lane, draw: Draw) -> list[float]:
+        """Eager's relative error of each output on a draw, in the lane."""
+        if (lane, draw.name) not in self._own:
+            self._own[lane, draw.name] = self.errors(self.eager(lane), draw)
+        return self._own[lane, draw.name]
 
     def errors(self, run: Run, draw: Draw) -> list[float]:
         """The relative error of each output on a draw, the largest of its calls."""
@@ -189,108 +186,103 @@ class Verifier:
                 worst[index] = max(worst[index], error if error == error else math.inf)
         return worst
 
-    def range_draws(self, dtype: torch.dtype) -> Iterator[Draw]:
+    def range_draws(self, lane: Lane) -> Iterator[Draw]:
         """The draws outside of the examples' range that eager, in the lane, can be called with."""
         for draw in self._range_draws:
             try:
-                self.own_errors(dtype, draw)
+                self.own_errors(lane, draw)
             except Exception:  # the model does not take such inputs
                 continue
             yield draw
 
-    def counts(self, dtype: torch.dtype, draw: Draw, output: int, error: float) -> bool:
+    def counts(self, lane: Lane, draw: Draw, output: int, error: float) -> bool:
         """Whether an error on a draw decides anything.
 
         Outside of the examples' range it does not where eager, in the lane, overflows; where it is so
         inexact itself that it is no yardstick, all that a program has to be is finite.
         """
-        own = self.own_errors(dtype, draw)[output]
-        if draw in self.draws or own <= LARGEST_LIMITS[dtype]:
+        own = self.own_errors(lane, draw)[output]
+        if draw in self.draws or own <= lane.limits.largest:
             return True
         return math.isfinite(own) and not math.isfinite(error)
 
-    def largest_jumps(self, dtype: torch.dtype, draw: Draw) -> list[float]:
+    def largest_jumps(self, lane: Lane, draw: Draw) -> list[float]:
         """How far rounding alone moves eager's outputs on a draw; see the class."""
-        if (dtype, draw.name) not in self._jumps:
+        if (lane, draw.name) not in self._jumps:
             worst = [0.0] * len(self.reference(draw)[0])
-            for moved in self._rounded_anew(dtype, ROUNDINGS):
+            for moved in self._rounded_anew(lane, ROUNDINGS):
                 with contextlib.suppress(Exception):  # PyTorch's own: what it refuses tells nothing
                     worst = [max(pair) for pair in zip(worst, self.errors(moved, draw), strict=True)]
-            self._jumps[dtype, draw.name] = worst
-        return self._jumps[dtype, draw.name]
+            self._jumps[lane, draw.name] = worst
+        return self._jumps[lane, draw.name]
 
-    def _rounded_anew(self, dtype: torch.dtype, times: int, *, within: bool = False) -> Iterator[Run]:
+    def _rounded_anew(self, lane: Lane, times: int, *, within: bool = False) -> Iterator[Run]:
         """Eager with weights and inputs rounded anew, and `within` all that it computes; so many times."""
         for seed in range(times):
             generator = torch.Generator().manual_seed(seed)
             model = private_copy(self._model)
             with torch.no_grad():
                 for tensor in (*model.parameters(), *model.buffers()):
-                    tensor.copy_(rounded_anew(tensor, dtype, generator))
-            eager = self.eager(dtype, model)
+                    tensor.copy_(rounded_anew(tensor, lane.dtype, generator))
+            eager = self.eager(lane, model)
 
             def moved(*tensors: Tensor, run: Run = eager, seeded: torch.Generator = generator) -> Any:
-                inputs = [rounded_anew(tensor, dtype, seeded) for tensor in tensors]
-                with ResultsRoundedAnew(dtype, seeded) if within else contextlib.nullcontext():
+                inputs = [rounded_anew(tensor, lane.dtype, seeded) for tensor in tensors]
+                with ResultsRoundedAnew(lane.dtype, seeded) if within else contextlib.nullcontext():
                     return run(*inputs)
 
             yield moved
 
-    def check(self, run: Run, dtype: torch.dtype, *, everywhere: bool = False) -> Check:
-        """Verify something that maps flat inputs to flat outputs, as a program of the lane of `dtype`.
+    def check(self, run: Run, lane: Lane, *, everywhere: bool = False) -> Check:
+        """Verify something that maps flat inputs to flat outputs, as a program of the lane.
 
         `everywhere`: on the draws outside of the examples' range, too; the error that is told is that within.
         """
-        draws = [*self.draws, *(self.range_draws(dtype) if everywhere else ())]
+        draws = [*self.draws, *(self.range_draws(lane) if everywhere else ())]
         worst = Check(0.0, float("inf"), None)
         if self.metric is not None:
             worst = self.check_metric(run)
             draws = []
         if worst.passed:
             for draw in draws:
-                check = self._check_draw(run, dtype, draw)
+                check = self._check_draw(run, lane, draw)
                 if not check.passed:
                     return check
                 if draw in self.draws:
                     worst = max(worst, check, key=lambda found: found.error)
-        return self._check_faults(run, dtype, worst) if worst.passed else worst
+        return self._check_faults(run, lane, worst) if worst.passed else worst
 
-    def _check_draw(self, run: Run, dtype: torch.dtype, draw: Draw) -> Check:
+    def _check_draw(self, run: Run, lane: Lane, draw: Draw) -> Check:
         worst = Check(0.0, float("inf"), None)
         for output, error in enumerate(self.errors(run, draw)):
-            if not self.counts(dtype, draw, output, error):
+            if not self.counts(lane, draw, output, error):
                 continue
-            limit = self.limit(dtype, draw, output, error)
+            limit = self.limit(lane, draw, output, error)
             if not error <= limit or not math.isfinite(error):
                 place = "" if draw in self.draws else f" with {draw.name}"
                 text = f"output {output}{place}: error {error:.2g} is over {limit:.2g}"
-                own = self.own_error(dtype) if draw in self.draws else self.own_errors(dtype, draw)[output]
+                own = self.own_error(lane) if draw in self.draws else self.own_errors(lane, draw)[output]
                 return Check(error, limit, f"{text} (eager's own: {own:.2g})")
             if error >= worst.error:
                 worst = Check(error, limit, None)
         return worst
 
-    def limit(self, dtype: torch.dtype, draw: Draw, output: int, error: float) -> float:
+    def limit(self, lane: Lane, draw: Draw, output: int, error: float) -> float:
         """The relative error that a program may have on a draw; `error` is what it has."""
         is_usual = draw in self.draws
         if self.tolerance is not None and is_usual:
             return self.tolerance
         usual = statistics.median_low(
-            [self.own_errors(dtype, each)[output] for each in self.draws]
+            [self.own_errors(lane, each)[output] for each in self.draws]
         )  # no draw's jump is another's licence
-        mine = self.own_errors(dtype, draw)[output]
-        limit = min(self._allowed(dtype, max(usual, mine if mine < 1.0 else 0.0)), LARGEST_LIMITS[dtype])
+        mine = self.own_errors(lane, draw)[output]
+        limit = min(lane.limits.allowed(max(usual, mine if mine < 1.0 else 0.0)), lane.limits.largest)
         limit = max(limit, self.tolerance or 0.0)
         if limit < error < 1.0:
-            jump = self.largest_jumps(dtype, draw)[output]
-            bounds = min(self._allowed(dtype, jump), LARGEST_LIMITS[dtype]), AS_FAR * jump
+            jump = self.largest_jumps(lane, draw)[output]
+            bounds = min(lane.limits.allowed(jump), lane.limits.largest), AS_FAR * jump
             limit = max(limit, *bounds)
         return limit
-
-    @staticmethod
-    def _allowed(dtype: torch.dtype, own: float) -> float:
-        """What eager's own error permits; an infinite one, from an overflow, permits nothing."""
-        return max(MULTIPLES[dtype] * own if math.isfinite(own) else 0.0, FLOORS[dtype])
 
     def check_metric(self, run: Run) -> Check:
         """Verify by the user's metric alone."""
@@ -308,19 +300,19 @@ class Verifier:
         reason = None if worst <= limit else f"the metric gives {worst:.3g}, over the tolerance {limit:.3g}"
         return Check(worst, limit, reason)
 
-    def lost_fault(self, run: Run, dtype: torch.dtype) -> str | None:
+    def lost_fault(self, run: Run, lane: Lane) -> str | None:
         """How NaN or an infinity in an input is lost; None where it is not, or `faults` is "ignore"."""
-        return self._check_faults(run, dtype, Check(0.0, math.inf, None)).reason
+        return self._check_faults(run, lane, Check(0.0, math.inf, None)).reason
 
-    def _check_faults(self, run: Run, dtype: torch.dtype, check: Check) -> Check:
+    def _check_faults(self, run: Run, lane: Lane, check: Check) -> Check:
         """The check with what becomes of NaN and infinities in one element of the inputs."""
         spread = None
         for draw in self._fault_draws if self.faults != "ignore" else ():
-            if (masks := self._masks_of(dtype, draw)) is None:
+            if (masks := self._masks_of(lane, draw)) is None:
                 continue
             found = not_finite(self._steps(run, draw))
             if any(lost_elements(found, masks.always)) or any(joined_elements(found, masks.ever)):
-                masks = self._rounded_masks(dtype, draw)
+                masks = self._rounded_masks(lane, draw)
             for index, lost in enumerate(lost_elements(found, masks.always)):
                 if lost:
                     reason = (
@@ -348,29 +340,29 @@ class Verifier:
             return f"{where(node)} may take for another value and lose a fault"
         return None
 
-    def _masks_of(self, dtype: torch.dtype, draw: Draw) -> Masks | None:
+    def _masks_of(self, lane: Lane, draw: Draw) -> Masks | None:
         """What is not finite in eager of the lane and in float64; None where the model takes no faults.
 
         In both: an algorithm of eager's own may spread a fault further.
         """
-        if (dtype, draw.name) not in self._masks:
+        if (lane, draw.name) not in self._masks:
             try:
-                eager, exact = self._steps(self.eager(dtype), draw), self.reference(draw)
-                self._masks[dtype, draw.name] = Masks.of(not_finite(eager), not_finite(exact))
+                eager, exact = self._steps(self.eager(lane), draw), self.reference(draw)
+                self._masks[lane, draw.name] = Masks.of(not_finite(eager), not_finite(exact))
             except Exception:  # the model does not take such inputs
-                self._masks[dtype, draw.name] = None
-        return self._masks[dtype, draw.name]
+                self._masks[lane, draw.name] = None
+        return self._masks[lane, draw.name]
 
-    def _rounded_masks(self, dtype: torch.dtype, draw: Draw) -> Masks:
+    def _rounded_masks(self, lane: Lane, draw: Draw) -> Masks:
         """The same with what rounding alone changes: NaN goes where the largest of a window lies."""
-        masks = self._masks_of(dtype, draw)
+        masks = self._masks_of(lane, draw)
         assert masks is not None
         if not masks.rounded:
-            for moved in self._rounded_anew(dtype, ROUNDINGS_OF_FAULTS, within=True):
+            for moved in self._rounded_anew(lane, ROUNDINGS_OF_FAULTS, within=True):
                 with contextlib.suppress(Exception):  # a composite kernel may not bear to be taken apart
                     masks = masks.joined_by(not_finite(self._steps(moved, draw)))
             masks = dataclasses.replace(masks, rounded=True)
-            self._masks[dtype, draw.name] = masks
+            self._masks[lane, draw.name] = masks
         return masks
 
 

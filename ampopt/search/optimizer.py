@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import first_line
 from ampopt.ir.capture import Captured
-from ampopt.ir.lanes import Lane, lanes_for
+from ampopt.ir.lanes import FP32, Lane, lanes_for
 from ampopt.ir.model_copy import device_of, untouched_rng, working_copy
 from ampopt.ir.narrow_convs import why_it_may_crash
-from ampopt.ir.program import Settings
+from ampopt.ir.settings import Settings
 from ampopt.ir.signature import describe, flatten_call
 from ampopt.ir.transform import Pass, Recipe
 from ampopt.measure.clocks import engine_latency, latency, peak_memory, shortest_of_two, synchronize
@@ -341,14 +341,14 @@ class Optimizer:
         for lane in lanes:
             share = REWRITING * whole / len(lanes) if kept else whole
             most_s = max(SLOW_CALL_S, share / CALLS_OF_A_TRIAL, 2 * fastest)
-            call = functools.partial(self._verifier.eager(lane.dtype), *examples)
+            call = functools.partial(self._verifier.eager(lane), *examples)
             try:
-                if lane.dtype is not torch.float32 and (crash := why_it_may_crash(self._captured.program)):
+                if lane.is_mixed and (crash := why_it_may_crash(self._captured.program)):
                     self.ledger.notes.append(f"the {lane.name} lane was not tried: {crash}")
                     continue
                 seconds = shortest_of_two(call, self.device, long_s=SLOW_CALL_S, most_s=most_s)
                 if seconds <= most_s:
-                    self._verifier.own_error(lane.dtype)  # also on the random inputs
+                    self._verifier.own_error(lane)  # also on the random inputs
             except Exception as error:
                 check_interrupted(error)
                 self.ledger.notes.append(
@@ -414,13 +414,13 @@ class Optimizer:
         args, kwargs = pytree.tree_unflatten(self._captured.leaves, self._captured.spec)
         original = functools.partial(working_copy(self._original), *args, **kwargs)
 
-        def eager(settings: Settings) -> object:
-            with settings.scope(self.device):
+        def eager(lane: Lane) -> object:
+            with lane.scope(self.device):
                 return original()
 
         calls: dict[str, Any] = {"baseline": original, "baseline again": original}
         for state in self._states:
-            calls[f"eager {state.lane.name}"] = functools.partial(eager, state.lane.settings)
+            calls[f"eager {state.lane.name}"] = functools.partial(eager, state.lane)
             calls[f"best {state.lane.name}"] = state.best.call
         with torch.no_grad(), untouched_rng(self.device):
             samplers = {name: engine_latency(call, self.device) for name, call in calls.items()}
@@ -432,7 +432,7 @@ class Optimizer:
         self.ledger.load = load_now()
         for state in self._states:
             lane = state.lane
-            check = state.check or self._verifier.check(state.best.run, lane.dtype)
+            check = state.check or self._verifier.check(state.best.run, lane)
             if check.spread:
                 self.ledger.notes.append(f'in the {lane.name} lane {check.spread}; nan="exact" forbids that')
             before, after = timed[f"eager {lane.name}"], timed[f"best {lane.name}"]
@@ -440,7 +440,7 @@ class Optimizer:
                 lane=lane.name,
                 dtype=str(lane.dtype).removeprefix("torch."),
                 eager=before,
-                eager_error=self._verifier.own_error(lane.dtype),
+                eager_error=self._verifier.own_error(lane),
                 best=after,
                 error=check.error,
                 passes=tuple(step.name for step in state.best.program.recipe),
@@ -461,7 +461,7 @@ class Optimizer:
             bound = AUTO_TOLERANCE
         summaries = self.ledger.lanes
         for name, lane in summaries.items():
-            if lane.refused is None and bound is not None and lane.error > bound and name != "fp32":
+            if lane.refused is None and bound is not None and lane.error > bound and name != FP32.name:
                 accept = f"accept it with tolerance={_round_up(lane.error)} or precision={name!r}"
                 reason = f"its error {lane.error:.2g} is over the tolerance {bound:g}: {accept}"
                 summaries[name] = dataclasses.replace(lane, refused=reason)
@@ -503,10 +503,10 @@ class Optimizer:
         bounds = options.tolerance, options.metric, options.nan
         if state is None:
             program, ready = self._captured.program, None
-            recipe = Recipe(Settings(), torch.float32, (), *bounds)
+            recipe = Recipe(FP32, (), *bounds)
         else:
-            program, ready, lane = state.best.program, state.best.run, state.lane
-            recipe = Recipe(lane.settings, lane.dtype, program.recipe, *bounds)
+            program, ready = state.best.program, state.best.run
+            recipe = Recipe(state.lane, program.recipe, *bounds)
         return OptimizedModule(
             self._original,
             self._captured,

@@ -133,7 +133,7 @@ class PassManager:
         """
         while True:
             began, recipe = time.perf_counter(), state.best.program.recipe
-            check = self._verifier.check(state.best.run, state.lane.dtype, everywhere=True)
+            check = self._verifier.check(state.best.run, state.lane, everywhere=True)
             if check.passed or not recipe:
                 state.check = check
                 return
@@ -151,7 +151,7 @@ class PassManager:
         while wrong - right > 1:
             middle = (right + wrong) // 2
             program = replay(recipe[:middle], state.base)
-            check = self._verifier.check(executable(program), state.lane.dtype, everywhere=True)
+            check = self._verifier.check(executable(program), state.lane, everywhere=True)
             right, wrong = (middle, wrong) if check.passed else (right, middle)
         return right
 
@@ -312,7 +312,7 @@ class PassManager:
         self, trial: Trial, state: LaneState, candidate: Subject, same_bits_as: Program | None = None
     ) -> bool:
         """Verify; what is wrong ends the trial. `same_bits_as`: whose every bit must have stayed."""
-        check = self._verifier.check(candidate.run, state.lane.dtype)
+        check = self._verifier.check(candidate.run, state.lane)
         trial.note(error=check.error, limit=check.limit)
         wrong = check.reason
         if wrong is None and same_bits_as is not None:

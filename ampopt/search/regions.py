@@ -17,11 +17,11 @@ from ampopt.deploy.health import Callback, Event, Health, Monitor
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import AmpoptError, InputError, first_line
 from ampopt.ir.capture import Captured, capture
-from ampopt.ir.lanes import lanes_for
+from ampopt.ir.lanes import FP32, lanes_for
 from ampopt.ir.model_copy import device_of, private_copy, untouched_rng, working_copy
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.plain_tensors import check_no_derivatives, is_surrounded, without_derivatives
-from ampopt.ir.program import Settings, autocast_now
+from ampopt.ir.settings import Settings, autocast_now
 from ampopt.ir.signature import call_key, describe, flatten_call, flatten_outputs, tensors_of
 from ampopt.measure.clocks import latency
 from ampopt.measure.entry import ORIGINAL
@@ -80,7 +80,7 @@ class PartlyOptimizedModule(nn.Module):
                 raise
         with contextlib.ExitStack() as stack:
             is_inference = torch.is_inference_mode_enabled()
-            stack.enter_context(Settings(autocast=autocast_now(self._device)).scope(self._device))
+            stack.enter_context(Settings().scope(self._device, autocast_now(self._device)))
             if is_inference:
                 stack.enter_context(torch.inference_mode())
             result = self._model[0](*args, **kwargs)
@@ -238,12 +238,14 @@ def optimize_regions(
     device = device_of(original, flatten_call(args, kwargs)[0])
     inputs = tuple(describe(t) for t in tensors_of(flatten_call(args, kwargs)[0]))
     ledger = Ledger(type(original).__name__, environment(device), inputs, notes=[f"not one graph: {reason}"])
-    lanes = [lane.name for lane in lanes_for(options.precision, device, options.amp_dtype)]
+    lanes = lanes_for(options.precision, device, options.amp_dtype)
     if len(lanes) > 1:
-        only = "fp32" if "fp32" in lanes else lanes[0]
-        options = dataclasses.replace(options, precision=only)
-        other = next(name for name in lanes if name != only)
-        ledger.notes.append(f"submodules were optimized in {only}; precision={other!r} asks for the other")
+        only = FP32 if FP32 in lanes else lanes[0]
+        options = dataclasses.replace(options, precision=only.name)
+        other = next(lane for lane in lanes if lane != only)
+        ledger.notes.append(
+            f"submodules were optimized in {only.name}; precision={other.name!r} asks for the other"
+        )
     budget = Budget(started, options.budget_s)
     reasons, modules = list[str](), dict[str, OptimizedModule]()
     with interruptible():
@@ -370,7 +372,7 @@ def _compare_whole(
             return flatten_outputs(model(*args, **kwargs))[0]
 
     (only,) = lanes_for(options.precision, device, options.amp_dtype)
-    lane, original = only.name, working_copy(original)
+    original = working_copy(original)
     before, after = call(original), call(patched)
     error = (
         max(map(relative_error, after, before), default=0.0) if len(before) == len(after) else float("inf")
@@ -391,10 +393,10 @@ def _compare_whole(
     if not ledger.regions:
         refused = "nothing was optimized"
     ledger.baseline, ledger.gain, ledger.load = found.before, found.gain, found.load
-    ledger.lanes[lane] = LaneSummary(
-        lane, "float32" if lane == "fp32" else "mixed", found.before, None, found.after, error,
+    ledger.lanes[only.name] = LaneSummary(
+        only.name, "mixed" if only.is_mixed else "float32", found.before, None, found.after, error,
         tuple(ledger.regions), refused=refused, gain=found.gain,
     )  # fmt: skip
-    ledger.chosen = lane if found.gain.is_real and not refused else ORIGINAL
+    ledger.chosen = only.name if found.gain.is_real and not refused else ORIGINAL
     if ledger.chosen == ORIGINAL:
         ledger.notes.append(f"the original runs: {refused or 'it is not faster'}")

@@ -12,7 +12,7 @@ from torch import nn
 
 from ampopt import OptimizedModule
 from ampopt.deploy.onnx_verify import emulated
-from ampopt.deploy.portable import portable_program
+from ampopt.deploy.portable import HALF, portable_program
 from ampopt.ir.capture import capture
 from ampopt.ir.model_copy import private_copy
 from examples.ball_detector.comparison import Array
@@ -25,6 +25,6 @@ def heat_maps_in_half(model: nn.Module, fast: OptimizedModule, images: Array) ->
     """
     example = torch.from_numpy(images[:1])
     captured = capture(private_copy(model), (example,), {}, example.device)
-    run = emulated(portable_program(captured, fast.program.recipe, torch.float16).run)
+    run = emulated(portable_program(captured, fast.program.recipe, HALF).run)
     calls = [run(image[None])[0].numpy() for image in torch.from_numpy(images)]
     return np.concatenate(calls)

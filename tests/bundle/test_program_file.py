@@ -18,12 +18,13 @@ from ampopt.bundle.stored_graph import read_graph
 from ampopt.bundle.stored_weights import read_weights
 from ampopt.errors import BundleError, ExportError
 from ampopt.ir.graph import FULL_PRECISION, aten, calls, copy_of, finish, insert_call
-from ampopt.ir.lanes import Lane
-from ampopt.ir.program import Program, Settings
+from ampopt.ir.lanes import FP32, Lane
+from ampopt.ir.program import Program
+from ampopt.ir.settings import Settings
 from ampopt.ir.transform import Pass
 from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn, FuseConvOnednn, Script
 from benchmarks.networks import CropUNet, EncDecMil18
-from tests.helpers import BF16, FP32, Model, check_graph, program_of, with_statistics
+from tests.helpers import BF16, Model, check_graph, program_of, with_statistics
 
 CPU = torch.device("cpu")
 
@@ -50,8 +51,15 @@ def check_round_trip(program: Program) -> Program:
     for name, weight in weights.items():
         assert (again[name].dtype, again[name].stride()) == (weight.dtype, weight.stride()), name
         assert torch.equal(torch.nan_to_num(again[name]), torch.nan_to_num(weight)), name
-    border = (program.entry, program.exit, program.settings, program.lane_dtype, program.device)
-    assert (read.entry, read.exit, read.settings, read.lane_dtype, read.device) == border
+    border = (
+        program.entry,
+        program.exit,
+        program.settings,
+        program.lane,
+        program.under_autocast,
+        program.device,
+    )
+    assert (read.entry, read.exit, read.settings, read.lane, read.under_autocast, read.device) == border
     for a, b in zip(program.run(*program.examples), read.run(*read.examples), strict=True):
         assert (a.dtype, a.stride()) == (b.dtype, b.stride())
         assert torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
@@ -248,8 +256,8 @@ def test_a_transposed_weight_keeps_its_order_in_memory() -> None:
 
 def test_settings_come_back() -> None:
     program = program_of(nn.Conv2d(1, 1, 3), torch.randn(1, 1, 4, 4))
-    settings = Settings(autocast=torch.bfloat16, tf32=True, search_algorithms=True)
-    check_round_trip(program.replace(settings=settings, lane_dtype=torch.bfloat16))
+    settings = Settings(tf32=True, search_algorithms=True)
+    check_round_trip(program.replace(settings=settings, lane=BF16, under_autocast=True))
 
 
 def test_what_depends_on_the_device_is_made_for_the_readers_device() -> None:

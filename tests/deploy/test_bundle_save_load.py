@@ -19,7 +19,7 @@ from ampopt.bundle.signing import generate_keys
 from ampopt.bundle_load import LoadedModel
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import BundleError, ExportError, InputError
-from ampopt.ir.program import Settings
+from ampopt.ir.lanes import FP32, mixed
 from ampopt.ir.transform import Recipe
 from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import Measurement
@@ -136,7 +136,7 @@ def test_nested_calls_and_results_come_back_in_their_own_types(tmp_path: Path) -
     model = with_statistics(Nested())
     kwargs: dict[str, Any] = {"gain": torch.tensor(2.0), "flags": {"least": 0.5}}
     original, captured = captured_of(model, X, **kwargs)
-    recipe = Recipe(Settings(), torch.float32, ())
+    recipe = Recipe(FP32, ())
     fast = OptimizedModule(original, captured, captured.program, recipe, Ledger("M", {"device": "d"}, ()))
     fast.save(tmp_path / "b", tune_s=0.2)
     expected = model(X, **kwargs)
@@ -155,8 +155,8 @@ def test_a_mixed_precision_lane_is_saved_with_its_own_tolerance(tmp_path: Path) 
     model = with_statistics(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()))
     low = torch.bfloat16
     module = module_of(model, X)
-    recipe = Recipe(Settings(autocast=low), low, (BakeAutocast(), FoldConvBn()))
-    program = recipe.start(module._captured.program)
+    recipe = Recipe(mixed("amp", low), (BakeAutocast(), FoldConvBn()))
+    program = recipe.lane.start(module._captured.program)
     for step in recipe.passes:
         program = step.apply(program).program
     lane = OptimizedModule(module._original[0], module._captured, program, recipe, module.report)

@@ -21,10 +21,11 @@ from ampopt.deploy.onnx_verify import (
     verify_onnx,
 )
 from ampopt.ir.capture import Captured
+from ampopt.ir.lanes import FP32
 from ampopt.measure.verify import Verifier
 from ampopt.ort.options import CPU, CUDA
 from ampopt.ort.session import Node
-from tests.helpers import Model
+from tests.helpers import FP16, Model
 from tests.support.planted import captured_of
 
 X = torch.randn(1, 4, 16, 24, generator=torch.Generator().manual_seed(0))
@@ -47,7 +48,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module,
 
 def test_every_output_has_its_error_beside_eagers(exported: tuple[Path, nn.Module, Captured]) -> None:
     path, original, captured = exported
-    check = verify_onnx(path, original, [captured], torch.float32, NAMES)
+    check = verify_onnx(path, original, [captured], FP32, NAMES)
     assert check.reason is None
     on_cpu = [row for row in check.outputs if row.provider == CPU]
     assert [row.name for row in on_cpu] == list(NAMES)
@@ -60,7 +61,7 @@ def test_every_output_has_its_error_beside_eagers(exported: tuple[Path, nn.Modul
 def test_the_wrong_output_is_the_one_that_is_named(exported: tuple[Path, nn.Module, Captured]) -> None:
     path, original, captured = exported
     other = Model(lambda m, x: (m.conv(x), m.conv(x).exp() * 1.001), conv=original.conv)
-    check = verify_onnx(path, other, [captured], torch.float32, NAMES)
+    check = verify_onnx(path, other, [captured], FP32, NAMES)
     assert check.reason is not None
     assert "'output_1' has error 0.001" in check.reason
     assert [row.passed for row in check.outputs if row.provider == CPU] == [True, False]
@@ -69,7 +70,7 @@ def test_the_wrong_output_is_the_one_that_is_named(exported: tuple[Path, nn.Modu
 def test_a_tolerance_replaces_the_limits(exported: tuple[Path, nn.Module, Captured]) -> None:
     path, original, captured = exported
     other = Model(lambda m, x: (m.conv(x), m.conv(x).exp() * 1.001), conv=original.conv)
-    assert verify_onnx(path, other, [captured], torch.float32, NAMES, tolerance=0.01).reason is None
+    assert verify_onnx(path, other, [captured], FP32, NAMES, tolerance=0.01).reason is None
 
 
 def test_a_metric_decides_alone(exported: tuple[Path, nn.Module, Captured]) -> None:
@@ -78,10 +79,10 @@ def test_a_metric_decides_alone(exported: tuple[Path, nn.Module, Captured]) -> N
     def distance(outputs: Any, reference: Any) -> float:
         return 0.5 + float((outputs[0] - reference[0]).abs().max())
 
-    refused = verify_onnx(path, original, [captured], torch.float32, NAMES, metric=distance, tolerance=0.4)
+    refused = verify_onnx(path, original, [captured], FP32, NAMES, metric=distance, tolerance=0.4)
     assert refused.reason is not None
     assert "the metric gives 0.5" in refused.reason
-    taken = verify_onnx(path, original, [captured], torch.float32, NAMES, metric=distance, tolerance=0.6)
+    taken = verify_onnx(path, original, [captured], FP32, NAMES, metric=distance, tolerance=0.6)
     assert taken.reason is None
     assert taken.metric == pytest.approx(0.5, abs=1e-4)
 
@@ -89,7 +90,7 @@ def test_a_metric_decides_alone(exported: tuple[Path, nn.Module, Captured]) -> N
 def test_a_file_that_does_not_run_is_a_reason(exported: tuple[Path, nn.Module, Captured]) -> None:
     path, _, _ = exported
     original, captured = captured_of(Model(two, conv=nn.Conv2d(4, 4, 3)).eval(), X[:, :, :8])
-    check = verify_onnx(path, original, [captured], torch.float32, NAMES)
+    check = verify_onnx(path, original, [captured], FP32, NAMES)
     assert check.reason is not None
     assert "cannot run the model" in check.reason
 
@@ -104,7 +105,7 @@ def test_float16_on_the_cpu_alone_says_what_it_does_not_prove(
     exported: tuple[Path, nn.Module, Captured],
 ) -> None:
     path, original, captured = exported
-    notes = verify_onnx(path, original, [captured], torch.float16, NAMES).notes
+    notes = verify_onnx(path, original, [captured], FP16, NAMES).notes
     assert ON_CPU_FP16 in notes
 
 
@@ -113,16 +114,16 @@ def test_eager_float16_on_a_cpu_has_cudas_rules() -> None:
     model = Model(lambda m, x: (m.conv(x) * 20).exp().log(), conv=nn.Conv2d(4, 4, 3)).eval()
     original, captured = captured_of(model, X)
     verifier = OnnxVerifier(original, captured, draws=0)
-    assert 1e-5 < verifier.own_error(torch.float16) < 1e-2
-    assert not Verifier(original, captured, draws=0).own_error(torch.float16) < 1e-2
+    assert 1e-5 < verifier.own_error(FP16) < 1e-2
+    assert not Verifier(original, captured, draws=0).own_error(FP16) < 1e-2
 
 
 def test_no_limit_lets_an_output_of_zeros_pass() -> None:
     model = Model(lambda m, x: m.conv(m.conv(x) * 1e-9), conv=nn.Conv2d(4, 4, 1, bias=False)).eval()
     original, captured = captured_of(model, X)
     verifier = OnnxVerifier(original, captured, draws=0)
-    assert verifier.own_error(torch.float16) == 1.0
-    rows = verifier.outputs(lambda x: [torch.zeros_like(x)], torch.float16, ["output"], CPU)
+    assert verifier.own_error(FP16) == 1.0
+    rows = verifier.outputs(lambda x: [torch.zeros_like(x)], FP16, ["output"], CPU)
     assert (rows[0].error, rows[0].limit, rows[0].passed) == (1.0, 0.2, False)
 
 
@@ -138,7 +139,7 @@ def test_a_provider_that_does_not_start_is_a_note(
     path, original, captured = exported
     monkeypatch.setattr("ampopt.deploy.onnx_verify.providers", lambda: (CPU, "NoSuchExecutionProvider"))
     monkeypatch.setitem(onnx_verify._ONCE, "NoSuchExecutionProvider", {})
-    check = verify_onnx(path, original, [captured], torch.float32, NAMES)
+    check = verify_onnx(path, original, [captured], FP32, NAMES)
     assert check.reason is None
     assert check.providers == (CPU,)
     assert any("nothing was verified on NoSuchExecutionProvider" in note for note in check.notes)
@@ -149,7 +150,7 @@ def test_a_file_that_the_cpu_does_not_load_is_refused(
 ) -> None:
     _, original, captured = exported
     (tmp_path / "broken.onnx").write_bytes(b"no model")
-    check = verify_onnx(tmp_path / "broken.onnx", original, [captured], torch.float32, NAMES)
+    check = verify_onnx(tmp_path / "broken.onnx", original, [captured], FP32, NAMES)
     assert check.reason is not None
     assert "does not load the model" in check.reason
 

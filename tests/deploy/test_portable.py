@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampopt.deploy.portable import portable_program
+from ampopt.deploy.portable import HALF, portable_program
 from ampopt.errors import InputError
 from ampopt.ir.emulated_half import EmulatedHalf
 from ampopt.ir.graph import aten
+from ampopt.ir.lanes import FP32, Lane, mixed
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Pass
@@ -22,10 +23,8 @@ from tests.support.planted import captured_of
 X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-def portable(
-    model: nn.Module, x: Tensor = X, *, dtype: torch.dtype = torch.float16, recipe: tuple[Pass, ...] = ()
-) -> Program:
-    program = portable_program(captured_of(model.eval(), x)[1], recipe, dtype)
+def portable(model: nn.Module, x: Tensor = X, *, lane: Lane = HALF, recipe: tuple[Pass, ...] = ()) -> Program:
+    program = portable_program(captured_of(model.eval(), x)[1], recipe, lane)
     check_graph(program)
     return program
 
@@ -39,17 +38,17 @@ def conv_bn() -> nn.Module:
     return with_statistics(nn.Sequential(nn.Conv2d(4, 8, 3, groups=2), nn.BatchNorm2d(8), nn.ReLU()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_batch_norms_are_folded_although_no_recipe_says_so(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("lane", [FP32, HALF])
+def test_batch_norms_are_folded_although_no_recipe_says_so(lane: Lane) -> None:
     model = conv_bn()
-    program = portable(model, dtype=dtype)
+    program = portable(model, lane=lane)
     assert targets_of(program).count(aten.batch_norm.default) == 0
-    assert relative_error(run(program, X), reference_of(model, [X])[0]) < torch.finfo(dtype).eps * 8
+    assert relative_error(run(program, X), reference_of(model, [X])[0]) < torch.finfo(lane.dtype).eps * 8
 
 
 def test_what_only_this_machine_can_run_is_left_out() -> None:
     recipe = (AllowTf32(), ChannelsLast(), FuseConvAct())
-    program = portable(conv_bn(), dtype=torch.float32, recipe=recipe)
+    program = portable(conv_bn(), lane=FP32, recipe=recipe)
     assert [step.name for step in program.recipe] == ["fold-conv-bn"]
     assert not program.settings.tf32
 
@@ -64,7 +63,7 @@ def test_measured_choices_of_the_recipe_are_kept() -> None:
 
 def test_linear_chains_are_merged_once() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    program = portable(model, X, dtype=torch.float32, recipe=(MergeLinearChain(),))
+    program = portable(model, X, lane=FP32, recipe=(MergeLinearChain(),))
     assert [step.name for step in program.recipe] == ["merge-linear-chain"]
 
 
@@ -117,4 +116,4 @@ def test_autocast_is_as_it_was_afterwards() -> None:
 
 def test_other_precisions_are_refused() -> None:
     with pytest.raises(InputError, match="float32 or float16"):
-        portable(conv_bn(), dtype=torch.bfloat16)
+        portable(conv_bn(), lane=mixed("amp", torch.bfloat16))

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 import ampopt
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import InputError, StrictError
-from ampopt.ir.program import Settings
 from ampopt.ir.transform import Recipe, replay
 from ampopt.measure.ledger import Ledger
 from ampopt.passes import BakeAutocast, FoldConvBn
-from tests.helpers import Model, with_statistics
+from tests.helpers import BF16, Model, with_statistics
 from tests.support.planted import captured_of, module_of
 
 LOW = (torch.bfloat16, torch.float16)
@@ -38,9 +37,8 @@ def close(actual: Tensor, expected: Tensor, atol: float = 1e-5) -> bool:
 def in_amp(model: nn.Module, *args: Any) -> OptimizedModule:
     """A module of the AMP lane with its casts in the graph."""
     original, captured = captured_of(model, *args)
-    settings = Settings(autocast=torch.bfloat16)
-    recipe = Recipe(settings, torch.bfloat16, (BakeAutocast(),))
-    program = replay(recipe.passes, recipe.start(captured.program))
+    recipe = Recipe(BF16, (BakeAutocast(),))
+    program = replay(recipe.passes, recipe.lane.start(captured.program))
     return OptimizedModule(original, captured, program, recipe, Ledger("model", {}, ()))
 
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import ampopt
 from ampopt.errors import CaptureError, ExportError, InputError
-from ampopt.ir.lanes import Lane
+from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.model_copy import private_copy
 from ampopt.ir.transform import Recipe
 from ampopt.measure.ledger import Ledger
 from ampopt.search.regions import PartlyOptimizedModule
-from tests.helpers import BF16, FP32, Model
+from tests.helpers import BF16, Model
 from tests.support.planted import captured_of, optimize
 
 SHAPE = (1, 3, 8, 8)
@@ -66,7 +66,7 @@ def keeping(function: Any) -> nn.Module:
 def served(model: nn.Module, lane: Lane = FP32) -> ampopt.OptimizedModule:
     """The model captured and served, with no pass that is timed."""
     original, captured = captured_of(model, frames(1)[0])
-    program, recipe = lane.start(captured.program), Recipe(lane.settings, lane.dtype, (), 0.05)
+    program, recipe = lane.start(captured.program), Recipe(lane, (), 0.05)
     return ampopt.OptimizedModule(original, captured, program, recipe, Ledger("model", {}, ()))
 
 

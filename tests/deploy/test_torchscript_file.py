@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ampopt.deploy.torchscript_file import ATTRIBUTES, write_torchscript
 from ampopt.errors import ExportError
-from ampopt.ir.program import Border, Program, Settings
+from ampopt.ir.program import Border, Program
+from ampopt.ir.settings import Settings
 from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn, FuseConvOnednn, Script
 from benchmarks.networks import EncDecMil18
 from tests.helpers import BF16, Model, program_of, with_statistics

@@ -17,9 +17,10 @@ import ampopt
 from ampopt.engines.cuda_graphs import CapturedGraph
 from ampopt.engines.graph_capture import ReplayedProgram
 from ampopt.errors import PassError
+from ampopt.ir.lanes import FP32
 from ampopt.measure.entry import Verdict
 from ampopt.passes import CudaGraph
-from tests.helpers import FP16, FP32, Model, eager_of, largest_error, reference_of
+from tests.helpers import FP16, Model, eager_of, largest_error, reference_of
 from tests.support import snapshot
 from tests.support.planted import captured_of, module_of, optimize
 from tests.support.small_net import PASSES, close, expected, image, net

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from ampopt.engines import onnx_cache
 from ampopt.engines.onnx_cache import exported
+from ampopt.ir.lanes import FP32
 from ampopt.ir.program import Program
 from ampopt.system.cache_folder import MOST_BYTES
-from tests.helpers import FP32, program_of
+from tests.helpers import program_of
 
 onnx = pytest.importorskip("onnx")
 X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import ampopt
-from ampopt.cli import options as cli_options
 from ampopt.errors import InputError
 from ampopt.ir.lanes import LANES, lanes_for
+from ampopt.ir.precisions import LANE_NAMES
 from tests.helpers import Model
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
@@ -49,8 +49,8 @@ def test_other_precisions_are_refused(precision: Any) -> None:
         lanes_for(precision, torch.device("cpu"))
 
 
-def test_the_command_line_knows_the_same_lanes() -> None:
-    assert ("auto", *LANES) == cli_options.PRECISIONS
+def test_every_lane_is_known_by_name_without_pytorch() -> None:
+    assert tuple(LANES) == LANE_NAMES
 
 
 def test_of_several_lanes_the_fastest_within_the_tolerance_is_taken(

@@ -13,7 +13,7 @@ from ampopt.engines.executable import executable
 from ampopt.ir.casting import POLICIES
 from ampopt.ir.emulated_half import EmulatedHalf
 from ampopt.ir.graph import CONVOLUTIONS, calls, dtype_of, record_shapes
-from ampopt.ir.lanes import Lane
+from ampopt.ir.lanes import mixed
 from ampopt.ir.narrow_convs import why_it_may_crash
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.program import Program
@@ -30,7 +30,7 @@ def conv_of(geometry: dict[str, Any], *sizes: int, batched: bool = True) -> tupl
 
 
 def baked(model: nn.Module, x: Tensor, dtype: torch.dtype, policy: str = "amp") -> Program:
-    return BakeAutocast(policy).apply(program_of(model, x, lane=Lane("amp", dtype))).program
+    return BakeAutocast(policy).apply(program_of(model, x, lane=mixed("amp", dtype))).program
 
 
 def dtype_of_conv(program: Program) -> torch.dtype:

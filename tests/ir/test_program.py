@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ampopt.ir.program import Settings
+from ampopt.ir.settings import Settings
 
 CPU = torch.device("cpu")
 
@@ -38,7 +38,7 @@ def state() -> tuple[bool, bool, bool, torch.dtype]:
 def test_a_scope_holds_whatever_surrounds_it(around: Any, wanted: torch.dtype | None) -> None:
     with around():
         before = state()
-        with Settings(autocast=wanted).scope(CPU):
+        with Settings().scope(CPU, wanted):
             grad, inference, autocast, dtype = state()
             assert (grad, inference, autocast) == (False, False, wanted is not None)
             assert wanted is None or dtype is wanted
@@ -50,6 +50,6 @@ def test_a_scope_holds_whatever_surrounds_it(around: Any, wanted: torch.dtype | 
 
 def test_an_error_puts_everything_back() -> None:
     before = state()
-    with torch.inference_mode(), pytest.raises(KeyError), Settings(autocast=torch.bfloat16).scope(CPU):
+    with torch.inference_mode(), pytest.raises(KeyError), Settings().scope(CPU, torch.bfloat16):
         raise KeyError
     assert state() == before

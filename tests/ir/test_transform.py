@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from ampopt.ir.program import Program, Settings
-from ampopt.ir.transform import Declined, Engine, Family, Numerics, Pass, Recipe, Result, is_slow, replay
-from tests.helpers import program_of
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Declined, Engine, Family, Numerics, Pass, Result, is_slow, replay
+from tests.helpers import BF16, program_of
 from tests.support.planted import Planted, rewritten
 
 X = torch.tensor([[1.0, 2.0]])
@@ -115,7 +115,7 @@ def test_a_result_is_modified_by_rewrites_and_by_nothing_else() -> None:
 
 def test_an_engine_is_declined_for_a_missing_package_and_under_autocast() -> None:
     program = identity_program()
-    under_autocast = program.replace(settings=Settings(autocast=torch.bfloat16))
+    under_autocast = program.replace(lane=BF16, under_autocast=True)
     assert Runner().why_not(program) is None
     assert Runner().why_not(under_autocast) == "it still runs under autocast"
     missing = "ampopt_package_that_nobody_wrote"
@@ -182,14 +182,3 @@ def test_a_replay_writes_down_what_a_pass_has_measured_in_place_of_the_pass() ->
     replayed = replay((AddsToInput(1.0),), identity_program())
     assert output_of(replayed) == [2.0, 3.0]
     assert replayed.recipe == (AddsToInput(2.0),)
-
-
-def test_a_recipe_starts_a_program_as_its_lane_does() -> None:
-    program = identity_program()
-    settings = Settings(autocast=torch.bfloat16, tf32=True)
-    started = Recipe(settings, torch.bfloat16, (Planted("triple", factor=3.0),)).start(program)
-    assert started.settings == settings
-    assert started.lane_dtype is torch.bfloat16
-    assert started.graph is program.graph
-    assert started.recipe == ()
-    assert (program.settings, program.lane_dtype) == (Settings(), torch.float32)

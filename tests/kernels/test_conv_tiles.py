@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampopt.ir.program import Settings
+from ampopt.ir.settings import Settings
 from ampopt.kernels import conv_timing
 from ampopt.kernels.conv_tiles import FEW_ROWS, Operands, Site
 from ampopt.kernels.fused_conv import Tile, reference

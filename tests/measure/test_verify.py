@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampopt.ir.numerics import FLOORS, LARGEST_LIMITS, MULTIPLES
+from ampopt.ir.lanes import FP32, Lane
 from ampopt.measure.verify import Verifier
-from tests.helpers import Model
+from tests.helpers import BF16, FP16, Model
 from tests.support.planted import captured_of
 
 X = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
@@ -27,20 +27,20 @@ def deep() -> nn.Module:
     return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh()))).eval()
 
 
-@pytest.mark.parametrize("dtype", FLOORS)
-def test_eager_in_its_own_lane_passes(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("lane", [FP32, FP16, BF16])
+def test_eager_in_its_own_lane_passes(lane: Lane) -> None:
     verifier, _ = verifier_of(deep(), X)
-    check = verifier.check(verifier.eager(dtype), dtype)
+    check = verifier.check(verifier.eager(lane), lane)
     assert check.passed
-    assert check.error == verifier.own_error(dtype) <= check.limit
+    assert check.error == verifier.own_error(lane) <= check.limit
 
 
-@pytest.mark.parametrize("dtype", FLOORS)
-def test_the_limit_is_a_multiple_of_eagers_own_error(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("lane", [FP32, FP16, BF16])
+def test_the_limit_is_a_multiple_of_eagers_own_error(lane: Lane) -> None:
     verifier, _ = verifier_of(deep(), X)
-    eager, limit = verifier.eager(dtype), max(MULTIPLES[dtype] * verifier.own_error(dtype), FLOORS[dtype])
+    eager, limit = verifier.eager(lane), lane.limits.allowed(verifier.own_error(lane))
     for factor, passes in ((1 + 0.3 * limit, True), (1 + 3 * limit, False)):
-        check = verifier.check(lambda *x, f=factor: [y.double() * f for y in eager(*x)], dtype)
+        check = verifier.check(lambda *x, f=factor: [y.double() * f for y in eager(*x)], lane)
         assert check.passed is passes
         if not passes:
             assert check.reason is not None
@@ -51,7 +51,7 @@ def test_the_limit_is_a_multiple_of_eagers_own_error(dtype: torch.dtype) -> None
 def test_a_program_that_is_right_on_the_example_only_is_refused() -> None:
     verifier, original = verifier_of(deep(), X)
     answer = original(X)
-    assert not verifier.check(lambda x: [answer], torch.float32).passed
+    assert not verifier.check(lambda x: [answer], FP32).passed
 
 
 def test_every_output_has_its_own_limit() -> None:
@@ -59,7 +59,7 @@ def test_every_output_has_its_own_limit() -> None:
         return 1e6 * m.linear(x), m.linear(x)
 
     verifier, original = verifier_of(Model(run, linear=nn.Linear(16, 3)), X)
-    check = verifier.check(lambda x: [run(original, x)[0], run(original, x)[1] + 1e-3], torch.float32)
+    check = verifier.check(lambda x: [run(original, x)[0], run(original, x)[1] + 1e-3], FP32)
     assert check.reason is not None
     assert check.reason.startswith("output 1")
 
@@ -67,7 +67,7 @@ def test_every_output_has_its_own_limit() -> None:
 @pytest.mark.parametrize("outputs", [[], [torch.zeros(2, 16)] * 2])
 def test_a_program_with_another_number_of_outputs_is_refused(outputs: list[Tensor]) -> None:
     verifier, _ = verifier_of(deep(), X)
-    assert not verifier.check(lambda x: outputs, torch.float32).passed
+    assert not verifier.check(lambda x: outputs, FP32).passed
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -80,23 +80,23 @@ def test_nan_and_infinity_never_pass(bad: float, tolerance: float | None) -> Non
         out[0, 0] = bad
         return [out]
 
-    assert not verifier.check(run, torch.float32).passed
+    assert not verifier.check(run, FP32).passed
 
 
 def test_the_same_infinity_as_the_models_own_passes() -> None:
     verifier, _ = verifier_of(Model(lambda m, x: x / 0.0), X)
-    assert verifier.check(lambda x: [x / 0.0], torch.float32).passed
+    assert verifier.check(lambda x: [x / 0.0], FP32).passed
 
 
 def test_infinity_of_eager_alone_is_no_licence() -> None:
     verifier, _ = verifier_of(Model(lambda m, x: torch.exp(100 * x.abs())), X)
-    assert not verifier.check(lambda x: [torch.full_like(x, float("nan"))], torch.float32).passed
+    assert not verifier.check(lambda x: [torch.full_like(x, float("nan"))], FP32).passed
 
 
 @pytest.mark.parametrize(("tolerance", "passes"), [(0.2, True), (0.05, False)])
 def test_a_tolerance_overrides_the_limit(tolerance: float, passes: bool) -> None:
     verifier, original = verifier_of(deep(), X, tolerance=tolerance)
-    check = verifier.check(lambda x: [original(x) * 1.1], torch.float32)
+    check = verifier.check(lambda x: [original(x) * 1.1], FP32)
     assert (check.passed, check.limit) == (passes, tolerance)
 
 
@@ -110,16 +110,16 @@ def test_a_metric_gets_the_models_own_structure_and_decides() -> None:
     verifier, original = verifier_of(
         Model(lambda m, x: {"logits": m.l(x)}, l=nn.Linear(16, 5)), X, metric=metric
     )
-    assert verifier.check(lambda x: [original(x)["logits"] * 100], torch.float32).passed
+    assert verifier.check(lambda x: [original(x)["logits"] * 100], FP32).passed
     assert set(seen[0][0]) == set(seen[0][1]) == {"logits"}
-    wrong = verifier.check(lambda x: [-original(x)["logits"]], torch.float32)
+    wrong = verifier.check(lambda x: [-original(x)["logits"]], FP32)
     assert wrong.reason == "the metric gives 1, over the tolerance 0"
-    assert not verifier.check(lambda x: [original(x)["logits"] * float("nan")], torch.float32).passed
+    assert not verifier.check(lambda x: [original(x)["logits"] * float("nan")], FP32).passed
 
 
 def test_a_metric_that_gives_nan_is_not_passed() -> None:
     verifier, original = verifier_of(deep(), X, metric=lambda a, b: float("nan"), tolerance=5.0)
-    assert not verifier.check(lambda x: [original(x)], torch.float32).passed
+    assert not verifier.check(lambda x: [original(x)], FP32).passed
 
 
 def test_a_model_that_fails_in_float64_is_compared_with_itself_in_float32() -> None:
@@ -127,13 +127,13 @@ def test_a_model_that_fails_in_float64_is_compared_with_itself_in_float32() -> N
     verifier, original = verifier_of(model, X)
     assert verifier.note is not None
     assert verifier.note.startswith("the reference is the model in float32, because it fails in float64")
-    assert verifier.check(lambda x: [original(x)], torch.float32).passed
+    assert verifier.check(lambda x: [original(x)], FP32).passed
 
 
 def test_integer_outputs_count_by_the_share_that_differs() -> None:
     verifier, original = verifier_of(Model(lambda m, x: m.l(x).argmax(1), l=nn.Linear(16, 5)), X)
-    assert verifier.check(lambda x: [original(x)], torch.float32).passed
-    assert not verifier.check(lambda x: [original(x) + 1], torch.float32).passed
+    assert verifier.check(lambda x: [original(x)], FP32).passed
+    assert not verifier.check(lambda x: [original(x) + 1], FP32).passed
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_integer_outputs_count_by_the_share_that_differs() -> None:
 )
 def test_a_draw_that_the_model_cannot_take_is_left_out(model: nn.Module, args: tuple[Tensor, ...]) -> None:
     verifier, _ = verifier_of(model, *args)
-    assert verifier.check(verifier.eager(torch.float32), torch.float32).passed
+    assert verifier.check(verifier.eager(FP32), FP32).passed
 
 
 class SegNet(nn.Module):
@@ -177,7 +177,7 @@ def near_ties(eager_flips: bool) -> Tensor:
         for row in (0, 2, 4):
             x[:, :, row, 0] = x[:, :, row, 0].abs()
             x[:, :, row, 1] = x[:, permutation(seed + row), row, 0]
-        own = verifier_of(SegNet(), x)[0].own_error(torch.float32)
+        own = verifier_of(SegNet(), x)[0].own_error(FP32)
         if (own > 1e-2) == eager_flips:
             return x
     raise AssertionError("no such images")
@@ -186,7 +186,7 @@ def near_ties(eager_flips: bool) -> Tensor:
 def test_a_flip_that_rounding_alone_can_cause_is_accepted() -> None:
     verifier, original = verifier_of(SegNet(), near_ties(eager_flips=False))
     orders = map(permutation, range(50))
-    checks = (verifier.check(lambda x, o=o: [original(x[:, o])], torch.float32) for o in orders)
+    checks = (verifier.check(lambda x, o=o: [original(x[:, o])], FP32) for o in orders)
     flipped = next(check for check in checks if check.error > 1e-2)
     assert flipped.passed, flipped.reason
 
@@ -205,7 +205,7 @@ def test_a_flip_that_rounding_alone_can_cause_is_accepted() -> None:
 )
 def test_a_real_wrong_rewrite_of_a_model_with_ties_is_refused(wrong: Any, eager_flips: bool) -> None:
     verifier, original = verifier_of(SegNet(), near_ties(eager_flips))
-    assert not verifier.check(lambda x: [wrong(original(x))], torch.float32).passed
+    assert not verifier.check(lambda x: [wrong(original(x))], FP32).passed
 
 
 def state_model() -> Model:
@@ -221,8 +221,8 @@ def state_model() -> Model:
 
 def test_a_state_is_verified_over_calls_in_a_row() -> None:
     verifier, _ = verifier_of(state_model(), X)
-    eager = verifier.eager(torch.float32)
-    assert verifier.check(eager, torch.float32).passed
+    eager = verifier.eager(FP32)
+    assert verifier.check(eager, FP32).passed
 
     def forgets(x: Tensor, h: Tensor) -> list[Tensor]:
         return list(eager(x, torch.zeros_like(h)))
@@ -231,8 +231,8 @@ def test_a_state_is_verified_over_calls_in_a_row() -> None:
         out, left = eager(x, h)
         return [out, left * 1.001]
 
-    assert not verifier.check(forgets, torch.float32).passed
-    assert not verifier.check(drifts, torch.float32).passed
+    assert not verifier.check(forgets, FP32).passed
+    assert not verifier.check(drifts, FP32).passed
 
 
 def test_the_limit_has_a_bound_however_wrong_eager_is() -> None:
@@ -240,8 +240,8 @@ def test_the_limit_has_a_bound_however_wrong_eager_is() -> None:
         return (1e7 + m.linear(x)) - 1e7  # type: ignore[no-any-return]
 
     verifier, original = verifier_of(Model(noisy, linear=nn.Linear(16, 3)), X)
-    assert verifier.own_error(torch.float32) > LARGEST_LIMITS[torch.float32]
-    assert not verifier.check(lambda x: [original(x) * 5], torch.float32).passed
+    assert verifier.own_error(FP32) > FP32.limits.largest
+    assert not verifier.check(lambda x: [original(x) * 5], FP32).passed
 
 
 def softplus_by_hand(x: Tensor) -> list[Tensor]:
@@ -251,7 +251,7 @@ def softplus_by_hand(x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_a_program_that_is_right_in_the_examples_range_only(everywhere: bool) -> None:
     verifier, _ = verifier_of(Model(lambda m, x: F.logsigmoid(x)), X)
-    check = verifier.check(softplus_by_hand, torch.float32, everywhere=everywhere)
+    check = verifier.check(softplus_by_hand, FP32, everywhere=everywhere)
     assert check.passed is not everywhere
     if everywhere:
         assert check.reason is not None
@@ -272,9 +272,7 @@ def test_a_program_that_is_right_in_the_examples_range_only(everywhere: bool) ->
 )
 def test_every_range_is_drawn(name: str, wrong: Any) -> None:
     verifier, original = verifier_of(nn.Linear(16, 3), X)
-    check = verifier.check(
-        lambda x: [original(x) * (2 if bool(wrong(x)) else 1)], torch.float32, everywhere=True
-    )
+    check = verifier.check(lambda x: [original(x) * (2 if bool(wrong(x)) else 1)], FP32, everywhere=True)
     assert check.reason is not None
     assert name in check.reason
 
@@ -285,13 +283,13 @@ def test_the_error_that_is_told_is_that_in_the_examples_range() -> None:
     def worse_elsewhere(x: Tensor) -> list[Tensor]:
         return [original(x) * (1 + 5e-6 * float(x.abs().max() > 9))]
 
-    check = verifier.check(worse_elsewhere, torch.float32, everywhere=True)
+    check = verifier.check(worse_elsewhere, FP32, everywhere=True)
     assert check.passed
     assert check.error < 1e-6
 
 
 def test_where_eager_overflows_or_is_no_yardstick_nothing_is_decided() -> None:
     verifier, original = verifier_of(Model(lambda m, x: torch.exp(20 * x)), X)
-    assert verifier.check(lambda x: [original(x)], torch.float32, everywhere=True).passed
+    assert verifier.check(lambda x: [original(x)], FP32, everywhere=True).passed
     normalized, model = verifier_of(Model(lambda m, x: F.layer_norm(x, (16,), eps=1e-12)), X)
-    assert normalized.check(lambda x: [model(x + 1e-7)], torch.float32, everywhere=True).passed
+    assert normalized.check(lambda x: [model(x + 1e-7)], FP32, everywhere=True).passed

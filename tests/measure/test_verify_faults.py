@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.helpers import Model
+from ampopt.ir.lanes import FP32
+from tests.helpers import BF16, Model
 from tests.measure.test_verify import SegNet, X, near_ties, permutation, verifier_of
 
 
@@ -34,7 +35,7 @@ def spreading(x: Tensor) -> list[Tensor]:
 )
 def test_a_fault_in_one_element_stays_one(run: Any, faults: Any, passes: bool) -> None:
     verifier, _ = verifier_of(nn.ReLU(), X, faults=faults)
-    check = verifier.check(run, torch.float32)
+    check = verifier.check(run, FP32)
     assert check.passed is passes
     assert (check.spread is not None) is (run is spreading and passes)
 
@@ -42,13 +43,13 @@ def test_a_fault_in_one_element_stays_one(run: Any, faults: Any, passes: bool) -
 def test_a_fault_counts_in_every_lane_with_a_metric_and_with_a_tolerance() -> None:
     for options in ({"metric": lambda a, b: 0.0}, {"tolerance": 0.5}):
         verifier, _ = verifier_of(nn.ReLU(), X, **options)
-        for dtype in (torch.float32, torch.bfloat16):
-            assert not verifier.check(swallowing, dtype).passed
+        for lane in (FP32, BF16):
+            assert not verifier.check(swallowing, lane).passed
 
 
 def test_a_fault_that_eager_hides_itself_need_not_be_kept() -> None:
     verifier, _ = verifier_of(Model(lambda m, x: torch.nan_to_num(x, 0.0, 0.0, 0.0)), X)
-    assert verifier.check(lambda x: [torch.nan_to_num(x, 0.0, 0.0, 0.0)], torch.float32).passed
+    assert verifier.check(lambda x: [torch.nan_to_num(x, 0.0, 0.0, 0.0)], FP32).passed
 
 
 def unpooled(x: Tensor) -> Tensor:
@@ -75,10 +76,10 @@ def test_where_values_decide_a_fault_may_not_spread(decides: Callable[[Tensor], 
     def spread(x: Tensor) -> list[Tensor]:
         return [y + 0 * x.sum() for y in original(x)]
 
-    check = verifier.check(spread, torch.float32)
+    check = verifier.check(spread, FP32)
     assert not check.passed
     assert "lose a fault" in str(check.reason)
-    assert verifier.check(original, torch.float32).passed
+    assert verifier.check(original, FP32).passed
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_where_values_decide_nothing_that_is_read_a_fault_may_spread(harmless: A
         outputs = original(x) if isinstance(original(x), tuple) else (original(x),)
         return [y + 0 * x.sum() if y.is_floating_point() else y for y in outputs]
 
-    check = verifier.check(spread, torch.float32)
+    check = verifier.check(spread, FP32)
     assert check.passed, check.reason
     assert check.spread is not None
 
@@ -127,7 +128,7 @@ def test_nan_that_rounding_alone_moves_is_not_lost_and_other_nan_is(how: str) ->
         type(draw)(draw.name, tuple((_spoilt(images),) for _ in draw.calls)) for draw in verifier._fault_draws
     ]
     if how == "for no reason":
-        check = verifier.check(lambda x: [original(x).roll(1, 2)], torch.float32)
+        check = verifier.check(lambda x: [original(x).roll(1, 2)], FP32)
         assert not check.passed
         return
 
@@ -141,7 +142,7 @@ def test_nan_that_rounding_alone_moves_is_not_lost_and_other_nan_is(how: str) ->
         if not torch.equal(~torch.isfinite(run(_spoilt(images))[0]), reference)
     ]
     assert moved, "no order of the sum moves the largest"
-    assert verifier.lost_fault(moved[0], torch.float32) is None
+    assert verifier.lost_fault(moved[0], FP32) is None
 
 
 def test_a_rounding_that_pytorch_refuses_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,10 +151,10 @@ def test_a_rounding_that_pytorch_refuses_tells_nothing(monkeypatch: pytest.Monke
 
     verifier, original = verifier_of(nn.Softplus(), X)
     monkeypatch.setattr(verifier, "_rounded_anew", lambda *_, **__: [refused] * 3)
-    assert "is over" in str(verifier.check(lambda x: [original(x) * 1.1], torch.float32).reason)
-    assert "would be lost" in str(verifier.lost_fault(lambda x: [original(x).nan_to_num()], torch.float32))
-    assert verifier.largest_jumps(torch.float32, verifier.draws[0]) == [0.0]
-    assert verifier.check(lambda x: [original(x)], torch.float32).passed
+    assert "is over" in str(verifier.check(lambda x: [original(x) * 1.1], FP32).reason)
+    assert "would be lost" in str(verifier.lost_fault(lambda x: [original(x).nan_to_num()], FP32))
+    assert verifier.largest_jumps(FP32, verifier.draws[0]) == [0.0]
+    assert verifier.check(lambda x: [original(x)], FP32).passed
 
 
 def _spoilt(images: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from ampopt.ir.lanes import Lane
-from ampopt.ir.program import Settings
+from ampopt.ir.lanes import FP32, Lane
+from ampopt.ir.settings import Settings
 from ampopt.passes import AllowTf32
-from tests.helpers import BF16, FP16, FP32, Model, apply_to_untouched, check_pass, program_of
+from tests.helpers import BF16, FP16, Model, apply_to_untouched, check_pass, program_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -65,11 +65,11 @@ def test_on_a_gpu_the_switch_is_on_inside_the_programs_calls_only() -> None:
     before = _precisions()
     faster = AllowTf32().apply(program).program
     assert _precisions() == before
-    with faster.settings.scope(faster.device):
+    with faster.scope():
         assert _precisions() == ["tf32"] * 3
     faster.run(x)
     assert _precisions() == before
-    with program.settings.scope(program.device):
+    with program.scope():
         assert _precisions() == ["ieee"] * 3
     assert _precisions() == before
 

@@ -18,7 +18,7 @@ from torch._inductor.utils import clear_caches
 
 from ampopt.errors import PassError
 from ampopt.ir.graph import aten, calls, copy_of
-from ampopt.ir.lanes import Lane
+from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.model_copy import same_tensor
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Pass, Result, replay
@@ -28,7 +28,6 @@ from ampopt.passes.compile import keep_nan
 from tests.helpers import (
     BF16,
     FP16,
-    FP32,
     Model,
     Unpooling,
     apply_to_untouched,

@@ -11,20 +11,12 @@ from torch import Tensor, nn
 
 from ampopt.engines.cuda_graphs import CapturedGraph
 from ampopt.engines.executable import executable
-from ampopt.ir.lanes import Lane
-from ampopt.ir.program import Program, Settings
+from ampopt.ir.lanes import FP32, Lane
+from ampopt.ir.program import Program
+from ampopt.ir.settings import Settings
 from ampopt.ir.transform import Numerics, Pass, Result
 from ampopt.passes import AllowTf32, BakeAutocast, ChannelsLast, CudaGraph, FoldConvBn
-from tests.helpers import (
-    FP16,
-    FP32,
-    Model,
-    apply_to_untouched,
-    check_pass,
-    error_of,
-    program_of,
-    with_statistics,
-)
+from tests.helpers import FP16, Model, apply_to_untouched, check_pass, error_of, program_of, with_statistics
 
 CUDA = torch.device("cuda")
 

@@ -13,20 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from ampopt.ir.graph import arguments, aten, calls, constant
-from ampopt.ir.lanes import Lane
+from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.transform import Pass
 from ampopt.passes import BakeAutocast, FoldConvBn
-from tests.helpers import (
-    BF16,
-    FP16,
-    FP32,
-    Model,
-    check_pass,
-    program_of,
-    targets_of,
-    text_of,
-    with_statistics,
-)
+from tests.helpers import BF16, FP16, Model, check_pass, program_of, targets_of, text_of, with_statistics
 
 CONVOLUTIONS = [nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d]
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}

@@ -11,14 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ampopt.ir.graph import aten, calls
-from ampopt.ir.lanes import Lane
+from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Pass, Result
 from ampopt.passes import BakeAutocast, ChannelsLast, Compile, CudaGraph, FoldConvBn, FuseConvAct
 from tests.helpers import (
     BF16,
     FP16,
-    FP32,
     Model,
     apply_to_untouched,
     check_keeps_nan,

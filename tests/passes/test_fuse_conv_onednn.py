@@ -10,19 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampopt.ir.lanes import Lane
+from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.transform import replay
 from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn, FuseConvOnednn
-from tests.helpers import (
-    BF16,
-    FP32,
-    Model,
-    check_keeps_nan,
-    error_of,
-    program_of,
-    targets_of,
-    with_statistics,
-)
+from tests.helpers import BF16, Model, check_keeps_nan, error_of, program_of, targets_of, with_statistics
 
 FUSED = torch.ops.mkldnn._convolution_pointwise.default
 ADDED = torch.ops.mkldnn._convolution_pointwise.binary

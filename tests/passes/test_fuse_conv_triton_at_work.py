@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampopt.ir.graph import record_shapes
-from ampopt.ir.lanes import Lane
+from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Pass, Result
 from ampopt.kernels.conv_chains import Chain, find_chains
@@ -35,7 +35,6 @@ from ampopt.passes import (
 )
 from tests.helpers import (
     FP16,
-    FP32,
     Model,
     apply_to_untouched,
     check_graph,
@@ -115,7 +114,7 @@ LANES = [
 
 
 def _limit(program: Program) -> float:
-    half = program.lane_dtype is not torch.float32
+    half = program.lane.is_mixed
     return 2e-2 if half or program.settings.tf32 else 1e-4
 
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampopt.ir.graph import aten
-from ampopt.ir.lanes import Lane
+from ampopt.ir.lanes import FP32, Lane
 from ampopt.passes import BakeAutocast, FuseLinearAct
-from tests.helpers import BF16, FP16, FP32, Model, check_pass, program_of, targets_of
+from tests.helpers import BF16, FP16, Model, check_pass, program_of, targets_of
 
 
 @pytest.fixture

@@ -16,20 +16,12 @@ import ampopt
 from ampopt.deploy.recipe_file import read_recipe, write_recipe
 from ampopt.errors import AmpoptError
 from ampopt.ir.graph import copy_of
+from ampopt.ir.lanes import FP32
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Pass, Result, replay
 from ampopt.measure.sampling import Gain
 from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn, OnnxRuntime, onnx_runtime
-from tests.helpers import (
-    BF16,
-    FP32,
-    Model,
-    Unpooling,
-    apply_to_untouched,
-    check_outputs,
-    program_of,
-    several_kinds,
-)
+from tests.helpers import BF16, Model, Unpooling, apply_to_untouched, check_outputs, program_of, several_kinds
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")

@@ -14,6 +14,7 @@ from torch import nn
 
 from ampopt.deploy.recipe_file import read_recipe, write_recipe
 from ampopt.errors import BundleError
+from ampopt.ir.lanes import FP32
 from ampopt.measure.sampling import Gain
 from ampopt.ort import groups as onnx_groups
 from ampopt.ort import rewrites as onnx_rewrites
@@ -22,7 +23,7 @@ from ampopt.ort.blocked import keep_blocked
 from ampopt.ort.options import SessionOptions
 from ampopt.passes import OnnxRuntime, onnx_runtime
 from ampopt.system import native
-from tests.helpers import FP32, Model, check_outputs, program_of
+from tests.helpers import Model, check_outputs, program_of
 from tests.support.compiler import needs_compiler
 
 pytest.importorskip("onnxruntime")

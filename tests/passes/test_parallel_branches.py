@@ -13,14 +13,14 @@ from ampopt.engines.branches import plan
 from ampopt.engines.executable import executable
 from ampopt.engines.streams import Branched
 from ampopt.ir.graph import aten, calls, copy_of
-from ampopt.ir.lanes import Lane
-from ampopt.ir.program import Program, Settings
+from ampopt.ir.lanes import FP32, Lane
+from ampopt.ir.program import Program
+from ampopt.ir.settings import Settings
 from ampopt.ir.transform import Numerics, Pass, Result
 from ampopt.passes import BakeAutocast, ChannelsLast, CudaGraph, FoldConvBn, ParallelBranches
 from tests.helpers import (
     BF16,
     FP16,
-    FP32,
     Model,
     apply_to_untouched,
     check_outputs,

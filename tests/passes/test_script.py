@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from ampopt.errors import PassError
 from ampopt.ir.graph import copy_of
-from ampopt.ir.lanes import Lane
+from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Pass, Result, replay
 from ampopt.passes import BakeAutocast, ChannelsLast, CudaGraph, FoldConvBn, Script
 from tests.helpers import (
     BF16,
     FP16,
-    FP32,
     Model,
     Unpooling,
     apply_to_untouched,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampopt.ir.program import Settings
+from ampopt.ir.settings import Settings
 from ampopt.passes import BakeAutocast, ChannelsLast, SearchConvAlgorithms
 from tests.helpers import FP16, apply_to_untouched, check_pass, program_of
 
@@ -54,11 +54,11 @@ def test_on_a_gpu_the_switch_is_on_inside_the_programs_calls_only(
     x = torch.randn(1, 3, 16, 16, device="cuda")
     program = program_of(_three().cuda(), x)
     searching = SearchConvAlgorithms().apply(program).program
-    with searching.settings.scope(searching.device):
+    with searching.scope():
         assert torch.backends.cudnn.benchmark is True
     searching.run(x)
     assert torch.backends.cudnn.benchmark is wanted_by_the_user
-    with program.settings.scope(program.device):
+    with program.scope():
         assert torch.backends.cudnn.benchmark is False
     assert torch.backends.cudnn.benchmark is wanted_by_the_user
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampopt.errors import CaptureError
+from ampopt.ir.lanes import Lane
 from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.verify import Verifier
 from ampopt.search.pass_manager import PassManager
@@ -88,10 +89,10 @@ def test_a_lane_that_fails_on_a_random_input_only_is_left_out(
 ) -> None:
     whole = Verifier.own_error
 
-    def own_error(self: Verifier, dtype: torch.dtype) -> float:
-        if dtype is lane:
+    def own_error(self: Verifier, of: Lane) -> float:
+        if of.dtype is lane:
             raise IndexError("index 7 is out of bounds")
-        return whole(self, dtype)
+        return whole(self, of)
 
     monkeypatch.setattr(Verifier, "own_error", own_error)
     report = optimize(nn.Sequential(linear(), nn.ReLU()).eval(), L, cache=False).report

@@ -200,7 +200,7 @@ def test_auto_takes_the_fastest_lane_within_its_tolerance(model: nn.Module) -> N
     fast = optimize(model, X)
     assert fast.report.chosen == "amp"
     assert fast.report.speedup == 4.0
-    assert fast.program.lane_dtype is torch.bfloat16
+    assert fast.program.lane.dtype is torch.bfloat16
     assert fast(X).dtype is torch.float32
 
 

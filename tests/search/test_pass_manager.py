@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from ampopt.ir.graph import aten, copy_of, finish, insert_call
+from ampopt.ir.lanes import FP32
 from ampopt.ir.numerics import Check
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Declined, Result
 from ampopt.measure.entry import Verdict
 from ampopt.search.pass_manager import PassManager, _differing_bits
 from ampopt.search.subject import Subject
-from tests.helpers import FP16, FP32, Model, program_of
+from tests.helpers import FP16, Model, program_of
 from tests.support.planted import Bench, Planted, PlantedBitwise, PlantedFoundation, PlantedKernel, rewritten
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))

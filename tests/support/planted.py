@@ -15,10 +15,10 @@ import ampopt
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.ir.capture import Captured, capture
 from ampopt.ir.graph import aten, copy_of, finish, insert_call
-from ampopt.ir.lanes import Lane
+from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.model_copy import device_of, private_copy
 from ampopt.ir.pipeline import Pipeline
-from ampopt.ir.program import Program, Settings
+from ampopt.ir.program import Program
 from ampopt.ir.signature import flatten_call
 from ampopt.ir.transform import Declined, Family, Numerics, Pass, Recipe, Result
 from ampopt.measure.entry import Entry
@@ -27,7 +27,6 @@ from ampopt.measure.sampling import Gain
 from ampopt.measure.verify import Verifier
 from ampopt.passes import PIPELINE
 from ampopt.search.pass_manager import LaneState, PassManager
-from tests.helpers import FP32
 
 KEEP = Gain(2.0, 1.9, 2.1)
 
@@ -55,7 +54,7 @@ def captured_of(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[nn.Module,
 def module_of(model: nn.Module, *args: Any, passes: tuple[Pass, ...] = (), **options: Any) -> OptimizedModule:
     """An OptimizedModule with a given recipe, made without timing anything."""
     original, captured = captured_of(model, *args)
-    recipe = Recipe(Settings(), torch.float32, passes)
+    recipe = Recipe(FP32, passes)
     program = captured.program
     for step in passes:
         program = step.apply(program).program

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ampopt.ir.lanes import FP32
 from ampopt.passes import CudaGraph, FoldConvBn
-from tests.helpers import FP32, eager_of, with_statistics
+from tests.helpers import eager_of, with_statistics
 
 PASSES = (FoldConvBn(), CudaGraph())
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ampopt.ir.program import Settings
+from ampopt.ir.settings import Settings
 from ampopt.system.flags import cuda_math, work_elsewhere
 from tests.support import snapshot
 
@@ -137,7 +137,7 @@ def test_settings_turn_off_gradients_inference_mode_and_autocast_for_the_block(
             assert not torch.is_grad_enabled()
             assert not torch.is_inference_mode_enabled()
             assert not torch.is_autocast_enabled("cpu")
-        with Settings(autocast=torch.float16).scope(torch.device("cpu")):
+        with Settings().scope(torch.device("cpu"), torch.float16):
             assert torch.get_autocast_dtype("cpu") is torch.float16
         assert snapshot.differences(before, snapshot.of_torch()) == []
 

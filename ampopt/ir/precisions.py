@@ -1,0 +1,25 @@
+"""What a precision is called, known without PyTorch: `ampopt.ir.lanes` says what each name means."""
+
+from __future__ import annotations
+
+from ampopt.errors import InputError
+
+LANE_NAMES = ("fp32", "amp", "bf16")
+"""The lanes that there are."""
+
+AUTO = ("fp32", "amp")
+"""The lanes of `precision="auto"`."""
+
+
+def names_of(precision: object) -> tuple[str, ...]:
+    """The names of the lanes that a text asks for: "auto", a lane's name, or several with commas between.
+
+    Raises InputError for a lane that there is not.
+    """
+    if precision == "auto":
+        return AUTO
+    found = [name.strip() for name in precision.split(",")] if isinstance(precision, str) else []
+    if not found or not set(found) <= {*LANE_NAMES}:
+        choices = ", ".join(("auto", *LANE_NAMES))
+        raise InputError(f"precision={precision!r}: choose from {choices}, or several, 'fp32,bf16'")
+    return tuple(found)
