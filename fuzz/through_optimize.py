@@ -146,7 +146,7 @@ def _keeps_memory(served: Served, call: Call, dtype: torch.dtype) -> str | None:
     if served.report.chosen == ORIGINAL or isinstance(served, PartlyOptimizedModule):
         return None
     untouched = touched = served
-    if served._captured.state:
+    if served._optimized.captured.state:
         untouched, touched = copy.deepcopy(served), copy.deepcopy(served)  # both in the state of now
 
     def twice(module: Served, *, writes: bool) -> list[Tensor]:

@@ -26,10 +26,12 @@ from ampopt.bundle.program_file import write_program
 from ampopt.deploy.onnx_export import OnnxReport
 from ampopt.deploy.onnx_names import input_names_of, output_names_of
 from ampopt.deploy.onnx_verify import OnnxVerifier
+from ampopt.deploy.optimized import Optimized
 from ampopt.deploy.portable import HALF
 from ampopt.deploy.recipe_file import write_recipe
 from ampopt.deploy.torchscript_file import why_not_torchscript, write_torchscript
 from ampopt.errors import ExportError, InputError
+from ampopt.ir.capture import Captured
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.model_hash import model_hash
 from ampopt.ir.program import Program
@@ -66,6 +68,7 @@ class SelfTest:
 
 def save_bundle(
     module: Deployable,
+    optimized: Optimized,
     path: str | os.PathLike[str],
     *,
     onnx: str | None = "auto",
@@ -74,10 +77,10 @@ def save_bundle(
     as_folder: bool = False,
     tune_s: float = 10.0,
 ) -> None:
-    """Write the bundle of an optimized model; see `Deployable.save`."""
+    """Write the bundle of a module, and of what it was made of; see `Deployable.save`."""
     if onnx not in ("auto", "fp32", "fp16", None):
         raise InputError(f"onnx={onnx!r}: choose 'auto', 'fp32', 'fp16', or None for a bundle without ONNX")
-    captured, original, recipe = module._captured, module._original[0], module._recipe
+    captured, original, recipe = optimized.captured, optimized.original, optimized.recipe
     if captured.state:
         raise ExportError(
             f"the model keeps a state from call to call in its buffer {captured.state[0]}, which a bundle "
@@ -100,7 +103,7 @@ def save_bundle(
     }
     if cpp:
         flat = list(test.inputs.values()), list(test.outputs.values())
-        files["program.pt"] = write_torchscript(_for_libtorch(module), *flat, test.tolerance)
+        files["program.pt"] = write_torchscript(_for_libtorch(optimized), *flat, test.tolerance)
     manifest: dict[str, Any] = {
         "ampopt": __version__,
         "created": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -109,7 +112,7 @@ def save_bundle(
         "inputs": _border(test.inputs),
         "outputs": _border(test.outputs),
         "tolerance": test.tolerance,
-        "latency": _latency(module),
+        "latency": _latency(module, captured),
         "fingerprint": environment(captured.program.device),
         "call": write_call(captured),
     }
@@ -127,13 +130,13 @@ def save_bundle(
         write_bundle(path, manifest, files, sign_key=key, as_folder=as_folder)
 
 
-def _for_libtorch(module: Deployable) -> Program:
+def _for_libtorch(optimized: Optimized) -> Program:
     """The program that C++ runs: this machine's own, or without kernels where only this process has them."""
-    recipe, native = module._recipe, _with_casts(module.program)
+    recipe, native = optimized.recipe, _with_casts(optimized.program)
     if why_not_torchscript(native) is None:
         return native
     plain = tuple(step for step in recipe.passes if step.family in (Family.REWRITE, Family.PLACEMENT))
-    return _with_casts(replay(plain, recipe.lane.start(module._captured.program)))
+    return _with_casts(replay(plain, recipe.lane.start(optimized.captured.program)))
 
 
 def _with_casts(program: Program) -> Program:
@@ -181,9 +184,9 @@ def _quantiles(tuned: Tuning) -> dict[str, Any]:
     return {"p50_ms": row.median_ms, "p99_ms": row.p99_ms}
 
 
-def _latency(module: Deployable) -> dict[str, Any]:
+def _latency(module: Deployable, captured: Captured) -> dict[str, Any]:
     """Of one call back to back as a robot makes it: inputs from host memory, outputs in host memory."""
-    device, captured = module.program.device, module._captured
+    device = captured.program.device
     call = frame_call(module, captured, captured.program.examples, device)
     timed: Measurement = interleave({"call": latency(call, device)}, seconds=1.0, least=20)["call"]
     found = timed.to_dict()

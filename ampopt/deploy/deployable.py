@@ -11,9 +11,8 @@ from ampopt.bundle.destinations import check_bundle, check_onnx
 from ampopt.deploy.bundle_save import save_bundle
 from ampopt.deploy.onnx_dynamic import Dynamic
 from ampopt.deploy.onnx_export import OnnxReport, export_onnx
-from ampopt.ir.capture import Captured
+from ampopt.deploy.optimized import Optimized
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Recipe
 from ampopt.measure.ledger import Ledger
 from ampopt.system.process_state import process_kept
 
@@ -23,9 +22,7 @@ class Deployable(nn.Module):
 
     report: Ledger
     program: Program
-    _original: list[nn.Module]
-    _captured: Captured
-    _recipe: Recipe
+    _optimized: Optimized
 
     @process_kept()
     def export_onnx(
@@ -48,19 +45,20 @@ class Deployable(nn.Module):
         such as model.engine. The user's metric and tolerance hold for the file, too.
         """
         check_onnx(path)
+        own = self._optimized
         return export_onnx(
-            self._original[0],
-            self._captured,
-            self._recipe.passes,
+            own.original,
+            own.captured,
+            own.recipe.passes,
             path,
-            precision=precision or self._recipe.lane.onnx,
+            precision=precision or own.recipe.lane.onnx,
             io=io,
             target=target,
             dynamic=dynamic,
             input_names=input_names,
             output_names=output_names,
-            tolerance=self._recipe.tolerance,
-            metric=self._recipe.metric,
+            tolerance=own.recipe.tolerance,
+            metric=own.recipe.metric,
             force=force,
         )
 
@@ -86,4 +84,13 @@ class Deployable(nn.Module):
         what `export_onnx` raises. Name, place, packages and key are looked at before anything is made.
         """
         check_bundle(path, onnx=onnx is not None, sign_key=sign_key)
-        save_bundle(self, path, onnx=onnx, cpp=cpp, sign_key=sign_key, as_folder=as_folder, tune_s=tune_s)
+        save_bundle(
+            self,
+            self._optimized,
+            path,
+            onnx=onnx,
+            cpp=cpp,
+            sign_key=sign_key,
+            as_folder=as_folder,
+            tune_s=tune_s,
+        )

@@ -1,4 +1,4 @@
-"""The state of a model that is served: what its buffers hold between two calls."""
+"""The original that serves calls, and its state: what its buffers hold between two calls."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ampopt.ir.model_copy import working_copy
 from ampopt.ir.model_state import set_buffer
 
 Run = Callable[..., tuple[Tensor, ...]]
@@ -21,19 +22,24 @@ class State:
     it was.
     """
 
-    def __init__(self, names: Sequence[str], initial: Sequence[Tensor]) -> None:
-        """`names` are the buffers' dotted names, `initial` what they hold before the first call."""
+    def __init__(self, original: nn.Module, names: Sequence[str], initial: Sequence[Tensor]) -> None:
+        """`original` is never called itself; `names` are the buffers' dotted names, `initial` what they hold
+        before the first call."""
+        self._original, self._serving = original, working_copy(original)
         self._names, self._lock = tuple(names), threading.RLock()
         self._initial = [tensor.detach().clone() for tensor in initial]
         self._tensors = [tensor.clone() for tensor in self._initial]
 
     def reset(self) -> None:
         """Back to what it was before the first call."""
-        self._set(self._initial)
+        with self._lock:
+            self._serving = working_copy(self._original)
+            self._set(self._initial)
 
     def take(self, other: State) -> None:
         """Be where another module's state is."""
         with other._lock:
+            self._serving = working_copy(other._serving)
             self._set(other._tensors)
 
     def _set(self, values: Sequence[Tensor]) -> None:
@@ -55,8 +61,9 @@ class State:
 
         return step
 
-    def call(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Let a copy of the original answer a call, from this state to the next."""
+        model = self._serving
         if not self._names:
             return model(*args, **kwargs)
         with self._lock:

@@ -104,7 +104,7 @@ def test_every_backend_gives_the_models_outputs(fast: OptimizedModule, bundle: P
     loaded = ampopt.load(bundle, backend=backend, device="cpu")
     assert loaded.backend == backend or backend == "auto"
     y = torch.randn(1, 3, 12, 12)
-    assert torch.allclose(loaded(y), fast._original[0](y), atol=1e-5)
+    assert torch.allclose(loaded(y), fast._optimized.original(y), atol=1e-5)
     assert not loaded.notes
 
 
@@ -156,10 +156,12 @@ def test_a_mixed_precision_lane_is_saved_with_its_own_tolerance(tmp_path: Path) 
     low = torch.bfloat16
     module = module_of(model, X)
     recipe = Recipe(mixed("amp", low), (BakeAutocast(), FoldConvBn()))
-    program = recipe.lane.start(module._captured.program)
+    program = recipe.lane.start(module._optimized.captured.program)
     for step in recipe.passes:
         program = step.apply(program).program
-    lane = OptimizedModule(module._original[0], module._captured, program, recipe, module.report)
+    lane = OptimizedModule(
+        module._optimized.original, module._optimized.captured, program, recipe, module.report
+    )
     lane.save(tmp_path / "b", onnx=None)
     manifest = open_bundle(tmp_path / "b").manifest
     assert manifest["lane"] == {"name": "amp", "dtype": "bfloat16"}

@@ -85,7 +85,7 @@ def test_a_refusal_is_counted_and_spends_nothing(bad: Tensor) -> None:
             fast(bad)
     assert kinds(events) == ["refusal"] * 2
     assert fast.health.refusals == 2
-    assert (fast._captures, len(fast._served)) == (0, 1)
+    assert (fast._captures, len(fast._calls.answers)) == (0, 1)
 
 
 CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
@@ -114,7 +114,7 @@ def test_a_wrong_call_raises_what_the_original_raises_and_leaves_nothing_behind(
         with pytest.raises(type(expected.value)) as found:
             fast(*args, **kwargs)
         assert str(found.value) == str(expected.value)
-    assert (fast._captures, len(fast._served), len(fast._failures)) == (0, 1, 0)
+    assert (fast._captures, len(fast._calls.answers), len(fast._calls.failures)) == (0, 1, 0)
     with pytest.raises(InputError, match="the model fails on the call to prepare: "):
         fast.prepare_call(args, kwargs)
 
@@ -147,7 +147,7 @@ def test_where_nothing_was_faster_the_original_is_what_was_planned() -> None:
     assert fast.health.is_good
     assert not module_of(model, image()).health.chose_original
     fast.prepare((1, 3, 10, 8))
-    assert not fast._served
+    assert not fast._calls.answers
 
 
 class _Failing:
@@ -196,21 +196,21 @@ def test_what_stays_wrong_is_known(error: Exception) -> None:
 def test_what_may_pass_is_tried_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
     fast = module_of(model, image(), max_captures=1)
-    failing = _Failing(fast._executable, error, MOST_RETRIES - 1)
-    monkeypatch.setattr(fast, "_executable", failing)
+    failing = _Failing(fast._maker.executable, error, MOST_RETRIES - 1)
+    monkeypatch.setattr(fast._maker, "executable", failing)
     for _ in range(MOST_RETRIES + 2):
         assert torch.allclose(fast(image(9)), model(image(9)), atol=1e-5)
     assert failing.calls == MOST_RETRIES
     assert fast.health.served_by_original == MOST_RETRIES - 1
     assert fast.health.late_captures == 1
-    assert not fast._failures
+    assert not fast._calls.failures
 
 
 @pytest.mark.parametrize("error", PASSING[:1])
 def test_what_never_passes_is_left_to_the_original(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = module_of(net(), image())
-    failing = _Failing(fast._executable, error, 100)
-    monkeypatch.setattr(fast, "_executable", failing)
+    failing = _Failing(fast._maker.executable, error, 100)
+    monkeypatch.setattr(fast._maker, "executable", failing)
     for _ in range(MOST_RETRIES + 3):
         fast(image(9))
     assert failing.calls == MOST_RETRIES
@@ -223,8 +223,8 @@ def test_what_never_passes_is_left_to_the_original(error: Exception, monkeypatch
 
 def test_what_is_wrong_for_good_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = module_of(net(), image())
-    failing = _Failing(fast._executable, RuntimeError("a kernel for this shape does not exist"), 100)
-    monkeypatch.setattr(fast, "_executable", failing)
+    failing = _Failing(fast._maker.executable, RuntimeError("a kernel for this shape does not exist"), 100)
+    monkeypatch.setattr(fast._maker, "executable", failing)
     for _ in range(3):
         fast(image(9))
     assert failing.calls == 1
@@ -232,7 +232,7 @@ def test_what_is_wrong_for_good_is_tried_once(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_interrupted_capture_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = module_of(net(), image(), max_captures=1)
-    monkeypatch.setattr(fast, "_executable", _Failing(fast._executable, KeyboardInterrupt(), 1))
+    monkeypatch.setattr(fast._maker, "executable", _Failing(fast._maker.executable, KeyboardInterrupt(), 1))
     with pytest.raises(KeyboardInterrupt):
         fast(image(9))
     fast(image(9))
@@ -300,7 +300,7 @@ def test_prepare_from_several_threads_makes_each_program_once() -> None:
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(prepare, (9, 9, 10)))
-    assert len(fast._programs()) == 3
+    assert fast._calls.programs == 3
     for height in (8, 9, 10):
         fast(image(height))
     assert fast.health.is_good
@@ -334,7 +334,9 @@ def test_the_log_says_that_it_is_tried_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fast = module_of(net(), image())
-    monkeypatch.setattr(fast, "_executable", _Failing(fast._executable, MemoryError("none left"), 100))
+    monkeypatch.setattr(
+        fast._maker, "executable", _Failing(fast._maker.executable, MemoryError("none left"), 100)
+    )
     with caplog.at_level(logging.WARNING, "ampopt"):
         for _ in range(MOST_RETRIES):
             fast(image(9))

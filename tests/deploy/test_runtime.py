@@ -155,14 +155,14 @@ def test_eight_threads_with_mixed_shapes_get_what_one_gets(model: nn.Module) -> 
     with ThreadPoolExecutor(8) as pool:
         got = list(pool.map(fast, calls))
     assert all(close(a, b) for a, b in zip(got, expected, strict=True))
-    assert len(fast._programs()) <= 3
+    assert fast._calls.programs <= 3
 
 
 def test_a_deep_copy_serves_for_itself(model: nn.Module) -> None:
     fast = module_of(model, image(), passes=(FoldConvBn(),), max_shapes=3)
     twin = copy.deepcopy(fast)
     twin(image(9))
-    assert len(fast._served) == 1
+    assert len(fast._calls.answers) == 1
     for x in (image(), image(9)):
         assert torch.equal(twin(x), fast(x))
     holder = copy.deepcopy(nn.Sequential(fast, nn.ReLU()))

@@ -40,7 +40,7 @@ def test_memory_for_other_strides_is_bounded(model: nn.Module) -> None:
     fast = module_of(model, image(), max_shapes=2)
     for extra in range(100):
         fast(torch.zeros(1, 3, 8, 8 + extra)[..., :8])
-    assert len(fast._served) <= 16, "a video of ever other crops fills the memory with keys"
+    assert len(fast._calls.answers) <= 16, "a video of ever other crops fills the memory with keys"
 
 
 def test_the_least_recently_used_program_goes_first(
@@ -50,14 +50,14 @@ def test_the_least_recently_used_program_goes_first(
     fast(image(9))
     fast(image())  # so the one for 9 is the oldest
     fast(image(10))
-    assert len(fast._served) == 2
+    assert len(fast._calls.answers) == 2
     caplog.clear()
     fast(image())
     fast(image(10))
     assert not said(caplog)
     assert close(fast(image(9)), model(image(9)))
     assert len(said(caplog)) == 1
-    assert len(fast._served) == 2
+    assert len(fast._calls.answers) == 2
 
 
 def test_after_max_captures_the_original_answers_and_the_log_says_why(
@@ -77,7 +77,7 @@ def test_answers_of_the_original_do_not_push_programs_out(model: nn.Module) -> N
     fast = module_of(model, image(), max_captures=0, max_shapes=2)
     for height in (9, 10, 11, 12):
         fast(image(height))
-    served = fast._served.values()
+    served = fast._calls.answers
     assert any(one.layout is not None for one in served), "the only program is gone, for good"
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampopt.deploy.runtime import MOST_COMPARED
+from ampopt.deploy.program_maker import MOST_COMPARED
 from tests.helpers import Model
 from tests.support.planted import module_of
 
@@ -76,7 +76,7 @@ def test_what_the_numbers_of_one_input_hide_the_question_tells() -> None:
     x = LAYOUTS["channels_last"](image())
     assert same(fast(x), model(x)), "no number is over 100, so both ways agree here"
     assert same(fast(1000 * x), model(1000 * x))
-    assert len(fast._programs()) == 2
+    assert fast._calls.programs == 2
 
 
 def test_the_questions_of_a_model_are_those_of_the_call_that_is_captured() -> None:
@@ -112,13 +112,13 @@ def test_strides_that_matter_without_a_question_are_found_by_comparing() -> None
 def test_only_the_first_few_other_strides_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Conv2d(3, 4, 1).eval()
     fast, seen = module_of(model, image()), list[int]()
-    real = fast._verify
+    real = fast._maker.why_wrong
 
     def counted(*args: Any, **options: Any) -> str | None:
         seen.append(1)
         return real(*args, **options)
 
-    monkeypatch.setattr(fast, "_verify", counted)
+    monkeypatch.setattr(fast._maker, "why_wrong", counted)
     for extra in range(1, 2 * MOST_COMPARED):
         x = torch.randn(1, 3, 6, 6 + extra)[..., :6]
         for _ in range(2):
@@ -156,4 +156,4 @@ def test_a_model_that_asks_gets_a_program_for_each_layout_and_no_short_way() -> 
         for laid in (LAYOUTS["contiguous"], LAYOUTS["channels_last"]):
             assert same(fast(laid(image())), model(laid(image())))
     assert (fast.health.late_captures, fast.health.served_by_original) == (1, 0)
-    assert not fast._single, "what recognizes a tensor does not look at where it begins"
+    assert not fast._calls._single, "what recognizes a tensor does not look at where it begins"

@@ -174,7 +174,7 @@ def test_graphs_are_bounded_and_their_memory_comes_back(model: nn.Module) -> Non
     for number, size in enumerate(sizes):
         assert close(fast(image(size, seed=number)), expected(model, image(size, seed=number)))
         reserved.append(torch.cuda.memory_reserved())
-    assert len(fast._served) == 2
+    assert len(fast._calls.answers) == 2
     assert reserved[-1] <= 1.5 * max(reserved[:12])
 
 
@@ -278,7 +278,7 @@ def test_optimizing_leaves_flags_generators_and_the_model_alone(search: bool, tf
 def test_the_overhead_of_a_call_is_measured(
     fast: ampopt.OptimizedModule, record_property: Callable[[str, object], None]
 ) -> None:
-    x, replay = image(), next(iter(fast._served.values())).run
+    x, replay = image(), fast._calls.answers[0].run
     calls: dict[str, Callable[[], object]] = {"module": lambda: fast(x), "program": lambda: replay(x)}
     for name, call in calls.items():
         call()

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_a_call_copies_nothing_and_allocates_only_its_result(fast: ampopt.OptimizedModule) -> None:
-    run = next(iter(fast._served.values())).run
+    run = fast._calls.answers[0].run
     assert isinstance(run, CapturedGraph)
     x = image(seed=1)
     fast(x)
@@ -63,7 +63,7 @@ def test_results_that_are_read_again_inside_the_graph_are_right() -> None:
 def test_a_loop_uses_few_forms_of_its_graph_and_any_loop_is_right(
     model: nn.Module, fast: ampopt.OptimizedModule
 ) -> None:
-    run = next(iter(fast._served.values())).run
+    run = fast._calls.answers[0].run
     assert isinstance(run, CapturedGraph)
     result = None
     for seed in range(20):  # the input and the result of the call before are alive
@@ -104,7 +104,7 @@ def test_a_driver_that_refuses_costs_copies_and_nothing_else(
     monkeypatch.setattr("ampopt.engines.graph_pointers.nodes_of", lambda graph: check(801))
     for outputs in ("copy", "static"):
         fast = module_of(model, image(), passes=PASSES, outputs=outputs)
-        run = next(iter(fast._served.values())).run
+        run = fast._calls.answers[0].run
         assert isinstance(run, CapturedGraph)
         assert not run._moves
         assert "copied in every call: RuntimeError: CUDA's driver refuses, with status 801" in caplog.text

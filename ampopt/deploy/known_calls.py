@@ -1,0 +1,197 @@
+"""The kinds of call that an optimized module knows, and what answers each: a cache with bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ampopt.engines.executable import Executable, quick
+from ampopt.engines.quick_call import Answer, Quick, plain
+from ampopt.ir.asked import Asked
+from ampopt.ir.capture import Captured
+from ampopt.ir.graph import reads_strides
+from ampopt.ir.program import Program
+from ampopt.ir.signature import OutputLayout, call_key, flatten_call, recognizer, tensor_key, tensors_of
+
+MOST_KEYS = 4
+"""How many kinds of call (strides, calls that the original answers) are remembered for each program kept."""
+
+_ONE_TENSOR = flatten_call((torch.empty(0),), {})[1]
+
+
+@dataclasses.dataclass
+class Served:
+    """What answers one kind of call; without `layout` and `captured` the original, for a `reason`.
+
+    `bare`: what `run` runs, with the model's state among its tensors. `casts`: by the dtype of an autocast
+    that surrounds a call, the dtypes that its results have then; None: the original has to answer.
+    `compared`: other strides that the program was compared for.
+    """
+
+    run: Callable[..., Any]
+    layout: OutputLayout | None = None
+    captured: Captured | None = None
+    program: Program | None = None
+    asked: Asked = dataclasses.field(default_factory=Asked)
+    bare: Executable | None = None
+    casts: dict[torch.dtype, tuple[torch.dtype, ...] | None] = dataclasses.field(default_factory=dict)
+    compared: int = 0
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Single:
+    """The short way of one kind of tensor: what makes an answer, what makes a result, and the call's key."""
+
+    way: Quick
+    restore: Callable[[Sequence[Tensor]], Any]
+    key: object
+
+
+def knows_nothing(_anything: object) -> Any:
+    """An `Answer` that leaves every call to others."""
+    return NotImplemented
+
+
+class KnownCalls:
+    """What answers each kind of call, from the shortest way of knowing it to the longest.
+
+    `latest` recognizes a tensor like the last one; `single` knows a call of one tensor by the tensor's own
+    key; `find` knows every call by its leaves. A program holds for all strides (`of_any_strides`), but not
+    where the model asks how a tensor lies in memory: then keys say where tensors begin, too, and the short
+    ways, which do not see that, are not taken.
+
+    At most `max_programs` programs are kept, and `MOST_KEYS` kinds of call for each; those used longest ago
+    are forgotten. Whoever changes anything holds `lock`.
+    """
+
+    def __init__(self, max_programs: int) -> None:
+        """Know nothing yet."""
+        self.max_programs = max_programs
+        self.lock = threading.RLock()
+        self.latest: Answer = knows_nothing
+        self.failures: dict[object, int] = {}
+        """How often making a program has failed, by the call's key; it may yet succeed."""
+        self._served: OrderedDict[object, Served] = OrderedDict()
+        self._single: dict[object, _Single] = {}
+        self._any_strides: dict[object, Served] = {}
+        self._by_layout: set[object] = set()
+        self._has_layout_keys = False
+
+    @property
+    def answers(self) -> tuple[Served, ...]:
+        """What answers each kind of call, that used longest ago first."""
+        return tuple(self._served.values())
+
+    @property
+    def programs(self) -> int:
+        """How many programs answer some kind of call; the original is none of them."""
+        return len({id(served) for served in self._served.values() if served.layout is not None})
+
+    def key(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> object:
+        """What a kind of call is known by: `call_key`, and where the tensors begin if that matters."""
+        key = call_key(leaves, spec)
+        if not self._has_layout_keys:
+            return key
+        return key, tuple([(t.storage_offset(), t._is_view()) for t in tensors_of(leaves)])
+
+    def single(self, tensor: Tensor) -> Answer | None:
+        """The short way to answer a call of one plain tensor, which is the latest from now on."""
+        found = self._single.get(tensor_key(tensor))
+        if found is None:
+            return None
+        if len(self._served) > 1:
+            self._touch(found.key)
+        self.latest = answer = found.way(recognizer(tensor), found.restore)
+        return answer
+
+    def find(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Served | None:
+        """What answers calls like this one, which was used just now; None where they are new."""
+        key = self.key(leaves, spec)
+        served = self._served.get(key)
+        if served is not None and len(self._served) > 1:
+            self._touch(key)
+        return served
+
+    def _touch(self, key: object) -> None:
+        with self.lock:
+            if key in self._served:
+                self._served.move_to_end(key)
+
+    def of_any_strides(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Served | None:
+        """The program that answers calls like this one, whatever their strides."""
+        return self._any_strides.get(call_key(leaves, spec, strides=False))
+
+    def distinguish_strides(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> None:
+        """From now on, give calls like this one a program for each of their strides."""
+        key = call_key(leaves, spec, strides=False)
+        self._any_strides.pop(key, None)
+        self._by_layout.add(key)
+
+    def admit(self, served: Served) -> Served:
+        """Let a new program answer the call that it was captured for, and others like it."""
+        assert served.captured is not None
+        leaves, spec = served.captured.leaves, served.captured.spec
+        key = call_key(leaves, spec, strides=False)
+        if served.asked.layout and not self._has_layout_keys:
+            self._look_at_layout()
+        if served.asked.layout or reads_strides(served.captured.program.graph) is not None:
+            self._by_layout.add(key)
+        elif key not in self._by_layout:  # the border brings any strides into order
+            self._any_strides[key] = served
+        return self.remember(leaves, spec, served)
+
+    def _look_at_layout(self) -> None:
+        """From now on keys say where tensors begin, and the short ways are not taken."""
+        known = {id(served): served for served in self._served.values()}
+        self._has_layout_keys = True
+        self._served.clear()
+        self._single, self.latest = {}, knows_nothing
+        for served in known.values():
+            if served.captured is not None:
+                self.remember(served.captured.leaves, served.captured.spec, served)
+
+    def remember(self, leaves: Sequence[Any], spec: pytree.TreeSpec, served: Served) -> Served:
+        """Let `served` answer every call like this one; the kinds of call used longest ago are forgotten."""
+        key = self.key(leaves, spec)
+        self._served[key] = served
+        self.failures.pop(key, None)
+        single = len(leaves) == 1 and isinstance(leaves[0], Tensor) and spec == _ONE_TENSOR
+        if single and served.layout is not None and not self._has_layout_keys:
+            self._single[tensor_key(leaves[0])] = _Single(_way(served, leaves[0]), served.layout.restore, key)
+        while self.programs > self.max_programs:
+            self._forget(next(key for key, found in self._served.items() if found.layout is not None))
+        while len(self._served) > MOST_KEYS * self.max_programs:
+            self._forget(next(iter(self._served)))
+        return served
+
+    def _forget(self, key: object) -> None:
+        served = self._served.pop(key)
+        self.latest = knows_nothing
+        self._single = {k: found for k, found in self._single.items() if found.key != key}
+        if all(other is not served for other in self._served.values()):
+            self._any_strides = {k: s for k, s in self._any_strides.items() if s is not served}
+
+    def count_failure(self, leaves: Sequence[Any], spec: pytree.TreeSpec, *, most: int) -> bool:
+        """Note that making a program has failed; whether it is to be tried again, `most` times in all."""
+        key = self.key(leaves, spec)
+        failures = self.failures.pop(key, 0) + 1
+        if failures < most:
+            self.failures[key] = failures
+        while len(self.failures) > MOST_KEYS * self.max_programs:
+            del self.failures[next(iter(self.failures))]
+        return failures < most
+
+
+def _way(served: Served, tensor: Tensor) -> Quick:
+    """The shortest way from a tensor to a program's flat outputs; a state's goes through Python."""
+    assert served.captured is not None
+    assert served.program is not None
+    return plain(served.run) if served.captured.state else quick(served.program, served.run, tensor)

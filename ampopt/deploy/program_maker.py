@@ -1,0 +1,191 @@
+"""Programs for calls not seen before: captured, made by the recipe, verified, as the first one was."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ampopt.deploy.known_calls import Served
+from ampopt.deploy.optimized import Optimized
+from ampopt.deploy.served_state import State
+from ampopt.engines.cuda_graphs import Outputs
+from ampopt.engines.executable import Executable, executable
+from ampopt.errors import VerificationError, is_passing
+from ampopt.ir.asked import Asked, noting_what_is_asked
+from ampopt.ir.capture import Captured, capture
+from ampopt.ir.model_copy import untouched_rng, working_copy
+from ampopt.ir.narrow_convs import why_it_may_crash
+from ampopt.ir.numerics import relative_error
+from ampopt.ir.program import Program
+from ampopt.ir.settings import Settings
+from ampopt.ir.signature import flatten_outputs, tensors_of
+from ampopt.ir.transform import Pass, replay
+from ampopt.measure.verify import Verifier
+from ampopt.system.process_state import process_kept
+
+logger = logging.getLogger("ampopt")
+
+MOST_COMPARED = 4
+"""Other strides for which a program is compared with the original before it is taken to hold for all."""
+
+AUTOCAST_ERROR = 0.1
+"""Relative error up to which the original's results under autocast are those of a program, less exact."""
+
+
+class ProgramMaker:
+    """Makes what serves a call, and says for which other calls it holds."""
+
+    def __init__(self, optimized: Optimized, state: State, outputs: Outputs) -> None:
+        """`state` is what the programs keep from call to call; `outputs`: see `ampopt.optimize`."""
+        self._optimized, self._state, self._outputs = optimized, state, outputs
+        self._device = optimized.program.device
+
+    def first(self, ready: Executable | None) -> Served:
+        """What serves the call that the model was optimized for; `ready`: its executable, if there is one."""
+        optimized = self._optimized
+        run = ready if ready is not None and self._outputs == "copy" else self.executable(optimized.program)
+        asked = self._asked(self.original(), optimized.captured)
+        return self._served(optimized.captured, optimized.program, run, asked)
+
+    @process_kept()
+    def make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], passes: tuple[Pass, ...]) -> Served:
+        """Capture a call, replay the passes, verify. Raises VerificationError, and what capturing raises."""
+        original, lane = self.original(), self._optimized.recipe.lane
+        args, kwargs = _all_ordinary(args, kwargs)
+        captured = capture(original, args, kwargs, self._device)
+        if lane.is_mixed and (crash := why_it_may_crash(captured.program)):
+            raise VerificationError(f"it cannot be verified below FP32: {crash}")
+        program = replay(passes, lane.start(captured.program))
+        run = self.executable(program)
+        asked = self._asked(original, captured)
+        draws = 0 if asked.layout else 1  # a draw lies in memory as it likes
+        if reason := self.why_wrong(original, captured, run, draws=draws):
+            raise VerificationError(f"the optimized program is wrong for this call: {reason}")
+        return self._served(captured, program, run, asked)
+
+    def original(self) -> nn.Module:
+        """A copy of the original that may be called."""
+        return working_copy(self._optimized.original)
+
+    def try_original(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise the original's own error where it cannot take a call."""
+        args, kwargs = detached(args, kwargs)
+        with torch.no_grad(), untouched_rng(self._device):
+            self.original()(*args, **kwargs)
+
+    def executable(self, program: Program) -> Executable:
+        """What runs a program here."""
+        return executable(program, outputs=self._outputs)
+
+    def _served(self, captured: Captured, program: Program, run: Executable, asked: Asked) -> Served:
+        return Served(self._state.bound(run), captured.layout, captured, program, asked, run)
+
+    def why_wrong(
+        self, original: nn.Module, captured: Captured, run: Executable, *, draws: int
+    ) -> str | None:
+        """Why `run` does not answer the captured call as the original does; None where it does."""
+        recipe = self._optimized.recipe
+        verifier = Verifier(
+            original,
+            captured,
+            tolerance=recipe.tolerance,
+            metric=recipe.metric,
+            draws=draws,
+            faults=recipe.faults,
+        )
+        return verifier.check(run, recipe.lane).reason
+
+    def _asked(self, model: nn.Module, captured: Captured) -> Asked:
+        """What the model's code asks in the captured call; everything where that cannot be known."""
+        args, kwargs = pytree.tree_unflatten(list(captured.leaves), captured.spec)
+        device = self._device
+        try:
+            with Settings().scope(device), untouched_rng(device), noting_what_is_asked(model) as asked:
+                model(*args, **kwargs)
+        except Exception as error:
+            logger.debug("ampopt: what a model asks is not known: %s", error)
+            return Asked(layout=True, autocast=True)
+        return asked
+
+    def holds(self, served: Served, leaves: Sequence[Any]) -> bool:
+        """Whether a program answers other strides as the original does; it is tried for the first few."""
+        if served.compared >= MOST_COMPARED:
+            return True
+        captured = served.captured
+        assert captured is not None
+        assert served.bare is not None
+        tensors = tuple(_ordinary(tensor) for tensor in tensors_of(leaves))
+        remaining = iter(tensors)
+        laid = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        program = captured.program.replace(examples=(*tensors, *captured.initial_state))
+        there = dataclasses.replace(captured, program=program, leaves=tuple(laid))
+        try:
+            holds = self.why_wrong(self.original(), there, served.bare, draws=0) is None
+        except Exception as error:  # the original refuses these strides (a `view`); a program need not
+            logger.debug("ampopt: a program could not be compared for other strides: %s", error)
+            return True
+        served.compared += holds
+        return holds
+
+    def casts(
+        self,
+        served: Served,
+        dtype: torch.dtype,
+        outputs: Sequence[Tensor],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> tuple[torch.dtype, ...] | None:
+        """The dtypes of the original's results under an autocast to `dtype`; None where it has to answer.
+
+        It is called once for it, in the caller's own autocast. Where its code asks for the state of autocast,
+        or its results are others (no rounding explains `AUTOCAST_ERROR`), only it knows what to answer.
+        """
+        if dtype not in served.casts:
+            try:
+                args, kwargs = _all_ordinary(args, kwargs)
+                with torch.no_grad(), untouched_rng(self._device):
+                    result = self.original()(*args, **kwargs)
+                theirs, layout = flatten_outputs(result)
+            except Exception as error:
+                if not is_passing(error):
+                    served.casts[dtype] = None
+                return None
+            same = not served.asked.autocast and layout == served.layout
+            same = same and all(
+                relative_error(ours.to(its.dtype), its) <= AUTOCAST_ERROR
+                for ours, its in zip(outputs, theirs, strict=True)
+            )
+            served.casts[dtype] = tuple(output.dtype for output in theirs) if same else None
+        return served.casts[dtype]
+
+
+def detached(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call without what gradients would need of them."""
+
+    def detach(leaf: Any) -> Any:
+        return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+
+    return pytree.tree_map(detach, args), pytree.tree_map(detach, dict(kwargs))
+
+
+def _ordinary(tensor: Tensor) -> Tensor:
+    """A tensor without gradients or lazy bits; one made in inference mode, which autocast's cache and
+    captures cannot take, is copied."""
+    tensor = tensor.detach()
+    if tensor.is_inference():
+        with torch.inference_mode(mode=False):
+            tensor = tensor.clone()
+    return tensor.resolve_conj().resolve_neg()
+
+
+def _all_ordinary(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def ordinary(leaf: Any) -> Any:
+        return _ordinary(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return pytree.tree_map(ordinary, args), pytree.tree_map(ordinary, dict(kwargs))
