@@ -75,6 +75,7 @@ class RemoveInferenceNoops(Pass):
     numerics = Numerics.BITWISE
     family = Family.REWRITE
     portable = True
+    shape_dependent = True
     enables_others = True
 
     def apply(self, program: Program) -> Result:

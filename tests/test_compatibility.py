@@ -50,4 +50,6 @@ def test_the_onnx_model_of_such_a_bundle_runs_without_pytorch(lane: str) -> None
     x = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = original()(x)["logits"].numpy()
-    assert np.allclose(loaded(x.numpy()), expected, atol=1e-5)
+    found = loaded(x.numpy())
+    assert isinstance(found, np.ndarray)
+    assert np.allclose(found, expected, atol=1e-5)

@@ -23,7 +23,7 @@ from ampopt.ir.graph import (
 from ampopt.ir.lanes import FP32, LANES, Lane
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Family, Pass, replay
-from ampopt.passes import PIPELINE, BakeAutocast, RemoveInferenceNoops
+from ampopt.passes import PIPELINE, BakeAutocast
 
 HALF = LANES["amp"]["cuda"]
 """What a float16 export computes in, by CUDA's rules, whatever device it is made on."""
@@ -49,7 +49,7 @@ def portable_program(
     if lane not in (FP32, HALF):
         raise InputError(f"a portable program is float32 or float16, not {lane.dtype}")
     program = captured.program
-    steps = [step for step in _rewrites(recipe) if not (dynamic and isinstance(step, RemoveInferenceNoops))]
+    steps = [step for step in _rewrites(recipe) if not (dynamic and step.shape_dependent)]
     if lane == FP32:
         return replay(tuple(steps), FP32.start(program))
     bake = next((step for step in recipe if isinstance(step, BakeAutocast)), BakeAutocast())

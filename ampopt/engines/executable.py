@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ampopt.engines.cuda_graphs import CapturedGraph, Outputs
-from ampopt.engines.onnx_engine import OnnxEngine
-from ampopt.engines.quick_call import Quick, plain
+from ampopt.engines.quick_call import HasQuickCall, Quick, plain
 from ampopt.ir.program import Program
 
 Executable = Callable[..., tuple[Tensor, ...]]
@@ -34,7 +33,7 @@ def quick(program: Program, run: Executable, example: Tensor) -> Quick:
     if isinstance(run, CapturedGraph):
         return run.quick(example)
     engine = program.engine
-    if not isinstance(engine, OnnxEngine):
+    if not isinstance(engine, HasQuickCall):
         return plain(run)
     converts = program.entry[0].convert(example) is not example or any(
         border.dtype is not dtype or border.memory_format is not torch.contiguous_format

@@ -13,8 +13,9 @@ import importlib.util
 import logging
 import sysconfig
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from ampopt.errors import first_line
@@ -27,6 +28,23 @@ Answer = Callable[[object], Any]
 
 Quick = Callable[[Callable[[object], bool], Callable[[tuple[Tensor, ...]], Any]], Answer]
 """Makes an answer, of what recognizes a tensor and what makes a result of the program's flat outputs."""
+
+
+@runtime_checkable
+class HasQuickCall(Protocol):
+    """What an engine may give to run a program: a function of flat tensors that has a shorter way for one."""
+
+    dtypes: tuple[torch.dtype, ...]
+    """Of its flat outputs."""
+
+    def quick(
+        self, example: Tensor, otherwise: Callable[[Tensor], tuple[Tensor, ...]]
+    ) -> Callable[[Tensor], tuple[Tensor, ...]]:
+        """What runs tensors like the example, in all but their numbers; `otherwise` is the long way.
+
+        Nothing is converted around it, and PyTorch's settings are not set.
+        """
+
 
 MOST_OUTPUTS = 31
 """Flat outputs for which the C++ has room."""

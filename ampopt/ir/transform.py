@@ -82,6 +82,8 @@ class Pass(abc.ABC):
     family: ClassVar[Family]
     portable: ClassVar[bool]
     """True: holds on every machine and belongs into an exported model."""
+    shape_dependent: ClassVar[bool] = False
+    """True: it judges by the example's sizes, so it is left out of a model that is exported for others."""
     enables_others: ClassVar[bool] = False
     """True: kept although it gains nothing, as long as it costs nothing, because later passes build on it."""
 
@@ -120,7 +122,8 @@ class Pass(abc.ABC):
 class Engine(Pass):
     """A pass that says who runs the graph: a compiler, a runtime. It leaves the graph itself as it is.
 
-    `apply` gives `program.replace(engine=...)`: a callable from the program's flat inputs to its outputs.
+    `apply` gives `program.replace(engine=...)`: a callable from the program's flat inputs to its outputs. It
+    may have a shorter way for calls of one tensor, see `ampopt.engines.quick_call.HasQuickCall`.
     """
 
     numerics = Numerics.REASSOCIATED

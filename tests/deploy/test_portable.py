@@ -16,7 +16,14 @@ from ampopt.ir.lanes import FP32, Lane, mixed
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Pass
-from ampopt.passes import AllowTf32, ChannelsLast, Degroup, FuseConvAct, MergeLinearChain
+from ampopt.passes import (
+    AllowTf32,
+    ChannelsLast,
+    Degroup,
+    FuseConvAct,
+    MergeLinearChain,
+    RemoveInferenceNoops,
+)
 from tests.helpers import Model, check_graph, dtypes_of, reference_of, targets_of, with_statistics
 from tests.support.planted import captured_of
 
@@ -117,3 +124,13 @@ def test_autocast_is_as_it_was_afterwards() -> None:
 def test_other_precisions_are_refused() -> None:
     with pytest.raises(InputError, match="float32 or float16"):
         portable(conv_bn(), lane=mixed("amp", torch.bfloat16))
+
+
+@pytest.mark.parametrize("by_size", [True, False])
+def test_what_judges_by_the_examples_sizes_is_left_out_for_others(
+    by_size: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RemoveInferenceNoops, "shape_dependent", by_size)
+    captured, step = captured_of(nn.Sequential(nn.Dropout(), nn.ReLU()).eval(), X)[1], RemoveInferenceNoops()
+    assert step in portable_program(captured, (), FP32).recipe
+    assert (step in portable_program(captured, (), FP32, dynamic=True).recipe) is not by_size

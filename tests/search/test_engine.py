@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ampopt
 from ampopt.ir.program import Program
@@ -32,6 +33,33 @@ class Toy(ampopt.Engine):
     def apply(self, program: Program) -> Result:
         """Let the graph run itself."""
         return Result(program.replace(engine=program.graph), 0 if program.engine else 1)
+
+
+class Shortcut:
+    """Runs a graph, and counts the calls that take its shorter way."""
+
+    def __init__(self, program: Program) -> None:
+        self._program, self.dtypes, self.short_calls = program, (torch.float32,), 0
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        outputs: Sequence[Tensor] = self._program.graph(*tensors)
+        return outputs
+
+    def quick(self, example: Tensor, otherwise: Callable[..., Any]) -> Callable[[Tensor], tuple[Tensor, ...]]:
+        def call(tensor: Tensor) -> tuple[Tensor, ...]:
+            self.short_calls += 1
+            return tuple(self(tensor))
+
+        return call
+
+
+@dataclasses.dataclass(frozen=True)
+class Quick(ampopt.Engine):
+    """Run the graph with a shorter way for one tensor."""
+
+    def apply(self, program: Program) -> Result:
+        """Let the graph run itself."""
+        return Result(program.replace(engine=Shortcut(program)), 1)
 
 
 class Homeless(Toy):
@@ -64,6 +92,18 @@ def test_it_is_tried_verified_timed_and_served(all_kept: Any) -> None:
     assert entry.error is not None
     assert fast.program.engine is not None
     assert [step.name for step in fast.program.recipe] == ["toy"]
+
+
+def test_its_quick_call_answers_tensors_that_need_no_conversion(all_kept: Any) -> None:
+    with all_kept:
+        fast = tuned(Quick(), cache=False)
+    engine = fast.program.engine
+    assert isinstance(engine, Shortcut)
+    before = engine.short_calls
+    fast(X)
+    assert engine.short_calls == before + 1
+    fast(X.T.contiguous().T)  # other strides: the border brings them into order
+    assert engine.short_calls == before + 1
 
 
 def test_it_is_found_in_the_cache_and_anew_with_another_version_of_its_package(
