@@ -36,7 +36,7 @@ from ampopt.search.options import Options
 from ampopt.search.pass_manager import Progress
 from ampopt.search.progress import progress_line
 from ampopt.search.regions import PartlyOptimizedModule, as_it_was, optimize_regions
-from ampopt.search.rehearsal import Stage
+from ampopt.search.rehearsal import Sandbox
 from ampopt.system.budget import (
     CALLS_OF_A_TRIAL,
     CALLS_TO_CAPTURE,
@@ -139,8 +139,8 @@ def optimize(
         given = {} if example_kwargs is None else example_kwargs
         original, args, kwargs, note = prepare_call(model, example_inputs, given, device)
     where = device_of(original, flatten_call(args, kwargs)[0])
-    with progress_line(progress, started, options.budget_s) as tell, Stage(where) as stage:
-        result = _optimize(original, args, kwargs, options, started, tell, stage)
+    with progress_line(progress, started, options.budget_s) as tell, Sandbox(where) as sandbox:
+        result = _optimize(original, args, kwargs, options, started, tell, sandbox)
     result.strict = strict
     result.report.notes[:0] = [told for told in (note, mode_note(model)) if told]
     if where.type == "cuda":  # what was tried and lost lies in cycles and in PyTorch's cache
@@ -156,7 +156,7 @@ def _optimize(
     options: Options,
     started: float,
     tell: Progress,
-    stage: Stage,
+    sandbox: Sandbox,
 ) -> OptimizedModule | PartlyOptimizedModule:
     rehearses = (
         any(engine.risky for engine in options.pipeline().engines) and options.budget_s >= WORTH_A_STAGE_S
@@ -166,11 +166,11 @@ def _optimize(
         if reason is not None:
             return as_it_was(original, args, kwargs, reason, started=started)
         try:
-            captured = capture(original, args, kwargs, stage.device)
+            captured = capture(original, args, kwargs, sandbox.device)
         except CaptureError as error:
             check_interrupted(error)
             if rehearses:
-                stage.prepare()
+                sandbox.prepare()
             reason = str(error)
         else:
             optimizer = Optimizer(
@@ -180,11 +180,11 @@ def _optimize(
                 name=type(original).__name__,
                 started=started,
                 progress=tell,
-                stage=stage,
+                sandbox=sandbox,
                 call_s=call_s,
             )
             if rehearses and not optimizer.is_tuned:
-                stage.prepare()
+                sandbox.prepare()
     if reason is None:
         return optimizer.run()
     return optimize_regions(
@@ -195,7 +195,7 @@ def _optimize(
         reason,
         started=started,
         progress=tell,
-        stage=stage,
+        sandbox=sandbox,
     )
 
 

@@ -28,7 +28,7 @@ from ampopt.measure.verify import Faults, Verifier
 from ampopt.search.named_passes import Passes
 from ampopt.search.options import Options
 from ampopt.search.progress import progress_line
-from ampopt.search.rehearsal import Stage
+from ampopt.search.rehearsal import Sandbox
 from ampopt.system.environment import environment
 from ampopt.system.interrupts import interruptible, watched
 from ampopt.system.process_state import process_kept
@@ -137,7 +137,7 @@ class _Comparer:
     lane: Lane
     passes: tuple[Pass, ...]
     deadline: float
-    stage: Stage
+    sandbox: Sandbox
     sample_s: float = 0.4
     broken: set[str] = dataclasses.field(default_factory=set)
 
@@ -147,7 +147,7 @@ class _Comparer:
         for step in passes:
             if step.why_not(program) is not None:
                 continue
-            result, _ = self.stage.apply(step, program, seconds=self.deadline - time.perf_counter())
+            result, _ = self.sandbox.apply(step, program, seconds=self.deadline - time.perf_counter())
             if result.modified:
                 program = result.program.replace(recipe=(*program.recipe, result.replay or step))
                 applied.append(step.name)
@@ -247,10 +247,10 @@ def compare(
     steps = tuple(options.pipeline())
     rows: list[ComparedPass] = []
     lanes = lanes_for(precision, where, amp_dtype)
-    with progress_line(progress, started, options.budget_s) as tell, Stage(where) as stage:
+    with progress_line(progress, started, options.budget_s) as tell, Sandbox(where) as sandbox:
         for number, lane in enumerate(lanes):
             share = started + options.budget_s * (number + 1) / len(lanes)
-            comparer = _Comparer(captured, verifier, lane, steps, share, stage)
+            comparer = _Comparer(captured, verifier, lane, steps, share, sandbox)
             for mode, step, before, after in _plan(steps):
                 if rows and rows[-1].reason == INTERRUPTED:
                     rows.append(comparer.not_compared(mode, step, INTERRUPTED))

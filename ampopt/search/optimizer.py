@@ -30,7 +30,7 @@ from ampopt.measure.sampling import gain, interleave
 from ampopt.measure.verify import Verifier
 from ampopt.search.options import Options
 from ampopt.search.pass_manager import LaneState, PassManager, Progress, judging_s
-from ampopt.search.rehearsal import Stage
+from ampopt.search.rehearsal import Sandbox
 from ampopt.search.tuning_cache import default_cache, key_of
 from ampopt.system.budget import (
     CALLS_OF_A_TRIAL,
@@ -66,15 +66,16 @@ AUTO_TOLERANCE = 1e-2
 
 
 @dataclasses.dataclass(frozen=True)
-class Care:
-    """Random inputs that programs are verified on beside the examples; seconds of the lanes' comparison."""
+class Effort:
+    """`draws`: random inputs that programs are verified on beside the examples; `seconds`: of the lanes'
+    comparison."""
 
     draws: int
     seconds: float
 
 
-SEARCHING, RECALLING = Care(2, 3.0), Care(1, 1.0)
-"""The care that a search takes, and that taken where an earlier one's outcome is only looked at again."""
+SEARCH, RECALL = Effort(2, 3.0), Effort(1, 1.0)
+"""The effort of a search, and that where an earlier one's outcome is only looked at again."""
 
 BRIEFLY_S = 1e-3
 """The time budget of what has to be done after Ctrl-C."""
@@ -116,7 +117,7 @@ class Optimizer:
         name: str,
         started: float,
         progress: Progress | None = None,
-        stage: Stage | None = None,
+        sandbox: Sandbox | None = None,
         max_captures: int = 16,
         call_s: float | None = None,
     ) -> None:
@@ -125,7 +126,7 @@ class Optimizer:
         `call_s` are the seconds that a call of it takes, where they are known.
         """
         self._original, self._captured, self._options, self._started = original, captured, options, started
-        self._progress, self._stage, self._max_captures = progress, stage, max_captures
+        self._progress, self._sandbox, self._max_captures = progress, sandbox, max_captures
         self._budget = Budget(started, options.budget_s)
         program = captured.program
         self.device = program.device
@@ -137,34 +138,34 @@ class Optimizer:
         self._pipeline = options.pipeline()
         self._lanes = lanes_for(options.precision, program.device, options.amp_dtype)
         self._cache = default_cache() if options.is_cacheable else None
-        self._key = key_of(program, options.wishes()) if self._cache else ""
+        self._key = key_of(program, options.cache_facts()) if self._cache else ""
         self._known = self._cache.find(self._key, self._pipeline) if self._cache else None
         if call_s is None:
             args, kwargs = pytree.tree_unflatten(list(captured.leaves), captured.spec)
             call_s = seconds_of_a_call(original, args, kwargs, options.budget_s)
         self._call_s = call_s
-        self._begin(SEARCHING if self._known is None else RECALLING)
+        self._begin(SEARCH if self._known is None else RECALL)
 
-    def _begin(self, care: Care) -> None:
+    def _begin(self, effort: Effort) -> None:
         """Prepare to verify and time programs, on fewer random inputs where a call takes long.
 
         Where not even the examples can be verified within the budget, the reason is noted instead.
         """
         options, captured = self._options, self._captured
         after = CALLS_TO_COMPARE + (0 if self.is_tuned else CALLS_OF_A_TRIAL)
-        for draws in range(care.draws, -1, -1):
+        for draws in range(effort.draws, -1, -1):
             needed_s = self._call_s * (calls_to_verify(draws) + after)
             self._why_not = self._budget.why_not(needed_s, self._call_s, "verifying and judging one pass")
             if self._why_not is None:
                 break
         else:
             return
-        if draws < care.draws:
+        if draws < effort.draws:
             self.ledger.notes.append(
-                f"verified on {draws} of {care.draws} random inputs, because a call takes "
+                f"verified on {draws} of {effort.draws} random inputs, because a call takes "
                 f"{self._call_s:.2g} s here"
             )
-        self._care = dataclasses.replace(care, draws=draws)
+        self._effort = dataclasses.replace(effort, draws=draws)
         try:
             self._verifier = Verifier(
                 self._original,
@@ -187,7 +188,7 @@ class Optimizer:
             self.ledger,
             deadline=deadline,
             progress=self._progress,
-            stage=self._stage,
+            sandbox=self._sandbox,
         )
 
     @property
@@ -280,7 +281,7 @@ class Optimizer:
         self.ledger.notes.append(f"what an earlier call had found {why}: tuned anew")
         self.ledger.lanes.clear()
         self._states, self._known = [], None
-        self._begin(SEARCHING)
+        self._begin(SEARCH)
         return self._why_not is not None
 
     def _search(self, lanes: Mapping[Lane, float]) -> None:
@@ -424,7 +425,7 @@ class Optimizer:
             calls[f"best {state.lane.name}"] = state.best.call
         with torch.no_grad(), untouched_rng(self.device):
             samplers = {name: engine_latency(call, self.device) for name, call in calls.items()}
-            seconds = min(self._care.seconds, 0.05 * self._options.budget_s)
+            seconds = min(self._effort.seconds, 0.05 * self._options.budget_s)
             order = random.Random(0)
             timed = interleave(samplers, seconds=seconds, order=order)
         self.ledger.baseline = timed["baseline"]

@@ -70,11 +70,11 @@ class Options:
         """Whether what is found can be kept: the code of every pass is in a file, and so has a hash."""
         return self.cache and all(code_of(step) is not None for step in self.pipeline())
 
-    def wishes(self) -> dict[str, object]:
+    def cache_facts(self) -> dict[str, object]:
         """What decides which passes win, for the key of the cache."""
-        told = {n: getattr(self, n) for n in ("precision", "tolerance", "budget_s", "amp_dtype", "nan")}
+        asked = {n: getattr(self, n) for n in ("precision", "tolerance", "budget_s", "amp_dtype", "nan")}
         return {
-            **told,
+            **asked,
             "metric": self.metric is not None,
             "passes": [(type(s).__module__, s) for s in self.pipeline()],
             "packages": package_versions(name for e in self.pipeline().engines for name in e.packages),
@@ -84,12 +84,12 @@ class Options:
     def pipeline(self) -> Pipeline:
         """The passes to try, as the options ask for them."""
         whole = PIPELINE if self.passes is None else as_pipeline(self.passes)
-        return Pipeline.of(self._as_wished(step) for step in whole if not self._leaves_out(step))
+        return Pipeline.of(self._configured(step) for step in whole if not self._leaves_out(step))
 
     def _leaves_out(self, step: Pass) -> bool:
         return step.name in self.exclude or (isinstance(step, AllowTf32) and self.tolerance is None)
 
-    def _as_wished(self, step: Pass) -> Pass:
+    def _configured(self, step: Pass) -> Pass:
         if isinstance(step, BakeAutocast) and self.passes is None:
             return BakeAutocast(policy=self.policy)
         if isinstance(step, FuseConvAct) and self.nan == "ignore":

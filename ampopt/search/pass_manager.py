@@ -18,7 +18,7 @@ from ampopt.measure.entry import Entry, Timing, Verdict
 from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import Gain, Measurement, Sampler, gain, interleave, joined
 from ampopt.measure.verify import Verifier
-from ampopt.search.rehearsal import Stage
+from ampopt.search.rehearsal import Sandbox
 from ampopt.search.subject import Subject
 from ampopt.search.trial import Trial
 from ampopt.system.budget import CALLS_OF_A_TRIAL
@@ -81,15 +81,15 @@ class PassManager:
         deadline: float,
         sample_s: float = 0.4,
         progress: Progress | None = None,
-        stage: Stage | None = None,
+        sandbox: Sandbox | None = None,
     ) -> None:
         """`deadline` is on `time.perf_counter`'s clock; `sample_s` is spent on each comparison and clock.
 
-        Risky passes are rehearsed on the `stage` first; without one, they are not.
+        Risky passes are rehearsed in the `sandbox` first; without one, they are not.
         """
         self._captured, self._verifier, self._ledger = captured, verifier, ledger
         self._deadline, self._sample_s = deadline, sample_s
-        self._progress, self._stage = progress or silent, stage
+        self._progress, self._sandbox = progress or silent, sandbox
 
     def open(self, lane: Lane, call_s: float = 0.0) -> LaneState:
         """Start a lane with the captured program as it is, a call of which takes about `call_s` seconds."""
@@ -297,10 +297,10 @@ class PassManager:
             self._end(trial, Verdict.NOT_TRIED, reason)
             return None
         step = step.within(left)
-        if self._stage is None:
+        if self._sandbox is None:
             result, unrehearsed = step.apply(program), None
         else:
-            result, unrehearsed = self._stage.apply(step, program, seconds=left)
+            result, unrehearsed = self._sandbox.apply(step, program, seconds=left)
         hints = (*result.hints, *([f"not rehearsed: {unrehearsed}"] if unrehearsed else []))
         trial.note(rewrites=result.rewrites, declined=result.declined, hints=hints, seconds=trial.seconds)
         if not result.modified:

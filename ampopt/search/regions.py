@@ -30,7 +30,7 @@ from ampopt.measure.ledger import LaneSummary, Ledger
 from ampopt.search.optimizer import AUTO_TOLERANCE, BRIEFLY_S, HEADLINE, Optimizer
 from ampopt.search.options import Options
 from ampopt.search.pass_manager import Progress
-from ampopt.search.rehearsal import Stage
+from ampopt.search.rehearsal import Sandbox
 from ampopt.system.budget import Budget
 from ampopt.system.environment import environment
 from ampopt.system.interrupts import interruptible
@@ -225,7 +225,7 @@ def optimize_regions(
     *,
     started: float,
     progress: Progress,
-    stage: Stage,
+    sandbox: Sandbox,
 ) -> PartlyOptimizedModule:
     """Optimize the largest capturable submodules of a private copy; `reason` says why the whole is no graph.
 
@@ -263,7 +263,7 @@ def optimize_regions(
             break
         share = dataclasses.replace(options, budget_s=max(left / (len(regions) - index), 0.1))
         try:
-            module, was_cut_off = _optimize_region(region, share, progress, stage)
+            module, was_cut_off = _optimize_region(region, share, progress, sandbox)
         except KeyboardInterrupt:
             was_cut_off = True
         except Exception as error:
@@ -301,7 +301,7 @@ def _reason(error: Exception) -> str:
 
 
 def _optimize_region(
-    region: _Region, options: Options, progress: Progress, stage: Stage
+    region: _Region, options: Options, progress: Progress, sandbox: Sandbox
 ) -> tuple[OptimizedModule, bool]:
     """The optimized submodule, and whether Ctrl-C has ended the work on it."""
     with interruptible():
@@ -312,7 +312,7 @@ def _optimize_region(
             name=region.name,
             started=time.perf_counter(),
             progress=progress,
-            stage=stage,
+            sandbox=sandbox,
             max_captures=0,
         )
     module = optimizer.run()

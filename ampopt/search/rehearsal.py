@@ -1,8 +1,8 @@
 """Rehearsals: a risky pass is tried in another process first, which alone suffers when it crashes or hangs.
 
 A foreign compiler can bring the process down, corrupt its CUDA context for good, or not return in time.
-None of that can be undone from inside, so it first does its work, captured and replayed, on a stage of its
-own: a process that gets the program, and is killed when its time is over. What it compiles there lies in
+None of that can be undone from inside, so it first does its work, captured and replayed, in a sandbox: a
+process that gets the program, and is killed when its time is over. What it compiles there lies in
 the compilers' disk caches afterwards, so that doing it again here takes a fraction of the time. What a pass
 does before it compiles anything, it may do here meanwhile.
 """
@@ -36,7 +36,7 @@ from ampopt.measure.clocks import synchronize
 from ampopt.system.inductor_cache import inductor_folder
 
 
-class Stage:
+class Sandbox:
     """A process to rehearse in: begun when first needed, replaced after a failure, killed at the end.
 
     `device` is where the programs run that will be rehearsed.
@@ -47,7 +47,7 @@ class Stage:
         self._process: subprocess.Popen[bytes] | None = None
         self._line: Connection | None = None
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> Sandbox:
         return self
 
     def __exit__(

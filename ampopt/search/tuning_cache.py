@@ -72,11 +72,11 @@ def default_cache() -> TuningCache | None:
     return TuningCache(folder) if folder is not None else None
 
 
-def key_of(program: Program, wishes: Mapping[str, object]) -> str:
+def key_of(program: Program, facts: Mapping[str, object]) -> str:
     """The hash of everything that decides which passes win for a captured program.
 
     That is its graph and the shapes of its weights (not their values, on which verification depends and
-    speed does not), its inputs, what the user wishes, the device, the libraries and ampopt's own code.
+    speed does not), its inputs, what the user asks for, the device, the libraries and ampopt's own code.
     """
     digest = hashlib.sha256()
 
@@ -90,7 +90,7 @@ def key_of(program: Program, wishes: Mapping[str, object]) -> str:
         *sorted(environment(program.device).items()),
         program.device.index,
     )
-    add(*sorted((name, repr(wish)) for name, wish in wishes.items()))
+    add(*sorted((name, repr(fact)) for name, fact in facts.items()))
     for node in program.graph.graph.nodes:
         add(node.op, node.name, node.target, node.args, node.kwargs)
     for name, weight in sorted(program.graph.named_buffers()):

@@ -117,10 +117,10 @@ def test_it_is_found_in_the_cache_and_anew_with_another_version_of_its_package(
         again = tuned(Toy())
     assert any("tuned by an earlier call" in note for note in again.report.notes)
     program, options = captured_of(nn.ReLU(), X)[1].program, Options(passes=[Toy()])
-    own = key_of(program, options.wishes())
-    assert key_of(program, options.wishes()) == own
+    own = key_of(program, options.cache_facts())
+    assert key_of(program, options.cache_facts()) == own
     monkeypatch.setattr(environment, "_version", lambda name: "9.9")
-    assert key_of(program, options.wishes()) != own
+    assert key_of(program, options.cache_facts()) != own
 
 
 @pytest.mark.parametrize(

@@ -115,11 +115,11 @@ def test_it_is_cached_until_its_source_changes(
     own = code_of(step)
     assert own is not None
     assert own[:2] == ("double_relu", "double-relu 1.2")
-    key = key_of(program, Options(passes=[step]).wishes())
+    key = key_of(program, Options(passes=[step]).cache_facts())
     with (package / "double_relu.py").open("a") as source:
         source.write("# changed\n")
     try:
-        assert key_of(program, Options(passes=[step]).wishes()) != key
+        assert key_of(program, Options(passes=[step]).cache_facts()) != key
     finally:
         (package / "double_relu.py").write_text(example())
 

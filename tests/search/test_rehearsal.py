@@ -19,7 +19,7 @@ from ampopt.ir.graph import aten
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Pass, Result
 from ampopt.measure.entry import Verdict
-from ampopt.search.rehearsal import Stage
+from ampopt.search.rehearsal import Sandbox
 from tests.support.planted import Bench, captured_of, rewritten
 
 X = torch.ones(1, 3)
@@ -68,8 +68,8 @@ class Waiting(Risky):
         return super().apply_beside(program, rehearsed)
 
 
-def rehearse(stage: Stage, step: Pass, program: Program, *, seconds: float) -> str | None:
-    with stage.rehearsing(step, program, seconds=seconds) as rehearsed:
+def rehearse(sandbox: Sandbox, step: Pass, program: Program, *, seconds: float) -> str | None:
+    with sandbox.rehearsing(step, program, seconds=seconds) as rehearsed:
         return rehearsed()
 
 
@@ -80,10 +80,10 @@ def program() -> Program:
 
 def test_a_pass_that_works_is_rehearsed_in_another_process(program: Program, tmp_path: Path) -> None:
     note = tmp_path / "note"
-    with Stage(CPU) as stage:
-        rehearse(stage, Risky(note=str(note)), program, seconds=60)
+    with Sandbox(CPU) as sandbox:
+        rehearse(sandbox, Risky(note=str(note)), program, seconds=60)
         first = note.read_text()
-        rehearse(stage, Risky(note=str(note)), program, seconds=60)
+        rehearse(sandbox, Risky(note=str(note)), program, seconds=60)
         assert note.read_text() == first  # the same process
     pid, threads = map(int, first.split())
     assert pid != os.getpid()
@@ -94,9 +94,9 @@ def test_a_pass_that_works_is_rehearsed_in_another_process(program: Program, tmp
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_on_a_cpu_nothing_is_begun_beside_what_is_timed(device: str) -> None:
-    with Stage(torch.device(device)) as stage:
-        stage.prepare()
-        assert (stage._process is None) == (device == "cpu")
+    with Sandbox(torch.device(device)) as sandbox:
+        sandbox.prepare()
+        assert (sandbox._process is None) == (device == "cpu")
 
 
 @pytest.mark.parametrize(
@@ -108,30 +108,32 @@ def test_on_a_cpu_nothing_is_begun_beside_what_is_timed(device: str) -> None:
     ],
 )
 def test_a_failure_there_is_a_reason_here(program: Program, elsewhere: str, reason: str) -> None:
-    with Stage(CPU) as stage:
+    with Sandbox(CPU) as sandbox:
         with pytest.raises(PassError, match=reason):
-            rehearse(stage, Risky(elsewhere), program, seconds=60)
-        rehearse(stage, Risky(), program, seconds=60)  # the next one has a new process
+            rehearse(sandbox, Risky(elsewhere), program, seconds=60)
+        rehearse(sandbox, Risky(), program, seconds=60)  # the next one has a new process
 
 
 def test_what_does_not_return_is_killed_when_the_time_is_over(program: Program) -> None:
     start = time.perf_counter()
-    with Stage(CPU) as stage, pytest.raises(PassError, match="longer than the 5 s that were left"):
-        rehearse(stage, Risky("hang"), program, seconds=5)
+    with Sandbox(CPU) as sandbox, pytest.raises(PassError, match="longer than the 5 s that were left"):
+        rehearse(sandbox, Risky("hang"), program, seconds=5)
     assert time.perf_counter() - start < 30
 
 
 def test_a_pass_may_begin_here_while_it_is_rehearsed(program: Program, tmp_path: Path) -> None:
     home = os.getpid()
-    with Stage(CPU) as stage:
-        result, unrehearsed = stage.apply(Waiting("nothing", home, str(tmp_path / "a")), program, seconds=60)
+    with Sandbox(CPU) as sandbox:
+        result, unrehearsed = sandbox.apply(
+            Waiting("nothing", home, str(tmp_path / "a")), program, seconds=60
+        )
         assert (result.rewrites, unrehearsed) == (1, None)
         with pytest.raises(PassError, match="signal SIGSEGV"):
-            stage.apply(Waiting("crash", home, str(tmp_path / "b")), program, seconds=60)
+            sandbox.apply(Waiting("crash", home, str(tmp_path / "b")), program, seconds=60)
 
 
 def test_a_failure_is_told_as_often_as_it_is_asked_for(program: Program) -> None:
-    with Stage(CPU) as stage, stage.rehearsing(Risky("raise"), program, seconds=60) as rehearsed:
+    with Sandbox(CPU) as sandbox, sandbox.rehearsing(Risky("raise"), program, seconds=60) as rehearsed:
         for _ in range(2):
             with pytest.raises(PassError, match="no such kernel"):
                 rehearsed()
@@ -146,13 +148,13 @@ def test_what_goes_on_there_ends_where_it_goes_wrong_here(program: Program, tmp_
             time.sleep(0.01)
         raise ZeroDivisionError
 
-    with Stage(CPU) as stage:
-        hanging = stage.rehearsing(Risky("hang", note=str(note)), program, seconds=500)
+    with Sandbox(CPU) as sandbox:
+        hanging = sandbox.rehearsing(Risky("hang", note=str(note)), program, seconds=500)
         with pytest.raises(ZeroDivisionError), hanging:
             fail()
         with pytest.raises(ProcessLookupError):
             os.kill(int(note.read_text().split()[0]), 0)
-        assert rehearse(stage, Risky(), program, seconds=60) is None
+        assert rehearse(sandbox, Risky(), program, seconds=60) is None
     assert time.perf_counter() - start < 100
 
 
@@ -161,20 +163,20 @@ def test_what_another_process_cannot_load_is_not_rehearsed(program: Program) -> 
     class Local(Risky):
         """Known to this process only."""
 
-    with Stage(CPU) as stage:
-        said = rehearse(stage, Local("crash"), program, seconds=60)
+    with Sandbox(CPU) as sandbox:
+        said = rehearse(sandbox, Local("crash"), program, seconds=60)
         assert said is not None
         assert "cannot be sent to another process" in said
         engine = program.replace(engine=lambda *tensors: tensors)
-        assert rehearse(stage, Risky(), engine, seconds=60) is not None
-        assert rehearse(stage, Risky(), program, seconds=60) is None
+        assert rehearse(sandbox, Risky(), engine, seconds=60) is not None
+        assert rehearse(sandbox, Risky(), program, seconds=60) is None
 
 
 def test_what_was_not_rehearsed_is_told_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ampopt.search.rehearsal._possible", lambda: False)
-    with Stage(CPU) as stage:
+    with Sandbox(CPU) as sandbox:
         bench = Bench(monkeypatch, nn.Linear(3, 2), X, cost={"risky": 0.5})
-        bench.manager._stage = stage
+        bench.manager._sandbox = sandbox
         (entry,) = bench.rewrite(Risky("nothing", os.getpid()))
     assert entry.verdict is Verdict.KEPT
     assert entry.hints == ("not rehearsed: this system has no POSIX processes to rehearse in",)
@@ -184,9 +186,9 @@ def test_a_pass_that_crashes_its_rehearsal_is_a_failed_row_and_the_rest_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     home = os.getpid()
-    with Stage(CPU) as stage:
+    with Sandbox(CPU) as sandbox:
         bench = Bench(monkeypatch, nn.Linear(3, 2), X, cost={"risky": 0.5})
-        bench.manager._stage = stage
+        bench.manager._sandbox = sandbox
         entries = bench.rewrite(Risky("crash", home), Risky("nothing", home))
     assert [entry.verdict for entry in entries] == [Verdict.FAILED, Verdict.KEPT]
     assert "signal SIGSEGV" in entries[0].reason

@@ -173,7 +173,7 @@ def test_the_folder_is_the_users_choice(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert default_cache() == TuningCache(tmp_path / "xdg" / "ampopt" / "tuning")
 
 
-def test_the_key_is_of_structure_shapes_and_wishes_but_not_of_values() -> None:
+def test_the_key_is_of_structure_shapes_and_options_but_not_of_values() -> None:
     own = key_of(program(), WISHES)
     other_values = network()
     with torch.no_grad():
@@ -265,10 +265,10 @@ def test_a_recipe_that_does_not_apply_is_left_and_everything_tried_anew(
 def test_a_pipeline_with_another_pass_is_another_wish(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a pass that the user adds would never be tried on a model that was tuned without it."""
     made, options = program(), Options()
-    own = key_of(made, options.wishes())
-    assert key_of(made, Options().wishes()) == own
-    assert key_of(made, Options(exclude=("compile",)).wishes()) != own
-    assert key_of(made, Options(policy="O1").wishes()) != own
-    assert key_of(made, Options(outputs="static").wishes()) == own
+    own = key_of(made, options.cache_facts())
+    assert key_of(made, Options().cache_facts()) == own
+    assert key_of(made, Options(exclude=("compile",)).cache_facts()) != own
+    assert key_of(made, Options(policy="O1").cache_facts()) != own
+    assert key_of(made, Options(outputs="static").cache_facts()) == own
     monkeypatch.setattr("ampopt.search.options.PIPELINE", ampopt.PIPELINE.after("compile", _MyOwn()))
-    assert key_of(made, options.wishes()) != own
+    assert key_of(made, options.cache_facts()) != own
