@@ -251,7 +251,7 @@ def compare(
         for number, lane in enumerate(lanes):
             share = started + options.budget_s * (number + 1) / len(lanes)
             comparer = _Comparer(captured, verifier, lane, steps, share, sandbox)
-            for mode, step, before, after in _plan(steps):
+            for mode, step, before, after in _plan(steps, lane):
                 if rows and rows[-1].reason == INTERRUPTED:
                     rows.append(comparer.not_compared(mode, step, INTERRUPTED))
                     continue
@@ -266,13 +266,14 @@ def compare(
 Planned = tuple[str, Pass, tuple[Pass, ...], tuple[Pass, ...]]
 
 
-def _plan(passes: tuple[Pass, ...]) -> list[Planned]:
+def _plan(passes: tuple[Pass, ...], lane: Lane) -> list[Planned]:
     """(mode, pass, the passes without it, the passes with it), the cheap modes first.
 
-    An engine replaces another: in sequences, of the engines only the one in question is there.
+    An engine replaces another: in sequences, of the engines only the one in question is there. Alone, a pass
+    stands on the one that bakes the lane's precision.
     """
     engines = {step.name for step in passes if step.family is Family.ENGINE}
-    precision = tuple(step for step in passes if step.name == "bake-autocast")
+    precision = tuple(step for step in passes if step.name == lane.baked_by)
 
     def sequence(until: Pass | None, engine: Pass | None) -> tuple[Pass, ...]:
         kept = [s for s in passes if s.name not in engines or s is engine]
