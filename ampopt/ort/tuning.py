@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ampopt.measure.sampling import Gain, Measurement, gain, interleave, latency
 from ampopt.ort.knobs import Knob, changed, knobs_for
@@ -29,10 +29,12 @@ from ampopt.ort.session import (
 Setting = tuple[str, SessionOptions]
 """What is changed, as the rows name it, and the options with it."""
 
+Outcome = Literal["kept", "not faster", "wrong", "failed", "not tried"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One setting that was tried: `kept`, `not faster`, `wrong`, `failed`, or `not tried`.
+    """One setting that was tried, what became of it, and why.
 
     `ratio` says how many times faster it is than the best before it, with its 95 % interval from `low` to
     `high`; `error` is the largest relative error against the outputs of the options at the start. `p99_ms` is
@@ -41,7 +43,7 @@ class Row:
 
     setting: str
     options: SessionOptions
-    verdict: str
+    outcome: Outcome
     reason: str
     median_ms: float | None = None
     p99_ms: float | None = None
@@ -51,9 +53,14 @@ class Row:
     error: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, which has no infinity: such an error is null, and the reason says it."""
+        """For JSON, which has no infinity: such an error is null, and the reason says it.
+
+        There the outcome is called a verdict, as a pass's is in a report.
+        """
         error = self.error if self.error is not None and math.isfinite(self.error) else None
-        return {**dataclasses.asdict(self), "options": self.options.to_dict(), "error": error}
+        told = {"outcome": "verdict"}
+        fields = {told.get(name, name): value for name, value in dataclasses.asdict(self).items()}
+        return {**fields, "options": self.options.to_dict(), "error": error}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,22 +202,23 @@ class _Sweep:
         faster = [(subject, after) for subject, after, found in judged if found.is_real]
         winner, _ = min(faster, key=lambda each: each[1].median, default=(None, None))
         for subject, after, found in judged:
-            verdict, reason = "not faster", "the gain is not outside the noise"
+            outcome: Outcome = "not faster"
+            reason = "the gain is not outside the noise"
             if subject is winner:
-                verdict, reason = "kept", "faster outside the noise"
+                outcome, reason = "kept", "faster outside the noise"
             elif found.is_real:
                 reason = "another setting is faster still"
-            self.rows.append(_row(subject, verdict, reason, after, found))
+            self.rows.append(_row(subject, outcome, reason, after, found))
         self.best = winner or before
 
 
-def _row(subject: _Subject, verdict: str, reason: str, timed: Measurement, found: Gain | None) -> Row:
+def _row(subject: _Subject, outcome: Outcome, reason: str, timed: Measurement, found: Gain | None) -> Row:
     ratio, low, high = (found.ratio, found.low, found.high) if found else (None, None, None)
     p99 = timed.quantile(0.99)
     return Row(
         subject.setting,
         subject.options,
-        verdict,
+        outcome,
         reason,
         1e3 * timed.median,
         None if p99 is None else 1e3 * p99,
