@@ -87,13 +87,13 @@ class OnnxVerifier(Verifier):
 
         Another model than the one that was captured runs under the CPU's own rules.
         """
-        if dtype is not torch.float16 or self._device.type != "cpu":
+        if dtype is not torch.float16 or self.device.type != "cpu":
             return super().eager(dtype, model)
         return emulated(self._cuda_autocast if model is None else super().eager(dtype, model))
 
     @functools.cached_property
     def _cuda_autocast(self) -> Run:
-        return autocast_program(self._captured).run
+        return autocast_program(self.captured).run
 
     def outputs(self, run: Run, dtype: torch.dtype, names: Sequence[str], provider: str) -> list[OutputCheck]:
         """For each output the draw on which it is furthest over its limit, or nearest to it."""
