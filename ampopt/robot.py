@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = field_test(
             lambda: robot(**robot.example), hz=given.hz, seconds=given.seconds, deadline_ms=given.deadline_ms
         )
-        verdict = report.verdict(robot.manifest["onnx"]["latency"], slack=given.slack, strict=given.strict)
+        judgment = report.judge(robot.manifest["onnx"]["latency"], slack=given.slack, strict=given.strict)
     except AmpoptError as e:
         print(f"refused: {e}", file=sys.stderr)
         return 2
@@ -172,10 +172,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "notes": robot.notes,
         "self_test_error": robot.error,
         **report.to_dict(),
-        **verdict.to_dict(),
+        **judgment.to_dict(),
     }
     print(json.dumps(facts, indent=1))
-    return 0 if verdict.passed else 1
+    return 0 if judgment.passed else 1
 
 
 if __name__ == "__main__":

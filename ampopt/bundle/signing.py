@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampopt.errors import InputError, need
+from ampopt.system.atomic import create
 from ampopt.system.plain_files import open_named
 
 if TYPE_CHECKING:
@@ -43,20 +44,9 @@ def generate_keys(private_path: str | Path, public_path: str | Path) -> None:
     )
     for path, content, mode in ((private_path, secret, 0o600), (public_path, public, 0o644)):
         try:
-            _write_new(path, content, mode)
+            create(path, content, mode)
         except OSError as e:
             raise InputError(f"the key {path} cannot be written: {e.strerror}") from e
-
-
-def _write_new(path: str | Path, content: bytes, mode: int) -> None:
-    """Write a file that is not there yet; nothing stays of one that cannot be written to its end."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(content)
-    except BaseException:
-        os.unlink(path)
-        raise
 
 
 def sign(key_path: str | Path, message: bytes) -> bytes:

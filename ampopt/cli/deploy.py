@@ -15,7 +15,7 @@ from ampopt.bundle.files import open_bundle
 from ampopt.cli import options as cli
 from ampopt.cli.options import check_request, console, finite, model_and_call, readable_errors, write
 from ampopt.errors import InputError
-from ampopt.measure.field_test import FieldReport, Verdict, check_field_test, field_test
+from ampopt.measure.field_test import FieldReport, Judgment, check_field_test, field_test
 
 if TYPE_CHECKING:
     from ampopt.bundle_load import LoadedModel
@@ -186,7 +186,7 @@ def verify(
             found = _frames(model, hz, seconds, deadline_ms)
         manifest = model.manifest
         latency = manifest["onnx"]["latency"] if model.backend == "onnxruntime" else manifest["latency"]
-        verdict = found.verdict(latency, slack=slack, strict=strict)
+        judgment = found.judge(latency, slack=slack, strict=strict)
         console().print(_table(found))
         facts = {
             "bundle": str(bundle),
@@ -197,12 +197,12 @@ def verify(
             "notes": model.notes,
             "expected": latency,
             **found.to_dict(),
-            **verdict.to_dict(),
+            **judgment.to_dict(),
         }
         if json_file is not None:
             write(json_file, json.dumps(finite(facts), indent=2, allow_nan=False) + "\n")
-        _conclude(model, verdict)
-    if not verdict.passed:
+        _conclude(model, judgment)
+    if not judgment.passed:
         raise Exit(1)
 
 
@@ -230,15 +230,15 @@ def _table(found: FieldReport) -> Table:
     return table
 
 
-def _conclude(model: LoadedModel, verdict: Verdict) -> None:
+def _conclude(model: LoadedModel, judgment: Judgment) -> None:
     for note in model.notes:
         console().print(f"note: {note}")
     for backend, measured in model.choice.items():
         console().print(f"{'chosen' if backend == model.backend else 'not chosen'}: {backend}, {measured}")
     console().print(f"self-test: passed on {model.backend}")
-    for finding in verdict.findings:
+    for finding in judgment.findings:
         console().print(finding.line)
     slower = (
-        "" if not verdict.warnings else ", though slower back to back than promised (--strict fails then)"
+        "" if not judgment.warnings else ", though slower back to back than promised (--strict fails then)"
     )
-    console().print(f"passed{slower}" if verdict.passed else "FAILED")
+    console().print(f"passed{slower}" if judgment.passed else "FAILED")

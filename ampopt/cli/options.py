@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import secrets
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from ampopt.cli.model_source import FORMS, check_model, is_model_file, load_mode
 from ampopt.errors import AmpoptError, InputError
 from ampopt.ir.pass_text import installed, parse
 from ampopt.ir.precisions import LANE_NAMES, names_of
+from ampopt.system.atomic import replacing
 
 if TYPE_CHECKING:
     import torch
@@ -224,16 +224,11 @@ def readable_errors(verbose: bool) -> Iterator[None]:
 def write(path: Path, text: str) -> None:
     """Write a file as a whole or not at all. Raises InputError where it cannot be written."""
     path = path.resolve()  # a link stays, and its target is replaced
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with beside.open("x", encoding="utf-8") as file:
-            file.write(text)
-        beside.replace(path)
+        with replacing(path) as written:
+            written.write_text(text, encoding="utf-8")
     except OSError as e:
         raise InputError(f"{path} cannot be written: {e.strerror}") from e
-    finally:
-        with contextlib.suppress(OSError):
-            beside.unlink()
 
 
 def finite(value: Any) -> Any:

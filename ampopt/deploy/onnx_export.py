@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ampopt.deploy.onnx_dynamic import Dynamic, capture_dynamic, dims_of, doubled
-from ampopt.deploy.onnx_files import append_metadata, publish, scratch_beside, sha256_of, write_model
+from ampopt.deploy.onnx_files import append_metadata, data_path, sha256_of, write_model
 from ampopt.deploy.onnx_names import input_names_of, output_names_of
 from ampopt.deploy.onnx_verify import OnnxCheck, OutputCheck, emulated, verify_onnx
 from ampopt.deploy.portable import HALF, portable_program
@@ -24,6 +24,7 @@ from ampopt.ir.lanes import FP32
 from ampopt.ir.model_hash import model_hash
 from ampopt.ir.transform import Pass
 from ampopt.measure.verify import Metric
+from ampopt.system.atomic import replacing_together
 from ampopt.version import __version__
 
 PRECISIONS = {"fp32": FP32, "fp16": HALF}
@@ -143,7 +144,8 @@ def export_onnx(
     )
     model.producer_name, model.producer_version = "ampopt", __version__
     lane = PRECISIONS["fp16" if "fp16" in (precision, io) else "fp32"]
-    with scratch_beside(place) as folder:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with replacing_together(place, data_path(place)) as folder:
         written = folder / place.name
         write_model(model, written)
         _check_file(written)
@@ -164,11 +166,11 @@ def export_onnx(
             )
         identity = model_hash(captured.program.graph)
         append_metadata(written, _metadata(check, identity, precision, io, target))
-        external = publish(written, place)
+        external = data_path(written).exists()
     return OnnxReport(
         path=str(place),
         sha256=sha256_of(place),
-        data_sha256=sha256_of(place.with_name(place.name + ".data")) if external else None,
+        data_sha256=sha256_of(data_path(place)) if external else None,
         model_sha256=identity,
         target=target,
         opset=model.opset_imports[""],

@@ -88,13 +88,13 @@ class OnnxVerifier(Verifier):
 
         Another model than the one that was captured runs under the CPU's own rules.
         """
-        if lane.autocast is not torch.float16 or self._device.type != "cpu":
+        if lane.autocast is not torch.float16 or self.device.type != "cpu":
             return super().eager(lane, model)
         return emulated(self._cuda_autocast if model is None else super().eager(lane, model))
 
     @functools.cached_property
     def _cuda_autocast(self) -> Run:
-        return autocast_program(self._captured).run
+        return autocast_program(self.captured).run
 
     def outputs(self, run: Run, lane: Lane, names: Sequence[str], provider: str) -> list[OutputCheck]:
         """For each output the draw on which it is furthest over its limit, or nearest to it."""

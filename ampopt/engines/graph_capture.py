@@ -29,8 +29,8 @@ and always as long for the same one: where the driver puts its parameters in mem
 INSTANCES_S, LONG_GRAPH_S = 0.05, 5e-3
 """Seconds in which they are timed, and a graph's own from which on it makes no difference worth the time."""
 
-REFUSALS = (OSError, AttributeError, RuntimeError)
-"""There is no driver, it has not got a function, or one refuses."""
+REFUSALS = (AttributeError, RuntimeError)
+"""There are no bindings or no driver, one has not got a function, or one refuses."""
 
 _search_thread = ThreadPoolExecutor(1, thread_name_prefix="ampopt-cudnn-search")
 """Where programs that search cuDNN's algorithms are captured; see `capture_program`."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from ctypes import POINTER, byref, c_size_t, c_uint64, c_void_p
+from collections.abc import Callable, Iterable, Sequence
+from ctypes import c_uint64
 from functools import partial
 from typing import Any
 
@@ -24,16 +24,12 @@ from ampopt.system.cuda_driver import (
     MEMSET_NODE,
     NODES_WITHOUT_OPERANDS,
     Context,
-    CopyParams,
-    KernelParams,
-    MemsetParams,
+    address_of,
     check,
     destroy,
     driver,
     instantiate,
     nodes_of,
-    pack,
-    packed_parameters,
     parameter_sizes,
     type_of,
 )
@@ -41,20 +37,36 @@ from ampopt.system.cuda_driver import (
 _WORD = 8
 """Bytes of an address; in a parameter it lies at a multiple of them."""
 
+_COPY_WORDS, _MEMSET_WORDS = 25, 5
+"""Those of CUDA_MEMCPY3D and CUDA_MEMSET_NODE_PARAMS, whose addresses are words."""
+
+_BUFFER, _BUFFER_SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE
+
 
 class _Node:
     """A node's parameters as words that may be overwritten.
 
-    `update` makes, of an instance, what lets that one use what they say.
+    `update` makes, of an instance, what lets that one use what they say. In C++ `handles` do: those of the
+    driver's function for that, of the node, of its parameters, and of their context or 0.
     """
 
     def __init__(
         self,
         words: Sequence[ctypes.Array[c_uint64]],
-        update: Callable[[c_void_p], partial[int]],
-        alive: object,
+        node: Any,
+        params: Any,
+        set_params: Any,
+        *context: Any,
+        alive: object = None,
     ) -> None:
-        self.words, self.update, self._alive = words, update, alive
+        """`set_params` of the driver takes an instance, `node`, `params`, and `context` if there is one."""
+        self.words, self._alive = words, alive
+        self.handles = [address_of(set_params), int(node), params.getPtr(), *map(int, context or [0])]
+        self._set_params, self._arguments = set_params, (node, params, *context)
+
+    def update(self, ready: Any) -> Callable[[], tuple[Any, ...]]:
+        """See the class."""
+        return partial(self._set_params, ready, *self._arguments)
 
 
 class _Uses:
@@ -97,7 +109,7 @@ class Operands:
 
         `inputs` and `outputs`: the tensors without gaps that it reads and writes, where they are now. An
         output's memory has been other tensors' before, inside the graph: only the last node that uses it
-        is taken for the one that writes it. Whether that is so has to be tried. Raises OSError,
+        is taken for the one that writes it. Whether that is so has to be tried. Raises
         AttributeError or RuntimeError where the driver or PyTorch does not tell what is needed.
         """
         context = Context()
@@ -114,12 +126,13 @@ class ReadyGraph:
         """Instantiate a graph that was captured with `keep_graph=True`, and that has to stay alive.
 
         `operands`: those of the same graph; instances share them, one thread at a time. None: nothing moves.
-        Raises OSError, AttributeError or RuntimeError where the driver or PyTorch refuses.
+        Raises AttributeError or RuntimeError where the driver or PyTorch refuses.
         """
         self.context = Context()
         self._ready = instantiate(graph.raw_cuda_graph())
         weakref.finalize(self, destroy, self._ready, self.context).atexit = False
         self._launch = partial(driver().cuGraphLaunch, self._ready)
+        self._handles = [address_of(driver().cuGraphLaunch), int(self._ready)]
         self._uses = operands.uses if operands is not None else []
         self._updates = [[node.update(self._ready) for node in use.nodes] for use in self._uses]
         self._addresses = (c_uint64 * len(self._uses))(*[use.address for use in self._uses])
@@ -132,21 +145,15 @@ class ReadyGraph:
     @functools.cached_property
     def table(self) -> ctypes.Array[c_uint64]:
         """All that a launch and a move need, in words for `cpp/quick_call.cpp`: see `move` there."""
-        words: list[int] = [_address_of(self._launch.func), self._ready.value or 0, len(self._uses)]
-        for place, (use, updates) in enumerate(zip(self._uses, self._updates, strict=True)):
+        words = [*self._handles, len(self._uses)]
+        for place, use in enumerate(self._uses):
             words += [ctypes.addressof(use.written), ctypes.addressof(self._addresses) + _WORD * place]
             words += [len(use.places)]
             for array, index, offset in use.places:
                 words += [ctypes.addressof(array) + _WORD * index, offset]
-            words += [len(updates)]
-            for update in updates:
-                _instance, node, params, *context = update.args
-                words += [
-                    _address_of(update.func),
-                    node.value,
-                    params,
-                    *([each.value for each in context] or [0]),
-                ]
+            words += [len(use.nodes)]
+            for node in use.nodes:
+                words += node.handles
         return (c_uint64 * len(words))(*words)
 
     def move(self, addresses: tuple[int, ...]) -> None:
@@ -155,7 +162,7 @@ class ReadyGraph:
         `context` has to be the thread's (the driver crashes in one without any), as it is after a launch.
         RuntimeError where the driver refuses: then it is not known which ones are used.
         """
-        changed: list[Callable[[], int]] = []  # a generic made here takes 1 µs
+        changed: list[Callable[[], tuple[Any, ...]]] = []  # a generic made here takes 1 µs
         for index, address in enumerate(addresses):
             if self._uses[index].written.value != address:  # by whichever instance wrote last
                 self._uses[index].write(address)
@@ -163,68 +170,91 @@ class ReadyGraph:
                 changed += self._updates[index]
         self._addresses[:] = [0] * len(addresses)
         for update in changed:
-            if status := update():
-                check(status)
+            if (returned := update())[0]:
+                check(returned)
         self._addresses[:] = [*addresses]
 
     def launch(self, stream: int) -> None:
         """Run on a stream, by its handle; after it the thread has a context. RuntimeError where it fails."""
-        if self._launch(stream):  # a thread that has not used the device yet
+        if self._launch(stream)[0]:  # a thread that has not used the device yet
             self.context.stay()
             check(self._launch(stream))
 
 
-def _read(node: c_void_p, context: Context) -> _Node | None:
+def _read(node: Any, context: Context) -> _Node | None:
     kind = type_of(node)
     if kind == KERNEL_NODE:
         return _kernel(node)
     if kind == MEMCPY_NODE:
-        return _plain(node, CopyParams(), "cuGraph{}MemcpyNode{}Params", context)
+        (params,) = check(driver().cuGraphMemcpyNodeGetParams(node))
+        return _plain(node, params, _COPY_WORDS, driver().cuGraphExecMemcpyNodeSetParams, context)
     if kind == MEMSET_NODE:
-        return _plain(node, MemsetParams(), "cuGraph{}MemsetNode{}Params", context)
+        (params,) = check(driver().cuGraphMemsetNodeGetParams(node))
+        return _plain(node, params, _MEMSET_WORDS, driver().cuGraphExecMemsetNodeSetParams, context)
     if kind in NODES_WITHOUT_OPERANDS:
         return None
     raise RuntimeError(f"the operands of a node of type {kind} are not known")
 
 
-def _kernel(node: c_void_p) -> _Node:
-    params = KernelParams()
-    check(driver().cuGraphKernelNodeGetParams_v2(node, byref(params)))
-    if params.parameters or not params.extra:
+def _kernel(node: Any) -> _Node:
+    """A kernel: its parameters lie at an address each, or together in one buffer."""
+    (params,) = check(driver().cuGraphKernelNodeGetParams(node))
+    if params.kernelParams or not params.extra:
         sizes = list(parameter_sizes(params))
-        owned = [_copied(params.parameters[index], size) for index, size in enumerate(sizes)]
-        table: object = (c_void_p * max(1, len(owned)))(*map(ctypes.addressof, owned))
-        params.parameters = ctypes.cast(table, POINTER(c_void_p))  # type: ignore[arg-type]
+        owned = [_copied(_word(params.kernelParams, index), size) for index, size in enumerate(sizes)]
+        table = _table(map(ctypes.addressof, owned))
+        params.kernelParams = ctypes.addressof(table)
+        alive: object = table
     else:
-        place, size = packed_parameters(params)
-        sizes, owned = [size], [_copied(place, size)]
-        length = c_size_t(size)
-        table = (pack(params, owned[0], length), length)
+        place, size = _packed(params.extra)
+        sizes, owned, length = [size], [_copied(place, size)], c_uint64(size)
+        ends = ctypes.addressof(owned[0]), ctypes.addressof(length)
+        table = _table([_BUFFER, ends[0], _BUFFER_SIZE, ends[1]])
+        params.extra = ctypes.addressof(table)
+        alive = table, length
     words = [_words(buffer, size) for buffer, size in zip(owned, sizes, strict=True)]
-    set_params, place = driver().cuGraphExecKernelNodeSetParams_v2, ctypes.addressof(params)
-    return _Node(words, lambda ready: partial(set_params, ready, node, place), (params, owned, table))
+    set_params = driver().cuGraphExecKernelNodeSetParams
+    return _Node(words, node, params, set_params, alive=(owned, alive))
 
 
-def _plain(node: c_void_p, params: Any, name: str, context: Context) -> _Node:
-    """A node whose parameters are one structure without addresses of others."""
-    check(getattr(driver(), name.format("", "Get"))(node, byref(params)))
-    set_params, place = getattr(driver(), name.format("Exec", "Set")), ctypes.addressof(params)
-    words = [_words(params, ctypes.sizeof(params))]
-    return _Node(words, lambda ready: partial(set_params, ready, node, place, context.handle), params)
+def _plain(node: Any, params: Any, count: int, set_params: Any, context: Context) -> _Node:
+    """A node whose parameters are one structure of so many words, without addresses of others."""
+    words = [(c_uint64 * count).from_address(params.getPtr())]
+    return _Node(words, node, params, set_params, context.handle)
 
 
-def _copied(address: int | None, size: int) -> Any:
+def _packed(extra: int) -> tuple[int, int]:
+    """Address and bytes of the buffer that holds all parameters of a kernel that was launched with one."""
+    place = size = 0
+    for index in range(0, 8, 2):
+        key = _word(extra, index)
+        if key == _BUFFER:
+            place = _word(extra, index + 1)
+        elif key == _BUFFER_SIZE:
+            size = _word(_word(extra, index + 1), 0)
+        else:
+            break
+    return place, size
+
+
+def _word(address: int, index: int) -> int:
+    """One of the words at an address."""
+    return c_uint64.from_address(address + _WORD * index).value
+
+
+def _table(words: Iterable[int]) -> ctypes.Array[c_uint64]:
+    """Words with a 0 behind them."""
+    found = [*words, 0]
+    return (c_uint64 * len(found))(*found)
+
+
+def _copied(address: int, size: int) -> ctypes.Array[c_uint64]:
     """A parameter of so many bytes, in memory of our own."""
     buffer = (c_uint64 * -(-size // _WORD))()
-    ctypes.memmove(buffer, address or 0, size)
+    ctypes.memmove(buffer, address, size)
     return buffer
 
 
-def _words(buffer: Any, size: int) -> ctypes.Array[c_uint64]:
+def _words(buffer: ctypes.Array[c_uint64], size: int) -> ctypes.Array[c_uint64]:
     """The whole words of a buffer, which stays alive with them."""
     return (c_uint64 * (size // _WORD)).from_buffer(buffer)
-
-
-def _address_of(function: Any) -> int:
-    """Where a function of a shared library is."""
-    return ctypes.cast(function, c_void_p).value or 0

@@ -80,7 +80,7 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class Judgment:
     """What the tests of a field test found, and whether it passed as a whole."""
 
     findings: tuple[Finding, ...]
@@ -133,14 +133,14 @@ class FieldReport:
     memory_bytes: int | None
     gpu_memory_bytes: int | None = None
 
-    def verdict(
+    def judge(
         self,
         expected: Mapping[str, Any] | None,
         *,
         slack: float = 0.25,
         missed_share: float = 0.0,
         strict: bool = False,
-    ) -> Verdict:
+    ) -> Judgment:
         """Judge the deadlines, and calls back to back by a manifest's expected `p50_ms` and `p99_ms`.
 
         Of the frames that arrived, a share `missed_share` may miss its deadline or be dropped: that decides.
@@ -157,7 +157,7 @@ class FieldReport:
                 findings.append(
                     _back_to_back_finding(key.removesuffix("_ms"), found, promised, slack, strict)
                 )
-        return Verdict(tuple(findings))
+        return Judgment(tuple(findings))
 
     def _deadlines(self, missed_share: float) -> Finding:
         late, arrived = self.missed + self.dropped, len(self.paced.samples) + self.dropped

@@ -126,16 +126,17 @@ def interleave(
     seconds: float,
     least: int = 6,
     most: int = 400,
+    warm_up: bool = True,
     order: random.Random | None = None,
     until: Callable[[Mapping[str, Measurement]], bool] | None = None,
 ) -> dict[str, Measurement]:
     """Sample every subject in turn (A B C A B C …) until `seconds` have passed.
 
-    At least `least` rounds are made and at most `most`; a first one warms up and is not counted. `order`
-    shuffles every round, where what a subject leaves behind may disturb the one after it. `until` is asked
-    after `least` rounds, and then after half as many again each time, whether they are enough.
+    At least `least` rounds are made and at most `most`; with `warm_up`, one before them is not counted.
+    `order` shuffles every round, where what a subject leaves behind may disturb the one after it. `until` is
+    asked after `least` rounds, and then after half as many again each time, whether they are enough.
     """
-    for sampler in samplers.values():
+    for sampler in samplers.values() if warm_up else ():
         sampler()
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     end, rounds, asked = time.perf_counter() + seconds, 0, least
@@ -172,13 +173,15 @@ def latency(
     synchronize: Callable[[], None] = lambda: None,
     *,
     long_s: float = LONG_CALL_S,
+    last_s: float = 0.0,
 ) -> Sampler:
     """Samples the latency of one call and what `synchronize` waits for, by the host's clock.
 
     An untimed call goes before each timed one, so that it finds the caches as the subject's own last call
     left them and not as the other subjects' did; where a call takes `long_s`, caches matter no more.
+    `last_s` is what the last call before these took, where that is known.
     """
-    last = 0.0
+    last = last_s
 
     def sample() -> float:
         nonlocal last

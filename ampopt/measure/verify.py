@@ -69,7 +69,8 @@ class Verifier:
     alone with a jump that eager just happens not to make; so where a program is over the limit on a draw,
     eager itself is run on that draw with its weights and inputs rounded anew, and what that does to the
     output counts as eager's own error. A model with a state is called several times in a row from its
-    initial state, and every output and state of every call counts.
+    initial state, and every output and state of every call counts. `captured` is the capture that the
+    programs were made from, `device` where they run.
     """
 
     def __init__(
@@ -86,8 +87,8 @@ class Verifier:
         """Compute the references. `model`, a private copy on the program's device, is not called itself."""
         self.tolerance, self.metric, self.faults = tolerance, metric, faults
         self.note: str | None = None
-        self._model, self._captured = working_copy(model), captured
-        self._device = captured.program.device
+        self._model, self.captured = working_copy(model), captured
+        self.device = captured.program.device
         self._exact = self._in_float64()
         self._references: dict[str, list[list[Tensor]]] = {}
         self._own: dict[tuple[Lane, str], list[float]] = {}
@@ -100,13 +101,13 @@ class Verifier:
 
     def call_original(self, model: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The flat outputs of a copy of the original for flat input tensors, the state last in both."""
-        names = self._captured.state
+        names = self.captured.state
         for name, value in zip(names, tensors[len(tensors) - len(names) :], strict=True):
             set_buffer(model, name, value.clone())
         remaining = iter(tensors)
-        leaves = [next(remaining) if isinstance(x, Tensor) else x for x in self._captured.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self._captured.spec)
-        with untouched_rng(self._device):
+        leaves = [next(remaining) if isinstance(x, Tensor) else x for x in self.captured.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.captured.spec)
+        with untouched_rng(self.device):
             outputs = flatten_outputs(model(*args, **kwargs))[0]
         return [*outputs, *(model.get_buffer(name).clone() for name in names)]
 
@@ -127,10 +128,10 @@ class Verifier:
 
     def _in_float64(self) -> nn.Module | None:
         """The original in float64; None where it fails there."""
-        with Settings().scope(self._device):
+        with Settings().scope(self.device):
             try:
                 exact = private_copy(self._model).double()
-                self.call_original(exact, _widened(self._captured.program.examples))
+                self.call_original(exact, _widened(self.captured.program.examples))
             except Exception as error:
                 reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" …")
                 self.note = f"the reference is the model in float32, because it fails in float64: {reason}"
@@ -140,12 +141,12 @@ class Verifier:
     def reference(self, draw: Draw) -> list[list[Tensor]]:
         """The original's outputs in float64, for each call of a draw."""
         if draw.name not in self._references:
-            with Settings().scope(self._device):
+            with Settings().scope(self.device):
                 self._references[draw.name] = self._reference(draw)
         return self._references[draw.name]
 
     def _reference(self, draw: Draw) -> list[list[Tensor]]:
-        exact, state = self._exact, self._captured.initial_state
+        exact, state = self._exact, self.captured.initial_state
         if exact is None:
             return steps_of(draw, lambda *tensors: self.call_original(self._model, tensors), state)
         wide = Draw(draw.name, tuple(_widened(tensors) for tensors in draw.calls))
@@ -155,13 +156,13 @@ class Verifier:
         """The original model as a program of a lane: strict FP32, or under autocast."""
 
         def run(*tensors: Tensor) -> list[Tensor]:
-            with lane.scope(self._device):
+            with lane.scope(self.device):
                 return self.call_original(model or self._model, tensors)
 
         return run
 
     def _steps(self, run: Run, draw: Draw) -> list[list[Tensor]]:
-        return steps_of(draw, run, self._captured.initial_state)
+        return steps_of(draw, run, self.captured.initial_state)
 
     def own_error(self, lane: Lane) -> float:
         """Eager's largest relative error in the lane, over outputs and draws."""
@@ -288,13 +289,13 @@ class Verifier:
         """Verify by the user's metric alone."""
         assert self.metric is not None
         limit = self.tolerance if self.tolerance is not None else 0.0
-        restore, worst = self._captured.layout.restore, 0.0
+        restore, worst = self.captured.layout.restore, 0.0
         for draw in self.draws:
             for outputs, reference in zip(self._steps(run, draw), self.reference(draw), strict=True):
                 pairs = zip(outputs, reference, strict=True)
                 if any(bool((torch.isfinite(r) & ~torch.isfinite(o)).any()) for o, r in pairs):
                     return Check(float("inf"), limit, "NaN or Inf where the original has none")
-                count = len(reference) - len(self._captured.state)
+                count = len(reference) - len(self.captured.state)
                 value = float(self.metric(restore(list(outputs[:count])), restore(reference[:count])))
                 worst = max(worst, value if value == value else float("inf"))
         reason = None if worst <= limit else f"the metric gives {worst:.3g}, over the tolerance {limit:.3g}"
@@ -336,7 +337,7 @@ class Verifier:
         """Why no other elements than in eager may become NaN; None where they may."""
         if self.faults == "exact":
             return 'nan="exact" forbids'
-        if (node := decides_by_values(self._captured.program)) is not None:
+        if (node := decides_by_values(self.captured.program)) is not None:
             return f"{where(node)} may take for another value and lose a fault"
         return None
 

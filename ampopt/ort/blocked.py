@@ -11,8 +11,6 @@ computed as before, on the same values in another order.
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -92,11 +90,9 @@ class _Blocked:
                 self.nodes.remove(node)
                 self.nodes += made
         self._use_twins()
-        self._drop_unused()
-        self._fuse_into_convolutions()
+        self.nodes = self._fused_and_sorted()
         if self._reorderings() >= before:
             return None
-        _sort(self.nodes, {*self.constants, *(value.name for value in self.graph.input)})
         del self.graph.node[:]
         self.graph.node.extend(self.nodes)
         data: bytes = self.model.SerializeToString()
@@ -200,69 +196,70 @@ class _Blocked:
             for index, name in enumerate(node.input):
                 node.input[index] = same.get(name, name)
         there = {*made, *self.constants, *(value.name for value in self.graph.input)}
-        for name in [name for name in self._uses() if name in self.twin and name not in there]:
+        wanted = [name for node in self.nodes for name in node.input] + [v.name for v in self.graph.output]
+        for name in [name for name in dict.fromkeys(wanted) if name in self.twin and name not in there]:
             ends, channels = ([self.twin[name]], [name]), self.shapes[name][1]
             self.nodes.append(
                 helper.make_node("ReorderOutput", *ends, name=name, domain=DOMAIN, channels=channels)
             )
 
-    def _uses(self) -> Counter[str]:
-        names = [name for node in self.nodes for name in node.input]
-        return Counter([*names, *(value.name for value in self.graph.output)])
+    def _fused_and_sorted(self) -> list[Any]:
+        """The nodes that are needed, with sums and activations in convolutions, each behind what it reads.
 
-    def _drop_unused(self) -> None:
-        while True:
-            uses = self._uses()
-            kept = [node for node in self.nodes if any(uses[name] for name in node.output)]
-            if len(kept) == len(self.nodes):
-                return
-            self.nodes = kept
+        The weights stay where they are: here they are inputs.
+        """
+        import onnx_ir
+        from onnx import TensorProto, helper
+        from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-    def _fuse_into_convolutions(self) -> None:
+        given = [*self.constants, *(value.name for value in self.graph.input)]
+        inputs = [
+            helper.make_tensor_value_info(name, TensorProto.UNDEFINED, None) for name in dict.fromkeys(given)
+        ]
+        graph = helper.make_graph(self.nodes, self.graph.name, inputs, self.graph.output)
+        opsets = list(self.model.opset_import)
+        model = onnx_ir.from_proto(
+            helper.make_model(graph, opset_imports=opsets, ir_version=self.model.ir_version)
+        )
+        model.graph.sort()  # unused nodes are looked for from the last one on
+        RemoveUnusedNodesPass()(model)
+        self._fuse_into_convolutions(model.graph)
+        model.graph.sort()
+        return list(onnx_ir.to_proto(model.graph).node)
+
+    def _fuse_into_convolutions(self, graph: Any) -> None:
         """A blocked convolution adds another tensor, and computes an activation, as it writes its result."""
-        uses = self._uses()
-        by_output = {node.output[0]: node for node in self.nodes}
+        import onnx_ir
+
         blocked = set(self.twin.values())
-        for node in [node for node in self.nodes if node.op_type in {"Add", *FUSED} and not node.domain]:
-            if node.output[0] not in blocked or any(map(self._is_number, node.input)):
+        for node in [node for node in graph if node.op_type in {"Add", *FUSED} and not node.domain]:
+            result = node.outputs[0]
+            if result.name not in blocked or any(self._is_number(value.name) for value in node.inputs):
                 continue
-            for name in node.input:
-                conv = by_output.get(name)
-                if conv is None or uses[name] != 1 or not self._takes(conv, node):
-                    continue
-                if node.op_type == "Add":
-                    other = node.input[1] if node.input[0] == name else node.input[0]
-                    conv.input.extend([""] * (3 - len(conv.input)) + [other])
-                else:
-                    conv.attribute.add(name="activation", s=node.op_type.encode(), type=3)
-                conv.output[0] = node.output[0]
-                by_output[node.output[0]] = conv
-                self.nodes.remove(node)
-                break
-
-    def _takes(self, conv: Any, node: Any) -> bool:
-        """Whether a node is a blocked convolution that can compute this one, too."""
-        is_free = conv.op_type == "Conv" and conv.domain == DOMAIN and _attribute(conv, "activation") is None
-        return is_free and (node.op_type != "Add" or len(conv.input) < 4)
+            conv = next((c for value in node.inputs if (c := _only_use_of(value)) and _takes(c, node)), None)
+            if conv is None:
+                continue
+            if node.op_type == "Add":
+                (other,) = [value for value in node.inputs if value is not conv.outputs[0]]
+                conv.resize_inputs(4)
+                conv.replace_input_with(3, other)
+            else:
+                conv.attributes.add(onnx_ir.AttrString("activation", node.op_type))
+            onnx_ir.convenience.replace_all_uses_with(result, conv.outputs[0], replace_graph_outputs=True)
+            graph.remove(node, safe=True)
+            conv.outputs[0].name = result.name
 
 
-def _attribute(node: Any, name: str) -> Any:
-    return next((each for each in node.attribute if each.name == name), None)
+def _only_use_of(value: Any) -> Any:
+    """The node whose result this is, where that is read once; None elsewhere."""
+    return value.producer() if len(value.uses()) == 1 and not value.is_graph_output() else None
+
+
+def _takes(conv: Any, node: Any) -> bool:
+    """Whether a node is a blocked convolution that can compute this one, too."""
+    is_free = conv.op_type == "Conv" and conv.domain == DOMAIN and "activation" not in conv.attributes
+    return is_free and (node.op_type != "Add" or len(conv.inputs) < 4)
 
 
 def _flag(node: Any, name: str) -> bool:
-    return (found := _attribute(node, name)) is not None and bool(found.i)
-
-
-def _sort(nodes: list[Any], known: Iterable[str]) -> None:
-    """Put every node behind those whose results it reads."""
-    known, waiting = {"", *known}, list(nodes)
-    nodes.clear()
-    while waiting:
-        ready = [node for node in waiting if known.issuperset(node.input)]
-        if not ready:
-            raise ValueError("the graph has a cycle")
-        for node in ready:
-            known.update(node.output)
-        nodes += ready
-        waiting = [node for node in waiting if not known.issuperset(node.output)]
+    return any(each.i for each in node.attribute if each.name == name)

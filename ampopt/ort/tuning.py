@@ -7,15 +7,14 @@ Each knob is turned on top of the best options so far. Its settings and the best
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
-
-from ampopt.measure.sampling import Gain, Measurement, gain
+from ampopt.measure.sampling import Gain, Measurement, gain, interleave, latency
 from ampopt.ort.knobs import Knob, changed, knobs_for
 from ampopt.ort.options import PREFERRED
 from ampopt.ort.session import (
@@ -27,24 +26,15 @@ from ampopt.ort.session import (
     relative_error,
 )
 
-LEAST_ROUNDS = 6
-"""With fewer, no interval holds the median with 95 % confidence."""
-
-MOST_ROUNDS = 200
-
-CALLS_PER_TURN = 3
-"""Timed calls, after an untimed one."""
-
-LONG_CALL_S = 0.02
-"""From here on a turn is one call: caches and clocks are as the call itself leaves them."""
-
 Setting = tuple[str, SessionOptions]
 """What is changed, as the rows name it, and the options with it."""
+
+Outcome = Literal["kept", "not faster", "wrong", "failed", "not tried"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One setting that was tried: `kept`, `not faster`, `wrong`, `failed`, or `not tried`.
+    """One setting that was tried, what became of it, and why.
 
     `ratio` says how many times faster it is than the best before it, with its 95 % interval from `low` to
     `high`; `error` is the largest relative error against the outputs of the options at the start. `p99_ms` is
@@ -53,7 +43,7 @@ class Row:
 
     setting: str
     options: SessionOptions
-    verdict: str
+    outcome: Outcome
     reason: str
     median_ms: float | None = None
     p99_ms: float | None = None
@@ -63,9 +53,14 @@ class Row:
     error: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, which has no infinity: such an error is null, and the reason says it."""
+        """For JSON, which has no infinity: such an error is null, and the reason says it.
+
+        There the outcome is called a verdict, as a pass's is in a report.
+        """
         error = self.error if self.error is not None and math.isfinite(self.error) else None
-        return {**dataclasses.asdict(self), "options": self.options.to_dict(), "error": error}
+        told = {"outcome": "verdict"}
+        fields = {told.get(name, name): value for name, value in dataclasses.asdict(self).items()}
+        return {**fields, "options": self.options.to_dict(), "error": error}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +116,8 @@ class _Subject:
     options: SessionOptions
     runner: OnnxRunner
     error: float
-    is_long: bool
+    seconds: float
+    """What its latest call took."""
 
 
 class _Sweep:
@@ -164,7 +160,7 @@ class _Sweep:
         """Measure the best against the start once more; if it is slower after all, go back to the start."""
         if self.best is start:
             return 1.0
-        found = _gain(*self._measure([start, self.best], share=1.0))
+        found = gain(*self._measure([start, self.best], share=1.0))
         if found.high < 1:
             self.best = start
             return 1.0
@@ -187,59 +183,42 @@ class _Sweep:
             reason = f"outputs have a relative error of {error:.2g}, more than {self._tolerance:.2g}"
             self.rows.append(Row(setting, options, "wrong", reason, error=error))
             return None
-        return _Subject(setting, options, runner, error, is_long=seconds >= LONG_CALL_S)
+        return _Subject(setting, options, runner, error, seconds)
 
-    def _measure(self, subjects: Sequence[_Subject], share: float) -> list[Array]:
-        """Seconds of each subject's calls, of shape (rounds, calls in a turn)."""
-        end = time.perf_counter() + share * max(0.0, self._end - time.perf_counter())
-        turns: list[list[list[float]]] = [[] for _ in subjects]
-        while len(turns[0]) < LEAST_ROUNDS or (len(turns[0]) < MOST_ROUNDS and time.perf_counter() < end):
-            for subject, taken in zip(subjects, turns, strict=True):
-                taken.append(self._turn(subject))
-        return [np.array(taken) for taken in turns]
+    def _measure(self, subjects: Sequence[_Subject], share: float) -> list[Measurement]:
+        """The calls of each subject, taken in turn for a share of the time that is left."""
+        calls = [functools.partial(subject.runner, *self._inputs) for subject in subjects]
+        samplers = {
+            str(place): latency(call, last_s=subject.seconds)
+            for place, (call, subject) in enumerate(zip(calls, subjects, strict=True))
+        }
+        seconds = share * max(0.0, self._end - time.perf_counter())
+        return list(interleave(samplers, seconds=seconds, warm_up=False).values())  # `_load` has run them
 
-    def _turn(self, subject: _Subject) -> list[float]:
-        if subject.is_long:
-            return [self._seconds(subject.runner)]
-        self._seconds(subject.runner)
-        return [self._seconds(subject.runner) for _ in range(CALLS_PER_TURN)]
-
-    def _seconds(self, runner: OnnxRunner) -> float:
-        start = time.perf_counter()
-        runner(*self._inputs)
-        return time.perf_counter() - start
-
-    def _judge(self, before: _Subject, subjects: Sequence[_Subject], times: Sequence[Array]) -> None:
+    def _judge(self, before: _Subject, subjects: Sequence[_Subject], times: Sequence[Measurement]) -> None:
         """Keep the fastest of `subjects` if it beats `before`; `times` are of both, in this order."""
-        gains = [_gain(times[0], after) for after in times[1:]]
-        faster = [subject for subject, found in zip(subjects, gains, strict=True) if found.is_real]
-        medians = {id(s): np.median(after) for s, after in zip(subjects, times[1:], strict=True)}
-        winner = min(faster, key=lambda s: medians[id(s)], default=None)
-        for subject, after, found in zip(subjects, times[1:], gains, strict=True):
+        gains = [gain(times[0], after) for after in times[1:]]
+        judged = list(zip(subjects, times[1:], gains, strict=True))
+        faster = [(subject, after) for subject, after, found in judged if found.is_real]
+        winner, _ = min(faster, key=lambda each: each[1].median, default=(None, None))
+        for subject, after, found in judged:
+            outcome: Outcome = "not faster"
+            reason = "the gain is not outside the noise"
             if subject is winner:
-                self.rows.append(_row(subject, "kept", "faster outside the noise", after, found))
-            elif subject in faster:
-                self.rows.append(_row(subject, "not faster", "another setting is faster still", after, found))
-            else:
-                self.rows.append(
-                    _row(subject, "not faster", "the gain is not outside the noise", after, found)
-                )
+                outcome, reason = "kept", "faster outside the noise"
+            elif found.is_real:
+                reason = "another setting is faster still"
+            self.rows.append(_row(subject, outcome, reason, after, found))
         self.best = winner or before
 
 
-def _gain(before: Array, after: Array) -> Gain:
-    """How many times faster `after` is; both hold seconds of shape (turns, calls in a turn)."""
-    return gain(*(Measurement(tuple(map(float, np.median(times, axis=1)))) for times in (before, after)))
-
-
-def _row(subject: _Subject, verdict: str, reason: str, times: Array, found: Gain | None) -> Row:
+def _row(subject: _Subject, outcome: Outcome, reason: str, timed: Measurement, found: Gain | None) -> Row:
     ratio, low, high = (found.ratio, found.low, found.high) if found else (None, None, None)
-    timed = Measurement(tuple(map(float, times.ravel())))
     p99 = timed.quantile(0.99)
     return Row(
         subject.setting,
         subject.options,
-        verdict,
+        outcome,
         reason,
         1e3 * timed.median,
         None if p99 is None else 1e3 * p99,

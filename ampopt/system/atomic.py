@@ -1,4 +1,8 @@
-"""Replace a file or folder at one moment: whenever the process is killed, the old one is there or the new."""
+"""Write files so that whoever looks sees the old one or the new one, even if the writer is killed.
+
+Nothing else in ampopt replaces files. What is written lies beside its target under a name of its own, reaches
+the disk, and takes its place by one rename within one file system.
+"""
 
 from __future__ import annotations
 
@@ -12,39 +16,96 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SUFFIX = ".ampopt-save"
+"""Ends the names of what is being written, and of what processes leave that are killed meanwhile."""
+
+_IS_POSIX = os.name == "posix"
+"""Elsewhere there are no locks to tell leftovers by, and no folders that can be opened."""
 
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100  # linux/fcntl.h
 
 
 @contextlib.contextmanager
-def replacing(target: Path, *, folder: bool) -> Iterator[Path]:
+def replacing(target: Path, *, folder: bool = False) -> Iterator[Path]:
     """Give the path of a new empty file or folder; when the body is done, it takes the place of `target`.
 
-    It lies beside `target`, so that one rename within one file system ends the work, after everything in it
-    has reached the disk. A folder that is not empty cannot be renamed over: the two are exchanged by
-    renameat2(RENAME_EXCHANGE), one step for whoever looks, and the old one is removed afterwards. A link to
-    versioned folders would be as atomic, but then `target` is no folder any more, and copying it loses it.
+    The body writes to that very file, rather than to another one that it moves there. A folder that is not
+    empty cannot be renamed over: the two are exchanged by renameat2(RENAME_EXCHANGE), one step for whoever
+    looks, and the old one is removed afterwards. A link to versioned folders would be as atomic, but then
+    `target` is no folder any more, and copying it loses it.
 
     If the body raises, `target` is as it was. Leftovers of processes that were killed here are removed
-    first. Raises OSError, also where the file system has no exchange (network and FAT file systems), and
-    everywhere but on Linux, if `target` is a folder already; only Linux and macOS can save at all.
+    first. Raises OSError; for a folder also on Windows, and if `target` is there already, everywhere but on
+    Linux and where the file system has no exchange (network and FAT file systems).
     """
-    if os.name != "posix":
-        raise OSError(errno.ENOTSUP, "saving a bundle needs Linux or macOS")
+    if folder and not _IS_POSIX:
+        raise OSError(errno.ENOTSUP, "saving a folder needs Linux or macOS")
+    with _beside(target, folder) as temporary:
+        yield temporary
+        _flush(temporary)
+        if folder and target.exists():
+            _exchange(temporary, target)
+        else:
+            os.replace(temporary, target)
+        _sync_folder(target.parent)
+
+
+@contextlib.contextmanager
+def replacing_together(target: Path, *companions: Path) -> Iterator[Path]:
+    """Give a new empty folder; what the body writes in it under these files' names takes their places.
+
+    All lie in one folder; `target` has to be written, companions may be. One file is replaced in one step.
+    Several are not: so the old target goes first, the companions are replaced next, and the new target comes
+    last. Killed between, there is no target, rather than one with another's companions. Raises OSError.
+    """
+    with _beside(target, folder=True) as temporary:
+        yield temporary
+        _flush(temporary)
+        written = [each for each in companions if (temporary / each.name).exists()]
+        if written:
+            target.unlink(missing_ok=True)
+        for each in (*written, target):
+            os.replace(temporary / each.name, each)
+        _sync_folder(target.parent)
+
+
+def create(path: str | Path, content: bytes, mode: int) -> None:
+    """Write a file that is not there yet; nothing stays of one that cannot be written to its end.
+
+    `mode`: its permissions, less those that the process never gives. Raises OSError, FileExistsError among
+    them.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+    except BaseException:
+        os.unlink(path)
+        raise
+
+
+@contextlib.contextmanager
+def _beside(target: Path, folder: bool) -> Iterator[Path]:
+    """A new file or folder beside `target`, locked during the block; what is still there then is removed."""
+    if not _IS_POSIX:
+        temporary = _new_name(target)
+        try:
+            temporary.mkdir() if folder else temporary.touch(exist_ok=False)
+            yield temporary
+        finally:
+            _remove(temporary)
+        return
     _remove_leftovers(target)
     temporary, lock = _create(target, folder)
     try:
         yield temporary
-        _flush(temporary)
-        if target.is_dir() or (folder and target.exists()):
-            _exchange(temporary, target)
-        else:
-            os.rename(temporary, target)
-        _fsync(target.parent)
     finally:
         _remove(temporary)  # the new one if something failed, after an exchange the old one
         os.close(lock)
+
+
+def _new_name(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{secrets.token_hex(8)}{SUFFIX}")
 
 
 def _create(target: Path, folder: bool) -> tuple[Path, int]:
@@ -54,14 +115,14 @@ def _create(target: Path, folder: bool) -> tuple[Path, int]:
     other container or other machine is mistaken for the owner.
     """
     while True:
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}{SUFFIX}")
+        temporary = _new_name(target)
         # Another process that removes leftovers may be there before the lock: then begin again.
         try:
             if folder:
                 temporary.mkdir()
             flags = os.O_RDONLY | os.O_DIRECTORY if folder else os.O_WRONLY | os.O_CREAT | os.O_EXCL
             descriptor = os.open(temporary, flags, 0o666)
-        except OSError as e:
+        except BaseException as e:
             if not isinstance(e, FileNotFoundError) or not target.parent.is_dir():
                 _remove(temporary)
                 raise
@@ -93,7 +154,11 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 def _remove_leftovers(target: Path) -> None:
     """Remove what killed processes left beside `target`: named as here, this user's, and locked by nobody."""
-    for name in os.listdir(target.parent):
+    try:
+        names = os.listdir(target.parent)
+    except PermissionError:  # it may be written but not read
+        return
+    for name in names:
         token = name.removeprefix(f".{target.name}.").removesuffix(SUFFIX)
         if name != f".{target.name}.{token}{SUFFIX}" or len(token) != 16:
             continue
@@ -123,18 +188,26 @@ def _remove(path: Path) -> None:
 
 def _flush(path: Path) -> None:
     """Wait until a file, or a flat folder and its files, are on the disk."""
-    if path.is_dir():
-        for name in os.listdir(path):
-            _fsync(path / name)
-    _fsync(path)
+    if not path.is_dir():
+        _fsync(path)
+        return
+    for name in os.listdir(path):
+        _fsync(path / name)
+    _sync_folder(path)
 
 
 def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # Windows wants to write
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk, where the system lets one open folders for that."""
+    with contextlib.suppress(PermissionError):  # it may be written but not read
+        _fsync(path)
 
 
 def _exchange(one: Path, other: Path) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-import tempfile
 from pathlib import Path
 
+from ampopt.system.atomic import SUFFIX, replacing
 from ampopt.system.plain_files import open_plain, read_at_most
 
 MOST_FILES, MOST_BYTES = 256, 1 << 20
 
-KINDS = (".json", ".onnx", ".so", ".tmp")
+KINDS = (".json", ".onnx", ".so", SUFFIX)
 """Recipes, exported graphs, our compiled libraries, and what killed processes left behind."""
 
 
@@ -52,13 +52,8 @@ def keep(file: Path, data: bytes) -> None:
     """Write a file in place of what is there; the longest unused ones make room. Errors: nothing is kept."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, made = tempfile.mkstemp(suffix=".tmp", dir=file.parent)
-        try:
-            with open(descriptor, "wb") as opened:
-                opened.write(data)
-            os.replace(made, file)
-        finally:
-            Path(made).unlink(missing_ok=True)
+        with replacing(file) as made:
+            made.write_bytes(data)
         for old in kept_files(file.parent)[:-MOST_FILES]:
             old.unlink(missing_ok=True)
 

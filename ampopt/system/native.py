@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ampopt.errors import AmpoptError
+from ampopt.system.atomic import replacing
 from ampopt.system.cache_folder import cache_folder, is_ours
 
 SOURCES = Path(__file__).parent / "cpp"
@@ -94,16 +95,19 @@ def _processor() -> list[str]:
 
 
 def _compile(command: Sequence[str], file: Path) -> None:
-    """Write the library in one step: another process may be about to do the same."""
-    descriptor, made = tempfile.mkstemp(suffix=".tmp", dir=file.parent)
-    os.close(descriptor)
-    try:
-        done = subprocess.run([*command, "-o", made], capture_output=True, text=True, timeout=MOST_SECONDS)
+    """Write the library in one step: another process may be about to do the same.
+
+    It is compiled elsewhere and copied: a linker removes the file that it is to write, and makes another.
+    """
+    with replacing(file) as kept, tempfile.TemporaryDirectory(prefix="ampopt-") as folder:
+        made = Path(folder) / file.name
+        try:
+            done = subprocess.run(
+                [*command, "-o", str(made)], capture_output=True, text=True, timeout=MOST_SECONDS
+            )
+        except subprocess.TimeoutExpired as error:
+            raise CompilerError(f"{' '.join(command)} takes longer than {MOST_SECONDS:.0f} s") from error
         if done.returncode:
             said = "\n".join(done.stderr.splitlines()[:5])
             raise CompilerError(f"{' '.join(command)} fails with status {done.returncode}: {said}")
-        os.replace(made, file)
-    except subprocess.TimeoutExpired as error:
-        raise CompilerError(f"{' '.join(command)} takes longer than {MOST_SECONDS:.0f} s") from error
-    finally:
-        Path(made).unlink(missing_ok=True)
+        shutil.copyfile(made, kept)

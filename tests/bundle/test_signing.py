@@ -11,7 +11,7 @@ import pytest
 
 from ampopt.bundle.signing import SIGNATURE_BYTES, generate_keys, is_signed, sign
 from ampopt.errors import InputError, MissingExtraError
-from tests.system.test_cache_folder import FullDisk
+from tests.system.test_atomic import FullDisk
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_nothing_stays_of_a_key_that_cannot_be_written_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("ampopt.bundle.signing.open", FullDisk, raising=False)
+        patch.setattr("ampopt.system.atomic.open", FullDisk, raising=False)
         with pytest.raises(InputError, match="No space left"):
             generate_keys(tmp_path / "secret.pem", tmp_path / "public.pem")
     assert list(tmp_path.iterdir()) == []

@@ -230,7 +230,7 @@ def test_an_error_of_the_engine_ends_with_exit_code_1(model: str) -> None:
     assert "Tiny fails on the example inputs" in result.stderr
 
 
-@pytest.mark.parametrize("failing", ["open", "replace"])
+@pytest.mark.parametrize("failing", ["pathlib.Path.write_text", "os.replace"])
 def test_a_report_that_cannot_be_written_leaves_nothing(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,7 +239,7 @@ def test_a_report_that_cannot_be_written_leaves_nothing(
 
     (tmp_path / "r.json").write_text("old")
     with monkeypatch.context() as patch:
-        patch.setattr(Path, failing, full)
+        patch.setattr(failing, full)
         with pytest.raises(InputError, match="cannot be written: No space left"):
             cli_options.write(tmp_path / "r.json", "new")
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]

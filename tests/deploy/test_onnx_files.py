@@ -1,8 +1,7 @@
-"""Files: external weights, metadata, wrong exports refused, and no mixture after a kill."""
+"""Files: external weights, metadata, wrong exports refused."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -72,29 +71,3 @@ def test_force_keeps_a_wrong_export_and_marks_it(tmp_path: Path) -> None:
     assert facts["ampopt.verified"] == "no"
     assert "has error" in facts["ampopt.failure"]
     assert not report.verified
-
-
-def test_a_kill_between_the_two_files_leaves_no_mixture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    new, old = tmp_path / "new" / "m.onnx", tmp_path / "m.onnx"
-    new.parent.mkdir()
-    for path, text in ((new, "new"), (old, "old")):
-        path.write_text(text)
-        onnx_files.data_path(path).write_text(text)
-    real, done = os.replace, list[str]()
-
-    def replace(source: Path, target: Path) -> None:
-        if done:
-            raise KeyboardInterrupt
-        done.append(target.name)
-        real(source, target)
-
-    monkeypatch.setattr(os, "replace", replace)
-    with pytest.raises(KeyboardInterrupt):
-        onnx_files.publish(new, old)
-    assert done == ["m.onnx.data"]
-    assert not old.exists()
-    monkeypatch.undo()
-    assert onnx_files.publish(new, old) is False
-    assert old.read_text() == onnx_files.data_path(old).read_text() == "new"

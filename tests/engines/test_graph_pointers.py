@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ampopt.engines.graph_pointers import Operands, ReadyGraph
 from ampopt.engines.quick_call import MOST_OUTPUTS, Answer, bind, plain
-from ampopt.system.cuda_driver import CopyParams, KernelParams, MemsetParams
 from ampopt.system.native import CompilerError
 from tests.support.compiler import needs_compiler
 from tests.support.fake_driver import (
@@ -25,8 +24,8 @@ from tests.support.fake_driver import (
     READY,
     STREAM,
     FakeDriver,
-    as_functions,
     copying,
+    filling,
     kernel,
     of,
     packed,
@@ -64,19 +63,13 @@ def nodes(ready: ReadyGraph) -> list[int]:
     return [len(use.nodes) for use in ready._uses]
 
 
-def test_the_structures_have_the_sizes_of_cudas() -> None:
-    sizes = [ctypes.sizeof(kind) for kind in (KernelParams, CopyParams, MemsetParams)]
-    assert sizes == [72, 200, 48]
-    assert (KernelParams.parameters.offset, KernelParams.kernel.offset) == (40, 56)
-
-
 def test_addresses_in_every_kind_of_node_move_with_their_offsets(driver: FakeDriver, tensor: Tensor) -> None:
     here, there = tensor.data_ptr(), 0x7000_0000_0000
     driver.nodes += [
         (0, kernel(driver, of(here), b"\1\2\3\4", of(5, here + 8, 6))),
         (0, packed(of(7, here + 60))),
         (1, copying(here, 99)),
-        (2, MemsetParams(here + 16)),
+        (2, filling(here + 16)),
         (5, None),
         (0, kernel(driver, of(here), by_handle=True)),
     ]
@@ -87,7 +80,7 @@ def test_addresses_in_every_kind_of_node_move_with_their_offsets(driver: FakeDri
     assert driver.set[1] == of(there) + b"\1\2\3\4" + of(5, there + 8, 6)
     assert driver.set[2] == of(7, there + 60)
     assert (words(driver.set[3])[6], words(driver.set[3])[17]) == (there, 99)
-    assert words(driver.set[4]) == [there + 16, 0, 0, 0, 0, 0]
+    assert words(driver.set[4]) == [there + 16, 0, 0, 0, 0]
     assert words(driver.set[6]) == [there]
     ready.move((here,))
     assert driver.set[1] == of(here) + b"\1\2\3\4" + of(5, here + 8, 6)
@@ -180,9 +173,17 @@ def test_nodes_whose_operands_are_unknown_are_refused(driver: FakeDriver) -> Non
 
 
 def test_a_thread_without_cuda_cannot_read_nodes(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "cuCtxGetCurrent", lambda context: 0)
+    monkeypatch.setattr(driver, "cuCtxGetCurrent", lambda: (0, 0))
     with pytest.raises(RuntimeError, match="has not used CUDA yet"):
         read()
+
+
+def test_a_function_that_cpp_is_to_call_and_that_is_not_there_is_a_refusal(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "cuGetProcAddress", lambda *_: (0, 0, 1))
+    with pytest.raises(RuntimeError, match="driver has no cuGraphLaunch"):
+        ReadyGraph(captured())
 
 
 @needs_compiler
@@ -195,9 +196,8 @@ def test_cpp_moves_and_launches_what_is_in_the_table(driver: FakeDriver, tensor:
         "kernel": [(0, kernel(driver, of(3), of(start, here + 8)))],
         "packed": [(0, packed(of(start, here + 8)))],
         "copy": [(1, copying(start, here + 8))],
-        "fill": [(2, MemsetParams(here + 8))],
+        "fill": [(2, filling(here + 8))],
     }[kind]
-    as_functions(driver)
     operands = Operands(captured(), [x], [tensor])
     ready, other = (ReadyGraph(captured(), operands) for _ in range(2))
     form = SimpleNamespace(outputs=(tensor,), inference=False, table=ctypes.addressof(ready.table))
@@ -224,7 +224,6 @@ def test_cpp_moves_and_launches_what_is_in_the_table(driver: FakeDriver, tensor:
 def test_cpp_takes_a_refusal_for_not_done(driver: FakeDriver, tensor: Tensor) -> None:
     x = torch.zeros(4)
     driver.nodes += [(0, kernel(driver, of(x.data_ptr(), tensor.data_ptr())))]
-    as_functions(driver)
     ready = read([x], [tensor])
     form = SimpleNamespace(outputs=(tensor,), inference=False, table=ctypes.addressof(ready.table))
     answer = make_answer(form, {(x.data_ptr(),): form}, lambda: torch.zeros(16))

@@ -155,10 +155,10 @@ def test_a_report_is_json_for_fleets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_as_fast_as_expected_passes() -> None:
-    verdict = report().verdict({"p50_ms": 3.5, "p99_ms": 3.5, "device": "a GPU"})
-    assert verdict.passed
-    assert verdict.reasons == ()
-    assert report().verdict(None).passed
+    judgment = report().judge({"p50_ms": 3.5, "p99_ms": 3.5, "device": "a GPU"})
+    assert judgment.passed
+    assert judgment.reasons == ()
+    assert report().judge(None).passed
 
 
 @pytest.mark.parametrize(
@@ -169,11 +169,11 @@ def test_what_is_as_fast_as_expected_passes() -> None:
     ],
 )
 def test_a_missed_deadline_fails_with_its_reason(fields: dict[str, object], reason: str) -> None:
-    verdict = report(**fields).verdict({"p50_ms": 4.0, "p99_ms": 5.0})
-    assert not verdict.passed
-    assert len(verdict.reasons) == 1
-    assert reason in verdict.reasons[0]
-    assert verdict.findings[0].line == f"FAILED: {verdict.reasons[0]}"
+    judgment = report(**fields).judge({"p50_ms": 4.0, "p99_ms": 5.0})
+    assert not judgment.passed
+    assert len(judgment.reasons) == 1
+    assert reason in judgment.reasons[0]
+    assert judgment.findings[0].line == f"FAILED: {judgment.reasons[0]}"
 
 
 @pytest.mark.parametrize(
@@ -193,17 +193,17 @@ def test_slower_than_promised_is_said_and_fails_only_a_strict_test(
     samples: tuple[float, ...], reason: str
 ) -> None:
     expected, found = {"p50_ms": 4.0, "p99_ms": 5.0}, report(back_to_back=Latencies(samples))
-    verdict = found.verdict(expected)
-    assert verdict.passed, "every frame met its deadline"
-    assert (verdict.reasons, verdict.warnings) == ((), (reason,))
-    assert [f"SLOWER THAN PROMISED: {reason}"] == [f.line for f in verdict.findings if not f.passed]
-    strict = found.verdict(expected, strict=True)
+    judgment = found.judge(expected)
+    assert judgment.passed, "every frame met its deadline"
+    assert (judgment.reasons, judgment.warnings) == ((), (reason,))
+    assert [f"SLOWER THAN PROMISED: {reason}"] == [f.line for f in judgment.findings if not f.passed]
+    strict = found.judge(expected, strict=True)
     assert not strict.passed
     assert (strict.reasons, strict.warnings) == ((reason,), ())
 
 
 def test_what_is_within_the_slack_is_said_to_need_it() -> None:
-    found = report(back_to_back=Latencies((4.5,) * 300)).verdict({"p50_ms": 4.0, "p99_ms": 5.0}, strict=True)
+    found = report(back_to_back=Latencies((4.5,) * 300)).judge({"p50_ms": 4.0, "p99_ms": 5.0}, strict=True)
     assert found.passed
     assert [finding.line for finding in found.findings] == [
         "passed: all 300 frames at 30 Hz met the deadline of 33 ms",
@@ -212,8 +212,8 @@ def test_what_is_within_the_slack_is_said_to_need_it() -> None:
     ]
 
 
-def test_a_verdict_is_json_with_every_test_and_its_limits() -> None:
-    told = json.loads(json.dumps(report(missed=1).verdict({"p50_ms": 2.0}).to_dict()))
+def test_a_judgment_is_json_with_every_test_and_its_limits() -> None:
+    told = json.loads(json.dumps(report(missed=1).judge({"p50_ms": 2.0}).to_dict()))
     assert (told["passed"], len(told["reasons"]), len(told["warnings"])) == (False, 1, 1)
     deadlines, median = told["tests"]
     assert deadlines == {
@@ -225,22 +225,22 @@ def test_a_verdict_is_json_with_every_test_and_its_limits() -> None:
     }  # fmt: skip
 
 
-def test_a_verdict_knows_slack_and_a_share_of_misses() -> None:
+def test_a_judgment_knows_slack_and_a_share_of_misses() -> None:
     slow = report(back_to_back=Latencies((5.1,) * 300), missed=3)
-    assert slow.verdict({"p50_ms": 4.0}, slack=0.3, missed_share=0.01).passed
-    strict = slow.verdict({"p50_ms": 4.0}, slack=0.2, missed_share=0.009, strict=True)
+    assert slow.judge({"p50_ms": 4.0}, slack=0.3, missed_share=0.01).passed
+    strict = slow.judge({"p50_ms": 4.0}, slack=0.2, missed_share=0.009, strict=True)
     assert len(strict.reasons) == 2
 
 
 @pytest.mark.parametrize("slack", [-0.1, float("nan"), float("inf")])
 def test_a_slack_that_is_no_share_is_refused(slack: float) -> None:
     with pytest.raises(InputError, match="give a share"):
-        report().verdict({"p50_ms": 4.0}, slack=slack)
+        report().judge({"p50_ms": 4.0}, slack=slack)
 
 
 def test_percentiles_that_are_not_known_are_not_judged() -> None:
     few = report(back_to_back=Latencies((4.0,) * 50))
-    assert few.verdict({"p50_ms": 4.0, "p99_ms": 0.1}, strict=True).passed
+    assert few.judge({"p50_ms": 4.0, "p99_ms": 0.1}, strict=True).passed
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from ampopt.measure.sampling import Gain, Measurement, gain, interleave
+from ampopt.measure import sampling
+from ampopt.measure.sampling import Gain, Measurement, gain, interleave, latency
 
 
 def test_quantiles_are_samples() -> None:
@@ -119,6 +120,24 @@ def test_samples_are_taken_in_turn_after_one_that_does_not_count() -> None:
     assert "".join(order) == "abcabcabc"
     assert found["a"].samples == (4.0, 7.0)
     assert found["c"].samples == (6.0, 9.0)
+
+
+def test_what_has_just_run_needs_no_sample_that_does_not_count() -> None:
+    taken: list[int] = []
+
+    def sampler() -> float:
+        taken.append(1)
+        return 1.0
+
+    found = interleave({"a": sampler}, seconds=0.0, least=2, warm_up=False)
+    assert len(found["a"].samples) == len(taken) == 2
+
+
+@pytest.mark.parametrize(("last_s", "calls"), [(0.0, 2), (sampling.LONG_CALL_S, 1)])
+def test_a_call_that_was_long_is_timed_without_another_before_it(last_s: float, calls: int) -> None:
+    made: list[int] = []
+    latency(lambda: made.append(1), last_s=last_s)()
+    assert len(made) == calls
 
 
 def test_rounds_end_with_the_time_or_their_number(monkeypatch: pytest.MonkeyPatch) -> None:

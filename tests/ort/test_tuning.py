@@ -51,8 +51,8 @@ class FakeRunners:
         return run
 
 
-def verdicts(tuning: Tuning) -> dict[str, str]:
-    return {row.setting: row.verdict for row in tuning.rows}
+def outcomes(tuning: Tuning) -> dict[str, str]:
+    return {row.setting: row.outcome for row in tuning.rows}
 
 
 def test_a_real_sweep_on_the_cpu_gives_options_that_load_and_json() -> None:
@@ -62,8 +62,10 @@ def test_a_real_sweep_on_the_cpu_gives_options_that_load_and_json() -> None:
     assert tuning.ratio >= 0.8
     told = json.loads(json.dumps(tuning.to_dict(), allow_nan=False))
     assert {row["setting"] for row in told["rows"]} >= {CPU, "threads=1", "no spinning", "parallel"}
+    assert [row["verdict"] for row in told["rows"]] == [row.outcome for row in tuning.rows]
+    assert "outcome" not in told["rows"][0]
     for row in tuning.rows:
-        if row.verdict in ("kept", "not faster"):
+        if row.outcome in ("kept", "not faster"):
             assert row.median_ms is not None
             assert row.median_ms > 0
             assert row.p99_ms is None or row.median_ms <= row.p99_ms
@@ -79,7 +81,7 @@ def test_options_that_are_faster_are_added_one_to_another(monkeypatch: pytest.Mo
     tuning = tune(b"", [], seconds=1e3, providers=[CPU])
     assert tuning.best == SessionOptions(threads=4, spinning=False)
     assert tuning.ratio == pytest.approx(1 / 0.5 / 0.8)
-    assert verdicts(tuning) == {
+    assert outcomes(tuning) == {
         CPU: "kept",
         "threads=1": "not faster",
         "threads=2": "not faster",
@@ -107,12 +109,12 @@ def test_an_option_that_breaks_outputs_is_refused_however_fast(monkeypatch: pyte
     tuning = tune(b"", [], seconds=100.0, providers=[CPU], tolerance=1e-2)
     assert tuning.best == SessionOptions()
     (row,) = (row for row in tuning.rows if row.setting == "parallel")
-    assert row.verdict == "wrong"
+    assert row.outcome == "wrong"
     assert row.error == pytest.approx(0.1 / 2**0.5)
     assert tune(b"", [], seconds=100.0, providers=[CPU], tolerance=0.2).best.parallel
     fake.output = lambda o: np.nan if o.parallel else 1.0
     tuning = tune(b"", [], seconds=100.0, providers=[CPU], tolerance=0.2)
-    assert verdicts(tuning)["parallel"] == "wrong"
+    assert outcomes(tuning)["parallel"] == "wrong"
     json.dumps(tuning.to_dict(), allow_nan=False)
 
 
@@ -120,7 +122,7 @@ def test_an_option_that_does_not_load_is_a_row_with_its_reason(monkeypatch: pyte
     fake = FakeRunners(monkeypatch, lambda o: 0.01)
     fake.refused = lambda o: not o.spinning
     (row,) = (r for r in tune(b"", [], seconds=9.0, providers=[CPU]).rows if r.setting == "no spinning")
-    assert (row.verdict, row.reason, row.median_ms) == ("failed", "no such thing here", None)
+    assert (row.outcome, row.reason, row.median_ms) == ("failed", "no such thing here", None)
 
 
 def test_on_cuda_graphs_are_tried_with_fixed_buffers_on_top_of_the_rest(
@@ -157,7 +159,7 @@ def test_the_fastest_provider_is_swept(monkeypatch: pytest.MonkeyPatch, cpu: flo
     FakeRunners(monkeypatch, lambda o: cpu if o.provider == CPU else 0.01)
     tuning = tune(b"", [], seconds=9.0, providers=[CUDA, CPU])
     assert tuning.best.provider == expected
-    assert ("threads=1" in verdicts(tuning)) == (expected == CPU)
+    assert ("threads=1" in outcomes(tuning)) == (expected == CPU)
 
 
 def test_a_provider_that_does_not_load_leaves_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +167,7 @@ def test_a_provider_that_does_not_load_leaves_the_other(monkeypatch: pytest.Monk
     fake.refused = lambda o: o.provider == CUDA
     tuning = tune(b"", [], seconds=9.0, providers=[CUDA, CPU])
     assert tuning.best.provider == CPU
-    assert verdicts(tuning)[CUDA] == "failed"
+    assert outcomes(tuning)[CUDA] == "failed"
     fake.refused = lambda o: True
     with pytest.raises(SessionError, match=f"{CUDA}: no such thing here; {CPU}: no such"):
         tune(b"", [], seconds=9.0, providers=[CUDA, CPU])
@@ -176,7 +178,7 @@ def test_what_is_slower_in_the_end_is_not_taken(monkeypatch: pytest.MonkeyPatch)
     late = SessionOptions(spinning=False, parallel=True)
     fake.seconds = lambda o: 0.01 if o.spinning else 0.02 if late in fake.loaded else 0.005
     tuning = tune(b"", [], seconds=200.0, providers=[CPU])
-    assert verdicts(tuning)["no spinning"] == "kept"
+    assert outcomes(tuning)["no spinning"] == "kept"
     assert tuning.best == SessionOptions()
     assert tuning.ratio == 1.0
 
@@ -185,7 +187,7 @@ def test_settings_without_time_are_not_tried_and_say_so(monkeypatch: pytest.Monk
     fake = FakeRunners(monkeypatch, lambda o: 1.0)
     tuning = tune(b"", [], seconds=1.0, providers=[CPU])
     assert len(fake.loaded) == 1
-    assert {row.reason for row in tuning.rows if row.verdict == "not tried"} == {"out of time"}
+    assert {row.reason for row in tuning.rows if row.outcome == "not tried"} == {"out of time"}
     assert len(tuning.rows) == 1 + sum(map(len, knobs_for(SessionOptions())))
 
 
@@ -228,5 +230,5 @@ def test_a_real_sweep_on_cuda_tries_graphs() -> None:
     start = time.perf_counter()
     tuning = tune(convolution(16, 64), [image(64)], seconds=20.0, providers=[CUDA])
     assert time.perf_counter() - start < 60
-    assert verdicts(tuning)["enable_cuda_graph=1"] in ("kept", "not faster")
+    assert outcomes(tuning)["enable_cuda_graph=1"] in ("kept", "not faster")
     assert tuning.best.provider == CUDA

@@ -23,6 +23,7 @@ from ampopt.search import tuning_cache
 from ampopt.search.options import Options
 from ampopt.search.tuning_cache import TuningCache, default_cache, key_of
 from ampopt.system import cache_folder
+from ampopt.system.atomic import SUFFIX
 from ampopt.system.cache_folder import kept_files
 from tests.helpers import with_statistics
 from tests.support.planted import captured_of
@@ -124,8 +125,9 @@ def test_it_stays_bounded_and_the_longest_unused_go(
         cache.store(f"{number}" * 64, RECIPES)
         os.utime(cache.folder / f"{str(number) * 64}.json", (number, number))
     assert cache.find("0" * 64) == RECIPES  # used just now
-    (cache.folder / "left.tmp").write_text("of a process that was killed")
-    os.utime(cache.folder / "left.tmp", (0, 0))
+    left = cache.folder / f"left{SUFFIX}"
+    left.write_text("of a process that was killed")
+    os.utime(left, (0, 0))
     cache.store("3" * 64, RECIPES)
     assert {file.name[0] for file in kept_files(cache.folder)} == {"0", "2", "3"}
 

@@ -1,7 +1,8 @@
-"""Whoever is killed while he saves a bundle leaves the old one or the new one, and no litter for long."""
+"""Whoever is killed while he saves leaves the old file or the new one, and no litter for long."""
 
 from __future__ import annotations
 
+import ast
 import errno
 import os
 import random
@@ -11,13 +12,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from ampopt.bundle.files import open_bundle
 from ampopt.errors import BundleError
 from ampopt.system import atomic
-from ampopt.system.atomic import SUFFIX, replacing
+from ampopt.system.atomic import SUFFIX, create, replacing, replacing_together
 from tests.support.bundles import FILES, FORMS, save
 
 SIZE = 1 << 20
@@ -234,7 +236,7 @@ def test_everything_is_on_the_disk_before_it_takes_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    fsync, exchange, rename = atomic._fsync, atomic._exchange, os.rename
+    fsync, exchange, rename = atomic._fsync, atomic._exchange, os.replace
 
     def note_fsync(path: Path) -> None:
         fsync(path)
@@ -250,7 +252,7 @@ def test_everything_is_on_the_disk_before_it_takes_its_place(
 
     monkeypatch.setattr(atomic, "_fsync", note_fsync)
     monkeypatch.setattr(atomic, "_exchange", note_exchange)
-    monkeypatch.setattr(os, "rename", note_rename)
+    monkeypatch.setattr(os, "replace", note_rename)
     save(tmp_path / "zip")
     save(tmp_path / "zip")
     assert events == ["temporary", "renamed", tmp_path.name] * 2
@@ -288,3 +290,197 @@ def test_where_folders_cannot_be_exchanged_the_old_one_stays(
 def test_a_new_file_has_the_permissions_of_new_files(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     assert save(tmp_path / "b").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_file_is_not_replaced_by_less_than_all_of_it(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("old")
+
+    def write(error: type[BaseException]) -> None:
+        with replacing(tmp_path / "a") as written:
+            written.write_text("ne")
+            raise error
+
+    for error in (OSError, KeyboardInterrupt):
+        with pytest.raises(error):
+            write(error)
+        assert [path.name for path in tmp_path.iterdir()] == ["a"]
+        assert (tmp_path / "a").read_text() == "old"
+
+
+def test_a_file_never_takes_the_place_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "mine").touch()
+    with pytest.raises(IsADirectoryError), replacing(tmp_path / "a") as written:
+        written.write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a" / "mine").exists()
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught, replacing(tmp_path / "nowhere" / "a"):
+        pass
+    assert caught.value.filename == str(tmp_path / "nowhere")
+
+
+def test_where_a_folder_cannot_be_read_files_in_it_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refused(*_args: object) -> NoReturn:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    def opened(path: Path, *args: int) -> int:
+        return refused() if Path(path).is_dir() else real(path, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", refused)
+        patch.setattr(os, "open", opened)
+        with replacing(tmp_path / "a") as written:
+            written.write_text("new")
+    assert (tmp_path / "a").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_without_locks_files_are_replaced_and_folders_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(atomic, "_IS_POSIX", False)
+    for text in ("old", "new"):
+        with replacing(tmp_path / "a") as written:
+            written.write_text(text)
+        with replacing_together(tmp_path / "b", tmp_path / "c") as folder:
+            (folder / "b").write_text(text)
+            (folder / "c").write_text(text)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys("abc", "new")
+    with pytest.raises(OSError, match="Linux or macOS"), replacing(tmp_path / "d", folder=True):
+        pass
+
+
+def write_pair(target: Path, text: str, *, companion: bool = True) -> None:
+    """Write a target and its companion, if it is to have one, with the same text."""
+    companions = [target.with_name("m.data")]
+    with replacing_together(target, *companions) as folder:
+        for path in (target, *companions[:companion]):
+            (folder / path.name).write_text(text)
+        (folder / "notes").write_text("of the writer's own")
+
+
+def test_files_that_belong_together_appear_together(tmp_path: Path) -> None:
+    for text in ("old", "new"):
+        write_pair(tmp_path / "m", text)
+        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"m": text, "m.data": text}
+    write_pair(tmp_path / "m", "newest", companion=False)
+    assert (tmp_path / "m").read_text() == "newest"
+
+
+def test_an_error_leaves_all_that_belong_together(tmp_path: Path) -> None:
+    write_pair(tmp_path / "m", "old")
+
+    def fail() -> None:
+        with replacing_together(tmp_path / "m", tmp_path / "m.data") as folder:
+            (folder / "m").write_text("new")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"m": "old", "m.data": "old"}
+
+
+def test_a_kill_between_two_files_leaves_no_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_pair(tmp_path / "m", "old")
+    real, done = os.replace, list[str]()
+
+    def replace(source: Path, target: Path) -> None:
+        if done:
+            raise KeyboardInterrupt
+        done.append(target.name)
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        with pytest.raises(KeyboardInterrupt):
+            write_pair(tmp_path / "m", "new")
+    assert done == ["m.data"]
+    assert [path.name for path in tmp_path.iterdir()] == ["m.data"]
+    write_pair(tmp_path / "m", "newest")
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"newest"}
+
+
+class FullDisk:
+    """What `open` gives where the disk is full; the descriptor is closed as a file's is."""
+
+    def __init__(self, descriptor: int, mode: str) -> None:
+        self.descriptor = descriptor
+
+    def __enter__(self) -> FullDisk:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        os.close(self.descriptor)
+
+    def write(self, data: bytes) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_file_is_created_whole_and_only_where_none_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("ampopt.system.atomic.open", FullDisk, raising=False)
+        with pytest.raises(OSError, match="No space left"):
+            create(tmp_path / "key", b"secret", 0o600)
+    assert list(tmp_path.iterdir()) == []
+    create(tmp_path / "key", b"secret", 0o600)
+    with pytest.raises(FileExistsError):
+        create(tmp_path / "key", b"other", 0o600)
+    assert (tmp_path / "key").read_bytes() == b"secret"
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+
+
+ROOT = Path(__file__).parent.parent.parent
+WRITERS = {"rename", "renames", "link", "mkstemp", "mkdtemp", "mktemp"}
+"""Functions that put a file in its place, or make one that is meant for that."""
+
+
+def writes(node: ast.AST) -> bool:
+    """Whether this calls one of WRITERS, or the `replace` of `os` or a path, which has one argument."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute | ast.Name):
+        return False
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+    is_path = name == "replace" and len(node.args) == 1 and not node.keywords
+    kept = any(each.arg in ("delete", "delete_on_close") for each in node.keywords)
+    return name in WRITERS or is_path or ast.unparse(node.func) in ("os.replace", "shutil.move") or kept
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("os.replace(a, b)", True),
+        ("made.replace(file)", True),
+        ("shutil.move(a, b)", True),
+        ("mkstemp(dir=folder)", True),
+        ("NamedTemporaryFile(delete=False)", True),
+        ("text.replace('a', 'b')", False),
+        ("program.replace(graph=graph)", False),
+        ("dataclasses.replace(row, name=name)", False),
+        ("TemporaryDirectory()", False),
+    ],
+)
+def test_writers_are_known_by_what_they_call(code: str, expected: bool) -> None:
+    assert any(map(writes, ast.walk(ast.parse(code)))) == expected
+
+
+def test_nothing_else_replaces_files() -> None:
+    files = [
+        file for name in ("ampopt", "passes", "benchmarks", "fuzz") for file in (ROOT / name).rglob("*.py")
+    ]
+    found = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in files
+        if file != Path(atomic.__file__)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.expr) and writes(node)
+    ]
+    assert len(files) > 100
+    assert found == []

@@ -11,6 +11,7 @@ import pytest
 
 from ampopt.search.tuning_cache import TuningCache
 from ampopt.system import cache_folder
+from ampopt.system.atomic import SUFFIX
 from ampopt.system.cache_folder import clear, is_ours, keep, kept, kept_files
 from tests.system.test_plain_files import ODD
 
@@ -25,7 +26,7 @@ def test_what_is_no_plain_file_is_nothing_kept_and_makes_room(case: str, tmp_pat
     assert cache.find(KEY) is None
     cache.store(KEY, {"fp32": ()})
     assert cache.find(KEY) == (None if case == "folder" else {"fp32": ()})
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.glob(f"*{SUFFIX}"))
 
 
 @pytest.mark.parametrize("case", [case for case in ODD if case != "nothing"])
@@ -56,20 +57,8 @@ def test_a_larger_file_than_any_kept_is_not_read(tmp_path: Path) -> None:
         kept(tmp_path / "a.json")
 
 
-class FullDisk:
-    """What `open` gives where the disk is full; the descriptor is closed as a file's is."""
-
-    def __init__(self, descriptor: int, mode: str) -> None:
-        self.descriptor = descriptor
-
-    def __enter__(self) -> FullDisk:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        os.close(self.descriptor)
-
-    def write(self, data: bytes) -> NoReturn:
-        raise OSError(errno.ENOSPC, "No space left on device")
+def _full(*_args: Any) -> NoReturn:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def _cannot(*_args: Any) -> NoReturn:
@@ -82,7 +71,7 @@ def _interrupted(*_args: Any) -> NoReturn:
 
 @pytest.mark.parametrize(
     ("name", "stand_in"),
-    [("open", FullDisk), ("os.replace", _cannot), ("os.replace", _interrupted)],
+    [("pathlib.Path.write_bytes", _full), ("os.replace", _cannot), ("os.replace", _interrupted)],
     ids=["full disk", "no rename", "Ctrl-C"],
 )
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(
@@ -90,7 +79,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
 ) -> None:
     keep(tmp_path / "a.json", b"old")
     with monkeypatch.context() as patch:
-        patch.setattr(f"ampopt.system.cache_folder.{name}", stand_in, raising=False)
+        patch.setattr(name, stand_in)
         if stand_in is _interrupted:
             with pytest.raises(KeyboardInterrupt):
                 keep(tmp_path / "a.json", b"new")
