@@ -205,7 +205,8 @@ def _lift_weights(exported: ExportedProgram, state: Mapping[str, fx.Node] | None
         for name in [name for name in state if name in states]:
             old = states.pop(name)
             own, taken = name.replace(".", "_"), {str(placed.target) for placed in graph.nodes}
-            mapping[old] = graph.placeholder(old.name if own in taken else own)
+            is_free = own.isidentifier() and own not in taken  # "0.seen" gives none
+            mapping[old] = graph.placeholder(own if is_free else old.name)
             mapping[old].meta["val"] = old.meta["val"]
         if node.op == "output":
             results = zip(exported.graph_signature.output_specs, node.args[0], strict=True)
