@@ -151,9 +151,10 @@ def check_pass(
     """Apply a pass to a capture of `model`, and assert everything that every pass promises.
 
     It makes `rewrites` rewrites and leaves the program that it is given alone; the new graph is sound, and
-    its nodes still say where in the model they come from; its outputs keep within the declared numerics, or within the relative error `limit`, and keep NaN; a second
-    apply does nothing; and what goes into the recipe makes as many rewrites, or `rewrites_elsewhere`, in a
-    capture for inputs of another shape, `elsewhere`, and gives a right program there too.
+    its nodes still say where in the model they come from; its outputs keep within the declared numerics, or
+    within the relative error `limit`, and keep NaN; a second apply does nothing; and what goes into the
+    recipe makes as many rewrites, or `rewrites_elsewhere`, in a capture for inputs of another shape,
+    `elsewhere`, and gives a right program there too.
     """
     program = program_of(model, *inputs, lane=lane, on_top_of=on_top_of)
     assert step.why_not(program) is None, f"refused: {step.why_not(program)}"
@@ -172,6 +173,7 @@ def check_pass(
         there = step.apply(before)
         expected = rewrites if rewrites_elsewhere is None else rewrites_elsewhere
         assert there.rewrites == expected, f"its replay makes {there.rewrites} rewrites instead of {expected}"
+        check_origins(before, there.program)
         check_outputs(step.numerics, before, there.program, model, elsewhere, lane, limit)
     return result
 

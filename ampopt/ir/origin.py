@@ -41,7 +41,7 @@ WHOLE_MODEL = Origin("", "")
 
 
 def origins_of(node: fx.Node) -> tuple[Origin, ...]:
-    """Where a node comes from, in the order of the graph; empty where nobody noted it, as in a loaded program."""
+    """Where a node comes from; empty where nobody noted it, as in a program that was loaded."""
     own: tuple[Origin, ...] | None = node.meta.get(_KEY)
     return own if own is not None else (node.meta.get(_CARRIED) or {}).get(_KEY, ())
 
@@ -52,7 +52,7 @@ def carry_on(node: fx.Node, *sources: fx.Node) -> None:
 
 
 def place_of(node: fx.Node) -> str:
-    """A node's origins in words, the first few: `layer3.0.conv1, resnet.py:92`; empty where there are none."""
+    """A node's origins in words, the first few: `layer3.0.conv1, resnet.py:92`; empty without any."""
     named = [text for text in map(str, origins_of(node)) if text]
     more = [f"and {len(named) - _MOST_NAMED} more"] if len(named) > _MOST_NAMED else []
     return "; ".join([*named[:_MOST_NAMED], *more])

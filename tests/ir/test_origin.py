@@ -1,4 +1,4 @@
-"""Provenance: every node of a captured program says which module and line it comes from, and rewrites carry it on."""
+"""Provenance: every node of a captured program says where it comes from, and rewrites carry it on."""
 
 from __future__ import annotations
 
@@ -102,6 +102,8 @@ def test_each_call_of_a_shared_module_has_its_own_line_and_the_weight_all_of_the
 
 
 class Counter(nn.Module):
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros(1))
@@ -160,9 +162,12 @@ def test_of_a_torchscript_model_nothing_is_known_but_that_it_is_the_whole(make: 
     assert [where(node) for node in calls(program.graph)] == [node.name for node in calls(program.graph)]
 
 
-class GivesAway(Block):
+class GivesAway(nn.Module):
+    unread: Tensor
+
     def __init__(self) -> None:
         super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
         self.register_buffer("unread", torch.ones(1))
 
     def forward(self, x: Tensor) -> Sequence[Tensor]:
@@ -177,7 +182,7 @@ def test_results_that_are_inputs_or_weights_are_copied_where_these_come_from() -
 
 class WritesToOverlaps(Block):
     def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
+        y: Tensor = self.conv(x)
         y.unfold(2, 3, 1).mul_(2)
         return y
 
@@ -189,8 +194,9 @@ def test_an_error_of_the_capture_names_the_place() -> None:
 
 class Bessel(Block):
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.expm1(self.conv(x))
-        return torch.special.i1(y)
+        y: Tensor = torch.expm1(self.conv(x))
+        z: Tensor = torch.special.i1(y)
+        return z
 
 
 def test_an_error_of_the_onnx_exporter_names_the_place() -> None:
@@ -201,7 +207,7 @@ def test_an_error_of_the_onnx_exporter_names_the_place() -> None:
 
 
 def _chain() -> fx.GraphModule:
-    """conv, add, relu of an input, each from a module of its name; the weight from that of the convolution."""
+    """conv, add, relu of an input, each from a module of its name; the weight as the convolution."""
     graph = fx.Graph()
     x, weight = graph.placeholder("x"), graph.get_attr("w")
     conv = graph.call_function(aten.conv2d.default, (x, weight))
