@@ -34,7 +34,7 @@ from fuzz.judge import REPEATS, Answered, Judge, ask
 from fuzz.network import Spec, build, make_call
 from fuzz.outcome import REVERTED, Outcome, short
 from fuzz.pick import Pick
-from tests.helpers import apply_to_untouched, check_graph, check_ownership
+from tests.helpers import apply_to_untouched, check_graph, check_origins, check_ownership
 
 LANES = (FP32, mixed("amp", torch.bfloat16), mixed("amp", torch.float16))
 
@@ -196,6 +196,7 @@ def _apply(step: Pass, program: Program, pick: Pick, hearing: Hearing) -> Progra
         if not result.modified:
             return program
         check_graph(result.program)
+        check_origins(program, result.program)
     except AmpoptError:
         return program
     except AssertionError as error:

@@ -97,8 +97,7 @@ def _bake(module: fx.GraphModule, decisions: Decisions) -> int:
 def _cast(module: fx.GraphModule, source: fx.Node, dtype: torch.dtype, first_reader: fx.Node) -> fx.Node:
     if source.op == "get_attr":
         weight = getattr(module, str(source.target))
-        first = next(iter(module.graph.nodes))
-        return add_rounded(module, f"{source.name}_{dtype}".replace("torch.", ""), weight, dtype, first)
+        return add_rounded(module, f"{source.name}_{dtype}".replace("torch.", ""), weight, dtype, source)
     return insert_call(module, first_reader, aten._to_copy.default, source, dtype=dtype)
 
 

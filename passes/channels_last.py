@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import fx
 
-from ampopt.ir.graph import arguments, aten, calls, constant, is_constant, reads_strides
+from ampopt.ir.graph import arguments, aten, calls, constant, is_constant, reads_strides, where
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Family, Numerics, Pass, Result
 from ampopt.kernels.layouts import in_channels_last
@@ -38,11 +38,11 @@ class ChannelsLast(Pass):
         """Programs that read memory by strides keep their layout."""
         found = reads_strides(program.graph)
         if found is not None:
-            return f"{found.name} reads memory by its strides"
+            return f"{where(found)} reads memory by its strides"
         if program.device.type != "cpu":
             return None
         deep = calls(program.graph, [aten.conv3d.default])
-        wrong = next((node.name for node in deep if _is_wrong(program.graph, node)), None)
+        wrong = next((where(node) for node in deep if _is_wrong(program.graph, node)), None)
         return f"PyTorch computes {wrong} wrongly in this format" if wrong is not None else None
 
     def apply(self, program: Program) -> Result:

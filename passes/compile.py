@@ -13,7 +13,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampopt.ir.capturing import capturing
-from ampopt.ir.graph import arguments, aten, calls, finish, insert_call, is_opaque, replace
+from ampopt.ir.graph import arguments, aten, calls, finish, insert_call, is_opaque, replace, where
 from ampopt.ir.pool_indices import keep_indices
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Result
@@ -53,7 +53,7 @@ class Compile(Engine):
         if (reason := super().why_not(program)) is not None:
             return reason
         found = next((node for node in calls(program.graph) if is_opaque(node)), None)
-        return f"inductor cannot see into {found.target}" if found is not None else None
+        return f"inductor cannot see into {found.target} of {where(found)}" if found is not None else None
 
     def expected_seconds(self, program: Program) -> float:
         """Compilation takes some seconds to begin with, and more for every operator."""

@@ -22,6 +22,7 @@ from ampopt.ir.graph import (
     record_shapes,
     replace,
     tensor_meta,
+    where,
 )
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
@@ -80,7 +81,7 @@ class Degroup(Pass):
                 timed = cache.get(conv) or measure_forms(conv, forms_for(conv), program)
                 cache[conv] = timed
                 form, reason = _choose(timed, self.least_gain)
-                hints.append(f"{node.name} ({conv}): {conv.tensor_core_hint(program.device)}; {reason}")
+                hints.append(f"{where(node)} ({conv}): {conv.tensor_core_hint(program.device)}; {reason}")
                 if form == AS_IS:
                     declined.append(Declined(node.name, reason))
             if form != AS_IS:

@@ -122,10 +122,10 @@ def _fold(module: fx.GraphModule, layer: fx.Node, norm: fx.Node) -> bool:
     if any(_overflows(exact, stored.dtype) for exact in (new_weight, new_bias)):
         return False
     parameters = [p.name for p in layer.target._schema.arguments]  # type: ignore[union-attr]
+    replace(norm, layer)  # first: the new weights come from both
     own["weight"] = add_rounded(module, f"{norm.name}_weight", new_weight, stored.dtype, layer)
     own["bias"] = add_rounded(module, f"{norm.name}_bias", new_bias, stored.dtype, layer)
     layer.args, layer.kwargs = tuple(own[name] for name in parameters), {}
-    replace(norm, layer)
     return True
 
 

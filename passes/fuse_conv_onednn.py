@@ -161,7 +161,7 @@ def _can_add(module: fx.GraphModule, chain: _Chain) -> bool:
 def _fuse(module: fx.GraphModule, chain: _Chain) -> None:
     own, onednn = arguments(chain.conv), torch.ops.mkldnn
     packed, geometry = _packed(module, chain.conv)
-    node = add_constant(module, f"{chain.conv.name}_packed", packed, chain.last)
+    node = add_constant(module, f"{chain.conv.name}_packed", packed, chain.conv)
     if chain.other is None:
         settings: tuple[Any, ...] = (*geometry, chain.activation, [], "")
         call: tuple[Any, ...] = (own["input"], node, own["bias"], *settings)

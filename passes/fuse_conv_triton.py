@@ -20,7 +20,9 @@ from ampopt.ir.graph import (
     reads_strides,
     record_shapes,
     replace,
+    where,
 )
+from ampopt.ir.origin import carry_on
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
 from ampopt.kernels import conv_timing
@@ -76,7 +78,7 @@ class FuseConvTriton(Pass):
         if not is_available():
             return "Triton is not installed"
         if (found := reads_strides(program.graph)) is not None:
-            return f"{found.name} reads memory by its strides"
+            return f"{where(found)} reads memory by its strides"
         return "it still runs under autocast" if program.under_autocast else None
 
     def within(self, seconds: float) -> Pass:
@@ -154,7 +156,7 @@ def _fuse(module: fx.GraphModule, chain: Chain, tile: str, moved: dict[fx.Node, 
         weight = merge_groups(weight, groups, groups // site.groups)
     is_image, is_depthwise = bool(site.geometry), Tile.parse(tile).kind == "depthwise"
     weight = packed_depthwise(weight) if is_depthwise else in_order(weight, is_image=is_image)
-    w = add_constant(module, f"{chain.conv.name}_weight", weight, chain.last)
+    w = add_constant(module, f"{chain.conv.name}_weight", weight, chain.conv)
     source = moved.get(chain.source, chain.source)
     if chain.reorder:
         source = _reordered(module, source, chain.last)
@@ -175,4 +177,6 @@ def _reordered(module: fx.GraphModule, source: fx.Node, reader: fx.Node) -> fx.N
     place = source.next
     while place.op in ("placeholder", "get_attr"):
         place = place.next
-    return insert_call(module, place, aten.clone.default, source, memory_format=torch.channels_last)
+    copied = insert_call(module, place, aten.clone.default, source, memory_format=torch.channels_last)
+    carry_on(copied, source)
+    return copied

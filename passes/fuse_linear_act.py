@@ -78,7 +78,7 @@ def _fuse(module: fx.GraphModule, linear: fx.Node, relu: fx.Node) -> None:
     assert isinstance(source, fx.Node)
     weight = constant(module, weight_node)
     assert weight is not None
-    transposed = add_constant(module, f"{linear.name}_weight_t", weight.t(), relu)
+    transposed = add_constant(module, f"{linear.name}_weight_t", weight.t(), linear)
     shape = shape_of(source)
     rows = source
     if len(shape) != 2:

@@ -18,6 +18,7 @@ from ampopt.ir.graph import (
     finish,
     is_constant,
     only_user,
+    replace,
 )
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
@@ -86,9 +87,10 @@ def _merge(module: fx.GraphModule, first: fx.Node, second: fx.Node) -> None:
     if inner_bias is not None:
         shift = wide @ inner_bias.double()
         bias = shift if bias is None else shift + bias.double()
+    second.args, second.kwargs = (inner["input"], outer["weight"], outer["bias"]), {}
+    replace(first, second)  # before the new weights are made, which come from both
     weight_node = add_rounded(module, f"{second.name}_weight", wide @ a.double(), stored.dtype, second)
     bias_node = None
     if bias is not None:
         bias_node = add_rounded(module, f"{second.name}_bias", bias.to(torch.float64), stored.dtype, second)
     second.args, second.kwargs = (inner["input"], weight_node, bias_node), {}
-    first.graph.erase_node(first)

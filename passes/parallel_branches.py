@@ -11,7 +11,7 @@ from torch import fx
 
 from ampopt.engines.branches import branched, plan
 from ampopt.engines.streams import Branched, cuda_streams
-from ampopt.ir.graph import calls
+from ampopt.ir.graph import calls, where
 from ampopt.ir.operator_list import why_not_call
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Numerics, Result
@@ -61,7 +61,7 @@ class ParallelBranches(Engine):
             return "another engine runs it"
         for node in calls(program.graph):
             if reason := _why_not(node):
-                return f"{node.name}: {reason}"
+                return f"{where(node)}: {reason}"
         if plan(program.graph.graph, self.streams).streams == 1:
             return "no two of its operators can run side by side"
         return None

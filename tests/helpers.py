@@ -14,6 +14,7 @@ from ampopt.ir.graph import calls, copy_of, finish, record_shapes, tensor_meta
 from ampopt.ir.lanes import FP32, Lane, mixed
 from ampopt.ir.model_copy import device_of, private_copy, same_tensor
 from ampopt.ir.numerics import fresh_draw, relative_error
+from ampopt.ir.origin import WHOLE_MODEL, Origin, origins_of
 from ampopt.ir.program import Program
 from ampopt.ir.settings import Settings
 from ampopt.ir.signature import flatten_outputs
@@ -149,16 +150,18 @@ def check_pass(
 ) -> Result:
     """Apply a pass to a capture of `model`, and assert everything that every pass promises.
 
-    It makes `rewrites` rewrites and leaves the program that it is given alone; the new graph is sound; its
-    outputs keep within the declared numerics, or within the relative error `limit`, and keep NaN; a second
-    apply does nothing; and what goes into the recipe makes as many rewrites, or `rewrites_elsewhere`, in a
-    capture for inputs of another shape, `elsewhere`, and gives a right program there too.
+    It makes `rewrites` rewrites and leaves the program that it is given alone; the new graph is sound, and
+    its nodes still say where in the model they come from; its outputs keep within the declared numerics, or
+    within the relative error `limit`, and keep NaN; a second apply does nothing; and what goes into the
+    recipe makes as many rewrites, or `rewrites_elsewhere`, in a capture for inputs of another shape,
+    `elsewhere`, and gives a right program there too.
     """
     program = program_of(model, *inputs, lane=lane, on_top_of=on_top_of)
     assert step.why_not(program) is None, f"refused: {step.why_not(program)}"
     result = apply_to_untouched(step, program)
     assert result.rewrites == rewrites, f"{result.rewrites} rewrites were counted instead of {rewrites}"
     check_graph(result.program)
+    check_origins(program, result.program)
     check_outputs(step.numerics, program, result.program, model, inputs, lane, limit)
     check_keeps_nan(result.program, model, inputs, lane)
     step = result.replay or step
@@ -170,6 +173,7 @@ def check_pass(
         there = step.apply(before)
         expected = rewrites if rewrites_elsewhere is None else rewrites_elsewhere
         assert there.rewrites == expected, f"its replay makes {there.rewrites} rewrites instead of {expected}"
+        check_origins(before, there.program)
         check_outputs(step.numerics, before, there.program, model, elsewhere, lane, limit)
     return result
 
@@ -197,6 +201,28 @@ def check_graph(program: Program) -> None:
     assert module.graph.python_code("self").src == module.code, "the graph was edited after it was compiled"
     read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
     assert read == dict(module.named_buffers()).keys(), "the graph holds weights that nothing reads"
+
+
+def check_origins(before: Program, after: Program) -> None:
+    """Assert that a pass has carried provenance on: no node is without, none is invented, and none is lost.
+
+    Lost is the origin of a node which an output depended on that no node has any more.
+    """
+    known = {origin for node in before.graph.graph.nodes for origin in origins_of(node)} | {WHOLE_MODEL}
+    left = set[Origin]()
+    for node in after.graph.graph.nodes:
+        own = origins_of(node)
+        assert own or node.op not in ("call_function", "get_attr"), f"{node.name} has no origin"
+        invented = [str(origin) for origin in own if origin not in known]
+        assert not invented, f"{node.name} comes from where nothing came from: {invented}"
+        left.update(own)
+    needed, todo = set[fx.Node](), [before.graph.graph.output_node()]
+    while todo:
+        sources = set(todo.pop().all_input_nodes) - needed
+        needed |= sources
+        todo += sources
+    lost = sorted({str(origin) for node in needed for origin in origins_of(node) if origin not in left})
+    assert not lost, f"nothing comes from {lost} any more"
 
 
 def check_outputs(

@@ -24,6 +24,7 @@ from ampopt.ir.graph import (
     record_shapes,
     where,
 )
+from ampopt.ir.origin import hand_on
 from ampopt.ir.program import Program
 from ampopt.ir.stable_forms import with_stable_forms
 
@@ -69,7 +70,8 @@ def model_of(
     dynamic = shapes if any(dims) else None
     try:
         with capturing(), torch.no_grad(), EmulatedHalf():
-            stable = with_stable_forms(graph)
+            stable = copy_of(with_stable_forms(graph))
+            hand_on(stable)  # for `_explain`
             exported = torch.export.export(stable, examples, dynamic_shapes=dynamic, strict=False)
         with capturing(), torch.no_grad():
             result = torch.onnx.export(
@@ -149,7 +151,7 @@ def _explain(error: Exception) -> str:
     reason = textwrap.shorten(str(causes[-1]) or type(causes[-1]).__name__, 300, placeholder=" …")
     if node is None:
         return f"the model cannot be exported to ONNX: {reason}"
-    return f"ONNX cannot express {node.target} ({where(node)}): {reason}"
+    return f"ONNX cannot express {node.target}, {where(node)}: {reason}"
 
 
 def _failing_node(error: BaseException) -> fx.Node | None:

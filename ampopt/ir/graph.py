@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-import re
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +12,10 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
 
+from ampopt.ir.origin import carry_on, place_of
 from ampopt.ir.program import Program
 
 aten = torch.ops.aten
-
-_TORCH = str(Path(torch.__file__).parent)
 
 CONVOLUTIONS = {aten.conv1d.default: 1, aten.conv2d.default: 2, aten.conv3d.default: 3}
 """Plain convolutions and their number of spatial dimensions."""
@@ -113,7 +110,11 @@ def add_rounded(
 
 
 def add_constant(module: fx.GraphModule, hint: str, value: Tensor, before: fx.Node) -> fx.Node:
-    """Give the graph a new weight, named after `hint`, and return the node that reads it."""
+    """Give the graph a new weight, named after `hint`, and return the node that reads it.
+
+    It comes from where the node `before` and that one's weights come from: give it in front of the call whose
+    weight it takes the place of.
+    """
     base = "".join(c if c.isalnum() else "_" for c in hint)
     name, number = base, 0
     while hasattr(module, name):
@@ -121,23 +122,41 @@ def add_constant(module: fx.GraphModule, hint: str, value: Tensor, before: fx.No
         name = f"{base}_{number}"
     module.register_buffer(name, value.detach())
     with module.graph.inserting_before(before):
-        return module.graph.get_attr(name)
+        node = module.graph.get_attr(name)
+    carry_on(node, before, *filter(is_constant, before.all_input_nodes))
+    return node
 
 
 def insert_call(
     module: fx.GraphModule, before: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> fx.Node:
-    """Insert a call before a node; it inherits that node's place in the user's code."""
+    """Insert a call before a node; it comes from where that one comes from, or, at the end, what it reads."""
     with module.graph.inserting_before(before):
         node = module.graph.call_function(target, args, kwargs)
-    node.meta = {key: before.meta[key] for key in ("stack_trace", "nn_module_stack") if key in before.meta}
+    carry_on(node, *(node.all_input_nodes if before.op == "output" else [before]))
     return node
 
 
 def replace(old: fx.Node, new: fx.Node) -> None:
-    """Let everything that read `old` read `new`, and remove `old`."""
+    """Let everything that read `old` read `new`, and remove `old`.
+
+    `new` then also comes from where `old` comes from, and all that only `old` read.
+    """
     old.replace_all_uses_with(new)
+    parts = {new, *_read_only_by(old)}
+    carry_on(new, *sorted(parts, key=lambda node: (is_constant(node), node)))  # what a call says comes first
     old.graph.erase_node(old)
+
+
+def _read_only_by(node: fx.Node) -> set[fx.Node]:
+    """A node that nobody reads any more, and the calls and weights that nobody else needs."""
+    unread, todo = {node}, [node]
+    while todo:
+        for source in todo.pop().all_input_nodes:
+            if source.op != "placeholder" and source not in unread and unread.issuperset(source.users):
+                unread.add(source)
+                todo.append(source)
+    return unread
 
 
 def reads_result(node: fx.Node, index: int) -> bool:
@@ -248,13 +267,12 @@ def dtype_of(node: fx.Node) -> torch.dtype:
 
 
 def where(node: fx.Node) -> str:
-    """Its name and the innermost line outside PyTorch that a node comes from, `node at file:line`.
+    """Its name and where in the user's model it comes from: `conv2d_12 (layer3.0.conv1, resnet.py:92)`.
 
-    The name alone where the line is unknown.
+    The name alone where that is unknown.
     """
-    frames = re.findall(r'File "([^"]+)", line (\d+)', str(node.meta.get("stack_trace") or ""))
-    own = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
-    return f"{node.name} at {own[-1][0]}:{own[-1][1]}" if own else node.name
+    place = place_of(node)
+    return f"{node.name} ({place})" if place else node.name
 
 
 FULL_PRECISION = "full_precision"
@@ -346,5 +364,5 @@ def _runs_on_real_tensors_only(overload: torch._ops.OpOverload) -> bool:
 def cast_for_readers(module: fx.GraphModule, node: fx.Node, dtype: torch.dtype) -> None:
     """Give everybody who reads a node its value in `dtype`."""
     cast = insert_call(module, node.next, aten._to_copy.default, node, dtype=dtype)
-    cast.meta = {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
+    carry_on(cast, node)
     node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)

@@ -33,6 +33,7 @@ from ampopt.ir.graph import (
     replace,
     where,
 )
+from ampopt.ir.origin import carry_on, note_borders, note_exported
 
 _ANY_LAYOUT: dict[Any, Any] = {
     aten.view.default: aten.reshape.default,
@@ -204,7 +205,8 @@ def _lift_weights(exported: ExportedProgram, state: Mapping[str, fx.Node] | None
         for name in [name for name in state if name in states]:
             old = states.pop(name)
             own, taken = name.replace(".", "_"), {str(placed.target) for placed in graph.nodes}
-            mapping[old] = graph.placeholder(old.name if own in taken else own)
+            is_free = own.isidentifier() and own not in taken  # "0.seen" gives none
+            mapping[old] = graph.placeholder(own if is_free else old.name)
             mapping[old].meta["val"] = old.meta["val"]
         if node.op == "output":
             results = zip(exported.graph_signature.output_specs, node.args[0], strict=True)
@@ -239,8 +241,8 @@ def _copy_into(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, Any], *, f
         mapping[node] = results[node.args[1]]  # type: ignore[index]
     elif node.op == "call_function":
         new = graph.node_copy(node, lambda old: mapping[old])
-        kept = ("stack_trace", "nn_module_stack", "val")
-        new.meta = {key: node.meta[key] for key in kept if key in node.meta}
+        new.meta = {"val": node.meta["val"]} if "val" in node.meta else {}
+        carry_on(new, node)
         if full_precision:
             new.meta[FULL_PRECISION] = True
         mapping[node] = new
@@ -341,6 +343,7 @@ def lower(exported: ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
 
 
 def _lower(exported: ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
+    note_exported(exported.graph_module)
     module, state = _lift_weights(exported), dict[str, fx.Node]()
     if not _rename_in_place(module):
         if (node := overlapping_write(module.graph.nodes)) is not None:
@@ -361,6 +364,7 @@ def _lower(exported: ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
     for node in calls(module, _ANTIALIASED):
         if _is_column(node):
             _fix_layout(module, node)
+    note_borders(module)
     own_outputs(module)
     for node in module.graph.nodes:
         node.meta.pop(

@@ -19,10 +19,9 @@ from ampopt.ir.graph import (
     CONVOLUTIONS,
     FULL_PRECISION,
     arguments,
-    aten,
     calls,
+    cast_for_readers,
     dtype_of,
-    insert_call,
     record_shapes,
     shape_of,
     where,
@@ -41,10 +40,8 @@ def keep_narrow_convs_in_fp32(program: Program, module: fx.GraphModule) -> None:
     for node in list(calls(module, CONVOLUTIONS)):
         own = known[node.name]
         if _is_unsafe(own) and dtype_of(arguments(own)["weight"]) is torch.float32:
-            readers, node.meta[FULL_PRECISION] = list(node.users), True
-            cast = insert_call(module, node.next, aten._to_copy.default, node, dtype=dtype_of(own))
-            for reader in readers:
-                reader.replace_input_with(node, cast)
+            node.meta[FULL_PRECISION] = True
+            cast_for_readers(module, node, dtype_of(own))
 
 
 def why_it_may_crash(program: Program) -> str | None:

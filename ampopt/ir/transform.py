@@ -76,6 +76,10 @@ class Pass(abc.ABC):
 
     The pass manager owns copying, linting, verifying, timing and the decision; a pass only rewrites. It
     never changes the program that it is given: `graph.copy_of` makes the copy to work on.
+
+    It carries provenance on (`ampopt.ir.origin`): every call and weight of the result comes from places of
+    the model that the program knew before, and none that an output depended on is lost. The helpers of
+    `graph` see to it.
     """
 
     numerics: ClassVar[Numerics]

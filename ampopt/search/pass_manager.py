@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ampopt.engines.executable import executable
 from ampopt.errors import AmpoptError, first_line
+from ampopt.ir.graph import where
 from ampopt.ir.lanes import Lane
 from ampopt.ir.numerics import Check
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Engine, Family, Numerics, Pass, Result, is_slow, replay
+from ampopt.ir.transform import Declined, Engine, Family, Numerics, Pass, Result, is_slow, replay
 from ampopt.measure.clocks import device_time, engine_latency, latency, peak_memory, synchronize
 from ampopt.measure.entry import Entry, Timing, Verdict
 from ampopt.measure.ledger import Ledger
@@ -301,6 +302,7 @@ class PassManager:
             result, unrehearsed = step.apply(program), None
         else:
             result, unrehearsed = self._sandbox.apply(step, program, seconds=left)
+        result = dataclasses.replace(result, declined=_with_places(result.declined, program))
         hints = (*result.hints, *([f"not rehearsed: {unrehearsed}"] if unrehearsed else []))
         trial.note(rewrites=result.rewrites, declined=result.declined, hints=hints, seconds=trial.seconds)
         if not result.modified:
@@ -418,6 +420,12 @@ def _replayed(trial: Trial, recipe: tuple[Pass, ...], state: LaneState) -> Progr
 def judging_s(step: Pass, call_s: float) -> float:
     """Seconds that it takes to judge a step at the least, where a call of a program takes `call_s`."""
     return call_s * (CALLS_FOR_AN_ENGINE if step.family is Family.ENGINE else CALLS_OF_A_TRIAL)
+
+
+def _with_places(declined: Sequence[Declined], program: Program) -> tuple[Declined, ...]:
+    """What a pass left alone, each node with where in the user's model it comes from."""
+    named = {node.name: where(node) for node in program.graph.graph.nodes}
+    return tuple(Declined(named.get(found.node, found.node), found.reason) for found in declined)
 
 
 def _why_nothing(result: Result) -> str:

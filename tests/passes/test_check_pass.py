@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ampopt.ir.graph import aten, calls, constant, copy_of, finish
+from ampopt.ir.origin import Origin, carry_on
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Family, Numerics, Pass, Result
 from tests.helpers import Model, apply_to_untouched, check_pass, program_of
@@ -86,6 +87,34 @@ class _GivesAWeightAway(_Planted):
         clone.replace_all_uses_with(clone.all_input_nodes[0])
 
 
+class _SaysNotWhereACallComesFrom(_Planted):
+    def edit(self, module: fx.GraphModule) -> None:
+        node = next(calls(module, [aten.relu.default]))
+        with module.graph.inserting_before(node):
+            new = module.graph.call_function(aten.relu.default, node.args)
+        node.replace_all_uses_with(new)
+
+
+class _SaysNotWhereAWeightComesFrom(_Planted):
+    def edit(self, module: fx.GraphModule) -> None:
+        linear = next(calls(module, [aten.linear.default]))
+        module.register_buffer("zero", torch.zeros(4))
+        with module.graph.inserting_before(linear):
+            linear.args = (*linear.args[:2], module.graph.get_attr("zero"))
+
+
+class _InventsAnOrigin(_Planted):
+    def edit(self, module: fx.GraphModule) -> None:
+        next(calls(module, [aten.relu.default])).meta["origins"] = (Origin("elsewhere", "a.py:1"),)
+
+
+class _LosesAnOrigin(_Planted):
+    def edit(self, module: fx.GraphModule) -> None:
+        relu = next(calls(module, [aten.relu.default]))
+        for node in (*calls(module), *module.graph.find_nodes(op="get_attr")):
+            carry_on(node, relu)
+
+
 class _KeepsADeadWeight(_Planted):
     def apply(self, program: Program) -> Result:
         module = copy_of(program.graph)
@@ -140,6 +169,10 @@ class _Small(nn.Module):
         (_GivesAWeightAway(), "an output shares memory with the program"),
         (_KeepsADeadWeight(), "weights that nothing reads"),
         (_ForgetsToCompile(), "edited after it was compiled"),
+        (_SaysNotWhereACallComesFrom(), "relu_default has no origin"),
+        (_SaysNotWhereAWeightComesFrom(), "zero has no origin"),
+        (_InventsAnOrigin(), r"relu comes from where nothing came from: \['elsewhere, a.py:1'\]"),
+        (_LosesAnOrigin(), r"nothing comes from \['linear, test_check_pass.py:\d+'\] any more"),
     ],
     ids=lambda value: type(value).__name__.strip("_") if isinstance(value, Pass) else "",
 )

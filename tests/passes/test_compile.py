@@ -164,12 +164,13 @@ def _(x: Tensor) -> Tensor:
 
 def test_an_operator_of_another_library_is_refused() -> None:
     program = program_of(Model(lambda m, x: doubled(x.relu())), torch.randn(2, 4))
-    assert Compile().why_not(program) == "inductor cannot see into ampopt_tests.doubled.default"
+    reason = str(Compile().why_not(program))
+    assert reason.startswith("inductor cannot see into ampopt_tests.doubled.default of doubled (helpers.py:")
 
 
 def test_an_operator_without_a_fake_kernel_is_refused() -> None:
     target = aten.miopen_convolution_relu.default
-    assert Compile().why_not(_with_target(target)) == f"inductor cannot see into {target}"
+    assert Compile().why_not(_with_target(target)) == f"inductor cannot see into {target} of relu"
 
 
 def test_ampopts_own_operator_is_worked_around() -> None:

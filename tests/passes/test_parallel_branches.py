@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -238,7 +239,8 @@ def _with_statistics_that_change() -> Program:
 @pytest.mark.parametrize("name", DECLINED)
 def test_what_is_declined(name: str) -> None:
     build, reason = DECLINED[name]
-    assert ParallelBranches().why_not(build()) == reason
+    found = str(ParallelBranches().why_not(build()))
+    assert re.sub(r" \(\S*(, )?\S*\.py:\d+\)", "", found) == reason  # but for the place in the model
 
 
 def test_a_single_stream_is_declined() -> None:

@@ -199,6 +199,15 @@ def test_nothing_to_do_is_declined_with_node_and_reason(
     assert bare.reason == "there is nothing to rewrite"
 
 
+def test_what_is_declined_is_named_with_its_place_in_the_model(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module
+) -> None:
+    bench = Bench(monkeypatch, nn.Sequential(nn.ReLU(), net), X, cost={})
+    (entry,) = bench.rewrite(Planted("shy", declined=(Declined("relu", "it is small"),)))
+    assert entry.reason == "relu (0): it is small"
+    assert entry.to_dict()["declined"] == [{"node": "relu (0)", "reason": "it is small"}]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Nothing(Planted):
     def apply(self, program: Program) -> Result:
