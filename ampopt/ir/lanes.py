@@ -102,11 +102,13 @@ def lanes_for(precision: str, device: torch.device, amp_dtype: torch.dtype | Non
     """
     if amp_dtype not in (None, torch.float16, torch.bfloat16):
         raise InputError(f"amp_dtype={amp_dtype!r}: choose torch.float16 or torch.bfloat16")
-    dtypes = (
-        amp_dtype if name == "amp" and amp_dtype else LANES[name][_kind(device)].dtype
-        for name in names_of(precision)
-    )
-    return tuple(lane_of(dtype, device) for dtype in dict.fromkeys(dtypes))
+    lanes = {name: by_device[_kind(device)] for name, by_device in LANES.items()}
+    if amp_dtype is not None:
+        same = (lane for lane in lanes.values() if lane.dtype is amp_dtype)
+        lanes["amp"] = next(same, mixed("amp", amp_dtype))
+    usual = {lane.dtype: lane for lane in reversed(lanes.values())}
+    wanted = dict.fromkeys(lanes[name].dtype for name in names_of(precision))
+    return tuple(usual[dtype] for dtype in wanted)
 
 
 def _kind(device: torch.device) -> str:
