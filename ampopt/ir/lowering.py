@@ -138,6 +138,23 @@ def _rename_in_place(module: fx.GraphModule) -> bool:
     return True
 
 
+_DROPOUTS = (
+    *(aten.dropout.default, aten.feature_dropout.default),
+    *(aten.alpha_dropout.default, aten.feature_alpha_dropout.default),
+)
+"""Dropouts of an argument `train`; the inference of each returns the tensor itself."""
+
+
+def _drop_idle_dropouts(exported: ExportedProgram) -> None:
+    """Let what reads a dropout of inference read its argument, which is what it returns.
+
+    PyTorch's decompositions before 2.12 make a new tensor of it, and what is written to it in place is lost.
+    """
+    for node in exported.graph.nodes:
+        if node.target in _DROPOUTS and arguments(node)["train"] is False:
+            node.replace_all_uses_with(arguments(node)["input"], lambda user: user.op != "output")
+
+
 _CASTS = (aten.to.dtype, aten.to.device, aten.to.dtype_layout)
 
 
@@ -350,6 +367,7 @@ def _lower(exported: ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
             raise CaptureError(
                 f"the model writes in place to a tensor whose elements share memory: {where(node)}"
             )
+        _drop_idle_dropouts(exported)
         _keep_casts(exported)
         exported = exported.run_decompositions({})
         state = _state_of(exported)
