@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_size_t, c_uint64, c_void_p
+from types import SimpleNamespace
 from typing import Any
 
 from ampopt.system import cuda_driver
@@ -139,6 +140,11 @@ def copying(source: int, target: int) -> Any:
 def of(*values: int) -> bytes:
     """Words as bytes."""
     return bytes((c_uint64 * len(values))(*values))
+
+
+def captured() -> Any:
+    """A graph that PyTorch has captured."""
+    return SimpleNamespace(raw_cuda_graph=lambda: GRAPH)
 
 
 def as_functions(driver: FakeDriver) -> None:
