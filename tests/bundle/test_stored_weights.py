@@ -161,7 +161,8 @@ def test_tensors_and_weights_have_to_be_each_others() -> None:
     table, tensors = write_weights({"w": torch.randn(2, 3)}, CPU, "file")
     with pytest.raises(BundleError, match="file, weights: the weights' file holds 'more', which no weight"):
         read(table, {**tensors, "more": torch.ones(1)})
-    for wrong in ([], None, "w"):
+    others: list[Any] = [[], None, "w"]
+    for wrong in others:
         with pytest.raises(BundleError, match=r"^file, weights: expected an object"):
             read(wrong, tensors)
 

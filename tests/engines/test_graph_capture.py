@@ -182,7 +182,8 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("cuda", "_clock")
 def test_instances_come_with_the_fastest_first() -> None:
     instances: list[Any] = [_Ready(seconds) for seconds in (3e-4, 1e-4, 2e-4)]
-    assert [ready.seconds for ready in by_speed(instances, CPU)] == [1e-4, 2e-4, 3e-4]
+    found: list[Any] = by_speed(instances, CPU)
+    assert [ready.seconds for ready in found] == [1e-4, 2e-4, 3e-4]
     assert all(set(ready.launched) == {_Stream.cuda_stream} for ready in instances)
 
 
@@ -206,7 +207,12 @@ def test_a_replay_launches_the_fastest_of_several_instances(
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[_Ready] = []
-    monkeypatch.setattr(graph_capture, "ReadyGraph", lambda graph: made.append(_Ready(0)) or made[-1])
+
+    def ready(graph: object) -> _Ready:
+        made.append(_Ready(0))
+        return made[-1]
+
+    monkeypatch.setattr(graph_capture, "ReadyGraph", ready)
     monkeypatch.setattr(graph_capture, "by_speed", lambda instances, device: list(reversed(instances)))
     replayed = ReplayedProgram(program)
     replayed.replay()

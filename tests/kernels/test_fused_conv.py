@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ampopt.kernels import fused_conv as module
 from ampopt.kernels.fused_conv import ACTIVATIONS, Tile, combine_block, fused_conv, is_available, reference
 
 DEPTHWISE, VECTOR = "depthwise:8:16:1:1:4:1:ieee", "vector:1:8:32:1:4:1:ieee"
@@ -91,8 +90,8 @@ def test_the_operator_is_registered_once() -> None:
 
 def test_it_is_there_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(module.importlib.util, "find_spec", asked.append)
+    monkeypatch.setattr("importlib.util.find_spec", asked.append)
     assert not is_available()
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     assert is_available()
     assert asked == ["triton"]

@@ -68,7 +68,7 @@ def test_only_images_of_the_convolutions_rank_are_laid_out() -> None:
 
 def test_a_computed_weight_is_declined_and_the_others_are_laid_out() -> None:
     def forward(m: Model, x: Tensor) -> Tensor:
-        return F.conv2d(m.conv(x), m.weight.sigmoid())  # type: ignore[operator, union-attr]
+        return F.conv2d(m.conv(x), m.weight.sigmoid())  # type: ignore[operator]
 
     model = Model(forward, conv=nn.Conv2d(3, 4, 3), weight=torch.randn(2, 4, 1, 1))
     result = in_channels_last(program_of(model, IMAGE))
