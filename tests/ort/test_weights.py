@@ -25,7 +25,7 @@ def names(graph: Any) -> list[str]:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int64])
 def test_weights_are_added_as_they_are(graph: Any, dtype: type) -> None:
-    array = np.arange(6).reshape(2, 3).astype(dtype)
+    array: np.ndarray[Any, Any] = np.arange(6).reshape(2, 3).astype(dtype)
     assert add_weights(graph, "v", array) == "v"
     assert names(graph) == ["w", "v"]
     found = onnx.numpy_helper.to_array(graph.initializer[1])
