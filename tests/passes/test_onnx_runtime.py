@@ -36,9 +36,10 @@ pytest.importorskip("onnxscript")
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the sweep of the options finds does not matter here."""
+def quick(exports_kept: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the sweep of the options and of the rewrites finds does not matter here."""
     monkeypatch.setattr(onnx_runtime, "TUNING_S", 0.05)
+    monkeypatch.setattr(onnx_runtime, "COMPARING_S", 0.05)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
