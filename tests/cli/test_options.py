@@ -17,7 +17,6 @@ from torch import nn
 
 from ampopt.cli import options
 from ampopt.cli.options import (
-    PRECISIONS,
     check_budget,
     check_device,
     check_is_there,
@@ -41,7 +40,7 @@ def test_the_names_of_the_passes_are_those_of_their_files() -> None:
     assert pass_names() == sorted(step.name for step in PIPELINE)
 
 
-@pytest.mark.parametrize("failing", ["open", "replace"])
+@pytest.mark.parametrize("failing", ["pathlib.Path.open", "os.replace"])
 def test_a_report_that_cannot_be_written_leaves_nothing(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,7 +49,7 @@ def test_a_report_that_cannot_be_written_leaves_nothing(
 
     (tmp_path / "r.json").write_text("old")
     with monkeypatch.context() as patch:
-        patch.setattr(Path, failing, full)
+        patch.setattr(failing, full)
         with pytest.raises(InputError, match="cannot be written: No space left"):
             write(tmp_path / "r.json", "new")
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
@@ -63,16 +62,15 @@ def test_a_word_is_completed_by_those_that_begin_so() -> None:
     assert complete("x") == []
 
 
-@pytest.mark.parametrize("precision", [*PRECISIONS, "fp32,bf16", "fp32, amp"])
+@pytest.mark.parametrize("precision", ["auto", *LANES, "fp32,bf16", "fp32, amp"])
 def test_the_lanes_of_the_command_line_are_those_of_the_engine(precision: str) -> None:
     assert options._lanes(precision) == precision
     assert lanes_for(precision, torch.device("cpu"))
-    assert ("auto", *LANES) == PRECISIONS
 
 
 @pytest.mark.parametrize("precision", ["fp8", "", "fp32,", "auto,fp32", "FP32"])
 def test_a_lane_that_there_is_not_is_a_wrong_option(precision: str) -> None:
-    with pytest.raises(typer.BadParameter, match="choose from auto, fp32, amp, bf16, or several, fp32,bf16"):
+    with pytest.raises(typer.BadParameter, match="choose from auto, fp32, amp, bf16, or several, "):
         options._lanes(precision)
 
 
