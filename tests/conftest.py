@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -36,3 +37,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _seed() -> None:
     """The same random draws in every test, whatever ran before it in the same process."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `exports_kept` keeps them."""
+    return tmp_path_factory.mktemp("exports")
+
+
+@pytest.fixture
+def exports_kept(exports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Export equal programs to ONNX once for all tests that ask for this: what they test comes afterwards."""
+    monkeypatch.setattr("ampopt.engines.onnx_cache.cache_folder", lambda: exports)

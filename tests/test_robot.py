@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +18,14 @@ import pytest
 
 from ampopt import robot
 from ampopt.bundle.signing import generate_keys
-from ampopt.errors import BundleError, InputError
+from ampopt.errors import BundleError
 from ampopt.ort.options import CPU, CUDA, OPENVINO, SessionOptions
-from ampopt.ort.session import Array, OnnxRunner, SessionError
-from tests.support.onnx_models import convolution, image, save_bundle, sum_and_product
+from ampopt.ort.session import OnnxRunner, SessionError
+from tests.support.onnx_models import convolution, expected, image, one_output, save_bundle
 
 HERE = Path(__file__).resolve().parents[1]
 OTHERS = {CUDA, OPENVINO} & set(onnxruntime.get_available_providers())
 VERSION = onnxruntime.__version__
-
-
-def expected(x: Array) -> Array:
-    """What the convolution gives for `x`."""
-    return OnnxRunner(convolution(), SessionOptions())(x)[0]
-
-
-def one_output(path: Path, **fields: Any) -> Path:
-    return save_bundle(path, convolution(), {"x": image()}, {"y": expected(image())}, **fields)
-
-
-def pair(path: Path, dtype: str = "float32", **fields: Any) -> Path:
-    a, b = np.arange(6, dtype=dtype).reshape(2, 3), np.full((2, 3), 2, dtype)
-    # The manifest's order of names is not the model's.
-    return save_bundle(
-        path, sum_and_product(dtype), {"b": b, "a": a}, {"product": a * b, "sum": a + b}, **fields
-    )
 
 
 def stored(version: str | None = VERSION, **changes: Any) -> dict[str, Any]:
@@ -64,59 +46,6 @@ def test_a_bundle_gives_the_models_output(tmp_path: Path, name: str) -> None:
     assert model.notes == ()
 
 
-def test_several_outputs_are_a_dict_in_the_manifests_order(tmp_path: Path) -> None:
-    model = robot.load(pair(tmp_path / "b"))
-    a, b = np.full((2, 3), 3, np.float32), np.full((2, 3), 5, np.float32)
-    for found in (model(b, a), model(a=a, b=b), model(b, a=a)):
-        assert isinstance(found, dict)
-        assert list(found) == ["product", "sum"]
-        assert np.all(found["product"] == 15)
-        assert np.all(found["sum"] == 8)
-    assert [info.name for info in model.inputs] == ["b", "a"]
-
-
-FLAT = np.zeros((2, 3), np.float32)
-
-
-@pytest.mark.parametrize(
-    ("arrays", "named", "reason"),
-    [
-        ((), {}, "'b' is missing"),
-        ((FLAT,), {}, "'a' is missing"),
-        ((FLAT, FLAT, FLAT), {}, "takes 2 inputs"),
-        ((FLAT,), {"b": FLAT}, "'b' is given twice"),
-        ((), {"a": FLAT, "c": FLAT}, "'c' is none of b, a"),
-        ((FLAT, FLAT[0]), {}, r"'a' takes shape \(2, 3\), not \(3,\)"),
-        ((FLAT, FLAT.astype(np.float64)), {}, "'a' takes float32, not float64"),
-        (([[1.0]], FLAT), {}, "'b' takes a NumPy array, not list"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_named(
-    tmp_path: Path, arrays: tuple[Any, ...], named: dict[str, Any], reason: str
-) -> None:
-    with pytest.raises(InputError, match=reason):
-        robot.load(pair(tmp_path / "b"))(*arrays, **named)
-
-
-def test_the_models_precision_is_converted_at_the_manifests_border(tmp_path: Path) -> None:
-    a, b = np.full((2, 3), 1.5, np.float32), np.full((2, 3), 2, np.float32)
-    outputs = {"sum": a + b, "product": a * b}
-    model = robot.load(save_bundle(tmp_path / "b", sum_and_product("float16"), {"a": a, "b": b}, outputs))
-    found = model(a, b)
-    assert isinstance(found, dict)
-    assert found["sum"].dtype == np.float32
-    assert np.all(found["sum"] == 3.5)
-    with pytest.raises(InputError, match="takes float32, not float16"):
-        model(a.astype(np.float16), b)
-
-
-def test_another_batch_size_runs_where_the_model_takes_any(tmp_path: Path) -> None:
-    path = save_bundle(tmp_path / "b", convolution(batch="n"), {"x": image()}, {"y": expected(image())})
-    found = robot.load(path)(np.concatenate([image(seed=1), image(seed=2)]))
-    assert isinstance(found, np.ndarray)
-    np.testing.assert_allclose(found[1:], expected(image(seed=2)), rtol=1e-5, atol=1e-6)
-
-
 def test_weights_beside_the_model_are_read(tmp_path: Path) -> None:
     onnx.save(
         onnx.load_from_string(convolution()),
@@ -135,38 +64,6 @@ def test_weights_beside_the_model_are_read(tmp_path: Path) -> None:
     found = robot.load(path)(image(seed=3))
     assert isinstance(found, np.ndarray)
     np.testing.assert_allclose(found, expected(image(seed=3)), rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("outputs", "reason"),
-    [
-        ({"y": expected(image()) * 1.01}, "relative error of 0.0099, and the manifest allows 0.001"),
-        ({"y": np.full((1, 4, 8, 8), np.nan, np.float32)}, "relative error of inf"),
-        ({"y": expected(image())[:, :2]}, r"shape \(1, 4, 8, 8\) in the ONNX model.*\(1, 2, 8, 8\)"),
-        ({"y": expected(image()).astype(np.int64)}, "the manifest says int64"),
-        ({"z": expected(image())}, "has outputs y, and the manifest says z"),
-    ],
-)
-def test_other_outputs_than_promised_are_refused(
-    tmp_path: Path, outputs: Mapping[str, Array], reason: str
-) -> None:
-    with pytest.raises(BundleError, match=reason):
-        robot.load(save_bundle(tmp_path / "b", convolution(), {"x": image()}, outputs))
-
-
-def test_an_error_within_the_tolerance_passes_and_is_told(tmp_path: Path) -> None:
-    outputs = {"y": expected(image()) * np.float32(1.01)}
-    model = robot.load(save_bundle(tmp_path / "b", convolution(), {"x": image()}, outputs, tolerance=0.02))
-    assert model.error == pytest.approx(0.01 / 1.01, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [(b"no tensors", "cannot be read"), (b"\x02\0\0\0\0\0\0\0{}", "no input.x")],
-)
-def test_a_self_test_without_its_tensors_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
-    with pytest.raises(BundleError, match=reason):
-        robot.load(one_output(tmp_path / "b", files={"self_test.safetensors": content}))
 
 
 def test_a_model_that_is_none_is_refused(tmp_path: Path) -> None:

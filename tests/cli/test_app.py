@@ -15,8 +15,6 @@ from typer.testing import CliRunner, Result
 
 import ampopt
 from ampopt.cli import app as cli
-from ampopt.cli import options as cli_options
-from ampopt.errors import InputError
 from ampopt.ir.casting import POLICIES
 from ampopt.passes import PIPELINE
 
@@ -160,10 +158,6 @@ def test_version_is_the_package_version(option: str) -> None:
     assert call(option).stdout == f"ampopt {ampopt.__version__}\n"
 
 
-def test_the_names_of_the_passes_are_those_of_their_files() -> None:
-    assert cli_options.pass_names() == sorted(step.name for step in PIPELINE)
-
-
 def test_the_policies_are_those_that_the_engine_knows() -> None:
     assert get_args(get_type_hints(cli.run)["policy"]) == POLICIES
 
@@ -228,22 +222,6 @@ def test_an_error_of_the_engine_ends_with_exit_code_1(model: str) -> None:
     result = call("optimize", model, "--input", "1x4x8x8", "--device", "cpu")
     assert result.exit_code == 1
     assert "Tiny fails on the example inputs" in result.stderr
-
-
-@pytest.mark.parametrize("failing", ["pathlib.Path.write_text", "os.replace"])
-def test_a_report_that_cannot_be_written_leaves_nothing(
-    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*args: Any, **kwargs: Any) -> NoReturn:
-        raise OSError(28, "No space left on device")
-
-    (tmp_path / "r.json").write_text("old")
-    with monkeypatch.context() as patch:
-        patch.setattr(failing, full)
-        with pytest.raises(InputError, match="cannot be written: No space left"):
-            cli_options.write(tmp_path / "r.json", "new")
-    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
-    assert (tmp_path / "r.json").read_text() == "old"
 
 
 def test_an_unexpected_error_points_to_verbose(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,13 +13,16 @@ import pytest
 import torch
 
 import ampopt
+from ampopt import bundle_load
 from ampopt.bundle.files import open_bundle
 from ampopt.bundle.signing import generate_keys
 from ampopt.bundle_load import BACKENDS
 from ampopt.cli import deploy as cli_deploy
+from ampopt.deploy import bundle_save
 from ampopt.measure.field_test import FieldReport, Latencies
+from ampopt.ort.tuning import tune
 from tests.cli.test_app import CODE, QUICK, call
-from tests.support.planted import NO_ENGINES
+from tests.support.planted import module_of
 
 INPUT = ("--input", "1x3x8x8", "--device", "cpu", *QUICK)
 
@@ -45,6 +48,16 @@ def test_export_writes_verified_onnx(model: str, tmp_path: Path) -> None:
     assert {"ampopt.verified": "yes"}.items() <= {p.key: p.value for p in loaded.metadata_props}.items()
 
 
+@pytest.fixture
+def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the sweep of the session's options finds does not matter here, nor which backend is best."""
+    monkeypatch.setattr(
+        bundle_save, "tune", lambda *given, **options: tune(*given, **options | {"seconds": 0.2})
+    )
+    monkeypatch.setattr(bundle_load, "CHOOSING_S", 0.2)
+
+
+@pytest.mark.usefixtures("briefly")
 def test_export_writes_a_bundle_that_verify_passes(model: str, tmp_path: Path) -> None:
     generate_keys(tmp_path / "private.pem", tmp_path / "public.pem")
     target, report = tmp_path / "robot.ampopt", tmp_path / "v.json"
@@ -66,11 +79,7 @@ def test_export_writes_a_bundle_that_verify_passes(model: str, tmp_path: Path) -
 
 
 def test_verify_fails_where_frames_come_faster_than_answers(tmp_path: Path) -> None:
-    fast = ampopt.optimize(
-        torch.nn.Conv2d(3, 8, 3), torch.randn(1, 3, 64, 64), budget_s=2.0, exclude=NO_ENGINES,
-        progress=False,
-    )  # fmt: skip
-    assert isinstance(fast, ampopt.OptimizedModule)
+    fast = module_of(torch.nn.Conv2d(3, 8, 3), torch.randn(1, 3, 64, 64))
     fast.save(tmp_path / "b", onnx=None)
     result = call("verify", tmp_path / "b", "--hz", "100", "--seconds", "0.5", "--deadline-ms", "0.001")
     assert result.exit_code == 1
@@ -79,12 +88,8 @@ def test_verify_fails_where_frames_come_faster_than_answers(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("change", ["flip", "cut", "text"])
-def test_verify_refuses_what_is_no_whole_bundle(change: str, tmp_path: Path) -> None:
-    fast = ampopt.optimize(torch.nn.ReLU(), torch.randn(2), budget_s=1.0, exclude=NO_ENGINES, progress=False)
-    assert isinstance(fast, ampopt.OptimizedModule)
-    target = tmp_path / "b"
-    fast.save(target, onnx=None)
-    data = bytearray(target.read_bytes())
+def test_verify_refuses_what_is_no_whole_bundle(change: str, bundle: Path, tmp_path: Path) -> None:
+    target, data = tmp_path / "b", bytearray(bundle.read_bytes())
     data[len(data) // 2] ^= 1
     target.write_bytes({"flip": bytes(data), "cut": bytes(data[:-9]), "text": b"hello"}[change])
     result = call("verify", target)
@@ -97,9 +102,7 @@ def test_verify_refuses_what_is_no_whole_bundle(change: str, tmp_path: Path) -> 
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundle of a small network, without ONNX."""
     tmp_path = tmp_path_factory.mktemp("bundle")
-    fast = ampopt.optimize(torch.nn.ReLU(), torch.randn(2), budget_s=1.0, exclude=NO_ENGINES, progress=False)
-    assert isinstance(fast, ampopt.OptimizedModule)
-    fast.save(tmp_path / "b", onnx=None)
+    module_of(torch.nn.ReLU(), torch.randn(2)).save(tmp_path / "b", onnx=None)
     return tmp_path / "b"
 
 

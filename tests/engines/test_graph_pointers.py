@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from ampopt.engines.graph_pointers import Operands, ReadyGraph
-from ampopt.engines.quick_call import MOST_OUTPUTS, Answer, bind, plain
-from ampopt.system.native import CompilerError
-from tests.support.compiler import needs_compiler
 from tests.support.fake_driver import (
     CONTEXT,
-    GRAPH,
-    KEPT,
     READY,
     STREAM,
     FakeDriver,
+    captured,
     copying,
     filling,
     kernel,
@@ -31,26 +23,6 @@ from tests.support.fake_driver import (
     packed,
     words,
 )
-
-
-@pytest.fixture
-def tensor() -> Tensor:
-    return torch.zeros(16)
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    fake = FakeDriver([])
-    monkeypatch.setattr("ampopt.system.cuda_driver.driver", lambda: fake)
-    monkeypatch.setattr("ampopt.engines.graph_pointers.driver", lambda: fake)
-    yield fake
-    gc.collect()  # while there still is a driver to destroy graphs with
-    KEPT.clear()
-
-
-def captured() -> Any:
-    """A graph that PyTorch has captured."""
-    return SimpleNamespace(raw_cuda_graph=lambda: GRAPH)
 
 
 def read(inputs: Sequence[Tensor] = (), outputs: Sequence[Tensor] = ()) -> ReadyGraph:
@@ -184,97 +156,3 @@ def test_a_function_that_cpp_is_to_call_and_that_is_not_there_is_a_refusal(
     monkeypatch.setattr(driver, "cuGetProcAddress", lambda *_: (0, 0, 1))
     with pytest.raises(RuntimeError, match="driver has no cuGraphLaunch"):
         ReadyGraph(captured())
-
-
-@needs_compiler
-@pytest.mark.parametrize("kind", ["kernel", "packed", "copy", "fill"])
-def test_cpp_moves_and_launches_what_is_in_the_table(driver: FakeDriver, tensor: Tensor, kind: str) -> None:
-    x, made = torch.zeros(4), list[Tensor]()
-    here, start = tensor.data_ptr(), x.data_ptr()
-    driver.nodes += [(0, kernel(driver, of(start + 8, 4)))]
-    driver.nodes += {
-        "kernel": [(0, kernel(driver, of(3), of(start, here + 8)))],
-        "packed": [(0, packed(of(start, here + 8)))],
-        "copy": [(1, copying(start, here + 8))],
-        "fill": [(2, filling(here + 8))],
-    }[kind]
-    operands = Operands(captured(), [x], [tensor])
-    ready, other = (ReadyGraph(captured(), operands) for _ in range(2))
-    form = SimpleNamespace(outputs=(tensor,), inference=False, table=ctypes.addressof(ready.table))
-
-    def fresh() -> Tensor:
-        made.append(torch.zeros(16))
-        return made[-1]
-
-    answer = make_answer(form, {(start,): form}, fresh)
-    for count in range(1, 4):
-        other.move((1 << 40, 1 << 41))  # another instance writes into the same parameters
-        assert answer(x)[0] is (tensor, *made)[count - 1]
-        assert driver.launched == [CONTEXT] * count
-        there = made[-1].data_ptr()
-        assert ready.addresses == (start, there)
-        assert there + 8 in words(driver.set[2])
-        assert 1 << 40 not in words(driver.set[2])
-        assert form.outputs == (made[-1],)
-    ready.move((start, here))
-    assert here + 8 in words(driver.set[2])
-
-
-@needs_compiler
-def test_cpp_takes_a_refusal_for_not_done(driver: FakeDriver, tensor: Tensor) -> None:
-    x = torch.zeros(4)
-    driver.nodes += [(0, kernel(driver, of(x.data_ptr(), tensor.data_ptr())))]
-    ready = read([x], [tensor])
-    form = SimpleNamespace(outputs=(tensor,), inference=False, table=ctypes.addressof(ready.table))
-    answer = make_answer(form, {(x.data_ptr(),): form}, lambda: torch.zeros(16))
-    driver.refuses = True
-    assert answer(x)[0] is tensor
-    assert (form.outputs, ready.addresses) == (None, (x.data_ptr(), 0))
-    assert answer(x) == ["the other way"]
-
-
-class _Graph:
-    """A captured graph whose whole calls can be told from the short ones."""
-
-    raw_stream = STREAM
-
-    def __call__(self, tensor: Tensor) -> tuple[str]:
-        return ("the other way",)
-
-
-def make_answer(form: Any, forms: dict[tuple[int, ...], Any], fresh: Callable[[], Tensor]) -> Answer:
-    """What `CapturedGraph` binds, around a form."""
-    lock, graph, make = threading.Lock(), _Graph(), bind()
-    assert make is not None
-    parts = (torch.is_tensor, list, lock.acquire, lock.release, graph)
-    now = (lambda index: STREAM, lambda: 0, 0, torch.is_inference_mode_enabled)
-    return make((*parts, forms, (fresh,), *now))
-
-
-@needs_compiler
-def test_cpp_is_given_as_much_as_it_takes() -> None:
-    make = bind()
-    assert make is not None
-    with pytest.raises(TypeError, match="a tuple of 11"):
-        make(())
-    with pytest.raises(TypeError, match="a tuple of 11"):
-        make([0] * 11)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="too many outputs"):
-        make((*[None] * 6, (None,) * (MOST_OUTPUTS + 1), *[None] * 4))
-    make((*[None] * 6, (None,) * MOST_OUTPUTS, *[None] * 4))
-
-
-def test_without_a_compiler_calls_go_through_python(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def missing(*_: object, **__: object) -> object:
-        raise CompilerError("there is no C++ compiler")
-
-    monkeypatch.setattr("ampopt.engines.quick_call.library", missing)
-    with caplog.at_level("INFO", "ampopt"):
-        assert bind.__wrapped__() is None
-    assert "through Python" in caplog.text
-    assert "there is no C++ compiler" in caplog.text
-    answer = plain(lambda tensor: (tensor, 1))(torch.is_tensor, list)  # type: ignore[arg-type, return-value]
-    assert answer("nothing") is NotImplemented
-    assert answer(x := torch.zeros(1)) == [x, 1]

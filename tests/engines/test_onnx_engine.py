@@ -24,9 +24,10 @@ pytest.importorskip("onnxscript")
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the sweep of the options finds does not matter here."""
+def soon(exports_kept: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the sweep of the options and of the rewrites finds does not matter here."""
     monkeypatch.setattr(onnx_runtime, "TUNING_S", 0.05)
+    monkeypatch.setattr(onnx_runtime, "COMPARING_S", 0.05)
 
 
 @pytest.fixture

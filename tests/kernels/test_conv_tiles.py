@@ -9,31 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampopt.ir.settings import Settings
-from ampopt.kernels import conv_timing
-from ampopt.kernels.conv_tiles import FEW_ROWS, Operands, Site
+from ampopt.kernels.conv_tiles import FEW_ROWS, Site
 from ampopt.kernels.fused_conv import Tile, reference
+from tests.support.conv_sites import DEPTHWISE, LINEAR, PLAIN, POINT
 
 CPU = torch.device("cpu")
-PLAIN = Site(
-    input_shape=(1, 32, 8, 8),
-    pixel=32,
-    weight_shape=(64, 32, 3, 3),
-    geometry=(1, 1, 1, 1, 1, 1),
-    groups=1,
-    dtype=torch.float16,
-    bias=False,
-    add=False,
-    scale=False,
-    act1="",
-    act2="",
-    tf32=False,
-)
-DEPTHWISE = dataclasses.replace(PLAIN, weight_shape=(32, 1, 3, 3), groups=32)
-LINEAR = dataclasses.replace(PLAIN, input_shape=(2, 32), weight_shape=(64, 32), geometry=())
-POINT = dataclasses.replace(
-    PLAIN, input_shape=(2, 32, 1, 1), weight_shape=(64, 32, 1, 1), geometry=(1, 1, 0, 0, 1, 1)
-)
 
 
 @st.composite
@@ -186,60 +166,9 @@ def test_random_operands_are_as_the_site_says_and_leave_the_random_state_alone(s
     assert y.numel() == site.rows * site.weight_shape[0]
 
 
-def test_each_kernel_is_compiled_once_and_one_may_fail(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    launched: list[tuple[Site, Tile]] = []
-
-    def launch(site: Site, operands: Operands, tile: Tile) -> torch.Tensor:
-        launched.append((site, tile))
-        raise RuntimeError("no room")
-
-    monkeypatch.setattr(conv_timing, "launch", launch)
-    twin = dataclasses.replace(PLAIN, geometry=(1, 1, 1, 1, 1, 1), input_shape=(1, 32, 9, 7))
-    done = conv_timing.compile_all([PLAIN, twin], CPU, 60.0)
-    keys = [site.compile_key(tile) for site, tile in launched]
-    assert len(set(keys)) == len(keys)
-    assert done == set(keys) == {s.compile_key(t) for s in (PLAIN, twin) for t in s.tiles()}
-
-
-def test_where_time_is_short_every_site_has_its_first_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[tuple[Site, Tile]] = []
-    monkeypatch.setattr(conv_timing, "COMPILERS", 1)
-    monkeypatch.setattr(conv_timing, "launch", lambda site, operands, tile: launched.append((site, tile)))
-    sites = [PLAIN, DEPTHWISE, LINEAR]
-    conv_timing.compile_all(sites, CPU, 60.0)
-    assert launched[:3] == [(site, site.tiles()[0]) for site in sites]
-    assert launched[3:6] == [(site, site.tiles()[1]) for site in sites]
-
-
-def test_compiling_ends_with_its_time() -> None:
-    every = {PLAIN.compile_key(tile) for tile in PLAIN.tiles()}
-    assert conv_timing.compile_all([PLAIN], CPU, -1.0) < every
-
-
 @pytest.mark.parametrize("site", [PLAIN, POINT, LINEAR, DEPTHWISE])
 def test_more_of_anything_takes_no_less_time(site: Site) -> None:
     twice = dataclasses.replace(site, input_shape=(2 * site.input_shape[0], *site.input_shape[1:]))
     wide = dataclasses.replace(site, dtype=torch.float32)
     assert 0 < site.least_seconds < twice.least_seconds
     assert site.least_seconds < wide.least_seconds
-
-
-CONV_RELU = dataclasses.replace(PLAIN, act1="relu")
-CONV_ADD_RELU = dataclasses.replace(PLAIN, add=True, act2="relu")
-EXCITED = dataclasses.replace(POINT, scale=True, act1="hardswish")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("site", [CONV_RELU, CONV_ADD_RELU, EXCITED, LINEAR, DEPTHWISE])
-def test_on_a_gpu_tiles_are_timed_beside_what_is_there(site: Site) -> None:
-    cuda = torch.device("cuda", torch.cuda.current_device())
-    state = torch.cuda.get_rng_state()
-    conv_timing.compile_all([site], cuda, 60.0)
-    times = conv_timing.fastest(site, site.tiles(), cuda, Settings(), seconds=0.02).seconds
-    assert torch.equal(torch.cuda.get_rng_state(), state)
-    assert conv_timing.PLAIN in times
-    assert (conv_timing.BY_CUDNN in times) == (site in (CONV_RELU, CONV_ADD_RELU))
-    assert set(times) & {str(tile) for tile in site.tiles()}
-    assert all(0 < seconds < 1 for seconds in times.values())

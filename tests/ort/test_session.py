@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import sys
 import threading
 from pathlib import Path
@@ -15,60 +14,15 @@ import onnxruntime
 import pytest
 from onnx import helper
 
-from ampopt.errors import BundleError, InputError
+from ampopt.errors import InputError
 from ampopt.ort import session
-from ampopt.ort.options import CPU, CUDA, LEVELS, SAFE_OPTIONS
+from ampopt.ort.options import CPU, CUDA, LEVELS
 from ampopt.ort.session import Node, OnnxRunner, SessionError, SessionOptions, native_options, relative_error
 from tests.support.onnx_models import convolution, image, model, sum_and_product
 
 HAS_CUDA = CUDA in onnxruntime.get_available_providers()
 needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason="this onnxruntime has no CUDAExecutionProvider")
 BOUND = SessionOptions(io_binding=True)
-
-
-def test_options_survive_json() -> None:
-    options = SessionOptions(CUDA, {"prefer_nhwc": "1"}, 3, False, True, True, "layout", True)
-    assert SessionOptions.from_dict(json.loads(json.dumps(options.to_dict()))) == options
-    assert SessionOptions.from_dict({}) == SessionOptions()
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"provider": "EvilExecutionProvider"}, "EvilExecutionProvider"),
-        ({"provider": ["CPUExecutionProvider"]}, "provider"),
-        ({"provider": CUDA, "provider_options": {"gpu_external_alloc": "4096"}}, "gpu_external_alloc"),
-        ({"provider": CUDA, "provider_options": {"prefer_nhwc": "2"}}, "prefer_nhwc"),
-        ({"provider": CUDA, "provider_options": {"prefer_nhwc": 1}}, "prefer_nhwc"),
-        ({"provider_options": {"prefer_nhwc": "1"}}, "prefer_nhwc"),
-        ({"provider_options": None}, "provider_options"),
-        ({"threads": 0}, "threads"),
-        ({"threads": 10**9}, "threads"),
-        ({"threads": True}, "threads"),
-        ({"threads": 1.5}, "threads"),
-        ({"spinning": 1}, "spinning"),
-        ({"parallel": "yes"}, "parallel"),
-        ({"io_binding": None}, "io_binding"),
-        ({"optimization": "most"}, "optimization"),
-        ({"optimization": {}}, "optimization"),
-        ({"library": "evil.so"}, "library"),
-    ],
-)
-def test_nonsense_and_dangerous_options_of_a_file_are_refused(change: dict[str, Any], named: str) -> None:
-    with pytest.raises(BundleError, match=named):
-        SessionOptions.from_dict({**SessionOptions().to_dict(), **change})
-
-
-@pytest.mark.parametrize("data", [None, [], "CPUExecutionProvider", 3])
-def test_options_that_are_no_mapping_are_refused(data: object) -> None:
-    with pytest.raises(BundleError, match="mapping"):
-        SessionOptions.from_dict(data)
-
-
-@pytest.mark.parametrize("provider", SAFE_OPTIONS)
-def test_what_a_sweep_starts_from_can_be_stored(provider: str) -> None:
-    options = SessionOptions.default(provider, tf32=False)
-    assert SessionOptions.from_dict(options.to_dict()) == options
 
 
 @pytest.mark.parametrize(

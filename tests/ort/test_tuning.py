@@ -14,8 +14,8 @@ import pytest
 from ampopt.errors import InputError
 from ampopt.ort import knobs as onnx_knobs
 from ampopt.ort import tuning as onnx_tuning
-from ampopt.ort.knobs import changed, knobs_for, thread_counts
-from ampopt.ort.options import CPU, CUDA, OPENVINO
+from ampopt.ort.knobs import knobs_for
+from ampopt.ort.options import CPU, CUDA
 from ampopt.ort.session import Array, SessionError, SessionOptions
 from ampopt.ort.tuning import Tuning, tune
 from tests.support.onnx_models import convolution, image
@@ -200,26 +200,6 @@ def test_a_sweep_keeps_to_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_inputs_that_do_not_fit_are_the_callers_mistake() -> None:
     with pytest.raises(InputError, match="takes shape"):
         tune(convolution(), [image(9)], seconds=1.0, providers=[CPU])
-
-
-def test_a_provider_without_knobs_runs_at_its_defaults() -> None:
-    assert knobs_for(SessionOptions(OPENVINO)) == []
-
-
-def test_a_change_adds_to_the_providers_options() -> None:
-    before = SessionOptions(CUDA, {"use_tf32": "0"})
-    after = changed(before, {"provider_options": {"prefer_nhwc": "1"}, "io_binding": True})
-    assert after == SessionOptions(CUDA, {"use_tf32": "0", "prefer_nhwc": "1"}, io_binding=True)
-    assert before == SessionOptions(CUDA, {"use_tf32": "0"})
-
-
-def test_thread_counts_are_of_the_cores_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    siblings = {0: "0,4", 4: "0,4", 1: "1,5", 5: "1,5", 2: "2", 3: "3"}
-    monkeypatch.setattr(onnx_knobs, "_siblings", lambda cpu: siblings[cpu])
-    monkeypatch.setattr("ampopt.ort.knobs.os.sched_getaffinity", lambda _: set(siblings), raising=False)
-    assert thread_counts() == [1, 2, 4, 6]
-    monkeypatch.setattr("ampopt.ort.knobs.os.sched_getaffinity", lambda _: {0, 4}, raising=False)
-    assert thread_counts() == [1, 2]
 
 
 @pytest.mark.gpu

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,14 +14,6 @@ from ampopt.ir.program import Program
 from ampopt.kernels.group_forms import AS_IS, Form, GroupedConv, forms_for, merge_groups
 from ampopt.passes import BakeAutocast, ChannelsLast, Degroup
 from tests.helpers import BF16, FP16, Model, check_pass, error_of, program_of, targets_of, text_of
-
-
-def _grouped(groups: int, per_group: int = 8) -> GroupedConv:
-    width = groups * per_group
-    pair = (1, 1)
-    return GroupedConv(
-        (1, width, 8, 8), (width, per_group, 3, 3), pair, pair, pair, groups, False, torch.float32, False
-    )
 
 
 def _choose(*forms: str) -> Degroup:
@@ -232,90 +223,6 @@ def test_the_check_catches_a_group_that_is_merged_into_the_wrong_block(
     monkeypatch.setattr("ampopt.passes.degroup.merge_groups", _merge_into_the_next_block)
     with pytest.raises(AssertionError, match="the error is"):
         check_pass(_choose("merge=2"), nn.Conv2d(4, 4, 3, groups=4), torch.randn(1, 4, 6, 6), rewrites=1)
-
-
-def test_merged_weights_are_block_diagonal_within_each_merged_group() -> None:
-    weight = torch.arange(1.0, 9.0).reshape(4, 2, 1, 1)  # 4 groups of 1 output and 2 inputs
-    assert merge_groups(weight, 4, 2).squeeze().tolist() == [
-        [1, 2, 0, 0],
-        [0, 0, 3, 4],
-        [5, 6, 0, 0],
-        [0, 0, 7, 8],
-    ]
-    assert torch.equal(merge_groups(weight, 4, 4).squeeze(), torch.block_diag(*weight.squeeze().unsqueeze(1)))
-    assert torch.equal(merge_groups(weight, 4, 1), weight)
-
-
-def test_merged_weights_keep_several_outputs_of_a_group_together() -> None:
-    weight = torch.arange(1.0, 9.0).reshape(4, 1, 2, 1)  # 2 groups of 2 outputs and 1 input, kernel 2 x 1
-    merged = merge_groups(weight, 2, 2)
-    assert torch.equal(merged[:2, 0], weight[:2, 0])
-    assert torch.equal(merged[2:, 1], weight[2:, 0])
-    assert merged[:2, 1].abs().sum() == merged[2:, 0].abs().sum() == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_merged_weights_keep_dtype_and_bits(dtype: torch.dtype) -> None:
-    weight = torch.randn(6, 2, 3, 3).to(dtype)
-    merged = merge_groups(weight, 3, 3)
-    assert merged.dtype is dtype
-    assert torch.equal(merged[merged != 0].sort().values, weight.flatten().sort().values)
-
-
-@pytest.mark.parametrize(
-    "text", ["merge=1", "merge=16", "split", "merge=4@other-layout", "split@other-layout"]
-)
-def test_a_form_is_what_its_text_says(text: str) -> None:
-    assert str(Form.parse(text)) == text
-
-
-def _merges(forms: Sequence[Form]) -> list[int]:
-    return [form.merge for form in forms if not form.split and not form.other_layout]
-
-
-def test_merges_stop_at_64_channels_a_group_or_where_they_no_longer_divide() -> None:
-    assert _merges(forms_for(_grouped(8, per_group=8))) == [1, 2, 4, 8]
-    assert _merges(forms_for(_grouped(32, per_group=32))) == [1, 2, 32]
-    assert _merges(forms_for(_grouped(6, per_group=1))) == [1, 2, 6]
-
-
-def test_the_dense_form_is_left_out_where_it_needs_over_64_times_the_arithmetic() -> None:
-    assert 64 in _merges(forms_for(_grouped(64, per_group=1)))
-    assert 128 not in _merges(forms_for(_grouped(128, per_group=1)))
-
-
-def test_only_few_groups_are_split_and_every_form_comes_in_both_layouts() -> None:
-    assert Form(split=True) in forms_for(_grouped(8))
-    assert Form(split=True) not in forms_for(_grouped(16))
-    forms = forms_for(_grouped(8))
-    assert {form for form in forms if form.other_layout} == {
-        Form(form.merge, form.split, other_layout=True) for form in forms if not form.other_layout
-    }
-
-
-def _tensor_core_hint(conv: GroupedConv, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    return conv.tensor_core_hint(torch.device("cuda"))
-
-
-@pytest.mark.parametrize(
-    ("per_group", "dtype", "capability", "hint"),
-    [
-        (8, torch.float16, (6, 1), "this GPU has no Tensor Cores"),
-        (8, torch.float32, (8, 0), "misses Tensor Cores: float32 (16 bits would be needed)"),
-        (4, torch.float16, (8, 0), "misses Tensor Cores: 4 in and 4 out a group, no multiples of 8"),
-        (8, torch.bfloat16, (9, 0), "can use Tensor Cores"),
-    ],
-)
-def test_the_hint_says_whether_tensor_cores_can_be_used(
-    per_group: int,
-    dtype: torch.dtype,
-    capability: tuple[int, int],
-    hint: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    conv = dataclasses.replace(_grouped(4, per_group), dtype=dtype)
-    assert _tensor_core_hint(conv, capability, monkeypatch) == hint
 
 
 @pytest.mark.gpu

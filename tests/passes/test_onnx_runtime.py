@@ -19,7 +19,7 @@ from ampopt.ir.graph import copy_of
 from ampopt.ir.lanes import FP32
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Pass, Result, replay
-from ampopt.measure.sampling import Gain
+from ampopt.measure.sampling import Gain, interleave
 from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn, OnnxRuntime, onnx_runtime
 from tests.helpers import BF16, Model, Unpooling, apply_to_untouched, check_outputs, program_of, several_kinds
 
@@ -28,9 +28,10 @@ pytest.importorskip("onnxscript")
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the sweep of the options finds does not matter here."""
+def quick(exports_kept: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the sweep of the options and of the rewrites finds does not matter here."""
     monkeypatch.setattr(onnx_runtime, "TUNING_S", 0.05)
+    monkeypatch.setattr(onnx_runtime, "interleave", lambda calls, seconds: interleave(calls, seconds=0.05))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

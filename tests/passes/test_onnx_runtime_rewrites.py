@@ -28,6 +28,7 @@ from tests.support.compiler import needs_compiler
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
+pytestmark = pytest.mark.usefixtures("exports_kept")
 
 
 def squeeze_and_excite() -> nn.Module:

@@ -183,16 +183,6 @@ def test_the_command_line_tries_it_and_tells_its_proof(package: Path, tmp_path: 
     assert told.endswith("Options:\n  none\n")
 
 
-def test_a_passs_options_are_told_with_their_defaults() -> None:
-    runner = CliRunner()
-    assert runner.invoke(app.app, ["passes", "degroup"]).stdout.endswith(
-        "  choices=none\n  least-gain=1.03\n"
-    )
-    found = json.loads(runner.invoke(app.app, ["passes", "degroup", "--json"]).stdout)
-    assert found["options"] == {"choices": None, "least-gain": 1.03}
-    assert runner.invoke(app.app, ["passes", "degrup"]).exit_code == 1
-
-
 def test_every_pass_of_ours_is_text_and_back() -> None:
     assert from_text(to_text(ampopt.PIPELINE)) == tuple(ampopt.PIPELINE)
     choices = (("conv2d_1", "merge=2"), ("conv2d", "split, in channels_last"))

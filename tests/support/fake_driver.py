@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_uint, c_uint64, c_void_p
+from types import SimpleNamespace
 from typing import Any
 
 CONTEXT, GRAPH, READY, STREAM = 0xC0, 0x60, 0xE0, 0x50
@@ -189,3 +190,8 @@ def filling(target: int) -> Any:
 def of(*values: int) -> bytes:
     """Words as bytes."""
     return bytes((c_uint64 * len(values))(*values))
+
+
+def captured() -> Any:
+    """A graph that PyTorch has captured."""
+    return SimpleNamespace(raw_cuda_graph=lambda: GRAPH)

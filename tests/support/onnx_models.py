@@ -14,7 +14,7 @@ import safetensors.numpy
 from onnx import TensorProto, helper, numpy_helper
 
 from ampopt.bundle.files import write_bundle
-from ampopt.ort.session import Array, SessionOptions
+from ampopt.ort.session import Array, OnnxRunner, SessionOptions
 
 ELEMENTS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "int64": TensorProto.INT64}
 
@@ -61,6 +61,16 @@ def sum_and_product(dtype: str = "float32") -> bytes:
 def image(size: int = 8, seed: int = 1) -> Array:
     """A random float32 image of shape [1, 3, size, size]."""
     return np.random.default_rng(seed).standard_normal((1, 3, size, size)).astype(np.float32)
+
+
+def expected(x: Array) -> Array:
+    """What `convolution` gives for an image."""
+    return OnnxRunner(convolution(), SessionOptions())(x)[0]
+
+
+def one_output(path: Path, **fields: Any) -> Path:
+    """A bundle of `convolution`."""
+    return save_bundle(path, convolution(), {"x": image()}, {"y": expected(image())}, **fields)
 
 
 def save_bundle(

@@ -1,0 +1,170 @@
+"""Rewrites of ONNX Runtime's graph: which are tried where, in which order, and what a file may say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from ampopt.errors import BundleError
+from ampopt.ort import rewrites
+from ampopt.ort.blocked import DOMAIN, block_size
+from ampopt.ort.options import CPU, CUDA, SessionError, SessionOptions
+from ampopt.ort.profile import optimized
+from ampopt.ort.rewrites import STEPS, Rewrites, blocked, merged, rewritten, winograd
+from ampopt.ort.session import OnnxRunner, relative_error
+from tests.support.compiler import needs_compiler
+from tests.support.image_graphs import Graph, operators
+
+OPTIONS = SessionOptions(threads=1)
+NONE = Rewrites()
+
+
+def squeezed() -> bytes:
+    """A graph in which reorderings can be saved, with a 3x3 convolution and narrow groups."""
+    block = block_size()
+    graph = Graph(size=(6, 8))
+    x = graph.add("Relu", graph.conv("x", block, 2 * block, 3))
+    x = graph.squeeze(x, 2 * block, block)
+    return graph.model(block, [graph.conv(x, 2 * block, 2 * block, 3, group=4)])
+
+
+@pytest.fixture(scope="module")
+def model() -> bytes:
+    return squeezed()
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({}, NONE),
+        ({"blocked": True}, Rewrites(blocked=True)),
+        ({"merged": True, "winograd": ["a", "b"]}, Rewrites(False, ("a", "b"), True)),
+    ],
+)
+def test_what_a_file_says_is_taken_out_of_its_fields(data: dict[str, Any], expected: Rewrites) -> None:
+    fields = {**data, "threads": 2}
+    assert Rewrites.taken_from(fields) == expected
+    assert fields == {"threads": 2}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"blocked": 1}, "blocked is true or false, not 1"),
+        ({"merged": "yes"}, "merged is true or false, not 'yes'"),
+        ({"winograd": "conv"}, "winograd is a list of names, not 'conv'"),
+        ({"winograd": ["conv", 1]}, "winograd is a list of names, not ['conv', 1]"),
+        ({"winograd": None}, "winograd is a list of names, not None"),
+    ],
+)
+def test_anything_else_is_refused(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(BundleError) as caught:
+        Rewrites.taken_from(data)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    "options",
+    [SessionOptions(CUDA), SessionOptions(optimization="extended"), SessionOptions(optimization="none")],
+)
+@pytest.mark.parametrize("step", STEPS)
+def test_nothing_is_tried_but_on_a_cpu_with_all_of_its_optimizations(
+    step: Any, options: SessionOptions
+) -> None:
+    assert step(b"not even read", options, [], NONE) is None
+
+
+def test_narrow_groups_come_first_because_the_others_read_the_graph_that_they_leave() -> None:
+    assert (merged, blocked, winograd) == STEPS
+
+
+@pytest.mark.parametrize("quicker", [True, False])
+def test_a_step_adds_to_what_was_done_before_or_gives_nothing(
+    quicker: bool, model: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewrites, "is_quicker_merged", lambda *_: quicker)
+    monkeypatch.setattr(rewrites, "keep_blocked", lambda source, options: b"graph" if quicker else None)
+    monkeypatch.setattr(rewrites, "quicker_by_winograd", lambda *_: ("conv",) if quicker else ())
+    before = Rewrites(winograd=("other",))
+    assert merged(model, OPTIONS, [], before) == (Rewrites(False, ("other",), True) if quicker else None)
+    assert blocked(model, OPTIONS, [], before) == (Rewrites(True, ("other",)) if quicker else None)
+    before = Rewrites(merged=True)
+    assert winograd(model, OPTIONS, [], before) == (Rewrites(False, ("conv",), True) if quicker else None)
+
+
+def test_what_is_blocked_is_the_graph_with_its_groups_merged(
+    model: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bytes] = []
+    monkeypatch.setattr(rewrites, "with_merged_groups", lambda source: b"merged")
+    monkeypatch.setattr(rewrites, "keep_blocked", lambda source, options: seen.append(source))
+    assert blocked(model, OPTIONS, [], Rewrites(merged=True)) is None
+    assert blocked(model, OPTIONS, [], NONE) is None
+    assert seen == [b"merged", model]
+
+
+def test_a_graph_without_groups_to_merge_stays_as_it_is(
+    model: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewrites, "with_merged_groups", lambda source: None)
+    found = rewrites._graph(model, OPTIONS, Rewrites(merged=True))
+    assert operators(found) == operators(optimized(model, OPTIONS))
+
+
+def image(runner: OnnxRunner) -> Any:
+    return np.random.default_rng(1).standard_normal(runner.inputs[0].fixed_shape).astype(np.float32)
+
+
+def check(model: bytes, found: OnnxRunner) -> None:
+    """The same numbers as without rewrites, but for their order in sums; nothing is optimized again."""
+    plain = OnnxRunner(model, OPTIONS)
+    assert found.options == OPTIONS.unoptimized()
+    x = image(plain)
+    assert relative_error(found(x)[0], plain(x)[0]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "which", [NONE, Rewrites(blocked=True), Rewrites(blocked=True, merged=True)], ids=str
+)
+def test_a_rewritten_session_gives_the_same_numbers(which: Rewrites, model: bytes) -> None:
+    check(model, rewritten(model, OPTIONS, which))
+
+
+def test_winograd_is_asked_of_the_graph_that_the_steps_before_it_leave(
+    model: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Counter[str], SessionOptions]] = []
+    monkeypatch.setattr(
+        rewrites, "quicker_by_winograd", lambda graph, options, _: seen.append((operators(graph), options))
+    )
+    for before in (NONE, Rewrites(blocked=True)):
+        winograd(model, OPTIONS, [], before)
+    plain = operators(optimized(model, OPTIONS))
+    assert [options for _, options in seen] == [OPTIONS.unoptimized()] * 2
+    assert seen[0][0] == plain
+    assert seen[1][0]["ReorderInput"] < plain["ReorderInput"]
+
+
+@needs_compiler
+def test_only_the_convolution_that_is_named_is_winograds(model: bytes) -> None:
+    graph = onnx.load_from_string(optimized(model, OPTIONS)).graph
+    (name, *_) = [node.output[0] for node in graph.node if (node.domain, node.op_type) == (DOMAIN, "Conv")]
+    for names, count in (((name,), 1), (("nobody",), 0)):
+        found = rewritten(model, OPTIONS, Rewrites(winograd=names))
+        check(model, found)
+        assert found.nodes is not None
+        assert [node.op for node in found.nodes[CPU]].count("WinogradConv") == count
+
+
+def test_without_winograd_no_compiler_is_asked_for(model: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewrites, "winograd_library", lambda: pytest.fail("nothing needs it"))
+    check(model, rewritten(model, OPTIONS, Rewrites(blocked=True)))
+
+
+def test_a_model_that_is_none_is_a_session_error() -> None:
+    with pytest.raises(SessionError, match="does not load the model"):
+        rewritten(b"rubbish", SessionOptions(CPU), NONE)
