@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt.ir.lanes import lane_of
 from ampopt.ir.model_copy import device_of, private_copy
-from ampopt.ir.numerics import ResultsRoundedAnew, least_error, rounded_anew
+from ampopt.ir.numerics import ResultsRoundedAnew, least_error, rounded_anew, roundings_of_sums
 from ampopt.ir.signature import flatten_outputs
 from fuzz.calls import Call, same_memory
 
@@ -240,7 +240,7 @@ class Judge:
         """Where eager, rounded anew, has NaN or Inf each time; rounding may decide where an index points."""
         found = lost.clone()
         for seed in range(ROUNDINGS):
-            within = functools.partial(ResultsRoundedAnew, dtype)
+            within = functools.partial(ResultsRoundedAnew, dtype, roundings=roundings_of_sums(dtype, seed))
             with contextlib.suppress(Exception):  # a composite kernel may not bear to be taken apart
                 other = self._rounded_anew(dtype, seed, within)[number].outputs[place]
                 if other.shape == lost.shape:

@@ -29,6 +29,7 @@ from ampopt.ir.numerics import (
     ResultsRoundedAnew,
     relative_error,
     rounded_anew,
+    roundings_of_sums,
 )
 from ampopt.ir.settings import Settings
 from ampopt.ir.signature import flatten_outputs
@@ -227,9 +228,14 @@ class Verifier:
                     tensor.copy_(rounded_anew(tensor, lane.dtype, generator))
             eager = self.eager(lane, model)
 
-            def moved(*tensors: Tensor, run: Run = eager, seeded: torch.Generator = generator) -> Any:
+            def moved(
+                *tensors: Tensor,
+                run: Run = eager,
+                seeded: torch.Generator = generator,
+                sums: float = roundings_of_sums(lane.dtype, seed),
+            ) -> Any:
                 inputs = [rounded_anew(tensor, lane.dtype, seeded) for tensor in tensors]
-                with ResultsRoundedAnew(lane.dtype, seeded) if within else contextlib.nullcontext():
+                with ResultsRoundedAnew(lane.dtype, seeded, sums) if within else contextlib.nullcontext():
                     return run(*inputs)
 
             yield moved

@@ -231,7 +231,7 @@ def test_the_examples_stay_the_callers(program: Program, monkeypatch: pytest.Mon
     assert torch.equal(replayed._outputs[0], X.relu())
 
 
-@pytest.mark.parametrize("refusal", [OSError("no libcuda"), AttributeError("too old"), RuntimeError("700")])
+@pytest.mark.parametrize("refusal", [AttributeError("too old"), RuntimeError("no libcuda")])
 def test_without_the_driver_the_captured_graph_is_replayed(
     refusal: Exception, program: Program, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
