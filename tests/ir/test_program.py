@@ -1,55 +1,86 @@
-"""The settings of a program: everything is set inside, whatever surrounds the call, and put back after it."""
+"""A program: its border converts, its world is its lane's, and it never changes itself."""
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
+import dataclasses
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from ampopt.ir.settings import Settings
+from ampopt.ir.lanes import FP32
+from ampopt.ir.program import Border, Program
+from ampopt.ir.settings import autocast_now
+from tests.helpers import BF16, program_of
 
 CPU = torch.device("cpu")
+X = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 
 
-def state() -> tuple[bool, bool, bool, torch.dtype]:
-    """Gradients, inference mode, autocast and its dtype, as they surround a computation."""
-    autocast = torch.is_autocast_enabled("cpu")
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        autocast,
-        torch.get_autocast_dtype("cpu"),
-    )
+def linear() -> Program:
+    return program_of(nn.Linear(4, 4).eval(), X)
 
 
-@pytest.mark.parametrize("wanted", [None, torch.bfloat16])
 @pytest.mark.parametrize(
-    "around",
+    ("tensor", "border", "strides"),
     [
-        contextlib.nullcontext,
-        torch.no_grad,
-        torch.inference_mode,
-        lambda: torch.autocast("cpu", torch.float16),
-        lambda: torch.autocast("cpu", enabled=False),
+        (X, Border(torch.float32), (48, 16, 4, 1)),
+        (X.permute(1, 0, 3, 2), Border(torch.float32), (32, 16, 4, 1)),
+        (X, Border(torch.float16, torch.channels_last), (48, 1, 12, 3)),
+        (X[0], Border(torch.float64, torch.channels_last), (16, 4, 1)),
+        (X[None], Border(torch.float32, torch.channels_last_3d), (96, 1, 32, 8, 2)),
     ],
 )
-def test_a_scope_holds_whatever_surrounds_it(around: Any, wanted: torch.dtype | None) -> None:
-    with around():
-        before = state()
-        with Settings().scope(CPU, wanted):
-            grad, inference, autocast, dtype = state()
-            assert (grad, inference, autocast) == (False, False, wanted is not None)
-            assert wanted is None or dtype is wanted
-            made = torch.ones(2) @ torch.ones(2)
-            assert not made.is_inference()
-            assert made.dtype is (wanted or torch.float32)
-        assert state() == before
+def test_a_border_converts_dtype_and_memory_format(
+    tensor: Tensor, border: Border, strides: tuple[int, ...]
+) -> None:
+    crossed = border.convert(tensor)
+    assert (crossed.dtype, crossed.stride()) == (border.dtype, strides)
+    assert torch.equal(crossed, tensor.to(border.dtype))
 
 
-def test_an_error_puts_everything_back() -> None:
-    before = state()
-    with torch.inference_mode(), pytest.raises(KeyError), Settings().scope(CPU, torch.bfloat16):
-        raise KeyError
-    assert state() == before
+def test_what_is_as_the_border_says_crosses_as_it_is() -> None:
+    assert Border(torch.float32).convert(X) is X
+
+
+def test_it_runs_under_autocast_until_its_casts_are_written_down() -> None:
+    seen: list[torch.dtype | None] = []
+
+    def look(*tensors: Tensor) -> tuple[Tensor, ...]:
+        seen.append(autocast_now(CPU))
+        return tensors
+
+    program = linear().replace(engine=look)
+    for each in (program, BF16.start(program), BF16.start(program).replace(under_autocast=False)):
+        each.replace(engine=look).run(X)
+    assert seen == [None, torch.bfloat16, None]
+
+
+def test_a_lane_starts_a_program_anew() -> None:
+    program = linear()
+    changed = program.replace(settings=dataclasses.replace(program.settings, tf32=True))
+    started = BF16.start(changed)
+    assert (started.lane, started.under_autocast, started.settings.tf32) == (BF16, True, False)
+    assert started.graph is program.graph
+    again = FP32.start(started)
+    assert (again.lane, again.under_autocast) == (FP32, False)
+
+
+def test_another_graph_drops_the_engine_and_leaves_the_program_as_it_was() -> None:
+    program = linear().replace(engine=lambda x: (x,))
+    other = program.with_graph(linear().graph)
+    assert other.engine is None
+    assert other.function is other.graph
+    assert program.function is program.engine is not None
+
+
+def test_results_cross_the_border_as_the_caller_is_promised() -> None:
+    program = linear()
+    half = program.replace(exit=(Border(torch.float16),))
+    assert half.run(X)[0].dtype is torch.float16
+    assert torch.equal(half.run(X)[0], program.run(X)[0].half())
+
+
+def test_as_many_tensors_as_inputs_are_taken() -> None:
+    with pytest.raises(ValueError, match=r"shorter|longer"):
+        linear().run(X, X)
