@@ -18,6 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampopt.measure import sampling
 from ampopt.measure.sampling import Sampler
 
+MOST_CALLS_TO_LOAD, CLEARLY_SHORTER = 4, 0.8
+"""First calls that may load something; a call of at most 0.8 times the one before says that it still did."""
+
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done everything that it was given."""
@@ -45,28 +48,39 @@ def engine_latency(call: Callable[[], object], device: torch.device) -> Sampler:
     return latency(call, device, long_s=LONG_ENGINE_CALL_S if device.type == "cpu" else sampling.LONG_CALL_S)
 
 
-def shortest_of_two(
-    call: Callable[[], object], device: torch.device, *, long_s: float, most_s: float
+def seconds_once_loaded(
+    call: Callable[[], object], device: torch.device, *, long_s: float, most_s: float, loading_s: float
 ) -> float:
-    """Seconds that a call takes: the first one where it is not longer than `long_s`, else the better of two.
+    """Seconds that a call takes once its libraries are loaded and its kernels are chosen; the least of a few.
 
-    A first call may be long because libraries load and kernels are chosen in it, or because something else
-    ran on the machine. A call is given up after `most_s`, before its next operator; infinity for two such.
+    First calls may be long because of that, or because something else runs on the machine. So a call of at
+    most `long_s` counts at once; a longer one is repeated until the next is not clearly shorter. The first
+    calls may take `loading_s` together. Later ones are given up after `most_s`, before their next operator:
+    infinity where no call was through.
     """
 
-    def once() -> float:
+    def once(limit_s: float) -> float:
         synchronize(device)
         start = time.perf_counter()
         try:
-            with _GivingUp(start + most_s):
+            with _GivingUp(start + limit_s):
                 call()
             synchronize(device)
         except _GivenUpError:
             return math.inf
         return time.perf_counter() - start
 
-    first = once()
-    return first if first <= long_s else min(first, once())
+    loaded = time.perf_counter() + loading_s
+    shortest = once(max(loading_s, most_s))
+    for _ in range(MOST_CALLS_TO_LOAD - 1):
+        if shortest <= long_s:
+            break
+        seconds = once(max(loaded - time.perf_counter(), most_s))
+        settled = seconds > CLEARLY_SHORTER * shortest or seconds == math.inf
+        shortest = min(shortest, seconds)
+        if settled:
+            break
+    return shortest
 
 
 class _GivenUpError(Exception):

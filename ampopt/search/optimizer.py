@@ -18,16 +18,16 @@ from ampopt.errors import first_line
 from ampopt.ir.capture import Captured
 from ampopt.ir.lanes import FP32, Lane, lanes_for
 from ampopt.ir.model_copy import device_of, untouched_rng, working_copy
-from ampopt.ir.narrow_convs import why_it_may_crash
 from ampopt.ir.settings import Settings
 from ampopt.ir.signature import describe, flatten_call
 from ampopt.ir.transform import Pass, Recipe
-from ampopt.measure.clocks import engine_latency, latency, peak_memory, shortest_of_two, synchronize
+from ampopt.measure.clocks import engine_latency, latency, peak_memory, synchronize
 from ampopt.measure.entry import ORIGINAL, Verdict
 from ampopt.measure.headline import compare_fairly, load_now, sure_gain
 from ampopt.measure.ledger import LaneSummary, Ledger
 from ampopt.measure.sampling import gain, interleave
 from ampopt.measure.verify import Verifier
+from ampopt.search.lane_probe import LOADING, REWRITING, judgeable
 from ampopt.search.options import Options
 from ampopt.search.pass_manager import LaneState, PassManager, Progress, judging_s
 from ampopt.search.rehearsal import Sandbox
@@ -43,8 +43,8 @@ from ampopt.system.budget import (
 from ampopt.system.environment import environment
 from ampopt.system.interrupts import check_interrupted, held, interruptible
 
-REWRITING, TRYING = 0.6, 0.85
-"""The share of the time budget after which no rewrite, and nothing at all, is begun any more."""
+TRYING = 0.85
+"""The share of the time budget after which nothing is begun any more."""
 
 SETTLING = 0.1
 """The share of the time budget that verifying a winner may take although the budget is spent."""
@@ -54,9 +54,6 @@ LEAST_REWRITING, LAUNCHING = 0.25, 0.1
 
 HEADLINE = 0.1
 """The share of it in which the result is compared with the original, where the machine is not quiet."""
-
-SLOW_CALL_S = 0.05
-"""A shorter call does not overrun a time budget by much, however small the budget is."""
 
 LOOKING = 0.03
 """The share of the time budget for finding out how long a call takes."""
@@ -86,7 +83,9 @@ def seconds_of_a_call(
 ) -> float:
     """Seconds that a call of a copy of a model takes: the best of three, or of what `LOOKING` has time for.
 
-    One call alone may meet other work on the machine. It gets tensors of its own, as it may write to them.
+    One call alone may meet other work on the machine, and the first of a process loads libraries: it is
+    repeated within `LOADING` until the next is not clearly shorter. Each gets tensors of its own, as it may
+    write to them.
     """
 
     def own(leaf: Any) -> Any:
@@ -94,7 +93,9 @@ def seconds_of_a_call(
 
     device, times = device_of(model, flatten_call(args, kwargs)[0]), list[float]()
     model = working_copy(model)
-    while len(times) < CALLS_TO_LOOK and sum(times) < LOOKING * budget_s:
+    while len(times) < CALLS_TO_LOOK and (
+        sum(times) < LOOKING * budget_s or (len(times) == 1 and times[0] < LOADING * budget_s)
+    ):
         own_args, own_kwargs = pytree.tree_map(own, (args, dict(kwargs)))
         with Settings().scope(device), untouched_rng(device):
             synchronize(device)
@@ -215,7 +216,9 @@ class Optimizer:
         if self._why_not is not None:
             self.ledger.notes.append(self._why_not)
         elif not self._recall(lanes):
-            self._search(self._affordable(lanes))
+            self._search(
+                judgeable(lanes, self._captured, self._verifier, self._options.budget_s, self.ledger.notes)
+            )
 
     def _last_comparison(self) -> LaneState | None:
         """Summarize what was not summarized yet, and choose; None, and a note, where that cannot be.
@@ -325,61 +328,6 @@ class Optimizer:
         )
         rest = (TRYING - LAUNCHING) * whole - longest
         return min(REWRITING * whole, max(LEAST_REWRITING * whole, rest))
-
-    def _affordable(self, lanes: Sequence[Lane]) -> dict[Lane, float]:
-        """The lanes that the time budget can judge, and seconds of a call in them; the rest is noted.
-
-        A lane in which the original fails, as operators without a kernel for the lower precision do, is none;
-        nor is one in which only its graph does, as one with a dtype in it that autocast changes in the model;
-        nor one in which PyTorch may crash.
-        One trial takes about `CALLS_OF_A_TRIAL` calls. A lane in which a single trial would take more than
-        its share, as bfloat16 can on a processor without instructions for it, is left out. The first lane
-        may have everything.
-        """
-        whole = self._options.budget_s
-        examples, fastest = self._captured.program.examples, 0.0
-        kept: dict[Lane, float] = {}
-        for lane in lanes:
-            share = REWRITING * whole / len(lanes) if kept else whole
-            most_s = max(SLOW_CALL_S, share / CALLS_OF_A_TRIAL, 2 * fastest)
-            call = functools.partial(self._verifier.eager(lane), *examples)
-            try:
-                if lane.is_mixed and (crash := why_it_may_crash(self._captured.program)):
-                    self.ledger.notes.append(f"the {lane.name} lane was not tried: {crash}")
-                    continue
-                seconds = shortest_of_two(call, self.device, long_s=SLOW_CALL_S, most_s=most_s)
-                if seconds <= most_s:
-                    self._verifier.own_error(lane)  # also on the random inputs
-            except Exception as error:
-                check_interrupted(error)
-                self.ledger.notes.append(
-                    f"the {lane.name} lane was not tried: the original fails in it ({first_line(error)})"
-                )
-                continue
-            if seconds > most_s:
-                self.ledger.notes.append(
-                    f"the {lane.name} lane was not tried: one call of it takes over {most_s:.2g} s here, so "
-                    f"that no pass could be judged within {share:.2g} s of the time budget"
-                )
-                continue
-            if (reason := self._why_not_graph(lane)) is not None:
-                self.ledger.notes.append(
-                    f"the {lane.name} lane was not tried: the graph fails in it, where the original does not "
-                    f"({reason})"
-                )
-                continue
-            kept[lane] = fastest = seconds
-        return kept
-
-    def _why_not_graph(self, lane: Lane) -> str | None:
-        """Why the captured graph cannot be called in a lane before any pass; None where it can."""
-        program = lane.start(self._captured.program)
-        try:
-            program.run(*program.examples)
-        except Exception as error:
-            check_interrupted(error)
-            return first_line(error)
-        return None
 
     def _unchanged(self) -> OptimizedModule:
         """The original under the interface of an optimized module."""

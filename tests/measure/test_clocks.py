@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from ampopt.measure import clocks as measure
-from ampopt.measure.clocks import latency, shortest_of_two
+from ampopt.measure.clocks import latency, seconds_once_loaded
 
 
 def test_a_quick_call_is_timed_after_an_untimed_one_and_a_long_one_is_not(
@@ -36,32 +37,52 @@ def test_a_cpu_has_no_peak_memory() -> None:
     assert measure.peak_memory(lambda: None, torch.device("cpu")) is None
 
 
-def test_a_call_that_takes_too_long_is_given_up_at_its_next_operator() -> None:
-    operators = 0
+def pausing(*pauses: float) -> tuple[Callable[[], None], list[float]]:
+    """A call that takes these seconds, one after the other, in operators of 0.05 s; and what is left."""
+    left = list(pauses)
 
     def call() -> None:
-        nonlocal operators
-        for _ in range(100):
+        seconds = left.pop(0)
+        for _ in range(max(1, round(seconds / 0.05))):
             torch.ones(1).add_(1)
-            operators += 1
-            time.sleep(0.05)
+            time.sleep(min(seconds, 0.05))
 
-    assert shortest_of_two(call, torch.device("cpu"), long_s=0.01, most_s=0.12) == math.inf
-    assert operators <= 6, "two calls, each of three operators and their pauses"
+    return call, left
 
 
-def test_the_better_of_two_long_calls_counts_and_one_short_call_is_enough() -> None:
-    pauses = [0.2, 0.05]
+CPU = torch.device("cpu")
 
-    def call() -> None:
-        time.sleep(pauses.pop(0))
-        torch.ones(1)
 
-    cpu = torch.device("cpu")
-    assert 0.05 <= shortest_of_two(call, cpu, long_s=0.01, most_s=10.0) < 0.2
-    pauses = [0.05, 0.2]
-    assert 0.05 <= shortest_of_two(call, cpu, long_s=10.0, most_s=10.0) < 0.2
-    assert pauses == [0.2]
+def test_a_call_that_takes_too_long_is_given_up_at_its_next_operator() -> None:
+    began = time.perf_counter()
+    call, left = pausing(5.0, 5.0, 5.0)
+    assert seconds_once_loaded(call, CPU, long_s=0.01, most_s=0.12, loading_s=0.3) == math.inf
+    assert time.perf_counter() - began < 4.0
+    assert left == [5.0], "one call while it may load, and one more"
+
+
+def test_a_short_call_is_enough() -> None:
+    call, left = pausing(0.05, 0.2)
+    assert 0.05 <= seconds_once_loaded(call, CPU, long_s=10.0, most_s=10.0, loading_s=10.0) < 0.2
+    assert left == [0.2]
+
+
+@pytest.mark.parametrize("loading", [(1.0,), (1.0, 0.5), (0.2, 0.1, 0.05)])
+def test_calls_that_load_are_not_taken_for_slow_ones(loading: tuple[float, ...]) -> None:
+    call, left = pausing(*loading, 0.0, 7.0)
+    assert seconds_once_loaded(call, CPU, long_s=0.03, most_s=0.12, loading_s=3.0) < 0.03
+    assert left == [7.0]
+
+
+def test_what_a_call_given_up_has_loaded_helps_the_next() -> None:
+    call, _ = pausing(9.0, 0.0)
+    assert seconds_once_loaded(call, CPU, long_s=0.03, most_s=0.12, loading_s=0.3) < 0.03
+
+
+def test_a_call_that_is_as_long_again_computes() -> None:
+    call, left = pausing(0.3, 0.3, 0.0)
+    assert 0.3 <= seconds_once_loaded(call, CPU, long_s=0.03, most_s=0.12, loading_s=3.0) < 0.5
+    assert left == [0.0]
 
 
 def test_what_fails_in_a_call_is_not_taken_for_slowness() -> None:
@@ -69,4 +90,4 @@ def test_what_fails_in_a_call_is_not_taken_for_slowness() -> None:
         raise ValueError("mine")
 
     with pytest.raises(ValueError, match="mine"):
-        shortest_of_two(call, torch.device("cpu"), long_s=0.1, most_s=1.0)
+        seconds_once_loaded(call, CPU, long_s=0.1, most_s=1.0, loading_s=1.0)

@@ -1,0 +1,86 @@
+"""Which lanes a model can be optimized in: a call of each is made, once all that it needs is loaded."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from ampopt.errors import first_line
+from ampopt.ir.capture import Captured
+from ampopt.ir.lanes import Lane
+from ampopt.ir.narrow_convs import why_it_may_crash
+from ampopt.measure.clocks import seconds_once_loaded
+from ampopt.measure.verify import Verifier
+from ampopt.system.budget import CALLS_OF_A_TRIAL
+from ampopt.system.interrupts import check_interrupted
+
+REWRITING = 0.6
+"""The share of the time budget after which no rewrite is begun any more."""
+
+LOADING = 0.15
+"""The share of it in which the first calls of a lane may load libraries and choose kernels.
+
+On an H200 cuDNN's kernels for float16 take 1.6 to 2.5 s in the first call of a process.
+"""
+
+SLOW_CALL_S = 0.05
+"""A shorter call does not overrun a time budget by much, however small the budget is."""
+
+
+def judgeable(
+    lanes: Sequence[Lane], captured: Captured, verifier: Verifier, budget_s: float, notes: list[str]
+) -> dict[Lane, float]:
+    """The lanes that a time budget can judge, and seconds of a call in them; why not others goes to `notes`.
+
+    A lane is left out where the original fails in it, as operators without a kernel for the lower precision
+    do; where only its graph fails, as one with a dtype in it that autocast changes in the model; and where
+    PyTorch may crash. So is one in which a single trial, of about `CALLS_OF_A_TRIAL` calls, takes more than
+    its share of the budget, as bfloat16 can on a processor without instructions for it. The first lane may
+    have everything.
+    """
+    kept: dict[Lane, float] = {}
+    for lane in lanes:
+        share = REWRITING * budget_s / len(lanes) if kept else budget_s
+        most_s = max(SLOW_CALL_S, share / CALLS_OF_A_TRIAL, 2 * min(kept.values(), default=0.0))
+        try:
+            seconds = _seconds(lane, captured, verifier, most_s, LOADING * budget_s)
+        except _LeftOutError as left_out:
+            notes.append(f"the {lane.name} lane was not tried: {left_out}")
+            continue
+        if seconds > most_s:
+            notes.append(
+                f"the {lane.name} lane was not tried: one call of it takes over {most_s:.2g} s here, so "
+                f"that no pass could be judged within {share:.2g} s of the time budget"
+            )
+            continue
+        kept[lane] = seconds
+    return kept
+
+
+class _LeftOutError(Exception):
+    """Why a lane is left out."""
+
+
+def _seconds(lane: Lane, captured: Captured, verifier: Verifier, most_s: float, loading_s: float) -> float:
+    """Seconds of a call in a lane, by the original and by its graph; raises _LeftOutError."""
+    program = captured.program
+    if lane.is_mixed and (crash := why_it_may_crash(program)):
+        raise _LeftOutError(crash)
+    call = functools.partial(verifier.eager(lane), *program.examples)
+    try:
+        seconds = seconds_once_loaded(
+            call, program.device, long_s=SLOW_CALL_S, most_s=most_s, loading_s=loading_s
+        )
+        if seconds <= most_s:
+            verifier.own_error(lane)  # also on the random inputs
+    except Exception as error:
+        check_interrupted(error)
+        raise _LeftOutError(f"the original fails in it ({first_line(error)})") from error
+    if seconds <= most_s:
+        try:
+            lane.start(program).run(*program.examples)
+        except Exception as error:
+            check_interrupted(error)
+            reason = f"the graph fails in it, where the original does not ({first_line(error)})"
+            raise _LeftOutError(reason) from error
+    return seconds
