@@ -221,18 +221,18 @@ def still(ratio: float) -> Callable[..., Gain]:
 @pytest.mark.slow
 def test_a_second_call_takes_up_what_the_first_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AMPOPT_CACHE", str(tmp_path))
-    first = optimized(precision="fp32", budget_s=20)
+    first = optimized(precision="fp32", budget_s=10)
     assert len(list(tmp_path.glob("*.json"))) == 1
     tried = len(first.report.entries)
     monkeypatch.setattr("ampopt.search.optimizer.gain", still(2.0))
-    second = optimized(precision="fp32", budget_s=20)
+    second = optimized(precision="fp32", budget_s=10)
     assert any("tuned by an earlier call" in note for note in second.report.notes)
     assert second.program.recipe == first.program.recipe
     assert len(second.report.entries) <= 1 < tried
     assert second.report.verified
     x = torch.randn(1, 3, 64, 64)
     assert torch.allclose(first(x), second(x), atol=1e-4)
-    without = optimized(precision="fp32", budget_s=20, cache=False)
+    without = optimized(precision="fp32", budget_s=10, cache=False)
     assert not any("earlier call" in note for note in without.report.notes)
 
 
