@@ -216,9 +216,16 @@ class Optimizer:
         if self._why_not is not None:
             self.ledger.notes.append(self._why_not)
         elif not self._recall(lanes):
-            self._search(
-                judgeable(lanes, self._captured, self._verifier, self._options.budget_s, self.ledger.notes)
-            )
+            kept = self._judgeable(lanes)
+            if not kept and FP32 not in lanes and (kept := self._judgeable((FP32,))):
+                self.ledger.notes.append(
+                    f"precision={self._options.precision!r} is answered in FP32: no lower one could be judged"
+                )
+            self._search(kept)
+
+    def _judgeable(self, lanes: Sequence[Lane]) -> dict[Lane, float]:
+        """The lanes that can be judged, and seconds of a call in them; the ledger notes why not others."""
+        return judgeable(lanes, self._captured, self._verifier, self._options.budget_s, self.ledger.notes)
 
     def _last_comparison(self) -> LaneState | None:
         """Summarize what was not summarized yet, and choose; None, and a note, where that cannot be.
@@ -258,9 +265,10 @@ class Optimizer:
     def _recall(self, lanes: Sequence[Lane]) -> bool:
         """Take up every lane where an earlier call left it; False where that is unknown or not good now."""
         known = self._known
-        if not known or not known.keys() <= {lane.name for lane in lanes}:
+        possible = dict.fromkeys((*lanes, FP32))  # which answers where none of the lanes could be judged
+        if not known or not known.keys() <= {lane.name for lane in possible}:
             return False
-        self._states = [self._manager.open(lane) for lane in lanes if lane.name in known]
+        self._states = [self._manager.open(lane) for lane in possible if lane.name in known]
         if not all(self._manager.recall(state, known[state.lane.name]) for state in self._states):
             return self._forget("is not right any more")
         try:
@@ -273,8 +281,7 @@ class Optimizer:
             return self._forget("is slower than the original now")
         for name in [lane.name for lane in lanes if lane.name not in known]:
             self.ledger.notes.append(
-                f"the {name} lane was not tried: an earlier call found it too slow to be judged "
-                "(cache=False looks again)"
+                f"the {name} lane was not tried: an earlier call could not judge it (cache=False looks again)"
             )
         self.ledger.notes.append("tuned by an earlier call (`ampopt cache` tells where that is kept)")
         return True

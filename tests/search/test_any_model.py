@@ -73,14 +73,15 @@ def test_a_lane_that_the_graph_alone_fails_in_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("name", ["det", "half"])
-def test_where_no_lane_is_left_the_original_answers(name: str) -> None:
+def test_where_the_lower_precision_has_no_kernel_fp32_or_the_original_answers(name: str) -> None:
     make, x = WITHOUT_BFLOAT16[name]
     model = make()
     fast = optimize(model, x, precision="amp", cache=False)
-    assert fast.report.chosen == ORIGINAL
+    assert set(fast.report.lanes) == {"fp32"}
+    assert fast.report.chosen in ("fp32", ORIGINAL)
     assert any("the original fails in it" in note for note in fast.report.notes)
     with torch.no_grad():
-        assert torch.equal(fast(x), model(x))
+        assert torch.allclose(fast(x).float(), model(x).float(), atol=1e-3)
 
 
 @pytest.mark.parametrize("lane", [torch.float32, torch.bfloat16])

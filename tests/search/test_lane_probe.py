@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from ampopt.ir.lanes import FP32, Lane
 from ampopt.measure.verify import Verifier
 from ampopt.search.lane_probe import judgeable
 from ampopt.search.optimizer import seconds_of_a_call
-from tests.helpers import BF16, FP16
+from tests.helpers import BF16, FP16, Model
 from tests.support.planted import captured_of
 
 X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -87,6 +88,48 @@ def test_a_lane_in_which_the_original_fails_is_left_out_with_its_error() -> None
     assert notes == [
         "the amp lane was not tried: the original fails in it (NotImplementedError: no kernel for Half)"
     ]
+
+
+class Overflows(nn.Conv2d):
+    """Asks for the state of autocast: eager overflows, and the graph that was captured without does not."""
+
+    factor = math.inf
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return torch.mul(y, self.factor) if torch.is_autocast_enabled("cpu") else y
+
+
+def judged(model: nn.Module, **options: Any) -> tuple[list[Lane], list[str]]:
+    original, captured = captured_of(model.eval(), X)
+    notes: list[str] = []
+    verifier = Verifier(original, captured, draws=0, **options)
+    return list(judgeable((FP32, BF16), captured, verifier, 20.0, notes)), notes
+
+
+@pytest.mark.parametrize("factor", [math.inf, math.nan])
+def test_a_lane_in_which_only_eager_overflows_is_judged(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Overflows, "factor", factor)
+    kept, notes = judged(Overflows(3, 8, 3), faults="ignore")
+    assert kept == [FP32, BF16]
+    assert notes == []
+
+
+def test_a_lane_too_inexact_for_any_program_is_left_out_and_a_tolerance_keeps_it() -> None:
+    def cancels(m: Any, x: Tensor) -> Tensor:
+        result: Tensor = m.conv(x) - m.other(x)
+        return result
+
+    torch.manual_seed(0)
+    conv, other = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3)
+    other.load_state_dict({name: tensor * (1 + 1e-4) for name, tensor in conv.state_dict().items()})
+    model = Model(cancels, conv=conv, other=other)
+    kept, (note,) = judged(model)
+    assert kept == [FP32]
+    assert note.startswith("the amp lane was not tried: eager itself is too inexact in it: output 0: error ")
+    assert judged(model, tolerance=100.0) == ([FP32, BF16], [])
 
 
 class LoadsOnce(nn.ReLU):

@@ -94,7 +94,9 @@ def test_a_lane_that_was_too_slow_is_not_called_again_by_the_next_optimize(
     monkeypatch.setattr("ampopt.search.optimizer.gain", lambda before, after: Gain(2.0, 2.0, 2.0))
     report = optimize(slow, X, budget_s=5.0).report
     assert set(report.lanes) == {"fp32"}
-    assert any("too slow to be judged (cache=False looks again)" in note for note in report.notes)
+    assert any(
+        "an earlier call could not judge it (cache=False looks again)" in note for note in report.notes
+    )
 
 
 def test_where_the_budget_is_spent_before_anything_is_tried_nothing_is_kept(
@@ -160,13 +162,59 @@ def test_an_interrupted_look_at_what_won_before_is_finished(
     assert report.chosen == "fp32"
 
 
+class Slow(nn.Sequential):
+    """A network too large for the budget."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.3)
+        result: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
+        return result
+
+
 def test_where_no_lane_can_be_judged_the_original_answers() -> None:
-    slow = SlowUnderAutocast(nn.Conv2d(3, 8, 3), nn.ReLU())
+    slow = Slow(nn.Conv2d(3, 8, 3), nn.ReLU())
     fast = optimize(slow, X, budget_s=1.5, precision="amp")
     assert fast.report.chosen == ORIGINAL
     assert not fast.report.verified
     assert "nothing was tried" in str(fast.report)
     assert torch.equal(fast(X), slow(X))
+
+
+class WithoutKernel(nn.Sequential):
+    """Has an operator that does not exist below FP32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            raise NotImplementedError("no kernel for Half")
+        result: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
+        return result
+
+
+class Overflows(nn.Sequential):
+    """Leaves the range of float16 on the way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = super().forward(x * 1e6)  # type: ignore[no-untyped-call]
+        return result * 1e-6
+
+
+@pytest.mark.parametrize("kind", [WithoutKernel, Overflows])
+def test_where_no_lower_precision_can_be_judged_fp32_answers(
+    kind: type[nn.Sequential], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, all_kept: Any
+) -> None:
+    monkeypatch.setenv("AMPOPT_CACHE", str(tmp_path))
+    model = kind(nn.Conv2d(3, 8, 3), nn.ReLU()).eval()
+    options: dict[str, Any] = {"precision": "amp", "amp_dtype": torch.float16, "passes": "channels-last"}
+    with all_kept:
+        fast = optimize(model, X, **options)
+        again = optimize(model, X, **options)
+    for report in (fast.report, again.report):
+        assert list(report.lanes) == ["fp32"]
+        assert any(note.startswith("the amp lane was not tried: ") for note in report.notes)
+    assert "precision='amp' is answered in FP32: no lower one could be judged" in fast.report.notes
+    assert any("tuned by an earlier call" in note for note in again.report.notes)
+    with torch.no_grad():
+        assert torch.allclose(fast(X), model(X), atol=1e-5)
 
 
 @pytest.mark.usefixtures("amp_wins")
