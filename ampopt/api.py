@@ -1,4 +1,4 @@
-"""`ampopt.optimize`: a model in, a faster verified one out."""
+"""`ampopt.optimize`: makes a model faster for inference and verifies the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ampopt.load`: a bundle back as a callable, by whatever runs it fastest here, after its self-test."""
+"""`ampopt.load`: loads a bundle, selects the fastest backend on this machine, and runs its self-test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ampopt.compare`: what each pass does alone, in sequence, and when it is left out, in every lane."""
+"""`ampopt.compare`: measures each pass alone, in sequence, and left out of the pipeline, in every lane."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The errors that ampopt raises on purpose; each message says what was wrong, where, and what to do."""
+"""The errors that ampopt raises; each message says what was wrong, where, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""allow-tf32: Tensor Cores for FP32 convolutions and matrix products, at ten bits of mantissa."""
+"""allow-tf32: use Tensor Cores for FP32 convolutions and matrix products, with 10 bits of mantissa."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bake-autocast: mixed precision written into the graph instead of decided anew in every call."""
+"""bake-autocast: write mixed-precision casts into the graph, so that autocast is not needed in each call."""
 
 from __future__ import annotations
 

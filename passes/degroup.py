@@ -1,4 +1,4 @@
-"""degroup: grouped convolutions in the form that is fastest at their real shapes."""
+"""degroup: rewrite grouped convolutions to the form that is fastest at their real shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fold-constants: compute what depends on weights alone once, now."""
+"""fold-constants: compute once what depends on weights alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fold-conv-bn: batch normalization with running statistics becomes part of the layer before it."""
+"""fold-conv-bn: fold batch normalization with running statistics into the layer before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fuse-conv-act: convolution, bias, residual add and ReLU in one cuDNN kernel."""
+"""fuse-conv-act: fuse convolution, bias, residual add and ReLU into one cuDNN kernel."""
 
 from __future__ import annotations
 

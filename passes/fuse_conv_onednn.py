@@ -1,4 +1,4 @@
-"""fuse-conv-onednn: convolutions with packed weights, residual add or activation in one oneDNN kernel."""
+"""fuse-conv-onednn: fuse convolutions with a residual add or activation into one oneDNN kernel each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fuse-conv-triton: convolutions and linear layers with all that follows them, one generated kernel each."""
+"""fuse-conv-triton: fuse convolutions and linear layers with their epilogues into Triton kernels."""
 
 from __future__ import annotations
 

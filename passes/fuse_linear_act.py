@@ -1,4 +1,4 @@
-"""fuse-linear-act: a linear layer and its ReLU in one cuBLASLt kernel."""
+"""fuse-linear-act: fuse a linear layer and its ReLU into one cuBLASLt kernel."""
 
 from __future__ import annotations
 

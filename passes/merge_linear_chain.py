@@ -1,4 +1,4 @@
-"""merge-linear-chain: linear layers with nothing between them are one linear layer."""
+"""merge-linear-chain: merge adjacent linear layers into one linear layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""parallel-branches: independent branches of the graph run side by side, on several CUDA streams."""
+"""parallel-branches: run independent branches of the graph on several CUDA streams at the same time."""
 
 from __future__ import annotations
 

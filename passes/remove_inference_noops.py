@@ -1,4 +1,4 @@
-"""remove-inference-noops: operators that only matter in training, or that change nothing here."""
+"""remove-inference-noops: remove operators that have no effect in inference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The zip file of a bundle: exactly one sequence of bytes for given files, so that nothing can hide in it.
+"""The zip archive of a bundle: given files have exactly one byte sequence, so that no data can be hidden.
 
 Any zip program unpacks it, but only what `write` gives is read: files one after the other from the first
 byte, stored and not compressed (weights do not compress, and so no entry is larger than the archive),

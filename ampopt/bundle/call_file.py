@@ -1,4 +1,4 @@
-"""How a model is called and what it returns, as JSON and back: the signature of a loaded bundle.
+"""The signature of a loaded bundle as JSON: the structure of a model's call and of its result.
 
 PyTorch's own way to store such structures (`treespec_loads`) imports modules that the file names and takes
 attributes from them; this one knows tuples, lists, dicts, OrderedDicts, namedtuples, `torch.Size` and

@@ -1,4 +1,4 @@
-"""A bundle's files as they lie on the disk, in a zip file or in a folder: names, sizes, bytes in blocks."""
+"""Access to a bundle's files on disk, in a zip file or a folder: names, sizes, and bytes in blocks."""
 
 from __future__ import annotations
 

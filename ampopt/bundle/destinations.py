@@ -1,4 +1,4 @@
-"""Where results will be written, and what writing them needs: looked at before the long work."""
+"""Checks output paths and the packages needed to write them, before the long work begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a file is that was named as a model or its weights, told from its bytes; nothing in it is run."""
+"""Detects the type of a model or weights file from its bytes; nothing in the file is executed."""
 
 from __future__ import annotations
 

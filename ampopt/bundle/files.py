@@ -1,4 +1,4 @@
-"""The container of a bundle: named files that are exactly those that were saved, or a `BundleError`.
+"""Reads and writes bundles; files that differ from those saved raise `BundleError`.
 
 The manifest's hashes give integrity: damage shows. They give no authenticity: whoever changes a file can
 change the manifest with it. Only a signature, checked with a public key that the robot already has, says who

@@ -1,4 +1,4 @@
-"""The manifest of a bundle: what `manifest.json` must hold, and the one way its bytes may be written."""
+"""The schema of `manifest.json` and its canonical encoding."""
 
 from __future__ import annotations
 

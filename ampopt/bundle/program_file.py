@@ -1,4 +1,4 @@
-"""A Program as JSON and weight tensors, and back, without ever evaluating what the file says.
+"""Stores a Program as JSON and weight tensors, and reads it back without evaluating the file's content.
 
 The file holds the graph, its border and its settings. It does not hold the examples (the reader brings
 them), the recipe, the way to run (an engine cannot be written; a CUDA graph is the reader's own choice), nor

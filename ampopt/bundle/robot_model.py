@@ -1,4 +1,4 @@
-"""A bundle's ONNX model behind the inputs and outputs of its manifest, with its self-test. No PyTorch."""
+"""Runs a bundle's ONNX model with the manifest's inputs and outputs, and its self-test. No PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ed25519 signatures: who made something, where a hash says only that it has not changed since.
+"""Ed25519 signatures: they show who made a file; a hash only shows that the file is unchanged.
 
 Keys are PEM files: the private one PKCS #8, without a password and readable by its owner only; the public
 one SubjectPublicKeyInfo. `openssl pkeyutl -verify -rawin` and others read the same keys and signatures.

@@ -1,4 +1,4 @@
-"""The nodes of a program's graph as JSON, and back as an `fx.Graph`.
+"""Stores the nodes of a program's graph as JSON, and reads them back as an `fx.Graph`.
 
 Names become local variables and attributes in the Python code that `torch.fx` generates from a graph, so
 they must be plain identifiers that it takes as they are; strings among the arguments are printed into that

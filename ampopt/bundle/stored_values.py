@@ -1,4 +1,4 @@
-"""Python values as tagged JSON, and back without evaluating anything.
+"""Stores Python values as tagged JSON, and reads them back without evaluating anything.
 
 `null`, `true`, `7`, `"tanh"` and `[…]` stand for themselves; everything else is an object with one member,
 whose name is the tag: `{"float": 0.5}`, `{"float": "nan"}`, `{"dtype": "float16"}`, `{"device": "own"}`.

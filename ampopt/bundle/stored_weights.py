@@ -1,4 +1,4 @@
-"""Weights as contiguous tensors by name, which is all that safetensors stores, and how they lay in memory."""
+"""Stores weights as named contiguous tensors, which is all that safetensors supports, with their strides."""
 
 from __future__ import annotations
 

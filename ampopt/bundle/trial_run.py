@@ -1,4 +1,4 @@
-"""A run of a graph on tensors without memory: does every call fit its operator, and stay within bounds?"""
+"""Runs a graph on tensors without memory, to check each call's operator schema, shapes and result size."""
 
 from __future__ import annotations
 

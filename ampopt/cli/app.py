@@ -1,6 +1,6 @@
 """The command line: `ampopt optimize`, `compare`, `export`, `verify`, `passes` and `cache`.
 
-PyTorch takes seconds to import: a command does so when everything that can be wrong without it is right.
+PyTorch takes seconds to import: a command first checks everything that can be checked without it.
 """
 
 from __future__ import annotations

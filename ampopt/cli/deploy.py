@@ -1,4 +1,4 @@
-"""The commands that bring a model to the robot: `ampopt export` and `ampopt verify`."""
+"""The deployment commands: `ampopt export` and `ampopt verify`."""
 
 from __future__ import annotations
 

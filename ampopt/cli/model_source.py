@@ -1,4 +1,4 @@
-"""Where the command line's MODEL comes from: a model zoo, a factory in Python code, or a saved model file."""
+"""Loads the command line's MODEL: from a model zoo, a factory in Python code, or a saved model file."""
 
 from __future__ import annotations
 

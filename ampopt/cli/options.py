@@ -1,4 +1,4 @@
-"""What the commands share: their options, readable errors, files written as a whole or not at all."""
+"""Options shared by the commands, readable error messages, and atomic writes of result files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `ampopt passes` tells: every pass in a table, or one pass's proof and options."""
+"""The output of `ampopt passes`: a table of all passes, or one pass's proof and options."""
 
 from __future__ import annotations
 

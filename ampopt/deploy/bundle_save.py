@@ -1,4 +1,4 @@
-"""`Deployable.save`: the model as a bundle, with its proof, for another machine.
+"""`Deployable.save`: saves the model as a bundle with its self-test, for another machine.
 
 A bundle holds the captured model (not what this machine made of it) with the recipe of the passes that were
 kept, so that the robot replays them where it is like this machine, and measures anew where it is not; the

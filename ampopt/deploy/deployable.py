@@ -1,4 +1,4 @@
-"""How an optimized model leaves the machine: as verified ONNX, or as a bundle."""
+"""Exports an optimized model as verified ONNX or as a bundle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a served model did beside answering by its programs: counted, and told to whoever asked for it."""
+"""Counts how a served model answered calls, and reports each event to callbacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kinds of call that an optimized module knows, and what answers each: a cache with bounds."""
+"""Bounded cache of an optimized module: maps each call signature to its program or to the original."""
 
 from __future__ import annotations
 

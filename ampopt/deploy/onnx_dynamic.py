@@ -1,4 +1,4 @@
-"""Models captured with symbolic sizes, for ONNX files whose inputs have dynamic dimensions."""
+"""Captures a model with symbolic sizes, for ONNX files whose inputs have dynamic dimensions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`export_onnx`: the portable program as an ONNX file that is there only once it is verified."""
+"""`export_onnx`: writes the portable program as an ONNX file, which appears only after verification."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An ONNX model as files: its own, and one for weights that are too large for it."""
+"""Writes an ONNX model to a file, and large weights to a separate file."""
 
 from __future__ import annotations
 

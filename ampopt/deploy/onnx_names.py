@@ -1,4 +1,4 @@
-"""Names of an exported model's inputs and outputs: the model's own, or the user's."""
+"""Names of an exported model's inputs and outputs, from the model or from the user."""
 
 from __future__ import annotations
 

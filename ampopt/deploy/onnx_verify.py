@@ -1,4 +1,4 @@
-"""Verification of an ONNX file: every provider that is installed against the original in float64."""
+"""Verifies an ONNX file on every installed provider against the original in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The portable program: the rewrites that hold on every machine, made anew from the capture."""
+"""Builds the portable program: applies the rewrites that hold on every machine to the capture again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs for calls not seen before: captured, made by the recipe, verified, as the first one was."""
+"""Makes programs for new calls: capture, replay of the recipe, verification."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe, the passes that made a program with what they measured, as JSON and back."""
+"""Stores a recipe (the passes that made a program, with their measured choices) as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OptimizedModule: the module that `optimize` gives back."""
+"""OptimizedModule: the module that `optimize` returns."""
 
 from __future__ import annotations
 

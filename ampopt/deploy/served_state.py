@@ -1,4 +1,4 @@
-"""The original that serves calls, and its state: what its buffers hold between two calls."""
+"""The original model that serves calls, and its state: the contents of its buffers between two calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program as one TorchScript file for C++, which carries its own self-test.
+"""Writes a program as a TorchScript file for C++ that contains its own self-test.
 
 TorchScript archives hold pickles: C++ reads this file, from a trusted source, and ampopt never does.
 """

@@ -1,4 +1,4 @@
-"""Independent branches of a graph, side by side: who runs on which stream, who waits for whom, what is kept.
+"""Runs independent branches of a graph on several streams: the schedule, the waits, the tensors to keep.
 
 `plan` decides and `branched` writes the plan into a graph, as calls on the `Streams` that it is given first:
 

@@ -1,4 +1,4 @@
-"""One program captured as a CUDA graph: it reads the caller's tensors and writes into fresh ones."""
+"""A program captured as a CUDA graph that reads the caller's tensors and writes to fresh tensors."""
 
 from __future__ import annotations
 

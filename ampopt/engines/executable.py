@@ -1,4 +1,4 @@
-"""A program made ready to be called: captured in a CUDA graph where it asks for one, else as it is."""
+"""Makes a program callable: captured as a CUDA graph if it asks for one, else run directly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of calls, and which of several instances of one is the fastest."""
+"""Captures CUDA graphs of calls, and selects the fastest of several instances of a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses inside a captured CUDA graph that can be changed between its launches.
+"""Changes tensor addresses inside a captured CUDA graph between launches.
 
 A captured kernel has the addresses of its operands among its parameters, and CUDA can change the parameters
 of a graph that is ready to run. So its kernels can read the caller's tensors and write fresh results in

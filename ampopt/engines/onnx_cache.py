@@ -1,4 +1,4 @@
-"""Exported graphs on disk, so that the same program is not exported twice.
+"""Disk cache of exported graphs, so that the same program is exported once.
 
 A file is found by a hash of all that an export is made from, the bytes of every weight among it. It holds the
 ONNX model without the weights that the program has under the same name anyway, so that it is small; a model

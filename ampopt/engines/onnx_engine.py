@@ -1,4 +1,4 @@
-"""A session of ONNX Runtime as the engine of a program on a CPU."""
+"""Runs a program on a CPU with an ONNX Runtime session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a portable program to an ONNX model in memory: standard operators, the user's names, no paths."""
+"""Converts a portable program to an ONNX model in memory: standard operators, the user's names, no paths."""
 
 from __future__ import annotations
 

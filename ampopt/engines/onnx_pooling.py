@@ -1,4 +1,4 @@
-"""Max pooling's places, and unpooling by them, in the operators that ONNX Runtime's CPU has for them.
+"""Writes max pooling with indices, and max unpooling, with operators that ONNX Runtime's CPU provider has.
 
 PyTorch counts the places in which a pooling found its maxima from the beginning of each channel, ONNX from
 the beginning of the tensor. The exporter makes up for that with a second pooling, over one pixel, whose

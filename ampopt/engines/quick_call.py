@@ -1,4 +1,4 @@
-"""Calls of one tensor that are answered by the shortest way there is: recognized, run, and made a result of.
+"""A fast path for calls of one tensor: check the tensor, run the program, build the result.
 
 A `Quick` is made for a program and tensors that are like an example. For a captured graph it is C++
 (`cpp/quick_call.cpp`), compiled on the machine where it runs: after a wait for the GPU the processor's caches

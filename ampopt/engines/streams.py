@@ -1,4 +1,4 @@
-"""Several streams as one: a call forks from its caller's stream and joins it again."""
+"""Runs one call on several streams: it forks from the caller's stream and joins it at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines: which passes are tried, and in which order."""
+"""Pipelines: the passes to try, and their order."""
 
 from __future__ import annotations
 

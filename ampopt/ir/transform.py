@@ -1,4 +1,4 @@
-"""What a pass is: a claim about a program, applied on request, with an honest account of what it did."""
+"""The base classes of passes: `Pass`, `Engine`, their results, and recipes."""
 
 from __future__ import annotations
 
