@@ -1,4 +1,4 @@
-"""Detects model code that reads strides or the autocast state, whose answers a captured graph holds constant."""
+"""Detects model code that reads strides or the autocast state; a captured graph makes them constants."""
 
 from __future__ import annotations
 
