@@ -124,10 +124,12 @@ def optimize(
             instances; or that list as text, `"fold-conv-bn,degroup{least-gain=1.1}"`. `exclude` is applied to
             the result.
 
-    Returns: A module with the model's call and result structure; its `report` lists each decision with its
+    Returns:
+        A module with the model's call and result structure; its `report` lists each decision with its
         reason. If the model cannot be captured as one graph, its largest capturable submodules are optimized.
 
-    Raises: InputError: the arguments do not fit the model. Interrupted: Ctrl-C was pressed while the model
+    Raises:
+        InputError: the arguments do not fit the model. Interrupted: Ctrl-C was pressed while the model
         was prepared; later Ctrl-C ends the search, and the best result so far is returned. If no lane passes
         verification, nothing is raised: the original answers, and the report says why.
     """

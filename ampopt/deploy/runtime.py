@@ -172,7 +172,7 @@ class OptimizedModule(Deployable):
         return self._monitor.health()
 
     def on_health(self, callback: Callback) -> Callable[[], None]:
-        """Call `callback` with an `ampopt.deploy.health.Event` at each event; call the returned function to stop.
+        """Call `callback` with an `ampopt.deploy.health.Event` at each event; call what is returned to stop.
 
         The callback runs in the thread of the call, after the decision how to answer and outside of all
         locks. Exceptions from it are logged.
