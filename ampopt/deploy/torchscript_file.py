@@ -20,7 +20,7 @@ from ampopt.ir.signature import describe
 # No `from __future__ import annotations` here: TorchScript reads the types of `_File.forward`.
 
 ATTRIBUTES = ("self_test_inputs", "self_test_outputs", "tolerance", "device", "tf32", "search_algorithms")
-"""Attributes that C++ reads along with `forward`: two tensor lists, a float, "cpu" or "cuda", two booleans."""
+"""Attributes that C++ reads along with `forward`: two tensor lists, float, "cpu" or "cuda", two booleans."""
 
 
 class _Bordered(nn.Module):

@@ -144,7 +144,7 @@ class Engine(Pass):
     extra: ClassVar[str | None] = None
     """The extra of ampopt that installs them."""
     risky: ClassVar[bool] = False
-    """True: a third-party compiler that could crash the process, so that another process rehearses it first."""
+    """True: a third-party compiler that could crash the process; another process rehearses it first."""
     slow_to_apply: ClassVar[bool] = False
     """True: applying takes seconds to minutes, so that it is left out for new shapes during calls."""
 
