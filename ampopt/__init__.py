@@ -1,6 +1,6 @@
-"""ampopt: a PyTorch vision model in, a faster verified one out.
+"""ampopt optimizes a PyTorch vision model for inference and verifies the result.
 
-Names are imported when they are first used: a robot that runs a bundle with `ampopt.robot` has no PyTorch.
+Public names are imported on first use, so that `ampopt.robot` runs a bundle without PyTorch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m ampopt` is the `ampopt` command."""
+"""`python -m ampopt` runs the `ampopt` command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ampopt.optimize`: a model in, a faster verified one out."""
+"""`ampopt.optimize`: makes a model faster for inference and verifies the result."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from ampopt.system.process_state import process_kept
 from ampopt.system.turns import optimizing
 
 WORTH_A_STAGE_S = 20.0
-"""From this time budget on, a GPU's process for rehearsals is begun at once: it will probably be needed."""
+"""From this time budget on, a GPU's rehearsal process is started at once: it is probably needed."""
 
 
 @optimizing.taken()
@@ -77,57 +77,61 @@ def optimize(
     strict: bool = False,
     passes: Passes | None = None,
 ) -> OptimizedModule | PartlyOptimizedModule:
-    """Make a model faster for inference, and prove it.
+    """Optimize a model for inference, and verify the result.
 
     Every pass is applied, verified against `model` in float64 and timed before and after, in FP32 and in
-    mixed precision; only what is right and really helps is kept. `model` itself is never changed, and nothing
-    of the process is. A call waits for one that goes on in another thread: both would mistime what they try.
+    mixed precision; it is kept only if it is correct and faster. `model` and the process state are never
+    changed. Concurrent calls from several threads run one after another, because they would disturb each
+    other's timing.
 
     Args:
         model: any module; it is optimized as it is in evaluation mode.
-        example_inputs: a tuple of the model's positional arguments, or the only argument (a tensor, a list,
-            a dict). None: inferred from the first layer where that is possible.
-        more: refused, with what to write instead.
+        example_inputs: a tuple of the model's positional arguments, or the only argument (a tensor, a list, a
+            dict). None: inferred from the first layer, if possible.
+        more: further positional arguments raise InputError, which says what to write instead.
         example_kwargs: the keyword arguments of the example call.
         precision: a lane, "fp32", "amp" (mixed: float16 on CUDA, bfloat16 on a CPU) or "bf16" (mixed with
-            bfloat16, which has float32's range); several with commas, of which the fastest whose error is
-            within the tolerance is taken; or "auto", which is "fp32,amp".
+            bfloat16, which has float32's range); several lanes separated by commas, of which the fastest with
+            an error within the tolerance is chosen; or "auto", which is "fp32,amp".
         tolerance: largest relative error against float64, ‖y - ref‖ / ‖ref‖, for each output. None: a small
-            multiple of eager's own error in the same precision, and at most 1e-2 for "auto" to choose it.
-            With a tolerance, FP32 may also use TF32 where the error stays within it.
+            multiple of eager's own error in the same precision, and at most 1e-2 for a lane that "auto"
+            chooses. With a tolerance, FP32 may also use TF32 if the error stays within it.
         metric: your own distance instead, `metric(outputs, original_outputs) -> float`; at most `tolerance`
             (None: 0) is accepted.
-        budget_s: seconds for everything, capturing and verifying included; what does not fit is reported as
-            not tried. Where not even one pass could be judged, the original answers.
+        budget_s: time limit in seconds for everything, including capture and verification; passes that do not
+            fit are reported as not tried. If no pass could be judged, the original answers.
         device: optimize a copy on this device; None: where the weights are.
-        outputs: "copy": results are the caller's own; "static": with a CUDA graph, results are buffers that
-            the next call overwrites (no memory is allocated, and the addresses stay).
-        policy: how mixed precision is decided: "amp" (autocast's own lists), "O1", "O2" (as apex), "half".
-        amp_dtype: what "amp" computes in, torch.float16 or torch.bfloat16, which is "bf16"; None: as above.
+        outputs: "copy": each call returns new tensors; "static": with a CUDA graph, results are buffers that
+            the next call overwrites (no memory is allocated, and the addresses stay the same).
+        policy: how the dtypes of mixed precision are chosen: "amp" (autocast's own lists), "O1", "O2" (as
+            apex), "half".
+        amp_dtype: the dtype of "amp": torch.float16, or torch.bfloat16, which is "bf16"; None: as above.
         exclude: names of passes to leave out (`ampopt passes` lists them).
-        cache: use what an earlier call found for the same graph, shapes, device and libraries, and keep what
-            this one finds; it is verified and timed anew. `ampopt cache` tells where, and clears it. Exported
-            and compiled code is kept there in any case; AMPOPT_CACHE="" keeps nothing.
-        nan: what has to become of NaN and infinities in the inputs. "keep": an output element that they make
-            NaN or infinite in the original is so in the result; they may reach more elements of the same
-            output, and the report then says so. "exact": they may not. "ignore": that is not verified.
-        progress: show a progress line; None: where the standard error is a terminal.
-        strict: the result's `strict`: where only the original could answer a call (a shape that no program
-            can be made for any more), raise StrictError in place of serving the original, which may take too
-            long on a robot. Where nothing is faster than the original and it answers all calls, as the report
-            says, that is as planned and raises nothing.
+        cache: reuse the result of an earlier call for the same graph, shapes, device and libraries, and store
+            the result of this one; a reused result is verified and timed again. `ampopt cache` shows the
+            folder and clears it. Exported and compiled code is cached there in any case; AMPOPT_CACHE=""
+            disables the cache.
+        nan: how NaN and infinities in the inputs must propagate. "keep": an output element that is NaN or
+            infinite in the original must be so in the result; more elements of the same output may become so,
+            and the report then says it. "exact": no more elements may become so. "ignore": not verified.
+        progress: show a progress line; None: if standard error is a terminal.
+        strict: the result's `strict`: if only the original could answer a call (for example, a new shape
+            beyond the limit of captures), raise StrictError instead of running the original, which may be too
+            slow for a robot. If nothing is faster than the original, it answers all calls, the report says
+            so, and nothing is raised.
         passes: the passes to try in place of `ampopt.PIPELINE`: a changed one, such as
             `ampopt.PIPELINE.before("channels-last", MyPass())`; a list of exactly those to try, by name or as
-            instances; or that list as text, `"fold-conv-bn,degroup{least-gain=1.1}"`. `exclude` comes after.
+            instances; or that list as text, `"fold-conv-bn,degroup{least-gain=1.1}"`. `exclude` is applied to
+            the result.
 
     Returns:
-        A module with the model's call and result structure; its `report` says what was done and why. Where
-        the model cannot be captured as one graph, its largest capturable submodules are optimized.
+        A module with the model's call and result structure; its `report` lists each decision with its
+        reason. If the model cannot be captured as one graph, its largest capturable submodules are optimized.
 
     Raises:
-        InputError: the arguments do not fit the model. Interrupted: Ctrl-C came while the model was being
-        prepared; later it ends the search, and the best so far is given back. Where no lane verifies, nothing
-        is raised: the original answers, and the report says why.
+        InputError: the arguments do not fit the model. Interrupted: Ctrl-C was pressed while the model
+        was prepared; later Ctrl-C ends the search, and the best result so far is returned. If no lane passes
+        verification, nothing is raised: the original answers, and the report says why.
     """
     started = time.perf_counter()
     with interruptible():
@@ -217,7 +221,7 @@ def _first_estimate(
 
 
 def mode_note(model: nn.Module) -> str | None:
-    """What is to be said of a model that is not, or not as a whole, in evaluation mode."""
+    """A note for the report if the model, or a part of it, is not in evaluation mode."""
     modes = [module.training for module in model.modules()]
     if not any(modes):
         return None
@@ -228,9 +232,9 @@ def mode_note(model: nn.Module) -> str | None:
 def prepare_call(
     model: nn.Module, example_inputs: Any, kwargs: Mapping[str, Any], device: torch.device | str | None
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], str | None]:
-    """A private copy of the model and the example call, both on the device; a note where it was inferred.
+    """A private copy of the model and the example call, on the device; a note if the call was inferred.
 
-    The copy is not called, here or later: further copies of it are.
+    The copy itself is never called; further copies of it are.
     """
     model, note = as_module(model)
     if isinstance(model, (OptimizedModule, PartlyOptimizedModule)):

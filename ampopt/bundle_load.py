@@ -1,4 +1,4 @@
-"""`ampopt.load`: a bundle back as a callable, by whatever runs it fastest here, after its self-test."""
+"""`ampopt.load`: loads a bundle, selects the fastest backend on this machine, and runs its self-test."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ logger = logging.getLogger("ampopt")
 BACKENDS = ("auto", "ampopt", "onnxruntime", "original")
 
 CHOOSING_S = 2.0
-"""How long "auto" measures its backends."""
+"""Time in seconds that "auto" spends on measuring its backends."""
 
 _MACHINE = ("ampopt", "device", "torch", "cuda", "cudnn", "driver", "threads", "instructions")
 """Facts of the fingerprint that a recipe's measurements hold for."""
@@ -63,12 +63,13 @@ class _Way:
 
 
 class LoadedModel:
-    """A bundle's model behind the original's call; its self-test has passed.
+    """A loaded bundle's model with the original's call signature; its self-test has passed.
 
-    `backend` runs it: "ampopt" (its own program), "onnxruntime", or "original" (the captured model without
-    any pass), on `threads` of the processor. `notes` say what differs from the machine that the bundle was
-    made on, and why a backend is not used; `choice` is what "auto" measured of each. Calls take the shapes,
-    dtypes and other arguments that the bundle was made for; `health` counts those that were refused.
+    `backend` is the name of what runs it: "ampopt" (the bundle's program), "onnxruntime", or "original" (the
+    captured model without any pass), with `threads` CPU threads. `notes` list differences from the machine
+    that the bundle was made on, and why a backend is not used; `choice` holds the measurements of "auto" for
+    each backend. Calls must have the shapes, dtypes and other arguments that the bundle was made for;
+    `health` counts calls that were refused.
     """
 
     def __init__(self, files: BundleFiles, captured: Captured, way: _Way, backend: str) -> None:
@@ -81,7 +82,10 @@ class LoadedModel:
         self._monitor = Monitor(chose_original=inner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The original's result for the original's arguments. InputError where they are of another kind."""
+        """The original's result for the original's arguments.
+
+        Raises InputError for calls of another signature.
+        """
         leaves, spec = flatten_call(args, kwargs)
         try:
             check_plain(tensors_of(leaves))
@@ -94,14 +98,14 @@ class LoadedModel:
 
     @property
     def health(self) -> Health:
-        """How calls were answered until now; see `ampopt.deploy.health.Health`."""
+        """Counts of how calls were answered so far; see `ampopt.deploy.health.Health`."""
         own = self._monitor.health()
         if not isinstance(self._call, OptimizedModule):
             return own
         return dataclasses.replace(own + self._call.health, chose_original=own.chose_original)
 
     def on_health(self, callback: Callback) -> Callable[[], None]:
-        """`OptimizedModule.on_health` of a loaded model."""
+        """`OptimizedModule.on_health` for a loaded model."""
         stops = [self._monitor.tell(callback)]
         if isinstance(self._call, OptimizedModule):
             stops.append(self._call.on_health(callback))
@@ -150,18 +154,19 @@ def load(
     budget_s: float = 60.0,
     types: Sequence[type] = (),
 ) -> LoadedModel:
-    """Load the bundle at `path`. Nothing in it is unpickled or evaluated: it may come from a stranger.
+    """Load the bundle at `path`. Nothing in it is unpickled or evaluated, so that untrusted files are safe.
 
     Args:
         path: a bundle that `OptimizedModule.save` wrote.
-        backend: "ampopt", "onnxruntime", "original", or "auto": the first two where they are there, whichever
-            is best here by median, tail and threads (`ampopt.ort.backend_choice`).
-        device: "cpu" or "cuda"; None: a GPU where there is one.
+        backend: "ampopt", "onnxruntime", "original", or "auto": the better of the first two that are
+            available, by median latency, tail latency and threads (`ampopt.ort.backend_choice`).
+        device: "cpu" or "cuda"; None: a GPU if there is one.
         verify_key: a public Ed25519 key in PEM that the bundle must be signed with.
-        budget_s: seconds for measuring anew on a machine unlike the one in the bundle's fingerprint.
-        types: the model's own namedtuple classes, where it returns some.
+        budget_s: seconds for measuring the passes again on a machine that differs from the bundle's
+            fingerprint.
+        types: the model's namedtuple classes, if it returns any.
 
-    Raises BundleError where the bundle is damaged or hostile, does not load, or fails its self-test (for
+    Raises BundleError if the bundle is damaged or malicious, does not load, or fails its self-test (for
     "auto": on every backend); InputError for unknown arguments or devices.
     """
     if backend not in BACKENDS:

@@ -1,4 +1,4 @@
-"""`ampopt.compare`: what each pass does alone, in sequence, and when it is left out, in every lane."""
+"""`ampopt.compare`: measures each pass alone, in sequence, and left out of the pipeline, in every lane."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from ampopt.system.process_state import process_kept
 from ampopt.system.turns import optimizing
 
 INTERRUPTED = "not tried: interrupted"
-"""The reason in the rows that Ctrl-C has left out."""
+"""The reason in rows that were not measured because of Ctrl-C."""
 
 MODES = ("alone", "cumulative", "left out")
 
 
 @dataclasses.dataclass(frozen=True)
 class ComparedPass:
-    """One pass in one lane and one mode: median latency, gain over the mode's own baseline, or why not.
+    """One pass in one lane and one mode: median latency and gain over the mode's baseline, or a reason.
 
     The gain's interval is that of `headline.sure_gain`.
 
@@ -61,7 +61,7 @@ class ComparedPass:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The outcome of `compare`. `print` it for a table."""
+    """The result of `compare`. `print` it for a table."""
 
     model: str
     environment: dict[str, str]
@@ -71,7 +71,7 @@ class Comparison:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, times in milliseconds."""
+        """The comparison as JSON data, times in milliseconds."""
         return {
             "model": self.model,
             "environment": self.environment,
@@ -88,7 +88,7 @@ class Comparison:
         }
 
     def to_markdown(self) -> str:
-        """A table for each lane: a line for each pass, a column for each mode."""
+        """A Markdown table for each lane: a row for each pass, a column for each mode."""
         lines = [f"{self.model} on {self.environment['device']}, inputs {', '.join(self.inputs)}", ""]
         for note in self.notes:
             lines += [f"note: {note}", ""]
@@ -217,11 +217,12 @@ def compare(
     """Measure what each pass does to a model: alone, added in sequence, and left out of the whole pipeline.
 
     "alone" applies one pass to the captured model (with the lane's precision baked in); "cumulative" adds the
-    passes one after another; "left out" takes one pass out of the full sequence. Every program is verified;
-    nothing is kept. The arguments are those of `optimize`, for which, and for another `compare`, it waits.
+    passes one after another; "left out" takes one pass out of the full sequence. Every program is verified,
+    and none is kept. The arguments are those of `optimize`. It waits for other `optimize` and `compare` calls
+    in the process.
 
-    Raises InputError where the arguments do not fit the model, or it is no single graph; Interrupted where
-    Ctrl-C comes before the first row. Later it leaves out the rows that are not there yet.
+    Raises InputError if the arguments do not fit the model, or if it cannot be captured as one graph;
+    Interrupted if Ctrl-C is pressed before the first row. Later Ctrl-C leaves out the remaining rows.
     """
     started = time.perf_counter()
     with interruptible():

@@ -1,4 +1,4 @@
-"""The errors that ampopt raises on purpose; each message says what was wrong, where, and what to do."""
+"""The errors that ampopt raises; each message says what was wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class VerificationError(AmpoptError):
 
 
 class StrictError(AmpoptError):
-    """A module that was told to be strict has no program for a call: only the original could answer."""
+    """A module with `strict` set has no program for a call: only the original could answer."""
 
 
 class Interrupted(AmpoptError, KeyboardInterrupt):  # noqa: N818
-    """Ctrl-C came before there was anything to give back; both `except AmpoptError` and Python know it."""
+    """Ctrl-C was pressed before there was a result; both an `AmpoptError` and a `KeyboardInterrupt`."""
 
 
 class ExportError(AmpoptError):
@@ -40,7 +40,7 @@ class ExportError(AmpoptError):
 
 
 class BundleError(AmpoptError):
-    """A bundle is damaged, foreign, or does not do on this machine what its manifest promises."""
+    """A bundle is damaged, was not made by ampopt, or fails its self-test or manifest on this machine."""
 
 
 class MissingExtraError(AmpoptError):
@@ -51,7 +51,7 @@ class MissingExtraError(AmpoptError):
 
 
 def need(package: str, extra: str) -> Any:
-    """A module of a package that an extra brings. Raises MissingExtraError where it is not installed."""
+    """Import a module of an optional package. Raises MissingExtraError if it is not installed."""
     root = package.partition(".")[0]
     try:
         return importlib.import_module(package)
@@ -62,13 +62,13 @@ def need(package: str, extra: str) -> Any:
 
 
 def require(package: str, extra: str) -> None:
-    """Raise MissingExtraError where a package that an extra brings is not installed; it is not imported."""
+    """Raise MissingExtraError if a package of an extra is not installed; it is not imported."""
     if importlib.util.find_spec(package) is None:
         raise MissingExtraError(package, extra)
 
 
 def first_line(error: BaseException) -> str:
-    """The error's type and the first line of what it says."""
+    """The error's type and the first line of its message."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}".removesuffix(": ")
 
@@ -77,9 +77,9 @@ _PASSING = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "timed out
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether what failed may succeed another time: there was no memory, or no file or lock to be had.
+    """Whether the operation may succeed later: it failed for lack of memory, or of a file or lock.
 
-    What an error was raised from counts, too.
+    The chain of `__cause__` is checked, too.
     """
     seen: BaseException | None = error
     while seen is not None:

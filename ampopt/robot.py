@@ -1,4 +1,4 @@
-"""Loads a bundle with NumPy and ONNX Runtime only: a robot needs no PyTorch.
+"""Loads a bundle with NumPy and ONNX Runtime only; PyTorch is not needed.
 
 `python -m ampopt.robot robot.ampopt --hz 30 --seconds 10` loads a bundle, which tests its outputs, and
 measures its latency as a robot sees it.

@@ -63,8 +63,8 @@ PIPELINE = Pipeline(
     engines=(OnnxRuntime(), Compile(), Script(), ParallelBranches()),
     launches=(CudaGraph(),),
 )
-"""What `optimize` tries: clean-up, precision, algebra, layout, kernels; of engines the likely winners first.
+"""The passes that `optimize` tries: clean-up, precision, algebra, layout, kernels; likely best engines first.
 
-Precision comes before the algebra so that the algebra is timed in the precision that it will run in; passes
-compute new weights from the unrounded ones all the same.
+Precision comes before algebra, so that algebra is timed in its final precision; passes still compute new
+weights from the unrounded ones.
 """

@@ -1,4 +1,4 @@
-"""allow-tf32: Tensor Cores for FP32 convolutions and matrix products, at ten bits of mantissa."""
+"""allow-tf32: use Tensor Cores for FP32 convolutions and matrix products, with 10 bits of mantissa."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class AllowTf32(Pass):
 
     Rewrites: the program's settings. The switch is set around the program's own calls (or its capture) and
     put back after them; no global flag stays on.
-    Requires: FP32 lane, and a tolerance from the user: without one it would change the lane's precision
-    behind their back.
+    Requires: FP32 lane, and a tolerance from the user: without one the pass would change the lane's precision
+    without the user's consent.
     Declines: other lanes; CPUs; GPUs before Ampere (compute capability 8.0), which have no TF32.
     Correct because: products of rounded inputs are accumulated in FP32; the relative error of each input is
-    at most 2^-11, and the verification against float64 has the last word.
+    at most 2^-11, and the verification against float64 decides.
     Cost: precision.
     """
 

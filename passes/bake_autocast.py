@@ -1,4 +1,4 @@
-"""bake-autocast: mixed precision written into the graph instead of decided anew in every call."""
+"""bake-autocast: write mixed-precision casts into the graph, so that autocast is not needed in each call."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class BakeAutocast(Pass):
     """Write mixed precision into the graph: `op(x, w)` under autocast -> `op(cast(x), w')`.
 
     Rewrites: each operator gets its inputs in the dtype that the policy (`amp`, `O1`, `O2`, `half`) decides:
-    weights are stored in it, inputs of the model that are only read in it enter in it, a result is cast
-    once for all who want it so.
+    weights are stored in it, model inputs that are only read in it are converted to it at the border, and a
+    result is cast once for all its readers.
     Requires: a program of an AMP lane that still runs under autocast.
-    Declines: other programs. Recurrent layers, what the model itself takes out of autocast
+    Declines: other programs. Recurrent layers, parts that the model excludes from autocast
     (`torch.autocast(..., enabled=False)`), and on a CPU the convolutions that PyTorch computes wrongly below
-    FP32 (`ampopt.ir.narrow_convs`, whose results are cast) stay in FP32, or in what their weights are stored
-    in; the graph's own casts stay as they are.
+    FP32 (`ampopt.ir.narrow_convs`, whose results are cast) stay in FP32, or in their weights' dtype; the
+    graph's own casts do not change.
     Correct because: for `amp`, the graph is run once under autocast itself and every cast of an operator's
-    input is noted; the shapes are constants and the graph has no control flow, so every later call would
-    make the same casts. Where autocast asks an operator for another result dtype (softmax in FP32), its
-    `dtype` argument says so; the result dtypes are compared with autocast's afterwards, and any difference
-    is an error. The other policies choose casts by operator; each is a valid precision assignment.
-    Outputs are given back in the original model's dtypes.
+    input is noted; the shapes are constants and the graph has no control flow, so every later call would make
+    the same casts. Where autocast asks an operator for another result dtype (softmax in FP32), its `dtype`
+    argument says so; the result dtypes are compared with autocast's afterwards, and any difference is an
+    error. The other policies choose casts by operator; each is a valid precision assignment. Outputs are
+    returned in the original model's dtypes.
     Cost: a copy of the weights in the lower precision; the unrounded ones are kept for passes that compute
     new weights from them.
     """
@@ -49,11 +49,11 @@ class BakeAutocast(Pass):
             raise PassError(f"unknown precision policy {self.policy!r}: choose from {', '.join(POLICIES)}")
 
     def why_not(self, program: Program) -> str | None:
-        """Only a program that runs under autocast has something to bake."""
+        """Declines programs that do not run under autocast."""
         return "the lane does not compute in mixed precision" if not program.under_autocast else None
 
     def apply(self, program: Program) -> Result:
-        """Decide, cast, compare the result dtypes; see the class."""
+        """Choose dtypes, insert casts, compare the result dtypes with autocast's; see the class."""
         dtype = program.lane.dtype
         module = copy_of(program.graph)
         plain = program.replace(under_autocast=False)

@@ -18,16 +18,17 @@ class ChannelsLast(Pass):
     """Lay out convolution weights and image inputs with the channel innermost (NCHW -> NHWC in memory).
 
     Rewrites: the weight of every 2d and 3d convolution, and the format in which 4d and 5d inputs enter the
-    graph. Operators between them hand the format on by themselves, so no permutes are inserted; the
-    runtime changes the input's layout in the copy that it makes anyway. What the caller gets stays
-    contiguous, as the original's outputs are; the copy out sees to it, and is timed with the rest.
+    graph. Operators between them propagate the format, so no permutes are inserted; the runtime changes the
+    input's layout in the copy that it makes anyway. The caller's outputs stay contiguous, as the original's
+    are; the copy of the outputs converts them, and is included in the timing.
     Requires: no operator that reads memory by strides (`as_strided`, `view_as_real`).
     Declines: convolutions whose weight is computed; programs with no 2d or 3d convolution, or, on a CPU, with
     a grouped 3d one in bfloat16, for which PyTorch 2.15 gives wrong numbers in this format.
     Correct because: a memory format is only the order of elements in memory. Every ATen operator but those
     excluded is defined on logical indices, and `lowering` has turned `view`, which refuses some layouts, into
     `reshape`, which does not. Kernels for the other layout may sum in another order.
-    Cost: one copy of the weights; convolutions that have no good kernel for it, which is why it is timed.
+    Cost: one copy of the weights. Some convolutions have no fast kernel for this format, so the pass is
+    timed.
     """
 
     numerics = Numerics.REASSOCIATED
@@ -35,7 +36,7 @@ class ChannelsLast(Pass):
     portable = False
 
     def why_not(self, program: Program) -> str | None:
-        """Programs that read memory by strides keep their layout."""
+        """Declines programs that read memory by strides."""
         found = reads_strides(program.graph)
         if found is not None:
             return f"{where(found)} reads memory by its strides"
@@ -46,7 +47,7 @@ class ChannelsLast(Pass):
         return f"PyTorch computes {wrong} wrongly in this format" if wrong is not None else None
 
     def apply(self, program: Program) -> Result:
-        """Convert weights and input borders; see the class."""
+        """Convert weights and the formats of inputs; see the class."""
         return in_channels_last(program)
 
 

@@ -24,23 +24,24 @@ from ampopt.system.inductor_cache import remove_cut_off_builds
 class Compile(Engine):
     """Compile the graph with inductor, weights frozen, without inductor's own CUDA graphs.
 
-    Rewrites: what executes the graph. A CUDA graph around it is `cuda-graph`'s business: inductor's own
-    costs tens of microseconds of bookkeeping a call.
+    Rewrites: the engine that runs the graph. `cuda-graph` captures it, because inductor's own CUDA graphs
+    cost tens of microseconds of host time for each call.
     Requires: precision baked into the graph.
-    Declines: programs that still run under autocast, or that call operators which inductor cannot see into.
+    Declines: programs that still run under autocast, or that call opaque operators (native kernels that
+    inductor cannot compile).
     Correct because: the graph is functional with constant shapes, which is what inductor compiles; fused
     kernels compute the same expressions, possibly in another order. On a CPU inductor would fuse ReLU, clamp
-    and hardsigmoid into oneDNN's convolutions, which swallow NaN: they are spelt as it does not recognize
-    them, and become part of the loops that it generates. A max pooling whose indices are read stays
-    PyTorch's own, because of several NaN in a window inductor takes another. Dynamo is not needed: it
-    would capture what is captured already, and check in every call that nothing has changed. The first calls
-    happen here, outside any capture: a first call inside a capture has poisoned whole processes. The pass
-    manager rehearses it in another process, which alone suffers where the compiler crashes or hangs; only
-    tracing, which runs no compiler and no compiled kernel, goes on here meanwhile. What inductor finds in its
-    cache was compiled of an equal graph, and gets this program's weights; a library there whose compiler was
-    killed is built anew.
-    Cost: seconds to a minute of compilation; seconds where the same was compiled before, in large networks
-    ten and more, which come on top of the rehearsal.
+    and hardsigmoid into oneDNN's convolutions, which lose NaN: they are rewritten so that inductor does not
+    recognize them, and become part of the loops that it generates. A max pooling whose indices are read stays
+    PyTorch's own, because inductor takes the index of another NaN where a window has several. Dynamo is not
+    needed: the graph is captured already, and Dynamo would check its guards in every call. The first calls
+    happen here, outside any capture: a first call inside a capture has broken whole processes. The pass
+    manager rehearses the engine in another process, so that a compiler crash or hang does no harm here;
+    during the rehearsal only tracing, which runs no compiler and no compiled kernel, happens here. A cache
+    entry of inductor was compiled from an equal graph, and gets this program's weights; a cached library
+    whose compiler was killed is built again.
+    Cost: seconds to a minute of compilation; with a warm cache some seconds, in large networks ten and more,
+    in addition to the rehearsal.
     """
 
     risky = True
@@ -49,14 +50,14 @@ class Compile(Engine):
     warm_ups: int = 3
 
     def why_not(self, program: Program) -> str | None:
-        """Inductor needs plain ATen and casts that are written down."""
+        """Declines autocast and opaque operators: inductor needs plain ATen and explicit casts."""
         if (reason := super().why_not(program)) is not None:
             return reason
         found = next((node for node in calls(program.graph) if is_opaque(node)), None)
         return f"inductor cannot see into {found.target} of {where(found)}" if found is not None else None
 
     def expected_seconds(self, program: Program) -> float:
-        """Compilation takes some seconds to begin with, and more for every operator."""
+        """A few seconds for compilation to start, plus a time for each operator."""
         return 4.0 + 0.03 * sum(1 for _ in calls(program.graph))
 
     def apply(self, program: Program) -> Result:
@@ -64,7 +65,7 @@ class Compile(Engine):
         return self.apply_beside(program, lambda: None)
 
     def apply_beside(self, program: Program, rehearsed: Callable[[], object]) -> Result:
-        """Trace the graph while the rehearsal compiles it; what inductor makes of the trace comes after."""
+        """Trace the graph while the rehearsal compiles it; compile the trace after the rehearsal."""
         if program.engine is not None:
             return Result(program, 0)
         with capturing():
@@ -99,10 +100,10 @@ class Compile(Engine):
 
 
 def keep_nan(module: fx.GraphModule) -> None:
-    """Spell what inductor would fuse into oneDNN's kernels, and so rid of NaN, in another way.
+    """Rewrite activations that inductor would fuse into oneDNN's kernels, which lose NaN.
 
-    It looks for a ReLU, and for a lower bound under an upper one. Where the lower bound is not above the
-    upper one the order does not matter, and both keep NaN.
+    Inductor's pattern is a ReLU, or a lower bound followed by an upper one. If the lower bound is not above
+    the upper one, their order does not matter, and both orders keep NaN.
     """
     for node in calls(module, _BOUNDED):
         low, high = _bounds(node)

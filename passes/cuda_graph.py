@@ -32,11 +32,11 @@ class CudaGraph(Pass):
     portable = False
 
     def numerics_on(self, program: Program) -> Numerics:
-        """The same kernels, unless they are chosen anew at the capture."""
+        """Bitwise, unless the capture selects cuDNN algorithms again."""
         return Numerics.REASSOCIATED if program.settings.search_algorithms else self.numerics
 
     def why_not(self, program: Program) -> str | None:
-        """What cannot be captured, by the operators' own tags."""
+        """Declines operators that cannot be captured, by their tags."""
         if program.device.type != "cuda":
             return "there is no CUDA device"
         suspects = [node.name for node in calls(program.graph) if _may_wait_for_host(node)]
@@ -47,7 +47,7 @@ class CudaGraph(Pass):
         return f"{found.name} needs a value on the host" if found is not None else None
 
     def apply(self, program: Program) -> Result:
-        """Mark the program as captured."""
+        """Set the program to be launched as a CUDA graph."""
         if program.cuda_graph:
             return Result(program, 0)
         return Result(program.replace(cuda_graph=True), 1)

@@ -1,4 +1,4 @@
-"""degroup: grouped convolutions in the form that is fastest at their real shapes."""
+"""degroup: rewrite grouped convolutions to the form that is fastest at their real shapes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
 from ampopt.kernels.group_forms import AS_IS, Form, GroupedConv, forms_for, measure_forms, merge_groups
 
 MEASURING_S = 5.0
-"""For all convolutions together; none is begun after it."""
+"""Time in seconds for all convolutions together; no measurement starts after it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Degroup(Pass):
     each group and a concatenation), either of them also with its input in the other memory format. Every
     form is timed at the convolution's real shape, dtype and layout, format changes at its border included.
     Requires: a weight of the graph, a batched input.
-    Declines: where the form that is there is the fastest, and says by how much; computed weights; where the
-    time for measurements is spent.
+    Declines: convolutions whose present form is the fastest, with the ratio; computed weights; all others
+    once the time for measurements is over.
     Correct because: group g's outputs depend on group g's inputs alone. In a merged group the weights from
     other groups' inputs are zero, and zero times a finite number adds nothing; a split is the definition.
     Cost: merging by m multiplies the weights and the arithmetic by m.
 
-    `choices` holds (convolution's name, form) as measured; a replay applies them unmeasured.
+    `choices` holds the measured (convolution's name, form) pairs; a replay applies them without measuring.
     """
 
     numerics = Numerics.REASSOCIATED
@@ -58,7 +58,7 @@ class Degroup(Pass):
     least_gain: float = 1.03
 
     def apply(self, program: Program) -> Result:
-        """Find, measure (or take `choices`), rewrite; see the class."""
+        """Find convolutions, measure forms (or use `choices`), rewrite; see the class."""
         end = time.perf_counter() + MEASURING_S
         module = record_shapes(program)
         convs = [n for n in calls(module, [aten.conv2d.default]) if arguments(n)["groups"] > 1]

@@ -1,4 +1,4 @@
-"""fold-constants: compute what depends on weights alone once, now."""
+"""fold-constants: compute once what depends on weights alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
 
 @dataclasses.dataclass(frozen=True)
 class FoldConstants(Pass):
-    """Compute what depends on weights alone once, now: `f(w)` -> `w'`.
+    """Compute once what depends on weights alone: `f(w)` -> `w'`.
 
     Rewrites: every operator whose tensor arguments are all weights of the graph becomes a weight, in
     order, so that whole chains fold (`weight_norm`, other parametrizations, casts of weights).

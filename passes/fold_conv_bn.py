@@ -1,4 +1,4 @@
-"""fold-conv-bn: batch normalization with running statistics becomes part of the layer before it."""
+"""fold-conv-bn: fold batch normalization with running statistics into the layer before it."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class FoldConvBn(Pass):
     linear, followed by batch_norm with running statistics, affine or not.
     Requires: W, b and the normalization's four tensors are weights of the graph; the normalization is the
     layer's only reader; it works on dimension 1 of an output of the layer's usual rank (so that a linear
-    layer's features, or an unbatched convolution's channels, are not taken for something else), and gives
-    the layer's dtype.
+    layer's features, or an unbatched convolution's channels, are not mistaken for another dimension), and
+    returns the layer's dtype.
     Declines: batch statistics; no running statistics; other readers; computed weights; other ranks;
     other dtypes; W' or b' that the dtype of W cannot hold (the variance of a dead channel is 0).
     Correct because: with s = γ / √(σ² + ε) for each output channel, bn(W ∗ x + b) = s · (W ∗ x) + s · (b - μ)

@@ -1,4 +1,4 @@
-"""fuse-conv-act: convolution, bias, residual add and ReLU in one cuDNN kernel."""
+"""fuse-conv-act: fuse convolution, bias, residual add and ReLU into one cuDNN kernel."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class FuseConvAct(Pass):
     add or the ReLU, and the add's only reader is the ReLU.
     Declines: other readers; other dtypes; inputs without a batch; an operand that broadcasts or is laid out
     differently; an add with a factor; programs under autocast (the fused operators are not on its lists).
-    With `keeps_nan`, a call for which cuDNN chooses a kernel whose ReLU makes numbers of NaN: it is tried.
+    With `keeps_nan`, a call for which cuDNN chooses a kernel whose ReLU turns NaN into a number (tested by
+    running it).
     Correct because: the operators are defined as relu(conv(x, W, b)) and relu(conv(x, W, b) + α·z), here with
     α = 1; addition commutes, so either operand of the add may be the convolution. z is computed before the
     add and so before the fused call, which stands in the ReLU's place. Intermediate results stay in FP32
@@ -54,7 +55,7 @@ class FuseConvAct(Pass):
     keeps_nan: bool = True
 
     def why_not(self, program: Program) -> str | None:
-        """The operators exist for CUDA only."""
+        """Declines other devices: the operators exist for CUDA only."""
         if program.device.type != "cuda":
             return "cuDNN's fused operators need CUDA"
         return "it still runs under autocast" if program.under_autocast else None

@@ -1,4 +1,4 @@
-"""fuse-conv-onednn: convolutions with packed weights, residual add or activation in one oneDNN kernel."""
+"""fuse-conv-onednn: fuse convolutions with a residual add or activation into one oneDNN kernel each."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class FuseConvOnednn(Pass):
 
     Rewrites: conv2d with constant weights to PyTorch's `mkldnn::_convolution_pointwise`, its weight packed
     once in the layout that the kernel wants for the program's shapes; with it a following hardswish, SiLU,
-    sigmoid or tanh, or an add of a tensor of the same shape and dtype. A ReLU or hardsigmoid stays behind it,
-    because oneDNN's swallow NaN.
+    sigmoid or tanh, or an add of a tensor of the same shape and dtype. A ReLU or hardsigmoid stays a separate
+    operator, because oneDNN's lose NaN.
     Requires: a CPU with oneDNN; float32 or bfloat16; what is fused reads only the convolution (and z).
     Declines: computed weights, unbatched inputs, other dtypes, bfloat16 on a processor without it; an add
-    with a factor, of another shape, or that oneDNN has no kernel for, is left behind the convolution;
-    programs under autocast.
+    with a factor, of another shape, or without a oneDNN kernel, stays a separate operator; programs under
+    autocast.
     Correct because: the operator is defined as act(conv(x, W, b)) and conv(x, W, b) + z; packing only
     reorders W. Every node before `last` has run when the fused call stands in its place. Intermediate
     results stay in FP32 registers, where separate kernels round them.
@@ -73,7 +73,7 @@ class FuseConvOnednn(Pass):
     portable = False
 
     def why_not(self, program: Program) -> str | None:
-        """The operators exist for CPUs with oneDNN only."""
+        """Declines other devices: the operators exist for CPUs with oneDNN only."""
         if program.device.type != "cpu" or not torch.backends.mkldnn.is_available():
             return "oneDNN's fused operators need a CPU"
         return "it still runs under autocast" if program.under_autocast else None

@@ -1,4 +1,4 @@
-"""fuse-conv-triton: convolutions and linear layers with all that follows them, one generated kernel each."""
+"""fuse-conv-triton: fuse convolutions and linear layers with their epilogues into Triton kernels."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from ampopt.kernels.layouts import in_channels_last
 from ampopt.kernels.pixel_layout import in_order, packed_depthwise
 
 SHARE = 0.5
-"""Of the time that is left; the rest is for the passes after it."""
+"""Share of the remaining time for this pass; the rest is for the passes after it."""
 
 COMPILING = 0.6
-"""Of its own time for compiling; the rest is for measuring."""
+"""Share of this pass's time for compiling; the rest is for measuring."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,19 +48,19 @@ class FuseConvTriton(Pass):
     Rewrites: conv2d and linear with constant weights, with the activation, the addition of a tensor of the
     same shape, and the activation that follow, to `ampopt::fused_conv`; before a 1x1 convolution also the
     multiplication with one number a channel (squeeze-and-excite). Groups of few channels are computed several
-    at a time. The program is brought into channels_last before, as by the pass of that name, because that is
-    what the kernels read, and the two are worth trying together where that layout alone is a loss. Each is
-    timed at its real shape, dtype and layout, in the tiles of `conv_tiles`, against the
-    same operators one after another and against cuDNN's fused form.
+    at a time. The program is converted to channels_last first, as by the pass of that name, because the
+    kernels read this format, and both together may gain where the format alone loses. Each chain is timed at
+    its real shape, dtype and layout, in the tiles of `conv_tiles`, against the same operators one after
+    another and against cuDNN's fused form.
     Requires: CUDA and Triton; float32, float16 or bfloat16; feature maps with the channel innermost.
-    Declines: other layouts and dtypes; other readers in between; where nothing is gained, or the time for
-    measurements is spent; a replay where a choice does not fit the shape; programs under autocast.
+    Declines: other layouts and dtypes; intermediate results with other readers; chains without a gain, or
+    after the time for measurements; in a replay, choices that do not fit the shape; programs under autocast.
     Correct because: the kernel computes the same sums of the same products; what is fused reads the sums
     before they are rounded, so that fewer roundings happen. Groups computed together have zeros for each
     other's weights. z and s are computed before the fused call, which stands in the last node's place.
     Cost: seconds of compilation and measurement, in Triton's own cache afterwards.
 
-    `choices` holds (node's name, tile) as measured; a replay applies them unmeasured.
+    `choices` holds the measured (node's name, tile) pairs; a replay applies them without measuring.
     """
 
     numerics = Numerics.REASSOCIATED
@@ -72,7 +72,7 @@ class FuseConvTriton(Pass):
     seconds: float = 15.0
 
     def why_not(self, program: Program) -> str | None:
-        """Triton compiles for CUDA; programs that read memory by strides keep their layout."""
+        """Declines other devices (Triton compiles for CUDA), and programs that read memory by strides."""
         if program.device.type != "cuda":
             return "its kernels need CUDA"
         if not is_available():
@@ -82,13 +82,13 @@ class FuseConvTriton(Pass):
         return "it still runs under autocast" if program.under_autocast else None
 
     def within(self, seconds: float) -> Pass:
-        """Measure less where little time is left; a replay measures nothing."""
+        """Measure less if little time is left; a replay measures nothing."""
         if self.choices is not None:
             return self
         return dataclasses.replace(self, seconds=min(self.seconds, SHARE * seconds))
 
     def apply(self, program: Program) -> Result:
-        """Match, measure (or take `choices`), rewrite; see the class."""
+        """Match, measure (or use `choices`), rewrite; see the class."""
         end = time.perf_counter() + self.seconds
         laid = in_channels_last(program).program
         module = record_shapes(laid)

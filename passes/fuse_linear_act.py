@@ -1,4 +1,4 @@
-"""fuse-linear-act: a linear layer and its ReLU in one cuBLASLt kernel."""
+"""fuse-linear-act: fuse a linear layer and its ReLU into one cuBLASLt kernel."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FuseLinearAct(Pass):
     portable = False
 
     def why_not(self, program: Program) -> str | None:
-        """The epilogue exists in cuBLASLt only."""
+        """Declines other devices: the epilogue exists in cuBLASLt only."""
         if program.device.type != "cuda":
             return "cuBLASLt's fused epilogues need CUDA"
         return "it still runs under autocast" if program.under_autocast else None

@@ -1,4 +1,4 @@
-"""merge-linear-chain: linear layers with nothing between them are one linear layer."""
+"""merge-linear-chain: merge adjacent linear layers into one linear layer."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ class MergeLinearChain(Pass):
     Declines: other readers of the first; computed weights; pairs with a bottleneck between them, where the
     product has more weights than both factors.
     Correct because: B·(A·x + a) + b = (B·A)·x + (B·a + b): matrix multiplication is associative and linear.
-    The product is computed in float64 from the unrounded weights, carried on unrounded through the chain,
-    and rounded once to the dtype of B: rounding between the layers, which lower precisions suffer, is gone.
+    The product is computed in float64 from the unrounded weights, carried on unrounded through the chain, and
+    rounded once to the dtype of B: there is no rounding between the layers, which matters in lower
+    precisions.
     Cost: none; the product has at most as many weights as the factors.
     """
 
@@ -44,7 +45,7 @@ class MergeLinearChain(Pass):
     portable = True
 
     def apply(self, program: Program) -> Result:
-        """Merge from the front, so that a chain collapses into its last layer; see the class."""
+        """Merge from the front, so that a chain is merged into its last layer; see the class."""
         module, rewrites = copy_of(program.graph), 0
         declined: list[Declined] = []
         for second in calls(module, [aten.linear.default]):

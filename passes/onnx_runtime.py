@@ -31,34 +31,35 @@ from ampopt.ort.tuning import tune
 logger = logging.getLogger("ampopt")
 
 TUNING_S = 3.0
-"""For measuring session options, their sessions' loading included."""
+"""Time in seconds for measuring session options, including the loading of sessions."""
 
 COMPARING_S = 1.5
-"""For comparing two sessions."""
+"""Time in seconds for comparing two sessions."""
 
 SAME = 1e-4
-"""The relative error within which two sessions compute the same."""
+"""Largest relative error between two sessions that are taken to compute the same."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OnnxRuntime(Engine):
     """Run the graph in ONNX Runtime, with the session options that are fastest on this machine.
 
-    Where that is faster, groups of a convolution that are narrower than ONNX Runtime's blocks of channels are
-    merged first; its own optimized graph loses reorderings of its channels; and convolutions of 3x3 weights
-    are computed by Winograd's algorithm, where there is a C++ compiler.
+    Each of these is applied if it is faster: convolution groups narrower than ONNX Runtime's channel blocks
+    are merged; channel reorderings are removed from its optimized graph; convolutions with 3x3 weights are
+    computed by Winograd's algorithm, if there is a C++ compiler.
 
-    Rewrites: what executes the graph. Inputs enter in plain layout, because the runtime chooses its own.
+    Rewrites: the engine that runs the graph. Inputs are converted to contiguous layout, because the runtime
+    chooses its own layouts.
     Requires: a CPU, float32, and the packages of the extra `onnx`.
     Declines: programs that still run under autocast, or that call operators ONNX does not know.
-    Correct because: ONNX's operators are the graph's own (`onnx_graph` refuses what has no equal), and the
-    runtime computes the same expressions, possibly in another order. Options are only taken where their
-    outputs agree with those of the default options. `ort.blocked` and `onnx_pooling` are exact, and so is
-    `ort.groups`, which adds zeros, for finite numbers; `ort.winograd` computes the same function with
-    another rounding. NaN stays, and may spread.
-    Cost: seconds to export, once for a program (`onnx_cache`), and to measure options, which are the defaults
-    where there is no time for that (`hurried`); a second copy of the weights, of which those for Winograd's
-    algorithm have 16 numbers for every 9.
+    Correct because: ONNX's operators are the graph's own (`onnx_graph` refuses operators without an
+    equivalent), and the runtime computes the same expressions, possibly in another order. Options are only
+    taken where their outputs agree with those of the default options. `ort.blocked` and `onnx_pooling` are
+    exact, and so is `ort.groups`, which adds zeros, for finite numbers; `ort.winograd` computes the same
+    function with another rounding. NaN stays, and may spread.
+    Cost: seconds to export, once for a program (`onnx_cache`), and to measure options, which stay the
+    defaults if there is no time for that (`hurried`); a second copy of the weights, in which those for
+    Winograd's algorithm have 16 numbers for every 9.
     """
 
     packages = ("onnx", "onnxscript", "onnxruntime")
@@ -80,16 +81,16 @@ class OnnxRuntime(Engine):
         return f"ONNX does not know {found.target}" if found is not None else None
 
     def expected_seconds(self, program: Program) -> float:
-        """The export takes some seconds to begin with, and more for every operator."""
+        """A few seconds for the export to start, plus a time for each operator."""
         tuning = TUNING_S + 2 * (COMPARING_S + PROFILING_S) if self.session is None else 0.0
         return 2.0 + 0.02 * sum(1 for _ in calls(program.graph)) + tuning
 
     def hurried(self) -> Engine:
-        """With default options: what is most of the gain takes a few seconds."""
+        """The engine with default options, which give most of the gain in a few seconds."""
         return dataclasses.replace(self, session=self.session or ())
 
     def apply(self, program: Program) -> Result:
-        """Export, choose options, run once; see the class."""
+        """Export, select options, run once; see the class."""
         if program.engine is not None:
             return Result(program, 0)
         entry = tuple(Border(border.dtype) for border in program.entry)

@@ -1,4 +1,4 @@
-"""parallel-branches: independent branches of the graph run side by side, on several CUDA streams."""
+"""parallel-branches: run independent branches of the graph on several CUDA streams at the same time."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ampopt.ir.transform import Engine, Numerics, Result
 class ParallelBranches(Engine):
     """Run independent branches side by side: `a(x) + b(x)` -> `a` and `b` on two streams, which then join.
 
-    Rewrites: what executes the graph; `branches.plan` gives every operator a stream and what it waits for.
-    Under `cuda-graph` the fork, the waits and the join become edges of the captured graph.
-    Requires: CUDA; a functional graph, which is what captures are.
-    Declines: programs that still run under autocast, whose casts are no operators that a plan could place;
-    that another engine runs; that call what may write to its arguments or draws random numbers; and those
-    where nothing can run side by side.
+    Rewrites: the engine that runs the graph; `branches.plan` gives every operator a stream and the events
+    that it waits for. Under `cuda-graph` the fork, the waits and the join become edges of the captured graph.
+    Requires: CUDA; a functional graph, as every capture is.
+    Declines: programs that still run under autocast, whose casts are not nodes that a plan could place;
+    programs with another engine; programs with operators that may write to their arguments or draw random
+    numbers; programs without independent branches.
     Correct because: the same kernels get the same arguments, and only what does not depend on each other
     loses its order. An operator starts after all that was launched before it on its stream, and after the
     events that it waits for: the plan has one for each input from another stream, unless an earlier wait
@@ -48,7 +48,7 @@ class ParallelBranches(Engine):
     """How many streams there may be, the caller's included."""
 
     def numerics_on(self, program: Program) -> Numerics:
-        """The same kernels, unless they are searched beside others that run."""
+        """Bitwise, unless cuDNN algorithms are searched while other branches run."""
         return Numerics.REASSOCIATED if program.settings.search_algorithms else self.numerics
 
     def why_not(self, program: Program) -> str | None:
@@ -67,7 +67,7 @@ class ParallelBranches(Engine):
         return None
 
     def apply(self, program: Program) -> Result:
-        """Plan, and write the plan into a copy of the graph; see the class."""
+        """Plan the schedule, and write it into a copy of the graph; see the class."""
         if program.engine is not None:
             return Result(program, 0)
         graph = branched(program.graph, plan(program.graph.graph, self.streams))

@@ -1,4 +1,4 @@
-"""remove-inference-noops: operators that only matter in training, or that change nothing here."""
+"""remove-inference-noops: remove operators that have no effect in inference."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def _copies_for_the_caller(node: fx.Node, source: fx.Node) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class RemoveInferenceNoops(Pass):
-    """Remove what changes nothing in inference: `noop(x)` -> `x`, and dead code.
+    """Remove operators without effect in inference, and dead code: `noop(x)` -> `x`.
 
     Rewrites: dropout of every kind with `train=False`; alias and detach; views, slices, expands, permutes
     and casts whose result has the shape, the dtype and the strides of their input.
     Requires: nothing.
     Declines: copies of inputs and of weights, and copies of one result as another, which keep the caller's
-    tensors apart; what is not proven to be a no-op is not looked at.
+    tensors separate; operators that are not proven no-ops are not examined.
     Correct because: dropout is defined as the identity outside training. A view that keeps shape and
     strides shows the same elements in the same order (a slice as long as its input starts at 0 with step 1),
     and a cast to the dtype that is there already keeps every bit. The graph is functional, so it does not
@@ -79,7 +79,7 @@ class RemoveInferenceNoops(Pass):
     enables_others = True
 
     def apply(self, program: Program) -> Result:
-        """Remove them in graph order; see the class."""
+        """Remove no-ops in graph order; see the class."""
         module = record_shapes(program)
         before, rewrites = len(module.graph.nodes), 0
         for node in calls(module):

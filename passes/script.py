@@ -23,7 +23,7 @@ _SWALLOWED_BY_ONEDNN = (aten.relu.default, aten.max_pool2d.default, aten.max_poo
 class Script(Engine):
     """Trace the graph into TorchScript, freeze it, optimize it for inference, and let its fuser settle.
 
-    Rewrites: what executes the graph. The graph itself stays as it is, so that it can still be exported.
+    Rewrites: the engine that runs the graph. The graph itself does not change, so it can still be exported.
     Requires: precision baked into the graph (autocast's casts are not seen by a trace).
     Declines: programs that still run under autocast, whose weights are packed for oneDNN, or with a size or
     another number that depends on the inputs' values; fails where freezing folds a normalization into weights
@@ -31,14 +31,17 @@ class Script(Engine):
     Correct because: the graph has no control flow and its numbers are constants, so a trace on the example
     inputs is the whole program; freezing inlines the weights; the fuser emits the same operators' arithmetic.
     On a CPU `optimize_for_inference` lays convolutions and what follows them out for oneDNN, whose ReLU and
-    max pooling make numbers of NaN: a program with one of them is frozen and fused, and left at that.
+    max pooling turn NaN into numbers: a program with one of them is only frozen and fused.
     Cost: seconds to trace; its profiling executor specializes in the first calls, which `warm_ups` covers.
     """
 
     warm_ups: int = 4
 
     def why_not(self, program: Program) -> str | None:
-        """A trace does not see autocast, cannot hold packed weights, and makes constants of numbers."""
+        """Declines autocast, packed weights and computed numbers.
+
+        A trace does not record autocast, cannot hold packed weights, and makes numbers constant.
+        """
         if (reason := super().why_not(program)) is not None:
             return reason
         if (number := gives_a_number(program.graph)) is not None:

@@ -14,10 +14,10 @@ class SearchConvAlgorithms(Pass):
     """Let cuDNN choose each convolution's algorithm by timing it instead of by its heuristic.
 
     Rewrites: the program's settings. The search runs when the program is captured, once for each
-    convolution's shape, inside the program's own scope and in a thread that does nothing else: PyTorch
-    caches plans by thread, and one that was chosen without a search stays. The captured CUDA graph keeps
-    the outcome for good; without a graph, the setting only reaches convolutions that the calling thread has
-    not run before. `torch.backends.cudnn.benchmark` is as the user left it at every other moment.
+    convolution's shape, inside the program's own scope and in a thread that does nothing else: PyTorch caches
+    plans by thread, and one that was chosen without a search stays. The captured CUDA graph keeps the outcome
+    for good; without a graph, the setting only affects convolutions that the calling thread has not run
+    before. Outside of the program's calls, `torch.backends.cudnn.benchmark` keeps the user's value.
     Requires: CUDA and at least one convolution. Declines: everything else.
     Correct because: every algorithm computes the same convolution; only the order of the sums, or the
     transform that they are computed in (Winograd, FFT), differs, and the verification covers that.
@@ -29,11 +29,11 @@ class SearchConvAlgorithms(Pass):
     portable = False
 
     def why_not(self, program: Program) -> str | None:
-        """Only cuDNN searches."""
+        """Declines programs for which cuDNN does not search."""
         return None if program.device.type == "cuda" else "only cuDNN's convolutions can be searched"
 
     def apply(self, program: Program) -> Result:
-        """Set the switch in the program's settings; counts the convolutions that it covers."""
+        """Set the switch in the program's settings; counts the convolutions that it affects."""
         found = sum(1 for _ in calls(program.graph, CONVOLUTIONS | TRANSPOSED_CONVOLUTIONS))
         if not found or program.settings.search_algorithms:
             return Result(program, 0)

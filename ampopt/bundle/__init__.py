@@ -1,1 +1,1 @@
-"""Files that are safe to open, whoever wrote them."""
+"""Reads and writes bundles; files from an untrusted source are safe to open."""

@@ -1,10 +1,10 @@
-"""The zip file of a bundle: exactly one sequence of bytes for given files, so that nothing can hide in it.
+"""The zip archive of a bundle: given files have exactly one byte sequence, so that no data can be hidden.
 
-Any zip program unpacks it, but only what `write` gives is read: files one after the other from the first
-byte, stored and not compressed (weights do not compress, and so no entry is larger than the archive),
-no comments, extra fields, folders, links, dates or encryption, then the table of contents, and nothing
-after it. `read_entries` computes what those bytes must be and compares. Python's `zipfile` would take the
-table's word for everything, and find it behind or before foreign data.
+Any zip program unpacks it, but only the exact bytes that `write` produces are read: files one after the other
+from the first byte, stored and not compressed (weights do not compress, and so no entry is larger than the
+archive), no comments, extra fields, folders, links, dates or encryption, then the table of contents, and
+nothing after it. `read_entries` computes what those bytes must be and compares. Python's `zipfile` would
+trust the table, and find it even after or before foreign data.
 
 Formats: APPNOTE.TXT 6.3.10, sections 4.3.7 (file header), 4.3.12 (table), 4.3.14 to 4.3.16 (its end).
 """
@@ -42,7 +42,7 @@ class Entry:
 
     @property
     def header(self) -> bytes:
-        """What stands before the file's bytes."""
+        """The header bytes before the file's content."""
         name = self.name.encode("latin-1")
         large = self.size >= LIMIT
         extra = _LOCAL_ZIP64.pack(1, 16, self.size, self.size) if large else b""
@@ -52,12 +52,12 @@ class Entry:
 
     @property
     def start(self) -> int:
-        """Where the file's bytes begin."""
+        """The offset of the file's content."""
         return self.offset + len(self.header)
 
     @property
     def end(self) -> int:
-        """One past the file's last byte."""
+        """The offset after the file's last byte."""
         return self.start + self.size
 
     @property
@@ -74,11 +74,11 @@ class Entry:
 
 
 MAGIC = Entry(MANIFEST, 0, 0, 0).header[:14]
-"""How every bundle's file begins; then come CRC, sizes and, from byte 30 on, `manifest.json`."""
+"""The first bytes of every bundle file; then come CRC, sizes and, from byte 30 on, `manifest.json`."""
 
 
 def table(entries: Sequence[Entry]) -> bytes:
-    """The table of contents with its end: the last bytes of the archive of `entries`."""
+    """The table of contents with its end record: the last bytes of the archive of `entries`."""
     rows = b"".join(entry.row for entry in entries)
     start, count = entries[-1].end, len(entries)
     if start < LIMIT:
@@ -89,7 +89,7 @@ def table(entries: Sequence[Entry]) -> bytes:
 
 
 def write(file: BinaryIO, contents: Iterable[tuple[str, int, int, Iterable[bytes]]]) -> None:
-    """Write an archive of (name, size, CRC-32, bytes in blocks), of which manifest.json is the first."""
+    """Write an archive of (name, size, CRC-32, bytes in blocks); manifest.json is the first file."""
     entries: list[Entry] = []
     for name, size, crc, data in contents:
         entry = Entry(name, size, crc, entries[-1].end if entries else 0)
@@ -101,9 +101,9 @@ def write(file: BinaryIO, contents: Iterable[tuple[str, int, int, Iterable[bytes
 
 
 def read_entries(file: BinaryIO, size: int) -> list[Entry]:
-    """The entries of an archive of `size` bytes, of which every byte outside the files' own is checked.
+    """The entries of an archive of `size` bytes; checks every byte outside of the files' content.
 
-    Raises RefusedError for anything but what `write` gives.
+    Raises RefusedError for all bytes that `write` does not produce.
     """
     file.seek(0)
     if not is_bundle(file.read(_LOCAL.size + len(MANIFEST))):
@@ -129,7 +129,7 @@ def read_entries(file: BinaryIO, size: int) -> list[Entry]:
 
 
 def is_bundle(head: bytes) -> bool:
-    """Whether a file that begins with `head`, of 43 bytes or more, was begun by `write`."""
+    """Whether `head`, the first 43 bytes or more of a file, comes from `write`."""
     return head.startswith(MAGIC) and head[_LOCAL.size :].startswith(MANIFEST.encode())
 
 

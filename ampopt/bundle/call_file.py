@@ -1,9 +1,9 @@
-"""How a model is called and what it returns, as JSON and back: the signature of a loaded bundle.
+"""The signature of a loaded bundle as JSON: the structure of a model's call and of its result.
 
 PyTorch's own way to store such structures (`treespec_loads`) imports modules that the file names and takes
-attributes from them; this one knows tuples, lists, dicts, OrderedDicts, namedtuples, `torch.Size` and
-PyTorch's own result types. A namedtuple's class is not in the file: the caller's own serves where it is
-given, else one of the same name and fields takes its place.
+attributes from them; this module supports only tuples, lists, dicts, OrderedDicts, namedtuples, `torch.Size`
+and PyTorch's own result types. A namedtuple's class is not in the file: the caller's class is used if given,
+else a new one of the same name and fields.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 
 
 def write_call(captured: Captured) -> dict[str, Any]:
-    """The structure of a model's call and of its result as JSON, with every value that is not a tensor.
+    """The structure of a model's call and result as JSON, with every value that is not a tensor.
 
-    What was written has been read again. Raises ExportError for containers and values that a file cannot
+    The written data is read back as a check. Raises ExportError for containers and values that a file cannot
     hold.
     """
     device, mark = captured.program.device, torch.empty(0)
@@ -81,10 +81,10 @@ def _key(key: object, where: str) -> str | int:
 
 
 def read_call(data: object, program: Program, types: Sequence[type] = ()) -> Captured:
-    """The capture that `write_call` described, of a program that was read: it serves calls like the original.
+    """The capture that `write_call` stored, with a program that was read; it answers calls like the original.
 
-    `types` are the caller's own namedtuples, known by name and fields. Raises BundleError for what
-    `write_call` does not write, and where the tensors are not as many as the program's.
+    `types` are the caller's own namedtuples, known by name and fields. Raises BundleError for data that
+    `write_call` does not write, and if the number of tensors differs from the program's.
     """
     arguments, result = members(data, ("arguments", "result"), FILE)
     call = _decode(arguments, program.device, types, f"{FILE}, arguments")

@@ -1,4 +1,4 @@
-"""A bundle's files as they lie on the disk, in a zip file or in a folder: names, sizes, bytes in blocks."""
+"""Access to a bundle's files on disk, in a zip file or a folder: names, sizes, and bytes in blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK = 1 << 20  # bytes
 
 
 class Container(Protocol):
-    """Where the files of a bundle are. What `blocks` gives is not yet compared with any hash."""
+    """The location of a bundle's files. The bytes from `blocks` are not yet checked against any hash."""
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -31,7 +31,7 @@ class Container(Protocol):
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Container]:
-    """The container at `path`. Raises RefusedError for what is no bundle, OSError for what cannot be read."""
+    """The container at `path`. Raises RefusedError for other files, OSError for unreadable ones."""
     if not path.is_dir():
         with open_regular(path) as file:
             entries = read_entries(file, os.fstat(file.fileno()).st_size)
@@ -108,9 +108,9 @@ def _exactly(file: BinaryIO, size: int, name: str) -> Iterator[bytes]:
 
 
 def open_regular(path: str | Path, *, folder: int | None = None) -> BinaryIO:
-    """Open a plain file for reading, inside `folder` (a descriptor; links are refused there) or anywhere.
+    """Open a regular file for reading, inside `folder` (a descriptor; links are refused there) or anywhere.
 
-    Refuses anything else, without waiting for the other end of a FIFO or touching a device.
+    Refuses other file types, without waiting for the writer of a FIFO or accessing a device.
     """
     try:
         return open_plain(path, folder=folder, follow=folder is None)

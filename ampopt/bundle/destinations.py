@@ -1,4 +1,4 @@
-"""Where results will be written, and what writing them needs: looked at before the long work."""
+"""Checks output paths and the packages needed to write them, before the long work begins."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ FOREIGN = {
     **dict.fromkeys((".png", ".jpg", ".jpeg", ".npz", ".npy"), "an image or arrays"),
     **dict.fromkeys((".gz", ".tar", ".tgz", ".xz", ".7z"), "another archive"),
 }
-"""Suffixes of which others expect something else than ONNX or a bundle, and what."""
+"""File suffixes of formats other than ONNX and bundles, with the name of the format."""
 
 
 def is_onnx(path: str | os.PathLike[str]) -> bool:
-    """Whether a name asks for ONNX alone. Raises InputError where it asks for what ampopt does not write."""
+    """Whether a file name asks for ONNX.
+
+    Raises InputError for a suffix of a format that ampopt does not write.
+    """
     suffix = Path(path).suffix.lower()
     if suffix in FOREIGN:
         raise InputError(
@@ -41,7 +44,7 @@ def is_onnx(path: str | os.PathLike[str]) -> bool:
 
 
 def check_onnx(path: str | os.PathLike[str]) -> None:
-    """Raise InputError or MissingExtraError where no ONNX file can be made for `path`."""
+    """Raise InputError or MissingExtraError if no ONNX file can be written to `path`."""
     place = Path(path)
     if not is_onnx(place) and place.suffix.lower() == ".ampopt":
         raise InputError(
@@ -57,10 +60,10 @@ def check_onnx(path: str | os.PathLike[str]) -> None:
 def check_bundle(
     path: str | os.PathLike[str], *, onnx: bool, sign_key: str | os.PathLike[str] | None
 ) -> None:
-    """Raise what saving a bundle as `path` would, with ONNX in it or not, as far as it can be known ahead.
+    """Raise the errors of saving a bundle as `path` (with or without ONNX) that can be detected beforehand.
 
-    InputError for a name that stands for something else, or a bad key; MissingExtraError; BundleError where
-    `path` holds something else or cannot be written.
+    InputError for a suffix of another format, or an invalid key; MissingExtraError; BundleError if `path`
+    holds another file or cannot be written.
     """
     if is_onnx(path):
         raise InputError(
@@ -75,7 +78,7 @@ def check_bundle(
 
 
 def check_file(path: Path) -> None:
-    """Raise InputError where a file could not be written: in no folder, or in place of what is no file."""
+    """Raise InputError if a file cannot be written: no such folder, or `path` is not a regular file."""
     if path.is_dir():
         raise InputError(f"{path} is a folder, not a regular file: name a file in it")
     _check_plain(path)
@@ -97,7 +100,7 @@ def _check_plain(path: Path) -> None:
 
 
 def check_distinct(written: Mapping[str, Path | None], read: Mapping[str, Path | None]) -> None:
-    """Raise InputError where two results go to one file, or one goes where an input is; by options."""
+    """Raise InputError if two outputs have the same path, or an output has an input's path; by option."""
     places: dict[str, str] = {}
     for option, path in {**read, **written}.items():
         if path is None:

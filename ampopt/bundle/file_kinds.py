@@ -1,4 +1,4 @@
-"""What a file is that was named as a model or its weights, told from its bytes; nothing in it is run."""
+"""Detects the type of a model or weights file from its bytes; nothing in the file is executed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import BinaryIO
 from ampopt.system.plain_files import open_named
 
 MOST_PICKLE_BYTES = 1 << 20
-"""Of a pickle that is looked at; a state dict's has some hundred bytes for each tensor."""
+"""Number of bytes of a pickle that are examined; a state dict has some hundred bytes for each tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a file is: a name for the code, and words for a message."""
+    """The type of a file: a name for the code, and a description for messages."""
 
     name: str
     words: str
@@ -55,7 +55,7 @@ _AFTER_VERSION = (0x12, 0x1A, 0x32, 0x3A, 0x42)
 
 
 def kind_of_file(path: Path, what: str) -> Kind:
-    """What a file holds. Raises InputError, naming `what` the user gave it as, where it cannot be read."""
+    """The type of a file. Raises InputError, naming the argument `what`, if the file cannot be read."""
     with open_named(path, what) as file:
         start = file.read(64)
         file.seek(0)

@@ -1,9 +1,9 @@
-"""The container of a bundle: named files that are exactly those that were saved, or a `BundleError`.
+"""Reads and writes bundles; files that differ from those saved raise `BundleError`.
 
-The manifest's hashes give integrity: damage shows. They give no authenticity: whoever changes a file can
-change the manifest with it. Only a signature, checked with a public key that the robot already has, says who
-made the bundle. Nothing here evaluates or unpickles anything, and a signature is checked before the manifest
-is parsed.
+The manifest's hashes give integrity: they detect damage. They give no authenticity: an attacker who changes a
+file can change the manifest, too. Only a signature, checked with a public key that the robot already has,
+proves who made the bundle. Nothing here evaluates or unpickles anything, and a signature is checked before
+the manifest is parsed.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from ampopt.system.atomic import replacing
 class BundleFiles:
     """An open bundle: every file was read once and had the manifest's size and SHA-256.
 
-    No file is held open. Each read opens the bundle anew and compares the hash of exactly the bytes that it
-    gives; if the bundle was replaced since, that is a BundleError, never a mix of two bundles.
+    No file is held open. Each read opens the bundle again and compares the hash of the bytes that it returns;
+    if the bundle was replaced in between, it raises BundleError, and never mixes two bundles.
     """
 
     path: Path
@@ -54,7 +54,7 @@ class BundleFiles:
         return tuple(self._hashes)
 
     def read(self, name: str) -> bytes:
-        """The bytes of a file. Raises BundleError if there is no such file or it has other bytes by now."""
+        """The bytes of a file. Raises BundleError if there is no such file or its bytes have changed."""
         self._require([name])
         with _bundle_errors(self.path, "cannot be read"), opened(self.path) as container:
             return b"".join(self._verified(container, name))
@@ -63,7 +63,7 @@ class BundleFiles:
     def extracted(self, *names: str) -> Iterator[Path]:
         """A private temporary folder with verified copies of the named files, or of all; removed at the end.
 
-        For libraries that open files by path. Raises BundleError as `read` does, and if the disk is full.
+        For libraries that open files by path. Raises BundleError like `read`, and if the disk is full.
         """
         self._require(names)
         with contextlib.ExitStack() as stack:
@@ -86,14 +86,14 @@ class BundleFiles:
 
 
 def open_bundle(path: str | os.PathLike[str], *, verify_key: str | Path | None = None) -> BundleFiles:
-    """Open the bundle at `path`, a zip file or a folder, and compare every file with the manifest.
+    """Open the bundle at `path`, a zip file or a folder, and check every file against the manifest.
 
     Files of any size are read in blocks. `verify_key`: a public key in PEM; the manifest must be signed with
-    its private one. Without it a signature is not looked at, and anyone may have made the bundle. A folder
-    that is replaced at this very moment may be refused; a zip file opens as the old or the new one.
+    its private one. Without it a signature is ignored, and the author is not verified. A folder that is
+    replaced during the call may be refused; a zip file opens as the old or the new one.
 
-    Raises BundleError, with the file and what to do, for anything but a whole bundle; InputError if the key
-    is none; MissingExtraError if there is a key but no `cryptography`.
+    Raises BundleError, with the file and what to do, for anything but a complete bundle; InputError for an
+    invalid key; MissingExtraError if there is a key but no `cryptography`.
     """
     with _bundle_errors(path, "is refused"):
         where = Path(path)
@@ -128,10 +128,10 @@ def write_bundle(
     `manifest` is every field but `files`, which is filled in (the caller's mapping stays as it is), and
     `schema`, which may be left out. `sign_key`: a private key in PEM; its signature goes into `manifest.sig`.
 
-    A bundle at `path` is replaced at one moment (`ampopt.system.atomic` says how): a process that is killed
-    leaves the old one or the new one. Raises BundleError if the manifest is not of the schema, if something
-    other than a bundle is at `path`, or if writing fails, all of which leave `path` as it was; InputError if
-    the key is none; MissingExtraError if there is a key but no `cryptography`.
+    A bundle at `path` is replaced atomically (see `ampopt.system.atomic`): a process that is killed leaves
+    the old one or the new one. Raises BundleError if the manifest does not fit the schema, if `path` is not a
+    bundle, or if writing fails; in all these cases `path` does not change. Raises InputError for an invalid
+    key; MissingExtraError if there is a key but no `cryptography`.
     """
     with _bundle_errors(path, "cannot be saved"):
         target = Path(os.path.realpath(path))  # a link to the bundle stays a link
@@ -160,7 +160,7 @@ def write_bundle(
 
 
 def check_target(path: str | os.PathLike[str]) -> None:
-    """Raise the BundleError that `write_bundle` would for what is at `path`, or for the folder around it."""
+    """Raise the BundleError that `write_bundle` would raise for the file at `path`, or for its folder."""
     with _bundle_errors(path, "cannot be saved"):
         target = Path(os.path.realpath(path))
         _refuse_foreign(target)

@@ -1,4 +1,4 @@
-"""The manifest of a bundle: what `manifest.json` must hold, and the one way its bytes may be written."""
+"""The schema of `manifest.json` and its canonical encoding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DEVICE = re.compile(
 
 
 class RefusedError(Exception):
-    """Why a bundle is not opened or saved, and what to do; `bundle.files` makes it a `BundleError`."""
+    """The reason why a bundle is refused, and what to do; `bundle.files` converts it to a `BundleError`."""
 
     def __init__(self, reason: str, advice: str = COPY_AGAIN) -> None:
         super().__init__(reason)
@@ -37,7 +37,7 @@ class RefusedError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a value must be: in words, and as a test."""
+    """A type of value: a description, and a test."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -116,8 +116,8 @@ FIELDS: dict[str, Any] = {
 def encode(manifest: Mapping[str, Any]) -> bytes:
     """The bytes of manifest.json: `manifest` and, as its last field, the SHA-256 of everything before it.
 
-    The checksum makes every changed byte of an unsigned manifest show. Raises RefusedError for what JSON
-    does not have.
+    The checksum detects every changed byte of an unsigned manifest. Raises RefusedError for values that JSON
+    cannot hold.
     """
     return _dump({**manifest, "checksum": hashlib.sha256(_dump(manifest)).hexdigest()})
 
@@ -130,9 +130,9 @@ def _dump(manifest: Mapping[str, Any]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """The manifest in the bytes of manifest.json, without its checksum; refused if anything is wrong with it.
+    """The manifest from the bytes of manifest.json, without its checksum. Raises RefusedError if invalid.
 
-    Only the bytes that `encode` gives are taken: no second key of the same name, no other number format.
+    Only the bytes that `encode` produces are accepted: no repeated keys, no other number format.
     """
     if len(data) > MAX_BYTES:
         raise RefusedError(f"{MANIFEST} has {len(data)} bytes, and {MAX_BYTES} is the most")
@@ -237,10 +237,10 @@ def _check(value: Any, wanted: Any, where: str) -> None:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refused unless each is a plain file name on every system, and no two are one file on any of them.
+    """Raise RefusedError unless all names are plain and distinct file names on every system.
 
-    Plain: ASCII letters, digits, `_`, `-` and `.`. So no name climbs out of a folder, none differs from
-    another by its Unicode form only, and none can be hidden, or a drive, a device or a stream on Windows.
+    Plain: ASCII letters, digits, `_`, `-` and `.`. So no name leaves a folder, no two differ only in Unicode
+    form, and none is a hidden file, or a drive, a device or a stream on Windows.
     """
     seen: set[str] = set()
     for name in names:

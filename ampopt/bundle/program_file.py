@@ -1,12 +1,12 @@
-"""A Program as JSON and weight tensors, and back, without ever evaluating what the file says.
+"""Stores a Program as JSON and weight tensors, and reads it back without evaluating the file's content.
 
-The file holds the graph, its border and its settings. It does not hold the examples (the reader brings
-them), the recipe, the way to run (an engine cannot be written; a CUDA graph is the reader's own choice), nor
-what passes noted beside the nodes: lines of the user's code, and weights from before they were rounded.
+The file holds the graph, its border and its settings. It does not hold the examples (the reader supplies
+them), the recipe, the engine (which cannot be written), the CUDA graph setting (the reader decides), or the
+nodes' metadata: lines of the user's code, and unrounded weights.
 
-Reading trusts nothing: see `stored_graph` for names and strings, `operator_list` for operators. Each call
-is tried on tensors without memory (`trial_run`) before a weight reaches the device. What remains to a
-malicious file is to waste time and memory, when it is run more than when it is read.
+The reader trusts nothing: see `stored_graph` for names and strings, `operator_list` for operators. Each call
+is tested on tensors without memory (`trial_run`) before a weight is copied to the device. A malicious file
+can only waste time and memory, more when it runs than when it is read.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _LANES = {"float32": torch.float32, **_LOW}
 def write_program(program: Program) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A program as a JSON value, and its weights: contiguous tensors on the CPU by name.
 
-    What was written has been read again. Raises ExportError, naming the node, for what a file cannot hold:
-    an engine, operators that `operator_list` refuses, weights that are not plain arrays.
+    The written data is read back as a check. Raises ExportError, naming the node, for content that a file
+    cannot hold: an engine, operators that `operator_list` refuses, weights that are not plain arrays.
     """
     if program.engine is not None:
         raise ExportError(
@@ -118,9 +118,9 @@ def read_program(
 ) -> Program:
     """The program that `write_program` wrote, on `device`; `examples` are tensors for its inputs.
 
-    `data` is what JSON gives, `tensors` what safetensors gives; weights may share their memory. Raises
-    BundleError, naming the node, for everything that `write_program` does not write, and for what does not
-    fit `tensors` and `examples`.
+    `data` is the parsed JSON, `tensors` are those from safetensors; weights may share their memory. Raises
+    BundleError, naming the node, for data that `write_program` does not write, or that does not fit `tensors`
+    and `examples`.
     """
     schema = data.get("schema") if isinstance(data, dict) else None
     if type(schema) is not int or schema != SCHEMA:

@@ -1,4 +1,4 @@
-"""A bundle's ONNX model behind the inputs and outputs of its manifest, with its self-test. No PyTorch."""
+"""Runs a bundle's ONNX model with the manifest's inputs and outputs, and its self-test. No PyTorch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ SELF_TEST = "self_test.safetensors"
 class RobotModel:
     """A bundle's model, ready to be called; its self-test has passed.
 
-    `inputs` and `outputs` are in the manifest's order. `options` are those that the session runs with;
-    `notes` say where they are not the bundle's own, and why. `example` has the inputs of the self-test, and
-    `error` is the largest relative error of its outputs.
+    `inputs` and `outputs` are in the manifest's order. `options` are those of the session; `notes` say where
+    they differ from the bundle's, and why. `example` has the inputs of the self-test, and `error` is the
+    largest relative error of its outputs.
     """
 
     def __init__(self, files: BundleFiles, runner: OnnxRunner, notes: Sequence[str]) -> None:
-        """Run the self-test. Raises BundleError where the model is not what the manifest says."""
+        """Run the self-test. Raises BundleError if the model does not fit the manifest."""
         self.manifest, self.options, self.notes = files.manifest, runner.options, tuple(notes)
         self.inputs = _border(runner.inputs, files.manifest["inputs"], "inputs")
         self.outputs = _border(runner.outputs, files.manifest["outputs"], "outputs")

@@ -1,4 +1,4 @@
-"""Ed25519 signatures: who made something, where a hash says only that it has not changed since.
+"""Ed25519 signatures: they show who made a file; a hash only shows that the file is unchanged.
 
 Keys are PEM files: the private one PKCS #8, without a password and readable by its owner only; the public
 one SubjectPublicKeyInfo. `openssl pkeyutl -verify -rawin` and others read the same keys and signatures.
@@ -23,10 +23,9 @@ MOST_KEY_BYTES = 1 << 16
 
 
 def generate_keys(private_path: str | Path, public_path: str | Path) -> None:
-    """Make a new pair of keys and write it to two new files; the private one with permissions 0600.
+    """Write a new key pair to two new files; the private key has permissions 0600.
 
-    Raises InputError if one of them exists already or cannot be written, MissingExtraError without
-    `cryptography`.
+    Raises InputError if a file exists already or cannot be written, MissingExtraError without `cryptography`.
     """
     need("cryptography.hazmat.primitives.asymmetric.ed25519", "sign")
     from cryptography.hazmat.primitives import serialization

@@ -1,8 +1,8 @@
-"""The nodes of a program's graph as JSON, and back as an `fx.Graph`.
+"""Stores the nodes of a program's graph as JSON, and reads them back as an `fx.Graph`.
 
-Names become local variables and attributes in the Python code that `torch.fx` generates from a graph, so
-they must be plain identifiers that it takes as they are; strings among the arguments are printed into that
-code, so they may hold only the characters that operators ask for. Operators are those of `operator_list`.
+Names become local variables and attributes in the Python code that `torch.fx` generates from a graph, so they
+must be plain identifiers that it does not rename; string arguments are printed into that code, so they may
+contain only the characters that operators need. Operators are those of `operator_list`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ _WORDS = re.compile(r"[A-Za-z0-9_ ,.>-]{0,200}")
 
 
 def write_nodes(graph: fx.Graph, device: torch.device, file: str) -> list[dict[str, Any]]:
-    """The nodes of a graph in order, without its output. Raises ExportError for what a file cannot hold."""
+    """The nodes of a graph in order, without its output.
+
+    Raises ExportError for nodes that a file cannot hold.
+    """
     return [
         _write_node(node, device, f"{file}, node {node.name!r}")
         for node in graph.nodes
@@ -77,9 +80,9 @@ def read_graph(
 ) -> fx.Graph:
     """The graph of the `nodes` that `write_nodes` wrote, which returns the nodes named in `results`.
 
-    `weights` are the names of the weights that it may read, and must. Raises BundleError, naming the node,
-    for malformed and repeated names, references to nodes that do not come before, unknown or unfit
-    operators, and values that no operator takes.
+    `weights` are the names of all weights; the graph must read each of them and no others. Raises
+    BundleError, naming the node, for malformed and repeated names, references to nodes that do not come
+    before, unknown or refused operators, and invalid values.
     """
     graph = fx.Graph()
     found: dict[str, fx.Node] = {}

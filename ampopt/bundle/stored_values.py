@@ -1,4 +1,4 @@
-"""Python values as tagged JSON, and back without evaluating anything.
+"""Stores Python values as tagged JSON, and reads them back without evaluating anything.
 
 `null`, `true`, `7`, `"tanh"` and `[…]` stand for themselves; everything else is an object with one member,
 whose name is the tag: `{"float": 0.5}`, `{"float": "nan"}`, `{"dtype": "float16"}`, `{"device": "own"}`.
@@ -37,7 +37,7 @@ _NAMED: dict[str, dict[str, Any]] = {
 _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 INT64 = range(-(2**63), 2**63)
-"""The integers that PyTorch's operators take."""
+"""The range of integers that PyTorch's operators accept."""
 
 
 def encode_value(value: object, device: torch.device, where: str) -> Any:
@@ -59,7 +59,7 @@ def encode_value(value: object, device: torch.device, where: str) -> Any:
 
 
 def decode_value(data: object, device: torch.device, where: str) -> Any:
-    """The value that `encode_value` wrote, for a program on `device`; BundleError where it wrote no such."""
+    """Decode a value of `encode_value`, for a program on `device`. Raises BundleError for other data."""
     if data is None or isinstance(data, (bool, str)):
         return data
     if isinstance(data, int):
@@ -94,12 +94,15 @@ def _float(content: object, where: str) -> float:
 
 
 def refuse(where: str, what: str, cause: Exception | None = None) -> NoReturn:
-    """Raise the BundleError for what a file says at `where`."""
+    """Raise the BundleError for invalid data of a file at `where`."""
     raise BundleError(f"{where}: {what}; the bundle is damaged or was not written by ampopt") from cause
 
 
 def members(data: object, names: tuple[str, ...], where: str) -> tuple[Any, ...]:
-    """The members of a JSON object in the order of `names`; BundleError where it has others, or not all."""
+    """The members of a JSON object in the order of `names`.
+
+    Raises BundleError for other or missing members.
+    """
     if not isinstance(data, dict) or data.keys() != set(names):
         refuse(where, f"expected an object of {', '.join(names)}, found {reprlib.repr(data)}")
     return tuple(data[name] for name in names)
@@ -141,7 +144,7 @@ def integer(data: object, where: str) -> int:
 
 
 def named(data: object, names: dict[str, Any], where: str) -> Any:
-    """One of a table's values by its name."""
+    """The value for a name in a table."""
     if not isinstance(data, str) or data not in names:
         refuse(where, f"{reprlib.repr(data)} is none of {', '.join(names)}")
     return names[data]

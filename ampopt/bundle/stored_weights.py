@@ -1,4 +1,4 @@
-"""Weights as contiguous tensors by name, which is all that safetensors stores, and how they lay in memory."""
+"""Stores weights as named contiguous tensors, which is all that safetensors supports, with their strides."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def write_weights(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A table of weights as JSON, and the tensors that it refers to: contiguous, on the CPU, own memory.
 
-    Weights that are the same memory seen in the same way are one tensor. The order of a weight's elements in
-    memory (channels_last, a transposed matrix) goes into the table as strides, because kernels that read
-    another order may sum in another; gaps and repetitions (a slice, an expanded tensor) are not kept.
-    Raises ExportError for sparse, quantized and complex weights, and for those on a third device.
+    Weights with the same memory, shape and strides are stored as one tensor. The order of a weight's elements
+    in memory (channels_last, a transposed matrix) goes into the table as strides, because kernels for another
+    order may sum in another order; gaps and repetitions (a slice, an expanded tensor) are not kept. Raises
+    ExportError for sparse, quantized and complex weights, and for those on a third device.
     """
     table: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
@@ -57,20 +57,20 @@ def write_weights(
 
 @dataclasses.dataclass(frozen=True)
 class StoredWeight:
-    """One weight of a table: the tensor that holds its elements, and how and where it is to lie."""
+    """One weight of a table: the name of its stored tensor, with its strides, dtype and device."""
 
     tensor: Tensor
     strides: tuple[int, ...]
     device: torch.device
 
     def without_memory(self) -> Tensor:
-        """A tensor of this kind; without elements inside a fake tensor mode, uninitialised elsewhere."""
+        """A tensor of this shape, dtype and strides: fake in a fake tensor mode, uninitialized elsewhere."""
         return torch.empty_strided(
             self.tensor.shape, self.strides, dtype=self.tensor.dtype, device=self.device
         )
 
     def load(self) -> Tensor:
-        """The weight; the stored tensor itself where that already lies as it should."""
+        """The weight; the stored tensor itself if its layout and device fit already."""
         if self.tensor.stride() == self.strides:
             return self.tensor.to(self.device)
         return self.without_memory().copy_(self.tensor)
@@ -81,8 +81,8 @@ def read_weights(
 ) -> dict[str, StoredWeight]:
     """The weights that a table written by `write_weights` describes, for a program on `device`.
 
-    Raises BundleError where a tensor is missing or none of the table's, or where the strides are not an
-    order of the tensor's elements without gaps.
+    Raises BundleError if a tensor is missing or not in the table, or if the strides are not an order of the
+    tensor's elements without gaps.
     """
     if not isinstance(table, dict):
         refuse(f"{file}, weights", "expected an object")

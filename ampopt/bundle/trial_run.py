@@ -1,4 +1,4 @@
-"""A run of a graph on tensors without memory: does every call fit its operator, and stay within bounds?"""
+"""Runs a graph on tensors without memory, to check each call's operator schema, shapes and result size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ampopt.ir.program import Border
 from ampopt.system.quiet import quiet
 
 LARGEST_RESULT = 2**36
-"""Elements that one result may have, views counted at full size: more than any accelerator can hold."""
+"""Largest number of elements of one result, views at full size: more than any accelerator can hold."""
 
 
 def try_out(
@@ -29,7 +29,7 @@ def try_out(
 ) -> None:
     """Run the graph in a program's `world` with stand-ins for weights and inputs.
 
-    They have a shape, dtype, strides and a device, and no memory.
+    The stand-ins have a shape, dtype, strides and a device, but no memory.
 
     Raises BundleError naming `file` and the first node whose call does not fit the schema of its operator
     or the shapes of its arguments, or whose result is too large or no tensor.

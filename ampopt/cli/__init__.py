@@ -1,1 +1,1 @@
-"""The command line: words into calls of the public verbs."""
+"""The command line: parses arguments and calls the public functions."""

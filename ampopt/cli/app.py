@@ -1,6 +1,6 @@
 """The command line: `ampopt optimize`, `compare`, `export`, `verify`, `passes` and `cache`.
 
-PyTorch takes seconds to import: a command does so when everything that can be wrong without it is right.
+PyTorch takes seconds to import: a command first checks everything that can be checked without it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ app.command("verify")(cli_deploy.verify)
 
 
 def main() -> None:
-    """The entry of the `ampopt` script."""
+    """The entry point of the `ampopt` script."""
     app()
 
 
@@ -55,7 +55,7 @@ def run(
     markdown_file: Annotated[Path | None, Option("--markdown", help="File to write the report to.")] = None,
     verbose: cli.Verbose = False,
 ) -> None:
-    """Both commands take the same options and end alike: the report on stdout, and in files on request."""
+    """Run a command: both have the same options, print the report on stdout, and write files on request."""
     with readable_errors(verbose):
         source = (model, shapes, image, npz, normalize, weights, trust_model_file, device)
         written = {"--json": json_file, "--markdown": markdown_file}

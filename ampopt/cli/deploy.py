@@ -1,4 +1,4 @@
-"""The commands that bring a model to the robot: `ampopt export` and `ampopt verify`."""
+"""The deployment commands: `ampopt export` and `ampopt verify`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ampopt.bundle_load import LoadedModel
 
 Backend = Literal["auto", "ampopt", "onnxruntime", "original"]
-"""`ampopt.bundle_load.BACKENDS`, which takes seconds to import."""
+"""`ampopt.bundle_load.BACKENDS`, copied because that module takes seconds to import."""
 
 
 def export(

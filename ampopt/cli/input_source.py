@@ -24,17 +24,17 @@ DTYPES = (
 )  # fmt: skip
 
 MOST_ELEMENTS = 1 << 32
-"""Of one input."""
+"""Largest number of elements of one input."""
 
 MOST_IMAGE_BYTES, MOST_ARRAY_BYTES = 1 << 28, 1 << 34
-"""Of an image's file; of all arrays of a file, unpacked."""
+"""Largest size of an image file, and of all arrays in a file, uncompressed."""
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-"""Of RGB values in [0, 1]; https://pytorch.org/vision/stable/models.html"""
+"""Standard deviation of RGB values in [0, 1]; https://pytorch.org/vision/stable/models.html"""
 
 Call = tuple[tuple["Tensor", ...], dict[str, "Tensor"]]
-"""Positional and keyword arguments; both empty: nothing was given."""
+"""Positional and keyword arguments; both are empty if nothing was given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Shape:
 
     @property
     def is_floating_point(self) -> bool:
-        """Whether its dtype is one."""
+        """Whether the dtype is a floating-point type."""
         return "float" in self.dtype
 
     def draw(self, generator: torch.Generator) -> Tensor:
@@ -81,7 +81,7 @@ def parse_shape(text: str) -> Shape:
 def check_inputs(
     shapes: Sequence[str] = (), image: Path | None = None, npz: Path | None = None, *, normalize: bool = True
 ) -> list[Shape]:
-    """The shapes of --input. Raises what `example_call` would, as far as PyTorch is not needed to know."""
+    """Parse the shapes of --input. Raises the errors of `example_call` that need no PyTorch to detect."""
     parsed = [parse_shape(text) for text in shapes]
     if npz is not None:
         if parsed or image is not None:
@@ -102,8 +102,8 @@ def example_call(
 ) -> Call:
     """The example call that the options --input, --image, --npz and --no-normalize describe.
 
-    Raises InputError where a file or a shape does not serve, or the options exclude each other;
-    MissingExtraError where an image is given and Pillow is not installed.
+    Raises InputError if a file or shape is not usable, or if the options exclude each other;
+    MissingExtraError if an image is given and Pillow is not installed.
     """
     parsed = check_inputs(shapes, image, npz, normalize=normalize)
     if npz is not None:
@@ -155,10 +155,10 @@ def _require_image_shape(shape: Shape, normalize: bool) -> None:
 
 
 def read_arrays(path: Path) -> Call:
-    """The arrays of an .npz file, in the dtypes they have, as arguments of the model.
+    """The arrays of an .npz file, with their dtypes, as arguments of the model.
 
-    Unnamed ones (`numpy.savez(file, a, b)` calls them arr_0, arr_1, …) are positional, in order; the names
-    of the others are those of keyword arguments. Nothing in the file is executed.
+    Unnamed arrays (`numpy.savez(file, a, b)` calls them arr_0, arr_1, …) are positional, in order; the others
+    are keyword arguments by name. Nothing in the file is executed.
     """
     import torch
 

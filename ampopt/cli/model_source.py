@@ -1,4 +1,4 @@
-"""Where the command line's MODEL comes from: a model zoo, a factory in Python code, or a saved model file."""
+"""Loads the command line's MODEL: from a model zoo, a factory in Python code, or a saved model file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MODEL_FILES = (".pt2", ".pt", ".ts")
 ZOOS = {"torchvision": "vision", "timm": "timm"}
-"""Model zoos, and the extras that bring them."""
+"""Model zoos, and the extras that install them."""
 
 MOST_CODE_BYTES = 1 << 24
 FORMS = "torchvision:NAME, timm:NAME, package.module:factory, file.py:factory, FILE.pt2, FILE.pt or FILE.ts"
@@ -32,7 +32,7 @@ FORMS = "torchvision:NAME, timm:NAME, package.module:factory, file.py:factory, F
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A model, and the call that it was exported with where its file holds one."""
+    """A model, and the example call stored in its file, if there is one."""
 
     model: nn.Module
     args: tuple[Any, ...] = ()
@@ -40,12 +40,12 @@ class Loaded:
 
 
 def is_model_file(source: str) -> bool:
-    """Whether a MODEL names a saved model, which may hold code, rather than Python code or a zoo's entry."""
+    """Whether a MODEL names a saved model file, which may contain code; else a factory or a zoo entry."""
     return Path(source).suffix in MODEL_FILES
 
 
 def check_model(source: str, *, trust_file: bool = False, weights: Path | None = None) -> None:
-    """Raise what `load_model` would, as far as it can be known before PyTorch is imported."""
+    """Raise the errors of `load_model` that can be detected before PyTorch is imported."""
     if is_model_file(source):
         _check_file(Path(source), trust_file)
     else:
@@ -57,8 +57,8 @@ def check_model(source: str, *, trust_file: bool = False, weights: Path | None =
 def load_model(source: str, *, trust_file: bool = False, weights: Path | None = None) -> Loaded:
     """The model that a MODEL argument names.
 
-    A model that is built has random weights from a fixed seed, until `weights` are loaded into it.
-    Raises InputError where it cannot be made or loaded, MissingExtraError where the zoo is not installed.
+    A newly built model has random weights from a fixed seed, unless `weights` are loaded. Raises InputError
+    if it cannot be built or loaded, MissingExtraError if the zoo is not installed.
     """
     check_model(source, trust_file=trust_file, weights=weights)
     import torch
@@ -224,7 +224,7 @@ def _load_file(path: Path, trusted: bool) -> Loaded:
 def load_weights(model: nn.Module, path: Path) -> None:
     """Load a state dict into a model, strictly; a checkpoint may hold it under 'state_dict' or 'model'.
 
-    Nothing in the file is executed. Raises InputError where the file or its keys do not fit.
+    Nothing in the file is executed. Raises InputError if the file or its keys do not fit.
     """
     state = _read_state(path)
     try:

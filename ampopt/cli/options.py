@@ -1,4 +1,4 @@
-"""What the commands share: their options, readable errors, files written as a whole or not at all."""
+"""Options shared by the commands, readable error messages, and atomic writes of result files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def pass_names() -> list[str]:
-    """The names of all passes, in alphabetical order: each has a file named after it, which is not run."""
+    """The names of all passes in alphabetical order, from their file names; nothing is imported."""
     folder = Path(__file__).parent.parent / "passes"
     return sorted(file.stem.replace("_", "-") for file in folder.glob("[!_]*.py"))
 
@@ -132,9 +132,9 @@ def check_request(
     passes: str | None,
     written: Mapping[str, Path | None],
 ) -> None:
-    """Raise InputError or MissingExtraError for all that can be known before PyTorch is imported.
+    """Raise InputError or MissingExtraError for every error that needs no PyTorch to detect.
 
-    `written`: where results go, by their options.
+    `written`: the output paths by option.
     """
     check_budget(budget)
     said = {*(exclude or ()), *(name for name, _ in parse(passes or ""))}
@@ -150,20 +150,20 @@ def check_request(
 
 
 def check_written(written: Mapping[str, Path | None], read: Mapping[str, Path | None]) -> None:
-    """Raise InputError where a result cannot be written, or would overwrite another or what is read."""
+    """Raise InputError if an output cannot be written, or would overwrite another output or an input."""
     check_distinct(written, read)
     for path in filter(None, written.values()):
         check_file(path)
 
 
 def check_budget(budget: float) -> None:
-    """Raise InputError where it is no time."""
+    """Raise InputError if a time budget is not positive."""
     if not budget > 0:
         raise InputError(f"--budget {budget:g}: give a positive number of seconds")
 
 
 def check_device(device: str | None) -> None:
-    """Raise InputError for what is no device's name; whether there is one, only PyTorch knows."""
+    """Raise InputError for an invalid device name. Only PyTorch can check whether the device exists."""
     if device is not None and not re.fullmatch(r"(cpu|cuda)(:\d{1,3})?", device):
         raise InputError(f"--device {device!r} is no device: choose cpu or cuda")
 
@@ -188,7 +188,7 @@ def model_and_call(
     trust_model_file: bool,
     device: str | None,
 ) -> tuple[torch.nn.Module, tuple[Any, ...] | None, dict[str, Any], str | None]:
-    """The model, its positional and keyword arguments, and the device, as the options name them."""
+    """The model, its positional and keyword arguments, and the device, from the options."""
     import torch
 
     check_is_there(device)
@@ -202,13 +202,13 @@ def model_and_call(
 
 
 def console() -> Console:
-    """Standard output; where it is no terminal, as wide as `str(report)`."""
+    """Standard output; if it is not a terminal, with the width of `str(report)`."""
     return Console(width=None if sys.stdout.isatty() else 170, markup=False, highlight=False, emoji=False)
 
 
 @contextlib.contextmanager
 def readable_errors(verbose: bool) -> Iterator[None]:
-    """Turn every error into one paragraph on stderr and exit code 1; `verbose`: let it through."""
+    """Print every error as one paragraph on stderr and exit with code 1; `verbose`: let it propagate."""
     try:
         yield
     except (Exception, SystemExit) as e:  # the user's code may exit; without a result, that is an error
@@ -222,7 +222,7 @@ def readable_errors(verbose: bool) -> Iterator[None]:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file as a whole or not at all. Raises InputError where it cannot be written."""
+    """Write a file atomically. Raises InputError if it cannot be written."""
     path = path.resolve()  # a link stays, and its target is replaced
     try:
         with replacing(path) as written:
@@ -232,7 +232,7 @@ def write(path: Path, text: str) -> None:
 
 
 def finite(value: Any) -> Any:
-    """A value for JSON, which has no NaN and no infinity: null stands for them."""
+    """A value for JSON, which has no NaN and no infinity: these become null."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

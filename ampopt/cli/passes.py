@@ -1,4 +1,4 @@
-"""What `ampopt passes` tells: every pass in a table, or one pass's proof and options."""
+"""The output of `ampopt passes`: a table of all passes, or one pass's proof and options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = ("name", "family", "numerics", "portability", "summary")
 
 
 def rows() -> list[dict[str, Any]]:
-    """Our passes in order, then those of installed packages, which are not imported for it."""
+    """The passes of ampopt in order, then those of installed packages, which are not imported."""
     found = [_row(step) for step in PIPELINE]
     own = {row["name"] for row in found}
     for name, entry in sorted(installed().items()):
@@ -29,7 +29,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
-    """The rows for a terminal."""
+    """The rows as a table for a terminal."""
     made = Table(*COLUMNS, box=None, header_style="bold", pad_edge=False)
     for row in found:
         made.add_row(*(row[column] for column in COLUMNS))
@@ -37,14 +37,14 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
 
 
 def details(name: str) -> dict[str, Any]:
-    """One pass with its proof and its options' defaults. Raises InputError where there is none."""
+    """One pass with its proof and the defaults of its options. Raises InputError for an unknown pass."""
     step = by_name(name)
     options = {dashed(field.name): getattr(step, field.name) for field in dataclasses.fields(step)}
     return {**_row(step), "proof": inspect.cleandoc(type(step).__doc__ or ""), "options": options}
 
 
 def page(name: str) -> str:
-    """The same to read."""
+    """The details of one pass as text."""
     found = details(name)
     facts = ", ".join(found[column] for column in COLUMNS[1:4])
     options = [f"  {option}={value_text(value)}" for option, value in found["options"].items()]

@@ -1,1 +1,1 @@
-"""What the user gets: the optimized module, and the files that leave the machine."""
+"""Deployment: the optimized module, ONNX export and bundles."""

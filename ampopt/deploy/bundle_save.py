@@ -1,8 +1,8 @@
-"""`Deployable.save`: the model as a bundle, with its proof, for another machine.
+"""`Deployable.save`: saves the model as a bundle with its self-test, for another machine.
 
-A bundle holds the captured model (not what this machine made of it) with the recipe of the passes that were
-kept, so that the robot replays them where it is like this machine, and measures anew where it is not; the
-portable program as ONNX; and a self-test that every way to run it has to pass.
+A bundle holds the captured model (not the program optimized for this machine) with the recipe of the passes
+that were kept: a robot with the same device and libraries replays them, another robot measures them again. It
+also holds the portable program as ONNX, and a self-test that every backend has to pass.
 """
 
 from __future__ import annotations
@@ -48,19 +48,22 @@ if TYPE_CHECKING:
     from ampopt.deploy.deployable import Deployable
 
 LARGEST_TOLERANCE = 0.5
-"""A self-test that allows more than this would pass outputs of zeros."""
+"""Largest tolerance of a self-test: with a larger one, outputs of zeros would pass."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SelfTest:
-    """Inputs by name, the original's outputs by name, and how far (relative error) an output may be off."""
+    """Inputs and the original's outputs by name, and the largest relative error of an output that passes."""
 
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
     tolerance: float
 
     def tensors(self) -> dict[str, Tensor]:
-        """For safetensors: contiguous copies on the CPU; bfloat16, which NumPy has not, as float32."""
+        """The tensors for safetensors: contiguous copies on the CPU.
+
+        bfloat16, which NumPy does not have, is stored as float32.
+        """
         named = {f"input.{name}": t for name, t in self.inputs.items()}
         named |= {f"output.{name}": t for name, t in self.outputs.items()}
         return {name: _storable(tensor) for name, tensor in named.items()}
@@ -77,7 +80,7 @@ def save_bundle(
     as_folder: bool = False,
     tune_s: float = 10.0,
 ) -> None:
-    """Write the bundle of a module, and of what it was made of; see `Deployable.save`."""
+    """Write the bundle of an optimized module; see `Deployable.save`."""
     if onnx not in ("auto", "fp32", "fp16", None):
         raise InputError(f"onnx={onnx!r}: choose 'auto', 'fp32', 'fp16', or None for a bundle without ONNX")
     captured, original, recipe = optimized.captured, optimized.original, optimized.recipe

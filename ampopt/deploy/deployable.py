@@ -1,4 +1,4 @@
-"""How an optimized model leaves the machine: as verified ONNX, or as a bundle."""
+"""Exports an optimized model as verified ONNX or as a bundle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ampopt.system.process_state import process_kept
 
 
 class Deployable(nn.Module):
-    """A model that was captured and optimized, seen from where it goes next."""
+    """A captured and optimized model that can be exported to ONNX and saved as a bundle."""
 
     report: Ledger
     program: Program
@@ -37,12 +37,12 @@ class Deployable(nn.Module):
         output_names: Sequence[str] | None = None,
         force: bool = False,
     ) -> OnnxReport:
-        """Write the portable rewrites of this model as ONNX; the file appears once it is verified.
+        """Write this model with its portable rewrites as ONNX; the file appears only after verification.
 
-        `precision`: "fp32" or "fp16"; None: as the lane that was chosen, and "fp32" for bfloat16, which
-        ONNX Runtime does not compute in. The other arguments and the errors are those of
-        `ampopt.deploy.onnx_export.export_onnx`; InputError, too, for a name that stands for something else,
-        such as model.engine. The user's metric and tolerance hold for the file, too.
+        `precision`: "fp32" or "fp16"; None: that of the chosen lane, and "fp32" for bfloat16, in which ONNX
+        Runtime does not compute. The other arguments and the errors are those of
+        `ampopt.deploy.onnx_export.export_onnx`; InputError is also raised for a suffix of another format,
+        such as model.engine. The user's metric and tolerance also apply to the file.
         """
         check_onnx(path)
         own = self._optimized
@@ -73,15 +73,15 @@ class Deployable(nn.Module):
         as_folder: bool = False,
         tune_s: float = 10.0,
     ) -> None:
-        """Save a bundle that a robot can trust: a zip file, or a folder with `as_folder`.
+        """Save a bundle for a robot: a zip file, or a folder with `as_folder`.
 
-        In it: the model with the recipe of its passes, its ONNX export with the session options that a
-        sweep of `tune_s` seconds found fastest here, a self-test, the report, and hashes of everything.
+        It contains the model with the recipe of its passes, its ONNX export with the session options that a
+        sweep of `tune_s` seconds found fastest here, a self-test, the report, and hashes of all files.
         `onnx`: "fp32", "fp16", "auto" (as `export_onnx`), or None for none. `cpp` adds the program as
-        TorchScript for C++. `sign_key`: a private Ed25519 key in PEM. The bundle at `path`, if there is
-        one, is replaced at one moment. Raises ExportError for what a bundle cannot hold, BundleError where
-        it cannot be written, InputError for a name that stands for something else, such as robot.engine, and
-        what `export_onnx` raises. Name, place, packages and key are looked at before anything is made.
+        TorchScript for C++. `sign_key`: a private Ed25519 key in PEM. An existing bundle at `path` is
+        replaced atomically. Raises ExportError for a model that a bundle cannot hold, BundleError if it
+        cannot be written, InputError for a suffix of another format, such as robot.engine, and the errors of
+        `export_onnx`. Name, folder, packages and key are checked first.
         """
         check_bundle(path, onnx=onnx is not None, sign_key=sign_key)
         save_bundle(

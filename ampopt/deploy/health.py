@@ -1,4 +1,4 @@
-"""What a served model did beside answering by its programs: counted, and told to whoever asked for it."""
+"""Counts how a served model answered calls, and reports each event to callbacks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ logger = logging.getLogger("ampopt")
 Kind = Literal["original", "capture", "refusal"]
 
 MOST_REASONS = 32
-"""Reasons that are counted one by one; further ones are counted together."""
+"""Largest number of reasons counted separately; further reasons are counted together."""
 
 OTHER_REASONS = "other reasons"
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One thing that a robot's supervisor wants to know of.
+    """An event that a robot's supervisor needs to know.
 
-    `kind`: "original": the original model answered a call in place of a program; "capture": a program was
-    made in the middle of the work, which takes seconds; "refusal": a call raised InputError or StrictError.
-    `call`: the call's tensors, such as `float32[1, 3, 480, 640] on cpu`.
+    `kind`: "original": the original model answered a call instead of a program; "capture": a program was made
+    during a call, which takes seconds; "refusal": a call raised InputError or StrictError. `call`: the call's
+    tensors, such as `float32[1, 3, 480, 640] on cpu`.
     """
 
     kind: Kind
@@ -38,12 +38,12 @@ Callback = Callable[[Event], object]
 
 @dataclasses.dataclass(frozen=True)
 class Health:
-    """What has happened since `since` (UTC); all counts are zero where every call was answered as planned.
+    """Counts of events since `since` (UTC); all are zero if every call was answered as planned.
 
-    `served_by_original`: calls that the original answered, `reasons`: how many of them for which reason.
-    `late_captures`: programs made in the middle of the work. `refusals`: calls that raised InputError or
-    StrictError. `chose_original`: `optimize` found nothing faster, so that the original answers every call.
-    That is no failure, and such calls are in none of the counts.
+    `served_by_original`: calls that the original answered, `reasons`: their number for each reason.
+    `late_captures`: programs made during a call. `refusals`: calls that raised InputError or StrictError.
+    `chose_original`: `optimize` found nothing faster, so that the original answers every call. This is not a
+    failure, and no such call is counted.
     """
 
     since: datetime.datetime
@@ -59,7 +59,7 @@ class Health:
         return not (self.served_by_original or self.late_captures or self.refusals)
 
     def __add__(self, other: Health) -> Health:
-        """The health of two modules that serve together."""
+        """The sum of the counts of two modules that serve together."""
         reasons = dict(self.reasons)
         for reason, count in other.reasons.items():
             reasons[reason] = reasons.get(reason, 0) + count
@@ -74,9 +74,9 @@ class Health:
 
 
 class Monitor:
-    """Counts events and tells callbacks of them. Safe from several threads; calls of programs never come by.
+    """Counts events and passes them to callbacks. Thread-safe; calls that a program answers are not recorded.
 
-    Callbacks are called in the thread of the call, outside of all locks; what they raise is logged.
+    Callbacks run in the thread of the call, outside of all locks; exceptions from them are logged.
     """
 
     def __init__(self, *, chose_original: bool = False) -> None:
@@ -87,7 +87,7 @@ class Monitor:
         self._callbacks: tuple[Callback, ...] = ()
 
     def health(self) -> Health:
-        """The counts now."""
+        """The current counts."""
         with self._lock:
             counts = self._counts
             return Health(
@@ -100,7 +100,7 @@ class Monitor:
             )
 
     def tell(self, callback: Callback) -> Callable[[], None]:
-        """Call `callback` with every event from now on, until what is returned is called."""
+        """Call `callback` with every event from now on; call the returned function to stop."""
         with self._lock:
             self._callbacks += (callback,)
 
@@ -111,7 +111,7 @@ class Monitor:
         return stop
 
     def note(self, event: Event) -> None:
-        """Count an event and tell the callbacks."""
+        """Count an event and pass it to the callbacks."""
         with self._lock:
             self._counts[event.kind] += 1
             if event.kind == "original":

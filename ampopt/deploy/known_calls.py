@@ -1,4 +1,4 @@
-"""The kinds of call that an optimized module knows, and what answers each: a cache with bounds."""
+"""Bounded cache of an optimized module: maps each call signature to its program or to the original."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from ampopt.ir.program import Program
 from ampopt.ir.signature import OutputLayout, call_key, flatten_call, recognizer, tensor_key, tensors_of
 
 MOST_KEYS = 4
-"""How many kinds of call (strides, calls that the original answers) are remembered for each program kept."""
+"""Largest number of call signatures (strides, calls that the original answers) stored for each program."""
 
 _ONE_TENSOR = flatten_call((torch.empty(0),), {})[1]
 
 
 @dataclasses.dataclass
 class Served:
-    """What answers one kind of call; without `layout` and `captured` the original, for a `reason`.
+    """What answers one call signature; without `layout` and `captured` it is the original, for a `reason`.
 
-    `bare`: what `run` runs, with the model's state among its tensors. `casts`: by the dtype of an autocast
-    that surrounds a call, the dtypes that its results have then; None: the original has to answer.
+    `bare` is the callable that `run` calls, with the model's state among its tensors. `casts`: for the dtype
+    of an outer autocast, the dtypes that the results have under it; None: the original has to answer.
     `compared`: other strides that the program was compared for.
     """
 
@@ -56,29 +56,29 @@ class _Single:
 
 
 def knows_nothing(_anything: object) -> Any:
-    """An `Answer` that leaves every call to others."""
+    """An `Answer` that handles no call."""
     return NotImplemented
 
 
 class KnownCalls:
-    """What answers each kind of call, from the shortest way of knowing it to the longest.
+    """Finds what answers a call signature, with the fastest lookup first.
 
-    `latest` recognizes a tensor like the last one; `single` knows a call of one tensor by the tensor's own
-    key; `find` knows every call by its leaves. A program holds for all strides (`of_any_strides`), but not
-    where the model asks how a tensor lies in memory: then keys say where tensors begin, too, and the short
-    ways, which do not see that, are not taken.
+    `latest` recognizes a tensor like the last one; `single` finds a call of one tensor by the tensor's own
+    key; `find` finds every call by its leaves. A program is valid for all strides (`of_any_strides`), except
+    if the model reads a tensor's layout: then keys also include storage offsets, and the fast lookups, which
+    do not see these, are not used.
 
-    At most `max_programs` programs are kept, and `MOST_KEYS` kinds of call for each; those used longest ago
-    are forgotten. Whoever changes anything holds `lock`.
+    At most `max_programs` programs are kept, and `MOST_KEYS` call signatures for each; the least recently
+    used are removed. Code that changes the cache holds `lock`.
     """
 
     def __init__(self, max_programs: int) -> None:
-        """Know nothing yet."""
+        """Create an empty cache."""
         self.max_programs = max_programs
         self.lock = threading.RLock()
         self.latest: Answer = knows_nothing
         self.failures: dict[object, int] = {}
-        """How often making a program has failed, by the call's key; it may yet succeed."""
+        """Number of failures to make a program, by the call's key; a later attempt may succeed."""
         self._served: OrderedDict[object, Served] = OrderedDict()
         self._single: dict[object, _Single] = {}
         self._any_strides: dict[object, Served] = {}
@@ -87,23 +87,23 @@ class KnownCalls:
 
     @property
     def answers(self) -> tuple[Served, ...]:
-        """What answers each kind of call, that used longest ago first."""
+        """What answers each call signature, least recently used first."""
         return tuple(self._served.values())
 
     @property
     def programs(self) -> int:
-        """How many programs answer some kind of call; the original is none of them."""
+        """Number of programs in the cache, without the original."""
         return len({id(served) for served in self._served.values() if served.layout is not None})
 
     def key(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> object:
-        """What a kind of call is known by: `call_key`, and where the tensors begin if that matters."""
+        """The cache key of a call: `call_key`, with storage offsets if the layout matters."""
         key = call_key(leaves, spec)
         if not self._has_layout_keys:
             return key
         return key, tuple([(t.storage_offset(), t._is_view()) for t in tensors_of(leaves)])
 
     def single(self, tensor: Tensor) -> Answer | None:
-        """The short way to answer a call of one plain tensor, which is the latest from now on."""
+        """The answer for a call of one plain tensor; it becomes the `latest`."""
         found = self._single.get(tensor_key(tensor))
         if found is None:
             return None
@@ -113,7 +113,7 @@ class KnownCalls:
         return answer
 
     def find(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Served | None:
-        """What answers calls like this one, which was used just now; None where they are new."""
+        """What answers calls of this signature, marked as recently used; None for a new signature."""
         key = self.key(leaves, spec)
         served = self._served.get(key)
         if served is not None and len(self._served) > 1:
@@ -126,17 +126,17 @@ class KnownCalls:
                 self._served.move_to_end(key)
 
     def of_any_strides(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Served | None:
-        """The program that answers calls like this one, whatever their strides."""
+        """The program that answers calls of this signature with any strides."""
         return self._any_strides.get(call_key(leaves, spec, strides=False))
 
     def distinguish_strides(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> None:
-        """From now on, give calls like this one a program for each of their strides."""
+        """From now on, make separate programs for different strides of this signature."""
         key = call_key(leaves, spec, strides=False)
         self._any_strides.pop(key, None)
         self._by_layout.add(key)
 
     def admit(self, served: Served) -> Served:
-        """Let a new program answer the call that it was captured for, and others like it."""
+        """Add a new program for the call that it was captured for, and for calls of the same signature."""
         assert served.captured is not None
         leaves, spec = served.captured.leaves, served.captured.spec
         key = call_key(leaves, spec, strides=False)
@@ -159,7 +159,7 @@ class KnownCalls:
                 self.remember(served.captured.leaves, served.captured.spec, served)
 
     def remember(self, leaves: Sequence[Any], spec: pytree.TreeSpec, served: Served) -> Served:
-        """Let `served` answer every call like this one; the kinds of call used longest ago are forgotten."""
+        """Use `served` for every call of this signature; the least recently used signatures are removed."""
         key = self.key(leaves, spec)
         self._served[key] = served
         self.failures.pop(key, None)
@@ -180,7 +180,7 @@ class KnownCalls:
             self._any_strides = {k: s for k, s in self._any_strides.items() if s is not served}
 
     def count_failure(self, leaves: Sequence[Any], spec: pytree.TreeSpec, *, most: int) -> bool:
-        """Note that making a program has failed; whether it is to be tried again, `most` times in all."""
+        """Count a failure to make a program; returns whether to try again, at most `most` times in all."""
         key = self.key(leaves, spec)
         failures = self.failures.pop(key, 0) + 1
         if failures < most:

@@ -1,4 +1,4 @@
-"""Models captured with symbolic sizes, for ONNX files whose inputs have dynamic dimensions."""
+"""Captures a model with symbolic sizes, for ONNX files whose inputs have dynamic dimensions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Dynamic = str | Mapping[str, Mapping[int, str]] | None
 
 
 def dims_of(dynamic: Dynamic, captured: Captured, names: Sequence[str]) -> Dims:
-    """A user's `dynamic` in full. Raises InputError for unknown inputs and dimensions that are not there."""
+    """A user's `dynamic` in full form. Raises InputError for unknown inputs and dimensions."""
     examples = dict(zip(names, captured.program.examples, strict=True))
     if dynamic is None:
         return tuple({} for _ in names)
@@ -51,10 +51,10 @@ def dims_of(dynamic: Dynamic, captured: Captured, names: Sequence[str]) -> Dims:
 
 
 def capture_dynamic(model: nn.Module, captured: Captured, dims: Dims) -> Captured:
-    """Capture a model (a private copy) anew with `dims` symbolic; example sizes of 1 become 2 there.
+    """Capture a private copy of a model with symbolic `dims`; example sizes of 1 become 2 there.
 
-    A size of 1 is taken for a constant by `torch.export`. Raises ExportError with its reason where the
-    model fixes a dimension that was to be dynamic.
+    `torch.export` makes a size of 1 a constant. Raises ExportError with its reason if the model fixes a
+    dimension that should be dynamic.
     """
     model = working_copy(model)
     leaves = _with_tensors(captured, _enlarged(captured, dims, at_least=2))
@@ -78,7 +78,7 @@ def capture_dynamic(model: nn.Module, captured: Captured, dims: Dims) -> Capture
 
 
 def refusal(model: nn.Module, dims: Dims, error: Exception) -> ExportError:
-    """The error of a model that cannot be exported with dynamic dimensions."""
+    """The error for a model that cannot be exported with dynamic dimensions."""
     names = ", ".join(dict.fromkeys(name for named in dims for name in named.values()))
     reason = str(error) if isinstance(error, CaptureError) else str(error) or type(error).__name__
     short = textwrap.shorten(reason, 300, placeholder=" …")

@@ -1,4 +1,4 @@
-"""`export_onnx`: the portable program as an ONNX file that is there only once it is verified."""
+"""`export_onnx`: writes the portable program as an ONNX file, which appears only after verification."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from ampopt.system.atomic import replacing_together
 from ampopt.version import __version__
 
 PRECISIONS = {"fp32": FP32, "fp16": HALF}
-"""The lane that an exported model of each precision computes in."""
+"""The lane for each precision of an exported model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OnnxReport:
-    """What was written, and how it was verified.
+    """The result of an ONNX export and of its verification.
 
     `precision` is what the model computes in, `io` the dtype of its floating-point inputs and outputs.
-    `outputs` holds each output's error on each provider beside eager's own error in the same precision.
-    `nodes_off_gpu` is None where no CUDA provider was there to tell. `data_sha256` is the hash of the
-    external weights, None where they are in the model. `reason` says what failed and is None if nothing did.
+    `outputs` holds each output's error on each provider, with eager's own error in the same precision.
+    `nodes_off_gpu` is None if no CUDA provider was available. `data_sha256` is the hash of the external
+    weights, None if they are in the model. `reason` says what failed and is None if nothing did.
     """
 
     path: str
@@ -64,16 +64,16 @@ class OnnxReport:
 
     @property
     def verified(self) -> bool:
-        """Whether the file's outputs are as good as they have to be."""
+        """Whether the errors of the file's outputs are within their limits."""
         return self.reason is None
 
     @property
     def error(self) -> float:
-        """The largest relative error of an output on any provider."""
+        """The largest relative error of an output over all providers."""
         return max((check.error for check in self.outputs), default=0.0)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON takes it."""
+        """The report as JSON data."""
         return {**dataclasses.asdict(self), "verified": self.verified, "error": self.error}
 
 
@@ -93,13 +93,13 @@ def export_onnx(
     metric: Metric | None = None,
     force: bool = False,
 ) -> OnnxReport:
-    """Write a model as ONNX: its portable rewrites in it, verified before the file appears.
+    """Write a model as ONNX with its portable rewrites; it is verified before the file appears.
 
     Args:
         original: a private copy of the model in evaluation mode; it is the reference.
-        captured: the capture of it, whose example inputs the file is made for.
-        recipe: the passes that the optimized program was made with; the portable ones are used.
-        path: where the file goes; weights over 2 GB go to `<path>.data`.
+        captured: its capture, for whose example inputs the file is made.
+        recipe: the passes of the optimized program; the portable ones are used.
+        path: the output path; weights over 2 GB go to `<path>.data`.
         precision: "fp32", or "fp16" with the casts of CUDA's autocast baked in.
         io: "fp32" or "fp16", the dtype of floating-point inputs and outputs.
         target: "onnxruntime", "tensorrt" or "openvino"; decides the opset.
@@ -107,13 +107,13 @@ def export_onnx(
             {input name: {dimension: name}}.
         input_names, output_names: None: the model's own parameter names, result keys or `output`.
         tolerance: largest relative error of an output; None: a small multiple of eager's own.
-        metric: decides instead of the errors, at most `tolerance` (None: 0).
+        metric: the user's metric, checked instead of the errors, at most `tolerance` (None: 0).
         force: keep a file that failed its verification, marked as failed in its metadata.
 
     Raises:
         InputError: an argument does not fit. ExportError: ONNX cannot express the model. VerificationError:
-        the file's outputs are not the model's. MissingExtraError: a package is missing. No file is written
-        then, and one that was there before stays.
+        the file's outputs are over the error limit. MissingExtraError: a package is missing. In all these
+        cases no file is written, and an existing file stays unchanged.
     """
     started = time.perf_counter()
     for option, value in (("precision", precision), ("io", io)):

@@ -1,4 +1,4 @@
-"""An ONNX model as files: its own, and one for weights that are too large for it."""
+"""Writes an ONNX model to a file, and large weights to a separate file."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 EXTERNAL_BYTES = 2**31 - 2**24
-"""Weights larger than this go to a file of their own: one protobuf message holds at most 2 GiB."""
+"""Weights larger than this go to a separate file: one protobuf message holds at most 2 GiB."""
 
 
 def data_path(path: Path) -> Path:
-    """Where the external weights of a model are."""
+    """The path of a model's external weights."""
     return path.with_name(path.name + ".data")
 
 
 def write_model(model: Any, path: Path) -> None:
-    """Write an `onnx_ir.Model`, with its weights in `<name>.data` beside it where they are large."""
+    """Write an `onnx_ir.Model`; large weights go to `<name>.data` in the same folder."""
     import onnx_ir
 
     weights = [value.const_value for value in model.graph.initializers.values()]
@@ -27,9 +27,9 @@ def write_model(model: Any, path: Path) -> None:
 
 
 def append_metadata(path: Path, entries: Mapping[str, str]) -> None:
-    """Add metadata to a written model without touching the bytes that were verified.
+    """Add metadata to a written model without changing the bytes that were verified.
 
-    A protobuf message that is two messages joined is their merge, and lists add up.
+    Two concatenated protobuf messages are one merged message, in which lists are concatenated.
     """
     import onnx
 

@@ -1,4 +1,4 @@
-"""Names of an exported model's inputs and outputs: the model's own, or the user's."""
+"""Names of an exported model's inputs and outputs, from the model or from the user."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ampopt.ir.signature import OutputLayout
 
 
 def input_names_of(captured: Captured, given: Sequence[str] | None = None) -> tuple[str, ...]:
-    """A name for each input tensor: `given`, or the parameters' names of the model's `forward`.
+    """A name for each input tensor: `given`, or the parameter names of the model's `forward`.
 
-    The buffers that hold a state come last, under their own names.
+    Buffers that hold a state come last, under their own names.
     """
     placeholders = [node for node in captured.program.graph.graph.nodes if node.op == "placeholder"]
     own = tuple(str(node.target) for node in placeholders)
@@ -31,8 +31,8 @@ def output_names_of(
 ) -> tuple[str, ...]:
     """A name for each output tensor: `given`, or the keys of the result's dicts and named tuples.
 
-    A tensor without a key is `output`, `output_1`, and so on, by its place among all of them; `inputs` are
-    names that are taken. What a call leaves in a buffer that holds a state is `<buffer>_next`, and last.
+    A tensor without a key is `output`, `output_1`, and so on, by its position among all of them; names in
+    `inputs` are not used again. The new state of a buffer is `<buffer>_next`, and comes last.
     """
     states = tuple(f"{name}_next" for name in inputs[len(inputs) - len(captured.state) :])
     if given is not None:

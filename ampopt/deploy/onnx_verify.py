@@ -1,4 +1,4 @@
-"""Verification of an ONNX file: every provider that is installed against the original in float64."""
+"""Verifies an ONNX file on every installed provider against the original in float64."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ONCE: dict[str, dict[str, Any]] = {
 """What differs from the default options: no search over algorithms that are used once."""
 
 TORCH = "torch"
-"""Stands in a provider's place for the portable program itself, run by PyTorch."""
+"""The provider name for the portable program itself, run by PyTorch."""
 
 ON_CPU_FP16 = (
     "ONNX Runtime's CPU provider leaves float16 roundings out: its rows prove the file's structure, and the "
@@ -43,7 +43,7 @@ ON_CPU_FP16 = (
 class OutputCheck:
     """One output on one provider: its worst relative error ‖y - ref‖ / ‖ref‖, eager's own, the limit.
 
-    `inputs` says on which inputs: the example, random ones, or some outside of the example's range.
+    `inputs` names the inputs: the example, random ones, or some outside of the example's range.
     """
 
     name: str
@@ -61,10 +61,11 @@ class OutputCheck:
 
 @dataclasses.dataclass(frozen=True)
 class OnnxCheck:
-    """The outcome for a file: every output on every provider, and what is wrong (None: nothing).
+    """The result for a file: every output on every provider, and what is wrong (None: nothing).
 
     `metric` is the user's metric, the worst over providers; `nodes_off_gpu` are the nodes that ONNX Runtime
-    did not place on the GPU, or None where no CUDA provider is installed or it does not tell (before 1.24).
+    did not place on the GPU, or None if no CUDA provider is installed or it does not report them (before
+    1.24).
     """
 
     outputs: tuple[OutputCheck, ...]
@@ -76,17 +77,17 @@ class OnnxCheck:
 
     @property
     def error(self) -> float:
-        """The largest error of an output on any provider."""
+        """The largest error of an output over all providers."""
         return max((check.error for check in self.outputs), default=0.0)
 
 
 class OnnxVerifier(Verifier):
-    """A Verifier that reports every output of a run, and whose float16 eager is CUDA's on a CPU, too."""
+    """A Verifier that reports every output of a run, and uses CUDA's float16 autocast rules on a CPU, too."""
 
     def eager(self, lane: Lane, model: nn.Module | None = None) -> Run:
-        """As `Verifier.eager`; on a CPU, float16 autocast has CUDA's rules and is computed quickly.
+        """As `Verifier.eager`; on a CPU, float16 autocast uses CUDA's rules and is computed quickly.
 
-        Another model than the one that was captured runs under the CPU's own rules.
+        A model other than the captured one runs under the CPU's own rules.
         """
         if lane.autocast is not torch.float16 or self.device.type != "cpu":
             return super().eager(lane, model)
@@ -97,7 +98,7 @@ class OnnxVerifier(Verifier):
         return autocast_program(self.captured).run
 
     def outputs(self, run: Run, lane: Lane, names: Sequence[str], provider: str) -> list[OutputCheck]:
-        """For each output the draw on which it is furthest over its limit, or nearest to it."""
+        """For each output the draw with the largest error relative to its limit."""
         worst: dict[str, OutputCheck] = {}
         for draw in (*self.draws, *self.range_draws(lane)):
             for index, (name, error) in enumerate(zip(names, self.errors(run, draw), strict=True)):
@@ -111,7 +112,7 @@ class OnnxVerifier(Verifier):
 
 
 def emulated(run: Run) -> Run:
-    """A run whose float16 products, where it is on a CPU, are computed in float32 and rounded."""
+    """A run whose float16 products on a CPU are computed in float32 and rounded."""
 
     def call(*tensors: Tensor) -> Sequence[Tensor]:
         with EmulatedHalf():
@@ -125,13 +126,13 @@ def _excess(check: OutputCheck) -> float:
 
 
 def providers() -> tuple[str, ...]:
-    """The providers that this installation of ONNX Runtime offers, of those that ampopt verifies on."""
+    """The providers of this ONNX Runtime installation on which ampopt verifies."""
     available = onnxruntime().get_available_providers()
     return tuple(name for name in _ONCE if name in available)
 
 
 def run_onnx(runner: OnnxRunner, *tensors: Tensor) -> list[Tensor]:
-    """Run a file on tensors of any device; they are rounded to the dtypes that it takes."""
+    """Run a file on tensors of any device; they are converted to the file's input dtypes."""
     arrays = (
         tensor.detach().cpu().numpy().astype(info.dtype, copy=False)
         for info, tensor in zip(runner.inputs, tensors, strict=True)
@@ -141,7 +142,7 @@ def run_onnx(runner: OnnxRunner, *tensors: Tensor) -> list[Tensor]:
 
 
 def nodes_off(nodes: Mapping[str, Sequence[Node]], provider: str) -> tuple[str, ...]:
-    """The nodes that another provider than this one runs, as `name (operator)`."""
+    """The nodes that run on a provider other than this one, as `name (operator)`."""
     others = (found for name, found in nodes.items() if name != provider)
     return tuple(f"{node.name} ({node.op})" for found in others for node in found)
 
@@ -159,9 +160,9 @@ def verify_onnx(
 ) -> OnnxCheck:
     """Run the file on every installed provider, on each call's example inputs and on random draws.
 
-    `model` is the original (a private copy). `lane` is the one whose limits hold: float16 where the file
-    computes in it or takes and gives it. A metric decides alone, at most `tolerance`; without one, each
-    output's error does. `program` is what the file was made from; it is verified, too, where it is given.
+    `model` is the original (a private copy). The limits of `lane` apply: float16 if the file computes in it,
+    or has inputs and outputs in it. A metric decides alone, at most `tolerance`; without one, each output's
+    error decides. `program` is the program that the file was made from; if given, it is verified, too.
     """
     verifiers = [OnnxVerifier(model, call, tolerance=tolerance, metric=metric, draws=1) for call in calls]
     tally = _Tally(verifiers, lane, output_names)

@@ -1,4 +1,4 @@
-"""An optimized model as data: what its module serves, and what its files are made of."""
+"""Data of an optimized model, from which its module is served and its files are written."""
 
 from __future__ import annotations
 

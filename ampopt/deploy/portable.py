@@ -1,4 +1,4 @@
-"""The portable program: the rewrites that hold on every machine, made anew from the capture."""
+"""Builds the portable program: applies the rewrites that hold on every machine to the capture again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ampopt.ir.transform import Family, Pass, replay
 from ampopt.passes import PIPELINE, BakeAutocast
 
 HALF = LANES["amp"]["cuda"]
-"""What a float16 export computes in, by CUDA's rules, whatever device it is made on."""
+"""The lane of a float16 export, with CUDA's autocast rules on any device."""
 
 _NORMALIZATIONS = (
     aten.batch_norm.default,
@@ -41,10 +41,10 @@ def portable_program(
 ) -> Program:
     """The captured model with every portable rewrite in it, in float32 or with float16 casts baked in.
 
-    The rewrites are all portable ones of the pipeline that need no measurement, whether they made anything
-    faster on this machine or not (they are exact), and the portable ones of `recipe`, as measured. For
-    float16 the casts are those of CUDA's autocast, whatever device the model was captured on. `dynamic`:
-    the graph holds symbolic sizes, and a rewrite that judges by the example's sizes is left out.
+    The rewrites are all portable ones of the pipeline that need no measurement, whether faster on this
+    machine or not (they are exact), and the portable ones of `recipe`, as measured. For float16 the casts are
+    those of CUDA's autocast, on any device. `dynamic`: the graph holds symbolic sizes, and rewrites that
+    depend on the example's sizes are left out.
     """
     if lane not in (FP32, HALF):
         raise InputError(f"a portable program is float32 or float16, not {lane.dtype}")
@@ -59,7 +59,7 @@ def portable_program(
 def autocast_program(captured: Captured) -> Program:
     """The captured model as CUDA's float16 autocast runs it, on any device, with no other rewrite.
 
-    On a CPU it is to be run under `EmulatedHalf`, which makes it quick.
+    On a CPU, run it under `EmulatedHalf`, which is faster.
     """
     return _in_half(captured.program, (BakeAutocast(),))
 

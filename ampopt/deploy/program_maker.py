@@ -1,4 +1,4 @@
-"""Programs for calls not seen before: captured, made by the recipe, verified, as the first one was."""
+"""Makes programs for new calls: capture, replay of the recipe, verification."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from ampopt.system.process_state import process_kept
 logger = logging.getLogger("ampopt")
 
 MOST_COMPARED = 4
-"""Other strides for which a program is compared with the original before it is taken to hold for all."""
+"""Number of other strides that are compared with the original before a program is used for all strides."""
 
 AUTOCAST_ERROR = 0.1
-"""Relative error up to which the original's results under autocast are those of a program, less exact."""
+"""Largest relative error of the original's results under autocast against those of a program."""
 
 
 class ProgramMaker:
-    """Makes what serves a call, and says for which other calls it holds."""
+    """Makes programs for calls, and decides for which other calls they are valid."""
 
     def __init__(self, optimized: Optimized, state: State, outputs: Outputs) -> None:
-        """`state` is what the programs keep from call to call; `outputs`: see `ampopt.optimize`."""
+        """`state` is the state that the programs keep between calls; `outputs`: see `ampopt.optimize`."""
         self._optimized, self._state, self._outputs = optimized, state, outputs
         self._device = optimized.program.device
 
     def first(self, ready: Executable | None) -> Served:
-        """What serves the call that the model was optimized for; `ready`: its executable, if there is one."""
+        """What answers the call that the model was optimized for; `ready`: its executable, if one exists."""
         optimized = self._optimized
         run = ready if ready is not None and self._outputs == "copy" else self.executable(optimized.program)
         asked = self._asked(self.original(), optimized.captured)
@@ -55,7 +55,7 @@ class ProgramMaker:
 
     @process_kept()
     def make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], passes: tuple[Pass, ...]) -> Served:
-        """Capture a call, replay the passes, verify. Raises VerificationError, and what capturing raises."""
+        """Capture a call, replay the passes, verify. Raises VerificationError, and the errors of capture."""
         original, lane = self.original(), self._optimized.recipe.lane
         args, kwargs = _all_ordinary(args, kwargs)
         captured = capture(original, args, kwargs, self._device)
@@ -74,13 +74,13 @@ class ProgramMaker:
         return working_copy(self._optimized.original)
 
     def try_original(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raise the original's own error where it cannot take a call."""
+        """Raise the original's own error if the original cannot run a call."""
         args, kwargs = detached(args, kwargs)
         with torch.no_grad(), untouched_rng(self._device):
             self.original()(*args, **kwargs)
 
     def executable(self, program: Program) -> Executable:
-        """What runs a program here."""
+        """The program's executable on this machine."""
         return executable(program, outputs=self._outputs)
 
     def _served(self, captured: Captured, program: Program, run: Executable, asked: Asked) -> Served:
@@ -89,7 +89,7 @@ class ProgramMaker:
     def why_wrong(
         self, original: nn.Module, captured: Captured, run: Executable, *, draws: int
     ) -> str | None:
-        """Why `run` does not answer the captured call as the original does; None where it does."""
+        """Why `run` does not answer the captured call as the original does; None if it does."""
         recipe = self._optimized.recipe
         verifier = Verifier(
             original,
@@ -114,7 +114,7 @@ class ProgramMaker:
         return asked
 
     def holds(self, served: Served, leaves: Sequence[Any]) -> bool:
-        """Whether a program answers other strides as the original does; it is tried for the first few."""
+        """Whether a program answers other strides as the original does; tested for the first few."""
         if served.compared >= MOST_COMPARED:
             return True
         captured = served.captured
@@ -141,10 +141,11 @@ class ProgramMaker:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> tuple[torch.dtype, ...] | None:
-        """The dtypes of the original's results under an autocast to `dtype`; None where it has to answer.
+        """The dtypes of the original's results under an autocast to `dtype`; None if it has to answer itself.
 
-        It is called once for it, in the caller's own autocast. Where its code asks for the state of autocast,
-        or its results are others (no rounding explains `AUTOCAST_ERROR`), only it knows what to answer.
+        The original is called once for this, in the caller's own autocast. If its code reads the autocast
+        state, or its results differ by more than `AUTOCAST_ERROR`, which rounding does not explain, it has to
+        answer itself.
         """
         if dtype not in served.casts:
             try:
@@ -166,7 +167,7 @@ class ProgramMaker:
 
 
 def detached(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call without what gradients would need of them."""
+    """The arguments of a call, detached from autograd."""
 
     def detach(leaf: Any) -> Any:
         return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf

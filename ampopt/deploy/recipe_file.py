@@ -1,4 +1,4 @@
-"""A recipe, the passes that made a program with what they measured, as JSON and back."""
+"""Stores a recipe (the passes that made a program, with their measured choices) as JSON."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from ampopt.passes import PIPELINE
 WHERE = "program.json, recipe"
 
 KNOWN: Mapping[str, Pass] = {step.name: step for step in PIPELINE}
-"""The passes that a file may name, and an example of each, whose fields say what a file may set."""
+"""The passes that a file may contain, with an example of each, whose fields a file may set."""
 
 
 def write_recipe(recipe: tuple[Pass, ...], known: Mapping[str, Pass] = KNOWN) -> list[Any]:
-    """Each pass's name and fields, in order. Passes that are not known, by default ours, are left out.
+    """Each pass's name and fields, in order.
 
-    Raises TypeError where a known pass has a field that JSON cannot hold.
+    Passes that are not in `known` (by default ampopt's) are left out.
+
+    Raises TypeError if a known pass has a field that JSON cannot hold.
     """
     named = [step for step in recipe if type(step) is type(known.get(step.name))]
     plain: list[Any] = json.loads(

@@ -1,4 +1,4 @@
-"""OptimizedModule: the module that `optimize` gives back."""
+"""OptimizedModule: the module that `optimize` returns."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _HOOKS = (
 )
 
 MOST_RETRIES = 3
-"""How often a call of one kind may fail for want of memory or the like before it is left to the original."""
+"""Retries for calls of one signature that fail for lack of memory or the like; then the original answers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,24 +66,24 @@ class _Refusal:
 class OptimizedModule(Deployable):
     """A model optimized for inference: same call, same result structure, same dtypes, contiguous.
 
-    A call is served by a program made for exactly its shapes, dtypes, device and other arguments. The
-    first call with others makes a new program (same passes, but for those that take seconds to apply;
-    verified again) and logs that it did; at most `max_shapes` are kept, the least recently used goes first,
-    and after `max_captures` such first calls the original model answers instead, with a logged reason.
-    `prepare` makes programs ahead of time. What the model keeps in buffers from call to call is the module's
-    own, whichever program answers, see `reset_state`. Safe to call from several threads. `report` tells what
-    was done and why, `health` how calls were answered; with `strict` a StrictError is raised where only the
-    original could answer.
+    A call is answered by a program made for its shapes, dtypes, device and other arguments. The first call
+    with other ones makes a new program (same passes, except those that take seconds to apply; verified again)
+    and logs this. At most `max_shapes` programs are kept, and the least recently used is removed first. After
+    `max_captures` such first calls the original model answers instead, and the reason is logged. `prepare`
+    makes programs ahead of time. State in the model's buffers is kept between calls by the module, for all
+    programs together, see `reset_state`. Thread-safe. `report` lists each decision with its reason, `health`
+    counts how calls were answered; with `strict` a call that only the original could answer raises
+    StrictError.
 
-    Results are those of the original under `torch.no_grad()`, for inputs that need no gradients, whatever
-    mode the caller is in. Where an input does require gradients, they raise InputError once those are asked
-    for. Under an outer `torch.autocast` of the device results have the dtypes that the
-    original gives there, and are more exact. Inputs may have any strides. A program brings them into order,
-    so it holds for all strides alike, but for two cases: where the model's code asks how a tensor lies in
-    memory (`x.stride()`, `x.is_contiguous()`, seen when it is called), or has operators that do, every
-    layout gets a program of its own, because numbers of one input may happen to agree. For other models the
-    first few other strides are compared with the original, which finds what no question tells: a
-    `reshape` that is a view of some strides and a copy of others, and is then written into.
+    Results are those of the original under `torch.no_grad()`, for inputs without gradients, in every grad
+    mode of the caller. If an input requires gradients, computing the gradient of a result raises InputError.
+    Under an outer `torch.autocast` of the device, results have the dtypes that the original returns there,
+    and are more exact. Inputs may have any strides. A program makes them contiguous, so it is valid for all
+    strides, with two exceptions. If the model's code reads a tensor's layout (`x.stride()`,
+    `x.is_contiguous()`, detected when it is called), or has operators that do, each layout gets its own
+    program: a comparison on one input could agree by chance. For other models the first few other strides are
+    compared with the original. This detects a `reshape` that is a view for some strides and a copy for
+    others, and is then written in place.
     """
 
     def __init__(
@@ -103,10 +103,9 @@ class OptimizedModule(Deployable):
     ) -> None:
         """Take over a private copy of the original, its capture, and the program chosen for it.
 
-        `outputs`: who owns the results where a CUDA graph runs, see `ampopt.optimize`. `ready` is the
-        program's executable where one exists already. `serve_original`: nothing was faster, so the original
-        answers every call. `strict`: where a single call has no program, raise StrictError in place of
-        serving the original.
+        `outputs`: who owns the results of a CUDA graph, see `ampopt.optimize`. `ready` is the program's
+        executable, if one exists already. `serve_original`: nothing was faster, so the original answers every
+        call. `strict`: raise StrictError for a call without a program, instead of running the original.
         """
         super().__init__()
         if outputs not in get_args(Outputs):
@@ -127,10 +126,10 @@ class OptimizedModule(Deployable):
         self.training = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`nn.Module.__call__`, quicker where no hooks are registered; a call like the last one at once.
+        """`nn.Module.__call__`, with a fast path for a call like the last one if no hooks are registered.
 
-        What recognizes a tensor sees neither tangents nor dispatch modes (tracers are some), and a nested
-        tensor makes it end the process.
+        The fast path's tensor check does not see tangents or dispatch modes (some tracers are dispatch
+        modes), and a nested tensor makes it crash the process.
         """
         if self._forward_pre_hooks or self._forward_hooks:
             return super().__call__(*args, **kwargs)
@@ -149,8 +148,9 @@ class OptimizedModule(Deployable):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Answer one call; see the class.
 
-        InputError for tensors of another dtype or device, or that no program can be right for: those of
-        transforms (`torch.func`), tracers, and other kinds than plain tensors. StrictError, see `strict`.
+        Raises InputError for tensors of another dtype or device, and for those that no program can answer
+        correctly: tensors of transforms (`torch.func`) and tracers, and tensors that are not plain. Raises
+        StrictError, see `strict`.
         """
         if len(args) == 1 and not kwargs:
             tensor = args[0]
@@ -168,19 +168,19 @@ class OptimizedModule(Deployable):
 
     @property
     def health(self) -> Health:
-        """How calls were answered until now; see `ampopt.deploy.health.Health`."""
+        """Counts of how calls were answered so far; see `ampopt.deploy.health.Health`."""
         return self._monitor.health()
 
     def on_health(self, callback: Callback) -> Callable[[], None]:
-        """Call `callback` with an `ampopt.deploy.health.Event` when one happens; what is returned ends that.
+        """Call `callback` with an `ampopt.deploy.health.Event` at each event; call what is returned to stop.
 
-        It is called in the thread of the call, after it was decided how to answer and outside of all locks.
-        What it raises is logged.
+        The callback runs in the thread of the call, after the decision how to answer and outside of all
+        locks. Exceptions from it are logged.
         """
         return self._monitor.tell(callback)
 
     def reset_state(self) -> None:
-        """Let what the model keeps from call to call be as it was when it was optimized."""
+        """Reset the state in the model's buffers to its value when the model was optimized."""
         self._state.reset()
 
     def _call_original(self, *args: Any, **kwargs: Any) -> Any:
@@ -317,11 +317,11 @@ class OptimizedModule(Deployable):
         return self._by_original(reason, args, kwargs, tensors)
 
     def prepare(self, *calls: Any) -> None:
-        """Make the programs for further calls now, with all passes, so that nothing is captured later.
+        """Make the programs for further calls now, with all passes, so that no capture is needed later.
 
         Each call is a shape (a tuple of ints: one float tensor of the example's dtype is made for it), a
-        tensor, or a tuple of positional arguments. Raises InputError or the reason why one cannot be served.
-        Where the original answers every call there is nothing to prepare.
+        tensor, or a tuple of positional arguments. Raises InputError, or the error for which a call cannot be
+        served. If the original answers every call, `prepare` does nothing.
         """
         for call in calls:
             self.prepare_call(self._as_arguments(call), {})
@@ -357,7 +357,7 @@ class OptimizedModule(Deployable):
         raise InputError(f"prepare takes shapes, tensors or tuples of arguments, not {type(call).__name__}")
 
     def train(self, mode: bool = True) -> OptimizedModule:
-        """Refuse training mode: the weights are folded and shared between programs."""
+        """Raises an error for training mode: the weights are folded and shared between programs."""
         if mode:
             raise InputError(
                 "an optimized module cannot be trained: train the original and optimize it again"
@@ -371,7 +371,7 @@ class OptimizedModule(Deployable):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OptimizedModule:
-        """A module of its own; programs never change, so the copy shares them and captures its own graphs."""
+        """A separate module. Programs are immutable, so the copy shares them; it captures its own graphs."""
         own = self._optimized
         duplicate = OptimizedModule(
             own.original,

@@ -1,4 +1,4 @@
-"""The original that serves calls, and its state: what its buffers hold between two calls."""
+"""The original model that serves calls, and its state: the contents of its buffers between two calls."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ Run = Callable[..., tuple[Tensor, ...]]
 
 
 class State:
-    """Buffers that every call reads and writes, by whichever program answers it; one call at a time.
+    """Buffers that every call reads and writes, in whichever program; one call at a time.
 
-    It stays at its addresses, so that a captured graph finds it where it was. A call that fails leaves it as
-    it was.
+    Its addresses never change, because a captured graph uses them. A call that fails does not change it.
     """
 
     def __init__(self, original: nn.Module, names: Sequence[str], initial: Sequence[Tensor]) -> None:
@@ -31,13 +30,13 @@ class State:
         self._tensors = [tensor.clone() for tensor in self._initial]
 
     def reset(self) -> None:
-        """Back to what it was before the first call."""
+        """Reset the state to its value before the first call."""
         with self._lock:
             self._serving = working_copy(self._original)
             self._set(self._initial)
 
     def take(self, other: State) -> None:
-        """Be where another module's state is."""
+        """Copy the state of another module."""
         with other._lock:
             self._serving = working_copy(other._serving)
             self._set(other._tensors)
@@ -62,7 +61,7 @@ class State:
         return step
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Let a copy of the original answer a call, from this state to the next."""
+        """Call a copy of the original, from this state to the next."""
         model = self._serving
         if not self._names:
             return model(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""A program as one TorchScript file for C++, which carries its own self-test.
+"""Writes a program as a TorchScript file for C++ that contains its own self-test.
 
-TorchScript archives hold pickles: C++ reads this file, from a trusted source, and ampopt never does.
+TorchScript archives contain pickles: C++ code reads this file, from a trusted source; ampopt never does.
 """
 
 import copy
@@ -20,7 +20,7 @@ from ampopt.ir.signature import describe
 # No `from __future__ import annotations` here: TorchScript reads the types of `_File.forward`.
 
 ATTRIBUTES = ("self_test_inputs", "self_test_outputs", "tolerance", "device", "tf32", "search_algorithms")
-"""What C++ reads beside `forward`: two lists of tensors, a float, "cpu" or "cuda", and two booleans."""
+"""Attributes that C++ reads along with `forward`: two tensor lists, float, "cpu" or "cuda", two booleans."""
 
 
 class _Bordered(nn.Module):
@@ -67,14 +67,14 @@ def write_torchscript(
 ) -> bytes:
     """The bytes of a TorchScript file whose `forward(List[Tensor]) -> List[Tensor]` is the program.
 
-    The flat tensors cross as they cross the program's border, conversions of dtype and memory format
-    included; an output that no input reaches is a constant of the file, which callers do not write to. What
-    runs the graph in this process (an engine, a CUDA graph) stays behind. `inputs` and `outputs` become the
-    file's self-test: the largest relative error of an output, as `numerics.relative_error` defines it, may
-    be `tolerance`. The file is read back and has to pass its own test.
+    The flat tensors are those at the program's border, and the file includes the border's conversions of
+    dtype and memory format; an output that depends on no input is a constant of the file, which callers must
+    not write to. The engine or CUDA graph of this process is not stored. `inputs` and `outputs` become the
+    file's self-test: an output's relative error, as `numerics.relative_error` defines it, may be at most
+    `tolerance`. The file is read back and has to pass its own test.
 
-    Raises ExportError where TorchScript or C++ cannot run the program, the self-test does not fit it, or
-    the file does not pass.
+    Raises ExportError if TorchScript or C++ cannot run the program, the self-test does not fit it, or the
+    file does not pass.
     """
     if reason := why_not_torchscript(program) or _misfit(program, inputs, outputs):
         raise ExportError(f"no TorchScript file can be written of this program: {reason}")
@@ -111,7 +111,7 @@ def _serialized(program: Program, inputs: list[Tensor], outputs: list[Tensor], t
 
 
 def why_not_torchscript(program: Program) -> str | None:
-    """Why C++ could not run what a trace makes of the program."""
+    """Why C++ could not run the trace of the program."""
     if program.under_autocast:
         return "it still runs under autocast, which a trace does not see (bake-autocast writes its casts out)"
     if any(buffer.is_mkldnn for buffer in program.graph.buffers()):

@@ -1,1 +1,1 @@
-"""Who runs a program and launches it: CUDA graphs, streams, ONNX Runtime."""
+"""Executes and launches programs: CUDA graphs, streams, ONNX Runtime."""

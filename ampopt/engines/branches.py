@@ -1,4 +1,4 @@
-"""Independent branches of a graph, side by side: who runs on which stream, who waits for whom, what is kept.
+"""Runs independent branches of a graph on several streams: the schedule, the waits, the tensors to keep.
 
 `plan` decides and `branched` writes the plan into a graph, as calls on the `Streams` that it is given first:
 
@@ -26,22 +26,22 @@ from torch import fx
 from ampopt.ir.graph import calls, copy_of
 
 MAIN = 0
-"""The number of the stream that a call begins and ends on."""
+"""The number of the stream on which a call begins and ends."""
 
 Ended = Mapping[int, int]
-"""How many of each stream's operators have surely ended: a vector clock."""
+"""The number of each stream's operators that have certainly ended: a vector clock."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Where each call of a graph runs. Its nodes are those of the graph that was planned."""
+    """The stream and the waits of each call of the planned graph."""
 
     stream: Mapping[fx.Node, int]
     """The stream of every call, `MAIN` or another."""
     waits: Mapping[fx.Node, tuple[fx.Node, ...]]
-    """The calls on other streams whose end a call has to wait for; only calls that wait are in it."""
+    """The calls on other streams that a call has to wait for; calls without waits are not in it."""
     held: tuple[fx.Node, ...]
-    """The values that must outlive the join, because they are read on a stream that is not their own."""
+    """The values that must live until the join, because another stream reads them."""
 
     @property
     def streams(self) -> int:
@@ -52,9 +52,9 @@ class Schedule:
 def plan(graph: fx.Graph, streams: int) -> Schedule:
     """Spread the calls of a functional graph over at most `streams` streams, in the graph's order.
 
-    A call goes on where one of its inputs was the latest thing; else to a stream that nobody will continue,
-    or to a new one. A view launches nothing: it stands on the stream of what it views, and whoever reads it
-    waits for that. Inputs and weights are there before the fork, so nobody waits for them.
+    A call continues the stream on which one of its inputs was launched last; else it takes a stream that no
+    later call will continue, or a new one. A view launches nothing: it has the stream of its base, and its
+    readers wait for the base. Inputs and weights exist before the fork, so no call waits for them.
     """
     writer = _writers(graph)
     inputs = {
@@ -215,10 +215,10 @@ def _cost(node: fx.Node) -> int:
 
 
 def branched(module: fx.GraphModule, schedule: Schedule) -> fx.GraphModule:
-    """A copy of the planned graph that forks, waits and joins; it takes the `Streams` before its inputs.
+    """A copy of the planned graph with fork, waits and join; it takes the `Streams` as its first input.
 
-    FX's code lets go of a value after its last reader. The join reads what is to be held, so that this, and
-    nothing else, lives until the streams have met.
+    FX's code releases a value after its last reader. The join reads the held values, so that these, and no
+    others, live until the streams have joined.
     """
     planned, written = module.graph, copy_of(module)
     graph = written.graph

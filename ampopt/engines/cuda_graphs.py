@@ -1,4 +1,4 @@
-"""One program captured as a CUDA graph: it reads the caller's tensors and writes into fresh ones."""
+"""A program captured as a CUDA graph that reads the caller's tensors and writes to fresh tensors."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Outputs = Literal["copy", "static"]
 """Who owns the results of a captured program, see `CapturedGraph`."""
 
 ALIGNED = 256
-"""Bytes that divide the address of a tensor that is read in place; kernels were chosen for such ones."""
+"""Alignment in bytes of tensors that are read in place; the captured kernels were selected for it."""
 
 SAME = 1e-2
-"""The relative error within which two runs of one graph are the same: some operators add in any order."""
+"""Relative error within which two runs of one graph are equal: some operators add in any order."""
 
 FORMS = 3
-"""Instances of a captured graph that stay, each for other inputs: those of a loop take turns in few."""
+"""Number of instances of a captured graph kept for different input addresses: a loop uses few."""
 
 
 class _Form:
@@ -55,21 +55,20 @@ class _Form:
 class CapturedGraph:
     """A program captured for the shapes of its example inputs, conversions at its border included.
 
-    A call reads the caller's tensors where they are. With `outputs="copy"` it writes into fresh tensors, with
-    "static" into buffers that the next call overwrites. To that end the addresses in the graph's nodes are
-    changed (`graph_pointers`); whether the results are then the same is tried once, after the capture. While
-    the GPU works on a call, memory for the results of the next one is taken, and its addresses are set: so
-    that a loop launches one instance of the graph, and nothing but the launch is between a call and its
-    kernels. (Instances that take turns push each other's parameters out of the GPU's cache: up to 25 us.)
-    Inputs at other addresses than before have an instance of their own, up to `FORMS` of the fastest of
-    `INSTANCES`; after that, the one that has been there for longest is set to them. Inputs that are laid out
-    otherwise than the examples, or begin at an odd address, are copied into a buffer first. Where addresses
-    cannot be changed, everything is copied in and out. Safe from several threads and streams: one call at a
-    time, and a call from another stream waits for the work of the one before.
+    A call reads the caller's tensors in place. With `outputs="copy"` it writes into fresh tensors, with
+    "static" into buffers that the next call overwrites. For this the addresses in the graph's nodes are
+    changed (`graph_pointers`); one test after the capture checks that the results stay the same. While the
+    GPU works on a call, memory for the next results is allocated, and its addresses are set: so a loop
+    launches one instance of the graph, and only the launch is between a call and its kernels. (Alternating
+    instances evict each other's parameters from the GPU's cache: up to 25 us.) Inputs at new addresses get
+    their own instance, up to `FORMS` of the fastest of `INSTANCES`; after that, the oldest instance is set to
+    them. Inputs with another layout than the examples, or an unaligned address, are copied into a buffer
+    first. If addresses cannot be changed, all inputs and outputs are copied. Safe for several threads and
+    streams: one call at a time, and a call from another stream waits for the work of the previous one.
     """
 
     def __init__(self, program: Program, *, outputs: Outputs = "copy") -> None:
-        """Warm up on a side stream, then capture. Raises PassError where the capture fails."""
+        """Warm up on a side stream, then capture. Raises PassError if the capture fails."""
         self._program, self._is_static, self._lock = program, outputs == "static", threading.Lock()
         with torch.cuda.device(program.device):
             self._stream: torch.cuda.Stream = torch.cuda.current_stream()
@@ -93,10 +92,10 @@ class CapturedGraph:
             return self._call(tensors)
 
     def quick(self, example: Tensor) -> Quick:
-        """Answers a program's only input, a tensor that is like `example`, by a shorter way than `__call__`.
+        """A fast path for a program's only input, a tensor that is like `example`.
 
-        It is for a loop's calls: at an address seen before, on the same stream. All others, and where there
-        is no compiler all of them, are whole calls.
+        It handles the calls of a loop: an address seen before, on the same stream. All others, and without a
+        compiler all calls, take the full path.
         """
         if (
             bind() is None
@@ -122,7 +121,7 @@ class CapturedGraph:
         )
 
     def bare_launch(self, *tensors: Tensor) -> Callable[[], None]:
-        """What launches the kernels of a call alone, for measurements: its tensors have to stay alive."""
+        """A launch of a call's kernels alone, for measurements; the caller keeps its tensors alive."""
         self(*tensors)
         if not self._moves:
             return self._graph.replay

@@ -1,4 +1,4 @@
-"""A program made ready to be called: captured in a CUDA graph where it asks for one, else as it is."""
+"""Makes a program callable: captured as a CUDA graph if it asks for one, else run directly."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from ampopt.engines.quick_call import HasQuickCall, Quick, plain
 from ampopt.ir.program import Program
 
 Executable = Callable[..., tuple[Tensor, ...]]
-"""Flat tensors in, flat tensors out, as the caller is promised."""
+"""Takes and returns flat tensors, with the dtypes and formats that the caller expects."""
 
 
 def executable(program: Program, *, outputs: Outputs = "copy") -> Executable:
-    """What runs the program. `outputs`: who owns them where it is captured, see `CapturedGraph`.
+    """The callable that runs the program.
 
-    Raises PassError where a CUDA graph cannot be captured.
+    `outputs`: who owns the results of a capture, see `CapturedGraph`.
+
+    Raises PassError if a CUDA graph cannot be captured.
     """
     return CapturedGraph(program, outputs=outputs) if program.cuda_graph else program.run
 
 
 def quick(program: Program, run: Executable, example: Tensor) -> Quick:
-    """How the program's `run` answers tensors that are like its only example in all but their numbers.
+    """A fast path of the program's `run` for tensors that differ from its only example in values alone.
 
-    That is dtype, shape, strides and device; they are plain tensors without negative or conjugate bit. An
-    engine has a quicker way where nothing is to be converted before or after it; settings are not set then,
-    because they are PyTorch's.
+    Dtype, shape, strides and device are equal; they are plain tensors without negative or conjugate bit. An
+    engine has its own fast path if no conversion is needed before or after it; settings are not set then,
+    because they affect PyTorch only.
     """
     if isinstance(run, CapturedGraph):
         return run.quick(example)

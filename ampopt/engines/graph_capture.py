@@ -1,4 +1,4 @@
-"""CUDA graphs of calls, and which of several instances of one is the fastest."""
+"""Captures CUDA graphs of calls, and selects the fastest of several instances of a graph."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from ampopt.system import flags
 logger = logging.getLogger("ampopt")
 
 WARM_UPS = 3
-"""Runs before the capture: library handles, workspaces and algorithm searches must exist by then."""
+"""Number of runs before the capture: they create library handles and workspaces, and search algorithms."""
 
 INSTANCES = 6
-"""Instances of a captured graph that are timed. An H200 takes up to 4 % longer for one than for another,
-and always as long for the same one: where the driver puts its parameters in memory decides."""
+"""Number of instances of a captured graph that are timed.
+
+An H200 takes up to 4 % longer for one than for another, and always as long for the same one: it depends on
+where the driver puts its parameters in memory.
+"""
 
 INSTANCES_S, LONG_GRAPH_S = 0.05, 5e-3
-"""Seconds in which they are timed, and a graph's own from which on it makes no difference worth the time."""
+"""Time in seconds for timing them, and the graph's own time from which on timing is not worth it."""
 
 REFUSALS = (AttributeError, RuntimeError)
-"""There are no bindings or no driver, one has not got a function, or one refuses."""
+"""Errors for missing bindings, a missing driver or function, or a function that fails."""
 
 _search_thread = ThreadPoolExecutor(1, thread_name_prefix="ampopt-cudnn-search")
 """Where programs that search cuDNN's algorithms are captured; see `capture_program`."""
@@ -41,9 +44,9 @@ def capture_calls(
 ) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
     """A CUDA graph of one call of `body` on the current device, and the static tensors that it returns.
 
-    `warm_ups` calls go before it, on a side stream; none where `body` has been called already. The caller
-    keeps alive whatever tensors `body` reads. `keep_graph`: its nodes can be read afterwards. Raises
-    PassError where the capture fails.
+    `warm_ups` calls run before it, on a side stream; 0 if `body` has been called already. The caller keeps
+    all tensors alive that `body` reads. `keep_graph`: its nodes can be read afterwards. Raises PassError if
+    the capture fails.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -67,10 +70,10 @@ def capture_calls(
 def capture_program(
     program: Program, body: Callable[[], tuple[Tensor, ...]], warm_ups: int = WARM_UPS
 ) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
-    """`capture_calls` in the program's settings, and in a thread of its own where algorithms are searched.
+    """`capture_calls` with the program's settings; if algorithms are searched, in a separate thread.
 
-    PyTorch caches cuDNN's plans thread by thread, and a plan that cuDNN's heuristic once chose stays there
-    whatever the search flag says. In a thread that only ever searches, every plan is a searched one.
+    PyTorch caches cuDNN's plans per thread, and a plan chosen by cuDNN's heuristic stays in the cache
+    whatever the search flag says. In a thread that only searches, every plan is a searched one.
     """
     stream = torch.cuda.current_stream(program.device)
 
@@ -82,7 +85,7 @@ def capture_program(
 
 
 def by_speed(instances: Sequence[ReadyGraph], device: torch.device) -> list[ReadyGraph]:
-    """Instances of one graph, the fastest first; all of them run."""
+    """Instances of one graph, the fastest first; each of them is launched."""
     stream = torch.cuda.current_stream(device).cuda_stream
     samplers = {
         str(place): device_time(functools.partial(ready.launch, stream), device)
@@ -95,13 +98,14 @@ def by_speed(instances: Sequence[ReadyGraph], device: torch.device) -> list[Read
 
 
 class ReplayedProgram:
-    """A whole run of a program in a CUDA graph, conversions at its border included, for the device clock.
+    """A full run of a program in a CUDA graph, including conversions at its border, for the device clock.
 
-    It is the fastest of a few instances, so that two programs are not compared by where theirs happen to be.
+    It is the fastest of a few instances, so that the memory addresses of two programs do not affect their
+    comparison.
     """
 
     def __init__(self, program: Program) -> None:
-        """Capture a run on the program's example inputs. Raises PassError where that fails."""
+        """Capture a run on the program's example inputs. Raises PassError if that fails."""
         self._inputs = [example.clone() for example in program.examples]  # the graph reads these
         self._graph, self._outputs = capture_program(program, lambda: program.run(*self._inputs))
         self._index = program.device.index or 0

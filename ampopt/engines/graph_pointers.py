@@ -1,8 +1,8 @@
-"""Addresses inside a captured CUDA graph that can be changed between its launches.
+"""Changes tensor addresses inside a captured CUDA graph between launches.
 
-A captured kernel has the addresses of its operands among its parameters, and CUDA can change the parameters
-of a graph that is ready to run. So its kernels can read the caller's tensors and write fresh results in
-their place, and nothing is copied.
+A captured kernel has the addresses of its operands in its parameters, and CUDA can change the parameters of
+an instantiated graph. So its kernels can read the caller's tensors and write to fresh results, without
+copies.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WORD = 8
 """Bytes of an address; in a parameter it lies at a multiple of them."""
 
 _COPY_WORDS, _MEMSET_WORDS = 25, 5
-"""Those of CUDA_MEMCPY3D and CUDA_MEMSET_NODE_PARAMS, whose addresses are words."""
+"""Number of words of CUDA_MEMCPY3D and CUDA_MEMSET_NODE_PARAMS, whose addresses are words."""
 
 _BUFFER, _BUFFER_SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE
 
@@ -100,17 +100,17 @@ class _Uses:
 
 
 class Operands:
-    """Where the nodes of a captured graph have the addresses of its inputs and outputs."""
+    """The positions of the addresses of inputs and outputs in the nodes of a captured graph."""
 
     def __init__(
         self, graph: torch.cuda.CUDAGraph, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
-        """Read the nodes of a graph that was captured with `keep_graph=True`, and that has to stay alive.
+        """Read the nodes of a graph that was captured with `keep_graph=True` and that the caller keeps alive.
 
-        `inputs` and `outputs`: the tensors without gaps that it reads and writes, where they are now. An
-        output's memory has been other tensors' before, inside the graph: only the last node that uses it
-        is taken for the one that writes it. Whether that is so has to be tried. Raises
-        AttributeError or RuntimeError where the driver or PyTorch does not tell what is needed.
+        `inputs` and `outputs`: the tensors without gaps that it reads and writes, at their present addresses.
+        An output's memory was used for other tensors before, inside the graph: the last node that uses it is
+        assumed to write it, which must be tested. Raises AttributeError or RuntimeError if the driver or
+        PyTorch does not provide the information.
         """
         context = Context()
         read = [_read(node, context) for node in nodes_of(graph.raw_cuda_graph())]
@@ -120,13 +120,13 @@ class Operands:
 
 
 class ReadyGraph:
-    """An instance of a captured graph: ready to run, on inputs and outputs whose addresses can be changed."""
+    """An instance of a captured graph, ready to run; addresses of inputs and outputs can be changed."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, operands: Operands | None = None) -> None:
-        """Instantiate a graph that was captured with `keep_graph=True`, and that has to stay alive.
+        """Instantiate a graph that was captured with `keep_graph=True` and that the caller keeps alive.
 
-        `operands`: those of the same graph; instances share them, one thread at a time. None: nothing moves.
-        Raises AttributeError or RuntimeError where the driver or PyTorch refuses.
+        `operands`: those of the same graph; instances share them, one thread at a time. None: addresses are
+        never changed. Raises AttributeError or RuntimeError if the driver or PyTorch refuses.
         """
         self.context = Context()
         self._ready = instantiate(graph.raw_cuda_graph())
@@ -139,12 +139,12 @@ class ReadyGraph:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Those that it uses now."""
+        """The addresses in use now."""
         return tuple(self._addresses)
 
     @functools.cached_property
     def table(self) -> ctypes.Array[c_uint64]:
-        """All that a launch and a move need, in words for `cpp/quick_call.cpp`: see `move` there."""
+        """The data for launches and address changes, in words for `cpp/quick_call.cpp`: see `move` there."""
         words = [*self._handles, len(self._uses)]
         for place, use in enumerate(self._uses):
             words += [ctypes.addressof(use.written), ctypes.addressof(self._addresses) + _WORD * place]
@@ -157,10 +157,10 @@ class ReadyGraph:
         return (c_uint64 * len(words))(*words)
 
     def move(self, addresses: tuple[int, ...]) -> None:
-        """Let later launches use these addresses, the inputs' first; those under way are not changed.
+        """Use these addresses in later launches, the inputs' first; launches in progress are not changed.
 
-        `context` has to be the thread's (the driver crashes in one without any), as it is after a launch.
-        RuntimeError where the driver refuses: then it is not known which ones are used.
+        `context` must be the thread's current one (the driver crashes without a context), as after a launch.
+        Raises RuntimeError if the driver refuses: then the addresses in use are unknown.
         """
         changed: list[Callable[[], tuple[Any, ...]]] = []  # a generic made here takes 1 µs
         for index, address in enumerate(addresses):
@@ -175,7 +175,10 @@ class ReadyGraph:
         self._addresses[:] = [*addresses]
 
     def launch(self, stream: int) -> None:
-        """Run on a stream, by its handle; after it the thread has a context. RuntimeError where it fails."""
+        """Launch on a stream, by its handle; after it the thread has a context.
+
+        Raises RuntimeError on failure.
+        """
         if self._launch(stream)[0]:  # a thread that has not used the device yet
             self.context.stay()
             check(self._launch(stream))

@@ -1,9 +1,9 @@
-"""Exported graphs on disk, so that the same program is not exported twice.
+"""Disk cache of exported graphs, so that the same program is exported once.
 
-A file is found by a hash of all that an export is made from, the bytes of every weight among it. It holds the
-ONNX model without the weights that the program has under the same name anyway, so that it is small; a model
-with many others, as of matrices that the exporter transposes, is not kept. Files carry a checksum, and one
-that is damaged is removed.
+The key is a hash of everything that an export depends on, including the bytes of every weight. A file holds
+the ONNX model without the weights that the program has under the same name, so that it is small; a model with
+many other weights, such as matrices that the exporter transposes, is not stored. Files have a checksum, and a
+damaged one is removed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ampopt.system.cache_folder import MOST_BYTES, cache_folder, drop, keep, kep
 from ampopt.system.environment import library_versions, own_code
 
 OF_THE_PROGRAM = "ampopt: the program's weight of this name"
-"""The doc string of an initializer that a file leaves out."""
+"""The doc string of an initializer that is not stored in a file."""
 
 
 def exported(graph: fx.GraphModule, examples: Sequence[Tensor], make: Callable[[], Any]) -> bytes:
-    """The serialized `onnx.ModelProto` that `make` exports from a graph, or what an earlier call kept of it.
+    """The serialized `onnx.ModelProto` that `make` exports from a graph, or a cached one.
 
-    `make` has to depend on nothing but the graph, its example inputs' layouts, our code and the libraries.
+    `make` must depend only on the graph, its example inputs' layouts, ampopt's code and the libraries.
     """
     folder = cache_folder()
     if folder is None:

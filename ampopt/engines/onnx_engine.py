@@ -1,4 +1,4 @@
-"""A session of ONNX Runtime as the engine of a program on a CPU."""
+"""Runs a program on a CPU with an ONNX Runtime session."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from ampopt.ort.session import Array, OnnxRunner
 
 MOST_KNOWN = 8
-"""Input addresses that are remembered: those of a loop's tensors take turns in few."""
+"""Largest number of input addresses that are stored: the tensors of a loop use few."""
 
 
 class OnnxEngine:
-    """A session as a function of CPU tensors; no copies: arrays and tensors share their memory."""
+    """A session as a function of CPU tensors, without copies: arrays and tensors share their memory."""
 
     def __init__(self, runner: OnnxRunner) -> None:
         self._runner = runner
@@ -30,13 +30,13 @@ class OnnxEngine:
     def quick(
         self, example: Tensor, otherwise: Callable[[Tensor], tuple[Tensor, ...]]
     ) -> Callable[[Tensor], tuple[Tensor, ...]]:
-        """The same for a model's only input, on tensors that are like `example`, see `executable.quick`.
+        """A fast path for a model's only input, for tensors that are like `example`, see `executable.quick`.
 
-        Whoever calls has looked. What comes before and
-        after a run finds the caches full of the network and takes ten times as long as in a loop of its own
-        (on two cores 0.3 ms of MobileNetV3-small's 2.5, with everything that a call looks at): hence as
-        little as there can be. An input's address is remembered with an array at it that owns nothing, and
-        that is used only while a tensor is there. `otherwise` takes what cannot be read in its place.
+        The caller has checked the tensor. After a run the CPU caches hold the network's data, so that the
+        code before and after it takes ten times as long as in its own loop (on two cores 0.3 ms of
+        MobileNetV3-small's 2.5 ms, including all checks of a call): hence this path does as little as
+        possible. An input's address is stored with an array at this address that owns no memory, and that is
+        used only while a tensor is there. `otherwise` handles tensors that cannot be read in place.
         """
         if self._runner.options.io_binding or not example.is_contiguous() or example.numel() == 0:
             return otherwise

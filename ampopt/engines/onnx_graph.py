@@ -1,4 +1,4 @@
-"""From a portable program to an ONNX model in memory: standard operators, the user's names, no paths."""
+"""Converts a portable program to an ONNX model in memory: standard operators, the user's names, no paths."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from ampopt.ir.program import Program
 from ampopt.ir.stable_forms import with_stable_forms
 
 Dims = tuple[dict[int, str], ...]
-"""For each input tensor, the names of its dynamic dimensions."""
+"""The names of the dynamic dimensions of each input tensor."""
 
 OPSETS = {"onnxruntime": 20, "tensorrt": 18, "openvino": 18}
-"""The opset that a file for each target is written in: the newest that widely used versions of it read."""
+"""The opset for each target: the newest one that widely used versions of the target read."""
 
 
 def to_onnx(
@@ -44,9 +44,9 @@ def to_onnx(
     output_names: Sequence[str],
     dims: Dims,
 ) -> Any:
-    """Convert a portable program to an `onnx_ir.Model` with float16 or float32 floating-point borders.
+    """Convert a portable program to an `onnx_ir.Model` with float16 or float32 inputs and outputs.
 
-    Raises ExportError where ONNX cannot express a node, naming it and its line in the user's code.
+    Raises ExportError if ONNX cannot express a node, with its name and its line in the user's code.
     """
     if target not in OPSETS:
         raise InputError(f"target={target!r}: choose from {', '.join(OPSETS)}")
@@ -64,7 +64,7 @@ def model_of(
 ) -> Any:
     """Convert a graph of plain ATen operators to an `onnx_ir.Model`; raises ExportError as `to_onnx`.
 
-    Operators whose usual ONNX form overflows or cancels are written in another, see `stable_forms`.
+    Operators whose usual ONNX form overflows or cancels are written in a stable form, see `stable_forms`.
     """
     shapes = tuple(dict.fromkeys(named, torch.export.Dim.DYNAMIC) for named in dims)
     dynamic = shapes if any(dims) else None
@@ -167,9 +167,9 @@ def _failing_node(error: BaseException) -> fx.Node | None:
 
 
 def rename_dims(model: Any, dims: Dims) -> None:
-    """Give the symbols of an `onnx_ir.Model` the user's names, in expressions, too.
+    """Give the symbols of an `onnx_ir.Model` the user's names, also in expressions.
 
-    Raises ExportError where a dimension that was to be dynamic has become a number.
+    Raises ExportError if a dimension that should be dynamic has become a number.
     """
     import onnx_ir
 

@@ -1,14 +1,14 @@
-"""Max pooling's places, and unpooling by them, in the operators that ONNX Runtime's CPU has for them.
+"""Writes max pooling with indices, and max unpooling, with operators that ONNX Runtime's CPU provider has.
 
-PyTorch counts the places in which a pooling found its maxima from the beginning of each channel, ONNX from
-the beginning of the tensor. The exporter makes up for that with a second pooling, over one pixel, whose
-first place in each channel it subtracts: a constant. Unpooling it writes as a scattering of single numbers
-into zeros, where ONNX has an operator that is five times as fast.
+PyTorch counts the indices of a pooling's maxima from the beginning of each channel, ONNX from the beginning
+of the tensor. The exporter corrects this with a second pooling, over one pixel, and subtracts its first index
+in each channel, which is a constant. It exports unpooling as a scatter of single numbers into zeros, although
+ONNX has an operator that is five times as fast.
 
-ONNX Runtime's maxima of pixels are numbers where a pixel is NaN. What keeps NaN is multiplication, so a
-depthwise convolution by zeros is added to each pooling: over the same windows it is 0, or NaN where there is
-one, and ONNX Runtime computes convolution and sum at once, in no time that one can see. The place of such a
-maximum is any of its window's, where PyTorch's is the last NaN: unpooling gives NaN to the whole window.
+ONNX Runtime's max pooling ignores NaN. Multiplication keeps NaN, so the result of a depthwise convolution
+with zero weights is added to each pooling: over the same windows it is 0, or NaN if a pixel is NaN. ONNX
+Runtime computes convolution and sum together, in no measurable time. The index of such a maximum is any of
+its window's, where PyTorch's is the last NaN: unpooling writes NaN to the whole window.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _REDUCTIONS = {"GlobalMaxPool": "GlobalAveragePool", "ReduceMax": "ReduceSum", "
 
 
 def use_pooling_operators(model: Any) -> None:
-    """Replace all this in an `onnx_ir.Model` of float32, in place, where shapes are fixed."""
+    """Apply these replacements to a float32 `onnx_ir.Model`, in place, where shapes are fixed."""
     import onnx_ir
 
     graph = model.graph

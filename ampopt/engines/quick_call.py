@@ -1,6 +1,6 @@
-"""Calls of one tensor that are answered by the shortest way there is: recognized, run, and made a result of.
+"""A fast path for calls of one tensor: check the tensor, run the program, build the result.
 
-A `Quick` is made for a program and tensors that are like an example. For a captured graph it is C++
+A `Quick` is the fast path of a program for tensors that are like an example. For a captured graph it is C++
 (`cpp/quick_call.cpp`), compiled on the machine where it runs: after a wait for the GPU the processor's caches
 are cold, and every line of Python takes up to ten times as long as in a loop.
 """
@@ -24,30 +24,30 @@ from ampopt.system.native import CompilerError, library
 logger = logging.getLogger("ampopt")
 
 Answer = Callable[[object], Any]
-"""Answers one kind of tensor; `NotImplemented` to anything else."""
+"""Answers tensors of one signature; returns `NotImplemented` for others."""
 
 Quick = Callable[[Callable[[object], bool], Callable[[tuple[Tensor, ...]], Any]], Answer]
-"""Makes an answer, of what recognizes a tensor and what makes a result of the program's flat outputs."""
+"""Makes an answer from two functions: one recognizes tensors, one builds the result of flat outputs."""
 
 
 @runtime_checkable
 class HasQuickCall(Protocol):
-    """What an engine may give to run a program: a function of flat tensors that has a shorter way for one."""
+    """The interface of an engine with a fast path for one tensor: a function of flat tensors."""
 
     dtypes: tuple[torch.dtype, ...]
-    """Of its flat outputs."""
+    """The dtypes of its flat outputs."""
 
     def quick(
         self, example: Tensor, otherwise: Callable[[Tensor], tuple[Tensor, ...]]
     ) -> Callable[[Tensor], tuple[Tensor, ...]]:
-        """What runs tensors like the example, in all but their numbers; `otherwise` is the long way.
+        """The fast path for tensors that differ from the example in values alone; `otherwise` is the slow path.
 
-        Nothing is converted around it, and PyTorch's settings are not set.
+        Nothing is converted before or after it, and PyTorch's settings are not set.
         """
 
 
 MOST_OUTPUTS = 31
-"""Flat outputs for which the C++ has room."""
+"""Largest number of flat outputs that the C++ code supports."""
 
 
 def plain(run: Callable[[Tensor], tuple[Tensor, ...]]) -> Quick:
@@ -64,7 +64,7 @@ def plain(run: Callable[[Tensor], tuple[Tensor, ...]]) -> Quick:
 
 @functools.cache
 def bind() -> Callable[[tuple[object, ...]], Answer] | None:
-    """What `cpp/quick_call.cpp` makes answers with, see `Part` there; None where it cannot be compiled."""
+    """The function of `cpp/quick_call.cpp` that makes answers, see `Part` there; None if it cannot be compiled."""
     try:
         file = str(
             library(

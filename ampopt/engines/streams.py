@@ -1,4 +1,4 @@
-"""Several streams as one: a call forks from its caller's stream and joins it again."""
+"""Runs one call on several streams: it forks from the caller's stream and joins it at the end."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from ampopt.engines.branches import MAIN
 
 
 class Streams(Protocol):
-    """The streams of one call, by number; `MAIN` is its caller's. Called in the order fork, …, join."""
+    """The streams of one call, by number; `MAIN` is the caller's. Call order: fork, …, join."""
 
     def fork(self, count: int) -> None:
-        """Take `count` streams; the others begin where the main one is now."""
+        """Use `count` streams; the others start after the work launched on the main one so far."""
 
     def launch_on(self, stream: int) -> None:
-        """What follows is launched on this stream."""
+        """Launch the following operators on this stream."""
 
     def record(self) -> Any:
-        """An event: the end of what was launched on the current stream so far."""
+        """Record an event: the end of the work launched on the current stream so far."""
 
     def wait(self, event: Any) -> None:
-        """What follows on the current stream begins after an event."""
+        """Make the current stream wait for an event."""
 
     def join(self, held: Sequence[object], outputs: Sequence[Tensor]) -> None:
-        """Go back to the main stream and go on where all streams have ended.
+        """Return to the main stream, and make it wait for all streams.
 
-        `held` is only named here so that it lives until now. `outputs` are the caller's from now on.
+        `held` is an argument only to keep its values alive until now. The caller owns `outputs` from now on.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class Branched:
-    """A graph that `branches.branched` wrote, as a function of its inputs."""
+    """A graph that `branches.branched` has rewritten, as a function of its inputs."""
 
     graph: fx.GraphModule
     open_streams: Callable[[], contextlib.AbstractContextManager[Streams]]
@@ -51,18 +51,18 @@ class Branched:
 
 
 class CudaStreams:
-    """CUDA's streams beside `main`, which is current, under capture too: there, waits become edges.
+    """CUDA streams in addition to `main`, the current one; under capture, waits become graph edges.
 
-    PyTorch hands a freed block to the next operator on the stream that it was allocated on, which is only
-    right where every use of the block comes before. A block that is used on its own stream alone is safe.
-    For the others, the join sends every stream behind the end of all, so that whoever allocates on one of
-    them afterwards, this engine or another user of PyTorch's few streams, comes later than the last use.
-    Outputs are used after that, so the allocator is told to wait for the main stream, too. A capture has
-    memory of its own, and its streams must end at the join, so there neither is done.
+    PyTorch gives a freed block to the next operator on the stream that it was allocated on, which is only
+    correct if every use of the block comes before. A block that is used on its own stream alone is safe. For
+    the others, the join makes every stream wait for the end of all, so that a later allocation on one of
+    them, by this engine or another user of PyTorch's few streams, comes after the last use. Outputs are used
+    after that, so the allocator also waits for the main stream (`record_stream`). A capture has its own
+    memory, and its streams must end at the join, so neither is done there.
     """
 
     def __init__(self, main: torch.cuda.Stream) -> None:
-        """Only `main` is there until the fork."""
+        """Start with `main` only; `fork` adds the others."""
         self._streams = [main]
         self._current = main
 
@@ -123,9 +123,9 @@ _own = _OwnStreams()
 
 @contextlib.contextmanager
 def cuda_streams(device: torch.device) -> Iterator[CudaStreams]:
-    """The streams for one call, from the current stream of a device; that is current again afterwards.
+    """The streams for one call, from a device's current stream, which is current again afterwards.
 
-    Where the call fails, the streams are joined all the same: what it has launched still runs.
+    If the call fails, the streams are still joined, because launched work continues.
     """
     with torch.cuda.device(device):
         main = torch.cuda.current_stream()

@@ -1,1 +1,1 @@
-"""The program that passes transform, and the contract that they keep."""
+"""The program that passes transform, and the interface of passes."""

@@ -1,4 +1,4 @@
-"""Which tensors of an exported graph may share memory, and which are written to in place."""
+"""Alias analysis of an exported graph: which tensors may share memory, which are written in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user may pass: arguments of another kind are refused with what to write instead."""
+"""Checks user arguments; an invalid argument raises an error that says what to write instead."""
 
 from __future__ import annotations
 

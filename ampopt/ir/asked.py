@@ -1,4 +1,4 @@
-"""What a model's Python code asks beside the numbers of tensors: a captured graph has one answer to it."""
+"""Detects model code that reads strides or the autocast state; a captured graph makes them constants."""
 
 from __future__ import annotations
 

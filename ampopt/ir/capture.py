@@ -1,4 +1,4 @@
-"""From a model and a call of it to a Program: `torch.export`, then `lowering`.
+"""Captures a model and an example call as a Program: `torch.export`, then `lowering`.
 
 The user's model is never touched, and the private copy that is captured is never called: everything here
 works on further copies of it, in evaluation mode.

@@ -1,4 +1,4 @@
-"""One thread at a time captures, exports, traces or compiles.
+"""A lock: one thread at a time captures, exports, traces or compiles.
 
 `torch.export`, what comes after it, and inductor replace methods of `nn.Module`, flags and tables of the
 whole process while they work, so two at once spoil each other.

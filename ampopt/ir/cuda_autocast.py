@@ -1,4 +1,4 @@
-"""CUDA's rules of float16 autocast, learnt on any machine.
+"""CUDA's float16 autocast rules, determined on any machine with fake tensors.
 
 `torch.autocast` keeps a list of operators for each kind of device: on CUDA softmax, layer normalization and
 sums run in float32, on a CPU they do not. The lists are in every build of PyTorch, and fake tensors that

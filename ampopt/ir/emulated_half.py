@@ -1,4 +1,4 @@
-"""float16 on a CPU at the speed of float32: products are computed in float32 and rounded once."""
+"""Emulates float16 products on a CPU at float32 speed: computed in float32 and rounded once."""
 
 from __future__ import annotations
 

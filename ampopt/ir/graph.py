@@ -1,4 +1,4 @@
-"""Helpers with which passes read and edit an ATen graph; FX's loose types are narrowed here, once."""
+"""Helper functions to read and edit an ATen graph; they narrow FX's loose types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lanes: the same pipeline in FP32 and in mixed precision, each deciding for itself."""
+"""Lanes: the precisions (FP32, mixed) in which the same pipeline is tried independently."""
 
 from __future__ import annotations
 

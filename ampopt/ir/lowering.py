@@ -1,4 +1,4 @@
-"""From an exported program to a flat ATen graph that owns its weights and changes nothing in place.
+"""Lowers an exported program to a flat, functional ATen graph that owns its weights.
 
 `ExportedProgram.module()` is no substitute: its weights alias the user's. In-place operators are renamed
 to their functional form only where the tensor that they overwrite provably has no other name; in every

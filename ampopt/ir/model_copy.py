@@ -1,4 +1,4 @@
-"""Copies of the user's model to work on, and where it computes; the model itself is never called."""
+"""Copies the user's model and finds its device; the user's model itself is never called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model remembers from call to call: found by calling it, named, and so never frozen into a graph.
+"""Finds the state that a model keeps between calls, so that no state is captured as a constant.
 
 A graph holds what a model computes from its inputs. A model that also computes from what an earlier call left
 in a buffer, an attribute, a list, an object, an iterator or a global answers otherwise the next time, and so

@@ -1,4 +1,4 @@
-"""Convolutions that PyTorch computes from memory that nobody has written, on a CPU and below FP32.
+"""Convolutions for which PyTorch reads uninitialized memory, on a CPU and below FP32.
 
 Seen with torch 2.11 and 2.14 on processors with AMX, by filling free memory with NaN before each of 50,000
 random convolutions: wherever the output is one element wide while the kernel is wider and its stride is more

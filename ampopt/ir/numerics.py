@@ -1,4 +1,4 @@
-"""How far two tensors are apart, how far they may be, and random inputs to compare on."""
+"""Relative errors of tensors, their limits, and random inputs for verification."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which operators a program's file may name: those of ATen that only compute tensors from tensors.
+"""The operators that a program file may contain: ATen operators that only compute tensors from tensors.
 
 A file may come from a stranger, so the answer is sought in what the operator says of itself (its namespace,
 its schema, its tags), and every doubt refuses it. Words in its name sort out what schema and tags do not

@@ -1,4 +1,4 @@
-"""Provenance: where in the user's model each node of a graph comes from, carried on by every rewrite.
+"""Provenance: the places in the user's model that each node comes from; every rewrite keeps it.
 
 A node has several origins where it stands for several: a convolution into which a normalization was folded
 comes from both. A weight comes from the calls that read it.

@@ -1,4 +1,4 @@
-"""The text of a pipeline, and the names of passes that installed packages bring; nothing is imported for it.
+"""Parses the text form of a pipeline, and lists passes of installed packages without importing them.
 
 The text is that of MLIR and xDSL: `fold-conv-bn,degroup{least-gain=1.1}`. Options are separated by spaces or
 commas; a value is JSON, a word without quotes, or `none`.

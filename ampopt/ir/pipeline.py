@@ -1,4 +1,4 @@
-"""Pipelines: which passes are tried, and in which order."""
+"""Pipelines: the passes to try, and their order."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ampopt.ir.transform import Engine, Family, Pass
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Passes in the order in which they are tried; iteration gives all of them.
+    """Passes in the order in which they are tried; iterating over it gives all of them.
 
-    `rewrites` change the program, one after the other. `engines` are alternatives that run the rewritten
-    graph. `launches` come on top of every engine. A pass's family says which of these it is. A name stands
-    there once. Raises InputError for a pass at a wrong place and for a name that comes twice.
+    `rewrites` change the program, one after another. `engines` are alternatives that run the rewritten graph.
+    `launches` are applied on top of every engine. A pass's family decides which of these it belongs to. Each
+    name occurs once. Raises InputError for a pass in the wrong group and for a repeated name.
     """
 
     rewrites: tuple[Pass, ...] = ()
@@ -53,7 +53,7 @@ class Pipeline:
         return iter((*self.rewrites, *self.engines, *self.launches))
 
     def __getitem__(self, name: str) -> Pass:
-        """The pass of a name. Raises InputError where there is none."""
+        """The pass with this name. Raises InputError if there is none."""
         for step in self:
             if step.name == name:
                 return step
@@ -61,16 +61,22 @@ class Pipeline:
         raise InputError(f"there is no pass {name} in this pipeline: it has {names or 'none'}")
 
     def without(self, *names: str) -> Pipeline:
-        """The pipeline without the passes of these names. Raises InputError for a name that it lacks."""
+        """The pipeline without the passes of these names. Raises InputError for an unknown name."""
         left_out = [self[name] for name in names]
         return Pipeline.of(step for step in self if step not in left_out)
 
     def before(self, name: str, *passes: Pass) -> Pipeline:
-        """The pipeline with more passes, right before the one of this name. Raises InputError."""
+        """The pipeline with more passes directly before the named one.
+
+        Raises InputError for an unknown name.
+        """
         return self._with(name, passes, after=False)
 
     def after(self, name: str, *passes: Pass) -> Pipeline:
-        """The pipeline with more passes, right after the one of this name. Raises InputError."""
+        """The pipeline with more passes directly after the named one.
+
+        Raises InputError for an unknown name.
+        """
         return self._with(name, passes, after=True)
 
     def _with(self, name: str, passes: tuple[Pass, ...], *, after: bool) -> Pipeline:

@@ -1,4 +1,4 @@
-"""Which calls a program can answer: of plain tensors, in no transform and under no tracer."""
+"""Checks that a program can answer a call: plain tensors only, outside of transforms and tracers."""
 
 from __future__ import annotations
 

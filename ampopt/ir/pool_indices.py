@@ -1,4 +1,4 @@
-"""`ampopt::max_pool2d_with_indices`: PyTorch's own pooling, kept whole where a compiler would make its own.
+"""`ampopt::max_pool2d_with_indices`: calls PyTorch's own pooling, so that compilers do not replace it.
 
 Of several NaN in a window eager gives the index of the last, inductor that of the first. An unpooling then
 puts the NaN at another place, and an element that a fault has spoilt in eager is a number.

@@ -1,4 +1,4 @@
-"""What a precision is called, known without PyTorch: `ampopt.ir.lanes` says what each name means."""
+"""The names of precisions, without importing PyTorch; `ampopt.ir.lanes` defines each of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Program: one ATen graph with its border, its run settings and the recipe that made it.
+"""The Program: an ATen graph with the dtypes and formats at its border, its run settings and its recipe.
 
 A program is immutable: a pass returns a new one. Graphs of several programs share weight tensors, so a
 pass registers new tensors and never writes into one. The *recipe* is the list of passes that made the

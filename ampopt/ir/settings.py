@@ -1,4 +1,4 @@
-"""The world around a call: autocast, gradients, and the switches of CUDA's arithmetic."""
+"""PyTorch settings during a call: autocast, gradients, TF32 and cuDNN's algorithm search."""
 
 from __future__ import annotations
 

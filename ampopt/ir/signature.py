@@ -1,4 +1,4 @@
-"""The border between a model's call, with its nested arguments and results, and a flat list of tensors."""
+"""Converts between a model's call, with nested arguments and results, and flat lists of tensors."""
 
 from __future__ import annotations
 

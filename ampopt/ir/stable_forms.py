@@ -1,4 +1,4 @@
-"""Operators in a form that stays right outside the usual range, for runtimes that compute them by the book.
+"""Numerically stable forms of operators, for runtimes that compute the textbook formula.
 
 PyTorch computes log(sigmoid(x)) as min(x, 0) - log1p(exp(-|x|)); torch.onnx writes Log(Sigmoid(x)), which is
 -inf from about -17 on, because ONNX Runtime's Sigmoid is exactly 0 there. `FORMS` is the table of all such

@@ -1,4 +1,4 @@
-"""What a pass is: a claim about a program, applied on request, with an honest account of what it did."""
+"""The base classes of passes: `Pass`, `Engine`, their results, and recipes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ampopt.ir.program import Program
 
 
 class Numerics(enum.Enum):
-    """How far a pass may move the outputs, and so how it is verified."""
+    """The largest change that a pass may make to outputs; it decides how the pass is verified."""
 
     BITWISE = "bitwise"
-    """Every output bit stays."""
+    """All bits of every output stay the same."""
     REASSOCIATED = "reassociated"
-    """The same real-number function; only the rounding differs."""
+    """The same function over real numbers, with another rounding."""
     APPROXIMATE = "approximate"
     """Computes in lower precision."""
 
 
 class Family(enum.Enum):
-    """What a pass changes, which decides its place in the order and the clock that it is judged by."""
+    """What a pass changes; it decides the pass's position in the pipeline and the clock that judges it."""
 
     REWRITE = "rewrite"
     """The graph's algebra. Judged on device time."""
@@ -36,14 +36,17 @@ class Family(enum.Enum):
     KERNEL = "kernel"
     """Operators that exist on this machine only and that compilers cannot see into. Judged on device time."""
     ENGINE = "engine"
-    """Who runs the graph (TorchScript, inductor). Judged on latency, against the other engines."""
+    """The engine that runs the graph (TorchScript, inductor).
+
+    Judged on latency, against the other engines.
+    """
     LAUNCH = "launch"
     """How the program is launched (a captured CUDA graph). Judged on latency, on top of every engine."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Declined:
-    """One place that a pass looked at and left alone, and why."""
+    """A node that a pass examined and did not change, with the reason."""
 
     node: str
     reason: str
@@ -51,11 +54,11 @@ class Declined:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a pass did to a program.
+    """The result of applying a pass to a program.
 
-    `rewrites` counts the places that were changed; with none, `program` is the one that came in. `replay`
-    is the pass to put into the recipe: the pass itself, or a copy with what it measured written into its
-    fields, so that a replay measures nothing. `hints` are findings worth reading although nothing changed.
+    `rewrites` counts the places that were changed; with none, `program` is the one that came in. `replay` is
+    the pass to put into the recipe: the pass itself, or a copy with what it measured written into its fields,
+    so that a replay measures nothing. `hints` are findings for the report even if nothing changed.
     """
 
     program: Program
@@ -74,26 +77,25 @@ class Result:
 class Pass(abc.ABC):
     """A transform of a program. Subclasses are frozen dataclasses whose fields are the pass's options.
 
-    The pass manager owns copying, linting, verifying, timing and the decision; a pass only rewrites. It
-    never changes the program that it is given: `graph.copy_of` makes the copy to work on.
+    The pass manager copies, checks, verifies, times and decides; a pass only rewrites. It never changes the
+    program that it is given: `graph.copy_of` makes the copy to work on.
 
-    It carries provenance on (`ampopt.ir.origin`): every call and weight of the result comes from places of
-    the model that the program knew before, and none that an output depended on is lost. The helpers of
-    `graph` see to it.
+    It keeps provenance (`ampopt.ir.origin`): every call and weight of the result has origins that the program
+    had before, and no origin that an output depended on is lost. The helpers of `graph` do this.
     """
 
     numerics: ClassVar[Numerics]
     family: ClassVar[Family]
     portable: ClassVar[bool]
-    """True: holds on every machine and belongs into an exported model."""
+    """True: valid on every machine, so that the pass is applied to exported models."""
     shape_dependent: ClassVar[bool] = False
-    """True: it judges by the example's sizes, so it is left out of a model that is exported for others."""
+    """True: it depends on the example's sizes, so that it is left out of exports with dynamic sizes."""
     enables_others: ClassVar[bool] = False
-    """True: kept although it gains nothing, as long as it costs nothing, because later passes build on it."""
+    """True: kept without a gain, unless it is slower, because later passes build on it."""
 
     @property
     def name(self) -> str:
-        """The name that reports and the command line use: `FoldConvBn` is `fold-conv-bn`."""
+        """The name in reports and on the command line: `FoldConvBn` is `fold-conv-bn`."""
         return re.sub(r"(?<!^)(?=[A-Z])", "-", type(self).__name__).lower()
 
     @property
@@ -102,32 +104,32 @@ class Pass(abc.ABC):
         return inspect.cleandoc(type(self).__doc__ or "").partition("\n")[0]
 
     def numerics_on(self, program: Program) -> Numerics:
-        """How far the pass may move the outputs of this program."""
+        """The largest change that the pass may make to the outputs of this program."""
         return self.numerics
 
     def why_not(self, program: Program) -> str | None:
-        """Why the pass cannot be applied to this program as a whole; None where it can."""
+        """Why the pass cannot be applied to this program at all; None if it can."""
         return None
 
     def expected_seconds(self, program: Program) -> float:
-        """About how long `apply` will take; it is not begun where the time budget has no room for it."""
+        """Estimated time of `apply` in seconds; the pass is skipped if the time budget has less left."""
         return 0.0
 
     def within(self, seconds: float) -> Pass:
-        """The pass as it is to be applied where so many seconds are left of the time budget."""
+        """The pass to apply when this many seconds of the time budget are left."""
         return self
 
     @abc.abstractmethod
     def apply(self, program: Program) -> Result:
-        """Apply the pass where it holds; say where it does not."""
+        """Rewrite every place where the pass is valid, and list the places that it declines."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Engine(Pass):
-    """A pass that says who runs the graph: a compiler, a runtime. It leaves the graph itself as it is.
+    """A pass that selects a compiler or runtime to run the graph. It does not change the graph.
 
-    `apply` gives `program.replace(engine=...)`: a callable from the program's flat inputs to its outputs. It
-    may have a shorter way for calls of one tensor, see `ampopt.engines.quick_call.HasQuickCall`.
+    `apply` returns `program.replace(engine=...)`: a callable from the program's flat inputs to its outputs.
+    It may have a fast path for calls of one tensor, see `ampopt.engines.quick_call.HasQuickCall`.
     """
 
     numerics = Numerics.REASSOCIATED
@@ -135,17 +137,19 @@ class Engine(Pass):
     portable = False
 
     packages: ClassVar[tuple[str, ...]] = ()
-    """Packages, by the names that they are imported by, without which the engine is declined; what it finds
-    is kept under their versions."""
+    """Import names of the packages that the engine needs.
+
+    Without them the engine is declined; results are cached by their versions.
+    """
     extra: ClassVar[str | None] = None
-    """The extra of ampopt that brings them."""
+    """The extra of ampopt that installs them."""
     risky: ClassVar[bool] = False
-    """True: a foreign compiler that could take the process down, so it is rehearsed in another one first."""
+    """True: a third-party compiler that could crash the process; another process rehearses it first."""
     slow_to_apply: ClassVar[bool] = False
-    """True: takes seconds to minutes; a new input shape at work does not wait for it."""
+    """True: applying takes seconds to minutes, so that it is left out for new shapes during calls."""
 
     def why_not(self, program: Program) -> str | None:
-        """A package that is not there; autocast, which no engine sees: casts have to be written down."""
+        """Why the engine cannot run: a missing package, or autocast, whose casts engines do not see."""
         for name in self.packages:
             if importlib.util.find_spec(name) is None:
                 wanted = f"'ampopt[{self.extra}]'" if self.extra else name
@@ -153,27 +157,27 @@ class Engine(Pass):
         return "it still runs under autocast" if program.under_autocast else None
 
     def hurried(self) -> Engine:
-        """The engine as it is applied where less time is left than it expects to take."""
+        """The engine to apply when less time is left than it expects to need."""
         return self
 
     def apply_beside(self, program: Program, rehearsed: Callable[[], object]) -> Result:
-        """Apply a risky engine while it is rehearsed; `rehearsed` waits for that, and raises where it failed.
+        """Apply a risky engine during its rehearsal; `rehearsed` waits for it, and raises if it failed.
 
-        What can take the process down comes after it. By default everything does.
+        Steps that could crash the process must come after `rehearsed()`. By default all steps do.
         """
         rehearsed()
         return self.apply(program)
 
 
 def is_slow(step: Pass) -> bool:
-    """Whether a new input shape at work does not wait for a pass."""
+    """Whether a pass is left out for new input shapes during calls."""
     return isinstance(step, Engine) and step.slow_to_apply
 
 
 def replay(recipe: tuple[Pass, ...], program: Program) -> Program:
     """Apply the passes of a recipe, in order, to another capture of the same model.
 
-    A pass that has nothing to do there is left out of the new program's recipe.
+    A pass that changes nothing there is left out of the new program's recipe.
     """
     for step in recipe:
         if step.why_not(program) is None and (result := step.apply(program)).modified:
@@ -183,11 +187,11 @@ def replay(recipe: tuple[Pass, ...], program: Program) -> Program:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How to make a program for inputs not seen yet: the lane, and the passes kept in it."""
+    """How to make programs for new inputs: the lane, and the passes that were kept in it."""
 
     lane: Lane
     passes: tuple[Pass, ...]
     tolerance: float | None = None
     metric: Callable[[Any, Any], float] | None = None
     faults: Literal["keep", "exact", "ignore"] = "keep"
-    """What has to become of NaN and infinities, see `ampopt.measure.verify.Faults`."""
+    """How NaN and infinities must propagate, see `ampopt.measure.verify.Faults`."""

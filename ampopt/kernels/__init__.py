@@ -1,1 +1,1 @@
-"""Our own fast operators, and what measures and fuses with them."""
+"""ampopt's own fast operators, with their measurement and fusion."""

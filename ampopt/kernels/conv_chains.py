@@ -1,4 +1,4 @@
-"""Chains in a graph that `fused_conv` computes in one call: a layer with weights, and what follows it."""
+"""Finds chains in a graph that one `fused_conv` call computes: a layer with weights, and its epilogue."""
 
 from __future__ import annotations
 

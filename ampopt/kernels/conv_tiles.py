@@ -1,4 +1,4 @@
-"""What decides the speed of one call of `fused_conv`, and the tiles in which it is worth trying."""
+"""The parameters that decide the speed of a `fused_conv` call, and the candidate tiles for it."""
 
 from __future__ import annotations
 

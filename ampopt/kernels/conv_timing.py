@@ -1,4 +1,4 @@
-"""The fastest tile of `fused_conv` at one piece of a network, by measurement."""
+"""Measures the fastest tile of `fused_conv` for one site of a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shapes of cuDNN's fused operators, unknown to PyTorch itself, so that compilers can work around them."""
+"""Registers shape functions (fake kernels) of cuDNN's fused operators, so that compilers can handle them."""
 
 from __future__ import annotations
 

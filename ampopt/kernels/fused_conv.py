@@ -1,4 +1,4 @@
-"""`ampopt::fused_conv`: a convolution or linear layer with its epilogue, one operator run by Triton.
+"""`ampopt::fused_conv`: a convolution or linear layer with its epilogue, as one operator in Triton.
 
 It computes `act2(act1(conv(x · s, w) + b) + z)` for feature maps with the channel innermost. How a kernel
 divides the work is a `Tile`, an argument of the operator, chosen by measurement (`conv_tiles`).

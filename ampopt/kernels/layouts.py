@@ -1,4 +1,4 @@
-"""Programs whose feature maps lie in memory with the channel innermost."""
+"""Converts programs to channels_last (feature maps with the channel innermost)."""
 
 from __future__ import annotations
 

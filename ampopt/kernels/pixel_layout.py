@@ -1,4 +1,4 @@
-"""How feature maps with the channel innermost lie in memory, as Triton's kernels read them."""
+"""The memory layout of feature maps with the channel innermost, as Triton kernels read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton kernels for feature maps with the channel innermost: convolution or linear layer and its epilogue.
+"""Triton kernels for a convolution or linear layer with its epilogue; the channel is innermost in memory.
 
 Import this only where Triton is installed. Every kernel computes `y = act2(act1(conv(x · s, w) + b) + z)`
 with sums in float32; s, b, z, act1 and act2 may be absent. Channel counts come in units of `UNIT`

@@ -1,1 +1,1 @@
-"""How fast it is, whether it is right, and both written down."""
+"""Timing, verification, and reports of both."""

@@ -1,4 +1,4 @@
-"""Samplers on two clocks.
+"""Two clocks for timing: latency and device time.
 
 *Latency* is one call as its user makes it, synchronised. *Device time* is the kernels alone with the gaps
 between their launches removed: the time of a CUDA-graph replay. On a CPU the two coincide.

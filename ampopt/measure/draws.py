@@ -1,4 +1,4 @@
-"""Inputs to verify on: like the examples, far outside their range, and with a fault in one element.
+"""Verification inputs: like the examples, far outside of their range, and with a fault in one element.
 
 A model that keeps a state is called several times in a row, so a draw is a sequence of calls.
 """

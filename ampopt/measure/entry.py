@@ -1,4 +1,4 @@
-"""A row of the ledger: what one pass did in one lane, on both clocks, and why it was kept or not."""
+"""A row of the ledger: times, error and verdict of one pass in one lane, with the reason."""
 
 from __future__ import annotations
 

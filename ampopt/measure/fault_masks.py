@@ -1,4 +1,4 @@
-"""Where outputs are not finite: what of it a program loses, and what it adds."""
+"""Masks of non-finite outputs: which of them a program loses, and which it adds."""
 
 from __future__ import annotations
 

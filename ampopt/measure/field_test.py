@@ -1,4 +1,4 @@
-"""Latency as a robot sees it: frames at a camera's rate with idle gaps between them, then back to back.
+"""Latency test for robots: frames at a camera's rate with idle gaps between them, then back to back.
 
 It does not matter what runs the model: a call takes a frame and returns when its outputs are there. In the
 idle gaps processors lower their clocks and caches go cold, which a loop without gaps never shows.

@@ -1,4 +1,4 @@
-"""A frame as a robot sees it: inputs in host memory, a call on the device, outputs in host memory."""
+"""Runs a model on one frame: inputs in host memory, a call on the device, outputs in host memory."""
 
 from __future__ import annotations
 

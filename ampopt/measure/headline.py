@@ -1,4 +1,4 @@
-"""How much faster a program is than another one: never overstated, however busy the machine is.
+"""The speedup of a program over another one, with an interval that is also valid on a busy machine.
 
 Two programs that are the same must not be found to differ, so the first is sampled twice in every round, in
 random order beside the second: what these two samplings differ by is what the machine makes of one and the

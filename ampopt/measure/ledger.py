@@ -1,4 +1,4 @@
-"""The ledger: for every pass and lane what was before, what after, and why it was kept or not."""
+"""The ledger: measurements before and after each pass in each lane, the verdict and its reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger as a table: on a terminal, as plain text, as Markdown."""
+"""Formats the ledger as a table: for a terminal, as plain text, as Markdown."""
 
 from __future__ import annotations
 

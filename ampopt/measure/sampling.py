@@ -1,4 +1,4 @@
-"""Samples that are taken in turn, medians with their confidence, and decisions outside the noise."""
+"""Interleaved samples, medians with confidence intervals, and significance of gains."""
 
 from __future__ import annotations
 

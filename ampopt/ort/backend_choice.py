@@ -1,4 +1,4 @@
-"""Which of several ways to run a model serves a robot best here: by its median, its tail, and its threads.
+"""Selects the backend for a robot by median latency, tail latency and number of threads.
 
 The median alone prefers what is a little faster mostly and much slower now and then, which misses deadlines;
 and what takes every core for a little gain takes them from the robot's other processes, too.

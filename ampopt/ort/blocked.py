@@ -1,4 +1,4 @@
-"""ONNX Runtime's CPU graphs with fewer changes of layout.
+"""Removes layout changes (reorderings) from ONNX Runtime's CPU graphs.
 
 On a CPU, ONNX Runtime computes convolutions and pooling on tensors in blocks of channels (its NCHWc layout, 8
 or 16 numbers to a block). Where another operator stands between them, it orders the numbers back and forth.

@@ -1,4 +1,4 @@
-"""Grouped convolutions whose groups are too narrow for ONNX Runtime's blocks of channels.
+"""Merges narrow groups of grouped convolutions, so that they fill ONNX Runtime's channel blocks.
 
 On a CPU, ONNX Runtime computes a grouped convolution in blocks only where each group has whole blocks of
 channels; else it orders the numbers back and computes group by group. Groups put together, with zeros where

@@ -1,4 +1,4 @@
-"""The options of ONNX Runtime that are worth measuring, provider by provider, in the order of the sweep."""
+"""The ONNX Runtime options to measure for each provider, in the order of the sweep."""
 
 from __future__ import annotations
 

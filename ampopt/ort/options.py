@@ -1,4 +1,4 @@
-"""How an ONNX Runtime session is set up, as data: what a bundle stores, and what is safe to take from one."""
+"""Options of an ONNX Runtime session as data: a bundle stores them, and only safe ones are read from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ONNX Runtime makes of a model, and how long each of its nodes takes."""
+"""ONNX Runtime's optimized graph of a model, and the time of each node."""
 
 from __future__ import annotations
 

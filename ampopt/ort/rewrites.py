@@ -1,4 +1,4 @@
-"""What is done to the graphs that ONNX Runtime makes for a CPU, one step after the other."""
+"""The rewrites of ONNX Runtime's CPU graphs, applied one after another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One ONNX Runtime session whose options are data, whose provider is checked, whose buffers may be fixed.
+"""An ONNX Runtime session with options as data, a checked provider, and optionally fixed buffers.
 
 Nothing here needs PyTorch. ONNX Runtime itself is loaded with the first session, not with this module.
 """

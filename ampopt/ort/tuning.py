@@ -1,4 +1,4 @@
-"""The fastest ONNX Runtime options for a model on this machine, found by measuring one option after another.
+"""Finds the fastest ONNX Runtime options for a model on this machine by measuring them one after another.
 
 Each knob is turned on top of the best options so far. Its settings and the best so far are measured in turn
 (A B C A B C …); a setting stays only where it is faster outside the noise and leaves the outputs right.

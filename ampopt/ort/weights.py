@@ -1,4 +1,4 @@
-"""Weights of an ONNX graph that are put beside others, or in their place."""
+"""Adds and replaces weights (initializers) of an ONNX graph."""
 
 from __future__ import annotations
 

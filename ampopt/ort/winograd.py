@@ -1,4 +1,4 @@
-"""Convolutions of ONNX Runtime's CPU graphs by Winograd's algorithm, in 16 multiplications for every 36.
+"""Winograd convolutions in ONNX Runtime's CPU graphs: 16 multiplications instead of 36.
 
 ONNX Runtime's own convolutions in blocks of channels run at three quarters of what the processor can do, so
 that nothing but fewer multiplications makes them much faster. Those of 3x3 weights and stride 1 become an

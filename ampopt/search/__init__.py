@@ -1,1 +1,1 @@
-"""The search: every pass is tried, judged and chosen, lane by lane."""
+"""The search: tries, verifies, times and selects passes in each lane."""

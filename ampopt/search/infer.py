@@ -1,4 +1,4 @@
-"""Example inputs for a model that was given none, where its first layer says what it takes."""
+"""Infers example inputs from a model's first layer where none are given."""
 
 from __future__ import annotations
 

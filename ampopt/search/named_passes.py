@@ -1,4 +1,4 @@
-"""Passes by their names: ours, and those of installed packages, which are imported when they are named."""
+"""Finds passes by name: those of ampopt, and those of installed packages, which are imported on first use."""
 
 from __future__ import annotations
 

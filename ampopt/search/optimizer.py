@@ -1,4 +1,4 @@
-"""One captured model through all lanes: baseline, passes, ways to run, the choice, the result."""
+"""Optimizes one captured model in all lanes: baseline, passes, engines, choice of the lane, result."""
 
 from __future__ import annotations
 

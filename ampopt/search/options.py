@@ -1,4 +1,4 @@
-"""What the user asked for, checked before any work: precision, limits, and the passes to try."""
+"""The user's options, checked before any work: precision, limits, and passes to try."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pass manager: every pass is applied, verified, timed, and kept or not, with the reason written down."""
+"""The pass manager: applies, verifies and times every pass, and keeps or reverts it with a reason."""
 
 from __future__ import annotations
 

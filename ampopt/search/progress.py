@@ -1,4 +1,4 @@
-"""The progress line: which pass, in which lane, how long so far, how long at most."""
+"""The progress line: pass, lane, elapsed time and time limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that are no single graph: their largest capturable submodules are optimized, no more."""
+"""Optimizes the largest capturable submodules of a model that cannot be captured as one graph."""
 
 from __future__ import annotations
 

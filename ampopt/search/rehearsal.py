@@ -1,4 +1,4 @@
-"""Rehearsals: a risky pass is tried in another process first, which alone suffers when it crashes or hangs.
+"""Rehearsals: a risky pass first runs in another process, so that a crash or hang does no harm here.
 
 A foreign compiler can bring the process down, corrupt its CUDA context for good, or not return in time.
 None of that can be undone from inside, so it first does its work, captured and replayed, in a sandbox: a

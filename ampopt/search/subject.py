@@ -1,4 +1,4 @@
-"""A program under trial."""
+"""A program under trial, with its executable for each clock."""
 
 from __future__ import annotations
 

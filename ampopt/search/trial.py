@@ -1,4 +1,4 @@
-"""A trial: something is applied to a program, verified and timed, and this is what that came to."""
+"""A trial: the result of applying, verifying and timing one pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tuning results on disk: the passes that won for a model, found again by a hash of all that decides it.
+"""Disk cache of tuning results: the recipes that won for a model, by a hash of everything they depend on.
 
 What is found again is replayed and verified like anything else, so that a file can cost time, never a right
 answer. Files are small, written in one step, and carry a checksum; one that is damaged is removed.

@@ -1,1 +1,1 @@
-"""What lies below us: files, caches, threads, flags, the driver, native code."""
+"""Operating system and hardware: files, caches, threads, flags, the CUDA driver, native code."""

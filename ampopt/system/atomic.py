@@ -1,4 +1,4 @@
-"""Write files so that whoever looks sees the old one or the new one, even if the writer is killed.
+"""Atomic file writes: a reader sees the old file or the new one, even if the writer is killed.
 
 Nothing else in ampopt replaces files. What is written lies beside its target under a name of its own, reaches
 the disk, and takes its place by one rename within one file system.

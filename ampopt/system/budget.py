@@ -1,4 +1,4 @@
-"""What comes before and after a search takes time, too: how many calls, and whether they fit a budget."""
+"""Estimates the number of calls before and after a search, and checks that they fit the time budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder where files are kept that can be made again: written in one step, few, and small."""
+"""The cache folder: atomic writes, a limited number of files, and a limited size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NVIDIA's bindings of CUDA's driver, for the few functions that PyTorch has no call for.
+"""Calls of the CUDA driver that PyTorch does not offer, through NVIDIA's Python bindings.
 
 PyTorch's builds for CUDA bring the package `cuda-bindings`, which finds the driver of this process. It is
 imported where it is needed: without it, or without a driver, everything here raises RuntimeError.

@@ -1,4 +1,4 @@
-"""Where a measurement was made: device, driver, library versions, as results are labelled with."""
+"""The environment of a measurement: device, driver and library versions."""
 
 from __future__ import annotations
 

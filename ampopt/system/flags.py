@@ -1,4 +1,4 @@
-"""Global PyTorch switches set for a `with` block and put back after it, whichever way it ends.
+"""Sets global PyTorch switches for a `with` block and restores them after it, also after an exception.
 
 cuDNN's and cuBLAS's switches are process-wide, so two threads inside different scopes would see each
 other's; one scope at a time has its turn. A thread that waits for work in another one lends it its

@@ -1,4 +1,4 @@
-"""Inductor's cache on disk, rid of what killed compilers left in it."""
+"""Removes unfinished builds of killed compilers from inductor's disk cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C where it does no harm: in `interruptible` blocks; anywhere else it waits for the next of them.
+"""Delays Ctrl-C until it is safe: it is raised in `interruptible` blocks only.
 
 Python raises KeyboardInterrupt between any two steps: also while a global switch is put back or a program is
 admitted as the best. Within `watched` it is raised in `interruptible` blocks only, and there not while a

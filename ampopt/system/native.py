@@ -1,4 +1,4 @@
-"""Our C++ as a shared library for this very processor, compiled once on the machine where it runs."""
+"""Compiles ampopt's C++ code as a shared library for this processor, once, on the machine where it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Page-locked host memory: results of a GPU reach the host several times faster in it than in plain memory.
+"""Page-locked host memory, to which a GPU copies results several times faster than to pageable memory.
 
 The CUDA runtime is the one that this process has loaded already; nothing is linked.
 """

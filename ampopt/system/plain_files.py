@@ -1,4 +1,4 @@
-"""Reading plain files of a bounded size only: no FIFO hangs the reader, no device fills its memory."""
+"""Reads regular files up to a size limit, so that no FIFO blocks and no device fills the memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What exporters and compilers leave behind in a process, put back as it was.
+"""Restores the process state that exporters and compilers change.
 
 Inductor writes its cache's folder into the environment, a default that it computes anew from the same facts;
 it raises the recursion limit for its own recursion; and PyTorch's interpreter of graphs makes a lock of

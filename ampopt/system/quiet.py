@@ -1,4 +1,4 @@
-"""Keep off the user's terminal what PyTorch's exporters say there; their exceptions say it all.
+"""Suppresses the terminal output of PyTorch's exporters; their exceptions contain the same information.
 
 Only what the thread in the block says is dropped. Standard streams, logging and warnings are the process's,
 and other threads use them meanwhile: `redirect_stdout` would swallow their words, and `catch_warnings` of two

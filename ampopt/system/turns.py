@@ -1,4 +1,4 @@
-"""What one thread at a time may do in this process: optimize, capture, set PyTorch's global switches.
+"""Locks for work that one thread at a time may do: optimize, capture, set PyTorch's global switches.
 
 A thread that has several turns has taken them in this order, or two threads could wait for each other.
 """
