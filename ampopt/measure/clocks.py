@@ -1,7 +1,7 @@
 """Two clocks for timing: latency and device time.
 
-*Latency* is one call as its user makes it, synchronised. *Device time* is the kernels alone with the gaps
-between their launches removed: the time of a CUDA-graph replay. On a CPU the two coincide.
+*Latency* is the time of one call as its user makes it, synchronised. *Device time* is the kernels alone with
+the gaps between their launches removed: the time of a CUDA-graph replay. On a CPU the two coincide.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ampopt.measure.sampling import Sampler
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done everything that it was given."""
+    """Wait until all work on the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -28,19 +28,19 @@ def synchronize(device: torch.device) -> None:
 def latency(
     call: Callable[[], object], device: torch.device, *, long_s: float = sampling.LONG_CALL_S
 ) -> Sampler:
-    """Samples the latency of one synchronised call on a device, see `sampling.latency`."""
+    """A sampler of one synchronised call's latency on a device, see `sampling.latency`."""
     return sampling.latency(call, functools.partial(synchronize, device), long_s=long_s)
 
 
 LONG_ENGINE_CALL_S = 0.2
-"""On a CPU a shorter call of an engine is timed after an untimed one, see `engine_latency`."""
+"""On a CPU, engine calls shorter than this are timed after an untimed call, see `engine_latency`."""
 
 
 def engine_latency(call: Callable[[], object], device: torch.device) -> Sampler:
     """As `latency`, for subjects that may run in different engines.
 
-    On a CPU the threads of one engine spin for milliseconds after its call, on the cores that the next one's
-    threads need: so longer calls, too, are timed after an untimed one.
+    On a CPU the threads of one engine spin for milliseconds after its call, on the cores that the next
+    engine's threads need: so longer calls, too, are timed after an untimed one.
     """
     return latency(call, device, long_s=LONG_ENGINE_CALL_S if device.type == "cpu" else sampling.LONG_CALL_S)
 
@@ -48,10 +48,10 @@ def engine_latency(call: Callable[[], object], device: torch.device) -> Sampler:
 def shortest_of_two(
     call: Callable[[], object], device: torch.device, *, long_s: float, most_s: float
 ) -> float:
-    """Seconds that a call takes: the first one where it is not longer than `long_s`, else the better of two.
+    """Time of a call in seconds: of the first call if it is at most `long_s`, else the shorter of two.
 
-    A first call may be long because libraries load and kernels are chosen in it, or because something else
-    ran on the machine. A call is given up after `most_s`, before its next operator; infinity for two such.
+    A first call may be slow because it loads libraries and selects kernels, or because of other load on the
+    machine. A call is aborted after `most_s`, before its next operator; infinity if two calls are aborted.
     """
 
     def once() -> float:
@@ -90,7 +90,7 @@ class _GivingUp(TorchDispatchMode):
 
 
 def device_time(replay: Callable[[], object], device: torch.device, *, sample_s: float = 2e-3) -> Sampler:
-    """Samples the device time of one replay of a CUDA graph: as many in a row as take about `sample_s`."""
+    """A sampler of the device time of one CUDA-graph replay; each sample repeats it for about `sample_s`."""
     first = torch.cuda.Event(enable_timing=True)
     last = torch.cuda.Event(enable_timing=True)
     count = 0
@@ -114,7 +114,7 @@ def device_time(replay: Callable[[], object], device: torch.device, *, sample_s:
 
 
 def peak_memory(call: Callable[[], object], device: torch.device) -> int | None:
-    """Bytes that one call takes on a GPU beyond what was allocated before it; None on a CPU."""
+    """Peak memory in bytes that one call allocates on a GPU, above the present allocation; None on a CPU."""
     if device.type != "cuda":
         return None
     synchronize(device)
