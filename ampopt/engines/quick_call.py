@@ -40,7 +40,7 @@ class HasQuickCall(Protocol):
     def quick(
         self, example: Tensor, otherwise: Callable[[Tensor], tuple[Tensor, ...]]
     ) -> Callable[[Tensor], tuple[Tensor, ...]]:
-        """The fast path for tensors that differ from the example in values only; `otherwise` is the full path.
+        """The fast path for tensors that differ from the example in values only; `otherwise`: the full path.
 
         Nothing is converted before or after it, and PyTorch's settings are not set.
         """

@@ -47,7 +47,7 @@ def knobs_for(start: SessionOptions) -> list[Knob]:
 
 
 def thread_counts() -> list[int]:
-    """The thread counts to try: 1, half the cores, all cores, all hardware threads, within those available."""
+    """The thread counts to try: 1, half the cores, all cores, all hardware threads that are available."""
     usable = (
         sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     )

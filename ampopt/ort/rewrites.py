@@ -50,7 +50,7 @@ def rewritten(model: bytes, options: SessionOptions, rewrites: Rewrites) -> Onnx
 def merged(
     model: bytes, options: SessionOptions, arrays: Sequence[Array], before: Rewrites
 ) -> Rewrites | None:
-    """The rewrites with narrow groups merged, if a node-by-node profile shows that this is faster; else None."""
+    """The rewrites with narrow groups merged, if a profile of each node shows a gain; else None."""
     quicker = _can_be(options) and is_quicker_merged(model, options, arrays)
     return dataclasses.replace(before, merged=True) if quicker else None
 

@@ -133,7 +133,7 @@ def _create(target: Path, folder: bool) -> tuple[Path, int]:
 
 
 def locked(descriptor: int) -> bool | None:
-    """Try to take the lock: True on success, False if another process holds it, None if locks are unsupported."""
+    """Try to take the lock: True on success, False if another process holds it, None if unsupported."""
     import fcntl
 
     try:

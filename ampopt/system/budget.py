@@ -31,7 +31,7 @@ FAULTS = 2
 """Number of inputs with NaN or infinity, for which references are computed, too."""
 
 CALLS_TO_SETTLE = 7 * (FLOAT64 + 2)
-"""Calls on inputs outside of the examples' range (`draws.range_draws`): in float64, in eager, in a program."""
+"""Calls on inputs outside of the examples' range (`draws.range_draws`): float64, eager and a program."""
 
 CALLS_OF_A_TRIAL = 20
 """Minimum number of calls to verify and time a pass: three draws, warm-ups, six samples before and after."""

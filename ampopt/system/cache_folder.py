@@ -28,7 +28,7 @@ def cache_folder() -> Path | None:
 
 
 def kept_files(folder: Path) -> list[Path]:
-    """All files in a cache's folder, least recently used first; entries that are not regular files included."""
+    """All files in a cache's folder, least recently used first, including entries that are not regular files."""
     with contextlib.suppress(OSError):
         times = {}
         for file in [file for kind in KINDS for file in folder.glob(f"*{kind}")]:
@@ -79,7 +79,7 @@ def kept(file: Path) -> bytes | None:
 
 
 def is_ours(file: Path) -> bool:
-    """Whether it is a regular file, not a link, that no other user can have written: cached code is executed."""
+    """Whether it is a regular file (no link) that no other user can have written: cached code is executed."""
     status = file.lstat()
     return stat.S_ISREG(status.st_mode) and _is_mine(status)
 

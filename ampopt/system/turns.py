@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 
 class Turn:
-    """A reentrant lock; Ctrl-C interrupts the wait for it."""
+    """A reentrant lock: other threads wait, and Ctrl-C interrupts the wait."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
