@@ -54,7 +54,7 @@ class TuningCache:
             return None
 
     def store(self, key: str, recipes: Recipes, passes: Iterable[Pass] = PIPELINE) -> None:
-        """Store recipes of these passes under a key, replacing existing ones; the oldest files are removed."""
+        """Store recipes of these passes under a key, replacing existing ones; remove the oldest files."""
         known = {step.name: step for step in passes}
         try:
             lanes = {lane: write_recipe(recipe, known) for lane, recipe in recipes.items()}

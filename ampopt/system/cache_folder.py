@@ -28,7 +28,7 @@ def cache_folder() -> Path | None:
 
 
 def kept_files(folder: Path) -> list[Path]:
-    """All files in a cache's folder, least recently used first, including entries that are not regular files."""
+    """All entries of a cache's folder, of any file type, least recently used first."""
     with contextlib.suppress(OSError):
         times = {}
         for file in [file for kind in KINDS for file in folder.glob(f"*{kind}")]:
