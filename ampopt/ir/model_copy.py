@@ -17,7 +17,7 @@ from ampopt.ir.signature import tensors_of
 
 
 def private_copy(model: nn.Module, device: torch.device | None = None) -> nn.Module:
-    """A deep copy of a model in evaluation mode, without gradients, on `device` (None: where it is).
+    """A deep copy of a model in evaluation mode, without gradients, on `device` (None: unchanged device).
 
     Tensors that autograd computed from other tensors (an old-style `weight_norm`) are cloned, because PyTorch
     refuses to copy them. Raises InputError if the model cannot be copied.

@@ -74,8 +74,8 @@ class TensorInfo(NamedTuple):
 class OnnxRunner:
     """A model loaded with ONNX Runtime. It takes NumPy arrays, and returns arrays that the caller owns.
 
-    With fixed buffers, calls from several threads wait for each other; ONNX Runtime captures a CUDA graph
-    anew in each thread that calls.
+    With fixed buffers, calls from several threads wait for each other; ONNX Runtime captures a separate CUDA
+    graph in each calling thread.
     """
 
     def __init__(self, model: bytes | Path, options: SessionOptions, *, library: Path | None = None) -> None:
@@ -154,7 +154,10 @@ class FixedBuffers:
         outputs: Sequence[TensorInfo],
         options: SessionOptions,
     ) -> None:
-        """Allocate and bind. Raises SessionError where a size is not fixed or the device has no room."""
+        """Allocate and bind buffers.
+
+        Raises SessionError if a size is not fixed or the device lacks memory.
+        """
         place = (
             "cuda" if options.provider == CUDA else "cpu",
             int(options.provider_options.get("device_id", 0)),

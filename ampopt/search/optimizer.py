@@ -67,8 +67,11 @@ AUTO_TOLERANCE = 1e-2
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """`draws`: random inputs that programs are verified on beside the examples; `seconds`: of the lanes'
-    comparison."""
+    """Work of a search.
+
+    `draws`: number of random inputs for verification in addition to the examples; `seconds`: time of the
+    lanes' comparison.
+    """
 
     draws: int
     seconds: float
