@@ -346,7 +346,7 @@ def lower(exported: ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
 
     Also returns the dotted names of the buffers that the model writes. They are additional inputs, after the
     user's, and their new values are additional outputs. Raises CaptureError if the model writes to its
-    inputs, has constants that are not tensors, draws random numbers, or cannot be functionalized by PyTorch
+    inputs, holds an object that is not a tensor, draws random numbers, or cannot be functionalized by PyTorch
     (with PyTorch's reason).
     """
     try:
