@@ -92,7 +92,7 @@ class Gain:
 
     @property
     def at_least(self) -> float:
-        """The speedup to report: lower end of the interval, rounded down to hundredths; 1 if not significant."""
+        """The speedup to report: the lower end, rounded down to hundredths; 1 if not significant."""
         return math.floor(100 * self.low + 1e-9) / 100 if self.is_real and not self.is_vague else 1.0
 
 
