@@ -100,7 +100,7 @@ def optimize(
             (None: 0) is accepted.
         budget_s: time limit in seconds for everything, including capture and verification; passes that do not
             fit are reported as not tried. If no pass could be judged, the original answers.
-        device: optimize a copy on this device; None: where the weights are.
+        device: optimize a copy on this device; None: the device of the weights.
         outputs: "copy": each call returns new tensors; "static": with a CUDA graph, results are buffers that
             the next call overwrites (no memory is allocated, and the addresses stay the same).
         policy: how the dtypes of mixed precision are chosen: "amp" (autocast's own lists), "O1", "O2" (as

@@ -1,7 +1,7 @@
 """Loads a bundle with NumPy and ONNX Runtime only; PyTorch is not needed.
 
-`python -m ampopt.robot robot.ampopt --hz 30 --seconds 10` loads a bundle, which tests its outputs, and
-measures its latency as a robot sees it.
+`python -m ampopt.robot robot.ampopt --hz 30 --seconds 10` loads a bundle, runs its self-test, and measures
+its latency at a camera's frame rate.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODEL, WEIGHTS = "model.onnx", "model.onnx.data"
 logger = logging.getLogger(__name__)
 
 Choice = tuple[SessionOptions, str | None]
-"""Options, and why they are not the bundle's own."""
+"""Session options, and why they differ from the bundle's."""
 
 
 def load(
@@ -44,13 +44,13 @@ def load(
 ) -> RobotModel:
     """Load the bundle at `path` and run its self-test.
 
-    ONNX Runtime gets the bundle's own options where its version and provider are those that they hold for.
-    Otherwise that is logged as a warning, and the options are the defaults or, with `retune_seconds`, what
-    a measurement of that length finds. `provider` asks for one of ONNX Runtime's, such as
-    CPUExecutionProvider; without it the bundle's own comes first, then CUDA, OpenVINO, the CPU.
-    `verify_key` is the public key of whom the bundle must be signed by.
+    The session uses the bundle's options if they were measured with the same ONNX Runtime version and
+    provider. Otherwise a warning is logged, and the options are the defaults or, with `retune_seconds`, the
+    result of a sweep of that length. `provider` selects one of ONNX Runtime's, such as CPUExecutionProvider;
+    without it the bundle's provider is tried first, then CUDA, OpenVINO, the CPU. `verify_key` is the public
+    key of the required signature.
 
-    Raises BundleError where the bundle is damaged, does not load here, or fails its self-test.
+    Raises BundleError if the bundle is damaged, does not load on this machine, or fails its self-test.
     """
     files = open_bundle(path, verify_key=verify_key)
     if MODEL not in files.names:

@@ -14,8 +14,8 @@ from ampopt.ir.transform import Family, Numerics, Pass, Result
 class AllowTf32(Pass):
     """Let CUDA round the FP32 inputs of convolutions and matrix products to TF32 (10 bits of mantissa).
 
-    Rewrites: the program's settings. The switch is set around the program's own calls (or its capture) and
-    put back after them; no global flag stays on.
+    Rewrites: the program's settings. The switch is set for the program's own calls (or its capture) and
+    restored after them; no global flag stays on.
     Requires: FP32 lane, and a tolerance from the user: without one the pass would change the lane's precision
     without the user's consent.
     Declines: other lanes; CPUs; GPUs before Ampere (compute capability 8.0), which have no TF32.

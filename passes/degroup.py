@@ -34,7 +34,7 @@ MEASURING_S = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class Degroup(Pass):
-    """Rewrite grouped convolutions as fewer groups, one dense one, or one for each group, where faster.
+    """Rewrite grouped convolutions as fewer groups, one dense one, or one for each group, if faster.
 
     Rewrites: conv2d with 1 < groups (depthwise included) to `merge=m` (every m neighbouring groups become
     one, whose weight is block-diagonal; m = groups is the dense convolution), or `split` (a convolution for

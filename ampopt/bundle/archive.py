@@ -33,7 +33,7 @@ _CENTRAL_MARK = b"PK\x01\x02"
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One file in the archive: its size in bytes, CRC-32, and where its header begins."""
+    """One file in the archive: its size in bytes, CRC-32, and the offset of its header."""
 
     name: str
     size: int

@@ -114,7 +114,7 @@ def list_passes(
     as_json: Annotated[bool, Option("--json", help="As JSON, on stdout.")] = False,
     verbose: cli.Verbose = False,
 ) -> None:
-    """List every pass, in the order in which they are tried, or tell one's proof and its options."""
+    """List all passes in pipeline order, or show one pass's proof and options."""
     from ampopt.cli import passes
 
     with readable_errors(verbose):
@@ -129,7 +129,7 @@ def list_passes(
 
 @app.command("cache")
 def show_cache(clear: Annotated[bool, Option("--clear", help="Remove everything.")] = False) -> None:
-    """Tell where tuning results, exports and compiled code are kept, and how many files; or clear them."""
+    """Show the folder of tuning results, exports and compiled code, and its number of files; or clear it."""
     if (folder := cache_folder.cache_folder()) is None:
         typer.echo("there is no cache: AMPOPT_CACHE is empty")
     elif clear:

@@ -166,9 +166,9 @@ def verify(
     json_file: cli.JsonFile = None,
     verbose: cli.Verbose = False,
 ) -> None:
-    """Test a bundle on this machine: hashes, self-test, and latency as a robot sees it.
+    """Test a bundle on this machine: hashes, self-test, and latency at a camera's frame rate.
 
-    0: every frame met its deadline. 1: one did not, or the bundle is refused.
+    Exit code 0: every frame met its deadline; 1: a frame did not, or the bundle is refused.
     """
     with readable_errors(verbose):
         cli.check_budget(budget)

@@ -28,7 +28,7 @@ _ONE_TENSOR = flatten_call((torch.empty(0),), {})[1]
 
 @dataclasses.dataclass
 class Served:
-    """What answers one call signature; without `layout` and `captured` it is the original, for a `reason`.
+    """The entry for one call signature; without `layout` and `captured` the original, for a `reason`.
 
     `bare` is the callable that `run` calls, with the model's state among its tensors. `casts`: for the dtype
     of an outer autocast, the dtypes that the results have under it; None: the original has to answer.
@@ -87,7 +87,7 @@ class KnownCalls:
 
     @property
     def answers(self) -> tuple[Served, ...]:
-        """What answers each call signature, least recently used first."""
+        """The entries of all call signatures, least recently used first."""
         return tuple(self._served.values())
 
     @property
@@ -113,7 +113,7 @@ class KnownCalls:
         return answer
 
     def find(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Served | None:
-        """What answers calls of this signature, marked as recently used; None for a new signature."""
+        """The entry for calls of this signature, marked as recently used; None for a new signature."""
         key = self.key(leaves, spec)
         served = self._served.get(key)
         if served is not None and len(self._served) > 1:

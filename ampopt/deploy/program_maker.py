@@ -47,7 +47,7 @@ class ProgramMaker:
         self._device = optimized.program.device
 
     def first(self, ready: Executable | None) -> Served:
-        """What answers the call that the model was optimized for; `ready`: its executable, if one exists."""
+        """The entry for the call that the model was optimized for; `ready`: its executable, if one exists."""
         optimized = self._optimized
         run = ready if ready is not None and self._outputs == "copy" else self.executable(optimized.program)
         asked = self._asked(self.original(), optimized.captured)

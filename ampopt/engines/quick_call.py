@@ -40,7 +40,7 @@ class HasQuickCall(Protocol):
     def quick(
         self, example: Tensor, otherwise: Callable[[Tensor], tuple[Tensor, ...]]
     ) -> Callable[[Tensor], tuple[Tensor, ...]]:
-        """The fast path for tensors that differ from the example in values alone; `otherwise` is the slow path.
+        """The fast path for tensors that differ from the example in values only; `otherwise`: the full path.
 
         Nothing is converted before or after it, and PyTorch's settings are not set.
         """
@@ -64,7 +64,10 @@ def plain(run: Callable[[Tensor], tuple[Tensor, ...]]) -> Quick:
 
 @functools.cache
 def bind() -> Callable[[tuple[object, ...]], Answer] | None:
-    """The function of `cpp/quick_call.cpp` that makes answers, see `Part` there; None if it cannot be compiled."""
+    """The C++ function in `cpp/quick_call.cpp` that makes answers, see `Part` there.
+
+    None if it does not compile.
+    """
     try:
         file = str(
             library(

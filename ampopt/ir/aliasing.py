@@ -11,12 +11,12 @@ from ampopt.ir.graph import arguments, makes_fresh_tensor
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """The arguments that a call writes to; all of them where that is unknown."""
+    """The arguments that a call writes to; all of them if that is unknown."""
     return _arguments_that(node, write=True)
 
 
 def aliased_by(node: fx.Node) -> list[fx.Node]:
-    """The arguments that a call's result may share memory with; all of them where that is unknown."""
+    """The arguments that a call's result may share memory with; all of them if that is unknown."""
     overload = node.target
     if makes_fresh_tensor(node):
         return []
@@ -51,7 +51,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def never_written(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes whose memory no call of the graph writes to, under whichever name."""
+    """The nodes whose memory no call of the graph writes to, under any alias."""
     family = {node: {node} for node in graph.nodes}
     for node in graph.nodes:
         for source in aliased_by(node):
@@ -64,7 +64,7 @@ def never_written(graph: fx.Graph) -> set[fx.Node]:
 
 
 def overlapping_write(nodes: Iterable[fx.Node]) -> fx.Node | None:
-    """The first call that writes to a tensor of which two elements lie in one place, or to a part of one."""
+    """The first call that writes to a tensor with overlapping elements, or to a part of one."""
     for node in nodes:
         waiting, seen = written_by(node), set[fx.Node]()
         while waiting:

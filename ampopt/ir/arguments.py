@@ -16,7 +16,7 @@ from ampopt.errors import InputError
 
 
 def number(name: str, value: object, *, positive: bool, advice: str) -> float:
-    """A finite real number that is positive, or else not negative, as a float; NumPy's are some, too."""
+    """A finite real number, positive or at least 0, as a float; NumPy numbers are accepted."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if is_number:
         found = float(value)  # type: ignore[arg-type]
@@ -26,14 +26,14 @@ def number(name: str, value: object, *, positive: bool, advice: str) -> float:
 
 
 def flag(name: str, value: object) -> bool:
-    """True or False, NumPy's too."""
+    """True or False; NumPy booleans are accepted."""
     if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
         return bool(value)
     raise InputError(f"{name}={value!r}: give True or False")
 
 
 def names(name: str, value: object, known: Collection[str]) -> tuple[str, ...]:
-    """Names of passes. Raises InputError for one that is not known, and for a single string."""
+    """Names of passes. Raises InputError for an unknown name, and for a single string."""
     if isinstance(value, str):
         raise InputError(f"{name}={value!r}: give a list of names, {name}=[{value!r}]")
     if not isinstance(value, Collection) or not all(isinstance(item, str) for item in value):
@@ -45,13 +45,13 @@ def names(name: str, value: object, known: Collection[str]) -> tuple[str, ...]:
 
 
 def one_of(name: str, value: object, choices: Collection[str]) -> None:
-    """Raise InputError where a word is none of the choices."""
+    """Raise InputError if a word is not one of the choices."""
     if not isinstance(value, str) or value not in choices:
         raise InputError(f"{name}={value!r}: choose from {', '.join(choices)}")
 
 
 def as_device(device: object) -> torch.device | None:
-    """The device that a user names; None where none is named. InputError where this machine lacks it."""
+    """The user's device, or None if none is given. Raises InputError if this machine does not have it."""
     if device is None:
         return None
     try:
@@ -66,7 +66,7 @@ def as_device(device: object) -> torch.device | None:
 
 
 def as_cuda(target: torch.device) -> torch.device:
-    """A CUDA device with its number. InputError where this machine lacks it."""
+    """A CUDA device with its index. Raises InputError if this machine does not have it."""
     if not torch.cuda.is_available():
         raise InputError("there is no CUDA device on this machine: leave device= out, or use 'cpu'")
     index = torch.cuda.current_device() if target.index is None else target.index
@@ -76,7 +76,7 @@ def as_cuda(target: torch.device) -> torch.device:
 
 
 def refuse_more(more: tuple[Any, ...]) -> None:
-    """Raise InputError where example inputs were given one by one."""
+    """Raise InputError if example inputs were passed as separate arguments."""
     if more:
         raise InputError(
             f"{1 + len(more)} example inputs were given one by one: pass the arguments as one tuple, "
@@ -85,7 +85,7 @@ def refuse_more(more: tuple[Any, ...]) -> None:
 
 
 def as_call(example_inputs: Any, kwargs: object) -> tuple[Any, ...]:
-    """The positional arguments of the example call. InputError where the keyword arguments are none."""
+    """The positional arguments of the example call. Raises InputError for invalid keyword arguments."""
     if not isinstance(kwargs, Mapping):
         raise InputError(f"example_kwargs takes a dict of keyword arguments, not a {type(kwargs).__name__}")
     if strange := [key for key in kwargs if not isinstance(key, str)]:
@@ -96,7 +96,7 @@ def as_call(example_inputs: Any, kwargs: object) -> tuple[Any, ...]:
 
 
 def check_example(leaf: object) -> None:
-    """Raise InputError for a tensor among the example inputs that holds no numbers of its own."""
+    """Raise InputError for an example tensor without its own data."""
     if not isinstance(leaf, Tensor):
         return
     if torch._C._functorch.is_functorch_wrapped_tensor(leaf):
@@ -109,9 +109,9 @@ def check_example(leaf: object) -> None:
 
 
 def as_module(model: object) -> tuple[nn.Module, str | None]:
-    """The module to optimize, out of what wraps it for training, and a note where something does.
+    """The module to optimize, without training wrappers, and a note if there was one.
 
-    Raises InputError for what is no module, and for one whose weights hold no numbers yet.
+    Raises InputError if it is not a module, or if its weights are not initialized.
     """
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise InputError(f"{model.__name__} is a class: pass an instance, {model.__name__}(...)")
@@ -150,7 +150,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def advice_on_failure(args: tuple[Any, ...]) -> str:
-    """What example inputs that a model does not take were probably meant to be; "" where nothing is known."""
+    """A hint how to pass example inputs that a model rejects; "" if there is none."""
     if args and all(isinstance(size, int) for size in args):
         return f" (a shape is no example: pass torch.randn({', '.join(map(str, args))}))"
     if len(args) == 1 and isinstance(args[0], list):

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 @dataclasses.dataclass
 class Asked:
-    """`layout`: how a tensor lies in memory; `autocast`: which state of autocast surrounds the call."""
+    """`layout`: how a tensor lies in memory; `autocast`: the autocast state of the call."""
 
     layout: bool = False
     autocast: bool = False
@@ -56,10 +56,10 @@ class _LayoutWatch(TorchFunctionMode):
 
 @contextlib.contextmanager
 def noting_what_is_asked(model: nn.Module) -> Iterator[Asked]:
-    """Within the block, note what this thread's code asks when it calls `model`.
+    """Within the block, record which of these the thread's code reads when it calls `model`.
 
-    TorchScript asks without being seen, so such a model is taken to ask how tensors lie. Questions of
-    PyTorch's own modules for the state of autocast do not count: it chooses between equal ways by it.
+    TorchScript reads without being observed, so such a model is assumed to read layouts. Reads of the
+    autocast state in PyTorch's own modules do not count: they only select between equivalent implementations.
     """
     asked = Asked(layout=any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()))
     before = sys.getprofile()

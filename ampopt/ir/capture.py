@@ -1,7 +1,7 @@
 """Captures a model and an example call as a Program: `torch.export`, then `lowering`.
 
-The user's model is never touched, and the private copy that is captured is never called: everything here
-works on further copies of it, in evaluation mode.
+The user's model is never changed, and the private copy that is captured is never called: all functions work
+on further copies of it, in evaluation mode.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from ampopt.system.flags import older_flags_readable
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """A captured model: its program, and how its calls and results are put together.
+    """A captured model: its program, and the structure of its calls and results.
 
     The program's inputs are the tensors of `leaves`, then the buffers in `state` (dotted names); its outputs
-    are the tensors of the result, then what the call leaves in these buffers.
+    are the tensors of the result, then the new values of these buffers.
     """
 
     program: Program
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
-    """The example call's leaves; a call with other values than these, tensors aside, is another program."""
+    """The example call's leaves; a call whose leaves differ, except tensors, needs another program."""
     layout: OutputLayout
     state: tuple[str, ...] = ()
 
     @property
     def initial_state(self) -> tuple[Tensor, ...]:
-        """What the buffers in `state` hold before the first call."""
+        """The values of the buffers in `state` before the first call."""
         return self.program.examples[len(self.program.examples) - len(self.state) :]
 
     @property
@@ -79,9 +79,9 @@ def capture(
 ) -> Captured:
     """Capture one call of a model (a private copy, on `device`) as a Program.
 
-    Buffers that the call writes become inputs and outputs of it with `lift_state`. Raises CaptureError with
-    the reason where the model cannot be one graph, or answers otherwise than by its inputs alone: where it
-    keeps a state elsewhere, or draws random numbers.
+    With `lift_state`, buffers that the call writes become inputs and outputs. Raises CaptureError with the
+    reason if the model cannot be one graph, or if its results depend on more than its inputs: it keeps a
+    state elsewhere, or draws random numbers.
     """
     leaves, spec = flatten_call(args, kwargs)
     positional, named, kind = tuple(args), dict(sorted(kwargs.items())), type(model).__name__

@@ -1,7 +1,7 @@
 """A lock: one thread at a time captures, exports, traces or compiles.
 
-`torch.export`, what comes after it, and inductor replace methods of `nn.Module`, flags and tables of the
-whole process while they work, so two at once spoil each other.
+`torch.export`, the steps after it, and inductor replace methods of `nn.Module`, flags and tables of the whole
+process while they run, so two at the same time break each other.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ampopt.system.quiet import quiet
 
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
-    """This thread's turn, in silence; to be entered before `Settings.scope`, and before gradients are off.
+    """Hold the lock, with output suppressed; enter before `Settings.scope` and before gradients are off.
 
-    Calls of what is captured already do not wait for it.
+    Calls of captured programs do not wait for it.
     """
     with turns.capturing.taken(), process_kept(), imports_kept(), quiet():
         yield

@@ -67,12 +67,12 @@ _CASTS = {aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.de
 
 
 def stays_in_fp32(node: fx.Node) -> bool:
-    """Whether no policy may lower a call: it is recurrent, or the model switches autocast off for it."""
+    """Whether no policy may lower a call: it is recurrent, or the model disables autocast for it."""
     return node.target in _RECURRENT or FULL_PRECISION in node.meta
 
 
 def own_dtype(module: fx.GraphModule, node: fx.Node) -> torch.dtype:
-    """What a call that `stays_in_fp32` computes in: FP32, or lower where the model stores its weights so."""
+    """The dtype of a call that `stays_in_fp32`: FP32, or lower if the model stores its weights so."""
     weights = (constant(module, source) for source in node.all_input_nodes if is_constant(source))
     dtypes = {weight.dtype for weight in weights if weight is not None and weight.is_floating_point()}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
@@ -182,13 +182,13 @@ def _run(run: _Run, program: Program, autocast: torch.dtype | None = None) -> _R
 def record_autocast(
     program: Program, module: fx.GraphModule, dtype: torch.dtype
 ) -> tuple[Decisions, dict[fx.Node, torch.dtype]]:
-    """What autocast to `dtype` does to each call of `module`, and the dtype of every result under it."""
+    """The casts of each call of `module` under autocast to `dtype`, and the dtype of every result."""
     run = _run(_AutocastRun(module, dtype, program.device), program, dtype)
     return run.decisions, run.dtypes
 
 
 def result_dtypes(program: Program, module: fx.GraphModule) -> dict[fx.Node, torch.dtype]:
-    """The dtype of every result of `module` as it stands, without autocast."""
+    """The dtype of every result of `module` without autocast."""
     return _run(_Run(module), program).dtypes
 
 

@@ -91,7 +91,7 @@ def _is_float32(value: object) -> bool:
 
 
 def on_cuda(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
-    """A fake CUDA tensor of the shape, strides and dtype of a real one."""
+    """A fake CUDA tensor with the shape, strides and dtype of a real one."""
     with fake:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_CUDA)
 
@@ -116,7 +116,7 @@ def with_widening_casts(program: Program) -> Program:
     """The program with a cast to float32 wherever CUDA's float16 autocast computes in float32.
 
     In the FP32 program the casts change nothing; recorded under a CPU's float16 autocast they give the
-    operators the precision that they would have on CUDA. Raises ExportError where a fake run is impossible.
+    operators the precision that they have on CUDA. Raises ExportError if a fake run is impossible.
     """
     module = copy_of(program.graph)
     fake = FakeTensorMode()

@@ -34,7 +34,7 @@ class EmulatedHalf(TorchDispatchMode):
 
     @classmethod
     def is_active(cls) -> bool:
-        """Whether this thread is within one."""
+        """Whether the mode is active in this thread."""
         return any(isinstance(mode, cls) for mode in _get_current_dispatch_mode_stack())
 
     def __torch_dispatch__(

@@ -34,7 +34,7 @@ def copy_of(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def finish(module: fx.GraphModule) -> fx.GraphModule:
-    """Remove what nothing reads any more, check the graph and compile its Python code."""
+    """Remove dead nodes and weights, check the graph and compile its Python code."""
     module.graph.eliminate_dead_code()
     module.graph.lint()
     module.delete_all_unused_submodules()
@@ -54,7 +54,7 @@ def calls(module: fx.GraphModule, targets: Iterable[object] | None = None) -> It
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an operator call by their schema names, defaults filled in."""
+    """The arguments of an operator call by their schema names, including defaults."""
     overload = node.target
     if not isinstance(overload, torch._ops.OpOverload):
         raise TypeError(f"{node.name} does not call an operator")
@@ -73,9 +73,9 @@ def is_constant(node: object) -> bool:
 
 
 def constant(module: fx.GraphModule, node: object) -> Tensor | None:
-    """The weight behind an argument; None where the argument is None.
+    """The weight behind an argument; None if the argument is None.
 
-    Raises TypeError where the argument is computed and so is no weight.
+    Raises TypeError if the argument is computed, and so is not a weight.
     """
     if node is None:
         return None
@@ -88,9 +88,9 @@ def constant(module: fx.GraphModule, node: object) -> Tensor | None:
 
 
 def exact_constant(module: fx.GraphModule, node: object) -> Tensor | None:
-    """`constant`, but as it was before it was rounded to a lower precision.
+    """Like `constant`, but the weight before it was rounded to a lower precision.
 
-    Arithmetic on weights starts from this and so rounds once; see `add_rounded`.
+    Arithmetic on weights starts from this value, so it is rounded once; see `add_rounded`.
     """
     value = constant(module, node)
     return value if value is None or not isinstance(node, fx.Node) else node.meta.get("exact", value)
@@ -101,7 +101,7 @@ def add_rounded(
 ) -> fx.Node:
     """`add_constant` for a weight that is stored in `dtype`; `exact_constant` finds the unrounded one.
 
-    Where `dtype` holds every bit, or the graph computes in full precision anyway, nothing extra is kept.
+    If `dtype` holds every bit, or the graph computes in full precision, no unrounded copy is kept.
     """
     node = add_constant(module, hint, exact.to(dtype), before)
     if dtype in (torch.float16, torch.bfloat16):
@@ -112,8 +112,8 @@ def add_rounded(
 def add_constant(module: fx.GraphModule, hint: str, value: Tensor, before: fx.Node) -> fx.Node:
     """Give the graph a new weight, named after `hint`, and return the node that reads it.
 
-    It comes from where the node `before` and that one's weights come from: give it in front of the call whose
-    weight it takes the place of.
+    Its origins are those of the node `before` and of that node's weights: pass the call whose weight it
+    replaces.
     """
     base = "".join(c if c.isalnum() else "_" for c in hint)
     name, number = base, 0
@@ -130,7 +130,7 @@ def add_constant(module: fx.GraphModule, hint: str, value: Tensor, before: fx.No
 def insert_call(
     module: fx.GraphModule, before: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> fx.Node:
-    """Insert a call before a node; it comes from where that one comes from, or, at the end, what it reads."""
+    """Insert a call before a node; its origins are those of this node, or, at the end, of its arguments."""
     with module.graph.inserting_before(before):
         node = module.graph.call_function(target, args, kwargs)
     carry_on(node, *(node.all_input_nodes if before.op == "output" else [before]))
@@ -138,9 +138,9 @@ def insert_call(
 
 
 def replace(old: fx.Node, new: fx.Node) -> None:
-    """Let everything that read `old` read `new`, and remove `old`.
+    """Make all readers of `old` read `new`, and remove `old`.
 
-    `new` then also comes from where `old` comes from, and all that only `old` read.
+    `new` also gets the origins of `old`, and of all nodes that only `old` read.
     """
     old.replace_all_uses_with(new)
     parts = {new, *_read_only_by(old)}
@@ -160,12 +160,12 @@ def _read_only_by(node: fx.Node) -> set[fx.Node]:
 
 
 def reads_result(node: fx.Node, index: int) -> bool:
-    """Whether anybody reads one of the results of a node that has several, or all of them as a whole."""
+    """Whether any node reads one of the results of a node with several, or their tuple as a whole."""
     return any(user.target is not operator.getitem or user.args[1] == index for user in node.users)
 
 
 def only_user(node: fx.Node) -> fx.Node | None:
-    """The one node that reads `node`, once; None where there are several, none, or one reads it twice."""
+    """The only node that reads `node`; None if several nodes or none read it, or one reads it twice."""
     if len(node.users) != 1:
         return None
     user, reads = next(iter(node.users)), 0
@@ -192,10 +192,10 @@ _FRESH_COMPOSITES = {
 
 
 def makes_fresh_tensor(node: fx.Node) -> bool:
-    """Whether a node's output surely shares no memory with its inputs, by the operator's own schema.
+    """Whether a node's output certainly shares no memory with its inputs, by the operator's schema.
 
-    Operators that are composed of others may return their input without saying so (`dropout` in
-    evaluation, `contiguous`), so only those known not to count.
+    Composite operators may return their input without declaring it (`dropout` in evaluation, `contiguous`),
+    so only those known not to do so count.
     """
     overload = node.target
     if node.op != "call_function" or not isinstance(overload, torch._ops.OpOverload):
@@ -227,7 +227,7 @@ def _may_share_memory(node: fx.Node) -> bool:
 
 
 def constant_outputs(module: fx.GraphModule) -> frozenset[int]:
-    """The places of outputs that depend on no input; a compiler may make one tensor of each for all calls."""
+    """The indices of outputs that depend on no input; a compiler may reuse one tensor for all calls."""
     computed: set[fx.Node] = set(module.graph.find_nodes(op="placeholder"))
     for node in module.graph.nodes:
         if not computed.isdisjoint(node.all_input_nodes):
@@ -237,7 +237,7 @@ def constant_outputs(module: fx.GraphModule) -> frozenset[int]:
 
 
 def record_shapes(program: Program) -> fx.GraphModule:
-    """A copy of the program's graph whose nodes know their tensors' shape, dtype and strides.
+    """A copy of the program's graph whose nodes have their tensors' shape, dtype and strides recorded.
 
     One real run on the example inputs fills `node.meta["tensor_meta"]`; see `shape_of` and `dtype_of`.
     """
@@ -249,7 +249,7 @@ def record_shapes(program: Program) -> fx.GraphModule:
 
 
 def tensor_meta(node: fx.Node) -> TensorMetadata:
-    """What `record_shapes` found for a node with one output tensor."""
+    """The recorded metadata of a node with one output tensor, after `record_shapes`."""
     meta = node.meta.get("tensor_meta")
     if not isinstance(meta, TensorMetadata):
         raise TypeError(f"{node.name} has no single output tensor")
@@ -267,23 +267,23 @@ def dtype_of(node: fx.Node) -> torch.dtype:
 
 
 def where(node: fx.Node) -> str:
-    """Its name and where in the user's model it comes from: `conv2d_12 (layer3.0.conv1, resnet.py:92)`.
+    """A node's name and its place in the user's model: `conv2d_12 (layer3.0.conv1, resnet.py:92)`.
 
-    The name alone where that is unknown.
+    Only the name if the place is unknown.
     """
     place = place_of(node)
     return f"{node.name} ({place})" if place else node.name
 
 
 FULL_PRECISION = "full_precision"
-"""Key of a node's `meta`: the model switches autocast off for it, so it takes its inputs in FP32."""
+"""Key of a node's `meta`: the model disables autocast for it, so its inputs are converted to FP32."""
 
 SWITCHES = {"train": False, "training": False, "dropout_p": 0.0}
-"""Arguments that switch off an operator's random numbers, and the value that does."""
+"""Arguments that disable an operator's random numbers, and the value that does so."""
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
-    """Whether an operator draws random numbers with the arguments that it has here."""
+    """Whether an operator draws random numbers with these arguments."""
     overload = node.target
     if not isinstance(overload, OpOverload) or torch.Tag.nondeterministic_seeded not in overload.tags:
         return False
@@ -292,7 +292,7 @@ def draws_random_numbers(node: fx.Node) -> bool:
 
 
 def reads_strides(module: fx.GraphModule) -> fx.Node | None:
-    """The first operator whose result depends on how its input lies in memory; None where there is none."""
+    """The first operator whose result depends on its input's memory layout; None if there is none."""
     depends = (aten.as_strided.default, aten.view_as_real.default, aten.view_as_complex.default)
     return next(calls(module, depends), None)
 
@@ -301,9 +301,9 @@ _NUMBERS = ("SymInt", "int", "float", "number", "Scalar", "bool")
 
 
 def gives_a_number(module: fx.GraphModule) -> fx.Node | None:
-    """The first operator whose result is a number that the inputs' values decide; None where there is none.
+    """The first operator whose result is a number that depends on the inputs' values; None if there is none.
 
-    Sizes that are the same in every call are constants of a graph, so one that is computed is not.
+    Sizes that are the same in every call are constants of a graph, so a computed size is not.
     """
     for node in calls(module):
         overload = node.target
@@ -315,10 +315,10 @@ def gives_a_number(module: fx.GraphModule) -> fx.Node | None:
 
 
 def decides_by_values(program: Program) -> fx.Node | None:
-    """The first operator that makes integers or booleans of numbers, and is read by others; None without one.
+    """The first operator that makes integers or booleans of numbers and has readers; None if there is none.
 
-    The index of a maximum, a comparison, an order: what is read by it is read elsewhere, or not at all, where
-    a number is NaN that was none.
+    Examples: the index of a maximum, a comparison, a sort. If an input becomes NaN, its readers read other
+    elements, or none.
     """
     module = record_shapes(program)
     computed: set[fx.Node] = set()
@@ -342,7 +342,7 @@ def decides_by_values(program: Program) -> fx.Node | None:
 
 
 def is_native(node: fx.Node) -> bool:
-    """Whether a call is of no operator that PyTorch itself defines for every machine."""
+    """Whether a call's operator is not one that PyTorch itself defines for every machine."""
     overload = node.target
     if not isinstance(overload, torch._ops.OpOverload):
         return getattr(overload, "__module__", "") not in ("_operator", "math", "builtins")
@@ -350,7 +350,7 @@ def is_native(node: fx.Node) -> bool:
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """Whether a compiler cannot work around a call: a foreign operator, or one without a shape function."""
+    """Whether a compiler cannot handle a call: a foreign operator, or one without a shape function."""
     ours = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "ampopt"
     return is_native(node) and not ours
 
@@ -362,7 +362,7 @@ def _runs_on_real_tensors_only(overload: torch._ops.OpOverload) -> bool:
 
 
 def cast_for_readers(module: fx.GraphModule, node: fx.Node, dtype: torch.dtype) -> None:
-    """Give everybody who reads a node its value in `dtype`."""
+    """Give all readers of a node its value in `dtype`."""
     cast = insert_call(module, node.next, aten._to_copy.default, node, dtype=dtype)
     carry_on(cast, node)
     node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)

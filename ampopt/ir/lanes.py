@@ -20,28 +20,31 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How inexact a program of a lane may be, as relative errors against the original in float64."""
+    """The largest errors of a lane's programs, as relative errors against the original in float64."""
 
     always: float
     """An error that always passes."""
     multiple: float
-    """How many times eager's own error in the lane a program may have."""
+    """Largest ratio of a program's error to eager's own error in the lane."""
     largest: float
-    """However wrong eager is itself, no program may have a larger error, unless rounding the weights and
-    inputs anew moves eager as far, or the user gives a tolerance."""
+    """Largest error of a program, even if eager's own error is larger.
+
+    Exceptions: rounding the weights and inputs again changes eager's outputs as much, or the user gives a
+    tolerance.
+    """
 
     def allowed(self, own: float) -> float:
-        """What eager's own error permits; an infinite one, from an overflow, permits nothing."""
+        """The limit that follows from eager's own error; an infinite error (overflow) allows nothing."""
         return max(self.multiple * own if math.isfinite(own) else 0.0, self.always)
 
 
 @dataclasses.dataclass(frozen=True)
 class Lane:
-    """A precision in which a program is optimized, and all that it means.
+    """A precision in which a program is optimized, with its settings and limits.
 
-    `name` is what options, reports and the command line say, `dtype` what it computes in. `onnx` is the
-    precision of its ONNX export. `baked_by` names the pass that writes the precision into the graph; until
-    then its programs run under autocast. None: nothing is to be written.
+    `name` is its name in options, reports and on the command line, `dtype` the dtype of its computations.
+    `onnx` is the precision of its ONNX export. `baked_by` names the pass that writes the precision into the
+    graph; before this pass its programs run under autocast. None: no pass is needed.
     """
 
     name: str
@@ -52,27 +55,27 @@ class Lane:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """The dtype of the autocast under which eager, and a program before any pass, compute in it."""
+        """The autocast dtype for eager, and for programs before any pass."""
         return None if self.baked_by is None else self.dtype
 
     @property
     def is_mixed(self) -> bool:
-        """Whether it may round more than float32 does."""
+        """Whether the lane may round more than float32 does."""
         return self.dtype is not torch.float32
 
     def scope(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
-        """The world in which eager is the lane's reference: strict FP32, or under autocast."""
+        """The settings in which eager is the lane's reference: strict FP32, or under autocast."""
         return Settings().scope(device, self.autocast)
 
     def start(self, program: Program) -> Program:
-        """A captured program as the lane starts with it."""
+        """The captured program with the lane's initial settings."""
         return program.replace(lane=self, under_autocast=self.autocast is not None, settings=Settings())
 
 
 def mixed(name: str, dtype: torch.dtype) -> Lane:
     """A lane of autocast to a lower precision.
 
-    ONNX Runtime computes in float16, and in bfloat16 hardly anywhere: that is exported as FP32.
+    ONNX Runtime supports float16, and bfloat16 only for few operators: bfloat16 is exported as FP32.
     """
     limits = Limits(always=least_error(dtype), multiple=2.0, largest=0.2)
     return Lane(name, dtype, limits, "fp16" if dtype is torch.float16 else "fp32", "bake-autocast")
@@ -85,19 +88,19 @@ LANES: dict[str, dict[str, Lane]] = {
     "amp": {"cuda": mixed("amp", torch.float16), "cpu": mixed("amp", torch.bfloat16)},
     "bf16": {"cuda": mixed("bf16", torch.bfloat16), "cpu": mixed("bf16", torch.bfloat16)},
 }
-"""Every lane by the kind of device; where two compute in one dtype they are the first of them."""
+"""All lanes by device type; of lanes with the same dtype, the first is used."""
 
 
 def lane_of(dtype: torch.dtype, device: torch.device) -> Lane:
-    """The lane of a device that computes in a dtype; float16 on a CPU is its "amp"."""
+    """The lane of a device with a given dtype; float16 on a CPU is its "amp"."""
     lanes = [by_device[_kind(device)] for by_device in LANES.values()]
     return next((lane for lane in lanes if lane.dtype is dtype), mixed("amp", dtype))
 
 
 def lanes_for(precision: str, device: torch.device, amp_dtype: torch.dtype | None = None) -> tuple[Lane, ...]:
-    """The lanes that a `precision` asks for: "auto", a lane's name, or several of them with commas between.
+    """The lanes of a `precision`: "auto", a lane's name, or several names separated by commas.
 
-    `amp_dtype` is what "amp" computes in; torch.bfloat16 makes it another name of "bf16". Raises InputError
+    `amp_dtype` is the dtype of "amp"; with torch.bfloat16, "amp" is another name of "bf16". Raises InputError
     for other names and dtypes.
     """
     if amp_dtype not in (None, torch.float16, torch.bfloat16):

@@ -1,8 +1,8 @@
 """Lowers an exported program to a flat, functional ATen graph that owns its weights.
 
-`ExportedProgram.module()` is no substitute: its weights alias the user's. In-place operators are renamed
-to their functional form only where the tensor that they overwrite provably has no other name; in every
-other case the whole graph is functionalized by PyTorch and brought back to the operators that passes know.
+`ExportedProgram.module()` is no substitute: its weights alias the user's. An in-place operator is replaced by
+its functional form only if the overwritten tensor provably has no alias; otherwise PyTorch functionalizes the
+whole graph, which is then converted back to the operators that passes match.
 """
 
 from __future__ import annotations
@@ -344,10 +344,10 @@ def _restore_vocabulary(module: fx.GraphModule) -> None:
 def lower(exported: ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
     """The exported program as a functional `fx.GraphModule`: flat tensors in, a flat tuple of tensors out.
 
-    With it the dotted names of the buffers that the model writes. They are further inputs, after the user's,
-    and what the call leaves in them are further outputs. Raises CaptureError where the model writes to its
-    inputs, holds what is not a tensor, draws random numbers, or does what PyTorch cannot put in functional
-    form, with PyTorch's reason.
+    Also returns the dotted names of the buffers that the model writes. They are additional inputs, after the
+    user's, and their new values are additional outputs. Raises CaptureError if the model writes to its
+    inputs, holds an object that is not a tensor, draws random numbers, or cannot be functionalized by PyTorch
+    (with PyTorch's reason).
     """
     try:
         return _lower(exported)

@@ -17,10 +17,10 @@ from ampopt.ir.signature import tensors_of
 
 
 def private_copy(model: nn.Module, device: torch.device | None = None) -> nn.Module:
-    """A deep copy of a model in evaluation mode, without gradients, on `device` (None: where it is).
+    """A deep copy of a model in evaluation mode, without gradients, on `device` (None: unchanged device).
 
-    Tensors that are results of other tensors (an old-style `weight_norm`) are cloned, because PyTorch
-    refuses to copy them. Raises InputError where the model cannot be copied.
+    Tensors that autograd computed from other tensors (an old-style `weight_norm`) are cloned, because PyTorch
+    refuses to copy them. Raises InputError if the model cannot be copied.
     """
     duplicate = exact_copy(model)
     for parameter in duplicate.parameters():
@@ -34,11 +34,11 @@ _writers: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDiction
 
 
 def working_copy(model: nn.Module) -> nn.Module:
-    """A copy of a private copy that shares its parameters, and nothing else that a call could change.
+    """A copy of a private copy that shares its parameters, but nothing else that a call could change.
 
-    What captures, verifies and times calls such copies, so that the one that serves the user stays as it
-    was. Buffers and Python's attributes are the copy's own, and of a model that writes to them, see
-    `note_writes`, the parameters too.
+    Capture, verification and timing call such copies, so that the model that serves the user does not change.
+    Buffers and Python attributes are copied; parameters, too, if the model writes to them (see
+    `note_writes`).
     """
     if _writers.get(id(model)) is not model:
         return exact_copy(model, {id(parameter): parameter for parameter in model.parameters()})
@@ -48,14 +48,14 @@ def working_copy(model: nn.Module) -> nn.Module:
 
 
 def note_writes(model: nn.Module, called: nn.Module) -> None:
-    """Note whether a model writes to its parameters: `called`, an exact copy of it, has been called."""
+    """Record whether a model writes to its parameters, from `called`, an exact copy that has been called."""
     pairs = zip(model.parameters(), called.parameters(), strict=True)
     if not all(same_tensor(mine, theirs) for mine, theirs in pairs):
         _writers[id(model)] = model
 
 
 def same_tensor(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are of one kind and hold the same numbers, NaN for NaN."""
+    """Whether two tensors have the same metadata and values, with NaN equal to NaN."""
     try:
         if a.shape != b.shape or a.dtype is not b.dtype or a.device != b.device:
             return False
@@ -71,7 +71,7 @@ def same_tensor(a: Tensor, b: Tensor) -> bool:
 
 
 def exact_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A deep copy as it is, gradients and mode included; `memo` is that of `copy.deepcopy`."""
+    """A deep copy including gradients and mode; `memo` is that of `copy.deepcopy`."""
     memo = {} if memo is None else memo
     for module in model.modules():
         for value in vars(module).values():
@@ -91,7 +91,7 @@ def exact_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
 
 
 def device_of(model: nn.Module, leaves: Sequence[Any]) -> torch.device:
-    """Where a model computes: the device of its weights, else of its inputs. InputError where they differ."""
+    """The device of a model's weights, else of its inputs. Raises InputError if they differ."""
     devices = {t.device for t in (*model.parameters(), *model.buffers())}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
@@ -102,9 +102,9 @@ def device_of(model: nn.Module, leaves: Sequence[Any]) -> torch.device:
 
 @contextlib.contextmanager
 def untouched_rng(device: torch.device) -> Iterator[None]:
-    """Put PyTorch's generators, the CPU's and the device's, back as they were after the block.
+    """Restore PyTorch's random generators, of the CPU and the device, after the block.
 
-    Of blocks that overlap in several threads, the last to end puts back what was there before the first.
+    If blocks overlap in several threads, the last one to end restores the state before the first.
     """
     generators = [torch.default_generator]
     if device.type == "cuda":

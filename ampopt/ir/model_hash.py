@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 
 def model_hash(graph: fx.GraphModule) -> str:
-    """SHA-256 of a graph's calls and of every weight's dtype, shape and bytes, in hexadecimal."""
+    """SHA-256, in hexadecimal, of a graph's calls and of every weight's dtype, shape and bytes."""
     digest = hashlib.sha256()
     for node in graph.graph.nodes:
         digest.update(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs}\n".encode())
@@ -20,5 +20,5 @@ def model_hash(graph: fx.GraphModule) -> str:
 
 
 def weight_bytes(weight: Tensor) -> bytes:
-    """A weight's numbers in the order of its dimensions, as they are in memory."""
+    """A weight's bytes in the order of its dimensions."""
     return weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -1,8 +1,8 @@
 """Finds the state that a model keeps between calls, so that no state is captured as a constant.
 
-A graph holds what a model computes from its inputs. A model that also computes from what an earlier call left
-in a buffer, an attribute, a list, an object, an iterator or a global answers otherwise the next time, and so
-does one that draws random numbers.
+A graph computes results from inputs alone. A model gives other results in the next call if it reads a value
+that an earlier call wrote to a buffer, an attribute, a list, an object, an iterator or a global, or if it
+draws random numbers.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _DEEPEST = 40
 """Nesting of objects that is looked into."""
 
 ROUNDINGS = 3
-"""How often a model is rounded anew where its answers to equal inputs differ by more than usual."""
+"""Number of runs with other rounding if a model's results for equal inputs differ by more than usual."""
 
 Call = Callable[[nn.Module], Any]
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Place:
-    """Where two copies of a model differ: a submodule's name, its attribute, and the way from there."""
+    """A difference of two copies of a model: a submodule's name, its attribute, and the path inside it."""
 
     module: str
     attribute: str
@@ -46,7 +46,7 @@ class Place:
 
 
 def differences(one: nn.Module, other: nn.Module) -> list[Place]:
-    """Where two copies of one model differ: in tensors, numbers, containers, objects, iterators."""
+    """The differences of two copies of a model: in tensors, numbers, containers, objects, iterators."""
     found: dict[Place, None] = {}
     others = dict(other.named_modules())
     for name, module in one.named_modules():
@@ -142,10 +142,10 @@ def _printed(thing: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Behaviour:
-    """How a model behaves from call to call.
+    """How a model's results depend on earlier calls.
 
-    `reason` says why a graph cannot stand for it, and is None where one can. `buffers` are those that a call
-    writes, by their dotted names: they can be inputs and outputs of the graph.
+    `reason` says why a graph cannot represent the model, and is None if it can. `buffers` are those that a
+    call writes, by their dotted names: they can be inputs and outputs of the graph.
     """
 
     reason: str | None
@@ -155,13 +155,13 @@ class Behaviour:
 def behaviour_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
 ) -> Behaviour:
-    """Call copies of a model, and tell whether a graph of one call can stand for all others.
+    """Call copies of a model to find whether the graph of one call represents all calls.
 
-    The model, a private copy, is not called itself. A copy is called with the inputs, with others, and with
-    the first ones again, another one twice with the first ones, each from the buffers that the model began
-    with and with PyTorch's generators seeded otherwise. The answers to equal inputs must agree within what
-    rounding does to an output in FP32, and nothing but buffers may have changed. What every call sets before
-    it reads it, and what is the same after any calls (a table that the first one makes), is no state.
+    The model, a private copy, is not called itself. One copy is called with the inputs, with other inputs,
+    and with the first ones again, another copy twice with the first ones, each from the initial buffers and
+    with different random seeds. Results for equal inputs must agree within the FP32 rounding of an output,
+    and only buffers may have changed. A value that every call writes before it reads it, or that is the same
+    after any calls (a table that the first call makes), is not a state.
     """
     leaves, spec = flatten_call(args, kwargs)
     others, buffers = _other_leaves(leaves), dict(model.named_buffers(remove_duplicate=False))
@@ -247,7 +247,7 @@ def _copied(value: Any) -> Any:
 
 
 def set_buffer(module: nn.Module, name: str, value: Tensor) -> None:
-    """Put a tensor in a buffer's place; `name` is dotted."""
+    """Replace the buffer with the dotted name `name` by a tensor."""
     owner, _, attribute = name.rpartition(".")
     module.get_submodule(owner)._buffers[attribute] = value
 

@@ -1,10 +1,10 @@
 """Convolutions for which PyTorch reads uninitialized memory, on a CPU and below FP32.
 
-Seen with torch 2.11 and 2.14 on processors with AMX, by filling free memory with NaN before each of 50,000
-random convolutions: wherever the output is one element wide while the kernel is wider and its stride is more
-than one (the last stage of a ResNet on 32x32 images), a part of it is NaN. It is the memory's former content
-otherwise, so a comparison may find nothing. Where an output element lies in the padding alone, PyTorch has
-crashed.
+Found with torch 2.11 and 2.14 on processors with AMX, by filling free memory with NaN before each of 50,000
+random convolutions: if the output is one element wide while the kernel is wider and its stride is more than
+one (the last stage of a ResNet on 32x32 images), a part of the output is NaN. Without the filling it is the
+memory's former content, so a comparison may not detect it. If an output element lies in the padding alone,
+PyTorch has crashed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from ampopt.ir.program import Program
 
 
 def keep_narrow_convs_in_fp32(program: Program, module: fx.GraphModule) -> None:
-    """Mark these convolutions of `module`, a copy of the CPU program's graph; no policy lowers them then.
+    """Mark these convolutions of `module`, a copy of the CPU program's graph, so that no policy lowers them.
 
-    Their results are cast, so that all that reads them gets the dtype that autocast would give.
+    Their results are cast, so that all readers get the dtype that autocast would give.
     """
     if program.device.type != "cpu" or EmulatedHalf.is_active() or not any(calls(module, CONVOLUTIONS)):
         return
@@ -45,7 +45,7 @@ def keep_narrow_convs_in_fp32(program: Program, module: fx.GraphModule) -> None:
 
 
 def why_it_may_crash(program: Program) -> str | None:
-    """Why PyTorch may crash in this program's convolutions below FP32, on a CPU; None where it does not."""
+    """Why PyTorch may crash in this program's convolutions below FP32 on a CPU; None if it does not."""
     if program.device.type == "cpu" and any(calls(program.graph, CONVOLUTIONS)):
         for node in calls(record_shapes(program), CONVOLUTIONS):
             if _reads_padding_alone(node):

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 def least_error(dtype: torch.dtype) -> float:
     """The relative error that results in a dtype may always have; 0 for integers, booleans and float64.
 
-    For the lower precisions one unit in the last place of a number near 1 (machine epsilon): what rounding
-    the result itself can cost. For float32 about a hundred roundings, which any reordering of a sum may cost.
+    For the lower precisions it is one unit in the last place of a number near 1 (machine epsilon): the error
+    of rounding the result. For float32 it is about a hundred roundings, the error of reordering a sum.
     """
     if dtype is torch.float32:
         return 1e-5
@@ -25,8 +25,8 @@ def least_error(dtype: torch.dtype) -> float:
 def relative_error(actual: Tensor, reference: Tensor, *, least_norm: float = 0.0) -> float:
     """‖actual - reference‖ / max(‖reference‖, `least_norm`) in float64.
 
-    For integers and booleans the share that differs. Infinite where the shapes differ, or where NaN or an
-    infinity stands in one but not, alike, in the other.
+    For integers and booleans, the share of elements that differ. Infinite if the shapes differ, or if NaN or
+    infinity is in one tensor and not at the same position in the other.
     """
     if actual.shape != reference.shape:
         return float("inf")
@@ -48,7 +48,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """The outcome of a verification.
+    """The result of a verification.
 
     `error` is the largest relative error over outputs and draws, or the user's metric where one is given;
     `limit` is what was allowed for it; `reason` says what is wrong, and is None where the check passed.
@@ -58,18 +58,18 @@ class Check:
     limit: float
     reason: str | None
     spread: str | None = None
-    """Where NaN or an infinity in one element of an input reaches more of an output than in eager."""
+    """Which NaN or infinity in one input element reaches more output elements than in eager."""
 
     @property
     def passed(self) -> bool:
-        """Whether the outputs are as good as they have to be."""
+        """Whether the outputs are within the limit."""
         return self.reason is None
 
 
 def fresh_draw(example: Tensor, generator: torch.Generator) -> Tensor:
     """A new random tensor like an example: its shape, dtype, memory format, mean, deviation and range.
 
-    Integers and booleans are the example's own values in another order, so that indices stay valid.
+    Integers and booleans are a permutation of the example's values, so that indices stay valid.
     """
     if not example.dtype.is_floating_point:
         order = torch.randperm(example.numel(), generator=generator)
@@ -86,7 +86,7 @@ def fresh_draw(example: Tensor, generator: torch.Generator) -> Tensor:
 def rounded_anew(
     tensor: Tensor, dtype: torch.dtype, generator: torch.Generator, roundings: float = 1.0
 ) -> Tensor:
-    """A floating-point tensor with every element moved at random by up to so many roundings to `dtype`.
+    """A floating-point tensor with every element changed at random by up to `roundings` roundings to `dtype`.
 
     The result has the tensor's own dtype; one rounding is at most machine epsilon / 2 of the value.
     """
@@ -98,20 +98,20 @@ def rounded_anew(
 
 
 def roundings_of_sums(dtype: torch.dtype, seed: int) -> float:
-    """By how many roundings to move what is computed in `dtype` in one of several tries: 1, 4 or 16.
+    """The number of roundings for one of several tries to perturb results in `dtype`: 1, 4 or 16.
 
-    Another order of 64 terms has moved a float32 sum by 12 (a 1x1 convolution of PyTorch 2.15 on an AMD
+    Another order of 64 terms has changed a float32 sum by 12 (a 1x1 convolution of PyTorch 2.15 on an AMD
     EPYC). Sums of lower precisions are kept in float32 and rounded once.
     """
     return 4.0 ** (seed % 3) if dtype is torch.float32 else 1.0
 
 
 class ResultsRoundedAnew(TorchDispatchMode):
-    """Within it every operator's result is moved at random by up to so many roundings to `dtype`.
+    """A mode in which operators' results are changed at random by up to `roundings` roundings to `dtype`.
 
-    They are roundings to the result's own dtype where that is coarser. Sums of many numbers are as uncertain
-    as their partial sums, which rounding their terms does not show, see `roundings_of_sums`. What is written
-    in place, or shares memory with an argument, stays as it is.
+    The roundings are those of the result's own dtype if it is coarser. Sums of many numbers are as uncertain
+    as their partial sums, which rounding their terms does not show, see `roundings_of_sums`. Results written
+    in place, or sharing memory with an argument, are not changed.
     """
 
     def __init__(self, dtype: torch.dtype, generator: torch.Generator, roundings: float = 1.0) -> None:
@@ -119,7 +119,7 @@ class ResultsRoundedAnew(TorchDispatchMode):
         self.dtype, self.generator, self.roundings = dtype, generator, roundings
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the operator and round what it has made."""
+        """Call the operator and perturb its results."""
         result = func(*args, **(kwargs or {}))
         if any(each.alias_info is not None for each in func._schema.returns):
             return result

@@ -1,9 +1,8 @@
 """The operators that a program file may contain: ATen operators that only compute tensors from tensors.
 
-A file may come from a stranger, so the answer is sought in what the operator says of itself (its namespace,
-its schema, its tags), and every doubt refuses it. Words in its name sort out what schema and tags do not
-tell: operators that read files or uninitialised memory, trust indices or layouts without checking them, or
-exist on one machine only.
+A file may come from an untrusted source, so an operator is allowed only if its namespace, schema and tags
+prove that it is safe. Words in its name exclude cases that schema and tags do not show: operators that read
+files or uninitialised memory, trust indices or layouts without checking them, or exist on one machine only.
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ def _registered() -> frozenset[str]:
 
 
 def find_operator(name: str) -> OpOverload | None:
-    """The operator that `aten.add.Tensor` names; None where this PyTorch has no such ATen operator.
+    """The operator for a name such as `aten.add.Tensor`; None if this PyTorch has no such ATen operator.
 
-    Nothing is looked up under a name that the registry of operators does not list.
+    Only names in the registry of operators are looked up.
     """
     if name not in _registered():
         return None
@@ -69,7 +68,7 @@ def find_operator(name: str) -> OpOverload | None:
 
 
 def why_not_operator(operator: object) -> str | None:
-    """Why a program with this operator can be neither written nor read; None where it can."""
+    """Why a program with this operator cannot be written or read; None if it can."""
     if not isinstance(operator, OpOverload) or str(operator) not in _registered():
         return "it is no operator of ATen"
     schema = operator._schema
@@ -94,7 +93,7 @@ def why_not_operator(operator: object) -> str | None:
 
 
 def why_not_call(node: fx.Node) -> str | None:
-    """Why a call of an operator that is allowed in itself is not, with the arguments that it has here."""
+    """Why a call of an allowed operator is refused with these arguments."""
     operator = node.target
     if not isinstance(operator, OpOverload):
         return None

@@ -1,7 +1,7 @@
 """Provenance: the places in the user's model that each node comes from; every rewrite keeps it.
 
-A node has several origins where it stands for several: a convolution into which a normalization was folded
-comes from both. A weight comes from the calls that read it.
+A node that replaces several nodes has all their origins: a convolution with a folded normalization has both.
+The origins of a weight are those of the calls that read it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _MOST_NAMED = 3
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """A place in the user's model; both parts empty stand for the model as a whole."""
+    """A place in the user's model; if both fields are empty, the model as a whole."""
 
     module: str
     """The dotted path of the innermost `nn.Module`; empty for the model itself."""
     source: str
-    """The user's own line, `resnet.py:92`; empty where it is not known."""
+    """The line of the user's code, `resnet.py:92`; empty if unknown."""
 
     def __str__(self) -> str:
         return ", ".join(part for part in (self.module, self.source) if part)
@@ -41,28 +41,28 @@ WHOLE_MODEL = Origin("", "")
 
 
 def origins_of(node: fx.Node) -> tuple[Origin, ...]:
-    """Where a node comes from; empty where nobody noted it, as in a program that was loaded."""
+    """A node's origins; empty if none were recorded, as in a loaded program."""
     own: tuple[Origin, ...] | None = node.meta.get(_KEY)
     return own if own is not None else (node.meta.get(_CARRIED) or {}).get(_KEY, ())
 
 
 def carry_on(node: fx.Node, *sources: fx.Node) -> None:
-    """Let a node come from where `sources` come from, all of them."""
+    """Add the origins of all `sources` to a node."""
     node.meta[_KEY] = _joined([origins_of(source) for source in sources])
 
 
 def place_of(node: fx.Node) -> str:
-    """A node's origins in words, the first few: `layer3.0.conv1, resnet.py:92`; empty without any."""
+    """The first few origins of a node as text: `layer3.0.conv1, resnet.py:92`; empty if there are none."""
     named = [text for text in map(str, origins_of(node)) if text]
     more = [f"and {len(named) - _MOST_NAMED} more"] if len(named) > _MOST_NAMED else []
     return "; ".join([*named[:_MOST_NAMED], *more])
 
 
 def note_exported(module: fx.GraphModule) -> tuple[Origin, ...]:
-    """Note for every call of an exported graph where it comes from; return that of all its calls.
+    """Record the origins of every call of an exported graph; returns the origins of all its calls.
 
-    PyTorch's decompositions hand it on. What calls a block of the graph comes from all that is in the block,
-    because they write the block's calls out in its place.
+    PyTorch's decompositions pass them on. A node that calls a subgraph has the origins of all its nodes,
+    because their calls are inlined in its place.
     """
     found: list[tuple[Origin, ...]] = []
     for node in module.graph.nodes:
@@ -75,16 +75,16 @@ def note_exported(module: fx.GraphModule) -> tuple[Origin, ...]:
 
 
 def hand_on(module: fx.GraphModule) -> None:
-    """Let every node's origins be found again in what PyTorch exports of a graph."""
+    """Store every node's origins where they survive PyTorch's export of a graph."""
     for node in module.graph.nodes:
         _hand_on(node, origins_of(node))
 
 
 def note_borders(module: fx.GraphModule) -> None:
-    """Note where the nodes of a captured graph come from that are no calls, and calls that nobody knows.
+    """Record origins for the nodes of a captured graph that are not calls, and for calls without any.
 
-    Inputs come from the model as a whole, weights from the calls that read them, and such calls from what
-    they read.
+    Inputs have the model as a whole as origin, weights the calls that read them, and calls without origins
+    those of their arguments.
     """
     for node in module.graph.nodes:
         if node.op == "get_attr":

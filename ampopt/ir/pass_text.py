@@ -30,7 +30,7 @@ _JSON_WORDS = ("true", "false", "null", "NaN", "Infinity")
 
 
 def installed() -> dict[str, EntryPoint]:
-    """The passes of installed packages by name; where two have one, the first."""
+    """The passes of installed packages by name; the first one if two packages have the same name."""
     found: dict[str, EntryPoint] = {}
     for entry in importlib.metadata.entry_points(group=GROUP):
         found.setdefault(entry.name, entry)
@@ -38,12 +38,12 @@ def installed() -> dict[str, EntryPoint]:
 
 
 def distribution(entry: EntryPoint) -> str:
-    """The package that an entry point is from, and its version."""
+    """The package of an entry point, with its version."""
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else entry.value
 
 
 def parse(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Names and options (with underscores) of the passes of a text. Raises InputError with the character."""
+    """Parse names and options (with underscores) of passes. Raises InputError with the character position."""
     found: list[tuple[str, dict[str, Any]]] = []
     at = _skip(text, 0)
     while at < len(text):
@@ -58,19 +58,19 @@ def parse(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def unparse(name: str, options: Mapping[str, object]) -> str:
-    """The text of one pass; `parse` gives the same name and options, tuples for lists."""
+    """The text of one pass; `parse` returns the same name and options, with lists as tuples."""
     if not options:
         return name
     return f"{name}{{{' '.join(f'{dashed(key)}={value_text(value)}' for key, value in options.items())}}}"
 
 
 def dashed(option: str) -> str:
-    """An option as it is written: `least_gain` is `least-gain`."""
+    """An option's name in text form: `least_gain` is `least-gain`."""
     return option.replace("_", "-")
 
 
 def value_text(value: object) -> str:
-    """An option's value as it is written."""
+    """An option's value in text form."""
     if value is None:
         return "none"
     if isinstance(value, str) and _WORD.fullmatch(value) and value not in ("none", *_JSON_WORDS):

@@ -18,7 +18,7 @@ _PLAIN = (Tensor, Parameter)
 
 
 def is_surrounded() -> bool:
-    """Whether a transform of `torch.func`, forward-mode autograd, a tracer or a dispatch mode is active."""
+    """Whether a `torch.func` transform, forward-mode autograd, a tracer or a dispatch mode is active."""
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
@@ -28,10 +28,10 @@ def is_surrounded() -> bool:
 
 
 def check_plain(tensors: Sequence[Tensor]) -> None:
-    """Raise InputError where a program would answer such tensors, or such a caller, wrongly in silence.
+    """Raise InputError if a program would silently give wrong results for these tensors or this caller.
 
-    Programs are run without gradients and by engines that read memory: a derivative would come out as zero,
-    and a tracer would keep one call's numbers as a constant.
+    Programs run without gradients and on engines that read memory: a derivative would be zero, and a tracer
+    would record one call's numbers as a constant.
     """
     if is_surrounded() and (tracer := _tracer()):
         raise InputError(
@@ -44,7 +44,7 @@ def check_plain(tensors: Sequence[Tensor]) -> None:
 
 
 def check_no_derivatives(tensors: Sequence[object]) -> None:
-    """Raise InputError where a derivative is asked for: calls are answered without."""
+    """Raise InputError if a derivative is requested: calls are answered without gradients."""
     for index, tensor in enumerate(tensors):
         if isinstance(tensor, Tensor) and (reason := _why_derivative(tensor)):
             raise InputError(f"tensor {index} of the call {reason}")
@@ -67,9 +67,9 @@ class _WithoutDerivative(torch.autograd.Function):
 
 
 def without_derivatives(result: Any, tensors: Sequence[object]) -> Any:
-    """A call's result; where an input requires gradients, one that raises InputError when they are asked for.
+    """A call's result; if an input requires gradients, computing them raises InputError.
 
-    Results are computed without gradients, so that a derivative would come out as zero in silence.
+    Results are computed without gradients, so a derivative would silently be zero.
     """
     asking = [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.requires_grad]
     if not asking or not torch.is_grad_enabled():
@@ -120,10 +120,10 @@ def _why_not_plain(tensor: Tensor) -> str | None:
 
 
 def keep_from_dynamo(function: Callable[..., Any]) -> None:
-    """Let `torch.compile` break its graph at `function`, and leave all that is called in it as it is.
+    """Make `torch.compile` break its graph at `function`, and not compile what it calls.
 
-    Another compiler's code of a program would not be what was verified. `torch.compiler.disable` does the
-    same with a wrapper around each call, and takes a second to be imported.
+    Another compiler's code for a program would not be verified. `torch.compiler.disable` does the same with a
+    wrapper around each call, and takes a second to import.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     skip = eval_frame._FrameAction.SKIP

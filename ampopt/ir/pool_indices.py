@@ -1,7 +1,7 @@
 """`ampopt::max_pool2d_with_indices`: calls PyTorch's own pooling, so that compilers do not replace it.
 
-Of several NaN in a window eager gives the index of the last, inductor that of the first. An unpooling then
-puts the NaN at another place, and an element that a fault has spoilt in eager is a number.
+If a window has several NaN, eager returns the index of the last, inductor that of the first. An unpooling
+then writes NaN to another position, and an element that is NaN in eager is a number.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _pool(x: Tensor, *geometry: Sequence[int] | bool) -> tuple[Tensor, Tensor]:
 
 
 def keep_indices(module: fx.GraphModule) -> None:
-    """Let PyTorch compute every pooling of the graph whose indices are read."""
+    """Use this operator for every pooling of the graph whose indices are read."""
     for node in calls(module, [aten.max_pool2d_with_indices.default]):
         if not reads_result(node, 1):
             continue

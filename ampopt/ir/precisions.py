@@ -5,16 +5,16 @@ from __future__ import annotations
 from ampopt.errors import InputError
 
 LANE_NAMES = ("fp32", "amp", "bf16")
-"""The lanes that there are."""
+"""The names of all lanes."""
 
 AUTO = ("fp32", "amp")
 """The lanes of `precision="auto"`."""
 
 
 def names_of(precision: object) -> tuple[str, ...]:
-    """The names of the lanes that a text asks for: "auto", a lane's name, or several with commas between.
+    """The lane names in a text: "auto", a lane's name, or several separated by commas.
 
-    Raises InputError for a lane that there is not.
+    Raises InputError for an unknown lane.
     """
     if precision == "auto":
         return AUTO

@@ -27,17 +27,17 @@ FlatFunction = Callable[..., Sequence[Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class Border:
-    """The dtype and memory format in which one flat tensor crosses the program's border.
+    """The dtype and memory format of one flat tensor at the program's border.
 
-    Conversions at the border are not nodes of the graph, so that passes may change it without them; a CUDA
-    graph holds them.
+    Conversions at the border are not nodes of the graph, so passes may change the border alone; a CUDA graph
+    includes them.
     """
 
     dtype: torch.dtype
     memory_format: torch.memory_format = torch.contiguous_format
 
     def convert(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` in this dtype and format; itself where it already is."""
+        """Convert `tensor` to this dtype and format; returns it unchanged if it already has them."""
         if self.memory_format is torch.contiguous_format and tensor.dtype is self.dtype:
             return tensor.contiguous()
         if tensor.dim() in CHANNELS_LAST and self.memory_format is CHANNELS_LAST[tensor.dim()]:
@@ -46,17 +46,17 @@ class Border:
 
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""The channels-last memory format for a tensor of so many dimensions."""
+"""The channels-last memory format for each number of dimensions."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A captured model and how it is to be run.
+    """A captured model, with its engine and run settings.
 
-    `graph` takes the tensors of `examples` (each as its `entry` border says) and returns a flat tuple of
-    tensors, which the caller sees as `exit` says. `engine` runs in the graph's place where a way to run
-    (TorchScript, inductor) was applied. `under_autocast`: the lane's casts are made by autocast in every
-    call, as eager's are; False: the graph computes as it stands.
+    `graph` takes the tensors of `examples`, converted by the `entry` borders, and returns a flat tuple of
+    tensors, converted by `exit` for the caller. `engine` (TorchScript, inductor), if set, runs instead of the
+    graph. `under_autocast`: autocast makes the lane's casts in every call, as in eager; False: the graph
+    contains all casts.
     """
 
     graph: fx.GraphModule
@@ -72,12 +72,12 @@ class Program:
     recipe: tuple[Pass, ...] = ()
 
     def with_graph(self, graph: fx.GraphModule) -> Program:
-        """This program with another graph; an engine built from the old graph is dropped."""
+        """This program with another graph; an engine built from the old graph is removed."""
         return dataclasses.replace(self, graph=graph, engine=None)
 
     @property
     def function(self) -> FlatFunction:
-        """What computes the outputs from entered inputs: the engine where there is one, else the graph."""
+        """The function from converted inputs to outputs: the engine if there is one, else the graph."""
         return self.graph if self.engine is None else self.engine
 
     def replace(self, **changes: object) -> Program:
@@ -85,11 +85,11 @@ class Program:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     def scope(self) -> contextlib.AbstractContextManager[object]:
-        """The world that the program is run in, for a `with` block; see `Settings.scope`."""
+        """The settings of the program as a context manager; see `Settings.scope`."""
         return self.settings.scope(self.device, self.lane.autocast if self.under_autocast else None)
 
     def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run once, without a CUDA graph: flat tensors in, flat tensors out, as the caller is promised."""
+        """Run once, without a CUDA graph: flat tensors in and out, with the caller's dtypes and formats."""
         with self.scope():
             entered = [border.convert(t) for border, t in zip(self.entry, tensors, strict=True)]
             outputs = self.function(*entered)

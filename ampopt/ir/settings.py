@@ -13,20 +13,21 @@ from ampopt.system import flags
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Switches of PyTorch that a program is run with; set for the call, put back after it."""
+    """PyTorch settings of a program; set for each call and restored after it."""
 
     tf32: bool = False
-    """Let CUDA's matrix products and convolutions round FP32 inputs to TF32."""
+    """Whether CUDA's matrix products and convolutions may round FP32 inputs to TF32."""
     search_algorithms: bool = False
-    """Let cuDNN time its algorithms for every new convolution and keep the fastest."""
+    """Whether cuDNN times its algorithms for every new convolution and keeps the fastest."""
 
     def scope(
         self, device: torch.device, autocast: torch.dtype | None = None
     ) -> contextlib.AbstractContextManager[object]:
-        """Set everything for a `with` block on `device`, under autocast to a dtype; gradients are off inside.
+        """Apply the settings for a `with` block on `device`, under autocast to a dtype, with gradients off.
 
-        What is so already is left alone, because on a CPU each context takes tens of microseconds after the
-        call of an engine, whose work has taken the caches. So it is to be entered at once, and once.
+        Settings that are already in effect are skipped, because on a CPU each context takes tens of
+        microseconds after an engine call has evicted the caches. Enter the returned context immediately, and
+        once.
         """
         contexts: list[contextlib.AbstractContextManager[object]] = []  # a generic made here takes 1 µs
         if is_inference := torch.is_inference_mode_enabled():
@@ -51,14 +52,14 @@ def _all(contexts: Sequence[contextlib.AbstractContextManager[object]]) -> Itera
 
 
 def autocast_now(device: torch.device) -> torch.dtype | None:
-    """The dtype of the autocast that surrounds this on `device`; None where none does."""
+    """The dtype of the active autocast on `device`; None if there is none."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def autocast_scope(
     device: torch.device, dtype: torch.dtype | None
 ) -> contextlib.AbstractContextManager[object]:
-    """`torch.autocast` for `dtype` on `device`; for None, autocast off, whatever surrounds the call."""
+    """`torch.autocast` for `dtype` on `device`; for None, autocast is off, also inside an outer autocast."""
     if dtype is None:
         return torch.autocast(device.type, enabled=False)
     return torch.autocast(device.type, dtype=dtype, cache_enabled=False)

@@ -18,15 +18,15 @@ from ampopt.errors import InputError
 
 
 def tensor_key(tensor: Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...], torch.device]:
-    """What a captured program depends on of a tensor: shape, dtype, strides, device."""
+    """The properties of a tensor that a captured program depends on: shape, dtype, strides, device."""
     return tensor.shape, tensor.dtype, tensor.stride(), tensor.device
 
 
 def recognizer(example: Tensor) -> Callable[[object], bool]:
-    """Tells in one call of C++ whether something is a tensor like `example` in all but its numbers.
+    """A fast C++ check whether an object is a tensor that differs from `example` in values alone.
 
-    That is of exactly its class, with its `tensor_key` and its negative and conjugate bits, in a thread
-    whose modes (inference, autocast) are those of now: in others it recognizes nothing.
+    It must have the same class, `tensor_key`, and negative and conjugate bits, in a thread with the present
+    modes (inference, autocast): under other modes the check always fails.
     """
     guards = TensorGuards(  # its stub knows keywords only
         example,  # type: ignore[arg-type]
@@ -38,15 +38,15 @@ def recognizer(example: Tensor) -> Callable[[object], bool]:
 
 
 def describe(tensor: Tensor) -> str:
-    """A tensor in a few characters: `float32[1, 3, 480, 640] on cpu`."""
+    """A short description of a tensor: `float32[1, 3, 480, 640] on cpu`."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
 
 
 @dataclasses.dataclass(frozen=True)
 class CallKey:
-    """The whole of a call: its structure, every tensor's `tensor_key`, every other argument's value.
+    """The signature of a call: its structure, every tensor's `tensor_key`, every other argument's value.
 
-    `leaves` may leave the strides out, for programs that do not depend on them.
+    `leaves` may omit strides, for programs that do not depend on them.
     """
 
     spec: pytree.TreeSpec
@@ -57,12 +57,12 @@ class CallKey:
 
 
 def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of a call in order, and its structure; keyword arguments sorted by name."""
+    """The leaves of a call in order, and its structure, with keyword arguments sorted by name."""
     return pytree.tree_flatten((tuple(args), dict(sorted(kwargs.items()))))
 
 
 def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec, *, strides: bool = True) -> CallKey:
-    """The key of a call's leaves; values that cannot be hashed stand by their type and identity."""
+    """The key of a call's leaves; unhashable values are represented by their type and identity."""
     parts: list[object] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
@@ -86,10 +86,10 @@ def tensors_of(leaves: Sequence[Any]) -> tuple[Tensor, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class OutputLayout:
-    """How flat output tensors become the model's own nested result.
+    """Converts flat output tensors to the model's nested result.
 
-    `template` holds every leaf of the result: None-free constants as they were at capture, and
-    `OutputLayout.TENSOR` where the next flat tensor goes.
+    `template` holds every leaf of the result: constants from the capture, and `OutputLayout.TENSOR` for each
+    flat tensor.
     """
 
     TENSOR = object()
@@ -99,7 +99,7 @@ class OutputLayout:
 
     @functools.cached_property
     def restore(self) -> Callable[[Sequence[Tensor]], Any]:
-        """Makes the model's nested result from the program's flat outputs; the usual ones in no time."""
+        """Builds the model's nested result from flat outputs, with fast paths for common structures."""
         count = len(self.template)
         if any(leaf is not OutputLayout.TENSOR for leaf in self.template):
             return self._restore
@@ -133,7 +133,7 @@ def _layout(spec: pytree.TreeSpec, marks: Sequence[bool], constants: Sequence[ob
 
 
 def flatten_outputs(result: Any) -> tuple[list[Tensor], OutputLayout]:
-    """The tensors of a model's result, in order, and how to put the result together again."""
+    """The tensors of a model's result, in order, and the layout that rebuilds the result."""
     leaves, spec = pytree.tree_flatten(result, is_leaf=lambda value: isinstance(value, torch.Size))
     template = tuple(OutputLayout.TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     return list(tensors_of(leaves)), OutputLayout(spec, template)
@@ -142,9 +142,9 @@ def flatten_outputs(result: Any) -> tuple[list[Tensor], OutputLayout]:
 def check_same_call(
     expected: Sequence[Any], actual: Sequence[Any], device: torch.device, *, dtypes: bool = True
 ) -> None:
-    """Raise InputError where a call's tensors have another dtype or device than the program was made for.
+    """Raise InputError if a call's tensors differ in dtype or device from those of the program.
 
-    `dtypes`: the tensors stand in the same places, so that their dtypes have to agree.
+    `dtypes`: the tensors are at the same positions, so their dtypes must be equal.
     """
     for index, (want, got) in enumerate(zip(expected, actual, strict=False)):
         if not isinstance(want, Tensor) or not isinstance(got, Tensor):

@@ -2,7 +2,7 @@
 
 PyTorch computes log(sigmoid(x)) as min(x, 0) - log1p(exp(-|x|)); torch.onnx writes Log(Sigmoid(x)), which is
 -inf from about -17 on, because ONNX Runtime's Sigmoid is exactly 0 there. `FORMS` is the table of all such
-operators: each is spelt with others that ONNX has and that neither overflow nor cancel.
+operators: each is written with other operators that ONNX has and that neither overflow nor cancel.
 
 Correct because: every form is equal to its operator over the real numbers, but the series of log1p, which
 stops where the next term is below float32's rounding. Where eager overflows on finite numbers, the form may
@@ -20,14 +20,14 @@ from torch import fx
 from ampopt.ir.graph import arguments, aten, calls, copy_of, finish, insert_call, replace
 
 Call = Callable[..., Any]
-"""(operator, arguments) -> the node of a new call."""
+"""Makes the node of a new call from an operator and its arguments."""
 
 SERIES = 0.03
-"""Where log1p leaves its series: both ways are within some 2e-6 of it there."""
+"""Limit of the argument up to which log1p uses its series; both forms are within about 2e-6 of it there."""
 
 
 def with_stable_forms(module: fx.GraphModule) -> fx.GraphModule:
-    """The graph with every operator of `FORMS` in its stable form; the graph itself where there is none."""
+    """The graph with every operator of `FORMS` in its stable form; unchanged if there is none."""
     if not any(calls(module, FORMS)):
         return module
     changed = copy_of(module)
@@ -127,4 +127,4 @@ FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.atan2.default: _keeping_nan,
     aten.logit.default: _keeping_nan,
 }
-"""The stable form of each operator that needs one, made by (call, node); None: this call needs none."""
+"""For each operator, a function of (call, node) that makes its stable form; None: no change needed."""

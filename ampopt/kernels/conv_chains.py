@@ -17,17 +17,17 @@ from ampopt.kernels.pixel_layout import pixel_stride
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 LEAST_WIDTH = 16
-"""Channels of a group below which neighbouring groups are computed together: a Tensor Core's tile."""
+"""Channels of a group below which neighbouring groups are computed together: a Tensor Core tile's width."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """A convolution or linear layer and what is fused with it: `nodes`, in order."""
+    """A convolution or linear layer with the operators that are fused with it: `nodes`, in order."""
 
     nodes: tuple[fx.Node, ...]
     source: fx.Node
     reorder: bool
-    """Whether the input is put into order first: its channels are not innermost."""
+    """Whether the input must be copied first, because its channels are not innermost."""
     add: fx.Node | None
     scale: fx.Node | None
     site: Site
@@ -39,12 +39,12 @@ class Chain:
 
     @property
     def last(self) -> fx.Node:
-        """The node that gives the result."""
+        """The node of the chain's result."""
         return self.nodes[-1]
 
 
 def find_chains(module: fx.GraphModule, tf32: bool) -> tuple[list[Chain], list[Declined]]:
-    """Every chain of the graph, none overlapping another; and what was looked at and left alone."""
+    """All chains of the graph, without overlaps, and the declined nodes."""
     chains, declined, fused = list[Chain](), list[Declined](), set[fx.Node]()
     for conv in calls(module, [aten.conv2d.default, aten.linear.default]):
         if reason := _why_not(conv):
@@ -111,7 +111,7 @@ def _chain(module: fx.GraphModule, conv: fx.Node, fused: set[fx.Node], tf32: boo
 
 
 def merge_factor(weight_shape: Sequence[int], groups: int) -> int:
-    """How many neighbouring groups are computed together; 1 for depthwise convolutions and wide groups."""
+    """The number of neighbouring groups computed together; 1 for depthwise convolutions and wide groups."""
     if groups == 1 or (weight_shape[1] == 1 and weight_shape[0] == groups):
         return 1
     merge = 1

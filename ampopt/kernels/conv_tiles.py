@@ -14,13 +14,16 @@ from ampopt.kernels.fused_conv import Tile, combine_block, reference
 from ampopt.kernels.pixel_layout import reads_runs, unit_of
 
 FEW_ROWS = 8
-"""Up to here the kernel for matrix times vector is tried."""
+"""Largest number of rows for which the matrix-vector kernel is tried."""
 
 MOST_DENSE = 7
-"""Dense tiles that are timed at a site, the most promising ones by `estimate`."""
+"""Number of dense tiles that are timed at a site, the best ones by `estimate`."""
 
 PROCESSORS = 132
-"""Multiprocessors for which `estimate` ranks tiles; an H200's. Others find their best tile among the same."""
+"""Number of multiprocessors for which `estimate` ranks tiles: an H200's.
+
+Other GPUs use the same candidates.
+"""
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -56,7 +59,7 @@ Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """What decides the speed of one call of `fused_conv`; equal ones are measured once.
+    """The parameters that decide the speed of a `fused_conv` call; equal sites are measured once.
 
     `pixel` is the number of elements from one pixel of the input to the next. `geometry` is empty for a
     linear layer.
@@ -77,7 +80,7 @@ class Site:
 
     @property
     def is_depthwise(self) -> bool:
-        """One input and one output channel a group."""
+        """Whether each group has one input and one output channel."""
         return bool(self.geometry) and self.groups > 1 and self.weight_shape[:2] == (self.groups, 1)
 
     @property
@@ -87,7 +90,7 @@ class Site:
 
     @functools.cached_property
     def rows(self) -> int:
-        """Pixels (or rows) of the result."""
+        """Number of pixels (or rows) of the result."""
         return math.prod(self._result_shape) // self.weight_shape[0]
 
     @functools.cached_property
@@ -96,7 +99,7 @@ class Site:
         return reference(x, w, None, None, None, self.geometry, self.groups, "", "").shape
 
     def random_operands(self, device: torch.device) -> Operands:
-        """x, w, b, z, s of this shape, dtype and layout, of about the size that a network's have."""
+        """Random x, w, b, z, s of this shape, dtype and layout, with magnitudes typical of networks."""
         generator = torch.Generator(device).manual_seed(0)
         random = functools.partial(torch.randn, generator=generator, device=device, dtype=self.dtype)
 
@@ -116,7 +119,7 @@ class Site:
         return x, w, b, z, s
 
     def fits(self, tile: Tile) -> bool:
-        """Whether the tile's kernel can compute this at all."""
+        """Whether the tile's kernel can compute this site."""
         if tile.kind == "depthwise":
             return self.is_depthwise and not self.scale
         return tile.kind == "dense" or self._is_product
@@ -128,7 +131,7 @@ class Site:
         return in_place and self.groups == 1 and not (self.scale and self.rows != self.input_shape[0])
 
     def tiles(self) -> list[Tile]:
-        """The tiles worth timing, the most promising first."""
+        """The tiles to time, the best estimate first."""
         if self.is_depthwise:
             tiles = [Tile("depthwise", r, c, warps=warps) for r, c, warps in _DEPTHWISE_TILES]
             most = 2 * max(self.rows, 8), 2 * max(self.weight_shape[0], 16)
@@ -172,7 +175,7 @@ class Site:
         return -(-self.rows // rows) * -(-self.weight_shape[0] // self.groups // cols) * self.groups
 
     def estimate(self, tile: Tile) -> float:
-        """A rough number of clock cycles, good enough to leave out what cannot win."""
+        """An estimate of the clock cycles, to exclude slow tiles."""
         half = self.dtype in _HALVES
         rate = 1024.0 if half else 512.0 if self.tf32 else 96.0
         step = max(220.0, tile.rows * tile.cols * tile.depth / rate)
@@ -190,7 +193,7 @@ class Site:
 
     @functools.cached_property
     def least_seconds(self) -> float:
-        """A rough time that no kernel can beat: an H200's arithmetic, its memory, and a launch."""
+        """A lower bound of the time of any kernel: an H200's arithmetic, memory, and a launch."""
         rate = 4e14 if self.dtype in _HALVES else 2e14 if self.tf32 else 4e13
         operations = 2 * self.rows * math.prod(self.weight_shape)
         elements = (

@@ -22,23 +22,23 @@ from ampopt.measure.clocks import device_time
 from ampopt.measure.sampling import interleave
 
 AT_ONCE = 10
-"""Launches in one captured graph of a measurement, so that the graph's own start weighs little."""
+"""Number of launches in a measurement's CUDA graph, so that the graph's start time matters little."""
 
 SAMPLE_S = 5e-4
 """Seconds of one sample."""
 
 NEAR = 1.2
-"""A tile whose first sample takes so many times the least one's is not sampled again; the best one is."""
+"""A tile whose first sample is this many times the shortest one is not sampled again."""
 
 COMPILERS = min(8, os.cpu_count() or 1)
 
 PLAIN, BY_CUDNN = "as it is", "by cuDNN"
-"""What a site would be computed by otherwise: operators one after another, or cuDNN's fused one."""
+"""The alternatives to a tile: separate operators one after another, or cuDNN's fused operator."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """What was found at a site: device seconds of one call, and why other ways have none; by tile or way."""
+    """The results for a site, by tile or alternative: device seconds of one call, or why there is no time."""
 
     seconds: dict[str, float]
     refused: dict[str, str]
@@ -53,10 +53,11 @@ def launch(site: Site, operands: Operands, tile: Tile) -> Tensor:
 
 
 def compile_all(sites: Iterable[Site], device: torch.device, seconds: float) -> set[object]:
-    """Compile what the tiles of all sites need, several at a time, for so many seconds.
+    """Compile the tiles of all sites, several in parallel, for at most this many seconds.
 
-    The first tiles of all sites come before the second ones of any, so that each site has some where the
-    time is short. Returns the `Site.compile_key` of what is done; what fails here fails again when timed.
+    The first tile of every site is compiled before the second of any, so that each site has some if time is
+    short. Returns the `Site.compile_key` of the compiled ones; a failure here is repeated and reported when
+    timed.
     """
     jobs: dict[object, Callable[[], Tensor]] = {}
     tiles = [(site, site.tiles()) for site in sites]
@@ -88,10 +89,10 @@ def _launch_random(site: Site, tile: Tile, device: torch.device) -> Tensor:
 def fastest(
     site: Site, tiles: Sequence[Tile], device: torch.device, settings: Settings, seconds: float = 0.03
 ) -> Timed:
-    """Time a site's `tiles`, `PLAIN`, and `BY_CUDNN` where it has that form.
+    """Time a site's `tiles`, `PLAIN`, and `BY_CUDNN` if cuDNN has that form.
 
-    Tiles that this GPU cannot run, or that compute anything else than `PLAIN`, are left out; so are those
-    that a first sample shows to be far behind.
+    Tiles that this GPU cannot run, or whose results differ from `PLAIN`, are left out; so are tiles whose
+    first sample is much slower.
     """
     samplers, alive, refused = {}, [], dict[str, str]()
     with settings.scope(device):

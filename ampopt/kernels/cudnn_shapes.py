@@ -12,7 +12,7 @@ from torch._prims_common import suggest_memory_format
 
 @functools.cache
 def know_shapes() -> torch.library.Library | None:
-    """Give `cudnn_convolution_relu` and `_add_relu` the kernels for tensors without data; once a process."""
+    """Register kernels for fake tensors for `cudnn_convolution_relu` and `_add_relu`, once per process."""
     if torch.ops.aten.cudnn_convolution_relu.default.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta):
         return None
     library = torch.library.Library("aten", "IMPL")

@@ -1,7 +1,7 @@
 """`ampopt::fused_conv`: a convolution or linear layer with its epilogue, as one operator in Triton.
 
-It computes `act2(act1(conv(x · s, w) + b) + z)` for feature maps with the channel innermost. How a kernel
-divides the work is a `Tile`, an argument of the operator, chosen by measurement (`conv_tiles`).
+It computes `act2(act1(conv(x · s, w) + b) + z)` for feature maps with the channel innermost. A `Tile`, an
+argument of the operator chosen by measurement (`conv_tiles`), says how the kernel divides the work.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
 }
-"""The activations that the kernels know; "" is none."""
+"""The activations that the kernels support; "" is none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Tile:
     @classmethod
     @functools.cache
     def parse(cls, text: str) -> Tile:
-        """The tile that `str` printed."""
+        """Parse the output of `str`."""
         kind, *numbers, precision = text.split(":")
         rows, cols, depth, parts, warps, stages = map(int, numbers)
         return cls(kind, rows, cols, depth, parts, warps, stages, precision)
@@ -111,7 +111,7 @@ def reference(
     act1: str,
     act2: str,
 ) -> Tensor:
-    """The operator by PyTorch's own operators, one after another."""
+    """The operator computed by PyTorch's operators, one after another."""
     if s is not None:
         x = x * s
     if geometry:
@@ -217,7 +217,7 @@ def _dense(call: _Call) -> None:
 
 
 def combine_block(channels: int) -> tuple[int, int, int]:
-    """Rows and columns that one program of `combine` adds up, and its `UNIT`."""
+    """The rows and columns that one `combine` program sums, and its `UNIT`."""
     return 8, min(128, 1 << (channels - 1).bit_length()), unit_of(channels)
 
 

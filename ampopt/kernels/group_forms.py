@@ -20,8 +20,8 @@ from ampopt.measure.sampling import interleave
 class Form:
     """One way to compute a grouped convolution.
 
-    Every `merge` neighbouring groups become one (1: as it is; all of them: dense), or with `split` each
-    group is a convolution of its own; `other_layout` does it in the memory format that is not there now.
+    Every `merge` neighbouring groups become one (1: unchanged; all of them: dense), or with `split` each
+    group becomes a separate convolution; `other_layout` uses the other memory format.
     """
 
     merge: int = 1
@@ -35,7 +35,7 @@ class Form:
 
     @classmethod
     def parse(cls, text: str) -> Form:
-        """The form that `str` printed."""
+        """Parse the output of `str`."""
         kind, _, layout = text.partition("@")
         if kind == "split":
             return cls(split=True, other_layout=bool(layout))
@@ -47,7 +47,7 @@ AS_IS = Form()
 
 @dataclasses.dataclass(frozen=True)
 class GroupedConv:
-    """What decides the speed of a grouped 2d convolution; equal ones are measured once."""
+    """The parameters that decide the speed of a grouped 2d convolution; equal ones are measured once."""
 
     input_shape: tuple[int, ...]
     weight_shape: tuple[int, ...]
@@ -66,16 +66,16 @@ class GroupedConv:
 
     @property
     def format(self) -> torch.memory_format:
-        """The memory format that its input has in the program."""
+        """The memory format of its input in the program."""
         return torch.channels_last if self.channels_last else torch.contiguous_format
 
     @property
     def other_format(self) -> torch.memory_format:
-        """The memory format that its input does not have."""
+        """The other memory format."""
         return torch.contiguous_format if self.channels_last else torch.channels_last
 
     def tensor_core_hint(self, device: torch.device) -> str:
-        """Whether the convolution can run on Tensor Cores, and if not, what stands in the way.
+        """Whether the convolution can run on Tensor Cores, and if not, the reason.
 
         NVIDIA's guide to convolutional layers asks for channels a group in multiples of 8 at 16 bits (of 4
         in TF32); depthwise convolutions have one, and run on the ordinary cores.
@@ -93,9 +93,9 @@ class GroupedConv:
 
 
 def forms_for(conv: GroupedConv) -> list[Form]:
-    """The forms worth timing: merges up to 64 channels a group and the dense one, and a split up to 8 groups.
+    """The forms to time: merges up to 64 channels a group and the dense one, and a split up to 8 groups.
 
-    The dense form is left out where it needs over 64 times the arithmetic.
+    The dense form is left out if it needs over 64 times the arithmetic.
     """
     width, merges, factor = conv.weight_shape[1], [1], 2
     while factor < conv.groups:

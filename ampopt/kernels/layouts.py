@@ -17,7 +17,7 @@ from ampopt.ir.transform import Declined, Result
 
 
 def in_channels_last(program: Program) -> Result:
-    """Lay out convolution weights and image inputs with the channel innermost; see pass `channels-last`."""
+    """Convert convolution weights and image inputs to channels_last; see pass `channels-last`."""
     module, rewrites, ranks, moved = copy_of(program.graph), 0, set[int](), False
     declined: list[Declined] = []
     for node in calls(module, CONVOLUTIONS | TRANSPOSED_CONVOLUTIONS):

@@ -15,15 +15,15 @@ def unit_of(*counts: int) -> int:
 
 
 def reads_runs(channels: int, taps: Sequence[int], groups: int, pixel: int, geometry: Sequence[int]) -> bool:
-    """Whether a row of taps is read as one run: with few channels, and nothing between them in memory."""
+    """Whether a row of taps is read as one contiguous block: few channels, and no gaps in memory."""
     return channels < 16 and taps[1] > 1 and groups == 1 and pixel == channels and geometry[5] == 1
 
 
 def pixel_stride(shape: Sequence[int], strides: Sequence[int], *, is_image: bool) -> int | None:
-    """The elements from one pixel (or row) of a tensor to the next, where they lie one after the other.
+    """The number of elements from one pixel (or row) of a tensor to the next, if this distance is constant.
 
-    None where they do not, so that the tensor would have to be copied first. A slice of channels is fine.
-    The channels are dimension 1 of an image [batch, channels, height, width], else the last one.
+    None if it is not, so that the tensor must be copied first. A slice of channels has one. The channels are
+    dimension 1 of an image [batch, channels, height, width], else the last one.
     """
     sizes, steps = list(shape), list(strides)
     if is_image:
@@ -44,7 +44,7 @@ def pixel_stride(shape: Sequence[int], strides: Sequence[int], *, is_image: bool
 
 
 def pixels(x: Tensor, *, is_image: bool) -> tuple[Tensor, int]:
-    """A tensor as the kernels can read it, and its `pixel_stride`; a copy where it has none."""
+    """A tensor that the kernels can read, and its `pixel_stride`; a copy if the tensor has none."""
     pixel = pixel_stride(x.shape, x.stride(), is_image=is_image)
     if pixel is not None:
         return x, pixel
@@ -52,11 +52,11 @@ def pixels(x: Tensor, *, is_image: bool) -> tuple[Tensor, int]:
 
 
 def in_order(x: Tensor, *, is_image: bool) -> Tensor:
-    """The tensor with its channels innermost and nothing between its pixels; itself where it is so."""
+    """The tensor with channels innermost and no gaps between pixels; unchanged if it is so already."""
     return x.contiguous(memory_format=torch.channels_last if is_image else torch.contiguous_format)
 
 
 def packed_depthwise(weight: Tensor) -> Tensor:
-    """A depthwise weight [channels, 1, KH, KW] whose memory is [KH, KW, channels]; itself where it is so."""
+    """A depthwise weight [channels, 1, KH, KW] stored as [KH, KW, channels]; unchanged if already so."""
     order = weight.permute(2, 3, 1, 0)
     return weight if order.is_contiguous() else order.contiguous().permute(3, 2, 0, 1)

@@ -1,9 +1,9 @@
 """Triton kernels for a convolution or linear layer with its epilogue; the channel is innermost in memory.
 
 Import this only where Triton is installed. Every kernel computes `y = act2(act1(conv(x · s, w) + b) + z)`
-with sums in float32; s, b, z, act1 and act2 may be absent. Channel counts come in units of `UNIT`
-channels, the largest power of two up to 8 that divides them all: memory is then read in wide pieces although
-one compiled kernel serves every shape.
+with sums in float32; s, b, z, act1 and act2 may be absent. Channel counts come in units of `UNIT` channels,
+the largest power of two up to 8 that divides them all: memory is then read in wide blocks, although one
+compiled kernel is used for all shapes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _STEPS = ["stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w"]
 _DENSE = [*_PLACES, "pixel_units", "in_units", "out_units", "groups", "parts", *_STEPS]
 _DEPTHWISE = [*_PLACES, "pixel_units", "units", *_STEPS]
 _COMBINE, _VECTOR = ["rows_total", "out_units", "parts"], ["pixel_units", "in_units", "out_units"]
-"""Sizes for which no kernel of its own is compiled, whatever divides them; `UNIT` tells what matters."""
+"""Sizes that the kernels are not specialized for, whatever divides them; `UNIT` gives the divisor."""
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def finish(
     v, b, z, y, cols, offsets, col_ok, ok,
     BIAS: tl.constexpr, ADD: tl.constexpr, ACT1: tl.constexpr, ACT2: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue of a tile [rows, columns] of sums, and its store."""
+    """Apply the epilogue to a tile [rows, columns] of sums, and store it."""
     if BIAS:
         v += tl.load(b + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
     v = activate(v, ACT1)
@@ -69,8 +69,9 @@ def dense(
 ):  # fmt: skip
     """Convolution as a matrix product of pixels [rows, taps x channels] and weights; w is [out, KH, KW, in].
 
-    `WIDE`: a row of taps lies in memory as one run of KW x channels, and is read as such (few channels).
-    `SPLIT`: each of the `parts` sums its share of the taps into its own float32 plane of y, see `combine`.
+    `WIDE`: a row of taps is one contiguous block of KW x channels in memory, and is read as such (few
+    channels). `SPLIT`: each of the `parts` sums its share of the taps into its own float32 plane of y, see
+    `combine`.
     """
     channels, outs, pixel = in_units * UNIT, out_units * UNIT, pixel_units * UNIT
     out_row = outs * groups
@@ -132,7 +133,7 @@ def combine(
     UNIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BIAS: tl.constexpr, ADD: tl.constexpr, ACT1: tl.constexpr, ACT2: tl.constexpr,
 ):  # fmt: skip
-    """Sum the planes [parts, rows, columns] that `dense` left, and finish."""
+    """Sum the planes [parts, rows, columns] of `dense`, and apply the epilogue."""
     outs = out_units * UNIT
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     cols = tl.program_id(1) * BN + tl.arange(0, BN)

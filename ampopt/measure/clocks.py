@@ -1,7 +1,7 @@
 """Two clocks for timing: latency and device time.
 
-*Latency* is one call as its user makes it, synchronised. *Device time* is the kernels alone with the gaps
-between their launches removed: the time of a CUDA-graph replay. On a CPU the two coincide.
+*Latency* is the time of one call as its user makes it, synchronised. *Device time* is the kernels alone with
+the gaps between their launches removed: the time of a CUDA-graph replay. On a CPU the two coincide.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_CALLS_TO_LOAD, CLEARLY_SHORTER = 4, 0.8
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done everything that it was given."""
+    """Wait until all work on the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -31,19 +31,19 @@ def synchronize(device: torch.device) -> None:
 def latency(
     call: Callable[[], object], device: torch.device, *, long_s: float = sampling.LONG_CALL_S
 ) -> Sampler:
-    """Samples the latency of one synchronised call on a device, see `sampling.latency`."""
+    """A sampler of one synchronised call's latency on a device, see `sampling.latency`."""
     return sampling.latency(call, functools.partial(synchronize, device), long_s=long_s)
 
 
 LONG_ENGINE_CALL_S = 0.2
-"""On a CPU a shorter call of an engine is timed after an untimed one, see `engine_latency`."""
+"""On a CPU, engine calls shorter than this are timed after an untimed call, see `engine_latency`."""
 
 
 def engine_latency(call: Callable[[], object], device: torch.device) -> Sampler:
     """As `latency`, for subjects that may run in different engines.
 
-    On a CPU the threads of one engine spin for milliseconds after its call, on the cores that the next one's
-    threads need: so longer calls, too, are timed after an untimed one.
+    On a CPU the threads of one engine spin for milliseconds after its call, on the cores that the next
+    engine's threads need: so longer calls, too, are timed after an untimed one.
     """
     return latency(call, device, long_s=LONG_ENGINE_CALL_S if device.type == "cpu" else sampling.LONG_CALL_S)
 
@@ -51,12 +51,12 @@ def engine_latency(call: Callable[[], object], device: torch.device) -> Sampler:
 def seconds_once_loaded(
     call: Callable[[], object], device: torch.device, *, long_s: float, most_s: float, loading_s: float
 ) -> float:
-    """Seconds that a call takes once its libraries are loaded and its kernels are chosen; the least of a few.
+    """Time of a call in seconds, after its libraries are loaded and its kernels selected.
 
-    First calls may be long because of that, or because something else runs on the machine. So a call of at
-    most `long_s` counts at once; a longer one is repeated until the next is not clearly shorter. The first
-    calls may take `loading_s` together. Later ones are given up after `most_s`, before their next operator:
-    infinity where no call was through.
+    First calls may be slow because they load libraries, or because of other load on the machine. A call of
+    at most `long_s` counts at once. A slower one is repeated until the next is no longer clearly shorter, at
+    most `MOST_CALLS_TO_LOAD` times; the shortest counts. The first calls may take `loading_s` together, later
+    ones are aborted after `most_s`, before their next operator; infinity if all are aborted.
     """
 
     def once(limit_s: float) -> float:
@@ -104,7 +104,7 @@ class _GivingUp(TorchDispatchMode):
 
 
 def device_time(replay: Callable[[], object], device: torch.device, *, sample_s: float = 2e-3) -> Sampler:
-    """Samples the device time of one replay of a CUDA graph: as many in a row as take about `sample_s`."""
+    """A sampler of the device time of one CUDA-graph replay; each sample repeats it for about `sample_s`."""
     first = torch.cuda.Event(enable_timing=True)
     last = torch.cuda.Event(enable_timing=True)
     count = 0
@@ -128,7 +128,7 @@ def device_time(replay: Callable[[], object], device: torch.device, *, sample_s:
 
 
 def peak_memory(call: Callable[[], object], device: torch.device) -> int | None:
-    """Bytes that one call takes on a GPU beyond what was allocated before it; None on a CPU."""
+    """Peak memory in bytes that one call allocates on a GPU, above the present allocation; None on a CPU."""
     if device.type != "cuda":
         return None
     synchronize(device)

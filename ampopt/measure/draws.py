@@ -16,22 +16,22 @@ from ampopt.ir.numerics import fresh_draw
 Tensors = tuple[Tensor, ...]
 
 CALLS_IN_A_ROW = 8
-"""Calls from one initial state on which a model with a state is verified."""
+"""Number of successive calls, from one initial state, that verify a model with a state."""
 
 FAULTS = {"NaN": float("nan"), "infinity": float("inf")}
-"""What one element of each input is, in turn, to see whether a sensor's fault still reaches the outputs."""
+"""The values written to one element of each input, in turn, to test that faults reach the outputs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """The inputs of one call, or of several in a row, and a word for them."""
+    """The inputs of one call, or of several successive calls, with a name."""
 
     name: str
     calls: tuple[Tensors, ...]
 
 
 def plain_draws(examples: Tensors, count: int, seed: int, *, in_a_row: int) -> list[Draw]:
-    """The example inputs, and `count` random ones like them, each followed by others where there is a row."""
+    """The example inputs, and `count` random ones like them; successive calls get further random inputs."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn() -> Tensors:
@@ -45,7 +45,7 @@ def plain_draws(examples: Tensors, count: int, seed: int, *, in_a_row: int) -> l
 
 
 def range_draws(examples: Tensors, *, in_a_row: int) -> list[Draw]:
-    """The examples scaled, constant, and zero but for one element; none where no input is floating-point."""
+    """The examples scaled, constant, and zero except for one element; none without floating-point inputs."""
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         "inputs of 0": torch.zeros_like,
         "inputs x0.01": lambda x: x * 0.01,
@@ -95,7 +95,7 @@ def _with_element(tensor: Tensor, value: float) -> Tensor:
 
 
 def steps_of(draw: Draw, run: Callable[..., Sequence[Tensor]], state: Tensors) -> list[list[Tensor]]:
-    """The outputs of each call of a draw, in a row: what one leaves of the state is given to the next."""
+    """The outputs of each call of a draw, in order; each call's new state is passed to the next."""
     found: list[list[Tensor]] = []
     for tensors in draw.calls:
         outputs = list(run(*tensors, *state))

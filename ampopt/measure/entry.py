@@ -11,11 +11,11 @@ from ampopt.ir.transform import Declined
 from ampopt.measure.sampling import Gain, Measurement
 
 ORIGINAL = "original"
-"""What a ledger's `chosen` says where the original model runs because nothing is faster or verified."""
+"""The value of a ledger's `chosen` if the original model runs, because nothing is faster or verified."""
 
 
 class Verdict(enum.Enum):
-    """What became of a pass in a lane."""
+    """The verdict on a pass in a lane."""
 
     KEPT = "kept"
     REVERTED = "reverted"
@@ -25,30 +25,31 @@ class Verdict(enum.Enum):
 
 
 def finite(number: float | None) -> float | None:
-    """JSON has no infinity: such an error is null there, and the reason beside it says so."""
+    """JSON has no infinity: such an error becomes null, and the row's reason explains it."""
     return number if number is not None and math.isfinite(number) else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """One program on both clocks; `device` is None where the program cannot run in a CUDA graph."""
+    """Times of one program on both clocks; `device` is None if it cannot be captured as a CUDA graph."""
 
     latency: Measurement
     device: Measurement | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, times in milliseconds."""
+        """The times for JSON, in milliseconds."""
         device = None if self.device is None else self.device.to_dict()
         return {"latency": self.latency.to_dict(), "device": device}
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What one pass did in one lane.
+    """Measurements and verdict of one pass in one lane.
 
     `error` is the relative error against the original in float64 (or the user's metric), `limit` what was
-    allowed; `gain` is on the clock that the pass is judged by; `memory` in bytes; `seconds` is what applying
-    the pass took (compile time, searches), `took_s` the whole trial, verifying and timing included.
+    allowed; `gain` is on the clock that judges the pass; `memory` is in bytes; `seconds` is the time of
+    applying the pass (compilation, searches), `took_s` that of the whole trial, including verification and
+    timing.
     """
 
     lane: str
@@ -68,7 +69,7 @@ class Entry:
     took_s: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The row as JSON data."""
         return {
             "lane": self.lane,
             "pass": self.name,

@@ -9,28 +9,28 @@ import torch
 from torch import Tensor
 
 Bools = list[list[Tensor]]
-"""A mask for each output of each call."""
+"""A boolean mask for each output of each call."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Masks:
-    """Which elements of the outputs of each call are not finite in eager: each time, and at least once."""
+    """Masks of the output elements that are not finite in eager: in every run, and in at least one run."""
 
     always: Bools
     ever: Bools
     rounded: bool = False
-    """Whether eager was rounded anew to learn that."""
+    """Whether the runs include ones with changed rounding."""
 
     @classmethod
     def of(cls, *runs: Bools) -> Masks:
-        """The masks of runs of which each has to agree that an element is not finite."""
+        """The masks of several runs; both hold the elements that are not finite in every run."""
         masks = cls(runs[0], runs[0])
         for run in runs[1:]:
             masks = masks.joined_by(run)
         return cls(masks.always, masks.always)
 
     def joined_by(self, found: Bools) -> Masks:
-        """The masks with what another run gave."""
+        """The masks with one more run included."""
         always = [
             [a & b for a, b in zip(*pair, strict=True)] for pair in zip(self.always, found, strict=True)
         ]
@@ -38,12 +38,12 @@ class Masks:
         return Masks(always, ever)
 
     def count(self, index: int) -> int:
-        """How many elements of an output are not finite, in all calls."""
+        """The number of non-finite elements of an output, over all calls."""
         return sum(int(outputs[index].sum()) for outputs in self.always)
 
 
 def lost_elements(found: Bools, always: Bools) -> list[int]:
-    """For each output how many elements of it should not be finite and are."""
+    """For each output, the number of elements that should not be finite but are."""
     calls = [
         [int((b & ~a).sum()) for a, b in zip(*pair, strict=True)] for pair in zip(found, always, strict=True)
     ]
@@ -51,15 +51,15 @@ def lost_elements(found: Bools, always: Bools) -> list[int]:
 
 
 def joined_elements(found: Bools, ever: Bools) -> list[int]:
-    """For each output how many elements of it should be finite and are not."""
+    """For each output, the number of elements that should be finite but are not."""
     return lost_elements(ever, found)
 
 
 def share(masks: Bools, index: int) -> float:
-    """The share of an output that a mask marks, in the call where that is most."""
+    """The share of an output's elements in a mask, in the call with the largest share."""
     return max(float(outputs[index].double().mean()) for outputs in masks)
 
 
 def not_finite(calls: Sequence[Sequence[Tensor]]) -> Bools:
-    """Where the outputs of each call are NaN or infinite."""
+    """Masks of NaN and infinity in the outputs of each call."""
     return [[~torch.isfinite(output) for output in outputs] for outputs in calls]

@@ -1,7 +1,7 @@
 """Latency test for robots: frames at a camera's rate with idle gaps between them, then back to back.
 
-It does not matter what runs the model: a call takes a frame and returns when its outputs are there. In the
-idle gaps processors lower their clocks and caches go cold, which a loop without gaps never shows.
+The test works with any backend: a call takes a frame and returns when its outputs are ready. In the idle gaps
+processors lower their clocks and caches become cold, which a loop without gaps does not show.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ampopt.errors import InputError
 QUANTILES = {"p50_ms": 0.5, "p90_ms": 0.9, "p99_ms": 0.99, "p99.9_ms": 0.999}
 
 SPIN_NS = 200_000
-"""The last stretch before a frame is waited for without sleeping: a sleep may end this much too late."""
+"""Time before a frame that is busy-waited: a sleep may end this much too late."""
 
 NAP_NS = 1_000_000
-"""The stretch before that is slept in short naps, the rest in one sleep."""
+"""Time before the busy-wait that is slept in short naps; the time before that is one sleep."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Latencies:
-    """Milliseconds from handing a frame to the call until its outputs were there, in order."""
+    """Time in milliseconds from passing a frame to the call until its outputs are ready, in order."""
 
     samples: tuple[float, ...]
 
     def quantile(self, q: float) -> float | None:
-        """The sample below which a share `q` lies; None where too few samples lie beyond it to know."""
+        """The sample below which a share `q` lies; None if too few samples lie beyond it."""
         n = len(self.samples)
         if n * (1 - q) < 1 - 1e-9:
             return None
@@ -49,10 +49,10 @@ class Latencies:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One test of a field test: what was measured, what was promised, and the most that passes.
+    """One test of a field test: the measured value, the promised value, and the limit.
 
-    `limit` is `promised` with its slack. Where a test does not decide, what fails it is only a warning.
-    `text` says all that.
+    `limit` is `promised` plus slack. If a test does not decide, a failure is only a warning. `text` describes
+    all of this.
     """
 
     test: str
@@ -64,35 +64,35 @@ class Finding:
 
     @property
     def passed(self) -> bool:
-        """Whether it is within the limit."""
+        """Whether the value is within the limit."""
         return self.measured <= self.limit
 
     @property
     def line(self) -> str:
-        """For people: the outcome, and how it came about."""
+        """The result as a line of text, with measured value and limit."""
         bad = "FAILED" if self.decides else "SLOWER THAN PROMISED"
         return f"{'passed' if self.passed else bad}: {self.text}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; back to back in milliseconds, deadlines in frames."""
+        """The finding for JSON; back-to-back times in milliseconds, deadlines in frames."""
         numbers = {name: _rounded(getattr(self, name)) for name in ("measured", "promised", "limit")}
         return {"test": self.test, **numbers, "decides": self.decides, "passed": self.passed}
 
 
 @dataclasses.dataclass(frozen=True)
 class Judgment:
-    """What the tests of a field test found, and whether it passed as a whole."""
+    """The results of all tests, and whether the field test passed."""
 
     findings: tuple[Finding, ...]
 
     @property
     def passed(self) -> bool:
-        """Whether every test passed that decides."""
+        """Whether every deciding test passed."""
         return not self.reasons
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it did not pass: the tests that decide and failed."""
+        """The reasons of a failure: the deciding tests that failed."""
         return tuple(found.text for found in self.findings if found.decides and not found.passed)
 
     @property
@@ -112,14 +112,14 @@ class Judgment:
 
 @dataclasses.dataclass(frozen=True)
 class FieldReport:
-    """What a field test found.
+    """The measurements of a field test.
 
-    `first_ms` is the first call, which is in none of the others. `paced` is at the camera's rate,
-    `back_to_back` without gaps. `missed` counts the paced frames that were not done within `deadline_ms`
-    of their arrival, `dropped` those that a newer frame replaced before they were begun.
-    `start_jitter_ms` is the standard deviation of the time from a frame's arrival to its call.
-    `memory_bytes` is the largest resident set of the process so far, None where the system does not say;
-    `gpu_memory_bytes` is None where nobody asked.
+    `first_ms` is the time of the first call, which is excluded from all others. `paced` is at the camera's
+    rate, `back_to_back` without gaps. `missed` counts the paced frames that were not done within
+    `deadline_ms` of their arrival, `dropped` those that a newer frame replaced before their call started.
+    `start_jitter_ms` is the standard deviation of the time from a frame's arrival to its call. `memory_bytes`
+    is the largest resident set of the process so far, None if the system does not provide it;
+    `gpu_memory_bytes` is None if it was not requested.
     """
 
     hz: float
@@ -141,12 +141,12 @@ class FieldReport:
         missed_share: float = 0.0,
         strict: bool = False,
     ) -> Judgment:
-        """Judge the deadlines, and calls back to back by a manifest's expected `p50_ms` and `p99_ms`.
+        """Judge the deadlines, and back-to-back calls by a manifest's expected `p50_ms` and `p99_ms`.
 
-        Of the frames that arrived, a share `missed_share` may miss its deadline or be dropped: that decides.
-        An expected latency was measured elsewhere, or when less was going on: where it is exceeded by more
-        than a share `slack`, that is a warning, and decides only if `strict`. What is not expected, or has
-        too few frames to be known, is not judged. Raises InputError where `slack` is no share, 0 or more.
+        At most a share `missed_share` of the frames may miss the deadline or be dropped: this test decides.
+        An expected latency was measured on another machine, or under less load: exceeding it by more than the
+        share `slack` is a warning, and decides only if `strict`. Latencies that are not expected, or have too
+        few frames, are not judged. Raises InputError if `slack` is negative.
         """
         if not 0 <= slack < math.inf:
             raise InputError(f"slack {slack:g}: give a share, 0 or more, such as 0.25")
@@ -196,7 +196,7 @@ def _back_to_back_finding(name: str, measured: float, promised: float, slack: fl
 
 
 def check_field_test(hz: float, seconds: float, deadline_ms: float | None) -> None:
-    """Raise InputError where rate, time or deadline is not positive, or no frame fits into the time."""
+    """Raise InputError if rate, time or deadline is not positive, or if no frame fits into the time."""
     period_ms = 1e3 / hz if hz > 0 else math.nan
     limit_ms = period_ms if deadline_ms is None else deadline_ms
     if not (math.isfinite(period_ms) and math.isfinite(hz * seconds) and limit_ms > 0 and hz * seconds >= 1):
@@ -218,8 +218,8 @@ def field_test(
 
     A frame must be done `deadline_ms` after it arrives, by default when the next one is due. A call that
     takes longer finds the newest frame waiting; the others are dropped. `gpu_memory` returns the peak in
-    bytes. Python's garbage collector runs before each part and not within it.
-    Raises InputError as `check_field_test` does.
+    bytes. Python's garbage collector runs before each part, but not during it. Raises InputError as
+    `check_field_test` does.
     """
     check_field_test(hz, seconds, deadline_ms)
     deadline_ms = 1e3 / hz if deadline_ms is None else deadline_ms

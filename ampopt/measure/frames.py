@@ -17,10 +17,10 @@ from ampopt.measure.clocks import synchronize
 def frame_call(
     model: Callable[..., Any], captured: Captured, frame: Sequence[Tensor], device: torch.device
 ) -> Callable[[], list[Tensor]]:
-    """A function that takes `frame`, flat tensors on the host, through `model` and gives the flat outputs.
+    """A function that copies the flat host tensors `frame` to the device, calls `model`, copies outputs back.
 
-    With a GPU, both sides of the copies are page-locked, as a camera driver's buffers should be, and the
-    outputs are the function's own: the next call overwrites them.
+    With a GPU, host buffers on both sides are page-locked, as a camera driver's should be. The function owns
+    the outputs: the next call overwrites them.
     """
     on_gpu = device.type == "cuda"
     held = [t.cpu().pin_memory() if on_gpu else t.cpu() for t in frame]

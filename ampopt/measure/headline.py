@@ -1,9 +1,8 @@
 """The speedup of a program over another one, with an interval that is also valid on a busy machine.
 
-Two programs that are the same must not be found to differ, so the first is sampled twice in every round, in
-random order beside the second: what these two samplings differ by is what the machine makes of one and the
-same program, and the interval is widened by it. The random order makes every program as likely as another
-to be the one that is interrupted, whatever the machine does at that time and for how long.
+Two equal programs must not be reported as different, so the first program is sampled twice in every round, in
+random order with the second: the difference of these two samples is the machine's noise, and the interval is
+widened by it. In random order every program is equally likely to be interrupted by other load.
 """
 
 from __future__ import annotations
@@ -16,28 +15,28 @@ from collections.abc import Mapping
 from ampopt.measure.sampling import Gain, Measurement, Sampler, gain, interleave
 
 NARROW = 1.1
-"""Sampling ends where the ends of the interval are within this factor: then "at least" is near the truth."""
+"""Sampling ends when the ends of the interval are within this factor."""
 
 LEAST, ENOUGH, MOST = 6, 20, 1000
-"""Rounds of a comparison: so many at least, though there is no time; to believe a narrow interval; at most.
+"""Rounds of a comparison: minimum, even without time; number to trust a narrow interval; maximum.
 
-Of fewer than six pairs not even the smallest and the largest ratio hold the median with 95 % confidence.
+With fewer than six pairs, even the smallest and largest ratio do not contain the median with 95 % confidence.
 """
 
 TRIMMED = 0.1
-"""The share of the samples at either end that a mean leaves out: a stall says nothing of a program."""
+"""Share of samples left out at each end by a trimmed mean, because stalls are not the program's time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """How busy the machine was: its load average of the last minute and its cores."""
+    """The load of the machine: load average of the last minute, and number of cores."""
 
     average: float
     cores: int
 
     @property
     def is_high(self) -> bool:
-        """More was to be run than there are cores."""
+        """Whether the load average exceeds the number of cores."""
         return self.average > self.cores
 
     def __str__(self) -> str:
@@ -45,7 +44,7 @@ class Load:
 
 
 def load_now() -> Load | None:
-    """The machine's load; None where the system does not tell."""
+    """The machine's load; None if the system does not provide it."""
     try:
         return Load(round(os.getloadavg()[0], 2), os.cpu_count() or 1)
     except (AttributeError, OSError):  # Windows has none
@@ -54,7 +53,7 @@ def load_now() -> Load | None:
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """What a comparison measured; `gain` is how many times faster `after` is, see `sure_gain`."""
+    """The measurements of a comparison; `gain` is how many times faster `after` is, see `sure_gain`."""
 
     before: Measurement
     after: Measurement
@@ -63,12 +62,12 @@ class Compared:
 
 
 def sure_gain(before: Measurement, after: Measurement, control: Gain) -> Gain:
-    """How many times faster `after` is than interleaved `before`, with an interval that claims no more.
+    """How many times faster `after` is than interleaved `before`, with a conservative interval.
 
     `control` is the gain of a program over itself, sampled in the same rounds: both ends of the 95 % interval
-    of the paired ratios move apart by as much as that may differ from 1. They also hold the ratio of the
-    means without the largest and smallest tenth, which, unlike a median, does not jump from the time of an
-    undisturbed call to that of an interrupted one.
+    of the paired ratios move apart by as much as that may differ from 1. The interval also contains the ratio
+    of the trimmed means (without the largest and smallest tenth), which, unlike medians, do not jump between
+    the times of undisturbed and interrupted calls.
     """
     found = gain(before, after)
     noise = max(control.high, 1 / control.low)
@@ -77,7 +76,7 @@ def sure_gain(before: Measurement, after: Measurement, control: Gain) -> Gain:
 
 
 def compare_fairly(before: Sampler, after: Sampler, *, seconds: float) -> Compared:
-    """Sample both in turn until the interval is narrow or `seconds` have passed; at least `LEAST` rounds."""
+    """Sample both until the interval is narrow or `seconds` have passed; at least `LEAST` rounds."""
 
     def found(timed: Mapping[str, Measurement]) -> Gain:
         control = gain(timed["before"], timed["before again"])

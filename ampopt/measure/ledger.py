@@ -13,10 +13,10 @@ from ampopt.measure.sampling import Gain, Measurement
 
 @dataclasses.dataclass(frozen=True)
 class LaneSummary:
-    """The outcome of one lane: latency and error of eager and of the best program, and if it may be used.
+    """Result of a lane: latency and error of eager and of the best program, and whether it may be used.
 
     `gain` is the best program's over eager in the same lane, see `headline.sure_gain`. `eager_error` is None
-    where eager itself is what `error` is measured against.
+    if eager itself is the reference of `error`.
     """
 
     lane: str
@@ -32,7 +32,7 @@ class LaneSummary:
     gain: Gain | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, times in milliseconds."""
+        """The result for JSON, times in milliseconds."""
         return {
             "lane": self.lane,
             "dtype": self.dtype,
@@ -50,13 +50,12 @@ class LaneSummary:
 
 @dataclasses.dataclass
 class Ledger:
-    """Everything that `optimize` found out about a model. `print` it for a table.
+    """All results of `optimize` for a model. `print` it for a table.
 
-    `baseline` is the original as the user would call it, with the global flags as they are; `lanes` has a
-    summary for each lane that was finished; `chosen` names the one that the result runs, or
-    is `ORIGINAL`. `gain` is what `chosen` gains over `baseline`, both sampled in turn in a comparison of
-    their own, and `load` the machine's load then; `control` is what the original gained over itself, when
-    the lanes were compared.
+    `baseline` is the original as the user calls it, with the present global flags; `lanes` has a summary for
+    each finished lane; `chosen` names the lane of the result, or is `ORIGINAL`. `gain` is the gain of
+    `chosen` over `baseline`, sampled in turn in a separate comparison, and `load` the machine's load at that
+    time; `control` is the original's gain over itself, from the comparison of the lanes.
     """
 
     model: str
@@ -75,10 +74,10 @@ class Ledger:
 
     @property
     def speedup(self) -> float | None:
-        """How many times faster the result is at least than the original as the user calls it.
+        """Lower bound of how many times faster the result is than the original as the user calls it.
 
-        The lower end of `gain`'s interval; 1 where the original was chosen, where there is no difference,
-        and where the machine was too busy to tell.
+        The lower end of `gain`'s interval; 1 if the original was chosen, if there is no significant
+        difference, or if the machine was too busy to measure.
         """
         if self.chosen == ORIGINAL:
             return 1.0
@@ -86,11 +85,11 @@ class Ledger:
 
     @property
     def verified(self) -> bool:
-        """Whether some lane has a verified program, be it faster than the original or not."""
+        """Whether a lane has a verified program, faster than the original or not."""
         return any(lane.refused is None for lane in self.lanes.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, times in milliseconds."""
+        """The ledger for JSON, times in milliseconds."""
         return {
             "model": self.model,
             "environment": self.environment,

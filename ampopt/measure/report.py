@@ -36,7 +36,7 @@ def interval(gain: Gain) -> str:
 
 
 def told(gain: Gain, than: str, load: Load | None = None) -> str:
-    """What a gain over `than` lets one say; what the machine was too busy for is told with its `load`."""
+    """The statement that a gain over `than` supports; with the `load` if the machine was too busy."""
     measured = f"{gain.ratio:.2f}x in the median, {interval(gain)}"
     if gain.is_vague:
         why = "the machine is too busy" if load is not None and load.is_high else "the times vary too much"
@@ -70,7 +70,7 @@ def row(entry: Entry) -> tuple[str, ...]:
 
 
 def summary_lines(ledger: Ledger) -> list[str]:
-    """The outcome in sentences: baseline, each lane, the choice, notes."""
+    """The results in sentences: baseline, each lane, the choice, notes."""
     lines = [f"{ledger.model} on {ledger.environment.get('device', '?')}, inputs {', '.join(ledger.inputs)}"]
     if ledger.baseline is not None:
         lines.append(f"{CALLED_NOW}: {1e3 * ledger.baseline.median:.3f} ms{_p99(ledger.baseline)}")
@@ -127,7 +127,7 @@ def to_text(ledger: Ledger) -> str:
 
 
 def cell(text: str) -> str:
-    """A text as a cell of a table in Markdown: in one line, which no stroke ends."""
+    """A text as a Markdown table cell: in one line, with vertical bars escaped."""
     return " ".join(text.replace("|", "\\|").split())
 
 

@@ -14,26 +14,26 @@ Sampler = Callable[[], float]
 """Takes one sample and returns it in seconds."""
 
 LONG_CALL_S = 0.02
-"""From here on a call is timed without an untimed one before it."""
+"""From this duration on, a call is timed without an untimed call before it."""
 
 TOO_WIDE = 1.5
-"""From this factor between its ends on an interval tells nothing.
+"""From this ratio between its ends on, an interval is too wide to be used.
 
-Where a machine is so busy that calls of a longer program are interrupted and those of a shorter one are not,
-the median of paired ratios may be several times the true one; the intervals are then wider than this.
+On a busy machine, where calls of a longer program are interrupted and those of a shorter one are not, the
+median of paired ratios may be several times the true ratio; the intervals are then wider than this.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """Raw samples in seconds, in the order in which they were taken, and what follows from them."""
+    """Raw samples in seconds, in the order of measurement, with their statistics."""
 
     samples: tuple[float, ...]
 
     def quantile(self, q: float) -> float | None:
         """The sample below which a share `q` of all samples lies, in seconds.
 
-        None where less than one sample is expected beyond it: six samples know nothing of a p99.
+        None if less than one sample is expected beyond it: six samples cannot give a p99.
         """
         return self._quantile(q) if len(self.samples) * (1 - q) >= 1 - 1e-9 else None
 
@@ -48,17 +48,17 @@ class Measurement:
 
     @property
     def spread(self) -> float:
-        """Half the distance between the quartiles, as a share of the median."""
+        """Half the interquartile range, as a share of the median."""
         return (self._quantile(0.75) - self._quantile(0.25)) / 2 / self.median
 
     def trimmed_mean(self, share: float) -> float:
-        """The mean without a share of the samples at either end, in seconds."""
+        """The mean without a share of the samples at each end, in seconds."""
         ordered = sorted(self.samples)
         cut = int(share * len(ordered))
         return statistics.fmean(ordered[cut : len(ordered) - cut])
 
     def to_dict(self) -> dict[str, Any]:
-        """Quantiles in milliseconds and the number of samples, for JSON; null where too few samples know."""
+        """Quantiles in milliseconds and the number of samples, for JSON; null for too few samples."""
         names = {"p50_ms": self.median, "p90_ms": self.quantile(0.9), "p99_ms": self.quantile(0.99)}
         values = {name: None if value is None else round(1e3 * value, 6) for name, value in names.items()}
         return {**values, "spread": round(self.spread, 4), "samples": len(self.samples)}
@@ -77,22 +77,22 @@ class Gain:
 
     @property
     def is_real(self) -> bool:
-        """Faster, outside the noise and by at least half a percent."""
+        """Whether `after` is significantly faster, by at least half a percent."""
         return self.low > 1.0 and self.ratio >= 1.005
 
     @property
     def is_loss(self) -> bool:
-        """Slower, outside the noise and by at least half a percent."""
+        """Whether `after` is significantly slower, by at least half a percent."""
         return self.high < 1.0 and self.ratio <= 0.995
 
     @property
     def is_vague(self) -> bool:
-        """The interval's ends are further apart than `TOO_WIDE`: such an interval tells nothing."""
+        """Whether the ends of the interval are further apart than `TOO_WIDE`."""
         return self.high > TOO_WIDE * self.low
 
     @property
     def at_least(self) -> float:
-        """What may be claimed: the interval's lower end, rounded down to hundredths; 1 where nothing may."""
+        """The speedup to report: the lower end, rounded down to hundredths; 1 if not significant."""
         return math.floor(100 * self.low + 1e-9) / 100 if self.is_real and not self.is_vague else 1.0
 
 
@@ -108,7 +108,7 @@ def gain(before: Measurement, after: Measurement) -> Gain:
 
 
 def joined(first: Measurement, second: Measurement) -> Measurement:
-    """The samples of both, as of one longer measurement."""
+    """The samples of both measurements as one."""
     return Measurement(first.samples + second.samples)
 
 
@@ -132,9 +132,9 @@ def interleave(
 ) -> dict[str, Measurement]:
     """Sample every subject in turn (A B C A B C …) until `seconds` have passed.
 
-    At least `least` rounds are made and at most `most`; with `warm_up`, one before them is not counted.
-    `order` shuffles every round, where what a subject leaves behind may disturb the one after it. `until` is
-    asked after `least` rounds, and then after half as many again each time, whether they are enough.
+    At least `least` rounds are made and at most `most`; with `warm_up`, one round before them is not counted.
+    `order` shuffles every round, if a subject may disturb the one after it. `until` decides whether to stop:
+    after `least` rounds, and then each time after half as many more.
     """
     for sampler in samplers.values() if warm_up else ():
         sampler()
@@ -159,7 +159,7 @@ def _measured(samples: Mapping[str, Sequence[float]]) -> dict[str, Measurement]:
 
 
 def rested(sampler: Sampler, pause_s: float) -> Sampler:
-    """Samples after a pause, in which the threads of the subject before it come to rest."""
+    """Samples after a pause, in which the threads of the previous subject stop spinning."""
 
     def after_pause() -> float:
         time.sleep(pause_s)
@@ -175,11 +175,11 @@ def latency(
     long_s: float = LONG_CALL_S,
     last_s: float = 0.0,
 ) -> Sampler:
-    """Samples the latency of one call and what `synchronize` waits for, by the host's clock.
+    """A sampler of the latency of one call and of `synchronize`, by the host's clock.
 
-    An untimed call goes before each timed one, so that it finds the caches as the subject's own last call
-    left them and not as the other subjects' did; where a call takes `long_s`, caches matter no more.
-    `last_s` is what the last call before these took, where that is known.
+    An untimed call runs before each timed one, so that the caches hold the subject's own data and not that of
+    other subjects; from `long_s` on, caches do not matter. `last_s` is the time of the last call before
+    these, if known.
     """
     last = last_s
 

@@ -1,7 +1,8 @@
 """Verification: programs against the original model in float64.
 
-On its examples and on fresh draws; with a fault (NaN, infinity) in one element of the inputs, which has to
-reach the outputs still; and, for what is served or exported in the end, far outside of the examples' range.
+It runs programs on the examples and on fresh draws; with a fault (NaN, infinity) in one element of the
+inputs, which must still reach the outputs; and, for programs that are served or exported, far outside of the
+examples' range.
 """
 
 from __future__ import annotations
@@ -37,41 +38,44 @@ from ampopt.measure.draws import CALLS_IN_A_ROW, Draw, fault_draws, plain_draws,
 from ampopt.measure.fault_masks import Masks, joined_elements, lost_elements, not_finite, share
 
 Metric = Callable[[Any, Any], float]
-"""A user's own distance: (outputs, the original's outputs) -> number; 0 for equal, smaller is better."""
+"""A user's distance: (outputs, the original's outputs) -> number; 0 for equal, smaller is better."""
 
 Run = Callable[..., Sequence[Tensor]]
-"""Flat input tensors in, flat output tensors out; the state, where there is one, last in both."""
+"""Takes and returns flat tensors; a state, if there is one, is last in both."""
 
 Faults = Literal["keep", "exact", "ignore"]
-"""What has to become of NaN and infinities: elements that are not finite in eager stay so, and others may
-join them ("keep"), or none may ("exact"); or nobody looks ("ignore")."""
+"""How NaN and infinities must propagate.
+
+Elements that are not finite in eager must stay so; others may become so ("keep"), or must not ("exact");
+"ignore": not checked.
+"""
 
 AS_FAR = 2.0
-"""A program may be so many times further off than eager is moved by rounding, where that is over the limit.
+"""Largest ratio of a program's error to eager's change by rounding, if the error is over the limit.
 
-Outputs of zeros have an error of 1, and never pass.
+Outputs of zeros have an error of 1, which never passes.
 """
 
 LEAST_NORM = 1e-6
-"""Outside of the examples' range an output counts as at least this share of what it is on the examples."""
+"""Outside of the examples' range, an output's norm counts as at least this share of that on the examples."""
 
 ROUNDINGS = 6
-"""How often eager is rounded anew to learn how much rounding alone can move an output."""
+"""Number of eager runs with changed rounding, to learn how far rounding alone can change an output."""
 
 ROUNDINGS_OF_FAULTS = 16
-"""The same to learn where it can move NaN: at a tie each goes the other way with a chance of a half."""
+"""The same number for NaN, whose position can change at a tie with a probability of a half."""
 
 
 class Verifier:
     """Compares programs with the original model in float64, on the example inputs and on fresh draws.
 
     The limit for each output is a small multiple of eager's own error in the same lane, and at most
-    `Limits.largest`. A model with a discontinuity (the arg-max of a pooling window) can answer rounding
-    alone with a jump that eager just happens not to make; so where a program is over the limit on a draw,
-    eager itself is run on that draw with its weights and inputs rounded anew, and what that does to the
-    output counts as eager's own error. A model with a state is called several times in a row from its
-    initial state, and every output and state of every call counts. `captured` is the capture that the
-    programs were made from, `device` where they run.
+    `Limits.largest`. A model with a discontinuity (the arg-max of a pooling window) can make a large jump
+    because of rounding alone, which eager happens not to make. So if a program is over the limit on a draw,
+    eager itself runs on that draw with changed rounding of weights and inputs, and the change of its outputs
+    counts as eager's own error. A model with a state is called several times in succession from its initial
+    state, and every output and state of every call counts. `captured` is the capture of the programs,
+    `device` their device.
     """
 
     def __init__(
@@ -101,7 +105,7 @@ class Verifier:
         self._fault_draws = fault_draws(inputs, in_a_row=in_a_row)
 
     def call_original(self, model: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The flat outputs of a copy of the original for flat input tensors, the state last in both."""
+        """The original's flat outputs for flat input tensors, from a copy; the state is last in both."""
         names = self.captured.state
         for name, value in zip(names, tensors[len(tensors) - len(names) :], strict=True):
             set_buffer(model, name, value.clone())
@@ -176,7 +180,7 @@ class Verifier:
         return self._own[lane, draw.name]
 
     def errors(self, run: Run, draw: Draw) -> list[float]:
-        """The relative error of each output on a draw, the largest of its calls."""
+        """The relative error of each output on a draw, the largest over its calls."""
         reference, usual = self.reference(draw), self.reference(self.draws[0])[0]
         norms = [LEAST_NORM * _norm(tensor) if draw not in self.draws else 0.0 for tensor in usual]
         worst = [0.0] * len(usual)
@@ -189,7 +193,7 @@ class Verifier:
         return worst
 
     def range_draws(self, lane: Lane) -> Iterator[Draw]:
-        """The draws outside of the examples' range that eager, in the lane, can be called with."""
+        """The draws outside of the examples' range on which eager, in the lane, does not fail."""
         for draw in self._range_draws:
             try:
                 self.own_errors(lane, draw)
@@ -198,10 +202,10 @@ class Verifier:
             yield draw
 
     def counts(self, lane: Lane, draw: Draw, output: int, error: float) -> bool:
-        """Whether an error on a draw decides anything.
+        """Whether an error on a draw affects the verdict.
 
-        Outside of the examples' range it does not where eager, in the lane, overflows; where it is so
-        inexact itself that it is no yardstick, all that a program has to be is finite.
+        Outside of the examples' range it does not if eager, in the lane, overflows; if eager is too inexact
+        to be a reference, a program only has to be finite.
         """
         own = self.own_errors(lane, draw)[output]
         if draw in self.draws or own <= lane.limits.largest:
@@ -209,7 +213,7 @@ class Verifier:
         return math.isfinite(own) and not math.isfinite(error)
 
     def largest_jumps(self, lane: Lane, draw: Draw) -> list[float]:
-        """How far rounding alone moves eager's outputs on a draw; see the class."""
+        """How far rounding alone changes eager's outputs on a draw; see the class."""
         if (lane, draw.name) not in self._jumps:
             worst = [0.0] * len(self.reference(draw)[0])
             for moved in self._rounded_anew(lane, ROUNDINGS):
@@ -241,9 +245,10 @@ class Verifier:
             yield moved
 
     def check(self, run: Run, lane: Lane, *, everywhere: bool = False) -> Check:
-        """Verify something that maps flat inputs to flat outputs, as a program of the lane.
+        """Verify a function of flat tensors as a program of the lane.
 
-        `everywhere`: on the draws outside of the examples' range, too; the error that is told is that within.
+        `everywhere`: also on the draws outside of the examples' range; the reported error is that inside the
+        range.
         """
         draws = [*self.draws, *(self.range_draws(lane) if everywhere else ())]
         worst = Check(0.0, float("inf"), None)
@@ -275,7 +280,7 @@ class Verifier:
         return worst
 
     def limit(self, lane: Lane, draw: Draw, output: int, error: float) -> float:
-        """The relative error that a program may have on a draw; `error` is what it has."""
+        """The largest relative error that a program may have on a draw; `error` is its present error."""
         is_usual = draw in self.draws
         if self.tolerance is not None and is_usual:
             return self.tolerance
@@ -292,7 +297,7 @@ class Verifier:
         return limit
 
     def check_metric(self, run: Run) -> Check:
-        """Verify by the user's metric alone."""
+        """Verify with the user's metric alone."""
         assert self.metric is not None
         limit = self.tolerance if self.tolerance is not None else 0.0
         restore, worst = self.captured.layout.restore, 0.0
@@ -308,7 +313,7 @@ class Verifier:
         return Check(worst, limit, reason)
 
     def lost_fault(self, run: Run, lane: Lane) -> str | None:
-        """How NaN or an infinity in an input is lost; None where it is not, or `faults` is "ignore"."""
+        """Why NaN or infinity of an input is lost; None if it is not lost, or if `faults` is "ignore"."""
         return self._check_faults(run, lane, Check(0.0, math.inf, None)).reason
 
     def _check_faults(self, run: Run, lane: Lane, check: Check) -> Check:

@@ -1,11 +1,11 @@
 """Removes layout changes (reorderings) from ONNX Runtime's CPU graphs.
 
 On a CPU, ONNX Runtime computes convolutions and pooling on tensors in blocks of channels (its NCHWc layout, 8
-or 16 numbers to a block). Where another operator stands between them, it orders the numbers back and forth.
-But an elementwise operator does not care in which order they are, and a squeeze-and-excite product is a
-depthwise 1x1 convolution whose weights are computed. `keep_blocked` lets ONNX Runtime optimize a model, and
-then takes these operators into the blocked layout, too. The numbers stay what they were: every operator is
-computed as before, on the same values in another order.
+or 16 numbers to a block). If another operator is between them, it reorders the numbers before and after it.
+But an elementwise operator works in any order, and a squeeze-and-excite product is a depthwise 1x1
+convolution whose weights are computed. `keep_blocked` lets ONNX Runtime optimize a model, and then moves
+these operators into the blocked layout, too. The results do not change: every operator computes the same
+values in another order.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ELEMENTWISE = {
 }
 
 FUSED = {"Relu", "Sigmoid", "Tanh"}
-"""Activations without parameters that a blocked convolution computes with its result."""
+"""Activations without parameters that a blocked convolution can fuse."""
 
 
 def keep_blocked(model: bytes, options: SessionOptions) -> bytes | None:
-    """The model as ONNX Runtime optimizes it, with fewer reorderings; None where there are none to save.
+    """The model as ONNX Runtime optimizes it, with fewer reorderings; None if none can be removed.
 
-    It holds for this version of ONNX Runtime on this kind of processor and is to be loaded without further
-    optimization. Raises SessionError where ONNX Runtime does not load the model.
+    It is valid for this version of ONNX Runtime on this type of processor, and must be loaded without further
+    optimization. Raises SessionError if ONNX Runtime does not load the model.
     """
     import onnx
 
@@ -43,7 +43,7 @@ def keep_blocked(model: bytes, options: SessionOptions) -> bytes | None:
 
 @functools.cache
 def block_size() -> int:
-    """The channels in a block here, read off the weights of a convolution with 8 channels."""
+    """The number of channels in a block on this machine, read from optimized weights of 8 channels."""
     from onnx import TensorProto, helper, load_from_string, numpy_helper
 
     weight = numpy_helper.from_array(np.ones((8, 8, 1, 1), np.float32), "w")

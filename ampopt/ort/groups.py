@@ -1,10 +1,10 @@
 """Merges narrow groups of grouped convolutions, so that they fill ONNX Runtime's channel blocks.
 
-On a CPU, ONNX Runtime computes a grouped convolution in blocks only where each group has whole blocks of
-channels; else it orders the numbers back and computes group by group. Groups put together, with zeros where
-one does not read the other, are wide enough: the same sum of finite numbers with addends that are zero, and
-more multiplications. On two cores a convolution of ResNeXt-50 with 4 channels a group takes 0.8 ms so, where
-it and its reorderings take 1.1 to 1.5; that is a fiftieth of the whole, and only a profile shows it.
+On a CPU, ONNX Runtime computes a grouped convolution in blocks only if each group has whole blocks of
+channels; else it reorders the numbers and computes group by group. Merged groups, with zero weights between
+them, are wide enough: the sum of finite numbers is the same, with more multiplications by zero. On two cores
+a convolution of ResNeXt-50 with 4 channels a group takes 0.8 ms when merged, and 1.1 to 1.5 ms with its
+reorderings otherwise; that is a fiftieth of the whole network, which only a profile shows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ampopt.ort.weights import add_weights, remove_unread
 
 
 def with_merged_groups(model: bytes) -> bytes | None:
-    """The model with narrow groups merged into whole blocks; None where there are none."""
+    """The model with narrow groups merged into whole blocks; None if there are none."""
     from onnx import load_from_string, numpy_helper
 
     found, block = load_from_string(model), block_size()
@@ -45,10 +45,10 @@ def with_merged_groups(model: bytes) -> bytes | None:
 
 
 def merged(weight: Array, groups: int, count: int) -> Array:
-    """Weights of a convolution in `groups`, for one in which every `count` of them are one.
+    """Weights of a convolution with `groups`, after merging every `count` groups into one.
 
-    [filters, channels, height, width] → [filters, count * channels, height, width]: filter f reads its own
-    group's channels, at place (f // (filters / groups)) % count, and zeros elsewhere.
+    [filters, channels, height, width] → [filters, count * channels, height, width]: filter f has its own
+    group's channels, at position (f // (filters / groups)) % count, and zeros elsewhere.
     """
     filters, channels = weight.shape[:2]
     wide: Array = np.zeros((filters, count, channels, *weight.shape[2:]), weight.dtype)
@@ -58,9 +58,9 @@ def merged(weight: Array, groups: int, count: int) -> Array:
 
 
 def is_quicker_merged(model: bytes, options: SessionOptions, arrays: Sequence[Array]) -> bool:
-    """Whether grouped convolutions and reorderings are quicker with groups merged, by a profile of each.
+    """Whether grouped convolutions and reorderings are faster with merged groups, by a profile of each model.
 
-    Raises SessionError as a session does.
+    Raises the SessionError of a session.
     """
     wide = with_merged_groups(model)
     if wide is None:

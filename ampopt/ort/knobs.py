@@ -11,13 +11,13 @@ from typing import Any
 from ampopt.ort.options import CPU, CUDA, SessionOptions
 
 Knob = Mapping[str, Mapping[str, Any]]
-"""The settings that exclude each other: how a report names them, and the fields that they change."""
+"""Settings that exclude each other: their names in a report, and the fields that they change."""
 
 
 def knobs_for(start: SessionOptions) -> list[Knob]:
-    """What is tried, in order, as changes of fields; those in `provider_options` are added to it.
+    """The settings to try, in order, as changes of fields; `provider_options` are added to existing ones.
 
-    What gains most comes first, because a sweep may end early: on a GPU a CUDA graph and the layout of the
+    The largest gains come first, because a sweep may end early: on a GPU a CUDA graph and the layout for
     Tensor Cores.
     """
     if start.provider == CUDA:
@@ -47,7 +47,7 @@ def knobs_for(start: SessionOptions) -> list[Knob]:
 
 
 def thread_counts() -> list[int]:
-    """One, half the cores, all of them, and all their hardware threads, of those this process may use."""
+    """The thread counts to try: 1, half the cores, all cores, all hardware threads that are available."""
     usable = (
         sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     )
@@ -61,6 +61,6 @@ def _siblings(cpu: int) -> str:
 
 
 def changed(options: SessionOptions, change: Mapping[str, Any]) -> SessionOptions:
-    """`options` with fields replaced, and with provider options added to those that it has."""
+    """`options` with other fields, and with provider options added."""
     native = {**options.provider_options, **change.get("provider_options", {})}
     return dataclasses.replace(options, **{**change, "provider_options": native})

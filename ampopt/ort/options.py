@@ -11,7 +11,7 @@ from ampopt.errors import AmpoptError, BundleError
 CPU, CUDA, OPENVINO = "CPUExecutionProvider", "CUDAExecutionProvider", "OpenVINOExecutionProvider"
 
 PREFERRED = (CUDA, OPENVINO, CPU)
-"""The providers that ampopt knows; where nothing was measured, the first that is there is taken."""
+"""The providers that ampopt supports; without measurements, the first available one is used."""
 
 LEVELS = {
     "none": "ORT_DISABLE_ALL",
@@ -20,7 +20,7 @@ LEVELS = {
     "layout": "ORT_ENABLE_LAYOUT",
     "all": "ORT_ENABLE_ALL",
 }
-"""Graph optimization levels, each of which includes those before it, and ONNX Runtime's names for them."""
+"""Graph optimization levels, in increasing order, and ONNX Runtime's names for them."""
 
 SAFE_OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     CPU: {},
@@ -34,28 +34,30 @@ SAFE_OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     OPENVINO: {"device_type": ("CPU", "GPU", "NPU", "AUTO")},
 }
-"""The providers, options and values that a file may ask for. Some others take addresses of functions or
-paths of libraries and caches: a stranger's file could have them run code."""
+"""The providers, options and values that a file may set.
+
+Others take function addresses or paths of libraries and caches, with which a malicious file could execute
+code.
+"""
 
 MOST_THREADS = 1024
 
 
 class SessionError(AmpoptError):
-    """ONNX Runtime is not there, or cannot load or run a model as asked on this machine."""
+    """ONNX Runtime is not installed, or cannot load or run a model with these options on this machine."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SessionOptions:
-    """How a session is set up; the defaults are those of ONNX Runtime, except that threads rest between runs.
+    """The options of a session; the defaults are ONNX Runtime's, except that threads rest between runs.
 
-    `threads` are those inside one operator (None: ONNX Runtime decides); `spinning` lets them burn time while
-    they wait, and `spin_after_run` goes on with that for some 50 ms after a run, which takes the cores from
-    everybody else (53 ms of CPU time for a call of 3 ms, on 2 cores; 3 ms without, where they rest after one
-    millisecond: from version 1.26 on, before that at once); `parallel` runs independent branches at
-    the same time; `optimization` is one of `LEVELS`; `io_binding` keeps inputs and outputs in fixed buffers
-    on the device, which CUDA graphs need. Treating denormal numbers as zero is left out: the first session of
-    a process decides it for all others, and sets it for everything else that runs in the thread, NumPy
-    included.
+    `threads` are those inside one operator (None: ONNX Runtime decides). `spinning` lets them busy-wait, and
+    `spin_after_run` continues this for about 50 ms after a run, which takes the cores from all other
+    processes (53 ms of CPU time for a call of 3 ms, on 2 cores; 3 ms without it, where threads rest after one
+    millisecond since version 1.26, and at once before). `parallel` runs independent branches at the same
+    time; `optimization` is one of `LEVELS`; `io_binding` keeps inputs and outputs in fixed buffers on the
+    device, which CUDA graphs need. Flushing denormal numbers to zero is not an option: the first session of a
+    process sets it for all others, and for all other code in the thread, including NumPy.
     """
 
     provider: str = CPU
@@ -69,25 +71,27 @@ class SessionOptions:
 
     @staticmethod
     def default(provider: str, *, tf32: bool) -> SessionOptions:
-        """What a session starts from. `tf32` is for models in float16, and for those who ask for it.
+        """The initial options of a provider.
 
-        Without it CUDA computes float32 in float32, and leaves the Tensor Cores out of float16 convolutions
-        as well: DeepLabV3+ in float16 took 21 ms in place of 4 (H200, ONNX Runtime 1.31.1).
+        `tf32` is for models in float16, and for users who allow TF32.
+
+        Without it CUDA computes float32 in float32, but also does not use Tensor Cores for float16
+        convolutions: DeepLabV3+ in float16 took 21 ms instead of 4 (H200, ONNX Runtime 1.31.1).
         """
         native = {"use_tf32": "0"} if provider == CUDA and not tf32 else {}
         return SessionOptions(provider, native)
 
     def unoptimized(self) -> SessionOptions:
-        """For a model that is optimized already."""
+        """The options for a model that is optimized already."""
         return dataclasses.replace(self, optimization="none")
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; `from_dict` reads it."""
+        """The options as JSON data; `from_dict` reads them."""
         return {**dataclasses.asdict(self), "provider_options": dict(self.provider_options)}
 
     @staticmethod
     def from_dict(data: object) -> SessionOptions:
-        """Options as `to_dict` wrote them. Raises BundleError for anything else, see `SAFE_OPTIONS`."""
+        """Read the options of `to_dict`. Raises BundleError for anything else, see `SAFE_OPTIONS`."""
         names = {field.name for field in dataclasses.fields(SessionOptions)}
         if not isinstance(data, Mapping) or not names >= set(data):
             raise BundleError(f"session options are a mapping of {', '.join(sorted(names))}, not {data!r}")

@@ -13,13 +13,13 @@ from ampopt.ort.options import SessionOptions
 from ampopt.ort.session import Array, native_options, open_session
 
 MOST_RUNS, LEAST_RUNS, PROFILING_S = 10, 2, 1.0
-"""The runs of a session that is profiled: as many as that time allows, within these bounds."""
+"""Limits of the number of profiled runs, and their time in seconds."""
 
 _TIMED = "_kernel_time"
 
 
 def optimized(model: bytes, options: SessionOptions) -> bytes:
-    """The model as ONNX Runtime optimizes it for this machine. Raises SessionError as a session does."""
+    """The model as ONNX Runtime optimizes it for this machine. Raises the SessionError of a session."""
     with tempfile.TemporaryDirectory() as folder:
         path, native = Path(folder) / "optimized.onnx", native_options(options)
         native.optimized_model_filepath = str(path)
@@ -28,7 +28,7 @@ def optimized(model: bytes, options: SessionOptions) -> bytes:
 
 
 def named(model: bytes) -> bytes:
-    """The model with every node named by its first result."""
+    """The model with every node named after its first result."""
     from onnx import load_from_string
 
     found = load_from_string(model)
@@ -41,9 +41,9 @@ def named(model: bytes) -> bytes:
 def node_seconds(
     model: bytes, options: SessionOptions, arrays: Sequence[Array], *, library: Path | None = None
 ) -> dict[str, float]:
-    """The seconds that each node takes, by its name: the least of several runs in ONNX Runtime's profile.
+    """The time of each node in seconds, by name: the shortest of several runs in ONNX Runtime's profile.
 
-    Raises SessionError as a session does.
+    Raises the SessionError of a session.
     """
     with tempfile.TemporaryDirectory() as folder:
         native = native_options(options, library)

@@ -17,7 +17,7 @@ from ampopt.ort.winograd import quicker_by_winograd, winograd_library, with_wino
 
 @dataclasses.dataclass(frozen=True)
 class Rewrites:
-    """What a graph went through: `with_merged_groups`, `keep_blocked`, `with_winograd` for these nodes."""
+    """The rewrites of a graph: `with_merged_groups`, `keep_blocked`, `with_winograd` for these nodes."""
 
     blocked: bool = False
     winograd: tuple[str, ...] = ()
@@ -25,7 +25,10 @@ class Rewrites:
 
     @staticmethod
     def taken_from(data: dict[str, Any]) -> Rewrites:
-        """Take a rewrite's fields, as JSON has them, out of a mapping. Raises BundleError."""
+        """Remove a rewrite's fields, as JSON has them, from a mapping.
+
+        Raises BundleError for invalid values.
+        """
         blocked, winograd = data.pop("blocked", False), data.pop("winograd", [])
         merged = data.pop("merged", False)
         for name, value in (("blocked", blocked), ("merged", merged)):
@@ -47,7 +50,7 @@ def rewritten(model: bytes, options: SessionOptions, rewrites: Rewrites) -> Onnx
 def merged(
     model: bytes, options: SessionOptions, arrays: Sequence[Array], before: Rewrites
 ) -> Rewrites | None:
-    """With narrow groups merged where that is quicker, node by node; None where it is not."""
+    """The rewrites with narrow groups merged, if a profile of each node shows a gain; else None."""
     quicker = _can_be(options) and is_quicker_merged(model, options, arrays)
     return dataclasses.replace(before, merged=True) if quicker else None
 
@@ -55,7 +58,7 @@ def merged(
 def blocked(
     model: bytes, options: SessionOptions, _arrays: Sequence[Array], before: Rewrites
 ) -> Rewrites | None:
-    """With fewer reorderings; None where there are none to save."""
+    """The rewrites with fewer reorderings; None if none can be removed."""
     changed = _can_be(options) and keep_blocked(_source(model, before), options)
     return dataclasses.replace(before, blocked=True) if changed else None
 
@@ -63,7 +66,7 @@ def blocked(
 def winograd(
     model: bytes, options: SessionOptions, arrays: Sequence[Array], before: Rewrites
 ) -> Rewrites | None:
-    """With fewer multiplications where that is quicker; None where it nowhere is."""
+    """The rewrites with Winograd convolutions where they are faster; None if there are none."""
     if not _can_be(options):
         return None
     names = quicker_by_winograd(_graph(model, options, before), options.unoptimized(), arrays)

@@ -1,6 +1,6 @@
 """An ONNX Runtime session with options as data, a checked provider, and optionally fixed buffers.
 
-Nothing here needs PyTorch. ONNX Runtime itself is loaded with the first session, not with this module.
+Nothing here needs PyTorch. ONNX Runtime is imported with the first session, not with this module.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _DTYPES: dict[str, str] = {
 
 
 class Node(NamedTuple):
-    """A node of the model as its file has it."""
+    """A node of the model as stored in its file."""
 
     name: str
     op: str
 
 
 class TensorInfo(NamedTuple):
-    """An input or output; a dimension that may change is a name or None."""
+    """An input or output; a dynamic dimension is a name or None."""
 
     name: str
     shape: tuple[int | str | None, ...]
@@ -64,7 +64,7 @@ class TensorInfo(NamedTuple):
 
     @property
     def fixed_shape(self) -> list[int]:
-        """The shape as numbers. Raises SessionError where a dimension may change."""
+        """The shape as numbers. Raises SessionError if a dimension is dynamic."""
         sizes = [size for size in self.shape if isinstance(size, int)]
         if len(sizes) < len(self.shape):
             raise SessionError(f"fixed buffers need fixed sizes, and {self.name!r} has shape {self.shape}")
@@ -72,18 +72,17 @@ class TensorInfo(NamedTuple):
 
 
 class OnnxRunner:
-    """A model loaded with ONNX Runtime: arrays in, arrays that the caller owns out.
+    """A model loaded with ONNX Runtime. It takes NumPy arrays, and returns arrays that the caller owns.
 
-    With fixed buffers, calls from several threads wait for each other; ONNX Runtime captures a CUDA graph
-    anew in each thread that calls.
+    With fixed buffers, calls from several threads wait for each other; ONNX Runtime captures a separate CUDA
+    graph in each calling thread.
     """
 
     def __init__(self, model: bytes | Path, options: SessionOptions, *, library: Path | None = None) -> None:
-        """Load a model; from a path where its weights lie in files beside it.
+        """Load a model; from a path if its weights are in separate files.
 
-        `library`: operators beside ONNX Runtime's own.
-        Raises SessionError where it does not load, or does so without the provider that was asked for:
-        ONNX Runtime by itself goes on with the CPU then.
+        `library`: a library of custom operators. Raises SessionError if the model does not load, or loads
+        without the requested provider: ONNX Runtime by itself would silently use the CPU.
         """
         self.options = options
         self._session = open_session(model, native_options(options, library), options)
@@ -98,7 +97,7 @@ class OnnxRunner:
     def __call__(self, *arrays: Array) -> tuple[Array, ...]:
         """The outputs for these inputs, both in the model's order.
 
-        Raises InputError where number, shape or dtype do not fit, SessionError where the run fails.
+        Raises InputError if number, shape or dtype do not fit, SessionError if the run fails.
         """
         self._check(arrays)
         if self._buffers is None:
@@ -109,7 +108,7 @@ class OnnxRunner:
             raise self._failure(e) from e
 
     def run(self, feeds: dict[str, Array]) -> Sequence[Array]:
-        """The same for arrays by their inputs' names, unchecked and without fixed buffers."""
+        """Like a call, for arrays by input name, without checks and without fixed buffers."""
         try:
             outputs: Sequence[Array] = self._session.run(self._names, feeds)
         except Exception as e:
@@ -128,7 +127,7 @@ class OnnxRunner:
 
 
 def check_array(info: TensorInfo, array: object) -> None:
-    """Raise InputError where an argument is no array of the input's dtype and shape."""
+    """Raise InputError if an argument is not an array of the input's dtype and shape."""
     if not isinstance(array, np.ndarray):
         raise InputError(f"input {info.name!r} takes a NumPy array, not {type(array).__name__}")
     if array.dtype != info.dtype:
@@ -143,9 +142,9 @@ def check_array(info: TensorInfo, array: object) -> None:
 
 
 class FixedBuffers:
-    """Inputs and outputs bound once to buffers on the provider's device; a call copies in, runs, copies out.
+    """Inputs and outputs bound once to buffers on the provider's device; a call copies, runs, copies back.
 
-    Outputs arrive in page-locked memory where the CUDA runtime is found, see `pinned`.
+    Outputs arrive in page-locked memory if the CUDA runtime is found, see `pinned`.
     """
 
     def __init__(
@@ -155,7 +154,10 @@ class FixedBuffers:
         outputs: Sequence[TensorInfo],
         options: SessionOptions,
     ) -> None:
-        """Allocate and bind. Raises SessionError where a size is not fixed or the device has no room."""
+        """Allocate and bind buffers.
+
+        Raises SessionError if a size is not fixed or the device lacks memory.
+        """
         place = (
             "cuda" if options.provider == CUDA else "cpu",
             int(options.provider_options.get("device_id", 0)),
@@ -180,7 +182,7 @@ class FixedBuffers:
         self._copies = runtime and [HostCopies(runtime, tuple(shapes[i]), i.dtype) for i in outputs]
 
     def run(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
-        """One run. The outputs are copies: the next run writes to the buffers again."""
+        """Run once. The outputs are copies, because the next run overwrites the buffers."""
         with self._lock:
             for buffer, array in zip(self._inputs, arrays, strict=True):
                 buffer.update_inplace(np.ascontiguousarray(array))  # older versions copy memory, not values
@@ -194,7 +196,7 @@ class FixedBuffers:
 
 
 def onnxruntime() -> Any:
-    """The ONNX Runtime module. Raises SessionError where it is not installed."""
+    """The ONNX Runtime module. Raises SessionError if it is not installed."""
     try:
         return importlib.import_module("onnxruntime")
     except ImportError as e:
@@ -205,9 +207,9 @@ def onnxruntime() -> Any:
 
 
 def open_session(model: bytes | Path, native: Any, options: SessionOptions) -> Any:
-    """ONNX Runtime's session of a model, by `native_options`, on the options' provider alone.
+    """Open ONNX Runtime's session of a model with `native_options`, on the options' provider only.
 
-    Raises SessionError.
+    Raises SessionError if it fails.
     """
     ort = onnxruntime()
     available = ort.get_available_providers()
@@ -259,7 +261,7 @@ def _preload(ort: Any) -> str:
 
 _STOPS = ("session.force_spinning_stop", "1")
 _LINGERS, _LINGERS_SINCE = ("session.intra_op.spin_duration_us", "1000"), (1, 26)
-"""Threads rest as soon as a run ends, or a millisecond later, after a call that may follow at once."""
+"""The two choices: threads rest at once after a run, or a millisecond later, for a call that follows soon."""
 
 
 def _version(ort: Any) -> tuple[int, ...]:
@@ -267,7 +269,7 @@ def _version(ort: Any) -> tuple[int, ...]:
 
 
 def native_options(options: SessionOptions, library: Path | None = None) -> Any:
-    """ONNX Runtime's own options for ours, and a library of operators. Raises SessionError."""
+    """ONNX Runtime's options object for our options, with a library of operators. Raises SessionError."""
     ort = onnxruntime()
     level = getattr(ort.GraphOptimizationLevel, LEVELS[options.optimization], None)
     if level is None:
@@ -311,9 +313,10 @@ def _nodes(session: Any) -> dict[str, tuple[Node, ...]] | None:
 
 
 def relative_error(actual: Array, reference: Array) -> float:
-    """‖actual − reference‖ / ‖reference‖ in float64; for integers and booleans the share that differs.
+    """‖actual − reference‖ / ‖reference‖ in float64; for integers and booleans, the share that differs.
 
-    Infinite where shapes differ, or where NaN or an infinity stands in one but not, alike, in the other.
+    Infinite if shapes differ, or if NaN or infinity is in one array and not at the same position in the
+    other.
     """
     if actual.shape != reference.shape:
         return math.inf

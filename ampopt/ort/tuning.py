@@ -1,7 +1,7 @@
 """Finds the fastest ONNX Runtime options for a model on this machine by measuring them one after another.
 
-Each knob is turned on top of the best options so far. Its settings and the best so far are measured in turn
-(A B C A B C …); a setting stays only where it is faster outside the noise and leaves the outputs right.
+Each option is changed on top of the best options so far. Its settings and the best so far are measured in
+turn (A B C A B C …); a setting is kept only if it is significantly faster and its outputs are correct.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ampopt.ort.session import (
 )
 
 Setting = tuple[str, SessionOptions]
-"""What is changed, as the rows name it, and the options with it."""
+"""A setting's name in reports, and the changed options."""
 
 Outcome = Literal["kept", "not faster", "wrong", "failed", "not tried"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One setting that was tried, what became of it, and why.
+    """One setting that was tried, its verdict, and the reason.
 
-    `ratio` says how many times faster it is than the best before it, with its 95 % interval from `low` to
-    `high`; `error` is the largest relative error against the outputs of the options at the start. `p99_ms` is
-    None where fewer than 100 calls were timed.
+    `ratio` is its speedup over the best before it, with the 95 % interval from `low` to `high`; `error` is
+    the largest relative error against the outputs of the initial options. `p99_ms` is None if fewer than 100
+    calls were timed.
     """
 
     setting: str
@@ -53,9 +53,9 @@ class Row:
     error: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, which has no infinity: such an error is null, and the reason says it.
+        """The row for JSON, which has no infinity: such an error is null, and the reason explains it.
 
-        There the outcome is called a verdict, as a pass's is in a report.
+        The JSON key for the outcome is `verdict`, as for passes in a report.
         """
         error = self.error if self.error is not None and math.isfinite(self.error) else None
         told = {"outcome": "verdict"}
@@ -65,7 +65,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """The best options, how many times faster than the start's they are, and everything that was tried."""
+    """The best options, their speedup over the initial options, and all settings that were tried."""
 
     best: SessionOptions
     ratio: float
@@ -73,11 +73,11 @@ class Tuning:
     onnxruntime: str
 
     def session(self) -> dict[str, Any]:
-        """What a bundle's manifest says of the session: the options and the version they hold for."""
+        """The session's entry in a bundle's manifest: its options, and the version that they hold for."""
         return {**self.best.to_dict(), "onnxruntime": self.onnxruntime}
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The tuning as JSON data."""
         return {"session": self.session(), "ratio": self.ratio, "rows": [row.to_dict() for row in self.rows]}
 
 
@@ -90,12 +90,12 @@ def tune(
     tf32: bool = False,
     tolerance: float = 1e-3,
 ) -> Tuning:
-    """Sweep the options of the fastest of `providers` for about `seconds`; loading counts too.
+    """Sweep the options of the fastest of `providers` for about `seconds`, including loading.
 
     By default the providers are all of `PREFERRED` that this ONNX Runtime has; `tf32` is for a model in
-    float16, see `SessionOptions.default`. Outputs may be
-    `tolerance` (relative error) away from those of the first provider that loads, at its default options.
-    Raises InputError where the inputs do not fit the model, SessionError where no provider loads it.
+    float16, see `SessionOptions.default`. Outputs may differ by `tolerance` (relative error) from those of
+    the first provider that loads, with its default options. Raises InputError if the inputs do not fit the
+    model, SessionError if no provider loads it.
     """
     if providers is None:
         found = onnxruntime().get_available_providers()

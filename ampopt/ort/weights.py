@@ -9,7 +9,7 @@ import numpy as np
 
 
 def add_weights(graph: Any, name: str, array: np.ndarray[Any, np.dtype[Any]]) -> str:
-    """Add an initializer, under this name or a longer one that no tensor has; the name."""
+    """Add an initializer with this name or, if it is taken, a longer one; returns the name."""
     from onnx import numpy_helper
 
     taken = {each.name for each in (*graph.initializer, *graph.input)}
@@ -21,7 +21,7 @@ def add_weights(graph: Any, name: str, array: np.ndarray[Any, np.dtype[Any]]) ->
 
 
 def remove_unread(graph: Any, names: Iterable[str]) -> None:
-    """Remove those of these initializers that no node reads and that are no outputs."""
+    """Remove those of these initializers that no node reads and that are not outputs."""
     read = {name for node in graph.node for name in node.input}
     read.update(value.name for value in graph.output)
     unread = set(names) - read

@@ -1,8 +1,8 @@
 """Winograd convolutions in ONNX Runtime's CPU graphs: 16 multiplications instead of 36.
 
-ONNX Runtime's own convolutions in blocks of channels run at three quarters of what the processor can do, so
-that nothing but fewer multiplications makes them much faster. Those of 3x3 weights and stride 1 become an
-operator of our own, `cpp/onnx_ops.cpp`, which reads and writes the same blocks.
+ONNX Runtime's convolutions in blocks of channels run at three quarters of the processor's peak, so that only
+fewer multiplications can make them much faster. Those with 3x3 weights and stride 1 are replaced by a custom
+operator, `cpp/onnx_ops.cpp`, which reads and writes the same blocks.
 
 Correct because: over the real numbers F(2x2, 3x3) is the convolution (Lavin and Gray, "Fast Algorithms for
 Convolutional Neural Networks", 2016). Its transforms of images add and subtract only, those of the weights
@@ -29,18 +29,18 @@ from ampopt.system.native import library
 OWN_DOMAIN = "ampopt"
 
 ACTIVATIONS = ("", "Relu", "LeakyRelu", "Clip")
-"""What the operator computes with its result; it knows them by their places here."""
+"""Activations that the operator can fuse; it identifies them by their index in this list."""
 
 TRANSFORM = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])
 
 
 def winograd_library() -> Path:
-    """The compiled operator. Raises CompilerError."""
+    """The library of the compiled operator. Raises CompilerError."""
     return library("onnx_ops.cpp", f"BLOCK={block_size()}")
 
 
 def quicker_by_winograd(model: bytes, options: SessionOptions, arrays: Sequence[Array]) -> tuple[str, ...]:
-    """The convolutions, named by their results, that are quicker so: measured one by one.
+    """The convolutions, named by their results, that are faster with Winograd: measured one by one.
 
     `model`: as ONNX Runtime has optimized it. Raises CompilerError or SessionError.
     """
@@ -54,7 +54,7 @@ def quicker_by_winograd(model: bytes, options: SessionOptions, arrays: Sequence[
 
 
 def with_winograd(model: bytes, options: SessionOptions, names: Collection[str] | None = None) -> bytes:
-    """The model with the convolutions `names` by Winograd's algorithm; None: with all that can be.
+    """The model with Winograd's algorithm for the convolutions `names`; None: for all possible ones.
 
     `model`: as ONNX Runtime has optimized it.
     """
@@ -80,7 +80,7 @@ def with_winograd(model: bytes, options: SessionOptions, names: Collection[str] 
 
 
 def transformed(weight: Array, block: int) -> Array:
-    """G g Gᵀ of weights (K, C, 3, 3), as `cpp/winograd.h` wants them: (K, 16 C), in its own order."""
+    """G g Gᵀ of weights (K, C, 3, 3), as `cpp/winograd.h` needs them: (K, 16 C), in its own order."""
     filters, channels = weight.shape[:2]
     wide = np.kron(TRANSFORM, TRANSFORM) @ weight.reshape(-1, 9).astype(np.float64).T
     each = wide.astype(np.float32).reshape(16, filters, channels).transpose(0, 2, 1)

@@ -9,15 +9,15 @@ from ampopt.errors import InputError
 from ampopt.ir.model_copy import exact_copy, untouched_rng
 
 SIDE = 224
-"""Height, width (or length) where the model leaves them free."""
+"""Height and width (or length) if the model does not fix them."""
 
 
 def infer_inputs(model: nn.Module, device: torch.device) -> tuple[tuple[Tensor, ...], str]:
-    """A batch of one for the first convolution or linear layer, and a sentence that says so.
+    """A batch of one for the first convolution or linear layer, and a note about it.
 
-    The tensor is float, in the layer's own dtype: [1, channels, 224, 224] for a 2d convolution (one or
-    three spatial dimensions likewise), [1, features] for a linear layer. It is then tried on the model.
-    Raises InputError where the first layer is of another kind, or the model does not take the tensor.
+    The tensor is float, in the layer's dtype: [1, channels, 224, 224] for a 2d convolution (one or three
+    spatial dimensions likewise), [1, features] for a linear layer. It is then tested on the model. Raises
+    InputError if the first layer is of another kind, or if the model rejects the tensor.
     """
     first = next((m for m in model.modules() if next(m.parameters(recurse=False), None) is not None), None)
     asked = "pass example_inputs=(tensor, ...), a tuple of the model's positional arguments"

@@ -1,4 +1,4 @@
-"""Which lanes a model can be optimized in: a call of each is made, once all that it needs is loaded."""
+"""Selects the lanes in which a model can be optimized: times a call of each once its libraries are loaded."""
 
 from __future__ import annotations
 

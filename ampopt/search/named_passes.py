@@ -16,11 +16,11 @@ from ampopt.ir.transform import Pass
 from ampopt.passes import PIPELINE, AllowTf32
 
 Passes = Pipeline | Sequence[Pass | str] | str
-"""What a user may say: a pipeline, a list of exactly the passes to try, or that list as text."""
+"""A user's passes: a pipeline, a list of exactly the passes to try, or that list as text."""
 
 
 def by_name(name: str) -> Pass:
-    """The pass of a name, with its default options. Raises InputError where there is none that serves."""
+    """The pass with this name and default options. Raises InputError if there is no usable one."""
     for step in PIPELINE:
         if step.name == name:
             return step
@@ -41,7 +41,7 @@ def by_name(name: str) -> Pass:
 
 
 def as_pipeline(passes: object) -> Pipeline:
-    """A pipeline of what a user said. Raises InputError for what is none."""
+    """The pipeline for a user's passes. Raises InputError for other types."""
     if isinstance(passes, Pipeline):
         return passes
     if isinstance(passes, str):
@@ -54,12 +54,12 @@ def as_pipeline(passes: object) -> Pipeline:
 
 
 def from_text(text: str) -> tuple[Pass, ...]:
-    """The passes of a text such as `fold-conv-bn,degroup{least-gain=1.1}`. Raises InputError."""
+    """Parse the passes of a text such as `fold-conv-bn,degroup{least-gain=1.1}`. Raises InputError."""
     return tuple(_with_options(by_name(name), options) for name, options in parse(text))
 
 
 def to_text(passes: Iterable[Pass]) -> str:
-    """The text of passes, with the options that are not the defaults; `from_text` gives equal passes."""
+    """The text of passes, with the options that are not defaults; `from_text` returns equal passes."""
     return ",".join(unparse(step.name, _changed(step)) for step in passes)
 
 
@@ -91,7 +91,7 @@ def _like(step: Pass, name: str, value: Any) -> Any:
 
 
 def check_listed(pipeline: Pipeline, *, tolerance: float | None, policy: str) -> None:
-    """Raise InputError where the passes that a user listed contradict other arguments."""
+    """Raise InputError if the user's list of passes contradicts other arguments."""
     if policy != "amp" and any(step.name == "bake-autocast" for step in pipeline):
         raise InputError(f"policy={policy!r}: bake-autocast in passes= has a policy: give one of the two")
     if tolerance is None and any(isinstance(step, AllowTf32) for step in pipeline):
@@ -99,9 +99,9 @@ def check_listed(pipeline: Pipeline, *, tolerance: float | None, policy: str) ->
 
 
 def code_of(step: Pass) -> tuple[str, ...] | None:
-    """What identifies the code of a user's pass: its module, distribution, version, and its file's hash.
+    """Identifies the code of a user's pass: its module, distribution, version, and its file's hash.
 
-    Empty for a pass of ampopt's own; None where the code is in no file.
+    Empty for a pass of ampopt; None if the code is not in a file.
     """
     name = type(step).__module__
     if name.partition(".")[0] == "ampopt":

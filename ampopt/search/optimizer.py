@@ -44,48 +44,50 @@ from ampopt.system.environment import environment
 from ampopt.system.interrupts import check_interrupted, held, interruptible
 
 TRYING = 0.85
-"""The share of the time budget after which nothing is begun any more."""
+"""Share of the time budget after which no step at all is started."""
 
 SETTLING = 0.1
-"""The share of the time budget that verifying a winner may take although the budget is spent."""
+"""Share of the time budget for verifying a winner after the budget is spent."""
 
 LEAST_REWRITING, LAUNCHING = 0.25, 0.1
-"""Shares of it: rewrites may have so much although a way to run takes long; for capturing what they leave."""
+"""Shares of the time budget: minimum for rewrites if engines take long; capture of the rewritten program."""
 
 HEADLINE = 0.1
-"""The share of it in which the result is compared with the original, where the machine is not quiet."""
+"""Share of the time budget for comparing the result with the original, if the machine is busy."""
 
 LOOKING = 0.03
-"""The share of the time budget for finding out how long a call takes."""
+"""Share of the time budget for measuring the time of a call."""
 
 AUTO_TOLERANCE = 1e-2
-"""The largest relative error of a lane that `precision="auto"` chooses where the user gives no tolerance."""
+"""Largest relative error of a lane that `precision="auto"` chooses, if the user gives no tolerance."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """`draws`: random inputs that programs are verified on beside the examples; `seconds`: of the lanes'
-    comparison."""
+    """Work of a search.
+
+    `draws`: number of random inputs for verification in addition to the examples; `seconds`: time of the
+    lanes' comparison.
+    """
 
     draws: int
     seconds: float
 
 
 SEARCH, RECALL = Effort(2, 3.0), Effort(1, 1.0)
-"""The effort of a search, and that where an earlier one's outcome is only looked at again."""
+"""The effort of a search, and that of checking a cached result."""
 
 BRIEFLY_S = 1e-3
-"""The time budget of what has to be done after Ctrl-C."""
+"""Time budget in seconds for the remaining work after Ctrl-C."""
 
 
 def seconds_of_a_call(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], budget_s: float
 ) -> float:
-    """Seconds that a call of a copy of a model takes: the best of three, or of what `LOOKING` has time for.
+    """Time in seconds of a call of a copy of a model: the shortest of three, or of fewer (see `LOOKING`).
 
-    One call alone may meet other work on the machine, and the first of a process loads libraries: it is
-    repeated within `LOADING` until the next is not clearly shorter. Each gets tensors of its own, as it may
-    write to them.
+    A single call may be disturbed by other load, and the first one of a process loads libraries: it is
+    repeated within `LOADING`. Each call gets its own tensors, as it may write to them.
     """
 
     def own(leaf: Any) -> Any:
@@ -107,7 +109,7 @@ def seconds_of_a_call(
 
 
 class Optimizer:
-    """The work of one `optimize` call on one captured model (or one captured submodule)."""
+    """The work of one `optimize` call for one captured model (or one captured submodule)."""
 
     def __init__(
         self,
@@ -124,7 +126,7 @@ class Optimizer:
     ) -> None:
         """`original` is a private copy in evaluation mode; `started` is on `time.perf_counter`'s clock.
 
-        `call_s` are the seconds that a call of it takes, where they are known.
+        `call_s` is the time of a call in seconds, if known.
         """
         self._original, self._captured, self._options, self._started = original, captured, options, started
         self._progress, self._sandbox, self._max_captures = progress, sandbox, max_captures
@@ -194,14 +196,14 @@ class Optimizer:
 
     @property
     def is_tuned(self) -> bool:
-        """Whether a recipe for this model was found in the cache."""
+        """Whether the cache has a recipe for this model."""
         return self._known is not None
 
     def run(self) -> OptimizedModule:
-        """Try everything that the budget allows and give back the best.
+        """Try everything that the budget allows, and return the best result.
 
-        Ctrl-C gives the best so far, after a brief comparison of it with the original; a second one gives
-        the original. So does whatever else prevents a result.
+        Ctrl-C returns the best result so far, after a short comparison with the original; a second Ctrl-C
+        returns the original, and so does any other error that prevents a result.
         """
         lanes = self._lanes
         with held():

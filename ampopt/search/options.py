@@ -24,7 +24,7 @@ from ampopt.system.environment import package_versions
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the user asked for; see `ampopt.optimize`."""
+    """The user's options; see `ampopt.optimize`."""
 
     precision: str = "auto"
     tolerance: float | None = None
@@ -39,7 +39,7 @@ class Options:
     passes: Passes | None = None
 
     def __post_init__(self) -> None:
-        """Raise InputError, before any work, for a value that does not serve; make numbers Python's own."""
+        """Raise InputError, before any work, for an invalid value; convert numbers to Python's types."""
         seconds = number("budget_s", self.budget_s, positive=True, advice="a positive number of seconds")
         checked: dict[str, object] = {"budget_s": seconds}
         known = {step.name for step in PIPELINE}
@@ -67,11 +67,11 @@ class Options:
 
     @property
     def is_cacheable(self) -> bool:
-        """Whether what is found can be kept: the code of every pass is in a file, and so has a hash."""
+        """Whether results can be cached: the code of every pass is in a file, and so has a hash."""
         return self.cache and all(code_of(step) is not None for step in self.pipeline())
 
     def cache_facts(self) -> dict[str, object]:
-        """What decides which passes win, for the key of the cache."""
+        """The options that decide which passes win, for the cache key."""
         asked = {n: getattr(self, n) for n in ("precision", "tolerance", "budget_s", "amp_dtype", "nan")}
         return {
             **asked,
@@ -82,7 +82,7 @@ class Options:
         }
 
     def pipeline(self) -> Pipeline:
-        """The passes to try, as the options ask for them."""
+        """The pipeline of passes to try."""
         whole = PIPELINE if self.passes is None else as_pipeline(self.passes)
         return Pipeline.of(self._configured(step) for step in whole if not self._leaves_out(step))
 

@@ -28,50 +28,51 @@ from ampopt.system.interrupts import check_interrupted, held, was_interrupted
 logger = logging.getLogger("ampopt")
 
 LEAST_ENABLING = 0.95
-"""A pass that others build on may cost this at first; it is left out in the end where nothing came of it."""
+"""Largest loss of a pass that later passes build on; it is removed at the end if they gain nothing."""
 
 HOST_SHARE = 0.25
-"""Of a comparison's time for the host's clock, where that does not judge it."""
+"""Share of a comparison's time for the host's clock, if another clock judges."""
 
 DEVICE_S = 0.15
-"""Seconds of a comparison on the device clock, whose samples lie within a thousandth of each other."""
+"""Time in seconds of a comparison on the device clock, whose samples agree within a thousandth."""
 
 CALLS_FOR_AN_ENGINE = 60
-"""What a trial of a way to run takes: on a CPU an untimed call before each timed one, and a second look where
-there is noise.
+"""Number of calls in the trial of an engine.
+
+On a CPU they include an untimed call before each timed one, and a repeated comparison if there is noise.
 """
 
 LARGE_GAIN, MORE_ROUNDS = 1.1, 3
 """A gain of 1.1x or more that lies inside the noise is sampled again, at most 3 times."""
 
 Progress = Callable[[str, str], None]
-"""Told (lane, pass) when work on a pass begins."""
+"""Called with (lane, pass) when work on a pass starts."""
 
 
 def silent(_lane: str, _name: str) -> None:
-    """A progress that tells nobody."""
+    """A progress callback that does nothing."""
 
 
 @dataclasses.dataclass
 class LaneState:
-    """Where a lane stands: the best program so far, and the best that compilers can read."""
+    """The state of a lane: the best program so far, and the best one without opaque operators."""
 
     lane: Lane
     best: Subject
     base: Program
     rewritten: Program
     call_s: float = 0.0
-    """Seconds that a call of the best takes, as far as that is known: what trials take follows from it."""
+    """Time in seconds of a call of the best program, as far as known; it estimates the time of trials."""
     too_slow: list[Pass] = dataclasses.field(default_factory=list)
-    """Passes that were right but gained nothing, with what they measured written into their fields."""
+    """Passes that were correct but gained nothing, with their measurements in their fields."""
     at_a_loss: list[Pass] = dataclasses.field(default_factory=list)
-    """Passes that were kept for what later ones may build on them although they cost a little."""
+    """Passes that were kept with a small loss, because later ones may build on them."""
     check: Check | None = None
-    """What `PassManager.settle` found of the best program; None before."""
+    """The final check of the best program by `PassManager.settle`; None before."""
 
 
 class PassManager:
-    """Runs the passes of one captured model through a lane at a time; see the module."""
+    """Runs the passes of one captured model through one lane at a time; see the module."""
 
     def __init__(
         self,
@@ -84,23 +85,23 @@ class PassManager:
         progress: Progress | None = None,
         sandbox: Sandbox | None = None,
     ) -> None:
-        """`deadline` is on `time.perf_counter`'s clock; `sample_s` is spent on each comparison and clock.
+        """`deadline` is on `time.perf_counter`'s clock; `sample_s` is the time of a comparison on each clock.
 
-        Risky passes are rehearsed in the `sandbox` first; without one, they are not.
+        Risky passes are rehearsed in the `sandbox` first, if there is one.
         """
         self._captured, self._verifier, self._ledger = captured, verifier, ledger
         self._deadline, self._sample_s = deadline, sample_s
         self._progress, self._sandbox = progress or silent, sandbox
 
     def open(self, lane: Lane, call_s: float = 0.0) -> LaneState:
-        """Start a lane with the captured program as it is, a call of which takes about `call_s` seconds."""
+        """Start a lane with the captured program, whose call takes about `call_s` seconds."""
         program = lane.start(self._captured)
         return LaneState(lane, Subject(program), program, program, call_s)
 
     def rewrite(self, state: LaneState, passes: Sequence[Pass], *, deadline: float) -> None:
-        """Apply rewrites, placement and kernels, one on top of the other, then give second chances.
+        """Apply rewrites, placement and kernels, one on top of another, then retry passes without a gain.
 
-        `deadline` comes before the manager's own, so that ways to run get their share of the time.
+        `deadline` is before the manager's own, so that engines get their share of the time.
         """
         for step in passes:
             self._try(state, step.name, [step], state.best.program, deadline)
@@ -111,7 +112,10 @@ class PassManager:
         state.rewritten = state.best.program
 
     def recall(self, state: LaneState, recipe: tuple[Pass, ...]) -> bool:
-        """Replay a recipe that won before; whether it is whole and right, and so the best; not timed."""
+        """Replay a cached recipe without timing; whether it is complete and correct.
+
+        If so, it becomes the best.
+        """
 
         def work(trial: Trial) -> None:
             program = _replayed(trial, recipe, state)
@@ -127,10 +131,10 @@ class PassManager:
         return state.best.program.recipe == recipe
 
     def settle(self, state: LaneState) -> None:
-        """Verify a lane's winner far outside of the examples' range, too; what is wrong there is taken out.
+        """Verify a lane's winner also far outside of the examples' range; remove passes that are wrong there.
 
-        The check of what is left goes into `state.check`. Which pass is wrong is found by bisection: it is
-        the one with which the recipe begins to be.
+        The check of the remaining program is stored in `state.check`. Bisection of the recipe finds the wrong
+        pass: the first one with which the recipe is wrong.
         """
         while True:
             began, recipe = time.perf_counter(), state.best.program.recipe
@@ -186,10 +190,10 @@ class PassManager:
     def choose_engine(
         self, state: LaneState, engines: Sequence[Pass | None], launches: Sequence[Pass]
     ) -> None:
-        """Try ways to run, with each way to launch, against the best so far.
+        """Try engines, with each launch pass, against the best program so far.
 
-        None stands for running the graph as it is. An engine that cannot see into native kernels gets the
-        program without them. It is tried by itself only where it cannot be launched, or fails when it is.
+        None stands for running the graph directly. An engine that cannot read native kernels gets the program
+        without them. It is tried without a launch pass only if it cannot be launched, or if launching fails.
         """
         for engine in engines:
             if engine is None:
@@ -418,7 +422,7 @@ def _replayed(trial: Trial, recipe: tuple[Pass, ...], state: LaneState) -> Progr
 
 
 def judging_s(step: Pass, call_s: float) -> float:
-    """Seconds that it takes to judge a step at the least, where a call of a program takes `call_s`."""
+    """The minimum time in seconds to judge a step, if a call of a program takes `call_s`."""
     return call_s * (CALLS_FOR_AN_ENGINE if step.family is Family.ENGINE else CALLS_OF_A_TRIAL)
 
 

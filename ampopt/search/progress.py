@@ -15,9 +15,9 @@ from ampopt.search.pass_manager import Progress, silent
 
 @contextlib.contextmanager
 def progress_line(shown: bool | None, started: float, budget_s: float) -> Iterator[Progress]:
-    """A function to tell what is being done; the line is on standard error and gone afterwards.
+    """A callback that shows the present step in a line on standard error; the line is removed at the end.
 
-    `shown` None: only where standard error is a terminal.
+    `shown` None: only if standard error is a terminal.
     """
     if shown is False or (shown is None and not sys.stderr.isatty()):
         yield silent

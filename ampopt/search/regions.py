@@ -36,7 +36,7 @@ from ampopt.system.environment import environment
 from ampopt.system.interrupts import interruptible
 
 MOST_REASONS = 8
-"""How many submodules' reasons for not being captured a report lists."""
+"""Number of submodules whose reasons for not being captured are listed in a report."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -47,9 +47,9 @@ _PLAIN = (Tensor, int, float, bool, str, type(None))
 class PartlyOptimizedModule(nn.Module):
     """A model of which some submodules are optimized; calls, results and dtypes are the original's.
 
-    A submodule called with shapes that it was not captured for runs as it was, or raises StrictError with
-    `strict`. `report.regions` has the ledger of each optimized submodule, `report.notes` says why the others
-    are not. `health` and `on_health` are those of all optimized submodules together.
+    A submodule called with shapes that it was not captured for runs its original code, or raises StrictError
+    with `strict`. `report.regions` has the ledger of each optimized submodule, `report.notes` says why the
+    others are not. `health` and `on_health` are those of all optimized submodules together.
     """
 
     def __init__(
@@ -64,13 +64,14 @@ class PartlyOptimizedModule(nn.Module):
         self.training = False
 
     def reset_state(self) -> None:
-        """Let what the model keeps from call to call be as it was when it was optimized."""
+        """Reset the state in the model's buffers to its value when the model was optimized."""
         self._model = [_patched(self._original[0], self._optimized)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer one call, in the caller's autocast, and in inference mode where the caller is.
+        """Answer one call, in the caller's autocast, and in inference mode if the caller is in it.
 
-        Only there can tensors that were made in it be written. InputError where a derivative is asked for.
+        Inference tensors can only be written in inference mode. Raises InputError if a derivative is
+        requested.
         """
         if is_surrounded():
             try:
@@ -88,7 +89,7 @@ class PartlyOptimizedModule(nn.Module):
 
     @property
     def strict(self) -> bool:
-        """Whether a submodule raises StrictError where it would run as it was; see `ampopt.optimize`."""
+        """Whether a submodule raises StrictError instead of running its original; see `ampopt.optimize`."""
         return self._strict
 
     @strict.setter
@@ -99,14 +100,14 @@ class PartlyOptimizedModule(nn.Module):
 
     @property
     def health(self) -> Health:
-        """How calls of optimized submodules were answered until now; see `ampopt.deploy.health.Health`."""
+        """Counts of how optimized submodules answered calls so far; see `ampopt.deploy.health.Health`."""
         own = self._monitor.health()
         healths = [module.health for module in self._optimized.values()]
         together = functools.reduce(operator.add, healths, own)
         return dataclasses.replace(together, chose_original=own.chose_original)
 
     def on_health(self, callback: Callback) -> Callable[[], None]:
-        """`OptimizedModule.on_health` of all optimized submodules."""
+        """`OptimizedModule.on_health` for all optimized submodules."""
         stops = [self._monitor.tell(callback), *(m.on_health(callback) for m in self._optimized.values())]
 
         def stop() -> None:
@@ -227,13 +228,13 @@ def optimize_regions(
     progress: Progress,
     sandbox: Sandbox,
 ) -> PartlyOptimizedModule:
-    """Optimize the largest capturable submodules of a private copy; `reason` says why the whole is no graph.
+    """Optimize the largest capturable submodules of a private copy; `reason` says why it is not one graph.
 
-    `original`, a private copy, is not called: copies of it are, and what is served begins where it stands.
+    `original`, a private copy, is not called: copies of it are, so that the result starts with its state.
 
-    Of several lanes the submodules get FP32, or else the first: an error inside says nothing about what the
-    rest of the model (thresholds, sorting) makes of it. The whole is then compared with the original, and
-    where it differs by more than the tolerance, or is not faster, runs as it was.
+    Of several lanes the submodules use FP32, or else the first: an error inside does not show its effect on
+    the rest of the model (thresholds, sorting). The whole model is then compared with the original; if it
+    differs by more than the tolerance, or is not faster, the original is served.
     """
     device = device_of(original, flatten_call(args, kwargs)[0])
     inputs = tuple(describe(t) for t in tensors_of(flatten_call(args, kwargs)[0]))
@@ -286,7 +287,7 @@ def optimize_regions(
 def as_it_was(
     original: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], reason: str, *, started: float
 ) -> PartlyOptimizedModule:
-    """A private copy under the interface of an optimized module, untouched for the reason."""
+    """A private copy with the interface of an optimized module, not optimized for the reason."""
     leaves = flatten_call(args, kwargs)[0]
     device = device_of(original, leaves)
     notes = [reason, "the original answers every call: nothing was tried"]

@@ -1,10 +1,10 @@
 """Rehearsals: a risky pass first runs in another process, so that a crash or hang does no harm here.
 
-A foreign compiler can bring the process down, corrupt its CUDA context for good, or not return in time.
-None of that can be undone from inside, so it first does its work, captured and replayed, in a sandbox: a
-process that gets the program, and is killed when its time is over. What it compiles there lies in
-the compilers' disk caches afterwards, so that doing it again here takes a fraction of the time. What a pass
-does before it compiles anything, it may do here meanwhile.
+A third-party compiler can crash the process, corrupt its CUDA context permanently, or not return in time. The
+process cannot recover from this, so the compiler first runs in a sandbox, including capture and replay: a
+process that gets the program, and is killed at its time limit. The compiled code stays in the compilers' disk
+caches, so that the repetition in this process takes a fraction of the time. Steps before the compilation may
+run in this process at the same time.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from ampopt.system.inductor_cache import inductor_folder
 
 
 class Sandbox:
-    """A process to rehearse in: begun when first needed, replaced after a failure, killed at the end.
+    """A process for rehearsals: started on first use, replaced after a failure, killed at the end.
 
-    `device` is where the programs run that will be rehearsed.
+    `device` is the device of the rehearsed programs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,21 +56,20 @@ class Sandbox:
         self.close()
 
     def prepare(self) -> None:
-        """Begin the process now: it loads its libraries while there is other work to do here.
+        """Start the process now, so that it loads its libraries during other work.
 
-        Not on a CPU, where it is begun when it is needed: while it loads, a call of a network on two cores
-        takes up to 15 times as long, and what is timed here then decides on noise.
+        Not on a CPU, where it starts on first use: while it loads, a call of a network on two cores takes up
+        to 15 times as long, and timings in this process are noise.
         """
         if _possible() and self.device.type != "cpu":
             self._begin()
 
     def apply(self, step: Pass, program: Program, *, seconds: float) -> tuple[Result, str | None]:
-        """Apply `step` to `program`, a risky one there and here.
+        """Apply `step` to `program`; a risky step runs in the sandbox first, then here.
 
-        Raises PassError where it fails there or takes longer.
-        With the result comes None, or why no rehearsal was possible: the system has no POSIX processes, or
-        the program cannot be loaded in another one, such as one that calls operators registered in this one
-        only.
+        Raises PassError if it fails in the sandbox or exceeds its time limit. Also returns None, or why no
+        rehearsal was possible: the system has no POSIX processes, or the program cannot be loaded in another
+        process, for example because its operators are registered in this one only.
         """
         if not isinstance(step, Engine) or not step.risky:
             return step.apply(program), None
@@ -81,10 +80,10 @@ class Sandbox:
     def rehearsing(
         self, step: Pass, program: Program, *, seconds: float
     ) -> Iterator[Callable[[], str | None]]:
-        """Have `step` applied to `program` over there, and the outcome run, while the block goes on.
+        """Apply `step` to `program` in the sandbox, and run the result, during the block.
 
-        The block gets what waits for the end of it; see `apply` for what that returns and raises, as often
-        as it is called. What the block leaves unfinished is killed.
+        The block gets a function that waits for the end; see `apply` for what it returns and raises. It can
+        be called several times. A rehearsal that has not ended after the block is killed.
         """
         if not _possible():
             yield lambda: "this system has no POSIX processes to rehearse in"
@@ -139,7 +138,7 @@ class Sandbox:
         return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
     def close(self) -> None:
-        """Kill the process and everything that it has started."""
+        """Kill the process and all its child processes."""
         if self._line is not None:
             self._line.close()
         if self._process is not None:

@@ -13,7 +13,7 @@ from ampopt.ir.program import Program
 
 
 class Subject:
-    """A program under trial: what runs it as its user would, and what replays it for the device clock."""
+    """A program under trial: its executable as its user calls it, and its replay for the device clock."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -26,7 +26,7 @@ class Subject:
         self._replays = self.device.type == "cuda"
 
     def replayed(self) -> ReplayedProgram | None:
-        """The program in a CUDA graph, for the device clock; None where it cannot be captured."""
+        """The program in a CUDA graph, for the device clock; None if it cannot be captured."""
         if self._replays and self._replayed is None:
             try:
                 self._replayed = ReplayedProgram(self.program)

@@ -11,11 +11,11 @@ from ampopt.measure.entry import Entry, Verdict
 
 @dataclasses.dataclass
 class Trial:
-    """What trying something gives.
+    """The result of trying a pass.
 
-    `entry` is its row in the ledger: verdict, reason, error and timings. `program` is the changed program
-    wherever that is right, kept or not, so that others can build on it; None elsewhere. `began` and
-    `deadline` are seconds on `time.perf_counter`'s clock. A trial `is_over` once its row is written.
+    `entry` is its row in the ledger: verdict, reason, error and timings. `program` is the changed program if
+    it is correct, kept or not, so that other passes can build on it; else None. `began` and `deadline` are
+    seconds on `time.perf_counter`'s clock. A trial `is_over` when its row is written.
     """
 
     entry: Entry
@@ -26,20 +26,20 @@ class Trial:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether what was tried failed or gave wrong results."""
+        """Whether the trial failed or gave wrong results."""
         return self.program is None and self.entry.verdict in (Verdict.FAILED, Verdict.REVERTED)
 
     @property
     def seconds(self) -> float:
-        """What it has taken until now."""
+        """Elapsed time of the trial in seconds."""
         return time.perf_counter() - self.began
 
     def note(self, **changes: object) -> None:
-        """Write into the row what has become known."""
+        """Write results into the row."""
         self.entry = dataclasses.replace(self.entry, **changes)  # type: ignore[arg-type]
 
     def end(self, verdict: Verdict, reason: str) -> Entry:
-        """The finished row."""
+        """Finish the row and return it."""
         self.note(verdict=verdict, reason=reason, took_s=self.seconds)
         self.is_over = True
         return self.entry

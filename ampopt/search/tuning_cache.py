@@ -1,7 +1,7 @@
 """Disk cache of tuning results: the recipes that won for a model, by a hash of everything they depend on.
 
-What is found again is replayed and verified like anything else, so that a file can cost time, never a right
-answer. Files are small, written in one step, and carry a checksum; one that is damaged is removed.
+Cached recipes are replayed and verified like any others, so that a bad file can only cost time. Files are
+small, written atomically, and have a checksum; a damaged one is removed.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ from ampopt.system.environment import environment, library_versions, own_code
 SCHEMA = 1
 
 Recipes = Mapping[str, tuple[Pass, ...]]
-"""For each lane the recipe of its best program."""
+"""The recipe of the best program of each lane."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TuningCache:
-    """The files of one folder, `<key>.json` each. Nothing here raises: a cache that fails is an empty one."""
+    """The files of one folder, `<key>.json` each.
+
+    No method raises: a cache that fails acts as an empty one.
+    """
 
     folder: Path
 
     def find(self, key: str, passes: Iterable[Pass] = PIPELINE) -> Recipes | None:
-        """What was stored under a key, of these passes; None where nothing was, or nothing that is sound."""
+        """The recipes stored under a key, made of these passes; None if there are none or the file is bad."""
         file = self._file(key)
         try:
             if (found := kept(file)) is None:
@@ -51,7 +54,7 @@ class TuningCache:
             return None
 
     def store(self, key: str, recipes: Recipes, passes: Iterable[Pass] = PIPELINE) -> None:
-        """Keep recipes of these passes under a key, in place of what is there; the longest unused go."""
+        """Store recipes of these passes under a key, replacing existing ones; remove the oldest files."""
         known = {step.name: step for step in passes}
         try:
             lanes = {lane: write_recipe(recipe, known) for lane, recipe in recipes.items()}
@@ -67,7 +70,7 @@ class TuningCache:
 
 
 def default_cache() -> TuningCache | None:
-    """The user's cache, in `cache_folder`; None where there is none."""
+    """The user's cache, in `cache_folder`; None if there is none."""
     folder = cache_folder()
     return TuningCache(folder) if folder is not None else None
 
@@ -75,8 +78,8 @@ def default_cache() -> TuningCache | None:
 def key_of(program: Program, facts: Mapping[str, object]) -> str:
     """The hash of everything that decides which passes win for a captured program.
 
-    That is its graph and the shapes of its weights (not their values, on which verification depends and
-    speed does not), its inputs, what the user asks for, the device, the libraries and ampopt's own code.
+    These are its graph and the shapes of its weights (not their values, which affect verification but not
+    speed), its inputs, the user's options, the device, the libraries and ampopt's own code.
     """
     digest = hashlib.sha256()
 

@@ -1,7 +1,7 @@
 """Atomic file writes: a reader sees the old file or the new one, even if the writer is killed.
 
-Nothing else in ampopt replaces files. What is written lies beside its target under a name of its own, reaches
-the disk, and takes its place by one rename within one file system.
+All of ampopt's file replacements use this module. A new file is written to the target's folder under a
+temporary name, synced to disk, and moved to its place by one rename within the file system.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SUFFIX = ".ampopt-save"
-"""Ends the names of what is being written, and of what processes leave that are killed meanwhile."""
+"""Suffix of temporary names, also of leftovers from killed processes."""
 
 _IS_POSIX = os.name == "posix"
 """Elsewhere there are no locks to tell leftovers by, and no folders that can be opened."""
@@ -27,16 +27,16 @@ _AT_FDCWD = -100  # linux/fcntl.h
 
 @contextlib.contextmanager
 def replacing(target: Path, *, folder: bool = False) -> Iterator[Path]:
-    """Give the path of a new empty file or folder; when the body is done, it takes the place of `target`.
+    """Yield the path of a new empty file or folder; after the block it replaces `target`.
 
-    The body writes to that very file, rather than to another one that it moves there. A folder that is not
-    empty cannot be renamed over: the two are exchanged by renameat2(RENAME_EXCHANGE), one step for whoever
-    looks, and the old one is removed afterwards. A link to versioned folders would be as atomic, but then
-    `target` is no folder any more, and copying it loses it.
+    The block must write to this file, and not move another one to its place. A folder that is not empty
+    cannot be replaced by a rename: the two are exchanged by renameat2(RENAME_EXCHANGE), one atomic step, and
+    the old one is removed afterwards. A link to versioned folders would be as atomic, but then `target` would
+    not be a folder, and copying it would lose its content.
 
-    If the body raises, `target` is as it was. Leftovers of processes that were killed here are removed
-    first. Raises OSError; for a folder also on Windows, and if `target` is there already, everywhere but on
-    Linux and where the file system has no exchange (network and FAT file systems).
+    If the block raises, `target` does not change. Leftovers of killed processes are removed first. Raises
+    OSError; for a folder also on Windows, and if `target` exists, on systems other than Linux and on file
+    systems without exchange (network and FAT file systems).
     """
     if folder and not _IS_POSIX:
         raise OSError(errno.ENOTSUP, "saving a folder needs Linux or macOS")
@@ -52,11 +52,12 @@ def replacing(target: Path, *, folder: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing_together(target: Path, *companions: Path) -> Iterator[Path]:
-    """Give a new empty folder; what the body writes in it under these files' names takes their places.
+    """Yield a new empty folder; files that the block writes in it replace those of the same names.
 
-    All lie in one folder; `target` has to be written, companions may be. One file is replaced in one step.
-    Several are not: so the old target goes first, the companions are replaced next, and the new target comes
-    last. Killed between, there is no target, rather than one with another's companions. Raises OSError.
+    All are in one folder; `target` must be written, companions may be. One file is replaced in one step. For
+    several files the old target is removed first, the companions are replaced next, and the new target comes
+    last. If the process is killed in between, there is no target, but never one with another's companions.
+    Raises OSError.
     """
     with _beside(target, folder=True) as temporary:
         yield temporary
@@ -70,10 +71,9 @@ def replacing_together(target: Path, *companions: Path) -> Iterator[Path]:
 
 
 def create(path: str | Path, content: bytes, mode: int) -> None:
-    """Write a file that is not there yet; nothing stays of one that cannot be written to its end.
+    """Write a file that does not exist yet; if writing fails, nothing of it remains.
 
-    `mode`: its permissions, less those that the process never gives. Raises OSError, FileExistsError among
-    them.
+    `mode`: its permissions, less the process's umask. Raises OSError, including FileExistsError.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
@@ -133,7 +133,7 @@ def _create(target: Path, folder: bool) -> tuple[Path, int]:
 
 
 def locked(descriptor: int) -> bool | None:
-    """Take the lock: True if it is ours now, False if another process has it, None if there are no locks."""
+    """Try to take the lock: True on success, False if another process holds it, None if unsupported."""
     import fcntl
 
     try:

@@ -7,47 +7,50 @@ import math
 import time
 
 MARGIN_S = 3.0
-"""Seconds by which preparing and the last comparison may overrun a time budget, however small it is."""
+"""Seconds by which preparation and the last comparison may exceed any time budget."""
 
 MODULE_S = 5e-3
-"""Seconds that exporting takes for each submodule, calls aside: 2 to 8 ms in networks of torchvision."""
+"""Export time in seconds for each submodule, without calls: 2 to 8 ms in networks of torchvision."""
 
 CALLS_TO_LOOK = 3
-"""To find out how long a call takes, see `optimizer.seconds_of_a_call`."""
+"""Number of calls to measure the time of a call, see `optimizer.seconds_of_a_call`."""
 
 CALLS_TO_CAPTURE = 8
-"""Copies are called to learn what they keep, one is exported, one says how the results are put together."""
+"""Number of calls for a capture.
+
+Copies are called to find the model's state, one is exported, one shows the structure of the results.
+"""
 
 FLOAT64 = 3
-"""How many times as long a call takes in float64."""
+"""How many times longer a call takes in float64."""
 
 CALLS_TO_COMPARE = 45
-"""The last comparison at its shortest: the original, eager and the best in six rounds, and checks."""
+"""Number of calls of the shortest last comparison: original, eager and best in six rounds, and checks."""
 
 FAULTS = 2
-"""Inputs with NaN or an infinity in them, for which there are references, too."""
+"""Number of inputs with NaN or infinity, for which references are computed, too."""
 
 CALLS_TO_SETTLE = 7 * (FLOAT64 + 2)
-"""Inputs outside of the examples' range (`draws.range_draws`), in float64, in eager and in a program."""
+"""Calls on inputs outside of the examples' range (`draws.range_draws`): float64, eager and a program."""
 
 CALLS_OF_A_TRIAL = 20
-"""Calls that verify and time a pass at the least: three draws, warm-ups, six samples before and after."""
+"""Minimum number of calls to verify and time a pass: three draws, warm-ups, six samples before and after."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """Seconds since `started` on `time.perf_counter`'s clock that everything may take."""
+    """The time budget in seconds from `started`, on `time.perf_counter`'s clock."""
 
     started: float
     seconds: float
 
     @property
     def left_s(self) -> float:
-        """What is left of it and its margin."""
+        """The remaining time, including the margin."""
         return self.started + self.seconds + MARGIN_S - time.perf_counter()
 
     def why_not(self, needed_s: float, call_s: float, what: str) -> str | None:
-        """Why `what`, which takes so many seconds with calls of `call_s`, does not fit; None: it does."""
+        """Why `what`, which takes the given seconds with calls of `call_s`, does not fit; None if it fits."""
         if needed_s <= self.left_s:
             return None
         whole = time.perf_counter() - self.started + needed_s

@@ -13,11 +13,11 @@ from ampopt.system.plain_files import open_plain, read_at_most
 MOST_FILES, MOST_BYTES = 256, 1 << 20
 
 KINDS = (".json", ".onnx", ".so", SUFFIX)
-"""Recipes, exported graphs, our compiled libraries, and what killed processes left behind."""
+"""File types in the cache: recipes, exported graphs, compiled libraries, leftovers of killed processes."""
 
 
 def cache_folder() -> Path | None:
-    """$AMPOPT_CACHE (empty: None), else ~/.cache/ampopt/tuning; None for a user without a home, too."""
+    """$AMPOPT_CACHE (empty: None), else ~/.cache/ampopt/tuning; also None for a user without a home."""
     if (told := os.environ.get("AMPOPT_CACHE")) is not None:
         return Path(told) if told else None
     try:
@@ -28,7 +28,7 @@ def cache_folder() -> Path | None:
 
 
 def kept_files(folder: Path) -> list[Path]:
-    """All files in a cache's folder, the longest unused first; what is no plain file is among them."""
+    """All entries of a cache's folder, of any file type, least recently used first."""
     with contextlib.suppress(OSError):
         times = {}
         for file in [file for kind in KINDS for file in folder.glob(f"*{kind}")]:
@@ -41,7 +41,7 @@ def kept_files(folder: Path) -> list[Path]:
 
 
 def clear(folder: Path) -> int:
-    """Remove every file of a cache's folder; returns how many there were."""
+    """Remove every file of a cache's folder; returns their number."""
     files = kept_files(folder)
     for file in files:
         drop(file)
@@ -49,7 +49,10 @@ def clear(folder: Path) -> int:
 
 
 def keep(file: Path, data: bytes) -> None:
-    """Write a file in place of what is there; the longest unused ones make room. Errors: nothing is kept."""
+    """Write a file, replacing an old one; the least recently used files are removed.
+
+    On errors nothing is stored.
+    """
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as made:
@@ -59,10 +62,10 @@ def keep(file: Path, data: bytes) -> None:
 
 
 def kept(file: Path) -> bytes | None:
-    """What is in a file, which is then the last used one; None where there is none.
+    """The content of a file, marked as recently used; None if there is no such file.
 
-    Raises OSError where it cannot be read, is no plain file, or is larger than any that is kept; ValueError
-    where it is another user's.
+    Raises OSError if it cannot be read, is not a regular file, or exceeds the size limit; ValueError if it
+    belongs to another user.
     """
     try:
         with open_plain(file, follow=False) as opened:
@@ -76,7 +79,7 @@ def kept(file: Path) -> bytes | None:
 
 
 def is_ours(file: Path) -> bool:
-    """Whether it is a plain file, no link, that nobody else can have put there: what is kept is run."""
+    """Whether it is a regular file (no link) that no other user can have written: cached code is executed."""
     status = file.lstat()
     return stat.S_ISREG(status.st_mode) and _is_mine(status)
 
@@ -86,6 +89,6 @@ def _is_mine(status: os.stat_result) -> bool:
 
 
 def drop(file: Path) -> None:
-    """Remove a file, if it is there and can be."""
+    """Remove a file if it exists and can be removed."""
     with contextlib.suppress(OSError):
         file.unlink()

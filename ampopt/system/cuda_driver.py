@@ -12,18 +12,20 @@ from typing import Any
 
 KERNEL_NODE, MEMCPY_NODE, MEMSET_NODE = 0, 1, 2
 NODES_WITHOUT_OPERANDS = (5, 6, 7)
-"""CUgraphNodeType: an empty node, waiting for an event, recording one."""
+"""CUgraphNodeType of an empty node, of waiting for an event and of recording one."""
 
 _VERSION, _LEGACY_STREAM = 12000, 1
-"""Which form of a function is meant where its address is asked for: the one that the bindings call, of CUDA
-12.0 and without a default stream for each thread (CU_GET_PROC_ADDRESS_LEGACY_STREAM)."""
+"""The version of driver functions whose address is requested: the one that the bindings call.
+
+It is CUDA 12.0, without a per-thread default stream (CU_GET_PROC_ADDRESS_LEGACY_STREAM).
+"""
 
 
 @functools.cache
 def driver() -> Any:
-    """The bindings. RuntimeError where they are not installed.
+    """The bindings. Raises RuntimeError if they are not installed.
 
-    Their functions raise it, too, without a driver. One that they have not got is an AttributeError.
+    Their functions also raise RuntimeError without a driver. A missing function is an AttributeError.
     """
     try:
         from cuda.bindings import driver as bindings
@@ -33,7 +35,7 @@ def driver() -> Any:
 
 
 def check(returned: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a function of the driver returns behind its status. RuntimeError where that is not 0."""
+    """The return values of a driver function, without its status. Raises RuntimeError if that is not 0."""
     status, *values = returned
     if int(status):
         raise RuntimeError(f"CUDA's driver refuses, with status {int(status)}")
@@ -41,7 +43,10 @@ def check(returned: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def address_of(function: Any) -> int:
-    """Where the driver has one of its functions, for C++ to call. RuntimeError where it has not got it."""
+    """The address of a driver function, for C++ to call.
+
+    Raises RuntimeError if the driver does not have it.
+    """
     address, _ = check(driver().cuGetProcAddress(function.__name__.encode(), _VERSION, _LEGACY_STREAM))
     if not address:
         raise RuntimeError(f"CUDA's driver has no {function.__name__}")
@@ -49,17 +54,17 @@ def address_of(function: Any) -> int:
 
 
 class Context:
-    """A context of CUDA; in a `with` block it is the thread's current one."""
+    """A CUDA context; in a `with` block it is the thread's current one."""
 
     def __init__(self) -> None:
-        """The one that this thread uses now. RuntimeError where it has used none yet."""
+        """The context that this thread uses now. Raises RuntimeError if it has used none yet."""
         (self.handle,) = check(driver().cuCtxGetCurrent())
         if not int(self.handle):
             raise RuntimeError("this thread has not used CUDA yet")
         self._push, self._pop = driver().cuCtxPushCurrent, driver().cuCtxPopCurrent
 
     def stay(self) -> None:
-        """Make it the thread's, as CUDA's runtime does when a thread first uses a device."""
+        """Make it the thread's context, as CUDA's runtime does when a thread first uses a device."""
         check(driver().cuCtxSetCurrent(self.handle))
 
     def __enter__(self) -> None:
@@ -70,19 +75,19 @@ class Context:
 
 
 def instantiate(graph: int) -> Any:
-    """Make a graph, by its handle, ready to run: a CUgraphExec."""
+    """Instantiate a graph, by its handle: returns a CUgraphExec that is ready to run."""
     (ready,) = check(driver().cuGraphInstantiate(graph, 0))
     return ready
 
 
 def destroy(ready: Any, context: Context) -> None:
-    """Free what `instantiate` made, as soon as it runs no more."""
+    """Free the result of `instantiate` when it is no longer running."""
     with context:
         check(driver().cuGraphExecDestroy(ready))
 
 
 def nodes_of(graph: int) -> list[Any]:
-    """The nodes of a graph, by its handle: a CUgraphNode each."""
+    """The nodes of a graph, by its handle, as CUgraphNode values."""
     _, count = check(driver().cuGraphGetNodes(graph))
     nodes, _ = check(driver().cuGraphGetNodes(graph, count)) if count else ([], 0)
     return list(nodes)
@@ -95,7 +100,7 @@ def type_of(node: Any) -> int:
 
 
 def parameter_sizes(params: Any) -> Iterator[int]:
-    """The bytes of each parameter of a kernel, in order, by its CUDA_KERNEL_NODE_PARAMS."""
+    """The size in bytes of each parameter of a kernel, in order, from its CUDA_KERNEL_NODE_PARAMS."""
     by_function = int(params.func) != 0
     ask = driver().cuFuncGetParamInfo if by_function else driver().cuKernelGetParamInfo
     handle, index = params.func if by_function else params.kern, 0

@@ -16,7 +16,7 @@ import torch
 from ampopt.version import __version__
 
 LIBRARIES = ("triton", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino")
-"""Beside torch and its CUDA libraries, which the environment names."""
+"""Libraries whose versions are recorded in addition to torch and its CUDA libraries."""
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -62,7 +62,7 @@ def _driver() -> str:
 
 @functools.cache
 def own_code() -> str:
-    """A hash of ampopt's modules: another version of a pass may decide otherwise."""
+    """A hash of ampopt's source files, because another version of a pass may decide differently."""
     digest = hashlib.sha256()
     for name, file in sorted(own_files().items()):
         digest.update(name.encode() + file.read_bytes())
@@ -70,7 +70,7 @@ def own_code() -> str:
 
 
 def own_files() -> dict[str, Path]:
-    """The source files of ampopt, in every room of it, by their paths within."""
+    """The source files of ampopt, in all its folders, by relative path."""
     root = Path(__file__).parent.parent
     passes = root / "passes"  # a link in a checkout, which `rglob` does not follow
     sources = {file for folder in (root, passes) for file in folder.rglob("*.py")}
@@ -79,7 +79,7 @@ def own_files() -> dict[str, Path]:
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of packages by the names that they are imported by; of one that is not there "absent"."""
+    """The versions of packages by import name; "absent" for a package that is not installed."""
     found: dict[str, str] = {}
     for name in sorted(set(packages)):
         if importlib.util.find_spec(name) is None:
@@ -98,5 +98,5 @@ def _version(distribution: str) -> str | None:
 
 
 def library_versions() -> list[str]:
-    """The versions of `LIBRARIES`, those that are installed."""
+    """The versions of those `LIBRARIES` that are installed."""
     return [f"{name} {version}" for name in LIBRARIES if (version := _version(name))]

@@ -1,8 +1,8 @@
 """Sets global PyTorch switches for a `with` block and restores them after it, also after an exception.
 
-cuDNN's and cuBLAS's switches are process-wide, so two threads inside different scopes would see each
-other's; one scope at a time has its turn. A thread that waits for work in another one lends it its
-turns. Calls that replay a CUDA graph need none of this.
+cuDNN's and cuBLAS's switches are process-wide, so two threads in different scopes would see each other's
+values; a lock allows one scope at a time. A thread that waits for work in another thread lends it its locks.
+Calls that replay a CUDA graph need no switches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 def work_elsewhere(pool: Executor, work: Callable[[], _T]) -> _T:
-    """Do `work` in a thread of `pool` and wait for it; it has this thread's turns."""
+    """Run `work` in a thread of `pool` and wait for it; it may use this thread's locks."""
 
     me = this_thread()
 
@@ -60,11 +60,11 @@ def _precision() -> tuple[str, str, str]:
 
 @contextlib.contextmanager
 def older_flags_readable() -> Iterator[None]:
-    """Within the block, PyTorch's older `allow_tf32` flags can be read.
+    """Make PyTorch's older `allow_tf32` flags readable within the block.
 
-    Where the user (or `cuda_math`) has set the newer flags, reading the older ones raises in some versions,
-    and `torch.export` reads them. They are written then, which makes both agree, and the newer ones are put
-    back afterwards. What the flags say is of no consequence while nothing is computed.
+    If the user (or `cuda_math`) has set the newer flags, reading the older ones raises in some versions, and
+    `torch.export` reads them. So the older flags are written, which makes both agree, and the newer ones are
+    restored afterwards. The flags' values have no effect while nothing is computed.
     """
     backends: Any = torch.backends
     try:
@@ -85,7 +85,7 @@ def older_flags_readable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def cuda_math(*, tf32: bool, search: bool) -> Iterator[None]:
-    """TF32 allowed or not, cuDNN's algorithm search on or off, for the block."""
+    """Set TF32 on or off, and cuDNN's algorithm search on or off, for the block."""
     cudnn = torch.backends.cudnn
     with switching.taken():
         before_precision, before_search = _precision(), cudnn.benchmark

@@ -12,14 +12,16 @@ from ampopt.system.atomic import locked
 from ampopt.system.process_state import process_kept
 
 BUILDING = "_CxxBuild"
-"""Ends the name of the folder that lies beside a library while it is built: `CppBuilder.build` in
-torch/_inductor/cpp_builder.py (2.10 to 2.15) makes it first and removes it last."""
+"""Suffix of the folder that exists next to a library during its build.
+
+`CppBuilder.build` in torch/_inductor/cpp_builder.py (2.10 to 2.15) creates it first and removes it last.
+"""
 
 BUILT = (".so", ".o", ".gch")
 
 
 def inductor_folder() -> Path:
-    """The folder of inductor's cache: $TORCHINDUCTOR_CACHE_DIR, or a default."""
+    """The folder of inductor's cache: $TORCHINDUCTOR_CACHE_DIR, or inductor's default."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # it takes seconds to load
 
     with process_kept():  # it writes the default into the environment
@@ -27,11 +29,11 @@ def inductor_folder() -> Path:
 
 
 def remove_cut_off_builds() -> None:
-    """Remove what was being built in inductor's cache by processes that are gone, so that it is built anew.
+    """Remove unfinished builds of ended processes from inductor's cache, so that they are built again.
 
-    Compilers write libraries, objects and precompiled headers right where inductor looks for them, and
-    inductor takes what is there for finished: after a build that was killed, as a rehearsal is that runs out
-    of time, every later compilation of the same kernel fails. A build that goes on is known by its lock.
+    Compilers write libraries, objects and precompiled headers directly into inductor's cache, and inductor
+    assumes that existing files are complete: after a killed build, such as a rehearsal that runs out of time,
+    every later compilation of the same kernel fails. A build in progress is recognized by its lock.
     """
     if os.name != "posix":
         return

@@ -1,13 +1,13 @@
 """Delays Ctrl-C until it is safe: it is raised in `interruptible` blocks only.
 
-Python raises KeyboardInterrupt between any two steps: also while a global switch is put back or a program is
-admitted as the best. Within `watched` it is raised in `interruptible` blocks only, and there not while a
-context manager is entered or left, an object finalized or a module imported: it then strikes again some
-milliseconds later. One that something swallows on its way, or turns into another exception, as code in C++
-and finalizers do, is raised again by `check_interrupted` and at the end of the block.
+Python raises KeyboardInterrupt between any two instructions: also while a global switch is restored or the
+best program is replaced. Within `watched` it is raised in `interruptible` blocks only, and there not while a
+context manager is entered or left, an object is finalized or a module is imported: it is then raised some
+milliseconds later. If C++ code or a finalizer swallows it, or converts it to another exception, it is raised
+again by `check_interrupted` and at the end of the block.
 
-Only the main thread gets signals: elsewhere, and where the program has its own handler for them, nothing is
-held back.
+Only the main thread gets signals: in other threads, or if the program has its own signal handler, nothing is
+delayed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from types import FrameType
 from ampopt.errors import Interrupted
 
 AGAIN_S = 2e-3
-"""After so long an interruption strikes again where it could do harm."""
+"""Time in seconds after which a delayed interrupt is raised again."""
 
 _WHOLE = frozenset({"__enter__", "__exit__", "__del__", "_find_and_load", "remove"})
 """Functions that are not cut off: what they leave half done cannot be made up for. `remove` is what
@@ -89,7 +89,7 @@ def _current() -> _Watch | None:
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """Hold Ctrl-C back within the block, but for `interruptible` parts; the handler is put back after it.
+    """Delay Ctrl-C within the block, except in `interruptible` parts; the handler is restored after it.
 
     A KeyboardInterrupt that leaves the block becomes `Interrupted`.
     """
@@ -117,7 +117,7 @@ def watched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Let Ctrl-C raise KeyboardInterrupt within the block, and at once where one is waiting."""
+    """Let Ctrl-C raise KeyboardInterrupt within the block, and at once if one is pending."""
     watch = _current()
     if watch is None:
         yield
@@ -140,7 +140,7 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Let Ctrl-C wait for the next `check_interrupted` or block, even within an `interruptible` one."""
+    """Delay Ctrl-C until the next `check_interrupted` or block, even inside an `interruptible` block."""
     watch = _current()
     if watch is None:
         yield
@@ -153,7 +153,7 @@ def held() -> Iterator[None]:
 
 
 def was_interrupted(error: BaseException | None = None) -> bool:
-    """Whether `error` is a KeyboardInterrupt or was made of one, or one was held back or swallowed before."""
+    """Whether `error` is or was caused by a KeyboardInterrupt, or one was delayed or swallowed before."""
     watch = _current()
     if watch is not None and watch.block is not None and (watch.is_owed or watch.is_waiting):
         watch.is_owed = watch.is_waiting = False
@@ -164,6 +164,6 @@ def was_interrupted(error: BaseException | None = None) -> bool:
 
 
 def check_interrupted(error: BaseException | None = None) -> None:
-    """Raise KeyboardInterrupt where `was_interrupted`."""
+    """Raise KeyboardInterrupt if `was_interrupted`."""
     if was_interrupted(error):
         raise KeyboardInterrupt from error

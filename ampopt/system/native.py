@@ -30,19 +30,19 @@ FLAGS = (
 )
 
 COMPILERS = ("c++", "g++", "clang++")
-"""The first that is there is taken, after $CXX."""
+"""Compilers in the order in which they are tried, after $CXX."""
 
 MOST_SECONDS = 120.0
 
 
 class CompilerError(AmpoptError):
-    """There is no C++ compiler, or it does not compile our code."""
+    """There is no C++ compiler, or it cannot compile ampopt's code."""
 
 
 def library(source: str, *macros: str, includes: Sequence[str] = ()) -> Path:
-    """The library made of a file of `cpp/` with macros such as `BLOCK=8`; it is kept in the cache.
+    """The library compiled from a file of `cpp/` with macros such as `BLOCK=8`; it is cached on disk.
 
-    `includes`: folders of headers that are not the compiler's own. Raises CompilerError.
+    `includes`: additional include folders. Raises CompilerError.
     """
     given = (*(f"-I{folder}" for folder in includes), *(f"-D{macro}" for macro in macros))
     command = (_compiler(), *FLAGS, *given, str(SOURCES / source))

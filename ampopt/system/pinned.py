@@ -1,6 +1,6 @@
 """Page-locked host memory, to which a GPU copies results several times faster than to pageable memory.
 
-The CUDA runtime is the one that this process has loaded already; nothing is linked.
+The module uses the CUDA runtime that this process has already loaded, and links nothing.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 MOST_BLOCKS = 4
-"""Page-locked memory is scarce: a caller who keeps more results than this gets the others in plain memory."""
+"""Limit of page-locked blocks, which are scarce: further results are copied to pageable memory."""
 
 _TO_HOST, _PORTABLE = 2, 1  # cudaMemcpyDeviceToHost, cudaHostAllocPortable
 
 
 def cuda_runtime() -> Any | None:
-    """The CUDA runtime that is loaded, or None where there is none or it cannot be told (not on Linux)."""
+    """The loaded CUDA runtime, or None if there is none or it cannot be found (not on Linux)."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text(encoding="utf-8").splitlines() if maps.is_file() else []
     loaded = [line.split(maxsplit=5)[-1] for line in lines if "/libcudart.so" in line]
@@ -34,10 +34,10 @@ def cuda_runtime() -> Any | None:
 
 
 class HostCopies:
-    """Copies of one device buffer of a fixed size, each in memory of its own.
+    """Copies of one device buffer of a fixed size, each in separate memory.
 
-    That memory is page-locked for up to `MOST_BLOCKS` copies that are alive at a time. A block is used
-    again once no array shows it any more.
+    The memory is page-locked for up to `MOST_BLOCKS` copies that are alive at a time. A block is reused when
+    no array refers to it.
     """
 
     def __init__(self, runtime: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
@@ -47,9 +47,9 @@ class HostCopies:
         self._made = 0
 
     def copy(self, pointer: int) -> np.ndarray[Any, np.dtype[Any]]:
-        """What lies at an address of the device, once everything that wrote it is done.
+        """A copy of the data at a device address, after all work that writes it has finished.
 
-        Raises RuntimeError where CUDA refuses.
+        Raises RuntimeError if CUDA fails.
         """
         address = self._block()
         if address is None:
@@ -75,7 +75,7 @@ class HostCopies:
         return address.value
 
     def __del__(self) -> None:
-        """Free the blocks; those that arrays still show stay, as long as the process does."""
+        """Free the blocks; those that arrays still refer to are kept until the process ends."""
         while self._free:
             self._runtime.cudaFreeHost(self._free.popleft())
 

@@ -15,14 +15,14 @@ _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 class NotPlainError(OSError):
-    """What is at a path is no plain file, or a larger one than is read; `strerror` says what it is."""
+    """The path is not a regular file, or the file is too large; `strerror` says which."""
 
 
 def open_plain(path: str | Path, *, folder: int | None = None, follow: bool = True) -> BinaryIO:
-    """Open a plain file for reading, relative to `folder` (a descriptor) if there is one.
+    """Open a regular file for reading, relative to `folder` (a descriptor) if given.
 
-    Neither waits for the other end of a FIFO nor touches a device. Raises NotPlainError for these, folders,
-    sockets and, unless `follow`, symbolic links; another OSError for what is not there or may not be read.
+    Neither waits for the writer of a FIFO nor accesses a device. Raises NotPlainError for these, folders,
+    sockets and, unless `follow`, symbolic links; another OSError for missing or unreadable files.
     """
     mode = os.stat(path, dir_fd=folder, follow_symlinks=follow).st_mode
     if stat.S_ISREG(mode):
@@ -36,7 +36,7 @@ def open_plain(path: str | Path, *, folder: int | None = None, follow: bool = Tr
 
 
 def read_at_most(file: BinaryIO, most: int) -> bytes:
-    """The bytes of an open file. Raises NotPlainError where there are more than `most`."""
+    """The bytes of an open file. Raises NotPlainError if there are more than `most`."""
     data = file.read(most + 1)
     if len(data) > most:
         raise NotPlainError(errno.EFBIG, f"has more than {most} bytes", file.name)
@@ -44,16 +44,16 @@ def read_at_most(file: BinaryIO, most: int) -> bytes:
 
 
 def kind_of(mode: int) -> str:
-    """What a file that is not plain is, by its mode."""
+    """The type of a file that is not regular, from its mode."""
     if stat.S_ISLNK(mode):
         return "a symbolic link"
     return "a folder" if stat.S_ISDIR(mode) else "a FIFO, socket or device"
 
 
 def open_named(path: Path, what: str, most: int | None = None) -> BinaryIO:
-    """Open a file that the user named, `what` it is in words. Raises InputError, with the reason.
+    """Open a file that the user named; `what` describes it. Raises InputError with the reason.
 
-    `most`: the largest size in bytes, for a file that is read as a whole.
+    `most`: the largest size in bytes, for a file that is read completely.
     """
     try:
         file = open_plain(path)
@@ -73,5 +73,5 @@ def open_named(path: Path, what: str, most: int | None = None) -> BinaryIO:
 
 
 def check_named(path: Path, what: str, most: int | None = None) -> None:
-    """Raise InputError, before any long work, where `open_named` would."""
+    """Raise InputError, before any long work, if `open_named` would."""
     open_named(path, what, most).close()

@@ -1,9 +1,9 @@
 """Restores the process state that exporters and compilers change.
 
-Inductor writes its cache's folder into the environment, a default that it computes anew from the same facts;
-it raises the recursion limit for its own recursion; and PyTorch's interpreter of graphs makes a lock of
-`multiprocessing`, after which the user may not choose how processes are started. Some libraries draw from
-`random` or change the filters of warnings when they are imported, and a module of inductor reseeds `random`.
+Inductor writes its cache folder into the environment, a default that it can always compute again; it raises
+the recursion limit for its own recursion; and PyTorch's graph interpreter creates a lock of
+`multiprocessing`, after which the user cannot set the start method of processes. Some libraries draw from
+`random` or change the warning filters when they are imported, and a module of inductor reseeds `random`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 THEIRS = ("TORCH", "_TORCH", "PYTORCH_", "TRITON_", "KMP_", "CUBLAS_", "CUDA_HOME", "CPLUS_INCLUDE_PATH")
-"""How the names of the environment variables begin that they set; other threads may set any others."""
+"""Prefixes of the environment variables that they set; other threads may set any others."""
 
 
 @dataclasses.dataclass
@@ -54,10 +54,10 @@ _blocks: list[_Kept] = []
 
 @contextlib.contextmanager
 def process_kept() -> Iterator[None]:
-    """Leave environment, recursion limit and `multiprocessing` as they were before the block.
+    """Restore environment, recursion limit and `multiprocessing` after the block.
 
-    Of blocks that overlap, in several threads, the last one puts back what was there before the first: a
-    compiler that works needs what it has set. This decorates functions, too.
+    If blocks overlap in several threads, the last one to end restores the state before the first, because a
+    running compiler needs its settings. Also a decorator for functions.
     """
     with _lock:
         method = multiprocessing.get_start_method(allow_none=True)
@@ -74,9 +74,9 @@ def process_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def imports_kept() -> Iterator[None]:
-    """Put back what modules that are loaded in the block do to generators of random numbers and to filters.
+    """Restore random generators and warning filters that modules imported in the block change.
 
-    Where none are loaded, nothing is: other threads that draw are not to draw the same numbers again.
+    If no module is imported, nothing is restored, so that other threads do not draw the same numbers again.
     """
     loaded, state, numpys = len(sys.modules), random.getstate(), np.random.get_state()
     filters: Any = warnings.filters

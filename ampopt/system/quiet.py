@@ -1,10 +1,10 @@
 """Suppresses the terminal output of PyTorch's exporters; their exceptions contain the same information.
 
-Only what the thread in the block says is dropped. Standard streams, logging and warnings are the process's,
-and other threads use them meanwhile: `redirect_stdout` would swallow their words, and `catch_warnings` of two
-threads leaves one's filters to the other for good. So streams, handlers and the list of filters stay the
-objects that they are; each is told to leave out what comes from a quiet thread, and rid of that afterwards.
-Threads that are begun in the block are heard, and so is what C and C++ write to the file descriptors.
+Only the output of the thread in the block is dropped. Standard streams, logging and warnings belong to the
+process, and other threads use them at the same time: `redirect_stdout` would drop their output, and
+`catch_warnings` in two threads may leave one's filters in place permanently. So streams, handlers and the
+filter list stay the same objects; each gets a filter for quiet threads, which is removed afterwards. Output
+of threads started in the block is not dropped, nor is output that C and C++ write to the file descriptors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 LOGGERS = ("torch", "onnxscript", "onnx_ir")
-"""Whose records are dropped, with all loggers below them."""
+"""Loggers whose records are dropped, including all loggers below them."""
 
 _lock = threading.Lock()
 _said: dict[int, io.StringIO] = {}
@@ -31,9 +31,9 @@ _undo: list[Callable[[], None]] = []
 
 @contextlib.contextmanager
 def quiet(said: io.StringIO | None = None) -> Iterator[None]:
-    """Silence this thread's writes to both standard streams, its warnings, and the exporters' loggers in it.
+    """Suppress this thread's output to both standard streams, its warnings, and the exporters' loggers in it.
 
-    What it writes to the streams is in `said` afterwards.
+    The text that it writes to the streams is in `said` afterwards.
     """
     thread, outer = threading.get_ident(), _said.get(threading.get_ident())
     try:

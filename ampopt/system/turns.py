@@ -1,6 +1,6 @@
 """Locks for work that one thread at a time may do: optimize, capture, set PyTorch's global switches.
 
-A thread that has several turns has taken them in this order, or two threads could wait for each other.
+A thread that needs several locks takes them in this order; otherwise there could be a deadlock.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 
 class Turn:
-    """Taken by one thread at a time, by the same one again and again; others wait, and Ctrl-C ends that."""
+    """A reentrant lock: other threads wait, and Ctrl-C interrupts the wait."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -19,9 +19,9 @@ class Turn:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Have the turn for the block, or for calls of the function that this decorates.
+        """Hold the lock for the block, or for calls of the decorated function.
 
-        A thread that works for one that has it, see `working_for`, has it, too.
+        A thread that works for the holder, see `working_for`, holds it, too.
         """
         if self._holder in _waiting_threads():
             yield
@@ -35,8 +35,11 @@ class Turn:
 
 
 optimizing, capturing, switching = Turn(), Turn(), Turn()
-"""Of whole calls of `optimize` and `compare`, because what is timed beside another decides nothing; of
-exporters, tracers and compilers, see `ampopt.ir.capturing`; and of cuDNN's and cuBLAS's switches."""
+"""The three locks, in the order of taking them.
+
+`optimizing`: whole calls of `optimize` and `compare`, because concurrent timings are invalid. `capturing`:
+exporters, tracers and compilers, see `ampopt.ir.capturing`. `switching`: cuDNN's and cuBLAS's switches.
+"""
 
 _here = threading.local()
 
@@ -48,13 +51,13 @@ def _waiting_threads() -> tuple[int, ...]:
 
 
 def this_thread() -> tuple[int, ...]:
-    """This thread, and those that wait for it: what `working_for` takes."""
+    """This thread, and those that wait for it: the argument of `working_for`."""
     return (*_waiting_threads(), threading.get_ident())
 
 
 @contextlib.contextmanager
 def working_for(threads: tuple[int, ...]) -> Iterator[None]:
-    """Use the turns of `threads` in this one; they wait until the block ends."""
+    """Use the locks of `threads` in this thread; they wait until the block ends."""
     before, _here.waiting = _waiting_threads(), threads
     try:
         yield
