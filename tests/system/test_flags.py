@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import contextlib
+import io
+import multiprocessing
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -16,8 +18,6 @@ import torch
 from ampopt.ir.settings import Settings
 from ampopt.system.flags import cuda_math, work_elsewhere
 from tests.support import snapshot
-
-ROOT = Path(__file__).parents[2]
 
 PRIOR = {
     "nothing": "pass",
@@ -56,12 +56,34 @@ print(differences(before, look()))
 """
 
 
+FRESH = multiprocessing.get_context("forkserver")
+"""Makes processes of one that has imported PyTorch and done nothing else."""
+
+
+def run_and_send(code: str, line: Connection) -> None:
+    """Run a program and send what it prints, or what it raises."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(code, {})
+    except BaseException:
+        line.send((False, traceback.format_exc()))
+    else:
+        line.send((True, printed.getvalue()))
+
+
 def in_a_fresh_process(**parts: Any) -> str:
     """What the program prints; the switches of this process are touched by too many tests."""
+    FRESH.set_forkserver_preload([__name__])
+    here, there = FRESH.Pipe()
     code = PROGRAM.format(**({"after": "", "tf32": False, "prior": "pass"} | parts))
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    process = FRESH.Process(target=run_and_send, args=(code, there))
+    process.start()
+    there.close()
+    succeeded, text = here.recv()
+    process.join()
+    assert succeeded, text
+    return str(text).strip()
 
 
 @pytest.mark.parametrize("prior", ["old both", "old word medium", "all ieee", "conv ieee"])
