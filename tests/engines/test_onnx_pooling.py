@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ampopt.engines import onnx_pooling
 from ampopt.ort.session import OnnxRunner, SessionOptions
 from ampopt.passes import onnx_runtime
 from tests.helpers import Model, Unpooling, program_of, with_pixel
@@ -21,10 +22,17 @@ pytest.importorskip("onnxscript")
 
 def models(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, bytes]:
     """The program as an ONNX model, without and with its pooling operators."""
-    program = program_of(model.eval(), x)
-    after = onnx_runtime._as_onnx(program, (x,))
-    monkeypatch.setattr(onnx_runtime, "use_pooling_operators", lambda model: None)
-    return onnx_runtime._as_onnx(program, (x,)), after
+    import onnx_ir
+
+    whole, without = onnx_pooling.use_pooling_operators, list[bytes]()
+
+    def keep_and_apply(model: Any) -> None:
+        without.append(onnx_ir.to_proto(model).SerializeToString())
+        whole(model)
+
+    monkeypatch.setattr(onnx_runtime, "use_pooling_operators", keep_and_apply)
+    after = onnx_runtime._as_onnx(program_of(model.eval(), x), (x,))
+    return without[0], after
 
 
 def operators(model: bytes) -> Counter[str]:
