@@ -86,7 +86,9 @@ class Worker:
         except (EOFError, OSError):
             status = self._process.wait()
             how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-            trace = self._said.read_text(errors="replace")[-LAST_WORDS:]
+            said = self._said.read_text(errors="replace")
+            crash = said.rfind("Fatal Python error")  # its first lines tell more than its list of modules
+            trace = said[crash : crash + LAST_WORDS] if crash >= 0 else said[-LAST_WORDS:]
             self.close()
             found = {"outcome": "crash", "reason": how, "stage": "process", "details": {"trace": trace}}
             return {"seed": seed, **found}
