@@ -92,7 +92,8 @@ def optimize(
         example_kwargs: the keyword arguments of the example call.
         precision: a lane, "fp32", "amp" (mixed: float16 on CUDA, bfloat16 on a CPU) or "bf16" (mixed with
             bfloat16, which has float32's range); several lanes separated by commas, of which the fastest with
-            an error within the tolerance is chosen; or "auto", which is "fp32,amp".
+            an error within the tolerance is chosen; or "auto", which is "fp32,amp". If no lower
+            precision asked for can be verified, the FP32 program answers, and the report gives the reason.
         tolerance: largest relative error against float64, ‖y - ref‖ / ‖ref‖, for each output. None: a small
             multiple of eager's own error in the same precision, and at most 1e-2 for a lane that "auto"
             chooses. With a tolerance, FP32 may also use TF32 if the error stays within it.

@@ -121,22 +121,21 @@ def test_a_device_that_is_there_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
         check_is_there(device)
 
 
+OF_MODEL: dict[str, Any] = {
+    "shapes": None,
+    "image": None,
+    "npz": None,
+    "normalize": True,
+    "weights": None,
+    "trust_model_file": False,
+}
+"""What every command takes of a model and its inputs, as it is where nothing was said."""
+
+
 def request(model: str, **changes: Any) -> None:
     """Check what a command was asked for."""
-    asked: dict[str, Any] = {
-        "shapes": None,
-        "image": None,
-        "npz": None,
-        "normalize": True,
-        "weights": None,
-        "trust_model_file": False,
-        "device": None,
-        "budget": 60.0,
-        "exclude": None,
-        "passes": None,
-        "written": {},
-    }
-    check_request(model, **asked | changes)
+    asked: dict[str, Any] = {"device": None, "budget": 60.0, "exclude": None, "passes": None, "written": {}}
+    check_request(model, **OF_MODEL | asked | changes)
 
 
 @pytest.fixture
@@ -197,16 +196,7 @@ def test_a_result_may_not_go_where_something_is_read(tmp_path: Path) -> None:
 
 
 def call(model: str, **changes: Any) -> tuple[nn.Module, tuple[Any, ...] | None, dict[str, Any], str | None]:
-    asked: dict[str, Any] = {
-        "shapes": None,
-        "image": None,
-        "npz": None,
-        "normalize": True,
-        "weights": None,
-        "trust_model_file": False,
-        "device": "cpu",
-    }
-    return model_and_call(model, **asked | changes)
+    return model_and_call(model, **OF_MODEL | {"device": "cpu"} | changes)
 
 
 def test_a_model_comes_with_the_inputs_that_were_asked_for(model: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -154,6 +155,12 @@ def test_an_example_of_a_function_transform_is_refused() -> None:
         torch.func.vmap(inside)(torch.randn(3, 2, 4))
 
 
+def data_parallel(model: nn.Module) -> nn.Module:
+    """The wrapper as it is on a machine without a GPU; on one with GPUs it moves the model there."""
+    with mock.patch("torch.nn.parallel.data_parallel._get_available_device_type", return_value=None):
+        return nn.DataParallel(model)
+
+
 @pytest.mark.parametrize(
     ("model", "advice"),
     [
@@ -171,7 +178,7 @@ def test_an_example_of_a_function_transform_is_refused() -> None:
         ),
         (fake_model, "0.weight of the model is a fake tensor"),
         (lambda: module_of(tiny(), X), "the model is optimized already: pass the original"),
-        (lambda: nn.DataParallel(module_of(tiny(), X)), "the model is optimized already"),
+        (lambda: data_parallel(module_of(tiny(), X)), "the model is optimized already"),
     ],
 )
 def test_what_is_no_model_yet_or_no_more_is_refused(model: Any, advice: str) -> None:
@@ -180,7 +187,7 @@ def test_what_is_no_model_yet_or_no_more_is_refused(model: Any, advice: str) -> 
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
+@pytest.mark.parametrize("wrap", [data_parallel, torch.compile])
 def test_a_wrapper_for_training_or_compiling_is_taken_off(wrap: Any) -> None:
     model = tiny()
     fast = optimize(wrap(model), X, precision="fp32", cache=False)
