@@ -53,6 +53,7 @@ def pausing(*pauses: float) -> tuple[Callable[[], None], list[float]]:
 CPU = torch.device("cpu")
 
 
+@pytest.mark.timing
 def test_a_call_that_takes_too_long_is_given_up_at_its_next_operator() -> None:
     began = time.perf_counter()
     call, left = pausing(5.0, 5.0, 5.0)
@@ -61,12 +62,14 @@ def test_a_call_that_takes_too_long_is_given_up_at_its_next_operator() -> None:
     assert left == [5.0], "one call while it may load, and one more"
 
 
+@pytest.mark.timing
 def test_a_short_call_is_enough() -> None:
     call, left = pausing(0.05, 0.2)
     assert 0.05 <= seconds_once_loaded(call, CPU, long_s=10.0, most_s=10.0, loading_s=10.0) < 0.2
     assert left == [0.2]
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("loading", [(1.0,), (1.0, 0.5), (0.2, 0.1, 0.05)])
 def test_calls_that_load_are_not_taken_for_slow_ones(loading: tuple[float, ...]) -> None:
     call, left = pausing(*loading, 0.0, 7.0)
@@ -74,11 +77,13 @@ def test_calls_that_load_are_not_taken_for_slow_ones(loading: tuple[float, ...])
     assert left == [7.0]
 
 
+@pytest.mark.timing
 def test_what_a_call_given_up_has_loaded_helps_the_next() -> None:
     call, _ = pausing(9.0, 0.0)
     assert seconds_once_loaded(call, CPU, long_s=0.03, most_s=0.12, loading_s=0.3) < 0.03
 
 
+@pytest.mark.timing
 def test_a_call_that_is_as_long_again_computes() -> None:
     call, left = pausing(0.3, 0.3, 0.0)
     assert 0.3 <= seconds_once_loaded(call, CPU, long_s=0.03, most_s=0.12, loading_s=3.0) < 0.5

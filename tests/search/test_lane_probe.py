@@ -47,6 +47,7 @@ def probed(
     return judgeable((FP32, BF16), captured, verifier, budget_s, notes), notes
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("pauses", [(), (1.5,), (1.2, 0.6), (0.9, 0.6, 0.4)])
 def test_a_lane_whose_first_calls_are_slow_is_judged(
     pauses: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
@@ -57,6 +58,7 @@ def test_a_lane_whose_first_calls_are_slow_is_judged(
     assert notes == []
 
 
+@pytest.mark.timing
 def test_a_lane_in_which_every_call_is_slow_is_left_out_with_its_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -68,6 +70,7 @@ def test_a_lane_in_which_every_call_is_slow_is_left_out_with_its_bound(
     )
 
 
+@pytest.mark.timing
 def test_a_stall_does_not_make_a_slow_lane_affordable(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, notes = probed(monkeypatch, 1.2, later=0.5)
     assert list(kept) == [FP32]
@@ -144,12 +147,14 @@ class LoadsOnce(nn.ReLU):
         return super().forward(x)
 
 
+@pytest.mark.timing
 def test_a_first_call_that_loads_is_not_taken_for_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LoadsOnce, "loaded", False)
     assert seconds_of_a_call(LoadsOnce(), (X,), {}, budget_s=20.0) < 0.3
     assert LoadsOnce.loaded
 
 
+@pytest.mark.timing
 def test_the_default_call_keeps_a_lane_whose_first_calls_load(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Pausing(nn.Conv2d(3, 8, 3), nn.ReLU())
     monkeypatch.setattr(Pausing, "pauses", [1.2, 0.6])
