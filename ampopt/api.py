@@ -30,8 +30,9 @@ from ampopt.ir.settings import autocast_scope
 from ampopt.ir.signature import flatten_call
 from ampopt.measure.verify import Faults, Metric
 from ampopt.search.infer import infer_inputs
+from ampopt.search.lane_probe import seconds_of_a_call
 from ampopt.search.named_passes import Passes
-from ampopt.search.optimizer import Optimizer, seconds_of_a_call
+from ampopt.search.optimizer import Optimizer
 from ampopt.search.options import Options
 from ampopt.search.pass_manager import Progress
 from ampopt.search.progress import progress_line

@@ -13,13 +13,16 @@ from ampopt.engines.cuda_graphs import Outputs
 from ampopt.errors import InputError
 from ampopt.ir.arguments import flag, names, number, one_of
 from ampopt.ir.casting import POLICIES
-from ampopt.ir.lanes import lanes_for
+from ampopt.ir.lanes import Lane, lanes_for
 from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.transform import Pass
 from ampopt.measure.verify import Faults, Metric
 from ampopt.passes import PIPELINE, AllowTf32, BakeAutocast, FuseConvAct
 from ampopt.search.named_passes import Passes, as_pipeline, check_listed, code_of
 from ampopt.system.environment import package_versions
+
+AUTO_TOLERANCE = 1e-2
+"""Largest relative error of a lane that `precision="auto"` chooses, if the user gives no tolerance."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +72,15 @@ class Options:
     def is_cacheable(self) -> bool:
         """Whether results can be cached: the code of every pass is in a file, and so has a hash."""
         return self.cache and all(code_of(step) is not None for step in self.pipeline())
+
+    def bound(self, lanes: Collection[Lane]) -> float | None:
+        """The largest error of a lane that may be chosen, of those asked for; None: no limit of the user's.
+
+        If the user leaves the choice between lanes to `optimize`, it is `AUTO_TOLERANCE`.
+        """
+        if self.tolerance is None and self.metric is None and len(lanes) > 1:
+            return AUTO_TOLERANCE
+        return self.tolerance
 
     def cache_facts(self) -> dict[str, object]:
         """The options that decide which passes win, for the cache key."""

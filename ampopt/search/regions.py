@@ -27,8 +27,9 @@ from ampopt.measure.clocks import latency
 from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.headline import compare_fairly
 from ampopt.measure.ledger import LaneSummary, Ledger
-from ampopt.search.optimizer import AUTO_TOLERANCE, BRIEFLY_S, HEADLINE, Optimizer
-from ampopt.search.options import Options
+from ampopt.search.last_comparison import HEADLINE
+from ampopt.search.optimizer import BRIEFLY_S, Optimizer
+from ampopt.search.options import AUTO_TOLERANCE, Options
 from ampopt.search.pass_manager import Progress
 from ampopt.search.rehearsal import Sandbox
 from ampopt.system.budget import Budget

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from ampopt import optimize
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.measure.verify import Verifier
-from ampopt.search.lane_probe import judgeable
-from ampopt.search.optimizer import seconds_of_a_call
+from ampopt.search.lane_probe import judgeable, seconds_of_a_call
 from tests.helpers import BF16, FP16, Model
 from tests.support.planted import captured_of
 

@@ -132,6 +132,58 @@ def test_a_pass_may_begin_here_while_it_is_rehearsed(program: Program, tmp_path:
             sandbox.apply(Waiting("crash", home, str(tmp_path / "b")), program, seconds=60)
 
 
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sandbox that works beside measurements on this device, too."""
+    monkeypatch.setattr(Sandbox, "works_beside", True)
+
+
+@pytest.mark.usefixtures("beside")
+def test_a_rehearsal_that_was_begun_ahead_is_taken_up_by_its_trial(program: Program, tmp_path: Path) -> None:
+    step = Risky("nothing", os.getpid(), str(tmp_path / "note"))
+    with Sandbox(CPU) as sandbox:
+        sandbox.begin(step, program)
+        assert sandbox.is_rehearsing(step, program)
+        assert not sandbox.is_rehearsing(Risky("raise"), program)
+        deadline = time.perf_counter() + 60
+        while not sandbox.is_ready and time.perf_counter() < deadline:
+            time.sleep(0.05)
+        assert sandbox.is_ready
+        done = (tmp_path / "note").read_text()
+        with sandbox.rehearsing(step, program, seconds=60) as rehearsed:
+            assert rehearsed() is None
+        assert (tmp_path / "note").read_text() == done  # it was not done again
+        assert not sandbox.is_rehearsing(step, program)
+
+
+@pytest.mark.usefixtures("beside")
+def test_a_failure_ahead_is_told_to_its_trial_alone(program: Program) -> None:
+    with Sandbox(CPU) as sandbox:
+        sandbox.begin(Risky("crash"), program)
+        rehearse(sandbox, Risky(), program, seconds=60)  # it waits, and has a process of its own
+        assert not sandbox.is_rehearsing(Risky("crash"), program)
+        with pytest.raises(PassError, match="signal SIGSEGV"):
+            rehearse(sandbox, Risky("crash"), program, seconds=60)
+
+
+@pytest.mark.usefixtures("beside")
+def test_what_was_begun_ahead_and_hangs_ends_with_the_sandbox(program: Program) -> None:
+    began = time.perf_counter()
+    with Sandbox(CPU) as sandbox:
+        sandbox.begin(Risky("hang"), program)
+        assert not sandbox.is_ready
+        process = sandbox._process
+    assert process is not None
+    assert process.poll() is not None
+    assert time.perf_counter() - began < 30
+
+
+def test_on_a_cpu_nothing_is_begun_ahead(program: Program) -> None:
+    with Sandbox(CPU) as sandbox:
+        sandbox.begin(Risky(), program)
+        assert not sandbox.is_rehearsing(Risky(), program)
+
+
 def test_a_failure_is_told_as_often_as_it_is_asked_for(program: Program) -> None:
     with Sandbox(CPU) as sandbox, sandbox.rehearsing(Risky("raise"), program, seconds=60) as rehearsed:
         for _ in range(2):
@@ -176,7 +228,7 @@ def test_what_was_not_rehearsed_is_told_in_the_report(monkeypatch: pytest.Monkey
     monkeypatch.setattr("ampopt.search.rehearsal._possible", lambda: False)
     with Sandbox(CPU) as sandbox:
         bench = Bench(monkeypatch, nn.Linear(3, 2), X, cost={"risky": 0.5})
-        bench.manager._sandbox = sandbox
+        bench.manager.sandbox = sandbox
         (entry,) = bench.rewrite(Risky("nothing", os.getpid()))
     assert entry.verdict is Verdict.KEPT
     assert entry.hints == ("not rehearsed: this system has no POSIX processes to rehearse in",)
@@ -188,7 +240,7 @@ def test_a_pass_that_crashes_its_rehearsal_is_a_failed_row_and_the_rest_goes_on(
     home = os.getpid()
     with Sandbox(CPU) as sandbox:
         bench = Bench(monkeypatch, nn.Linear(3, 2), X, cost={"risky": 0.5})
-        bench.manager._sandbox = sandbox
+        bench.manager.sandbox = sandbox
         entries = bench.rewrite(Risky("crash", home), Risky("nothing", home))
     assert [entry.verdict for entry in entries] == [Verdict.FAILED, Verdict.KEPT]
     assert "signal SIGSEGV" in entries[0].reason
