@@ -93,15 +93,18 @@ def optimize(
         example_kwargs: the keyword arguments of the example call.
         precision: a lane, "fp32", "amp" (mixed: float16 on CUDA, bfloat16 on a CPU) or "bf16" (mixed with
             bfloat16, which has float32's range); several lanes separated by commas, of which the fastest with
-            an error within the tolerance is chosen; or "auto", which is "fp32,amp". If no lower
-            precision asked for can be verified, the FP32 program answers, and the report gives the reason.
+            an error within the tolerance is chosen; or "auto", which is "fp32,amp". A lower precision is
+            allowed, not required: where the FP32 program is faster, or no lower precision can be verified, it
+            answers, and the report gives the reason.
         tolerance: largest relative error against float64, ‖y - ref‖ / ‖ref‖, for each output. None: a small
             multiple of eager's own error in the same precision, and at most 1e-2 for a lane that "auto"
             chooses. With a tolerance, FP32 may also use TF32 if the error stays within it.
         metric: your own distance instead, `metric(outputs, original_outputs) -> float`; at most `tolerance`
             (None: 0) is accepted.
-        budget_s: time limit in seconds for everything, including capture and verification; passes that do not
-            fit are reported as not tried. If no pass could be judged, the original answers.
+        budget_s: time limit in seconds for everything, including capture and verification. The search ends
+            earlier if nothing likely to gain is left. Passes that do not fit are reported as not tried, with
+            the budget that they need; another call goes on from there. If no pass could be judged, the
+            original answers.
         device: optimize a copy on this device; None: the device of the weights.
         outputs: "copy": each call returns new tensors; "static": with a CUDA graph, results are buffers that
             the next call overwrites (no memory is allocated, and the addresses stay the same).
