@@ -17,6 +17,9 @@ from ampopt.search.subject import Subject
 OPENING = "the opening"
 """The row of the passes that are tried together first."""
 
+PLAIN_OPENING = "the opening without layouts and kernels"
+"""The row of those that are tried together if that loses."""
+
 UNLIKELY = "it seldom gains, and the time for that was over: a larger time budget tries it"
 """The reason of what was not tried after the time for unlikely trials."""
 
@@ -65,13 +68,16 @@ class LaneSearch:
     def open(self, deadline: float) -> None:
         """Try the passes that won most often as one, then launch and run the result.
 
-        If they are wrong or slower together, `rewrite` tries each of them by itself.
+        If they are wrong or slower together, those that others build on are tried without layouts and
+        kernels; what was not kept `rewrite` tries one by one.
         """
         steps = [step for step in self._pipeline.rewrites if step.name in self._opening.rewrites]
-        if len(steps) > 1:
-            trial = self._manager.try_together(self.state, OPENING, steps, deadline)
-            if trial.entry.verdict in (Verdict.KEPT, Verdict.DECLINED):
-                self._handled = {step.name for step in steps}
+        plain = [step for step in steps if step.family is Family.REWRITE or step.enables_others]
+        for name, some in {OPENING: steps, PLAIN_OPENING: plain}.items():
+            if len(some) > 1 and not self._handled:
+                trial = self._manager.try_together(self.state, name, some, deadline)
+                if trial.entry.verdict in (Verdict.KEPT, Verdict.DECLINED):
+                    self._handled = {step.name for step in some}
         self.launch(deadline)
         self.run_in([e for e in self._pipeline.engines if e.name == self._opening.engine], deadline)
 

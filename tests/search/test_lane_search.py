@@ -13,7 +13,7 @@ from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Family, Numerics, Pass, Result
 from ampopt.measure.entry import Verdict
-from ampopt.search.lane_search import OPENING, UNLIKELY, LaneSearch
+from ampopt.search.lane_search import OPENING, PLAIN_OPENING, UNLIKELY, LaneSearch
 from ampopt.search.openings import Opening
 from tests.support.planted import Bench, Planted, PlantedKernel
 
@@ -108,8 +108,21 @@ def test_where_an_opening_is_wrong_each_of_its_passes_is_tried_by_itself(
     assert bench.kept == []
     lane.rewrite(bench.deadline)
     assert bench.kept == ["one"]
-    assert [name for name, _ in rows(bench)] == [OPENING, "one", "bad"]
+    assert [name for name, _ in rows(bench)] == [OPENING, PLAIN_OPENING, "one", "bad"]
     assert bench.ledger.entries[0].verdict is not KEPT
+
+
+def test_where_an_opening_is_slower_it_is_tried_without_layouts_and_kernels(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module
+) -> None:
+    bench = Bench(monkeypatch, net, X, cost={"one": 0.9, "two": 0.9, "layout": 9.0, "kernel": 0.5})
+    passes = (Planted("one"), PlantedLayout("layout"), Planted("two"), PlantedKernel("kernel"))
+    lane = search(monkeypatch, bench, Pipeline(passes), Opening(("one", "layout", "two", "kernel")))
+    lane.open(bench.deadline)
+    assert rows(bench)[:2] == [(OPENING, REVERTED), (PLAIN_OPENING, KEPT)]
+    assert bench.kept == ["one", "two"]
+    lane.rewrite(bench.deadline)
+    assert bench.kept == ["one", "two", "kernel"]
 
 
 def test_a_rewrite_is_applied_in_its_own_place(monkeypatch: pytest.MonkeyPatch, net: nn.Module) -> None:
