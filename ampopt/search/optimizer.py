@@ -31,6 +31,7 @@ from ampopt.search.lane_probe import LOADING, REWRITING, judgeable
 from ampopt.search.options import Options
 from ampopt.search.pass_manager import LaneState, PassManager, Progress, judging_s
 from ampopt.search.rehearsal import Sandbox
+from ampopt.search.rescue import in_order, rescued
 from ampopt.search.tuning_cache import default_cache, key_of
 from ampopt.system.budget import (
     CALLS_OF_A_TRIAL,
@@ -218,16 +219,24 @@ class Optimizer:
         if self._why_not is not None:
             self.ledger.notes.append(self._why_not)
         elif not self._recall(lanes):
-            kept = self._judgeable(lanes)
-            if not kept and FP32 not in lanes and (kept := self._judgeable((FP32,))):
-                self.ledger.notes.append(
-                    f"precision={self._options.precision!r} is answered in FP32: no lower one could be judged"
-                )
-            self._search(kept)
+            self._open(lanes)
+            if not self._states and FP32 not in lanes:
+                self._open((FP32,))
+                if self._states:
+                    self.ledger.notes.append(
+                        f"precision={self._options.precision!r} is answered in FP32: no lower one is right here"
+                    )
+            if self._states:
+                self._search()
 
-    def _judgeable(self, lanes: Sequence[Lane]) -> dict[Lane, float]:
-        """The lanes that can be judged, and seconds of a call in them; the ledger notes why not others."""
-        return judgeable(lanes, self._captured, self._verifier, self._options.budget_s, self.ledger.notes)
+    def _open(self, lanes: Sequence[Lane]) -> None:
+        """Open the lanes that can be judged and are right, or can be made so; notes say why not others."""
+        verifier, notes = self._verifier, self.ledger.notes
+        kept = judgeable(lanes, self._captured, verifier, self._options.budget_s, notes)
+        for lane, call_s in kept.items():
+            state = self._manager.open(lane, call_s)
+            if rescued(self._manager, state, verifier, self._pipeline.rewrites, notes):
+                self._states.append(state)
 
     def _last_comparison(self) -> LaneState | None:
         """Summarize what was not summarized yet, and choose; None, and a note, where that cannot be.
@@ -296,16 +305,13 @@ class Optimizer:
         self._begin(SEARCH)
         return self._why_not is not None
 
-    def _search(self, lanes: Mapping[Lane, float]) -> None:
+    def _search(self) -> None:
         """Try everything in every lane, and keep what was found for the next call."""
-        if not lanes:
-            return
-        for lane, call_s in lanes.items():
-            self._states.append(self._manager.open(lane, call_s))
         rewriting = self._seconds_for_rewriting()
         for place, state in enumerate(self._states, start=1):
             deadline = self._started + rewriting * place / len(self._states)
-            self._manager.rewrite(state, self._pipeline.rewrites, deadline=deadline)
+            passes = in_order(state, self._pipeline.rewrites)
+            self._manager.rewrite(state, passes, deadline=deadline)
         self._try_engines([None])
         self._try_engines(self._pipeline.engines)
         self._settle()

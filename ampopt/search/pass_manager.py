@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ampopt.engines.executable import executable
 from ampopt.errors import AmpoptError, first_line
 from ampopt.ir.graph import where
+from ampopt.ir.judged import Judged
 from ampopt.ir.lanes import Lane
 from ampopt.ir.numerics import Check
 from ampopt.ir.program import Program
@@ -18,6 +19,7 @@ from ampopt.measure.clocks import device_time, engine_latency, latency, peak_mem
 from ampopt.measure.entry import Entry, Timing, Verdict
 from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import Gain, Measurement, Sampler, gain, interleave, joined
+from ampopt.measure.verifiers_judge import VerifiersJudge
 from ampopt.measure.verify import Verifier
 from ampopt.search.rehearsal import Sandbox
 from ampopt.search.subject import Subject
@@ -44,6 +46,9 @@ On a CPU they include an untimed call before each timed one, and a repeated comp
 
 LARGE_GAIN, MORE_ROUNDS = 1.1, 3
 """A gain of 1.1x or more that lies inside the noise is sampled again, at most 3 times."""
+
+SEARCHING = 0.25
+"""The share of the time that is left in which a pass that searches may make programs."""
 
 Progress = Callable[[str, str], None]
 """Called with (lane, pass) when work on a pass starts."""
@@ -103,13 +108,26 @@ class PassManager:
 
         `deadline` is before the manager's own, so that engines get their share of the time.
         """
-        for step in passes:
+        already = {step.name for step in state.best.program.recipe}
+        for step in (each for each in passes if each.name not in already):
             self._try(state, step.name, [step], state.best.program, deadline)
         self._give_second_chances(state, passes, deadline)
         for step in (s for s in state.at_a_loss if s in state.best.program.recipe):
             recipe = tuple(s for s in state.best.program.recipe if s != step)
             self._try_recipe(state, f"without {step.name}", recipe, deadline)
         state.rewritten = state.best.program
+
+    def rescue(self, state: LaneState, step: Pass) -> Entry:
+        """Keep a pass on a lane's first program, which is wrong, if it makes it right; see `search.rescue`."""
+
+        def work(trial: Trial) -> None:
+            program = self._apply(trial, step, state.best.program, judging_s(step, state.call_s))
+            if program is not None and self._is_right(trial, state, candidate := Subject(program)):
+                with held():
+                    state.best = candidate
+                    self._end(trial, Verdict.KEPT, "it makes the lane right")
+
+        return self._run(state, step.name, self._deadline, work).entry
 
     def recall(self, state: LaneState, recipe: tuple[Pass, ...]) -> bool:
         """Replay a cached recipe without timing; whether it is complete and correct.
@@ -302,7 +320,10 @@ class PassManager:
             self._end(trial, Verdict.NOT_TRIED, reason)
             return None
         step = step.within(left)
-        if self._sandbox is None:
+        if isinstance(step, Judged):
+            judge = VerifiersJudge(self._verifier, program.lane, trial.began + SEARCHING * left)
+            result, unrehearsed = step.apply_judged(program, judge), None
+        elif self._sandbox is None:
             result, unrehearsed = step.apply(program), None
         else:
             result, unrehearsed = self._sandbox.apply(step, program, seconds=left)

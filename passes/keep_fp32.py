@@ -1,0 +1,142 @@
+"""keep-fp32: where a mixed lane overflows or is too inexact, write its casts so that few operators stay in FP32."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+
+import torch
+
+from ampopt.engines.executable import executable
+from ampopt.engines.graph_capture import ReplayedProgram
+from ampopt.errors import AmpoptError, PassError
+from ampopt.ir.baking import Kept, bake
+from ampopt.ir.casting import POLICIES
+from ampopt.ir.graph import calls
+from ampopt.ir.judged import Judge, Judged
+from ampopt.ir.precision_search import PrecisionSearch
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Declined, Family, Numerics, Result
+from ampopt.measure.clocks import device_time, latency
+from ampopt.measure.sampling import Gain, gain, interleave
+
+SAMPLE_S = 0.3
+"""Time in seconds to compare the dtypes of what stays."""
+
+KINDS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
+"""What the operators that stay compute in; TF32 is FP32 whose products round their inputs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepFp32(Judged):
+    """Write mixed precision into the graph, with few operators in FP32: `op(x, w)` -> `op(x, w)` in FP32.
+
+    Rewrites: the graph gets the casts that `bake-autocast` would give it, except around operators that stay in FP32.
+    These are (1) operators that overflow in the lane's dtype, or come within a factor of two of it, on values that
+    are exact, on the examples or on ordinary draws; what follows them stays in FP32 until the values are in range
+    again, and is cast back there; (2) if the program is still over its limit (a user's tolerance, mostly), the
+    operators that make most of the outputs' error, as few as keep the limit. (1) alone may stay in TF32 or bfloat16
+    instead, where that is right and measured to be faster.
+    Requires: a mixed lane that runs under autocast, and whose casts alone give a wrong program.
+    Declines: lanes that are right without it; lanes in which more than `most` of the matrix products and
+    convolutions would have to stay; lanes that are wrong even so.
+    Correct because: every operator computes what it did, in FP32 or as autocast would: each choice is a valid
+    assignment of precisions. Which one is right is not proven but verified: every candidate against the model in
+    float64, and the result again like any pass. Inputs far outside of the examples' range decide nothing here.
+    Cost: operators that stay take FP32's time, and casts at their borders. To find them: three runs of the graph
+    for each of the verification's inputs, twenty for the ranking, and at most `TRIALS` + 3 programs, each of which
+    is made (4 runs) and verified; never one for each operator.
+
+    `names` holds the operators that stay, `back` those whose results are cast back, `kept_as` what they compute in;
+    a replay measures nothing.
+    """
+
+    numerics = Numerics.APPROXIMATE
+    family = Family.PLACEMENT
+    portable = False
+    enables_others = True
+
+    policy: str = "amp"
+    names: tuple[str, ...] | None = None
+    back: tuple[str, ...] = ()
+    kept_as: str = "fp32"
+    most: float = 0.9
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise PassError(f"unknown precision policy {self.policy!r}: choose from {', '.join(POLICIES)}")
+        if self.kept_as not in KINDS:
+            raise PassError(f"kept-as is {self.kept_as!r}: choose from {', '.join(KINDS)}")
+
+    def why_not(self, program: Program) -> str | None:
+        """Declines programs that do not run under autocast."""
+        if program.under_autocast:
+            return None
+        if program.lane.is_mixed:
+            return "the lane's precision is in the graph already, and right"
+        return "the lane computes in FP32"
+
+    def apply_judged(self, program: Program, judge: Judge) -> Result:
+        """Use `names`, or find them; see the class."""
+        if self.names is not None:
+            known = {node.name for node in calls(program.graph)}
+            gone = [Declined(name, "the graph has no such operator") for name in self.names if name not in known]
+            count = len(self.names) - len(gone)
+            return Result(self._program(program) if count else program, count, tuple(gone))
+        found = PrecisionSearch(program, self.policy, judge, self.most).find()
+        if isinstance(found, str):
+            return Result(program, 0, (Declined("the program", found),))
+        chosen = dataclasses.replace(self, names=found.names, back=found.back)
+        made, hints = chosen._program(program), found.reasons
+        if found.for_range_alone:
+            chosen, made, compared = chosen._fastest(program, made, judge)
+            hints = (*hints, *compared)
+        return Result(made, len(found.names), hints=hints, replay=chosen)
+
+    def _program(self, program: Program) -> Program:
+        dtypes = dict.fromkeys(self.names or (), KINDS[self.kept_as])
+        baked, _ = bake(program, self.policy, Kept(dtypes, frozenset(self.back)))
+        if self.kept_as == "tf32":
+            baked = baked.replace(settings=dataclasses.replace(baked.settings, tf32=True))
+        return baked
+
+    def _fastest(self, program: Program, made: Program, judge: Judge) -> tuple[KeepFp32, Program, list[str]]:
+        """The pass, its program, and a line on each other dtype for what stays: the fastest of the right ones."""
+        best, fastest, told = self, made, list[str]()
+        for kind in _others(program):
+            if not judge.has_time():
+                break
+            other = dataclasses.replace(self, kept_as=kind)
+            candidate = other._program(program)
+            if (wrong := judge.check(candidate).reason) is not None:
+                told.append(f"{kind} is wrong for them: {wrong}")
+                continue
+            ratio = _compared(fastest, candidate)
+            told.append(f"{kind} for them: {ratio.ratio:.2f}x ({ratio.low:.2f} to {ratio.high:.2f})")
+            if ratio.is_real:
+                best, fastest = other, candidate
+        return best, fastest, told
+
+
+def _others(program: Program) -> list[str]:
+    """What operators that overflow can compute in, other than FP32, on the program's device."""
+    on_gpu = program.device.type == "cuda" and torch.cuda.get_device_capability(program.device) >= (8, 0)
+    wider = ["bf16"] if program.lane.dtype is torch.float16 else []
+    return [*(["tf32"] if on_gpu else []), *wider]
+
+
+def _compared(before: Program, after: Program) -> Gain:
+    """How many times faster one program is than another: kernels alone on a GPU, whole calls elsewhere."""
+    device = before.device
+    programs = {"before": before, "after": after}
+    if device.type == "cuda":
+        with contextlib.suppress(AmpoptError):
+            graphs = {name: ReplayedProgram(each) for name, each in programs.items()}
+            timed = interleave(
+                {name: device_time(g.replay, device) for name, g in graphs.items()}, seconds=SAMPLE_S
+            )
+            return gain(timed["before"], timed["after"])
+    runs = {name: functools.partial(executable(each), *each.examples) for name, each in programs.items()}
+    timed = interleave({name: latency(run, device) for name, run in runs.items()}, seconds=SAMPLE_S)
+    return gain(timed["before"], timed["after"])
