@@ -1,4 +1,4 @@
-"""keep-fp32: where a mixed lane overflows or is too inexact, write its casts so that few operators stay in FP32."""
+"""keep-fp32: where a mixed lane overflows or is too inexact, keep few operators in FP32."""
 
 from __future__ import annotations
 
@@ -32,24 +32,25 @@ KINDS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 class KeepFp32(Judged):
     """Write mixed precision into the graph, with few operators in FP32: `op(x, w)` -> `op(x, w)` in FP32.
 
-    Rewrites: the graph gets the casts that `bake-autocast` would give it, except around operators that stay in FP32.
-    These are (1) operators that overflow in the lane's dtype, or come within a factor of two of it, on values that
-    are exact, on the examples or on ordinary draws; what follows them stays in FP32 until the values are in range
-    again, and is cast back there; (2) if the program is still over its limit (a user's tolerance, mostly), the
-    operators that make most of the outputs' error, as few as keep the limit. (1) alone may stay in TF32 or bfloat16
-    instead, where that is right and measured to be faster.
+    Rewrites: the graph gets the casts that `bake-autocast` would give it, except around operators that stay
+    in FP32. These are (1) operators that overflow in the lane's dtype, or come within a factor of two of it,
+    on values that are exact, on the examples or on ordinary draws; what follows them stays in FP32 until the
+    values are in range again, and is cast back there; (2) if the program is still over its limit (a user's
+    tolerance, mostly), the operators that make most of the outputs' error, as few as keep the limit. (1)
+    alone may stay in TF32 or bfloat16 instead, where that is right and measured to be faster.
     Requires: a mixed lane that runs under autocast, and whose casts alone give a wrong program.
     Declines: lanes that are right without it; lanes in which more than `most` of the matrix products and
     convolutions would have to stay; lanes that are wrong even so.
     Correct because: every operator computes what it did, in FP32 or as autocast would: each choice is a valid
-    assignment of precisions. Which one is right is not proven but verified: every candidate against the model in
-    float64, and the result again like any pass. Inputs far outside of the examples' range decide nothing here.
-    Cost: operators that stay take FP32's time, and casts at their borders. To find them: three runs of the graph
-    for each of the verification's inputs, twenty for the ranking, and at most `TRIALS` + 3 programs, each of which
-    is made (4 runs) and verified; never one for each operator.
+    assignment of precisions. Which one is right is not proven but verified: every candidate against the model
+    in float64, and the result again like any pass. Inputs far outside of the examples' range decide nothing
+    here.
+    Cost: operators that stay take FP32's time, and casts at their borders. To find them: three runs of the
+    graph for each of the verification's inputs, twenty for the ranking, and at most `TRIALS` + 3 programs,
+    each of which is made (4 runs) and verified; never one for each operator.
 
-    `names` holds the operators that stay, `back` those whose results are cast back, `kept_as` what they compute in;
-    a replay measures nothing.
+    `names` holds the operators that stay, `back` those whose results are cast back, `kept_as` what they
+    compute in; a replay measures nothing.
     """
 
     numerics = Numerics.APPROXIMATE
@@ -81,7 +82,9 @@ class KeepFp32(Judged):
         """Use `names`, or find them; see the class."""
         if self.names is not None:
             known = {node.name for node in calls(program.graph)}
-            gone = [Declined(name, "the graph has no such operator") for name in self.names if name not in known]
+            gone = [
+                Declined(name, "the graph has no such operator") for name in self.names if name not in known
+            ]
             count = len(self.names) - len(gone)
             return Result(self._program(program) if count else program, count, tuple(gone))
         found = PrecisionSearch(program, self.policy, judge, self.most).find()
@@ -102,7 +105,7 @@ class KeepFp32(Judged):
         return baked
 
     def _fastest(self, program: Program, made: Program, judge: Judge) -> tuple[KeepFp32, Program, list[str]]:
-        """The pass, its program, and a line on each other dtype for what stays: the fastest of the right ones."""
+        """The pass with the fastest right dtype for what stays, its program, and a line on each dtype."""
         best, fastest, told = self, made, list[str]()
         for kind in _others(program):
             if not judge.has_time():

@@ -1,4 +1,4 @@
-"""Writes the casts that a mixed-precision policy decides into a graph, so that autocast is not needed any more."""
+"""Writes the casts that a mixed-precision policy decides into a graph, so that it needs no autocast."""
 
 from __future__ import annotations
 

@@ -23,10 +23,10 @@ PROBES = 4
 class Seen:
     """What a call of a lane's graph gave on some inputs, of which every value was exact.
 
-    `largest` is the largest magnitude of its result in float64, `largest_read` that of what it reads in a lower
-    precision. `error` is the relative error of the call alone: of its arithmetic, its result's rounding and the
-    casts of its inputs, not of inputs that come in a lower dtype. `overflows`: NaN or infinity came out where
-    float64 has none. `gives` holds the dtypes of its results, and `reads` those of what it reads.
+    `largest` is the largest magnitude of its result in float64, `largest_read` that of what it reads in a
+    lower precision. `error` is the relative error of the call alone: of its arithmetic, its result's rounding
+    and the casts of its inputs, not of inputs that come in a lower dtype. `overflows`: NaN or infinity came
+    out where float64 has none. `gives` holds the dtypes of its results, and `reads` those of what it reads.
     """
 
     largest: float = 0.0
@@ -49,8 +49,9 @@ class Seen:
 
 
 def observe(program: Program, calls: Sequence[Sequence[Tensor]]) -> dict[str, Seen]:
-    """What each call of a program's graph gives on inputs, by its name. Costs three or four runs for each input.
+    """What each call of a program's graph gives on inputs, by its name.
 
+    Costs three or four runs for each input.
     Raises what an operator raises that knows no float64.
     """
     found: dict[str, Seen] = {}
@@ -71,9 +72,9 @@ def contributions(program: Program, calls: Sequence[Sequence[Tensor]]) -> dict[s
     """About how much of the outputs' relative error each call of a program's graph makes, by its name.
 
     The error of a call alone, as a vector, is multiplied by the outputs' derivative in `PROBES` random
-    directions; the root of the mean square is the length of what reaches the outputs, to first order. Costs about
-    ten runs in float64 for each input, and the memory of every result at once. Raises what an operator raises that
-    has no derivative; calls that no derivative reaches are left out.
+    directions; the root of the mean square is the length of what reaches the outputs, to first order. Costs
+    about ten runs in float64 for each input, and the memory of every result at once. Raises what an operator
+    raises that has no derivative; calls that no derivative reaches are left out.
     """
     found: dict[str, float] = {}
     for tensors in calls:
@@ -136,7 +137,9 @@ class _Beside(fx.Interpreter):
         exact = self._call(n, lambda source: pytree.tree_map(_wide, self.env[source]))
         with torch.no_grad():
             own = self._call(n, self._in_its_dtypes)
-            given = self._call(n, self._as_it_comes) if any(map(self._comes_low, n.all_input_nodes)) else exact
+            given = (
+                self._call(n, self._as_it_comes) if any(map(self._comes_low, n.all_input_nodes)) else exact
+            )
         self._kinds[n] = pytree.tree_map(lambda leaf: getattr(leaf, "dtype", None), own)
         self._compare(n, own, exact, given)
         if self._keep and isinstance(exact, Tensor) and exact.is_floating_point():

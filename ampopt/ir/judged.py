@@ -50,8 +50,8 @@ class Judged(Pass):
 class OwnJudge:
     """Judges programs of a graph against that graph in float64, on its examples and on draws like them.
 
-    The limit is a multiple of the error of the program that it is made from, which eager's is. Where that is over
-    the lane's largest limit, the limit is `Limits.without_eager`.
+    The limit is a multiple of the error of the program that it is made from, which eager's is. Where that is
+    over the lane's largest limit, the limit is `Limits.without_eager`.
     """
 
     def __init__(self, program: Program) -> None:

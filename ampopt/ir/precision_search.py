@@ -94,9 +94,12 @@ class PrecisionSearch:
         return self._fewest(ranked, guess)
 
     def _fewest(self, ranked: Sequence[str], guess: int) -> Found | str:
-        """The fewest of the first ones that make the program right: upwards from a guess, then by bisection."""
-        counts = range(len(ranked) + 1)
-        most = bisect.bisect_left(counts, True, lo=1, key=lambda n: bool(self._too_many(self._candidate(ranked[:n])))) - 1
+        """The fewest of the first ones that make it right: upwards from a guess, then by bisection."""
+
+        def too_many(count: int) -> bool:
+            return self._too_many(self._candidate(ranked[:count])) is not None
+
+        most = bisect.bisect_left(range(len(ranked) + 1), True, key=too_many) - 1
         wrong, right, best = 0, most + 1, None
         count = min(max(guess, 1), most)
         for _ in range(TRIALS):
@@ -188,7 +191,7 @@ class PrecisionSearch:
 
 
 def _guess(shares: Sequence[float], error: float, limit: float) -> int:
-    """How many of the first operators to keep so that the others' errors keep the limit, if they add at random."""
+    """How many of the first ones to keep so that the others' errors, if added at random, keep the limit."""
     squares = [share * share for share in shares]
     left = sum(squares)
     scale = (error * error / left) if left > 0 and math.isfinite(error) else 1.0

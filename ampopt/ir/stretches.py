@@ -14,16 +14,17 @@ from ampopt.ir.casting import is_product
 from ampopt.ir.graph import calls, is_constant
 
 HEADROOM = 2.0
-"""Other inputs may give larger values than those seen: what comes nearer to the largest number is out of range."""
+"""How far seen values must stay below the largest number: other inputs may give larger ones."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stretches:
     """Calls by name, in the graph's order.
 
-    `for_range` are those that overflow, or nearly so, in the lane's dtype; `back` those of the stretches behind them
-    whose results are in range again, and are cast back. What lies between runs in the dtype of its inputs.
-    `precise` are those that stay for their precision, without those that the dtype of their inputs keeps.
+    `for_range` are those that overflow, or nearly so, in the lane's dtype; `back` those of the stretches
+    behind them whose results are in range again, and are cast back. What lies between runs in the dtype of
+    its inputs. `precise` are those that stay for their precision, without those that the dtype of their
+    inputs keeps.
     """
 
     for_range: tuple[str, ...]

@@ -35,7 +35,7 @@ class VerifiersJudge:
         return found
 
     def check(self, program: Program) -> Check:
-        """The errors of a program of the lane; what becomes of faults is verified when the search has ended."""
+        """The errors of a program of the lane; faults are verified when the search has ended."""
         return self.verifier.check_errors(program.run, self.lane)
 
     def has_time(self) -> bool:

@@ -73,8 +73,8 @@ class Verifier:
     `Limits.largest`. A model with a discontinuity (the arg-max of a pooling window) can make a large jump
     because of rounding alone, which eager happens not to make. So if a program is over the limit on a draw,
     eager itself runs on that draw with changed rounding of weights and inputs, and the change of its outputs
-    counts as eager's own error. A lane in which eager overflows, or is too inexact on most draws, has
-    another yardstick, see `yardstick`. A model with a state is called several times in succession from its initial
+    counts as eager's own error. A lane in which eager overflows, or is too inexact on most draws, has another
+    yardstick, see `yardstick`. A model with a state is called several times in succession from its initial
     state, and every output and state of every call counts. `captured` is the capture of the programs,
     `device` their device.
     """
@@ -253,11 +253,11 @@ class Verifier:
             yield moved
 
     def yardstick(self, lane: Lane, draw: Draw, output: int) -> float | None:
-        """The error that takes the place of eager's own on a draw where eager is no yardstick; None where it is.
+        """The error in the place of eager's own on a draw where eager is no yardstick; None where it is.
 
-        It is none in a mixed lane in which its usual error is over the lane's largest limit, or infinite. In its
-        place comes the error of eager in FP32 whose weights, inputs and results are all rounded anew to the lane's
-        dtype, as if this had FP32's range; it allows `Limits.without_eager` at the most.
+        It is none in a mixed lane in which its usual error is over the lane's largest limit, or infinite. In
+        its place comes the error of eager in FP32 whose weights, inputs and results are all rounded anew to
+        the lane's dtype, as if this had FP32's range; it allows `Limits.without_eager` at the most.
         """
         limits = lane.limits
         own = statistics.median_low([self.own_errors(lane, each)[output] for each in self.draws])

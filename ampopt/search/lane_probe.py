@@ -34,9 +34,9 @@ def judgeable(
 
     A lane is left out where the original fails in it, as operators without a kernel for the lower precision
     do; where only its graph fails, as one with a dtype in it that autocast changes in the model; and where
-    PyTorch may crash. One that overflows or is too inexact is judged: `rescue` decides about it. So is one in which a single trial, of about `CALLS_OF_A_TRIAL` calls,
-    takes more than its share of the budget, as bfloat16 can on a processor without instructions for it. The
-    first lane may have everything.
+    PyTorch may crash. So is one in which a single trial, of about `CALLS_OF_A_TRIAL` calls, takes more than
+    its share of the budget, as bfloat16 can on a processor without instructions for it. The first lane may
+    have everything. A lane that overflows or is too inexact is judged: `rescue` decides about it.
     """
     kept: dict[Lane, float] = {}
     for lane in lanes:

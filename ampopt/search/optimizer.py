@@ -22,6 +22,7 @@ from ampopt.ir.settings import Settings
 from ampopt.ir.signature import describe, flatten_call
 from ampopt.ir.transform import Pass, Recipe
 from ampopt.measure.clocks import engine_latency, latency, peak_memory, synchronize
+from ampopt.measure.degenerate import notes_on
 from ampopt.measure.entry import ORIGINAL, Verdict
 from ampopt.measure.headline import compare_fairly, load_now, sure_gain
 from ampopt.measure.ledger import LaneSummary, Ledger
@@ -179,12 +180,13 @@ class Optimizer:
                 draws=draws,
                 faults=options.nan,
             )
+            found = notes_on(self._verifier)
         except Exception as error:
             check_interrupted(error)
             self._why_not = f"nothing can be verified: {first_line(error)}"
             return
-        if self._verifier.note:
-            self.ledger.notes.append(self._verifier.note)
+        found += [self._verifier.note] if self._verifier.note else []
+        self.ledger.notes += [note for note in found if note not in self.ledger.notes]
         deadline = self._started + TRYING * options.budget_s  # the rest is for the last comparison
         self._manager = PassManager(
             captured.program,
@@ -224,7 +226,7 @@ class Optimizer:
                 self._open((FP32,))
                 if self._states:
                     self.ledger.notes.append(
-                        f"precision={self._options.precision!r} is answered in FP32: no lower one is right here"
+                        f"precision={self._options.precision!r} is answered in FP32: no other is right here"
                     )
             if self._states:
                 self._search()

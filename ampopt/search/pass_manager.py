@@ -72,6 +72,8 @@ class LaneState:
     """Passes that were correct but gained nothing, with their measurements in their fields."""
     at_a_loss: list[Pass] = dataclasses.field(default_factory=list)
     """Passes that were kept with a small loss, because later ones may build on them."""
+    founded: int = 0
+    """The number of first passes in its recipes without which the lane is wrong."""
     check: Check | None = None
     """The final check of the best program by `PassManager.settle`; None before."""
 
@@ -117,17 +119,24 @@ class PassManager:
             self._try_recipe(state, f"without {step.name}", recipe, deadline)
         state.rewritten = state.best.program
 
-    def rescue(self, state: LaneState, step: Pass) -> Entry:
-        """Keep a pass on a lane's first program, which is wrong, if it makes it right; see `search.rescue`."""
+    def rescue(self, state: LaneState, name: str, steps: Sequence[Pass]) -> Entry:
+        """Keep passes on a lane's first program, which is wrong, if they make it right; see `search.rescue`.
+
+        All but the last one may have nothing to do.
+        """
 
         def work(trial: Trial) -> None:
-            program = self._apply(trial, step, state.best.program, judging_s(step, state.call_s))
+            before = replay(tuple(steps[:-1]), state.best.program)
+            program = self._apply(trial, steps[-1], before, judging_s(steps[-1], state.call_s))
             if program is not None and self._is_right(trial, state, candidate := Subject(program)):
                 with held():
-                    state.best = candidate
-                    self._end(trial, Verdict.KEPT, "it makes the lane right")
+                    state.best, state.founded = candidate, len(program.recipe)
+                    behind = " + ".join(step.name for step in before.recipe)
+                    self._end(
+                        trial, Verdict.KEPT, "it makes the lane right" + (behind and f" behind {behind}")
+                    )
 
-        return self._run(state, step.name, self._deadline, work).entry
+        return self._run(state, name, self._deadline, work).entry
 
     def recall(self, state: LaneState, recipe: tuple[Pass, ...]) -> bool:
         """Replay a cached recipe without timing; whether it is complete and correct.
@@ -157,7 +166,7 @@ class PassManager:
         while True:
             began, recipe = time.perf_counter(), state.best.program.recipe
             check = self._verifier.check(state.best.run, state.lane, everywhere=True)
-            if check.passed or not recipe:
+            if check.passed or len(recipe) <= state.founded:
                 state.check = check
                 return
             wrong = recipe[self._right_until(state, recipe)]
@@ -170,7 +179,7 @@ class PassManager:
 
     def _right_until(self, state: LaneState, recipe: tuple[Pass, ...]) -> int:
         """How many passes of a recipe that is wrong somewhere are right together."""
-        right, wrong = 0, len(recipe)
+        right, wrong = state.founded, len(recipe)
         while wrong - right > 1:
             middle = (right + wrong) // 2
             program = replay(recipe[:middle], state.base)

@@ -1,18 +1,19 @@
 """Makes a mixed lane right before anything is built on it, or leaves it out with the evidence.
 
-In a lane whose first program is over its limit, every pass on top of it would be wrong, too. So `keep-fp32` comes
-first there, and is kept whatever it costs: there is nothing right to compare it with. It is also first in the lane's
-recipes.
+In a lane whose first program is over its limit, every pass on top of it would be wrong, too. So what can make
+it right comes first there, and is kept whatever it costs: there is nothing right to compare it with. First
+are the rewrites that need no precision, because a folded batch norm may be all that a convolution's overflow
+needs; then, if that is not enough, `keep-fp32`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from ampopt.ir.transform import Pass
+from ampopt.ir.transform import Family, Pass
 from ampopt.measure.entry import Entry, Verdict
 from ampopt.measure.verify import Verifier
-from ampopt.passes import KeepFp32
+from ampopt.passes import PIPELINE, BakeAutocast, KeepFp32
 from ampopt.search.pass_manager import LaneState, PassManager
 
 MOST_NAMED = 8
@@ -22,39 +23,51 @@ MOST_NAMED = 8
 def rescued(
     manager: PassManager, state: LaneState, verifier: Verifier, passes: Sequence[Pass], notes: list[str]
 ) -> bool:
-    """Whether a new lane is right, or `keep-fp32` has made it right; the notes say what was kept, or why not.
+    """Whether a new lane is right, or has been made right; the notes say by what, or why not.
 
-    Without that pass, a lane stays open for a user's tolerance or metric, within which other passes may bring it.
+    Without `keep-fp32`, a lane stays open for a user's tolerance or metric, within which other passes may
+    bring it.
     """
     if not state.lane.is_mixed:
         return True
     wrong = verifier.check_errors(state.best.run, state.lane).reason
     if wrong is None:
         return True
-    if (step := next((each for each in passes if isinstance(each, KeepFp32)), None)) is None:
-        if verifier.tolerance is not None or verifier.metric is not None:
+    name, why = state.lane.name, ""
+    for attempt, steps in _attempts(passes):
+        entry = manager.rescue(state, attempt, steps)
+        if entry.verdict is Verdict.KEPT:
+            notes.append(_kept(entry))
             return True
-        notes.append(f"{_left_out(state)}: {wrong}")
-        return False
-    entry = manager.rescue(state, step)
-    if entry.verdict is Verdict.KEPT:
-        notes.append(_kept(entry))
+        why = f"; {attempt} does not help: {entry.reason}"
+    if not any(isinstance(step, KeepFp32) for step in passes) and _may_be_brought_within(verifier):
         return True
-    notes.append(f"{_left_out(state)}: {wrong}; keep-fp32 does not help: {entry.reason}")
+    notes.append(f"the {name} lane was not tried: eager itself is too inexact in it: {wrong}{why}")
     return False
 
 
 def in_order(state: LaneState, passes: Sequence[Pass]) -> list[Pass]:
-    """The passes in the order in which the lane's recipes have them: what has made it right comes first."""
-    first = {step.name for step in state.best.program.recipe if isinstance(step, KeepFp32)}
-    return sorted(passes, key=lambda step: step.name not in first)
+    """The passes in the order of the lane's recipes: those that have made it right come first."""
+    first = [step.name for step in state.best.program.recipe]
+    return sorted(passes, key=lambda step: first.index(step.name) if step.name in first else len(first))
 
 
-def _left_out(state: LaneState) -> str:
-    return f"the {state.lane.name} lane was not tried: eager itself is too inexact in it"
+def _attempts(passes: Sequence[Pass]) -> Iterator[tuple[str, list[Pass]]]:
+    """What may make a lane right, by name."""
+    ours = {type(step) for step in PIPELINE}
+    exact = [s for s in passes if s.portable and s.family is Family.REWRITE and type(s) in ours]
+    for kind in (BakeAutocast, KeepFp32):
+        for step in (each for each in passes if isinstance(each, kind)):
+            yield step.name, [*exact, step]
+
+
+def _may_be_brought_within(verifier: Verifier) -> bool:
+    return verifier.tolerance is not None or verifier.metric is not None
 
 
 def _kept(entry: Entry) -> str:
+    if entry.name == "bake-autocast":
+        return f"the {entry.lane} lane is right with the rewrites that need no precision before its casts"
     lines = entry.hints[: entry.rewrites]
     more = f"; and {len(lines) - MOST_NAMED} more" if len(lines) > MOST_NAMED else ""
     count = f"{entry.rewrites} operator{'s' if entry.rewrites > 1 else ''}"
