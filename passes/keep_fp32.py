@@ -78,24 +78,28 @@ class KeepFp32(Judged):
             return "the lane's precision is in the graph already, and right"
         return "the lane computes in FP32"
 
+    def apply(self, program: Program) -> Result:
+        """Use `names`; without them the program's own graph in float64 judges the search."""
+        return super().apply(program) if self.names is None else self._with_names(program, self.names)
+
     def apply_judged(self, program: Program, judge: Judge) -> Result:
-        """Use `names`, or find them; see the class."""
+        """Find the operators that stay, or use `names`; see the class."""
         if self.names is not None:
-            known = {node.name for node in calls(program.graph)}
-            gone = [
-                Declined(name, "the graph has no such operator") for name in self.names if name not in known
-            ]
-            count = len(self.names) - len(gone)
-            return Result(self._program(program) if count else program, count, tuple(gone))
+            return self._with_names(program, self.names)
         found = PrecisionSearch(program, self.policy, judge, self.most).find()
         if isinstance(found, str):
             return Result(program, 0, (Declined("the program", found),))
         chosen = dataclasses.replace(self, names=found.names, back=found.back)
         made, hints = chosen._program(program), found.reasons
-        if found.for_range_alone:
-            chosen, made, compared = chosen._fastest(program, made, judge)
-            hints = (*hints, *compared)
-        return Result(made, len(found.names), hints=hints, replay=chosen)
+        others = [*_with_fewer_bits(program), *(_with_range(program) if found.for_range_alone else [])]
+        chosen, made, compared = chosen._fastest(others, program, made, judge)
+        return Result(made, len(found.names), hints=(*hints, *compared), replay=chosen)
+
+    def _with_names(self, program: Program, names: tuple[str, ...]) -> Result:
+        known = {node.name for node in calls(program.graph)}
+        gone = [Declined(name, "the graph has no such operator") for name in names if name not in known]
+        count = len(names) - len(gone)
+        return Result(self._program(program) if count else program, count, tuple(gone))
 
     def _program(self, program: Program) -> Program:
         dtypes = dict.fromkeys(self.names or (), KINDS[self.kept_as])
@@ -104,10 +108,12 @@ class KeepFp32(Judged):
             baked = baked.replace(settings=dataclasses.replace(baked.settings, tf32=True))
         return baked
 
-    def _fastest(self, program: Program, made: Program, judge: Judge) -> tuple[KeepFp32, Program, list[str]]:
+    def _fastest(
+        self, others: list[str], program: Program, made: Program, judge: Judge
+    ) -> tuple[KeepFp32, Program, list[str]]:
         """The pass with the fastest right dtype for what stays, its program, and a line on each dtype."""
         best, fastest, told = self, made, list[str]()
-        for kind in _others(program):
+        for kind in others:
             if not judge.has_time():
                 break
             other = dataclasses.replace(self, kept_as=kind)
@@ -122,11 +128,15 @@ class KeepFp32(Judged):
         return best, fastest, told
 
 
-def _others(program: Program) -> list[str]:
-    """What operators that overflow can compute in, other than FP32, on the program's device."""
-    on_gpu = program.device.type == "cuda" and torch.cuda.get_device_capability(program.device) >= (8, 0)
-    wider = ["bf16"] if program.lane.dtype is torch.float16 else []
-    return [*(["tf32"] if on_gpu else []), *wider]
+def _with_fewer_bits(program: Program) -> list[str]:
+    """What products in FP32 can compute in with float16's bits, on the program's device."""
+    is_new = program.device.type == "cuda" and torch.cuda.get_device_capability(program.device) >= (8, 0)
+    return ["tf32"] if is_new else []
+
+
+def _with_range(program: Program) -> list[str]:
+    """What has FP32's range and is as short as the lane's dtype."""
+    return ["bf16"] if program.lane.dtype is torch.float16 else []
 
 
 def _compared(before: Program, after: Program) -> Gain:
