@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -15,7 +16,7 @@ from ampopt.ir.baking import Kept, bake
 from ampopt.ir.casting import POLICIES
 from ampopt.ir.graph import calls
 from ampopt.ir.judged import Judge, Judged
-from ampopt.ir.precision_search import PrecisionSearch
+from ampopt.ir.precision_search import Found, PrecisionSearch
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Declined, Family, Numerics, Result
 from ampopt.measure.clocks import device_time, latency
@@ -25,7 +26,10 @@ SAMPLE_S = 0.3
 """Time in seconds to compare the dtypes of what stays."""
 
 KINDS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
-"""What the operators that stay compute in; TF32 is FP32 whose products round their inputs."""
+"""What the operators that stay compute in: TF32 is FP32 whose products round their inputs."""
+
+BACK = "back"
+"""The choice for an operator whose result is cast to the lane's dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +53,8 @@ class KeepFp32(Judged):
     graph for each of the verification's inputs, twenty for the ranking, and at most `TRIALS` + 3 programs,
     each of which is made (4 runs) and verified; never one for each operator.
 
-    `names` holds the operators that stay, `back` those whose results are cast back, `kept_as` what they
-    compute in; a replay measures nothing.
+    `choices` holds pairs: an operator that stays, by name, and what it computes in; or one whose result is
+    cast back, and "back". A replay measures nothing.
     """
 
     numerics = Numerics.APPROXIMATE
@@ -59,16 +63,15 @@ class KeepFp32(Judged):
     enables_others = True
 
     policy: str = "amp"
-    names: tuple[str, ...] | None = None
-    back: tuple[str, ...] = ()
-    kept_as: str = "fp32"
+    choices: tuple[tuple[str, str], ...] | None = None
     most: float = 0.9
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise PassError(f"unknown precision policy {self.policy!r}: choose from {', '.join(POLICIES)}")
-        if self.kept_as not in KINDS:
-            raise PassError(f"kept-as is {self.kept_as!r}: choose from {', '.join(KINDS)}")
+        for name, what in self.choices or ():
+            if what not in (*KINDS, BACK):
+                raise PassError(f"{name} cannot be kept in {what!r}: choose from {', '.join((*KINDS, BACK))}")
 
     def why_not(self, program: Program) -> str | None:
         """Declines programs that do not run under autocast."""
@@ -79,44 +82,46 @@ class KeepFp32(Judged):
         return "the lane computes in FP32"
 
     def apply(self, program: Program) -> Result:
-        """Use `names`; without them the program's own graph in float64 judges the search."""
-        return super().apply(program) if self.names is None else self._with_names(program, self.names)
+        """Use `choices`; without them the program's own graph in float64 judges the search."""
+        return super().apply(program) if self.choices is None else self._as_chosen(program, self.choices)
 
     def apply_judged(self, program: Program, judge: Judge) -> Result:
-        """Find the operators that stay, or use `names`; see the class."""
-        if self.names is not None:
-            return self._with_names(program, self.names)
+        """Find the operators that stay, or use `choices`; see the class."""
+        if self.choices is not None:
+            return self._as_chosen(program, self.choices)
         found = PrecisionSearch(program, self.policy, judge, self.most).find()
         if isinstance(found, str):
             return Result(program, 0, (Declined("the program", found),))
-        chosen = dataclasses.replace(self, names=found.names, back=found.back)
-        made, hints = chosen._program(program), found.reasons
         others = [*_with_fewer_bits(program), *(_with_range(program) if found.for_range_alone else [])]
-        chosen, made, compared = chosen._fastest(others, program, made, judge)
-        return Result(made, len(found.names), hints=(*hints, *compared), replay=chosen)
+        chosen, made, compared = self._fastest(found, others, program, judge)
+        return Result(made, len(found.names), hints=(*found.reasons, *compared), replay=chosen)
 
-    def _with_names(self, program: Program, names: tuple[str, ...]) -> Result:
+    def _as_chosen(self, program: Program, choices: Sequence[tuple[str, str]]) -> Result:
         known = {node.name for node in calls(program.graph)}
-        gone = [Declined(name, "the graph has no such operator") for name in names if name not in known]
-        count = len(names) - len(gone)
+        kept = [name for name, what in choices if what in KINDS]
+        gone = [Declined(name, "the graph has no such operator") for name in kept if name not in known]
+        count = len(kept) - len(gone)
         return Result(self._program(program) if count else program, count, tuple(gone))
 
     def _program(self, program: Program) -> Program:
-        dtypes = dict.fromkeys(self.names or (), KINDS[self.kept_as])
-        baked, _ = bake(program, self.policy, Kept(dtypes, frozenset(self.back)))
-        if self.kept_as == "tf32":
+        choices = self.choices or ()
+        dtypes = {name: KINDS[what] for name, what in choices if what in KINDS}
+        back = frozenset(name for name, what in choices if what == BACK)
+        baked, _ = bake(program, self.policy, Kept(dtypes, back))
+        if any(what == "tf32" for _, what in choices):
             baked = baked.replace(settings=dataclasses.replace(baked.settings, tf32=True))
         return baked
 
     def _fastest(
-        self, others: list[str], program: Program, made: Program, judge: Judge
+        self, found: Found, others: Sequence[str], program: Program, judge: Judge
     ) -> tuple[KeepFp32, Program, list[str]]:
-        """The pass with the fastest right dtype for what stays, its program, and a line on each dtype."""
-        best, fastest, told = self, made, list[str]()
+        """The pass with the fastest right dtype for what stays, its program, and a line on the others."""
+        best = self._with(found, "fp32")
+        fastest, told = best._program(program), list[str]()
         for kind in others:
             if not judge.has_time():
                 break
-            other = dataclasses.replace(self, kept_as=kind)
+            other = self._with(found, kind)
             candidate = other._program(program)
             if (wrong := judge.check(candidate).reason) is not None:
                 told.append(f"{kind} is wrong for them: {wrong}")
@@ -126,6 +131,17 @@ class KeepFp32(Judged):
             if ratio.is_real:
                 best, fastest = other, candidate
         return best, fastest, told
+
+    def in_fp32(self) -> KeepFp32:
+        """The pass with everything that stays in FP32, whatever was faster here."""
+        choices = self.choices and tuple(
+            (name, what if what == BACK else "fp32") for name, what in self.choices
+        )
+        return dataclasses.replace(self, choices=choices)
+
+    def _with(self, found: Found, kind: str) -> KeepFp32:
+        choices = (*((name, kind) for name in found.names), *((name, BACK) for name in found.back))
+        return dataclasses.replace(self, choices=choices)
 
 
 def _with_fewer_bits(program: Program) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 
 import torch
 
@@ -55,7 +54,7 @@ def portable_program(
         return replay(tuple(steps), FP32.start(program))
     bake = next((step for step in recipe if isinstance(step, (BakeAutocast, KeepFp32))), BakeAutocast())
     if isinstance(bake, KeepFp32):
-        bake = dataclasses.replace(bake, kept_as="fp32")  # ONNX has few operators in bfloat16, and no TF32
+        bake = bake.in_fp32()  # ONNX has few operators in bfloat16, and no TF32
     return _in_half(program, _in_order([*steps, bake]))
 
 

@@ -12,6 +12,7 @@ import itertools
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from ampopt.ir.beside import exact_outputs, observe
 from ampopt.ir.graph import aten, copy_of, finish
@@ -42,19 +43,6 @@ _SATURATING = {
     aten.relu.default,
 }
 """Before these, a classifier that is merely sure of itself still differs from input to input."""
-
-_SAME_VALUES = {
-    aten.view.default,
-    aten.reshape.default,
-    aten.flatten.using_ints,
-    aten.squeeze.dim,
-    aten.squeeze.default,
-    aten.unsqueeze.default,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.clone.default,
-    aten._to_copy.default,
-}
 
 
 def notes_on(verifier: Verifier) -> list[str]:
@@ -112,12 +100,20 @@ def _confirmed(program: Program, index: int, calls: list[Tensors], verifier: Ver
 
 
 def _before_saturation(node: fx.Node) -> fx.Node:
-    while node.target in _SATURATING or node.target in _SAME_VALUES:
+    while node.target in _SATURATING or _only_moves(node):
         source = node.args[0]
         if not isinstance(source, fx.Node) or source.op != "call_function":
             break
         node = source
     return node
+
+
+def _only_moves(node: fx.Node) -> bool:
+    """Whether the result has its argument's values, in another shape or dtype: a view, by its schema."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    is_view = any(result.alias_info is not None for result in node.target._schema.returns)
+    return is_view or node.target in (aten.clone.default, aten._to_copy.default)
 
 
 def _inputs_of(program: Program, index: int) -> list[int]:

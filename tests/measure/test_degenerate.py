@@ -37,17 +37,15 @@ def _torchvision(name: str, *, trained: bool) -> nn.Module:
     return model.eval()
 
 
-@pytest.mark.parametrize("name", ["efficientnet_b0", "mobilenet_v3_small"])
-def test_torchvisions_untrained_networks_vanish_until_their_norms_have_seen_data(name: str) -> None:
-    x = torch.randn(IMAGE)
+def test_an_untrained_network_of_torchvisions_vanishes_until_its_norms_have_seen_data() -> None:
+    x, name = torch.randn(IMAGE), "mobilenet_v3_small"
     (note,) = notes(_torchvision(name, trained=False), x)
     assert note.startswith("output 0 vanishes: its largest value is ")
     assert note.endswith("load trained weights, or run batch norm statistics, before judging precision")
     assert notes(_torchvision(name, trained=True), x) == []
 
 
-@pytest.mark.parametrize("name", ["resnet18", "squeezenet1_1", "shufflenet_v2_x1_0", "regnet_y_400mf"])
-@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(("name", "trained"), [("resnet18", False), ("squeezenet1_1", True)])
 def test_ordinary_networks_are_not_named(name: str, trained: bool) -> None:
     assert notes(_torchvision(name, trained=trained), torch.randn(IMAGE)) == []
 
@@ -76,7 +74,7 @@ ENDS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda y: y.softmax(-1),
     "sigmoid": torch.sigmoid,
     "softmax, in another shape": lambda y: y.softmax(-1).reshape(-1).float(),
-    "relu": lambda y: (y - 1e6).relu(),
+    "relu": lambda y: (y - 1e3).relu(),
 }
 
 

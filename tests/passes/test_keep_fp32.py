@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -48,7 +48,12 @@ def judged(model: nn.Module, *inputs: Tensor, **options: Any) -> tuple[Verifier,
 
 def stays(result: Result) -> tuple[str, ...]:
     assert isinstance(result.replay, KeepFp32)
-    return result.replay.names or ()
+    return tuple(name for name, what in result.replay.choices or () if what != "back")
+
+
+def kinds(result: Result) -> set[str]:
+    assert isinstance(result.replay, KeepFp32)
+    return {what for _, what in result.replay.choices or () if what != "back"}
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Sequence[int], int, list[object]]] = {
@@ -231,7 +236,7 @@ def test_a_replay_keeps_what_was_found_and_looks_at_nothing(monkeypatch: pytest.
 
 
 def test_a_name_that_another_graph_has_not_is_declined() -> None:
-    step = KeepFp32(names=("conv2d_3", "conv2d_99"))
+    step = KeepFp32(choices=(("conv2d_3", "fp32"), ("conv2d_99", "fp32")))
     result = step.apply(program_of(overflowing.branches(), torch.randn(IMAGE), lane=FP16))
     assert result.rewrites == 1
     assert result.declined == (Declined("conv2d_99", "the graph has no such operator"),)
@@ -240,8 +245,9 @@ def test_a_name_that_another_graph_has_not_is_declined() -> None:
 def test_operators_stay_in_bfloat16_where_that_is_right_and_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keep_fp32, "_compared", lambda *_: Gain(1.5, 1.4, 1.6))
     _, _, result = judged(overflowing.large_norm(), torch.randn(TOKENS))
+    assert kinds(result) == {"bf16"}
     assert isinstance(result.replay, KeepFp32)
-    assert result.replay.kept_as == "bf16"
+    assert {what for _, what in result.replay.in_fp32().choices or ()} == {"fp32", "back"}
     assert dtypes_of(result.program)[stays(result)[0]] is torch.bfloat16
     assert result.hints[-1] == "bf16 for them: 1.50x (1.40 to 1.60)"
 
@@ -249,15 +255,14 @@ def test_operators_stay_in_bfloat16_where_that_is_right_and_faster(monkeypatch: 
 def test_bfloat16_that_is_wrong_is_not_taken_however_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keep_fp32, "_compared", lambda *_: Gain(9.0, 9.0, 9.0))
     _, _, result = judged(overflowing.attention(), torch.randn(TOKENS))
-    assert isinstance(result.replay, KeepFp32)
-    assert result.replay.kept_as == "fp32"
+    assert kinds(result) == {"fp32"}
     assert result.hints[-1].startswith("bf16 is wrong for them: output 0: error ")
 
 
-@pytest.mark.parametrize("option", [{"policy": "O3"}, {"kept_as": "fp8"}])
-def test_unknown_options_are_refused_with_the_known_ones(option: dict[str, str]) -> None:
+@pytest.mark.parametrize("option", [{"policy": "O3"}, {"choices": (("conv2d", "fp8"),)}])
+def test_unknown_options_are_refused_with_the_known_ones(option: dict[str, Any]) -> None:
     with pytest.raises(PassError, match="choose from"):
-        KeepFp32(**option)  # type: ignore[arg-type]
+        KeepFp32(**option)
 
 
 @pytest.mark.parametrize("policy", ["O1", "O2", "half"])
@@ -268,13 +273,19 @@ def test_other_policies_keep_what_overflows_too(policy: str) -> None:
     assert torch.isfinite(result.program.run(x)[0]).all()
 
 
+def _at_once(choices: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    for name, what in choices:
+        if what != "back":
+            yield from ((name, what), (name, "back"))
+
+
 class _CastsTooEarly(KeepFp32):
     """Casts the results of what overflows back at once."""
 
     def apply_judged(self, program: Program, judge: Any) -> Result:
         found = KeepFp32().apply_judged(program, judge).replay
         assert isinstance(found, KeepFp32)
-        early = dataclasses.replace(found, back=found.names or ())
+        early = dataclasses.replace(found, choices=tuple(_at_once(found.choices or ())))
         return dataclasses.replace(early.apply(program), replay=early)
 
 
@@ -321,7 +332,6 @@ def test_on_a_gpu_what_stays_may_compute_in_tf32(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(keep_fp32, "_compared", lambda *_: Gain(1.5, 1.4, 1.6))
     monkeypatch.setattr(keep_fp32, "_with_range", lambda _: [])
     verifier, _, result = judged(overflowing.one_branch().cuda(), torch.randn(IMAGE, device="cuda"))
-    assert isinstance(result.replay, KeepFp32)
-    assert result.replay.kept_as == "tf32"
+    assert kinds(result) == {"tf32"}
     assert result.program.settings.tf32
     assert verifier.check(result.program.run, FP16).passed
