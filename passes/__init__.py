@@ -15,6 +15,7 @@ from ampopt.passes.fuse_conv_act import FuseConvAct
 from ampopt.passes.fuse_conv_onednn import FuseConvOnednn
 from ampopt.passes.fuse_conv_triton import FuseConvTriton
 from ampopt.passes.fuse_linear_act import FuseLinearAct
+from ampopt.passes.keep_fp32 import KeepFp32
 from ampopt.passes.merge_linear_chain import MergeLinearChain
 from ampopt.passes.onnx_runtime import OnnxRuntime
 from ampopt.passes.parallel_branches import ParallelBranches
@@ -36,6 +37,7 @@ __all__ = [
     "FuseConvOnednn",
     "FuseConvTriton",
     "FuseLinearAct",
+    "KeepFp32",
     "MergeLinearChain",
     "OnnxRuntime",
     "ParallelBranches",
@@ -49,6 +51,7 @@ PIPELINE = Pipeline(
         RemoveInferenceNoops(),
         FoldConstants(),
         BakeAutocast(),
+        KeepFp32(),
         FoldConvBn(),
         MergeLinearChain(),
         AllowTf32(),

@@ -23,7 +23,7 @@ from ampopt.ir.graph import (
 from ampopt.ir.lanes import FP32, LANES, Lane
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Family, Pass, replay
-from ampopt.passes import PIPELINE, BakeAutocast
+from ampopt.passes import PIPELINE, BakeAutocast, KeepFp32
 
 HALF = LANES["amp"]["cuda"]
 """The lane of a float16 export, with CUDA's autocast rules on any device."""
@@ -52,7 +52,9 @@ def portable_program(
     steps = [step for step in _rewrites(recipe) if not (dynamic and step.shape_dependent)]
     if lane == FP32:
         return replay(tuple(steps), FP32.start(program))
-    bake = next((step for step in recipe if isinstance(step, BakeAutocast)), BakeAutocast())
+    bake = next((step for step in recipe if isinstance(step, (BakeAutocast, KeepFp32))), BakeAutocast())
+    if isinstance(bake, KeepFp32):
+        bake = bake.in_fp32()  # ONNX has few operators in bfloat16, and no TF32
     return _in_half(program, _in_order([*steps, bake]))
 
 
@@ -65,7 +67,7 @@ def autocast_program(captured: Captured) -> Program:
 
 
 def _in_half(program: Program, steps: tuple[Pass, ...]) -> Program:
-    """The program after the steps, BakeAutocast among them, by CUDA's rules of float16."""
+    """The program after the steps, BakeAutocast or KeepFp32 among them, by CUDA's rules of float16."""
     on_cpu = program.device.type == "cpu"
     if on_cpu:
         program = with_widening_casts(program)

@@ -66,13 +66,23 @@ _RECURRENT = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_rel
 _CASTS = {aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.type_as.default}
 
 
+def is_product(node: fx.Node) -> bool:
+    """Whether a call is a matrix product or a convolution, which every policy lowers."""
+    return node.target in _PRODUCTS
+
+
 def stays_in_fp32(node: fx.Node) -> bool:
     """Whether no policy may lower a call: it is recurrent, or the model disables autocast for it."""
     return node.target in _RECURRENT or FULL_PRECISION in node.meta
 
 
 def own_dtype(module: fx.GraphModule, node: fx.Node) -> torch.dtype:
-    """The dtype of a call that `stays_in_fp32`: FP32, or lower if the model stores its weights so."""
+    """The dtype of a call that `stays_in_fp32`: FP32, or lower if the model stores its weights so.
+
+    A call that is marked with a dtype has that one.
+    """
+    if isinstance(marked := node.meta.get(FULL_PRECISION), torch.dtype):
+        return marked
     weights = (constant(module, source) for source in node.all_input_nodes if is_constant(source))
     dtypes = {weight.dtype for weight in weights if weight is not None and weight.is_floating_point()}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32

@@ -276,7 +276,10 @@ def where(node: fx.Node) -> str:
 
 
 FULL_PRECISION = "full_precision"
-"""Key of a node's `meta`: the model disables autocast for it, so its inputs are converted to FP32."""
+"""Key of a node's `meta`: autocast is off for it, so its inputs are converted to FP32.
+
+The value is True, or the dtype that they are converted to.
+"""
 
 SWITCHES = {"train": False, "training": False, "dropout_p": 0.0}
 """Arguments that disable an operator's random numbers, and the value that does so."""

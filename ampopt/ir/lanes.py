@@ -32,6 +32,11 @@ class Limits:
     Exceptions: rounding the weights and inputs again changes eager's outputs as much, or the user gives a
     tolerance.
     """
+    without_eager: float = 1e-2
+    """Largest error of a program of a mixed lane in which eager's own error is over `largest`, or infinite.
+
+    Eager is no yardstick there; the error that `precision="auto"` accepts is the most that is left.
+    """
 
     def allowed(self, own: float) -> float:
         """The limit that follows from eager's own error; an infinite error (overflow) allows nothing."""

@@ -73,7 +73,8 @@ class Verifier:
     `Limits.largest`. A model with a discontinuity (the arg-max of a pooling window) can make a large jump
     because of rounding alone, which eager happens not to make. So if a program is over the limit on a draw,
     eager itself runs on that draw with changed rounding of weights and inputs, and the change of its outputs
-    counts as eager's own error. A model with a state is called several times in succession from its initial
+    counts as eager's own error. A lane in which eager overflows, or is too inexact on most draws, has another
+    yardstick, see `yardstick`. A model with a state is called several times in succession from its initial
     state, and every output and state of every call counts. `captured` is the capture of the programs,
     `device` their device.
     """
@@ -97,6 +98,7 @@ class Verifier:
         self._exact = self._in_float64()
         self._references: dict[str, list[list[Tensor]]] = {}
         self._own: dict[tuple[Lane, str], list[float]] = {}
+        self._unlimited: dict[tuple[Lane, str], list[float]] = {}
         self._jumps: dict[tuple[Lane, str], list[float]] = {}
         self._masks: dict[tuple[Lane, str], Masks | None] = {}
         in_a_row, inputs = CALLS_IN_A_ROW if captured.state else 1, captured.inputs
@@ -213,24 +215,30 @@ class Verifier:
         return math.isfinite(own) and not math.isfinite(error)
 
     def largest_jumps(self, lane: Lane, draw: Draw) -> list[float]:
-        """How far rounding alone changes eager's outputs on a draw; see the class."""
+        """How far rounding alone changes eager's outputs on a draw; see the class. Overflow is no change."""
         if (lane, draw.name) not in self._jumps:
             worst = [0.0] * len(self.reference(draw)[0])
             for moved in self._rounded_anew(lane, ROUNDINGS):
                 with contextlib.suppress(Exception):  # PyTorch's own: what it refuses tells nothing
-                    worst = [max(pair) for pair in zip(worst, self.errors(moved, draw), strict=True)]
+                    errors = [e if math.isfinite(e) else 0.0 for e in self.errors(moved, draw)]
+                    worst = [max(pair) for pair in zip(worst, errors, strict=True)]
             self._jumps[lane, draw.name] = worst
         return self._jumps[lane, draw.name]
 
-    def _rounded_anew(self, lane: Lane, times: int, *, within: bool = False) -> Iterator[Run]:
-        """Eager with weights and inputs rounded anew, and `within` all that it computes; so many times."""
+    def _rounded_anew(
+        self, lane: Lane, times: int, *, within: bool = False, unlimited: bool = False
+    ) -> Iterator[Run]:
+        """Eager with weights and inputs rounded anew, and `within` all that it computes; so many times.
+
+        `unlimited`: it computes in FP32, so that nothing overflows in the lane's dtype.
+        """
         for seed in range(times):
             generator = torch.Generator().manual_seed(seed)
             model = private_copy(self._model)
             with torch.no_grad():
                 for tensor in (*model.parameters(), *model.buffers()):
                     tensor.copy_(rounded_anew(tensor, lane.dtype, generator))
-            eager = self.eager(lane, model)
+            eager = self.eager(FP32 if unlimited else lane, model)
 
             def moved(
                 *tensors: Tensor,
@@ -244,25 +252,48 @@ class Verifier:
 
             yield moved
 
+    def yardstick(self, lane: Lane, draw: Draw, output: int) -> float | None:
+        """The error in the place of eager's own on a draw where eager is no yardstick; None where it is.
+
+        It is none in a mixed lane in which its usual error is over the lane's largest limit, or infinite. In
+        its place comes the error of eager in FP32 whose weights, inputs and results are all rounded anew to
+        the lane's dtype, as if this had FP32's range; it allows `Limits.without_eager` at the most.
+        """
+        limits = lane.limits
+        own = statistics.median_low([self.own_errors(lane, each)[output] for each in self.draws])
+        if not lane.is_mixed or own <= limits.largest:
+            return None
+        most = limits.without_eager / limits.multiple
+        if (lane, draw.name) not in self._unlimited:
+            found = [math.inf] * len(self.reference(draw)[0])
+            for moved in self._rounded_anew(lane, 1, within=True, unlimited=True):
+                with contextlib.suppress(Exception):  # a composite kernel may not bear to be taken apart
+                    found = self.errors(moved, draw)
+            self._unlimited[lane, draw.name] = found
+        return min(self._unlimited[lane, draw.name][output], most)
+
     def check(self, run: Run, lane: Lane, *, everywhere: bool = False) -> Check:
         """Verify a function of flat tensors as a program of the lane.
 
         `everywhere`: also on the draws outside of the examples' range; the reported error is that inside the
         range.
         """
+        worst = self.check_errors(run, lane, everywhere=everywhere)
+        return self._check_faults(run, lane, worst) if worst.passed else worst
+
+    def check_errors(self, run: Run, lane: Lane, *, everywhere: bool = False) -> Check:
+        """The part of `check` that is about errors, without what becomes of faults."""
         draws = [*self.draws, *(self.range_draws(lane) if everywhere else ())]
         worst = Check(0.0, float("inf"), None)
         if self.metric is not None:
-            worst = self.check_metric(run)
-            draws = []
-        if worst.passed:
-            for draw in draws:
-                check = self._check_draw(run, lane, draw)
-                if not check.passed:
-                    return check
-                if draw in self.draws:
-                    worst = max(worst, check, key=lambda found: found.error)
-        return self._check_faults(run, lane, worst) if worst.passed else worst
+            return self.check_metric(run)
+        for draw in draws:
+            check = self._check_draw(run, lane, draw)
+            if not check.passed:
+                return check
+            if draw in self.draws:
+                worst = max(worst, check, key=lambda found: found.error)
+        return worst
 
     def _check_draw(self, run: Run, lane: Lane, draw: Draw) -> Check:
         worst = Check(0.0, float("inf"), None)
@@ -284,8 +315,10 @@ class Verifier:
         is_usual = draw in self.draws
         if self.tolerance is not None and is_usual:
             return self.tolerance
+        if is_usual and (instead := self.yardstick(lane, draw, output)) is not None:
+            return lane.limits.allowed(instead)
         usual = statistics.median_low(
-            [self.own_errors(lane, each)[output] for each in self.draws]
+            [self._usual_error(lane, each, output) for each in self.draws]
         )  # no draw's jump is another's licence
         mine = self.own_errors(lane, draw)[output]
         limit = min(lane.limits.allowed(max(usual, mine if mine < 1.0 else 0.0)), lane.limits.largest)
@@ -295,6 +328,10 @@ class Verifier:
             bounds = min(lane.limits.allowed(jump), lane.limits.largest), AS_FAR * jump
             limit = max(limit, *bounds)
         return limit
+
+    def _usual_error(self, lane: Lane, draw: Draw, output: int) -> float:
+        instead = self.yardstick(lane, draw, output)
+        return self.own_errors(lane, draw)[output] if instead is None else instead
 
     def check_metric(self, run: Run) -> Check:
         """Verify with the user's metric alone."""

@@ -72,10 +72,10 @@ def judgeable(
     """The lanes that a time budget can judge, and seconds of a call in them; why not others goes to `notes`.
 
     A lane is left out where the original fails in it, as operators without a kernel for the lower precision
-    do, or overflows; where only its graph fails, as one with a dtype in it that autocast changes in the
-    model; and where PyTorch may crash. So is one in which a single trial, of about `CALLS_OF_A_TRIAL` calls,
-    takes more than its share of the budget, as bfloat16 can on a processor without instructions for it. The
-    first lane may have everything.
+    do; where only its graph fails, as one with a dtype in it that autocast changes in the model; and where
+    PyTorch may crash. So is one in which a single trial, of about `CALLS_OF_A_TRIAL` calls, takes more than
+    its share of the budget, as bfloat16 can on a processor without instructions for it. The first lane may
+    have everything. A lane that overflows or is too inexact is judged: `rescue` decides about it.
     """
     kept: dict[Lane, float] = {}
     for lane in lanes:
@@ -116,16 +116,12 @@ def _seconds(lane: Lane, captured: Captured, verifier: Verifier, most_s: float, 
         check_interrupted(error)
         raise _LeftOutError(f"the original fails in it ({first_line(error)})") from error
     if seconds <= most_s:
-        _check_start(lane, captured, verifier)
+        _check_start(lane, captured)
     return seconds
 
 
-def _check_start(lane: Lane, captured: Captured, verifier: Verifier) -> None:
-    """Raise _LeftOutError where the graph fails in a lane before any pass, or eager is too inexact in it.
-
-    A limit follows from eager's own error, so that eager itself is within it, unless it overflows or its
-    error is over the largest limit. With a tolerance or a metric of the user's passes may bring it within.
-    """
+def _check_start(lane: Lane, captured: Captured) -> None:
+    """Raise _LeftOutError where the graph fails in a lane before any pass."""
     program = lane.start(captured.program)
     try:
         program.run(*program.examples)
@@ -133,7 +129,3 @@ def _check_start(lane: Lane, captured: Captured, verifier: Verifier) -> None:
         check_interrupted(error)
         reason = f"the graph fails in it, where the original does not ({first_line(error)})"
         raise _LeftOutError(reason) from error
-    if lane.is_mixed and verifier.tolerance is None and verifier.metric is None:
-        own = verifier.own_error(lane)
-        if not own <= lane.limits.largest and not (check := verifier.check(program.run, lane)).passed:
-            raise _LeftOutError(f"eager itself is too inexact in it: {check.reason}")

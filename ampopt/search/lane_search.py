@@ -12,6 +12,7 @@ from ampopt.measure.entry import Verdict
 from ampopt.search.lane_state import LaneState
 from ampopt.search.openings import opening_of
 from ampopt.search.pass_manager import PassManager
+from ampopt.search.rescue import in_order
 from ampopt.search.subject import Subject
 
 OPENING = "the opening"
@@ -33,7 +34,8 @@ class LaneSearch:
         """`patience` is on `time.perf_counter`'s clock: what is unlikely to gain is not begun after it."""
         self.state, self._manager, self._pipeline, self._patience = state, manager, pipeline, patience
         self._opening = opening_of(state.lane, state.base.device)
-        self._handled: set[str] = set()
+        self._rewrites = in_order(state, pipeline.rewrites)
+        self._handled = {step.name for step in state.graph.program.recipe}
         self._launched: Subject | None = None
 
     @property
@@ -50,7 +52,7 @@ class LaneSearch:
 
     def resume(self, recipe: tuple[Pass, ...]) -> bool:
         """Go on from a recipe at which an earlier search was cut off; False if it is not right any more."""
-        rewrites = {step.name for step in self._pipeline.rewrites}
+        rewrites = {step.name for step in self._rewrites}
         if not self._manager.recall(self.state, recipe):
             return False
         mine = tuple(step for step in recipe if step.name in rewrites)
@@ -60,10 +62,10 @@ class LaneSearch:
 
     def leave_rewrites(self, reason: str) -> None:
         """Write down why the rewrites that the opening has not tried are not tried."""
-        for step in self._pipeline.rewrites:
+        for step in self._rewrites:
             if step.name not in self._handled:
                 self._manager.leave_out(self.state, step.name, reason)
-        self._handled |= {step.name for step in self._pipeline.rewrites}
+        self._handled |= {step.name for step in self._rewrites}
 
     def open(self, deadline: float) -> None:
         """Try the passes that won most often as one, then launch and run the result.
@@ -71,13 +73,14 @@ class LaneSearch:
         If they are wrong or slower together, those that others build on are tried without layouts and
         kernels; what was not kept `rewrite` tries one by one.
         """
-        steps = [step for step in self._pipeline.rewrites if step.name in self._opening.rewrites]
+        steps = [s for s in self._rewrites if s.name in {*self._opening.rewrites} - self._handled]
+        before = self._handled
         plain = [step for step in steps if step.family is Family.REWRITE or step.enables_others]
         for name, some in {OPENING: steps, PLAIN_OPENING: plain}.items():
-            if len(some) > 1 and not self._handled:
+            if len(some) > 1 and self._handled is before:
                 trial = self._manager.try_together(self.state, name, some, deadline)
                 if trial.entry.verdict in (Verdict.KEPT, Verdict.DECLINED):
-                    self._handled = {step.name for step in some}
+                    self._handled = before | {step.name for step in some}
         self.launch(deadline)
         self.run_in([e for e in self._pipeline.engines if e.name == self._opening.engine], deadline)
 
@@ -86,7 +89,7 @@ class LaneSearch:
 
         The latter are left out when `until` says so: what that waits for is likelier to gain.
         """
-        rewrites = self._pipeline.rewrites
+        rewrites = self._rewrites
         left = [step for step in rewrites if step.name not in self._handled]
         self._handled |= {step.name for step in left}
         for step in sorted(left, key=self._is_late):
@@ -188,8 +191,8 @@ class LaneSearch:
         kernel pass applied anew on top, and the ones that do not help are then taken out; where the
         company is no gain, each is tried alone, in its own place in the recipe.
         """
-        order = [step.name for step in self._pipeline.rewrites]
-        kernels = [step for step in self._pipeline.rewrites if step.family is Family.KERNEL]
+        order = [step.name for step in self._rewrites]
+        kernels = [step for step in self._rewrites if step.family is Family.KERNEL]
         slow, self.state.too_slow = self.state.too_slow, []
 
         def attempt(name: str, steps: Sequence[Pass]) -> bool:

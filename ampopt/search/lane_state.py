@@ -35,6 +35,8 @@ class LaneState:
     """Passes that were correct but gained nothing, with their measurements in their fields."""
     at_a_loss: list[Pass] = dataclasses.field(default_factory=list)
     """Passes that were kept with a small loss, because later ones may build on them."""
+    founded: int = 0
+    """The number of first passes in its recipes without which the lane is wrong, see `search.rescue`."""
     check: Check | None = None
     """The final check of the best program by `PassManager.settle`; None before."""
 

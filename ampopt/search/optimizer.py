@@ -15,6 +15,7 @@ from ampopt.ir.capture import Captured
 from ampopt.ir.lanes import FP32, Lane, lanes_for
 from ampopt.ir.signature import describe
 from ampopt.ir.transform import Recipe
+from ampopt.measure.degenerate import notes_on
 from ampopt.measure.entry import ORIGINAL, Verdict
 from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import gain
@@ -131,12 +132,13 @@ class Optimizer:
                 draws=draws,
                 faults=options.nan,
             )
+            found = notes_on(self._verifier)
         except Exception as error:
             check_interrupted(error)
             self._why_not = f"nothing can be verified: {first_line(error)}"
             return
-        if self._verifier.note:
-            self.ledger.notes.append(self._verifier.note)
+        found += [self._verifier.note] if self._verifier.note else []
+        self.ledger.notes += [note for note in found if note not in self.ledger.notes]
         self._last = LastComparison(
             self._original, captured, self._verifier, self.ledger, self._lanes, self._bound
         )
@@ -180,12 +182,7 @@ class Optimizer:
             self.ledger.notes.append(self._why_not)
         elif not self._recall():
             seconds, notes = self._options.budget_s, self.ledger.notes
-            kept = judgeable(self._candidates, self._captured, self._verifier, seconds, notes)
-            if FP32 not in self._lanes and list(kept) == [FP32]:
-                notes.append(
-                    f"precision={self._options.precision!r} is answered in FP32: no lower one could be judged"
-                )
-            self._search(kept)
+            self._search(judgeable(self._candidates, self._captured, self._verifier, seconds, notes))
 
     def _last_comparison(self) -> LaneState | None:
         """Summarize what was not summarized yet, and choose; None, and a note, where that cannot be.
@@ -267,6 +264,10 @@ class Optimizer:
         search = Search(self._manager, self._verifier, self.ledger, self._pipeline, budget, self._bound)
         self._states = search.states  # they are there, too, if Ctrl-C ends the search
         search.run(lanes, {} if self._known is None else self._known.recipes)
+        if FP32 not in self._lanes and [state.lane for state in self._states] == [FP32]:
+            self.ledger.notes.append(
+                f"precision={self._options.precision!r} is answered in FP32: no other is right here"
+            )
         self._settle()
         is_whole = search.note_what_was_cut_off()
         tried = {entry.lane for entry in self.ledger.entries if entry.verdict is not Verdict.NOT_TRIED}

@@ -17,7 +17,7 @@ from ampopt.ir.lanes import Lane, lanes_for
 from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.transform import Pass
 from ampopt.measure.verify import Faults, Metric
-from ampopt.passes import PIPELINE, AllowTf32, BakeAutocast, FuseConvAct
+from ampopt.passes import PIPELINE, AllowTf32, BakeAutocast, FuseConvAct, KeepFp32
 from ampopt.search.named_passes import Passes, as_pipeline, check_listed, code_of
 from ampopt.system.environment import package_versions
 
@@ -104,6 +104,8 @@ class Options:
     def _configured(self, step: Pass) -> Pass:
         if isinstance(step, BakeAutocast) and self.passes is None:
             return BakeAutocast(policy=self.policy)
+        if isinstance(step, KeepFp32) and self.passes is None:
+            return KeepFp32(policy=self.policy)
         if isinstance(step, FuseConvAct) and self.nan == "ignore":
             return dataclasses.replace(step, keeps_nan=False)
         return step

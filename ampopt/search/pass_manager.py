@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ampopt.engines.executable import executable
 from ampopt.errors import AmpoptError, first_line
 from ampopt.ir.graph import where
+from ampopt.ir.judged import Judged
 from ampopt.ir.lanes import Lane
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Declined, Engine, Family, Numerics, Pass, Result, replay
@@ -17,6 +19,7 @@ from ampopt.measure.clocks import device_time, engine_latency, latency, peak_mem
 from ampopt.measure.entry import Entry, Timing, Verdict
 from ampopt.measure.ledger import BestSoFar, Ledger
 from ampopt.measure.sampling import Gain, Measurement, Sampler, gain, interleave, joined
+from ampopt.measure.verifiers_judge import VerifiersJudge
 from ampopt.measure.verify import Verifier
 from ampopt.search.lane_state import LaneState
 from ampopt.search.rehearsal import Sandbox
@@ -47,6 +50,9 @@ On a CPU they include an untimed call before each timed one, and a repeated comp
 
 LARGE_GAIN, MORE_ROUNDS = 1.1, 3
 """A gain of 1.1x or more that lies inside the noise is sampled again, at most 3 times."""
+
+SEARCHING = 0.25
+"""The share of the time that is left in which a pass that searches may make programs."""
 
 Progress = Callable[[str, str], None]
 """Called with (lane, pass) when work on a pass starts."""
@@ -91,6 +97,30 @@ class PassManager:
         subject = Subject(program)
         return LaneState(lane, subject, subject, program, call_s)
 
+    def rescue(self, state: LaneState, name: str, steps: Sequence[Pass], bound: float = math.inf) -> Entry:
+        """Keep passes on a lane's first program, which is wrong, if they make it right; see `search.rescue`.
+
+        All but the last one may have nothing to do. `bound` is the largest error that is right.
+        """
+
+        def work(trial: Trial) -> None:
+            before = replay(tuple(steps[:-1]), state.best.program)
+            judging = self._judging_s(state, steps[-1])
+            program = self._apply(trial, steps[-1], before, judging, bound)
+            if program is not None and self._is_right(trial, state, candidate := Subject(program)):
+                if (error := trial.entry.error) is not None and error > bound:
+                    self._end(trial, Verdict.REVERTED, f"its error {error:.2g} is over {bound:g}")
+                    return
+                with held():
+                    state.best = state.graph = candidate
+                    state.founded = len(program.recipe)
+                    behind = " + ".join(step.name for step in before.recipe)
+                    self._end(
+                        trial, Verdict.KEPT, "it makes the lane right" + (behind and f" behind {behind}")
+                    )
+
+        return self._run(state, name, self.deadline, work).entry
+
     def recall(self, state: LaneState, recipe: tuple[Pass, ...]) -> bool:
         """Replay a cached recipe without timing; whether it is complete and correct.
 
@@ -119,7 +149,7 @@ class PassManager:
         while True:
             began, recipe = time.perf_counter(), state.best.program.recipe
             check = self._verifier.check(state.best.run, state.lane, everywhere=True)
-            if check.passed or not recipe:
+            if check.passed or len(recipe) <= state.founded:
                 state.check = check
                 return
             wrong = recipe[self._right_until(state, recipe)]
@@ -132,7 +162,7 @@ class PassManager:
 
     def _right_until(self, state: LaneState, recipe: tuple[Pass, ...]) -> int:
         """How many passes of a recipe that is wrong somewhere are right together."""
-        right, wrong = 0, len(recipe)
+        right, wrong = state.founded, len(recipe)
         while wrong - right > 1:
             middle = (right + wrong) // 2
             program = replay(recipe[:middle], state.base)
@@ -205,7 +235,7 @@ class PassManager:
         rows: list[Entry] = []
 
         def work(trial: Trial) -> None:
-            program = state.base
+            program = state.graph.program
             for step in steps:
                 before, began = program, time.perf_counter()
                 program, row = self._part(trial, step, before, state.lane)
@@ -288,10 +318,13 @@ class PassManager:
         """The time in seconds to apply a pass: what it took the last time, if it is an engine."""
         return self._applied_s.get(step.name, step.expected_seconds(program))
 
-    def _apply(self, trial: Trial, step: Pass, program: Program, judging: float) -> Program | None:
+    def _apply(
+        self, trial: Trial, step: Pass, program: Program, judging: float, bound: float = math.inf
+    ) -> Program | None:
         """Apply a pass; None, and the trial's end, where it does nothing or there is no time to judge it.
 
-        `judging` is what that takes at the least, in seconds.
+        `judging` is what that takes at the least, in seconds; `bound` is the largest error that a pass which
+        searches may leave.
         """
         if (declined := step.why_not(program)) is not None:
             self._end(trial, Verdict.DECLINED, declined)
@@ -307,7 +340,10 @@ class PassManager:
             self._end(trial, Verdict.NOT_TRIED, reason)
             return None
         step, began = step.within(left), time.perf_counter()
-        if self.sandbox is None:
+        if isinstance(step, Judged):
+            judge = VerifiersJudge(self._verifier, program.lane, began + SEARCHING * left, bound)
+            result, unrehearsed = step.apply_judged(program, judge), None
+        elif self.sandbox is None:
             result, unrehearsed = step.apply(program), None
         else:
             result, unrehearsed = self.sandbox.apply(step, program, seconds=left)

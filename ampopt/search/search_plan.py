@@ -16,6 +16,7 @@ from ampopt.measure.verify import Verifier
 from ampopt.search.lane_search import LaneSearch
 from ampopt.search.lane_state import LaneState
 from ampopt.search.pass_manager import PassManager
+from ampopt.search.rescue import rescued
 from ampopt.system.budget import Budget
 
 TRYING = 0.85
@@ -66,13 +67,17 @@ class Search:
         began = time.perf_counter()
         left = self._manager.deadline - began
         for place, (lane, call_s) in enumerate(lanes.items(), start=1):
-            state = self._manager.open(lane, call_s)
+            state, notes = self._manager.open(lane, call_s), self._ledger.notes
+            rewrites = self._pipeline.rewrites
+            if not rescued(self._manager, state, self._verifier, rewrites, notes, self._bound):
+                continue
             self.states.append(state)
-            searches.append(LaneSearch(self._manager, state, self._pipeline, began + PATIENCE * left))
+            search = LaneSearch(self._manager, state, self._pipeline, began + PATIENCE * left)
+            searches.append(search)
             recipe = begun.get(lane.name, ())
-            if not recipe or not searches[-1].resume(recipe):
+            if not recipe or not search.resume(recipe):
                 share = OPENINGS * place / len(lanes) if len(lanes) > 1 else 1.0
-                searches[-1].open(began + share * left)
+                search.open(began + share * left)
         contenders = self._contenders(searches)
         for place, search in enumerate(contenders):
             self._deepen(search, 1.0 if place == len(contenders) - 1 else LEADERS_SHARE)
@@ -102,13 +107,13 @@ class Search:
         A lane whose own error is over the limit is not going to be chosen. After the same passes a lane that
         is far behind another stays behind, because what makes one faster makes the other faster.
         """
-        if len(searches) == 1:
+        if len(searches) < 2:
             return list(searches)
         device = searches[0].state.base.device
         calls = {search.name: latency(search.state.best.call, device) for search in searches}
         timed = interleave(calls, seconds=0.2, least=3)
         took = {name: measured.median for name, measured in timed.items()}
-        usable = [search for search in searches if self._is_usable(search.state.lane)] or list(searches)
+        usable = [search for search in searches if self._is_usable(search.state)] or list(searches)
         fastest = min(took[search.name] for search in usable)
         contenders: list[LaneSearch] = []
         for search in sorted(searches, key=lambda search: took[search.name]):
@@ -126,8 +131,11 @@ class Search:
             )
         return contenders
 
-    def _is_usable(self, lane: Lane) -> bool:
-        return self._bound is None or not lane.is_mixed or self._verifier.own_error(lane) <= self._bound
+    def _is_usable(self, state: LaneState) -> bool:
+        """Whether a lane's error is going to be within the bound: it was made so, or eager's own is."""
+        if self._bound is None or not state.lane.is_mixed or state.founded:
+            return True
+        return self._verifier.own_error(state.lane) <= self._bound
 
     def _deepen(self, search: LaneSearch, share: float) -> None:
         """Everything after the opening in one lane, within a share of the time that is left.

@@ -119,7 +119,7 @@ def test_a_lane_in_which_only_eager_overflows_is_judged(
     assert notes == []
 
 
-def test_a_lane_too_inexact_for_any_program_is_left_out_and_a_tolerance_keeps_it() -> None:
+def test_a_lane_in_which_eager_is_too_inexact_is_judged_because_a_mix_may_be_right() -> None:
     def cancels(m: Any, x: Tensor) -> Tensor:
         result: Tensor = m.conv(x) - m.other(x)
         return result
@@ -128,10 +128,7 @@ def test_a_lane_too_inexact_for_any_program_is_left_out_and_a_tolerance_keeps_it
     conv, other = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3)
     other.load_state_dict({name: tensor * (1 + 1e-4) for name, tensor in conv.state_dict().items()})
     model = Model(cancels, conv=conv, other=other)
-    kept, (note,) = judged(model)
-    assert kept == [FP32]
-    assert note.startswith("the amp lane was not tried: eager itself is too inexact in it: output 0: error ")
-    assert judged(model, tolerance=100.0) == ([FP32, BF16], [])
+    assert judged(model) == ([FP32, BF16], [])
 
 
 class LoadsOnce(nn.ReLU):

@@ -1,0 +1,214 @@
+"""Runs a graph in float64 and, beside it, every call alone in its own dtypes on the same values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from ampopt.ir.graph import aten
+from ampopt.ir.program import Program
+
+LOW = frozenset((torch.float16, torch.bfloat16))
+
+PROBES = 4
+"""Number of random directions in which the outputs' derivatives are taken."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What a call of a lane's graph gave on some inputs, of which every value was exact.
+
+    `largest` is the largest magnitude of its result in float64, `largest_read` that of what it reads in a
+    lower precision. `error` is the relative error of the call alone: of its arithmetic, its result's rounding
+    and the casts of its inputs, not of inputs that come in a lower dtype. `overflows`: NaN or infinity came
+    out where float64 has none. `gives` holds the dtypes of its results, and `reads` those of what it reads.
+    """
+
+    largest: float = 0.0
+    largest_read: float = 0.0
+    error: float = 0.0
+    overflows: bool = False
+    gives: frozenset[torch.dtype] = frozenset()
+    reads: frozenset[torch.dtype] = frozenset()
+
+    def joined(self, other: Seen) -> Seen:
+        """What was seen on both inputs."""
+        return Seen(
+            max(self.largest, other.largest),
+            max(self.largest_read, other.largest_read),
+            max(self.error, other.error),
+            self.overflows or other.overflows,
+            self.gives | other.gives,
+            self.reads | other.reads,
+        )
+
+
+def observe(program: Program, calls: Sequence[Sequence[Tensor]]) -> dict[str, Seen]:
+    """What each call of a program's graph gives on inputs, by its name.
+
+    Costs three or four runs for each input.
+    Raises what an operator raises that knows no float64.
+    """
+    found: dict[str, Seen] = {}
+    for tensors in calls:
+        run = _Beside(program)
+        run.run_on(tensors)
+        for node, seen in run.seen.items():
+            found[node.name] = seen.joined(found.get(node.name, Seen()))
+    return found
+
+
+def exact_outputs(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs of a program's graph in float64. Raises what an operator raises that knows no float64."""
+    return list(_Beside(program).run_on(tensors))
+
+
+def contributions(program: Program, calls: Sequence[Sequence[Tensor]]) -> dict[str, float]:
+    """About how much of the outputs' relative error each call of a program's graph makes, by its name.
+
+    The error of a call alone, as a vector, is multiplied by the outputs' derivative in `PROBES` random
+    directions; the root of the mean square is the length of what reaches the outputs, to first order. Costs
+    about ten runs in float64 for each input, and the memory of every result at once. Raises what an operator
+    raises that has no derivative; calls that no derivative reaches are left out.
+    """
+    found: dict[str, float] = {}
+    for tensors in calls:
+        run = _Beside(program, keep=True)
+        for node, share in _reaching_the_outputs(run, run.run_on(tensors)).items():
+            found[node.name] = max(share, found.get(node.name, 0.0))
+    return found
+
+
+def _reaching_the_outputs(run: _Beside, outputs: Sequence[Any]) -> dict[fx.Node, float]:
+    ends = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
+    nodes = list(run.values)
+    if not ends or not nodes:
+        return {}
+    generator = torch.Generator().manual_seed(0)
+    squares = dict.fromkeys(nodes, 0.0)
+    for _ in range(PROBES):
+        directions = []
+        for end in ends:
+            noise = torch.randn(end.shape, generator=generator, dtype=torch.float64).to(end.device)
+            norm = float(torch.linalg.vector_norm(end.detach()))
+            directions.append((noise / norm if norm > 0 else noise).to(end.dtype))
+        slopes = torch.autograd.grad(
+            ends, [run.values[node] for node in nodes], directions, retain_graph=True, allow_unused=True
+        )
+        for node, slope in zip(nodes, slopes, strict=True):
+            if slope is not None:
+                squares[node] += float((slope * run.errors[node]).sum()) ** 2 / PROBES
+    return {node: square**0.5 for node, square in squares.items() if square > 0}
+
+
+class _Beside(fx.Interpreter):
+    """The interpreter behind both: the environment holds float64, `_kinds` the dtypes of the graph itself."""
+
+    def __init__(self, program: Program, *, keep: bool = False) -> None:
+        """`keep`: derivatives are wanted, so `values` and `errors` keep every floating-point result."""
+        super().__init__(program.graph)
+        self._program, self._keep = program, keep
+        self._borders = iter(program.entry)
+        self._kinds: dict[fx.Node, Any] = {}
+        self.seen: dict[fx.Node, Seen] = {}
+        self.values: dict[fx.Node, Tensor] = {}
+        self.errors: dict[fx.Node, Tensor] = {}
+
+    def run_on(self, tensors: Sequence[Tensor]) -> Sequence[Any]:
+        """The outputs in float64."""
+        with self._program.scope(), torch.set_grad_enabled(self._keep):
+            return self.run(*tensors)  # type: ignore[no-any-return]
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "output":
+            return super().run_node(n)
+        if n.op == "placeholder":
+            value, self._kinds[n] = super().run_node(n), next(self._borders).dtype
+            return _wide(value)
+        if n.op == "get_attr":
+            value = super().run_node(n)
+            self._kinds[n] = value.dtype if isinstance(value, Tensor) else None
+            return _wide(n.meta.get("exact", value))
+        exact = self._call(n, lambda source: pytree.tree_map(_wide, self.env[source]))
+        with torch.no_grad():
+            own = self._call(n, self._in_its_dtypes)
+            given = (
+                self._call(n, self._as_it_comes) if any(map(self._comes_low, n.all_input_nodes)) else exact
+            )
+        self._kinds[n] = pytree.tree_map(lambda leaf: getattr(leaf, "dtype", None), own)
+        self._compare(n, own, exact, given)
+        if self._keep and isinstance(exact, Tensor) and exact.is_floating_point():
+            if not exact.requires_grad:
+                exact = exact.detach().requires_grad_()
+            error = own.double() - given.detach()
+            self.values[n] = exact  # what overflows stays in FP32, and makes no error
+            self.errors[n] = torch.where(torch.isfinite(error), error, 0.0)
+        return exact
+
+    def _call(self, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+        if value_of != self._in_its_dtypes:  # `dtype=` asks for a lower one
+            args, kwargs = pytree.tree_map(_wide, (args, kwargs))
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _comes_low(self, source: fx.Node) -> bool:
+        """Whether a value is the result of a call in a lower dtype, whose rounding is that call's error."""
+        is_result = source.op == "call_function" and source.target is not aten._to_copy.default
+        return is_result and bool(self._dtypes(source) & LOW)
+
+    def _as_it_comes(self, source: fx.Node) -> Any:
+        return self._in_its_dtypes(source) if self._comes_low(source) else self.env[source]
+
+    def _in_its_dtypes(self, source: fx.Node) -> Any:
+        def rounded(leaf: Any, dtype: Any) -> Any:
+            is_number = isinstance(leaf, Tensor) and leaf.is_floating_point()
+            return leaf.detach().to(dtype) if is_number else leaf
+
+        return pytree.tree_map(rounded, self.env[source], self._kinds[source])
+
+    def _compare(self, node: fx.Node, own: Any, exact: Any, given: Any) -> None:
+        seen = Seen(reads=frozenset().union(*map(self._dtypes, node.all_input_nodes)))
+        for a, r in zip(pytree.tree_leaves(own), pytree.tree_leaves(given), strict=True):
+            if isinstance(r, Tensor) and r.is_floating_point():
+                seen = seen.joined(_compared(a, r.detach()))
+        low = [source for source in node.all_input_nodes if self._dtypes(source) & LOW]
+        read = max((_magnitude(self.env[source]) for source in low), default=0.0)
+        self.seen[node] = dataclasses.replace(seen, largest=_magnitude(exact), largest_read=read)
+
+    def _dtypes(self, source: fx.Node) -> frozenset[torch.dtype]:
+        return frozenset(leaf for leaf in pytree.tree_leaves(self._kinds[source]) if leaf is not None)
+
+
+def _compared(own: Tensor, exact: Tensor) -> Seen:
+    finite = torch.isfinite(exact)
+    spoilt = finite & ~torch.isfinite(own)
+    both = finite & ~spoilt
+    norm = float(torch.linalg.vector_norm(exact[both]))
+    error = float(torch.linalg.vector_norm(own.double()[both] - exact[both]))
+    return Seen(
+        error=error / norm if norm > 0 else error,
+        overflows=bool(spoilt.any()),
+        gives=frozenset({own.dtype}),
+    )
+
+
+def _magnitude(value: Any) -> float:
+    """The largest finite magnitude among the tensors of a value; 0 where there is none."""
+    largest = 0.0
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            finite = leaf.detach()[torch.isfinite(leaf)]
+            largest = max(largest, float(finite.abs().max())) if finite.numel() else largest
+    return largest
+
+
+def _wide(leaf: Any) -> Any:
+    """A floating-point tensor in float64, and float64 for the name of a lower dtype; others stay."""
+    if isinstance(leaf, torch.dtype):
+        return torch.float64 if leaf.is_floating_point else leaf
+    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

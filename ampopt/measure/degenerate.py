@@ -1,0 +1,147 @@
+"""Names untrained and degenerate networks: outputs that hardly depend on the input, or vanish.
+
+The relative errors of such outputs say nothing: of an output that is the same for every input, lower
+precision keeps everything but what the input is about; and outputs that vanish are 0 in float16.
+Torchvision's untrained EfficientNet-B0 is both: with the statistics that batch norms begin with, activations
+shrink from layer to layer.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from ampopt.ir.beside import exact_outputs, observe
+from ampopt.ir.graph import aten, copy_of, finish
+from ampopt.ir.program import Program
+from ampopt.measure.draws import Tensors
+from ampopt.measure.verify import Verifier
+from ampopt.system.interrupts import check_interrupted
+
+VANISHING = 1e-6
+"""Share of an output, or of the activations before it, that counts as nothing: ten roundings of float32.
+
+In torchvision's untrained ShuffleNetV2, an ordinary network, two inputs differ by 5e-5 of the output; in its
+EfficientNet-B0 after one batch of training, by 5e-12.
+"""
+
+_ADVICE = "load trained weights, or run batch norm statistics, before judging precision"
+
+_SATURATING = {
+    aten.softmax.int,
+    aten.log_softmax.int,
+    aten.sigmoid.default,
+    aten.log_sigmoid.default,
+    aten.tanh.default,
+    aten.hardsigmoid.default,
+    aten.hardtanh.default,
+    aten.relu6.default,
+    aten.clamp.default,
+    aten.relu.default,
+}
+"""Before these, a classifier that is merely sure of itself still differs from input to input."""
+
+
+def notes_on(verifier: Verifier) -> list[str]:
+    """A note for each output that hardly depends on the inputs, or vanishes beside the activations before it.
+
+    References that are there anyway give the suspicion; two runs of the graph confirm it, before a saturating
+    operator at the output. Outputs of integers, states, and outputs that no input reaches are left out.
+    """
+    captured, draws = verifier.captured, verifier.draws
+    firsts = [verifier.reference(draw)[0] for draw in draws]
+    inputs = [draw.calls[0] for draw in draws]
+    notes = []
+    for index in range(len(firsts[0]) - len(captured.state)):
+        outputs = [first[index] for first in firsts]
+        if not outputs[0].is_floating_point() or outputs[0].numel() == 0:
+            continue
+        read = _inputs_of(captured.program, index)
+        pairs = [
+            (a, b)
+            for a, b in itertools.combinations(range(len(draws)), 2)
+            if _differ(inputs[a], inputs[b], read)
+        ]
+        is_same = bool(pairs) and all(_change(outputs[a], outputs[b]) <= VANISHING for a, b in pairs)
+        is_nothing = bool(read) and all(
+            _largest([o]) <= VANISHING * max(_largest(inputs[0]), 1.0) for o in outputs
+        )
+        if is_same or is_nothing:
+            try:
+                calls = [inputs[place] for place in (pairs[0] if pairs else (0,))]
+                notes += _confirmed(captured.program, index, calls, verifier)
+            except Exception as error:  # an operator that knows no float64: nothing is certain
+                check_interrupted(error)
+    return notes
+
+
+def _confirmed(program: Program, index: int, calls: list[Tensors], verifier: Verifier) -> list[str]:
+    """The note, by the values before a saturating operator at the output."""
+    module = copy_of(program.graph)
+    output = module.graph.output_node()
+    results: tuple[fx.Node, ...] = output.args[0]  # type: ignore[assignment]
+    node = _before_saturation(results[index])
+    output.args = ((node,),)
+    before = program.replace(graph=finish(module), exit=(program.exit[index],))
+    full = [(*call, *verifier.captured.initial_state) for call in calls]
+    seen, found = observe(before, full[:1]), [exact_outputs(before, call)[0] for call in full]
+    size, activations = _largest([found[0]]), max((each.largest for each in seen.values()), default=0.0)
+    if len(found) > 1 and (change := _change(*found)) <= VANISHING:
+        much = f"change it by {change:.0e} of its size" if change else "give the very same"
+        text = f"output {index} hardly depends on the input: two different inputs {much}"
+        return [f"{text}; errors in lower precision are measured against its size: {_ADVICE}"]
+    if size <= VANISHING * activations:
+        text = f"output {index} vanishes: its largest value is {size:.0e}, after {activations:.0e} before it"
+        return [f"{text}, which lower precisions do not hold together: {_ADVICE}"]
+    return []
+
+
+def _before_saturation(node: fx.Node) -> fx.Node:
+    while node.target in _SATURATING or _only_moves(node):
+        source = node.args[0]
+        if not isinstance(source, fx.Node) or source.op != "call_function":
+            break
+        node = source
+    return node
+
+
+def _only_moves(node: fx.Node) -> bool:
+    """Whether the result has its argument's values, in another shape or dtype: a view, by its schema."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    is_view = any(result.alias_info is not None for result in node.target._schema.returns)
+    return is_view or node.target in (aten.clone.default, aten._to_copy.default)
+
+
+def _inputs_of(program: Program, index: int) -> list[int]:
+    """The places of the inputs that an output depends on."""
+    results: tuple[fx.Node, ...] = program.graph.graph.output_node().args[0]  # type: ignore[assignment]
+    reached, todo = set[fx.Node](), [results[index]]
+    while todo:
+        node = todo.pop()
+        if node not in reached:
+            reached.add(node)
+            todo += node.all_input_nodes
+    placeholders = program.graph.graph.find_nodes(op="placeholder")
+    return [place for place, node in enumerate(placeholders) if node in reached]
+
+
+def _differ(a: Tensors, b: Tensors, read: list[int]) -> bool:
+    return any(not torch.equal(a[place], b[place]) for place in read if place < len(a))
+
+
+def _change(a: Tensor, b: Tensor) -> float:
+    """The relative change from one output to another; infinite where one is not finite."""
+    if a.shape != b.shape or not bool(torch.isfinite(a).all() & torch.isfinite(b).all()):
+        return float("inf")
+    norm = max(float(torch.linalg.vector_norm(each)) for each in (a, b))
+    change = float(torch.linalg.vector_norm(a - b))
+    return change / norm if norm > 0 else 0.0
+
+
+def _largest(tensors: Tensors | list[Tensor]) -> float:
+    floats = [each for each in tensors if each.is_floating_point() and each.numel()]
+    return max((float(each.abs().max()) for each in floats), default=0.0)

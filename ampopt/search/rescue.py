@@ -1,0 +1,87 @@
+"""Makes a mixed lane right before anything is built on it, or leaves it out with the evidence.
+
+In a lane whose first program is over its limit, every pass on top of it would be wrong, too. So what can make
+it right comes first there, and is kept whatever it costs: there is nothing right to compare it with. First
+are the rewrites that need no precision, because a folded batch norm may be all that a convolution's overflow
+needs; then, if that is not enough, `keep-fp32`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from ampopt.ir.transform import Family, Pass
+from ampopt.measure.entry import Entry, Verdict
+from ampopt.measure.verify import Verifier
+from ampopt.passes import PIPELINE, BakeAutocast, KeepFp32
+from ampopt.search.lane_state import LaneState
+from ampopt.search.pass_manager import PassManager
+
+MARGIN = 0.9
+"""A lane is brought within this share of a bound, because later passes round again."""
+
+MOST_NAMED = 8
+"""Operators that a note names; the report's data has them all."""
+
+
+def rescued(
+    manager: PassManager,
+    state: LaneState,
+    verifier: Verifier,
+    passes: Sequence[Pass],
+    notes: list[str],
+    bound: float | None = None,
+) -> bool:
+    """Whether a new lane is right, or has been made right; the notes say by what, or why not.
+
+    A lane whose error is over `bound` (that of `precision="auto"`) is brought within it, if that can be; it
+    is right all the same. Without `keep-fp32`, a lane stays open for a user's tolerance or metric, within
+    which other passes may bring it.
+    """
+    if not state.lane.is_mixed:
+        return True
+    check, most = verifier.check_errors(state.best.run, state.lane), math.inf if bound is None else bound
+    if check.passed and check.error <= most:
+        return True
+    wrong, name, why = check.reason, state.lane.name, ""
+    for attempt, steps in _attempts(passes):
+        entry = manager.rescue(state, attempt, steps, MARGIN * most)
+        if entry.verdict is Verdict.KEPT:
+            notes.append(_kept(entry))
+            return True
+        why = f"; {attempt} does not help: {entry.reason}"
+    if check.passed:
+        return True
+    if not any(isinstance(step, KeepFp32) for step in passes) and _may_be_brought_within(verifier):
+        return True
+    notes.append(f"the {name} lane was not tried: eager itself is too inexact in it: {wrong}{why}")
+    return False
+
+
+def in_order(state: LaneState, passes: Sequence[Pass]) -> list[Pass]:
+    """The passes in the order of the lane's recipes: those that have made it right come first."""
+    first = [step.name for step in state.best.program.recipe]
+    return sorted(passes, key=lambda step: first.index(step.name) if step.name in first else len(first))
+
+
+def _attempts(passes: Sequence[Pass]) -> Iterator[tuple[str, list[Pass]]]:
+    """What may make a lane right, by name."""
+    ours = {type(step) for step in PIPELINE}
+    exact = [s for s in passes if s.portable and s.family is Family.REWRITE and type(s) in ours]
+    for kind in (BakeAutocast, KeepFp32):
+        for step in (each for each in passes if isinstance(each, kind)):
+            yield step.name, [*exact, step]
+
+
+def _may_be_brought_within(verifier: Verifier) -> bool:
+    return verifier.tolerance is not None or verifier.metric is not None
+
+
+def _kept(entry: Entry) -> str:
+    if entry.name == "bake-autocast":
+        return f"the {entry.lane} lane is right with the rewrites that need no precision before its casts"
+    lines = entry.hints[: entry.rewrites]
+    more = f"; and {len(lines) - MOST_NAMED} more" if len(lines) > MOST_NAMED else ""
+    count = f"{entry.rewrites} operator{'s' if entry.rewrites > 1 else ''}"
+    return f"the {entry.lane} lane is right with {count} in FP32: {'; '.join(lines[:MOST_NAMED])}{more}"

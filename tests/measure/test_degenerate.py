@@ -1,0 +1,131 @@
+"""Networks whose outputs say nothing are named; ordinary, confident and constant ones are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from ampopt.measure.degenerate import notes_on
+from ampopt.measure.verify import Verifier
+from tests.helpers import Model, several_kinds
+from tests.support import overflowing
+from tests.support.planted import captured_of, optimize
+
+IMAGE = (1, 3, 32, 32)
+
+
+def notes(model: nn.Module, *inputs: Tensor, draws: int = 2) -> list[str]:
+    original, captured = captured_of(model.eval(), *inputs)
+    return notes_on(Verifier(original, captured, draws=draws))
+
+
+def _torchvision(name: str, *, trained: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = getattr(torchvision.models, name)(weights=None)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 1.0  # the statistics are those of the batch
+    if trained:
+        model.train()
+        with torch.no_grad():
+            model(torch.randn(4, *IMAGE[1:]))
+    return model.eval()
+
+
+def test_an_untrained_network_of_torchvisions_vanishes_until_its_norms_have_seen_data() -> None:
+    x, name = torch.randn(IMAGE), "mobilenet_v3_small"
+    (note,) = notes(_torchvision(name, trained=False), x)
+    assert note.startswith("output 0 vanishes: its largest value is ")
+    assert note.endswith("load trained weights, or run batch norm statistics, before judging precision")
+    assert notes(_torchvision(name, trained=True), x) == []
+
+
+@pytest.mark.parametrize(("name", "trained"), [("resnet18", False), ("squeezenet1_1", True)])
+def test_ordinary_networks_are_not_named(name: str, trained: bool) -> None:
+    assert notes(_torchvision(name, trained=trained), torch.randn(IMAGE)) == []
+
+
+def _with_bias(scale: float) -> nn.Module:
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 4)
+    with torch.no_grad():
+        linear.weight.mul_(scale)
+    return linear
+
+
+@pytest.mark.parametrize(("scale", "named"), [(1.0, False), (1e-4, False), (1e-8, True), (0.0, True)])
+def test_outputs_that_hardly_depend_on_the_input_are_named_with_how_much(scale: float, named: bool) -> None:
+    found = notes(_with_bias(scale), torch.randn(2, 8))
+    assert bool(found) == named
+    if scale == 1e-8:
+        text, _, rest = found[0].partition(" change it by ")
+        assert text == "output 0 hardly depends on the input: two different inputs"
+        assert 1e-9 < float(rest.split()[0]) < 1e-7
+    if scale == 0.0:
+        assert "two different inputs give the very same" in found[0]
+
+
+ENDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda y: y.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "softmax, in another shape": lambda y: y.softmax(-1).reshape(-1).float(),
+    "relu": lambda y: (y - 1e3).relu(),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_classifier_that_is_merely_sure_of_itself_is_not_named(end: str) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 4)
+    with torch.no_grad():
+        linear.bias.copy_(torch.tensor([200.0, -200.0, -200.0, -200.0]))
+    model = Model(lambda m, x: ENDS[end](m.linear(x)), linear=linear)
+    assert notes(model, torch.randn(2, 8)) == []
+
+
+def test_a_classifier_that_is_the_same_for_every_input_is_named() -> None:
+    (note,) = notes(nn.Sequential(_with_bias(0.0), nn.Softmax(-1)), torch.randn(2, 8))
+    assert "hardly depends on the input" in note
+
+
+def test_outputs_that_no_input_reaches_and_integers_are_nobodys_business() -> None:
+    def function(m: Any, x: Tensor) -> Any:
+        return m.linear(x), m.anchors * 2, torch.zeros(3), (m.linear(x) > 1e9).long()
+
+    model = Model(function, linear=nn.Linear(8, 4), anchors=torch.arange(4.0))
+    assert notes(model, torch.randn(2, 8)) == []
+
+
+def test_inputs_that_cannot_differ_prove_nothing() -> None:
+    """A permutation of equal integers is the same input."""
+    model = Model(lambda m, x, mask: (m.linear(x), mask.float() * 2), linear=nn.Linear(8, 4))
+    assert notes(model, torch.randn(2, 8), torch.ones(2, 8, dtype=torch.int64)) == []
+
+
+def test_small_outputs_are_not_nothing() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 4)
+    with torch.no_grad():
+        linear.weight.mul_(1e-4)
+        linear.bias.zero_()
+    assert notes(linear, torch.randn(2, 8)) == []
+    assert notes(linear, torch.randn(2, 8) * 1e-5) == [], "as small as its input"
+
+
+def test_one_example_alone_can_only_vanish() -> None:
+    assert notes(_with_bias(1e-8), torch.randn(2, 8), draws=0) == []
+
+
+def test_states_and_several_kinds_of_operators_are_no_hindrance() -> None:
+    assert notes(overflowing.recurrent(), torch.randn(2, 8)) == []
+    assert notes(several_kinds(), torch.randn(2, 3, 16, 16)) == []
+
+
+def test_the_report_of_optimize_has_the_note_once() -> None:
+    fast = optimize(_with_bias(1e-8).eval(), torch.randn(2, 8), precision="fp32", budget_s=5.0, cache=False)
+    assert sum("hardly depends on the input" in note for note in fast.report.notes) == 1
