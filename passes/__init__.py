@@ -17,6 +17,7 @@ from ampopt.passes.fuse_conv_triton import FuseConvTriton
 from ampopt.passes.fuse_linear_act import FuseLinearAct
 from ampopt.passes.merge_linear_chain import MergeLinearChain
 from ampopt.passes.onnx_runtime import OnnxRuntime
+from ampopt.passes.openvino import Openvino
 from ampopt.passes.parallel_branches import ParallelBranches
 from ampopt.passes.remove_inference_noops import RemoveInferenceNoops
 from ampopt.passes.script import Script
@@ -38,6 +39,7 @@ __all__ = [
     "FuseLinearAct",
     "MergeLinearChain",
     "OnnxRuntime",
+    "Openvino",
     "ParallelBranches",
     "RemoveInferenceNoops",
     "Script",
@@ -60,7 +62,7 @@ PIPELINE = Pipeline(
         FuseConvOnednn(),
         FuseLinearAct(),
     ),
-    engines=(OnnxRuntime(), Compile(), Script(), ParallelBranches()),
+    engines=(OnnxRuntime(), Openvino(), Compile(), Script(), ParallelBranches()),
     launches=(CudaGraph(),),
 )
 """The passes that `optimize` tries: clean-up, precision, algebra, layout, kernels; likely best engines first.
