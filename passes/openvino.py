@@ -67,6 +67,11 @@ class Openvino(Engine):
     options: tuple[tuple[str, str], ...] | None = None
     """The fields of `OpenVinoOptions`, each as JSON, or the defaults; None: measure them."""
 
+    @property
+    def chosen(self) -> OpenVinoOptions:
+        """The options, or the defaults where none are chosen. Raises BundleError if they are none."""
+        return OpenVinoOptions.from_dict({name: json.loads(value) for name, value in self.options or ()})
+
     def why_not(self, program: Program) -> str | None:
         """See the class."""
         if program.device.type != "cpu":
@@ -103,9 +108,7 @@ class Openvino(Engine):
         else:
             if not self.options:
                 hints = ("OpenVINO runs with default options: there was no time to measure others",)
-            stored = {name: json.loads(value) for name, value in self.options}
-            options = OpenVinoOptions.from_dict(stored)
-            runner = OpenVinoRunner(model, dataclasses.replace(options, precision=precision))
+            runner = OpenVinoRunner(model, dataclasses.replace(self.chosen, precision=precision))
         chosen = tuple((name, json.dumps(value)) for name, value in runner.options.to_dict().items())
         changed = program.replace(engine=OpenVinoEngine(runner), entry=entry)
         return Result(changed, 1, hints=hints, replay=dataclasses.replace(self, options=chosen))

@@ -29,6 +29,11 @@ class OpenVinoOptions:
     pinning: bool = False
     latency: bool = True
 
+    @property
+    def provider(self) -> str:
+        """What runs the model, as `SessionOptions.provider` names one of ONNX Runtime's."""
+        return "OpenVINO"
+
     def native(self) -> dict[str, Any]:
         """OpenVINO's properties: one stream, and denormal numbers as they are."""
         return {

@@ -51,6 +51,8 @@ def tune_openvino(
             break
         changed = [dataclasses.replace(best.options, **change) for change in knob]
         others = [found for options in changed if (found := _loaded(model, options)) is not None]
+        if not others:
+            continue
         times = _measured([best, *others], inputs, seconds=left / (len(knobs) - turn))
         best, timed = min(
             [(best, times[0])]
