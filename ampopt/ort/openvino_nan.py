@@ -52,7 +52,7 @@ def _repaired(op: Any) -> bool:
 
 def _with_nan(op: Any, kind: str, result: Any) -> Any:
     """The node that gives what `op` gives, or NaN; None if `op` keeps NaN, or its only reader is repaired."""
-    ops = _ops()
+    ops = _opset()
     if kind in _BY_ELEMENT:
         added = _added_to_clamp(op) if kind == "Clamp" else _zero
         return ops.add(result, added(op.input_value(0)))
@@ -123,7 +123,7 @@ def _pooled(pool: Any) -> Any:
         given["rounding_type"],
         given["auto_pad"],
     )
-    return _ops().max_pool(_is_nan(pool.input_value(0)), *geometry).output(0)
+    return _opset().max_pool(_is_nan(pool.input_value(0)), *geometry).output(0)
 
 
 def _keeps_dims(op: Any) -> bool:
@@ -132,32 +132,32 @@ def _keeps_dims(op: Any) -> bool:
 
 def _zero(value: Any) -> Any:
     """0, or NaN where the value is."""
-    return _ops().select(_ops().equal(value, value), _number(0), value)
+    return _opset().select(_opset().equal(value, value), _number(0), value)
 
 
 def _zero_below_infinity(value: Any) -> Any:
     """0, or the value where it is NaN or positive infinity."""
-    return _ops().select(_ops().less(value, _number(np.inf)), _number(0), value)
+    return _opset().select(_opset().less(value, _number(np.inf)), _number(0), value)
 
 
 def _zero_above_infinity(value: Any) -> Any:
     """0, or the value where it is NaN or negative infinity."""
-    return _ops().select(_ops().less(_number(-np.inf), value), _number(0), value)
+    return _opset().select(_opset().less(_number(-np.inf), value), _number(0), value)
 
 
 def _is_nan(value: Any) -> Any:
     """0, or 1 where the value is NaN."""
-    return _ops().select(_ops().equal(value, value), _number(0), _number(1))
+    return _opset().select(_opset().equal(value, value), _number(0), _number(1))
 
 
 def _is_not_below_infinity(value: Any) -> Any:
     """0, or 1 where the value is NaN or infinity: those that make a softmax NaN."""
-    return _ops().select(_ops().less(value, _number(np.inf)), _number(0), _number(1))
+    return _opset().select(_opset().less(value, _number(np.inf)), _number(0), _number(1))
 
 
 def _number(value: float) -> Any:
-    return _ops().constant(np.float32(value))
+    return _opset().constant(np.float32(value))
 
 
-def _ops() -> Any:
+def _opset() -> Any:
     return importlib.import_module("openvino.opset14")
