@@ -118,5 +118,5 @@ clean: ## remove caches and build products; .venv stays
 	@# The builds of ONNX Runtime overwrite each other: whichever is there stays.
 	@runtime=$$($(VENV_PYTHON) -c "import onnxruntime" 2>/dev/null || echo $(ONNXRUNTIME)) && \
 	    $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check --no-input \
-	        -e '.[vision,timm,dev,report,sign]' onnx onnx-ir onnxscript $$runtime
+	        -e '.[vision,timm,dev,report,sign]' onnx onnx-ir onnxscript openvino $$runtime
 	@touch $@

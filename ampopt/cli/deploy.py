@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,7 +21,7 @@ from ampopt.measure.field_test import FieldReport, Judgment, check_field_test, f
 if TYPE_CHECKING:
     from ampopt.bundle_load import LoadedModel
 
-Backend = Literal["auto", "ampopt", "onnxruntime", "original"]
+Backend = Literal["auto", "ampopt", "onnxruntime", "openvino", "original"]
 """`ampopt.bundle_load.BACKENDS`, copied because that module takes seconds to import."""
 
 
@@ -185,7 +186,7 @@ def verify(
         with torch.no_grad():
             found = _frames(model, hz, seconds, deadline_ms)
         manifest = model.manifest
-        latency = manifest["onnx"]["latency"] if model.backend == "onnxruntime" else manifest["latency"]
+        latency = _expected(manifest, model.backend)
         judgment = found.judge(latency, slack=slack, strict=strict)
         console().print(_table(found))
         facts = {
@@ -204,6 +205,13 @@ def verify(
         _conclude(model, judgment)
     if not judgment.passed:
         raise Exit(1)
+
+
+def _expected(manifest: Mapping[str, Any], backend: str) -> Mapping[str, Any]:
+    """The latency of a backend on the machine that the bundle was made on."""
+    onnx = manifest["onnx"] if backend in ("onnxruntime", "openvino") else {}
+    latency: Mapping[str, Any] = onnx.get(backend, onnx or manifest)["latency"]
+    return latency
 
 
 def _frames(model: LoadedModel, hz: float, seconds: float, deadline_ms: float | None) -> FieldReport:

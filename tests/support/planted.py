@@ -38,7 +38,7 @@ def rewriting(passes: Sequence[Pass]) -> Pipeline:
     return dataclasses.replace(PIPELINE, rewrites=tuple(passes))
 
 
-NO_ENGINES = ("compile", "onnx-runtime", "parallel-branches", "script")
+NO_ENGINES = ("compile", "onnx-runtime", "openvino", "parallel-branches", "script")
 
 
 def optimize(model: nn.Module, example_inputs: Any = None, **options: Any) -> Any:
