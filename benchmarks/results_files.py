@@ -80,6 +80,15 @@ def write_results(folder: Path, row: dict[str, Any]) -> None:
     (folder / "passes.md").write_text(to_markdown(ordered), encoding="utf-8")
 
 
+LARGEST_ERROR, TIMES_EAGERS = 1e-2, 2.0
+"""A peer counts up to this error, or up to so many times that of eager in the same lane if it is larger."""
+
+
+def exact_enough(error: float | None, eagers: float | None) -> bool:
+    """Whether a peer's answer is one: None, for NaN and infinities, is not."""
+    return error is not None and error <= max(LARGEST_ERROR, TIMES_EAGERS * (eagers or 0.0))
+
+
 def geometric_mean(values: list[float]) -> float:
     """exp(mean(log(values)))."""
     return math.exp(sum(map(math.log, values)) / len(values))

@@ -26,7 +26,7 @@ import ampopt
 from ampopt.system.environment import environment
 from benchmarks.contestants import BUDGET_S, LANES
 from benchmarks.race_networks import RACE, racer
-from benchmarks.race_process import CACHES
+from benchmarks.race_protocol import emptied
 from benchmarks.results_files import Row, commit, heading, results_folder, update
 
 Facts = dict[str, Any]
@@ -49,7 +49,7 @@ def measure(network: str, lane: str, device: torch.device, budget_s: float = BUD
     command = [sys.executable, "-m", "benchmarks.second_optimize", "--once"]
     command += ["--models", network, "--lanes", lane, "--device", device.type, "--budget", str(budget_s)]
     with tempfile.TemporaryDirectory(prefix="ampopt-second-") as folder:
-        env = {**os.environ, **{name: str(Path(folder, name.lower())) for name in CACHES}}
+        env = emptied(Path(folder), os.environ)
         for call in ("first", "second"):
             done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
             if done.returncode:
