@@ -1,4 +1,4 @@
-"""`torch.compile` as an expert has it: freezing or not, its own CUDA graphs or a plain one around its kernels."""
+"""`torch.compile` as an expert has it: freezing or not, its own CUDA graphs or a plain one around it."""
 
 from __future__ import annotations
 

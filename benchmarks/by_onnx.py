@@ -37,8 +37,12 @@ def exported(model: nn.Module, inputs: tuple[Tensor, ...]) -> bytes:
 
 
 def on_cpu(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
-    """ONNX Runtime's CPU provider with its own defaults."""
-    return _of_arrays(OnnxRunner(exported(model, inputs), SessionOptions(CPU, spin_after_run=True)))
+    """ONNX Runtime's CPU provider with its own defaults, and no more threads than the others have.
+
+    It counts the machine's cores itself, those that this process may not use among them.
+    """
+    options = SessionOptions(CPU, threads=torch.get_num_threads(), spin_after_run=True)
+    return _of_arrays(OnnxRunner(exported(model, inputs), options))
 
 
 def on_cpu_tuned(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
@@ -52,7 +56,7 @@ def _of_arrays(runner: OnnxRunner) -> Call:
     return lambda *tensors: [torch.from_numpy(a) for a in runner(*(t.numpy() for t in tensors))]
 
 
-def openvino(model: nn.Module, inputs: tuple[Tensor, ...], border: Border) -> Ways:
+def openvino(model: nn.Module, inputs: tuple[Tensor, ...], _: Border) -> Ways:
     """OpenVINO on the CPU, float32 throughout, for latency, with each sensible number of threads.
 
     ImportError where it is not installed.

@@ -2,10 +2,10 @@
 
     python -m benchmarks.cold [--models NAME ...] [--seconds S] [--compile] [--budget-left S] [--again]
 
-Each network runs in a process of its own with empty caches: `ampopt.optimize(model, x)` and nothing else, then
-eager and the recipe by hand beside it, in turn. Writes DIR/<device>/cold.json, a row as soon as it is there,
-and the table that is made from it. Networks that have figures of this commit are skipped, so a run that was
-cut off goes on where it stopped.
+Each network runs in a process of its own with empty caches: `ampopt.optimize(model, x)` and nothing else,
+then eager and the recipe by hand beside it, in turn. Writes DIR/<device>/cold.json, a row as soon as it is
+there, and the table that is made from it. Networks that have figures of this commit are skipped, so a run
+that was cut off goes on where it stopped.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ COLD: tuple[str, ...] = (*_SEGMENTERS, *_TIMM)
 """Their names, those of torchvision first, then those of timm."""
 
 
-class Unknown(LookupError):
+class UnknownNetworkError(LookupError):
     """The package is missing, or its version has no such network."""
 
 
@@ -33,7 +33,7 @@ def stranger(name: str) -> tuple[nn.Module, Tensor]:
     """A network of `COLD` in eval mode with seeded random weights, and an image for it, on the CPU.
 
     Batch normalization has the statistics of one batch in training mode, so that no layer's values vanish or
-    grow. Raises Unknown.
+    grow. Raises UnknownNetworkError.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
@@ -50,7 +50,7 @@ def _segmenter(name: str) -> tuple[nn.Module, tuple[int, ...]]:
 
         model: nn.Module = torchvision.models.get_model(name, weights=None, weights_backbone=None)
     except (ImportError, ValueError) as error:
-        raise Unknown(f"no {name} in torchvision: {error}") from error
+        raise UnknownNetworkError(f"no {name} in torchvision: {error}") from error
     return model, (3, 224, 224)
 
 
@@ -60,7 +60,7 @@ def _from_timm(name: str) -> tuple[nn.Module, tuple[int, ...]]:
 
         model: nn.Module = timm.create_model(name, pretrained=False)
     except (ImportError, RuntimeError) as error:
-        raise Unknown(f"no {name} in timm: {error}") from error
+        raise UnknownNetworkError(f"no {name} in timm: {error}") from error
     shape: tuple[int, ...] = model.pretrained_cfg["input_size"]  # type: ignore[index, assignment]
     return model, shape
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks import by_hand
 from benchmarks.by_hand import Call
-from benchmarks.cold_networks import Unknown, anybody
+from benchmarks.cold_networks import UnknownNetworkError, anybody
 from benchmarks.cold_start import BY_HAND, COMPILED, EAGER, EAGER_AMP, OURS
 from benchmarks.race_protocol import peak_bytes
 from benchmarks.regimes import Block, Subject, block, in_turn, summary
@@ -162,7 +162,7 @@ def main() -> None:
     options = parser.parse_args()
     try:
         facts = measure(options.network, options.device, options.seconds, options.compile)
-    except Unknown as unknown:
+    except UnknownNetworkError as unknown:
         facts = {"skipped": str(unknown)}
     except Exception as failure:
         facts = {"error": f"{type(failure).__name__}: {failure}"[:300]}

@@ -1,4 +1,4 @@
-"""A default call in a cold process with empty caches, as a stranger makes it: the row that every benchmark has.
+"""A default call in a cold process with empty caches, as a stranger makes it: every benchmark has its row.
 
 `default_call` starts `benchmarks.cold_process`; `lines` shows what rows of any benchmark keep of it under
 "default_call".
@@ -75,11 +75,9 @@ def lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _said(row: Row) -> str:
     if "contestants" not in row:
         return str(row.get("error") or row.get("skipped"))
-    times = (
-        f"{regime} {_ms(row, OURS, regime)} ms (eager {_ms(row, EAGER, regime)}, by hand {_ms(row, BY_HAND, regime)})"
-        for regime in REGIMES
-    )
-    return f"{row['chosen']} lane after {row['prepare_s']:.1f} s: " + ", ".join(times)
+    shown = ((regime, *(_ms(row, name, regime) for name in (OURS, EAGER, BY_HAND))) for regime in REGIMES)
+    times = (f"{regime} {mine} ms (eager {eager}, by hand {hand})" for regime, mine, eager, hand in shown)
+    return f"{row['chosen']} lane after {row['prepare_s']:.1f} s: {', '.join(times)}"
 
 
 def _ms(row: Row, name: str, regime: str) -> str:

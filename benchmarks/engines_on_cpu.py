@@ -7,6 +7,7 @@ in LiteRT's converter. All take and give NumPy arrays.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
@@ -33,11 +34,19 @@ def convert(engine: str, folder: Path) -> None:
         with np.load(folder / "inputs.npz") as stored:
             shapes = ",".join("[" + ",".join(map(str, array.shape)) + "]" for array in stored.values())
         # Half precision is ncnn's default for stored weights.
-        _run([str(tools / "pnnx"), onnx, f"inputshape={shapes}", "fp16=0"], folder)
+        _run([str(_pnnx()), onnx, f"inputshape={shapes}", "fp16=0"], folder)
     else:
         made = str(folder / "model.mnn")
         options = ["-f", "ONNX", "--modelFile", onnx, "--MNNModel", made, "--bizCode", "race"]
         _run([str(tools / "mnnconvert"), *options], folder)
+
+
+def _pnnx() -> Path:
+    """The converter itself: the script that the package installs imports PyTorch."""
+    found = importlib.util.find_spec("pnnx")
+    if found is None or found.origin is None:
+        raise FileNotFoundError("pnnx is not installed")
+    return Path(found.origin).parent / "pnnx"
 
 
 def _run(command: list[str], folder: Path) -> None:
@@ -84,31 +93,27 @@ def mnn(folder: Path, inputs: tuple[Array, ...], threads: int) -> Run:
     session = interpreter.createSession({"numThread": threads, "precision": "high", "backend": "CPU"})
     ins = interpreter.getSessionInputAll(session)
     outs = interpreter.getSessionOutputAll(session)
-    hosts = [
-        engine.Tensor(a.shape, engine.Halide_Type_Float, a, engine.Tensor_DimensionType_Caffe) for a in inputs
-    ]
+    float32, planar = engine.Halide_Type_Float, engine.Tensor_DimensionType_Caffe
+    names, results = sorted(ins), sorted(outs)
+    if len(names) != len(inputs):
+        raise ValueError(f"MNN has {len(names)} inputs of {len(inputs)}")
 
     def run(*arrays: Array) -> list[Array]:
-        for name, host in zip(sorted(ins), hosts, strict=True):
-            ins[name].copyFrom(host)
+        for name, array in zip(names, arrays, strict=True):
+            ins[name].copyFrom(engine.Tensor(array.shape, float32, array, planar))
         interpreter.runSession(session)
         found: list[Array] = []
-        for name in sorted(outs):
+        for name in results:
             shape = outs[name].getShape()
-            host = engine.Tensor(
-                shape,
-                engine.Halide_Type_Float,
-                np.empty(shape, np.float32),
-                engine.Tensor_DimensionType_Caffe,
-            )
+            host = engine.Tensor(shape, float32, np.empty(shape, np.float32), planar)
             outs[name].copyToHostTensor(host)
-            found.append(np.array(host.getNumpyData(), copy=False).reshape(shape))
+            found.append(np.array(host.getNumpyData()).reshape(shape))
         return found
 
     return run
 
 
-def litert(folder: Path, inputs: tuple[Array, ...], threads: int) -> Run:
+def litert(folder: Path, _: tuple[Array, ...], threads: int) -> Run:
     """LiteRT's interpreter with XNNPACK, its default on a CPU."""
     module: Any = importlib.import_module("ai_edge_litert.interpreter")
     interpreter = module.Interpreter(model_path=str(folder / "model.tflite"), num_threads=threads)

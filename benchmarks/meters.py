@@ -1,7 +1,7 @@
 """What a device says of itself: clocks, power and energy of a GPU, energy of a processor.
 
-A GPU's come through `nvidia-ml-py`, a processor's through RAPL's files in /sys; where either is not to be had,
-readings are empty and results say null.
+A GPU's come through `nvidia-ml-py`, a processor's through RAPL's files in /sys; where either is not to be
+had, readings are empty.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Readings = dict[str, float]
 
 
 def gpu_meter(uuid: str) -> Callable[[], Readings]:
-    """Readings of the GPU with this identity: `sm_mhz`, `memory_mhz`, `power_w`, and `energy_j` used so far."""
+    """Readings of a GPU by its identity: `sm_mhz`, `memory_mhz`, `power_w`, and `energy_j` used so far."""
     try:
         nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()

@@ -1,14 +1,15 @@
 """The race: every network, every peer and ampopt side by side, in both regimes, at each border.
 
-    python -m benchmarks.peers [--models NAME ...] [--lanes fp32 amp] [--io fp32 lane] [--contestants NAME ...]
-                               [--thorough [NAME ...]] [--threads N] [--budget-left S] [--gpus INDEX ...]
+    python -m benchmarks.peers [--models NAME ...] [--lanes fp32 amp] [--io fp32 lane] [--threads N]
+                               [--contestants NAME ...] [--thorough [NAME ...]]
+                               [--missing] [--budget-left S] [--gpus INDEX ...]
 
 Every peer is at its best, see `benchmarks.contestants`; each is prepared in a process of its own: those that
 only compile side by side, those that time alternatives alone. Then all are sampled in turn, a block of calls
 at a time, in an order that is drawn anew for every round. One that fails has a row with its reason. Writes
-DIR/<device>/race.json, a row of a network, lane, border and number of threads as soon as it is there, with the
-table and the chart that are made from it; rows that were not run this time stay. On two GPUs two races run at
-once, and no more: they would starve each other of the host.
+DIR/<device>/race.json, a row of a network, lane, border and number of threads as soon as it is there, with
+the table and the chart that are made from it; rows that were not run this time stay. On two GPUs two races
+run at once, and no more: they would starve each other of the host.
 """
 
 from __future__ import annotations

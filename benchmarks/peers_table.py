@@ -12,19 +12,19 @@ from benchmarks.results_files import Row, beyond_replays, heading
 from benchmarks.standing import Standing, Table, eager_error, lead, name_of, ours, standings, table_of, worst
 
 METHOD = """
-Contestants run in processes of their own and are timed in turn, a block of calls each, in random order: back to
-back, and at 30 Hz with idle gaps between the frames. Figures are medians of synchronised calls; what is claimed
-is the less favourable regime's. Every peer is the fastest of the ways in which it was tried (below), with
-`cudnn.benchmark` on; TF32 is off in the FP32 lane. Results of CUDA graphs stay in buffers that the next call
-overwrites, those of peers and of ampopt (`outputs="static"`; "copied" is `outputs="copy"`). A peer whose error
-is beyond 1e-2, and twice eager's in the same lane, is shown but is no best peer.
+Contestants run in processes of their own and are timed in turn, a block of calls each, in random order: back
+to back, and at 30 Hz with idle gaps between the frames. Figures are medians of synchronised calls; what is
+claimed is the less favourable regime's. Every peer is the fastest of the ways in which it was tried (below),
+with `cudnn.benchmark` on; TF32 is off in the FP32 lane. Results of CUDA graphs stay in buffers that the next
+call overwrites, those of peers and of ampopt (`outputs="static"`; "copied" is `outputs="copy"`). A peer whose
+error is beyond 1e-2, and twice eager's in the same lane, is shown but is no best peer.
 """.strip()
 
 Show = Callable[[Row], str]
 
 
 def to_markdown(rows: Sequence[Row]) -> str:
-    """What may be claimed; table by table how ampopt stands, latencies and what else was read; what failed."""
+    """What may be claimed; table by table how ampopt stands, latencies, what else was read; what failed."""
     found = standings(rows)
     parts = [*heading("The race", rows), METHOD, "", *(f"- {each.claim()}" for each in found), ""]
     for table in dict.fromkeys(map(table_of, rows)):

@@ -76,7 +76,7 @@ class InTorch:
         if len(self._candidates.made) > 1:
             made, tried = self._candidates.fastest(functools.partial(synchronize, self._device))
         else:
-            ((name, made),) = self._candidates.made.items()
+            (made,) = self._candidates.made.values()
             tried = self._candidates.failed
         self._candidates, self._made = None, made
         if self._device.type == "cuda":

@@ -1,14 +1,13 @@
 """Both ends of the pipe between a race and a contestant's process: requests and answers as JSON lines.
 
 Requests come to the process on its standard input; answers go to its standard output, and whatever libraries
-print there goes to the standard error. This file needs no PyTorch: engines in environments of their own use it.
+print there goes to the standard error. This file needs no PyTorch: engines in other environments use it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -112,5 +111,9 @@ def serve_pipe(make_runner: Callable[[], Runner]) -> None:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had on the host."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """The most memory that this process has had on the host.
+
+    Not `getrusage`'s, which a process inherits from the one that started it.
+    """
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))

@@ -1,8 +1,8 @@
 """The two regimes in which calls are timed: back to back, and at 30 Hz with idle gaps between the frames.
 
-Back to back everything is warm: the processor's caches and its clock, and the GPU's. After a gap they are not,
-which a program with much Python in it feels most. Subjects take turns, a block of calls each, so that within a
-block nobody else disturbs a regime. This file needs no PyTorch: engines in environments of their own use it.
+Back to back everything is warm: the processor's caches and its clock, and the GPU's. After a gap they are
+not, which a program with much Python in it feels most. Subjects take turns, a block of calls each, so that
+within a block nobody else disturbs a regime. This file needs no PyTorch: other environments use it.
 """
 
 from __future__ import annotations
@@ -160,5 +160,5 @@ def _scaled(key: str, value: float) -> float:
 
 
 def speedup(before: Mapping[str, Any], after: Mapping[str, Any]) -> Gain:
-    """How many times faster `after` is by the medians of the blocks of two summaries, taken in the same rounds."""
+    """How many times faster `after` is by the medians of the blocks of both, taken in the same rounds."""
     return gain(*(Measurement(tuple(each["blocks_ms"])) for each in (before, after)))

@@ -115,7 +115,7 @@ class Standing:
         return min(REGIMES, key=self.mean)
 
     def claim(self) -> str:
-        """What may be said of the table: the geometric mean and the worst network, each of its worse regime."""
+        """What may be said of the table: geometric mean and worst network, each of its worse regime."""
         regime, least = self.less_favourable, worst(self.leads)
         return (
             f"{name_of(self.table)}: the best peer takes {self.mean(regime):.2f} times ampopt's time in "

@@ -3,8 +3,8 @@
     python -m benchmarks.steady [--models NAME ...] [--runs 10] [--budget-left S]
 
 The figure is the interquartile range over the median of the *speed-up* over eager FP32, which is timed beside
-ampopt in each cold process. Appends to DIR/<device>/steady.json, run by run, and makes the table from it; runs
-of this commit that are there already count.
+ampopt in each cold process. Appends to DIR/<device>/steady.json, run by run, and makes the table from it;
+runs of this commit that are there already count.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def relative_range(values: Sequence[float]) -> float:
 
 
 def to_markdown(rows: Sequence[Row]) -> str:
-    """A line for each network, regime and commit: how many runs, their speed-ups, the range over the median."""
+    """A line for each network, regime and commit: how many runs, their speed-ups, range over median."""
     head = ("network", "regime", "runs", "lanes", "least", "median", "most", "range / median", "commit")
     lines = [*heading("The same speed-up each time", rows), ""]
     lines += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]

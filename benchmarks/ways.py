@@ -1,7 +1,7 @@
 """The ways to run a contestant, of which the fastest enters the race, and the border of the table it is in.
 
-An expert who tries TorchScript tries both memory formats, and a plain CUDA graph around it, and keeps what is
-fastest. So does the race: every way is made first, which may happen beside others; then, alone, they are timed.
+An expert who tries TorchScript tries both memory formats, and a plain CUDA graph around it, and keeps what
+is fastest. So does the race: every way is made first, maybe beside others; then, alone, they are timed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Border:
         return self.io == IN_FP32 and self.dtype is not torch.float32
 
     def given(self, inputs: tuple[Tensor, ...], *, channels_last: bool = False) -> tuple[Tensor, ...]:
-        """The tensors that a call gets, images in the memory format it wants where it gets the lane's dtype."""
+        """The tensors that a call gets; images in the format it wants where it gets the lane's dtype."""
         if self.io == IN_FP32:
             return inputs
         return self.inside(inputs, channels_last=channels_last)
@@ -117,7 +117,7 @@ FORMATS = (CHANNELS_LAST, CONTIGUOUS)
 
 
 def graphed(runner: Runner, border: Border) -> Runner:
-    """A plain CUDA graph around what a runner makes; the cast of the inputs is that into the graph's buffers."""
+    """A plain CUDA graph around what a runner makes; inputs are cast as they enter its buffers."""
 
     def run(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
         assert isinstance(model, Inside)
