@@ -40,7 +40,8 @@ def autocast(dtype: torch.dtype) -> Callable[[nn.Module, tuple[Tensor, ...]], Ca
 def cuda_graph(model: Call, inputs: tuple[Tensor, ...], *, copied: bool = False) -> Call:
     """A plain CUDA graph around a function of such inputs: they are copied (and cast) into its own.
 
-    Results are in buffers that the next call overwrites; with `copied`, each call's are its caller's.
+    Results are in buffers that the next call overwrites; with `copied`, each call's are its caller's, and in
+    float32 in place of float16.
     """
     static = [tensor.clone() for tensor in inputs]
     side = torch.cuda.Stream()
@@ -74,7 +75,11 @@ class _Replayed:
         for buffer, tensor in zip(self.static, tensors, strict=True):
             buffer.copy_(tensor)
         self.graph.replay()
-        return pytree.tree_map_only(Tensor, torch.clone, self.outputs) if self.copied else self.outputs
+        return pytree.tree_map_only(Tensor, _copied_out, self.outputs) if self.copied else self.outputs
+
+
+def _copied_out(output: Tensor) -> Tensor:
+    return output.float() if output.dtype is torch.float16 else output.clone()
 
 
 def as_float(outputs: object) -> object:
@@ -104,8 +109,7 @@ def half_channels_last_fold_graph(model: nn.Module, inputs: tuple[Tensor, ...]) 
     before = torch.backends.cudnn.benchmark
     try:
         torch.backends.cudnn.benchmark = True
-        # The graph keeps what the search found.
-        return cuda_graph(lambda *tensors: as_float(folded(*tensors)), entered, copied=True)
+        return cuda_graph(folded, entered, copied=True)  # the graph keeps what the search found
     finally:
         torch.backends.cudnn.benchmark = before
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from benchmarks import by_hand
 from benchmarks.by_hand import Call
+from benchmarks.cold_lines import BY_HAND, COMPILED, EAGER, EAGER_AMP, OURS
 from benchmarks.cold_networks import UnknownNetworkError, anybody
-from benchmarks.cold_start import BY_HAND, COMPILED, EAGER, EAGER_AMP, OURS
 from benchmarks.race_protocol import peak_bytes
 from benchmarks.regimes import Block, Subject, block, in_turn, summary
 from benchmarks.subjects import subject_of

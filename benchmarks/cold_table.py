@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.cold_start import BY_HAND, EAGER, EAGER_AMP, OURS, p50
+from benchmarks.cold_lines import BY_HAND, EAGER, EAGER_AMP, OURS, p50
 from benchmarks.regimes import REGIMES, speedup
 from benchmarks.results_files import Row, exact_enough, geometric_mean, heading
 

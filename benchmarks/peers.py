@@ -85,7 +85,7 @@ def main() -> None:
             continue
         row = race(network, entered, device, io=io, threads=options.threads, seconds=options.seconds)
         if place == 0 and options.default_call:
-            row["default_call"] = cold_start.default_call(network, device)
+            row = cold_start.beside(row, network, device)
         write_row(folder, row)
 
 
@@ -118,9 +118,7 @@ def options_of(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.0, help="of sampling, beyond the fewest rounds")
     parser.add_argument("--missing", action="store_true", help="only what has no row of this commit")
     parser.add_argument("--budget-left", type=float, metavar="S", help="begin no race that may end later")
-    parser.add_argument(
-        "--default-call", action="store_true", help="a default call in a cold process beside the first race"
-    )
+    cold_start.add_option(parser)
     parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(words)
@@ -146,7 +144,7 @@ def _narrow(options: argparse.Namespace) -> None:
 
 def _passed_on(options: argparse.Namespace) -> list[str]:
     """The options of a race that each of several at once has, too."""
-    passed = ["--device", options.device, "--seconds", str(options.seconds)]
+    passed = ["--device", options.device, "--seconds", str(options.seconds), "--no-default-call"]
     for name in ("contestants", "thorough"):
         if (values := getattr(options, name)) is not None:
             passed += [f"--{name}", *values]

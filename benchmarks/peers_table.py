@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cold_start
+from benchmarks import cold_lines
 from benchmarks.regimes import BACK_TO_BACK, REGIMES
 from benchmarks.results_files import Row, beyond_replays, heading
 from benchmarks.standing import Standing, Table, eager_error, lead, name_of, ours, standings, table_of, worst
@@ -30,7 +30,7 @@ def to_markdown(rows: Sequence[Row]) -> str:
     for table in dict.fromkeys(map(table_of, rows)):
         own = [row for row in rows if table_of(row) == table]
         parts += _section(table, own, next((each for each in found if each.table == table), None))
-    parts += ["## Not run", "", *_failures(rows), *cold_start.lines(rows)]
+    parts += ["## Not run", "", *_failures(rows), *cold_lines.lines(rows)]
     return "\n".join(parts) + "\n"
 
 
@@ -42,7 +42,10 @@ def _section(table: Table, rows: Sequence[Row], standing: Standing | None) -> li
         ("The way that was fastest", lambda each: each.get("way") or "–"),
         ("Time to prepare, all ways, s", lambda each: f"{each['prepare_s']:.1f}"),
         ("Relative error against float64", lambda each: _number(each.get("relative_error"), ".1e")),
-        ("Memory taken, MiB", lambda each: f"{each['bytes'] / 2**20:.0f}" if "bytes" in each else "–"),
+        (
+            "Memory taken, what ways that lost left behind included, MiB",
+            lambda each: f"{each['bytes'] / 2**20:.0f}" if "bytes" in each else "–",
+        ),
     ]
     for regime in REGIMES:
         for key, title in (

@@ -73,20 +73,18 @@ class InTorch:
     def choose(self) -> Facts:
         """Keep the fastest way; its error and what it took."""
         assert self._candidates is not None
+        reference = torch.load(self._folder / "reference.pt")
         if len(self._candidates.made) > 1:
-            made, tried = self._candidates.fastest(functools.partial(synchronize, self._device))
-        else:
-            (made,) = self._candidates.made.values()
-            tried = self._candidates.failed
+            self._candidates.drop_wrong(lambda found: error_of(_on_host(found), reference))
+        made, tried = self._candidates.fastest(functools.partial(synchronize, self._device))
         self._candidates, self._made = None, made
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        outputs = flatten_outputs(made.call(*made.inputs))[0]
-        reference = torch.load(self._folder / "reference.pt")
+        outputs = _on_host(made.call(*made.inputs))
         facts = {
             "way": made.way,
             "tried": tried,
-            "relative_error": error_of([output.cpu() for output in outputs], reference),
+            "relative_error": error_of(outputs, reference),
             "gives": sorted({str(output.dtype).removeprefix("torch.") for output in outputs}),
             "passes": _passes(made.call),
         }
@@ -108,6 +106,10 @@ class InTorch:
         """Time a block."""
         assert self._subject is not None
         return block(self._subject, regime)
+
+
+def _on_host(outputs: object) -> list[Tensor]:
+    return [output.cpu() for output in flatten_outputs(outputs)[0]]
 
 
 def error_of(outputs: list[Tensor], reference: list[Tensor]) -> float | None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ampopt.system.environment import device_name
+from benchmarks import cold_lines
 from benchmarks.models import WORKLOADS
 
 Row = dict[str, Any]
@@ -188,5 +189,13 @@ def to_markdown(rows: list[dict[str, Any]]) -> str:
         "Median latency in ms of one synchronised call, contestants sampled in turn.",
         "",
     ]
-    parts = [*header, *latency_table(rows), "", "## Every pass", "", *pass_table(rows)]
+    parts = [
+        *header,
+        *latency_table(rows),
+        *cold_lines.lines(rows),
+        "",
+        "## Every pass",
+        "",
+        *pass_table(rows),
+    ]
     return "\n".join(parts) + "\n"

@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.cold import FIRST_GUESS_S, add_options, rows_in
+from benchmarks.cold_lines import EAGER, OURS
 from benchmarks.cold_networks import all_names
-from benchmarks.cold_start import EAGER, MOST_S, OURS, default_call
+from benchmarks.cold_start import MOST_S, default_call
 from benchmarks.regimes import REGIMES, speedup
 from benchmarks.results_files import Row, commit, heading, results_folder
 from benchmarks.time_left import TimeLeft

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ampopt.errors import first_line
 from benchmarks.by_hand import Call, as_channels_last, as_float, cuda_graph
+from benchmarks.results_files import exact_enough
 
 IN_FP32, IN_LANE = "fp32", "lane"
 
@@ -134,11 +135,23 @@ class Candidates:
     made: dict[str, Made]
     failed: dict[str, str]
 
+    def drop_wrong(self, error_of: Callable[[object], float | None]) -> None:
+        """Leave out ways with NaN, infinities or a larger error than rounding gives, if others have none."""
+        errors = {name: error_of(each.call(*each.inputs)) for name, each in self.made.items()}
+        least = min((error for error in errors.values() if error is not None), default=None)
+        for name, error in errors.items():
+            if least is not None and not exact_enough(error, least):
+                del self.made[name]
+                self.failed[name] = "wrong results" if error is None else f"error {error:.1e}"
+
     def fastest(self, synchronize: Callable[[], None]) -> tuple[Made, dict[str, Any]]:
         """The fastest way, called back to back, and the milliseconds of each or why it has none.
 
-        Raises RuntimeError with the reasons where none runs.
+        One that is alone is not timed. Raises RuntimeError with the reasons where none runs.
         """
+        if len(self.made) == 1:
+            ((name, only),) = self.made.items()
+            return _named(name, only), dict(self.failed)
         times: dict[str, float] = {}
         for name, each in self.made.items():
             try:
@@ -148,9 +161,12 @@ class Candidates:
         if not times:
             raise RuntimeError("; ".join(dict.fromkeys(self.failed.values())) or "there is no way to run it")
         best = min(times, key=times.__getitem__)
-        way = ": ".join(filter(None, (best, self.made[best].way)))
         tried = {name: round(1e3 * value, 6) for name, value in times.items()}
-        return dataclasses.replace(self.made[best], way=way), {**tried, **self.failed}
+        return _named(best, self.made[best]), {**tried, **self.failed}
+
+
+def _named(name: str, made: Made) -> Made:
+    return dataclasses.replace(made, way=": ".join(filter(None, (name, made.way))))
 
 
 def make_all(ways: Ways) -> Candidates:
