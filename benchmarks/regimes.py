@@ -8,7 +8,6 @@ within a block nobody else disturbs a regime. This file needs no PyTorch: other 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import random
 import statistics
 import time
@@ -62,7 +61,6 @@ Block = dict[str, Any]
 
 def block(subject: Subject, regime: str) -> Block:
     """Time one block in a regime."""
-    gc.collect()
     return _back_to_back(subject) if regime == BACK_TO_BACK else _at_30_hz(subject)
 
 
