@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import ampopt
-from benchmarks import cold, cold_lines, cold_process, cold_start, regimes, time_left
+from benchmarks import cold, cold_lines, cold_process, cold_start, regimes
 from benchmarks.cold import still_to_run, write_row
 from benchmarks.cold_networks import COLD, UnknownNetworkError, anybody, stranger, take_statistics
 from benchmarks.cold_start import default_call
@@ -54,6 +54,7 @@ def _warm(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process has caches that the cold one must not see."""
     for name in CACHES:
         monkeypatch.setenv(name, "/warm")
+    monkeypatch.setattr(cold_start, "commit", lambda: "c")
 
 
 def test_the_process_is_new_and_its_caches_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +230,7 @@ def test_the_table_says_who_is_behind_the_recipe_by_hand() -> None:
 
 
 def test_what_has_figures_of_this_commit_is_done_and_failures_are_run_again() -> None:
-    known = [
+    known: list[dict[str, Any]] = [
         {"network": "a", "commit": "now", "contestants": {}},
         {"network": "b", "commit": "then", "contestants": {}},
         {"network": "c", "commit": "now", "error": "killed"},
@@ -268,10 +269,9 @@ def test_a_run_goes_on_where_it_was_cut_off(monkeypatch: pytest.MonkeyPatch, tmp
     assert file.with_name("cold.md").read_text() == to_markdown(json.loads(file.read_text()))
 
 
-def test_nothing_begins_that_may_end_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_begins_that_may_end_too_late() -> None:
     now = 0.0
-    monkeypatch.setattr(time_left.time, "monotonic", lambda: now)
-    left = TimeLeft(300.0, guess_s=100.0)
+    left = TimeLeft(300.0, guess_s=100.0, clock=lambda: now)
     assert left.another()
     now = 40.0
     assert left.another(), "the first took 40 s, not the 100 of the guess"

@@ -31,6 +31,7 @@ from benchmarks.peers_table import to_markdown
 from benchmarks.race_networks import BATCH_8, RACE, racer
 from benchmarks.race_process import warm_up
 from benchmarks.regimes import REGIMES
+from benchmarks.results_files import results_folder
 from benchmarks.ways import Border, make_all
 from tests.benchmarks.rows import cold_row, contestant, race_row
 
@@ -298,7 +299,7 @@ def test_rows_of_a_commit_are_not_run_again_and_the_default_call_is_beside_the_f
     monkeypatch.setattr(
         cold_start, "default_call", lambda network, device: cold_row(network, ampopt=contestant(1.0))
     )
-    (folder,) = (peers.results_folder(tmp_path, CPU),)
+    (folder,) = (results_folder(tmp_path, CPU),)
     write_row(folder, race_row("resnet18", "amp", "lane", eager=2.0, ours=1.0))
     peers.main()
     assert run == [

@@ -1,4 +1,4 @@
-"""What may be claimed of the race: best peers, geometric means, the worst network, the less favourable regime."""
+"""What may be claimed of the race: best peers, means, the worst network, the less favourable regime."""
 
 from __future__ import annotations
 
