@@ -89,6 +89,7 @@ def first_call(model: nn.Module, inputs: tuple[Tensor, ...], device: torch.devic
         "import_s": imported - start,
         "prepare_s": ended - imported,
         "chosen": report["chosen"],
+        "judged": list(report["lanes"]),
         "passes": lane.get("passes", []),
         "error_reported": lane.get("error"),
         "notes": report["notes"],

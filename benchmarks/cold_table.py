@@ -18,7 +18,7 @@ By hand: on a GPU FP16, channels_last, folded, in a plain CUDA graph; on a CPU f
 """.strip()
 
 HEAD = (
-    *("network", "lane", "error", "eager AMP's", "prepared in s"),
+    *("network", "lane", "lanes judged", "error", "eager AMP's", "prepared in s"),
     *(f"{regime}: eager FP32, AMP, by hand, **ampopt** ms" for regime in REGIMES),
     *(f"{regime}: eager FP32 / ampopt (interval)" for regime in REGIMES),
     *("by hand / ampopt, the less favourable", "peak host MiB", "peak device MiB", "commit"),
@@ -55,7 +55,7 @@ def _cells(row: Row) -> list[str]:
         for key in ("peak_host_bytes", "peak_device_bytes")
     ]
     return [
-        *(row["network"], row["chosen"]),
+        *(row["network"], row["chosen"], ", ".join(row["judged"])),
         *(_number(each.get("relative_error"), ".1e") for each in (own, amp)),
         f"{row['prepare_s']:.1f}",
         *times,
@@ -110,6 +110,8 @@ def standing(rows: Sequence[Row]) -> list[str]:
     )
     lanes = [row["chosen"] for row in rows]
     lines.append("- lanes: " + ", ".join(f"{lane} {lanes.count(lane)}" for lane in dict.fromkeys(lanes)))
+    lost = [row["network"] for row in rows if "amp" not in row["judged"]]
+    lines.append(f"- the AMP lane was not judged on: {', '.join(lost) or 'none'}")
     return lines
 
 

@@ -139,14 +139,26 @@ class _Course:
             except RuntimeError as failure:
                 self.rows[each.name]["error"] = str(failure)
         self._ask(each.name, "make")
+        if "unusable" in self.rows[each.name]:
+            self._make_fewer(each)
         if "error" in self.rows[each.name]:
             self._print(each.name)
 
-    def _ask(self, name: str, what: str) -> None:
+    def _make_fewer(self, each: Contestant) -> None:
+        """Make the ways before the one that took the device with it, in a new process."""
+        row = self.rows[each.name]
+        self._racers[each.name].end()
+        if count := row.pop("unusable"):
+            self._start(each)
+            self._ask(each.name, "make", str(count))
+        else:
+            row["error"] = row.pop("left_out")
+
+    def _ask(self, name: str, what: str, *arguments: str) -> None:
         if "error" in self.rows[name]:
             return
         try:
-            self.rows[name] |= self._racers[name].ask(what)
+            self.rows[name] |= self._racers[name].ask(what, *arguments)
         except RuntimeError as failure:
             self.rows[name]["error"] = str(failure)
             self._racers[name].end()

@@ -31,7 +31,7 @@ from benchmarks.race_networks import racer
 from benchmarks.race_protocol import Facts, peak_bytes, serve_pipe
 from benchmarks.regimes import Block, Subject, block
 from benchmarks.subjects import subject_of
-from benchmarks.ways import Candidates, Made, make_all
+from benchmarks.ways import Candidates, Made, UnusableDeviceError, make_all
 
 SETTLED = 0.02
 """A warm-up ends when the median of its latest calls is this close to that of the calls before them."""
@@ -54,8 +54,8 @@ class InTorch:
         self._subject: Subject | None = None
         self._before = peak_bytes()
 
-    def make(self) -> Facts:
-        """Make every way."""
+    def make(self, most: str = "") -> Facts:
+        """Make every way, or only the first of them; `unusable` says after how many the device was lost."""
         contestant = next(each for each in contestants(self._device) if each.name == self._name)
         assert contestant.make is not None
         model = torch.load(
@@ -64,11 +64,19 @@ class InTorch:
         inputs = tuple(tensor.to(self._device) for tensor in torch.load(self._folder / "inputs.pt"))
         self._before, start = peak_bytes(), time.perf_counter()
         border = border_of(contestant.lane, self._io, self._device)
-        self._candidates = make_all(contestant.make(model, inputs, border))
-        synchronize(self._device)
+        ways = list(contestant.make(model, inputs, border).items())
+        try:
+            self._candidates = make_all(dict(ways[: int(most) if most else None]), self._look)
+        except UnusableDeviceError as lost:
+            return {"unusable": lost.place, "left_out": str(lost)}
         if not self._candidates.made:
             raise RuntimeError("; ".join(dict.fromkeys(self._candidates.failed.values())))
         return {"prepare_s": time.perf_counter() - start}
+
+    def _look(self) -> None:
+        """Raise where the device does not work any more, as after a capture that failed."""
+        torch.ones(1, device=self._device).sum().item()
+        synchronize(self._device)
 
     def choose(self) -> Facts:
         """Keep the fastest way; its error and what it took."""

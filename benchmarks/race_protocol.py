@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,7 +64,7 @@ class Racer:
     def __init__(self, name: str, command: Sequence[str], folder: Path, threads: int | None = None) -> None:
         """Start the command; its caches are below `folder`. `threads`: as many for every library."""
         plain = "".join(c if c.isalnum() else "_" for c in name)  # compilers trip over blanks
-        env = emptied(folder / plain, os.environ)
+        env = emptied(Path(tempfile.mkdtemp(prefix=plain, dir=folder)), os.environ)
         env["TORCHINDUCTOR_COMPILE_THREADS"] = str(COMPILERS)
         if threads is not None:
             env |= {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "OPENBLAS")}

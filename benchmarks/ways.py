@@ -169,17 +169,34 @@ def _named(name: str, made: Made) -> Made:
     return dataclasses.replace(made, way=": ".join(filter(None, (name, made.way))))
 
 
-def make_all(ways: Ways) -> Candidates:
-    """Make every way and call it once; what fails is noted."""
+class UnusableDeviceError(Exception):
+    """A way failed and took the device with it: nothing more runs on it in this process."""
+
+    def __init__(self, place: int, why: str) -> None:
+        """`place`: how many ways come before it."""
+        super().__init__(why)
+        self.place = place
+
+
+def make_all(ways: Ways, look: Callable[[], object] = lambda: None) -> Candidates:
+    """Make every way and call it once; what fails is noted.
+
+    Raises UnusableDeviceError where `look`, which uses the device, fails after a way did.
+    """
     made: dict[str, Made] = {}
     failed: dict[str, str] = {}
-    for name, make in ways.items():
+    for place, (name, make) in enumerate(ways.items()):
         try:
             each = make()
             each.call(*each.inputs)
+            look()
             made[name] = each
         except Exception as failure:
             failed[name] = first_line(failure)
+            try:
+                look()
+            except Exception as lost:
+                raise UnusableDeviceError(place, f"{name}: {first_line(failure)}") from lost
     return Candidates(made, failed)
 
 

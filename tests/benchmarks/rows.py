@@ -45,6 +45,7 @@ def cold_row(network: str, **contestants: dict[str, Any]) -> dict[str, Any]:
         "commit": "c",
         "environment": {"device": "d"},
         "chosen": "amp",
+        "judged": ["fp32", "amp"],
         "passes": [],
         "notes": [],
         "load": 0.5,

@@ -129,7 +129,7 @@ def test_optimize_is_called_as_the_readme_does_before_all_others(
     monkeypatch.setattr(cold_process, "peers", lambda *_: {"broken": broken, **given})
     facts = json.loads(json.dumps(cold_process.measure("linear5x128", CPU, 0.0, False)))
     assert order == ["optimize", "peers"]
-    assert (facts["chosen"], facts["passes"], facts["notes"]) == ("amp", ["fold-conv-bn"], ["a note"])
+    assert (facts["chosen"], facts["judged"], facts["notes"]) == ("amp", ["amp"], ["a note"])
     assert facts["report"]["best_so_far"] == [[1.0, 2.0]], "the report is kept whole"
     assert facts["prepare_s"] >= 0
     assert facts["peak_host_bytes"] > 2**20
@@ -203,6 +203,7 @@ def rows() -> list[dict[str, Any]]:
     wrong = cold_row(
         "mobileone_s0", ampopt=contestant(1.0), recipe_by_hand=contestant(0.5, relative_error=None)
     )
+    wrong["judged"] = ["fp32"]
     wrong["notes"] = ["conv_12\noverflows"]
     wrong["contestants"]["eager fp32"] = {"error": "out of memory"}
     return [
@@ -227,6 +228,7 @@ def test_the_table_says_who_is_behind_the_recipe_by_hand() -> None:
     assert "- fastvit_t8: no fastvit_t8 in timm" in table
     assert "- mobileone_s0, eager fp32: out of memory" in table
     assert "- lanes: amp 3" in table
+    assert "- the AMP lane was not judged on: mobileone_s0" in table
 
 
 def test_what_has_figures_of_this_commit_is_done_and_failures_are_run_again() -> None:

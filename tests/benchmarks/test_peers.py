@@ -204,6 +204,10 @@ class Stand:
         self.asked.append((self._name, what))
         if self._name == f"fails to {what}":
             raise RuntimeError(f"cannot {what}")
+        if self._name == "poisons" and what == "make" and not arguments:
+            return {"unusable": 2, "left_out": "third: device-side assert"}
+        if self._name == "poisons at once" and what == "make":
+            return {"unusable": 0, "left_out": "first: device-side assert"}
         if what == "block":
             return {"seconds": [1e-3] * 3}
         return {"make": {"prepare_s": 1.0}, "choose": {"relative_error": 1e-6, "way": "w"}}.get(what, {})
@@ -248,6 +252,20 @@ def test_tuners_are_made_after_the_others_and_all_are_chosen_alone(monkeypatch: 
         assert found["plain"][regime]["blocks_ms"] == [1.0, 1.0]
     assert (row["lane"], row["io"], row["threads"]) == ("fp32", "fp32", 1)
     assert len(row["load"]) == 2
+
+
+def test_a_contestant_whose_way_took_the_device_with_it_begins_anew_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = stands(monkeypatch)
+    entered = [Contestant(name, "fp32", as_it_is(torchscript)) for name in ("poisons", "poisons at once")]
+    found = race.race("net", entered, CPU, rounds=1)["contestants"]
+    assert [each for each in asked if each[1] == "make"] == [("poisons", "make")] * 2 + [
+        ("poisons at once", "make")
+    ]
+    assert found["poisons"]["left_out"] == "third: device-side assert"
+    assert found["poisons"]["30 Hz"]["p50_ms"] == 1.0
+    assert found["poisons at once"] == {"lane": "fp32", "error": "first: device-side assert"}
 
 
 def test_options_narrow_the_race(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import ways
-from benchmarks.ways import CHANNELS_LAST, CONTIGUOUS, Border, Made, in_formats, make_all
+from benchmarks.ways import CHANNELS_LAST, CONTIGUOUS, Border, Made, UnusableDeviceError, Ways, in_formats, make_all
 
 X = (torch.ones(1),)
 
@@ -92,6 +92,25 @@ def test_where_no_way_is_made_the_reasons_are_said() -> None:
     candidates = make_all({name: functools.partial(failing, name) for name in ("a", "b")})
     with pytest.raises(RuntimeError, match="RuntimeError: a; RuntimeError: b"):
         candidates.fastest(lambda: None)
+
+
+def test_a_way_that_takes_the_device_with_it_is_told_from_one_that_fails() -> None:
+    device = {"works": True}
+
+    def poison() -> Made:
+        device["works"] = False
+        return failing("device-side assert")
+
+    def look() -> None:
+        if not device["works"]:
+            raise RuntimeError("nothing runs any more")
+
+    ways: Ways = {"first": taking(0.0), "none": functools.partial(failing, "no kernel"), "second": taking(0.0)}
+    with pytest.raises(UnusableDeviceError, match="bad: RuntimeError: device-side assert") as lost:
+        make_all({**ways, "bad": poison, "after": taking(0.0)}, look)
+    assert lost.value.place == 3
+    device["works"] = True
+    assert list(make_all(ways, look).made) == ["first", "second"]
 
 
 def net() -> nn.Sequential:
