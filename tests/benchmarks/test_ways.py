@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import ways
-from benchmarks.ways import CHANNELS_LAST, CONTIGUOUS, Border, Made, UnusableDeviceError, Ways, in_formats, make_all
+from benchmarks.ways import (
+    CHANNELS_LAST,
+    CONTIGUOUS,
+    Border,
+    Made,
+    UnusableDeviceError,
+    Ways,
+    in_formats,
+    make_all,
+)
 
 X = (torch.ones(1),)
 
@@ -105,7 +114,11 @@ def test_a_way_that_takes_the_device_with_it_is_told_from_one_that_fails() -> No
         if not device["works"]:
             raise RuntimeError("nothing runs any more")
 
-    ways: Ways = {"first": taking(0.0), "none": functools.partial(failing, "no kernel"), "second": taking(0.0)}
+    ways: Ways = {
+        "first": taking(0.0),
+        "none": functools.partial(failing, "no kernel"),
+        "second": taking(0.0),
+    }
     with pytest.raises(UnusableDeviceError, match="bad: RuntimeError: device-side assert") as lost:
         make_all({**ways, "bad": poison, "after": taking(0.0)}, look)
     assert lost.value.place == 3
