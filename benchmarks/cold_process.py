@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from benchmarks import by_hand
 from benchmarks.by_hand import Call
@@ -112,9 +113,9 @@ def _compiled(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
     """`torch.compile` as one writes it without thinking, under autocast on a GPU."""
     if inputs[0].device.type == "cpu":
         return torch.compile(model, dynamic=False)
-    return torch.compile(
-        by_hand.autocast(torch.float16)(model, inputs), mode="reduce-overhead", dynamic=False
-    )
+    amp = by_hand.autocast(torch.float16)(model, inputs)
+    inner = torch.compile(amp, mode="reduce-overhead", dynamic=False)
+    return lambda *tensors: pytree.tree_map_only(Tensor, torch.clone, inner(*tensors))
 
 
 @contextlib.contextmanager

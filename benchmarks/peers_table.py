@@ -8,8 +8,19 @@ from typing import Any
 
 from benchmarks import cold_lines
 from benchmarks.regimes import BACK_TO_BACK, REGIMES
-from benchmarks.results_files import Row, beyond_replays, heading
-from benchmarks.standing import Standing, Table, eager_error, lead, name_of, ours, standings, table_of, worst
+from benchmarks.results_files import Row, beyond_replays, geometric_mean, heading
+from benchmarks.standing import (
+    Standing,
+    Table,
+    cpu_times,
+    eager_error,
+    lead,
+    name_of,
+    ours,
+    standings,
+    table_of,
+    worst,
+)
 
 METHOD = """
 Contestants run in processes of their own and are timed in turn, a block of calls each, in random order: back
@@ -152,9 +163,20 @@ def summary(rows: Sequence[Row], standing: Standing) -> list[str]:
         *lines,
         "",
         *means,
+        *_cpu_times(rows),
         *([beyond_replays(beyond)] if beyond else []),
         "",
     ]
+
+
+def _cpu_times(rows: Sequence[Row]) -> list[str]:
+    """What the CPU time says, where the processor is what computes."""
+    ratios = cpu_times([row for row in rows if "instructions" in row["environment"]])
+    if not ratios:
+        return []
+    least = min(ratios, key=ratios.__getitem__)
+    mean = geometric_mean(list(ratios.values()))
+    return [f"- CPU time back to back: geometric mean {mean:.3f}, least {ratios[least]:.3f} ({least})"]
 
 
 def _errors(row: Row) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from benchmarks.regimes import REGIMES, speedup
+from benchmarks.regimes import BACK_TO_BACK, REGIMES, speedup
 from benchmarks.results_files import Row, exact_enough, geometric_mean
 
 EAGER = {"fp32": ("eager",), "amp": ("eager fp16 autocast", "eager bf16 autocast")}
@@ -87,6 +87,26 @@ def lead(row: Row, regime: str) -> Lead | None:
     contestants = row["contestants"]
     found = speedup(contestants[peer[0]][regime], contestants[f"ampopt {row['lane']}"][regime])
     return Lead(row["network"], regime, *peer, mine, found.low, found.high)
+
+
+def cpu_times(rows: Sequence[Row]) -> dict[str, float]:
+    """The least CPU time of a call that a peer takes, over ampopt's, back to back, by network.
+
+    Of one thread it is steady where other load on the machine disturbs latencies.
+    """
+    found: dict[str, float] = {}
+    for row in rows:
+        yardstick = eager_error(row)
+        times = {
+            name: float(each[BACK_TO_BACK]["cpu_ms"])
+            for name, each in row["contestants"].items()
+            if "cpu_ms" in each.get(BACK_TO_BACK, {}) and exact_enough(each.get("relative_error"), yardstick)
+        }
+        mine = times.get(f"ampopt {row['lane']}")
+        peers = [ms for name, ms in times.items() if not name.startswith("ampopt")]
+        if mine is not None and peers:
+            found[row["network"]] = min(peers) / mine
+    return found
 
 
 def worst(leads: Iterable[Lead]) -> Lead:

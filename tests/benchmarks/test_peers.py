@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import ampopt
 from ampopt.ort.options import SessionError
+from ampopt.system.flags import cuda_math
 from benchmarks import by_compile, by_onnx, cold_start, peers, race, regimes
-from benchmarks.by_hand import as_float, as_half_channels_last
+from benchmarks.by_hand import as_float, as_half_channels_last, cuda_graph
 from benchmarks.contestants import (
     BUDGET_S,
     Contestant,
@@ -104,30 +105,49 @@ def test_peers_compute_what_the_model_does(name: str, io: str) -> None:
             assert torch.allclose(found.float(), expected, atol=tolerance)
 
 
+ON_GPU = [
+    (kind, lane, io)
+    for kind in ("graph by hand", "TorchScript", "compile reduce-overhead")
+    for lane, io in (("fp32", "fp32"), ("amp", "fp32"), ("amp", "lane"))
+] + [("eager fp16", "amp", "fp32"), ("eager fp16", "amp", "lane")]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("io", ["fp32", "lane"])
-@pytest.mark.parametrize("lane", ["fp32", "amp"])
-@pytest.mark.parametrize("kind", ["graph by hand", "TorchScript", "compile reduce-overhead", "eager fp16"])
+@pytest.mark.parametrize(("kind", "lane", "io"), ON_GPU)
 def test_every_way_of_a_peer_computes_what_the_model_does_on_a_gpu(kind: str, lane: str, io: str) -> None:
-    found = [c for c in contestants(CUDA) if c.name in (kind, f"{kind} {lane}") and c.lane == lane]
-    if not found or io not in ios_of(lane):
-        return
+    (peer,) = (c for c in contestants(CUDA) if c.name in (kind, f"{kind} {lane}"))
     model, inputs = conv_net()
     model, inputs = model.to(CUDA), tuple(tensor.to(CUDA) for tensor in inputs)
-    make = found[0].make
-    assert make is not None
-    with torch.no_grad():
+    assert peer.make is not None
+    with torch.no_grad(), cuda_math(tf32=False, search=True):
         expected = model(*inputs)
-        candidates = make_all(make(model, inputs, border_of(lane, io, CUDA)))
+        candidates = make_all(peer.make(model, inputs, border_of(lane, io, CUDA)))
         assert candidates.failed == {}
         for each in candidates.made.values():
             each.call(*each.inputs)
-            got = each.call(*each.inputs)
-            assert isinstance(got, Tensor)
-            assert got.dtype is each.inputs[0].dtype is (torch.float16 if io == "lane" else torch.float32)
-            assert torch.allclose(got.float(), expected, atol=1e-5 if lane == "fp32" else 1e-2)
+            found = each.call(*each.inputs)
+            assert isinstance(found, Tensor)
+            assert found.dtype is each.inputs[0].dtype is (torch.float16 if io == "lane" else torch.float32)
+            assert torch.allclose(found.float(), expected, atol=1e-5 if lane == "fp32" else 1e-2)
         made, tried = candidates.fastest(torch.cuda.synchronize)
-        assert made.way in tried or len(tried) == 0
+        assert set(tried) == set(candidates.made)
+        assert made.way in tried
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_plain_graphs_results_are_overwritten_or_copied(copied: bool) -> None:
+    model, x = nn.Conv2d(3, 8, 3).to(CUDA, torch.float16), torch.randn(1, 3, 8, 8, device=CUDA)
+    with torch.no_grad():
+        call = cuda_graph(model, (x.half(),), copied=copied)
+        first = call(x)
+        assert isinstance(first, Tensor)
+        kept = first.clone()
+        second = call(x + 1)
+        torch.cuda.synchronize()
+    assert torch.equal(first, kept) == copied
+    assert (second is first) != copied
+    assert first.dtype is (torch.float32 if copied else torch.float16)
 
 
 @pytest.mark.parametrize("has_io", [False, True])
@@ -403,6 +423,11 @@ def test_the_table_shows_both_regimes_what_was_tried_and_failures_once() -> None
     assert "- 30 Hz: geometric mean 2.739, least 2.500 (resnet18)" in table
     assert "2.74 times ampopt's time in geometric mean (30 Hz, the less favourable regime)" in table
     assert "- ort: absent (resnet18, cropunet)" in table
+    assert "CPU time" not in table
+    for name, ms in (("eager", 3.0), ("ampopt fp32", 2.0)):
+        rows[0]["contestants"][name]["back to back"]["cpu_ms"] = ms
+    rows[0]["environment"]["instructions"] = "AVX512"
+    assert "- CPU time back to back: geometric mean 1.500, least 1.500 (resnet18)" in to_markdown(rows)
     assert "energy" not in table, "nobody has any to show"
     assert "## amp lane, the lane's dtype in and out" in table
     assert "- TensorRT: no such library (resnet18)" in table

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.regimes import AT_30_HZ, BACK_TO_BACK
-from benchmarks.standing import best_peer, eager_error, lead, name_of, standings
+from benchmarks.standing import best_peer, cpu_times, eager_error, lead, name_of, standings
 from tests.benchmarks.rows import contestant, race_row
 
 
@@ -50,6 +50,13 @@ def test_what_is_claimed_is_of_the_less_favourable_regime() -> None:
     assert "3.46 times ampopt's time in geometric mean (30 Hz, the less favourable" in fp32.claim()
     assert "at least 1.50 times (b, 30 Hz), over 2 networks" in fp32.claim()
     assert lane.claim().startswith("fp32 lane, the lane's dtype in and out:")
+
+
+def test_cpu_times_have_a_best_peer_of_their_own() -> None:
+    row = race_row("net", eager=4.0, ours=1.0, ort=2.0, wrong=contestant(0.1, relative_error=None))
+    for name, ms in (("eager", 3.0), ("ampopt fp32", 2.0), ("ort", 5.0), ("wrong", 0.1)):
+        row["contestants"][name][BACK_TO_BACK]["cpu_ms"] = ms
+    assert cpu_times([row, race_row("other", eager=1.0, ours=1.0)]) == {"net": 1.5}
 
 
 def test_tables_of_threads_are_told_apart() -> None:
