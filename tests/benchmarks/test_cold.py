@@ -220,7 +220,12 @@ def test_the_table_says_who_is_behind_the_recipe_by_hand() -> None:
     assert by_hand_ratio(behind) == (0.9, "30 Hz")
     assert by_hand_ratio(wrong) is None, "NaN is no answer"
     table = to_markdown(rows())
-    assert "- behind the recipe by hand: ghostnet_100 0.90 (30 Hz), of 2 that it serves" in table
+    assert "- behind the recipe by hand: ghostnet_100 0.90 (30 Hz), of 2 where its error is within" in table
+    behind["contestants"]["recipe by hand"]["relative_error"] = 0.015
+    behind["contestants"]["eager amp"] = contestant(4.0, relative_error=0.01)
+    shown = to_markdown([ahead, behind])
+    assert "- behind the recipe by hand: none, of 1 where" in shown
+    assert "- where it is not, by hand / ampopt: ghostnet_100 0.90" in shown
     assert "- eager FP32 / ampopt: geometric mean 2.45 in the less favourable regime, 30 Hz" in table
     assert "- the recipe by hand / ampopt: geometric mean 1.16 in the less favourable regime, 30 Hz" in table
     assert "| 4.000, 5.000, 2.000, 1.000 | 6.000, 5.000, 3.000, 2.000 | 4.00 (4.00 to 4.00) |" in table
