@@ -51,8 +51,11 @@ def make(engine: str) -> None:
 def main() -> None:
     """Make every environment asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("engines", nargs="*", choices=[*ENGINES, []], default=list(ENGINES), metavar="ENGINE")
-    for engine in parser.parse_args().engines:
+    parser.add_argument("engines", nargs="*", metavar="ENGINE", help=f"by default {', '.join(ENGINES)}")
+    asked = parser.parse_args().engines or list(ENGINES)
+    if unknown := set(asked) - set(ENGINES):
+        parser.error(f"no engine {', '.join(sorted(unknown))}: {', '.join(ENGINES)}")
+    for engine in asked:
         make(engine)
         print(f"{ROOT / engine} is made", flush=True)
 

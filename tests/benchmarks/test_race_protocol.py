@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -161,6 +162,34 @@ def test_a_network_that_is_not_converted_is_a_reason(fake_venv: Callable[[], Rac
     with pytest.raises(RuntimeError, match="not converted: FileNotFoundError: nothing to convert"):
         racing.ask("make")
     racing.end()
+
+
+def test_environments_are_made_with_what_their_converters_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        assert options["check"] is True
+        commands.append(command)
+        if "venv" in command:
+            Path(command[-1], "site").mkdir(parents=True)
+        return subprocess.CompletedProcess(command, 0, stdout=str(tmp_path / "litert" / "site") + "\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(engine_venvs, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["engine_venvs"])
+    engine_venvs.main()
+    installed = [command for command in commands if "install" in command]
+    assert [command[0] for command in installed] == [
+        str(tmp_path / name / "bin" / "python") for name in ("ncnn", "mnn", "litert")
+    ]
+    assert "--no-deps" in installed[0], "pnnx asks for PyTorch, and needs none"
+    seen = (tmp_path / "litert" / "site" / "main.pth").read_text().strip()
+    assert (Path(seen) / "numpy").is_dir(), "LiteRT's converter sees the packages of this environment"
+    assert not (tmp_path / "mnn" / "site" / "main.pth").exists()
+    for name in ("ncnn", "mnn", "litert"):
+        assert engine_venvs.python_of(name) == tmp_path / name / "bin" / "python"
 
 
 def test_an_environment_that_was_not_made_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
