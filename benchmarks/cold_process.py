@@ -8,14 +8,14 @@ Writes the facts as JSON to FILE. Started by `benchmarks.cold_start`, with empty
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,43 +31,80 @@ from benchmarks.subjects import subject_of
 
 Facts = dict[str, Any]
 
+T = TypeVar("T")
+
 PAUSE_S = 0.1
 """Before a block on a CPU: the threads of the one before may spin for 50 ms."""
 
 
-def measure(network: str, device: torch.device, seconds: float, compiled: bool) -> Facts:
-    """Everything of one network."""
+def measure(
+    network: str,
+    device: torch.device,
+    *,
+    seconds: float = 0.0,
+    compiled: bool = False,
+    known: Callable[[Facts], object] = lambda _: None,
+) -> Facts:
+    """Everything of one network; `known` gets what the first call gave before peers can go wrong."""
     model, inputs = anybody(network)
     model, inputs = model.to(device), tuple(tensor.to(device) for tensor in inputs)
     facts, fast = first_call(model, inputs, device)
+    known({**facts, "error": "its process ended while it was timed"})
     calls: dict[str, Call] = {OURS: fast}
     contestants: dict[str, Facts] = {OURS: {}}
-    with torch.no_grad():
+    with ThreadPoolExecutor(1) as pool, torch.no_grad():
         for name, make in peers(device, compiled).items():
             start = time.perf_counter()
             try:
-                with searching():
-                    call = make(model, inputs)
-                    call(*inputs)
+                calls[name] = of_peers(pool, functools.partial(_made, make, model, inputs))
+                contestants[name] = {"prepare_s": time.perf_counter() - start}
             except Exception as failure:
                 contestants[name] = {"error": f"{type(failure).__name__}: {failure}"[:300]}
-                continue
-            calls[name] = call
-            contestants[name] = {"prepare_s": time.perf_counter() - start}
         expected = reference(model, inputs)
+        blocks: dict[str, Callable[[str], Block]] = {}
         for name, call in calls.items():
-            contestants[name]["relative_error"] = error_of(call(*inputs), expected)
-        timed = in_turn(
-            {
-                name: functools.partial(_block, name, subject_of(functools.partial(call, *inputs), device))
-                for name, call in calls.items()
-            },
-            seconds=seconds,
-            pause_s=PAUSE_S if device.type == "cpu" else 0.0,
-        )
+            run: Callable[..., Any] = _directly if name == OURS else functools.partial(of_peers, pool)
+            contestants[name]["relative_error"] = error_of(run(functools.partial(call, *inputs)), expected)
+            subject = subject_of(functools.partial(call, *inputs), device)
+            blocks[name] = functools.partial(_block, run, subject)
+        timed = in_turn(blocks, seconds=seconds, pause_s=PAUSE_S if device.type == "cpu" else 0.0)
     for name, regimes in timed.items():
-        contestants[name] |= {regime: summary(blocks) for regime, blocks in regimes.items()}
+        contestants[name] |= {regime: summary(found) for regime, found in regimes.items()}
     return {**facts, "contestants": contestants}
+
+
+def _made(
+    make: Callable[[nn.Module, tuple[Tensor, ...]], Call], model: nn.Module, inputs: tuple[Tensor, ...]
+) -> Call:
+    call = make(model, inputs)
+    call(*inputs)
+    return call
+
+
+def of_peers(pool: Executor, work: Callable[[], T]) -> T:
+    """Do a peer's work with cuDNN's search on, in a thread of its own.
+
+    PyTorch caches cuDNN's plans by thread: in ampopt's the search would find those that were chosen without.
+    """
+
+    def searching() -> T:
+        before = torch.backends.cudnn.benchmark
+        torch.backends.cudnn.benchmark = True
+        try:
+            with torch.no_grad():
+                return work()
+        finally:
+            torch.backends.cudnn.benchmark = before
+
+    return pool.submit(searching).result()
+
+
+def _directly(work: Callable[[], T]) -> T:
+    return work()
+
+
+def _block(run: Callable[[Callable[[], Block]], Block], subject: Subject, regime: str) -> Block:
+    return run(functools.partial(block, subject, regime))
 
 
 def first_call(model: nn.Module, inputs: tuple[Tensor, ...], device: torch.device) -> tuple[Facts, Call]:
@@ -118,22 +155,6 @@ def _compiled(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
     return lambda *tensors: pytree.tree_map_only(Tensor, torch.clone, inner(*tensors))
 
 
-@contextlib.contextmanager
-def searching() -> Iterator[None]:
-    """cuDNN's algorithm search on, as whoever knows it has it for peers; ampopt does without the user's."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
-
-
-def _block(name: str, subject: Subject, regime: str) -> Block:
-    with contextlib.nullcontext() if name == OURS else searching():
-        return block(subject, regime)
-
-
 def reference(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     """The flat outputs of the model in float64."""
     from ampopt.ir.model_copy import private_copy
@@ -162,13 +183,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
+
+    def write(facts: Facts) -> None:
+        options.file.write_text(json.dumps(facts), encoding="utf-8")
+
+    asked = {"seconds": options.seconds, "compiled": options.compile}
     try:
-        facts = measure(options.network, options.device, options.seconds, options.compile)
+        facts = measure(options.network, options.device, **asked, known=write)
     except UnknownNetworkError as unknown:
         facts = {"skipped": str(unknown)}
     except Exception as failure:
         facts = {"error": f"{type(failure).__name__}: {failure}"[:300]}
-    options.file.write_text(json.dumps(facts), encoding="utf-8")
+    write(facts)
 
 
 if __name__ == "__main__":

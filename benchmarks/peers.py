@@ -134,6 +134,8 @@ def options_of(words: list[str]) -> argparse.Namespace:
 
 def _narrow(options: argparse.Namespace) -> None:
     """Keep to the cores asked for, and to as many as there are threads: so do the contestants' processes."""
+    if not (options.cores or options.threads):
+        return
     cores = options.cores or sorted(os.sched_getaffinity(0))
     if options.threads and len(cores) < options.threads:
         sys.exit(f"--threads {options.threads}: there are only {len(cores)} cores")

@@ -130,7 +130,8 @@ _SUMMARY = (
         for regime in REGIMES
         for what in ("best peer, ms", "ampopt ms", "ratio (interval)")
     ),
-    *("the less favourable", "ampopt's error / eager's", "a call beyond its replay, µs", "commit"),
+    *("the less favourable", "ampopt's error / eager's", "a call beyond its replay, µs"),
+    *("host load before and after", "commit"),
 )
 
 
@@ -148,7 +149,14 @@ def summary(rows: Sequence[Row], standing: Standing) -> list[str]:
             interval = f"{each.ratio:.2f} ({each.low:.2f} to {each.high:.2f})"
             cells += [f"{each.peer} {each.peer_ms:.3f}", f"{each.ours_ms:.3f}", interval]
         least = worst(leads)
-        cells += [f"{least.ratio:.2f} ({least.regime})", _errors(row), _number(us, ".1f"), row["commit"]]
+        load = ", ".join(_number(each, ".1f") for each in row["load"])
+        cells += [
+            f"{least.ratio:.2f} ({least.regime})",
+            _errors(row),
+            _number(us, ".1f"),
+            load,
+            row["commit"],
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     means = [
         f"- {regime}: geometric mean {standing.mean(regime):.3f}, least {standing.worst(regime).ratio:.3f} "

@@ -35,7 +35,7 @@ def race_row(network: str, lane: str = "fp32", io: str = "fp32", **contestants: 
         made = contestant(value) if isinstance(value, float) else value
         found[name] = {"lane": lane} | ({"error": made} if isinstance(made, str) else made)
     facts = {"environment": {"device": "d"}, "commit": "c", "contestants": found}
-    return {"network": network, "lane": lane, "io": io, "threads": None, **facts}
+    return {"network": network, "lane": lane, "io": io, "threads": None, "load": [0.5, None], **facts}
 
 
 def cold_row(network: str, **contestants: dict[str, Any]) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
-from collections.abc import Callable
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ def test_optimize_is_called_as_the_readme_does_before_all_others(
     monkeypatch.setattr(ampopt, "optimize", optimize)
     given = cold_process.peers(CPU, False)
     monkeypatch.setattr(cold_process, "peers", lambda *_: {"broken": broken, **given})
-    facts = json.loads(json.dumps(cold_process.measure("linear5x128", CPU, 0.0, False)))
+    facts = json.loads(json.dumps(cold_process.measure("linear5x128", CPU)))
     assert order == ["optimize", "peers"]
     assert (facts["chosen"], facts["judged"], facts["notes"]) == ("amp", ["amp"], ["a note"])
     assert facts["report"]["best_so_far"] == [[1.0, 2.0]], "the report is kept whole"
@@ -143,16 +144,45 @@ def test_optimize_is_called_as_the_readme_does_before_all_others(
     assert 1e-5 < found["eager amp"]["relative_error"] < 1e-1
 
 
-def test_peers_search_and_ampopt_has_the_users_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
-    for benchmark in (False, True):
-        monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
-        for name in ("ampopt", "eager fp32"):
-            note: Callable[..., Any] = lambda *_: seen.append(torch.backends.cudnn.benchmark)  # noqa: E731
-            monkeypatch.setattr(cold_process, "block", note)
-            cold_process._block(name, regimes.Subject(note), REGIMES[0])
-        assert torch.backends.cudnn.benchmark is benchmark
-    assert seen == [False, True, True, True]
+def test_peers_search_in_a_thread_of_their_own_and_ampopt_has_the_users_switch(
+    monkeypatch: pytest.MonkeyPatch, short_blocks: None
+) -> None:
+    seen: dict[str, set[tuple[bool, int, bool]]] = {}
+
+    def noting(name: str, x: Tensor) -> Tensor:
+        facts = torch.backends.cudnn.benchmark, threading.get_ident(), torch.is_grad_enabled()
+        seen.setdefault(name, set()).add(facts)
+        return torch.ones(20, 128)
+
+    fast = Fast(nn.Identity())
+    monkeypatch.setattr(fast, "forward", functools.partial(noting, "ours"))
+    monkeypatch.setattr(ampopt, "optimize", lambda *_: fast)
+    peer = functools.partial(noting, "peer")
+    monkeypatch.setattr(cold_process, "peers", lambda *_: {"peer": lambda *__: peer})
+    assert not torch.backends.cudnn.benchmark
+    cold_process.measure("linear5x128", CPU)
+    assert not torch.backends.cudnn.benchmark
+    assert seen["ours"] == {(False, threading.get_ident(), False)}
+    ((search, thread, grad),) = seen["peer"]
+    assert (search, grad) == (True, False)
+    assert thread != threading.get_ident()
+
+
+def test_what_the_first_call_gave_is_kept_if_peers_take_the_process_with_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ampopt, "optimize", lambda model, x: Fast(model))
+    kept: list[dict[str, Any]] = []
+
+    def gone(*_: object) -> Any:
+        raise SystemExit
+
+    monkeypatch.setattr(cold_process, "peers", gone)
+    with pytest.raises(SystemExit):
+        cold_process.measure("linear5x128", CPU, known=kept.append)
+    (row,) = kept
+    assert row["chosen"] == "amp"
+    assert row["error"] == "its process ended while it was timed"
 
 
 def test_there_are_22_strangers() -> None:

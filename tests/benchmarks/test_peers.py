@@ -419,7 +419,7 @@ def test_the_table_shows_both_regimes_what_was_tried_and_failures_once() -> None
         "| resnet18 | eager 4.000 | 1.000 | 4.00 (4.00 to 4.00) | eager 5.000 | 2.000 | 2.50 (2.50 to 2.50) |"
         in table
     )
-    assert "| 2.50 (30 Hz) | 1.00 | – | c |" in table
+    assert "| 2.50 (30 Hz) | 1.00 | – | 0.5, – | c |" in table
     assert "- 30 Hz: geometric mean 2.739, least 2.500 (resnet18)" in table
     assert "2.74 times ampopt's time in geometric mean (30 Hz, the less favourable regime)" in table
     assert "- ort: absent (resnet18, cropunet)" in table
