@@ -184,17 +184,21 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
 
+    kept: Facts = {}
+
     def write(facts: Facts) -> None:
-        options.file.write_text(json.dumps(facts), encoding="utf-8")
+        kept.update(facts)
+        options.file.write_text(json.dumps(kept), encoding="utf-8")
 
     asked = {"seconds": options.seconds, "compiled": options.compile}
     try:
         facts = measure(options.network, options.device, **asked, known=write)
+        kept.clear()
+        write(facts)
     except UnknownNetworkError as unknown:
-        facts = {"skipped": str(unknown)}
+        write({"skipped": str(unknown)})
     except Exception as failure:
-        facts = {"error": f"{type(failure).__name__}: {failure}"[:300]}
-    write(facts)
+        write({"error": f"{type(failure).__name__}: {failure}"[:300]})
 
 
 if __name__ == "__main__":

@@ -39,13 +39,15 @@ def default_call(
         file = Path(folder) / "row.json"
         command = [sys.executable, "-m", "benchmarks.cold_process", network, str(device), str(file)]
         command += ["--seconds", str(seconds), *(["--compile"] * compiled)]
+        end: Row = {}
         try:
             done = subprocess.run(command, env=emptied(Path(folder), os.environ), timeout=most_s, check=False)
+            if done.returncode or not file.exists():
+                end = {"error": f"its process ended with status {done.returncode}"}
         except subprocess.TimeoutExpired:
-            return {**row, "error": f"its process took longer than {most_s:.0f} s"}
-        if not file.exists():
-            return {**row, "error": f"its process ended with status {done.returncode}"}
-        return {**row, **json.loads(file.read_text(encoding="utf-8"))}
+            end = {"error": f"its process took longer than {most_s:.0f} s"}
+        known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        return {**row, **known, **end}
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:

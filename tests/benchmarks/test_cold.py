@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,9 @@ def test_the_process_is_new_and_its_caches_are_empty(monkeypatch: pytest.MonkeyP
 def test_a_process_that_ends_or_hangs_is_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", Process(None, -9).run)
     assert default_call("lcnet_050", CPU)["error"] == "its process ended with status -9"
+    monkeypatch.setattr(subprocess, "run", Process({"chosen": "amp", "error": "while it was timed"}, -9).run)
+    row = default_call("lcnet_050", CPU)
+    assert (row["chosen"], row["error"]) == ("amp", "its process ended with status -9")
 
     def hang(command: list[str], timeout: float, **_: Any) -> None:
         raise subprocess.TimeoutExpired(command, timeout)
@@ -183,6 +187,30 @@ def test_what_the_first_call_gave_is_kept_if_peers_take_the_process_with_them(
     (row,) = kept
     assert row["chosen"] == "amp"
     assert row["error"] == "its process ended while it was timed"
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError("out of memory"), UnknownNetworkError("no such")])
+def test_the_process_writes_figures_or_why_there_are_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: Exception | None
+) -> None:
+    def measured(*_: object, known: Callable[[dict[str, Any]], object], **__: object) -> dict[str, Any]:
+        if not isinstance(failure, UnknownNetworkError):
+            known({"chosen": "amp", "error": "while it was timed"})
+        if failure is not None:
+            raise failure
+        return {"chosen": "amp", "contestants": {}}
+
+    monkeypatch.setattr(cold_process, "measure", measured)
+    monkeypatch.setattr("sys.argv", ["cold_process", "lcnet_050", "cpu", str(tmp_path / "row.json")])
+    cold_process.main()
+    assert (
+        json.loads((tmp_path / "row.json").read_text())
+        == {
+            type(None): {"chosen": "amp", "contestants": {}},
+            RuntimeError: {"chosen": "amp", "error": "RuntimeError: out of memory"},
+            UnknownNetworkError: {"skipped": "no such"},
+        }[type(failure)]
+    )
 
 
 def test_there_are_22_strangers() -> None:
