@@ -54,7 +54,7 @@ def _section(table: Table, rows: Sequence[Row], standing: Standing | None) -> li
         ("Time to prepare, all ways, s", lambda each: f"{each['prepare_s']:.1f}"),
         ("Relative error against float64", lambda each: _number(each.get("relative_error"), ".1e")),
         (
-            "Memory taken, what ways that lost left behind included, MiB",
+            "Memory taken, MiB",
             lambda each: f"{each['bytes'] / 2**20:.0f}" if "bytes" in each else "–",
         ),
     ]

@@ -20,7 +20,7 @@ from ampopt.system.environment import environment
 from benchmarks import engine_process, race_process
 from benchmarks.contestants import Contestant
 from benchmarks.race_process import error_of, write_parts
-from benchmarks.race_protocol import Racer
+from benchmarks.race_protocol import Racer, racing_environment
 from benchmarks.regimes import ROUNDS, in_turn, summary
 from benchmarks.results_files import commit
 
@@ -79,6 +79,7 @@ class _Course:
         self._network, self._entered, self._device = network, entered, device
         self._io, self._threads, self._folder, self._stack = io, threads, folder, stack
         self._racers: dict[str, Racer] = {}
+        self._envs: dict[str, dict[str, str]] = {}
         self._begun = time.perf_counter()
 
     def prepare(self) -> None:
@@ -86,7 +87,7 @@ class _Course:
         on_gpu = self._device.type == "cuda"
         if on_gpu:  # they load their libraries side by side
             for each in self._entered:
-                self._start(each)
+                self._racers[each.name] = self._racer(each)
         write_parts(
             self._network, self._device, self._folder, as_onnx=any(each.engine for each in self._entered)
         )
@@ -101,9 +102,12 @@ class _Course:
             self._ask(each.name, "choose")
             self._judge(each)
             self._print(each.name)
+        self._tell("all chosen")
+        with ThreadPoolExecutor(BESIDE if on_gpu else 1) as pool:
+            list(pool.map(self._renew, self._running()))
         for each in self._running():
             self._ask(each.name, "settle")
-        self._tell("all chosen and warmed up")
+        self._tell("all warmed up")
 
     def time(self, seconds: float, rounds: int) -> None:
         """Sample everybody who is there in turn, in both regimes."""
@@ -123,19 +127,23 @@ class _Course:
     def _running(self) -> list[Contestant]:
         return [each for each in self._entered if "error" not in self.rows[each.name]]
 
-    def _start(self, each: Contestant) -> None:
+    def _racer(self, each: Contestant) -> Racer:
+        """A process of a contestant; a second one finds what the first left in their caches."""
         if each.engine is not None:
             count = self._threads or len(os.sched_getaffinity(0))
             command = engine_process.command(each.engine, self._folder, count)
         else:
             command = race_process.command(each.name, self._device, self._io, self._folder)
-        self._racers[each.name] = Racer(each.name, command, self._folder, self._threads)
-        self._stack.callback(self._racers[each.name].end)
+        if each.name not in self._envs:
+            self._envs[each.name] = racing_environment(each.name, self._folder, self._threads)
+        racer = Racer(command, self._envs[each.name])
+        self._stack.callback(racer.end)
+        return racer
 
     def _make(self, each: Contestant) -> None:
         if each.name not in self._racers:
             try:
-                self._start(each)
+                self._racers[each.name] = self._racer(each)
             except RuntimeError as failure:
                 self.rows[each.name]["error"] = str(failure)
         self._ask(each.name, "make")
@@ -149,10 +157,30 @@ class _Course:
         row = self.rows[each.name]
         self._racers[each.name].end()
         if count := row.pop("unusable"):
-            self._start(each)
+            self._racers[each.name] = self._racer(each)
             self._ask(each.name, "make", str(count))
         else:
             row["error"] = row.pop("left_out")
+
+    def _renew(self, each: Contestant) -> None:
+        """Make the way that won again in a new process, where those that lost take no memory.
+
+        If that fails, the first process goes on.
+        """
+        row = self.rows[each.name]
+        if not row.get("tried"):
+            return
+        second = self._racer(each)
+        try:
+            second.ask("make", "", row["won"])
+            again = second.ask("choose")
+        except RuntimeError as failure:
+            row["not_renewed"] = str(failure)
+            second.end()
+            return
+        self._racers[each.name].end()
+        self._racers[each.name] = second
+        row |= {key: again[key] for key in ("relative_error", "bytes") if key in again}
 
     def _ask(self, name: str, what: str, *arguments: str) -> None:
         if "error" in self.rows[name]:

@@ -55,8 +55,11 @@ class InTorch:
         self._subject: Subject | None = None
         self._before = peak_bytes()
 
-    def make(self, most: str = "") -> Facts:
-        """Make every way, or only the first of them; `unusable` says after how many the device was lost."""
+    def make(self, most: str = "", won: str | None = None) -> Facts:
+        """Make every way, or at most so many, or the one that won before.
+
+        In the facts `unusable` says after how many the device was lost.
+        """
         contestant = next(each for each in contestants(self._device) if each.name == self._name)
         assert contestant.make is not None
         model = torch.load(
@@ -66,6 +69,8 @@ class InTorch:
         self._before, start = peak_bytes(), time.perf_counter()
         border = border_of(contestant.lane, self._io, self._device)
         ways = list(contestant.make(model, inputs, border).items())
+        if won is not None:
+            ways = [(name, way) for name, way in ways if name == won]
         try:
             self._candidates = make_all(dict(ways[: int(most) if most else None]), self._look)
         except UnusableDeviceError as lost:
@@ -85,13 +90,14 @@ class InTorch:
         reference = torch.load(self._folder / "reference.pt")
         if len(self._candidates.made) > 1:
             self._candidates.drop_wrong(lambda found: error_of(_on_host(found), reference))
-        made, tried = self._candidates.fastest(functools.partial(synchronize, self._device))
+        name, made, tried = self._candidates.fastest(functools.partial(synchronize, self._device))
         self._candidates, self._made = None, made
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         outputs = _on_host(made.call(*made.inputs))
         facts = {
             "way": made.way,
+            "won": name,
             "tried": tried,
             "relative_error": error_of(outputs, reference),
             "gives": sorted({str(output.dtype).removeprefix("torch.") for output in outputs}),

@@ -55,19 +55,21 @@ def emptied(folder: Path, given: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
+def racing_environment(name: str, folder: Path, threads: int | None = None) -> dict[str, str]:
+    """The environment of a contestant's processes: empty caches below `folder`, and as many threads."""
+    plain = "".join(c if c.isalnum() else "_" for c in name)  # compilers trip over blanks
+    env = emptied(Path(tempfile.mkdtemp(prefix=plain, dir=folder)), os.environ)
+    env["TORCHINDUCTOR_COMPILE_THREADS"] = str(COMPILERS)
+    if threads is not None:
+        env |= {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "OPENBLAS")}
+    return env
+
+
 class Racer:
-    """A contestant's process, with caches of its own that are empty at first.
+    """A contestant's process. Any method raises RuntimeError where that process ended."""
 
-    Any method raises RuntimeError where that process ended.
-    """
-
-    def __init__(self, name: str, command: Sequence[str], folder: Path, threads: int | None = None) -> None:
-        """Start the command; its caches are below `folder`. `threads`: as many for every library."""
-        plain = "".join(c if c.isalnum() else "_" for c in name)  # compilers trip over blanks
-        env = emptied(Path(tempfile.mkdtemp(prefix=plain, dir=folder)), os.environ)
-        env["TORCHINDUCTOR_COMPILE_THREADS"] = str(COMPILERS)
-        if threads is not None:
-            env |= {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "OPENBLAS")}
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start the command in an environment."""
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(list(command), stdin=pipe, stdout=pipe, text=True, env=env)
 

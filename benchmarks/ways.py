@@ -144,14 +144,14 @@ class Candidates:
                 del self.made[name]
                 self.failed[name] = "wrong results" if error is None else f"error {error:.1e}"
 
-    def fastest(self, synchronize: Callable[[], None]) -> tuple[Made, dict[str, Any]]:
-        """The fastest way, called back to back, and the milliseconds of each or why it has none.
+    def fastest(self, synchronize: Callable[[], None]) -> tuple[str, Made, dict[str, Any]]:
+        """The fastest way by its name, called back to back; the milliseconds of each or why it has none.
 
         One that is alone is not timed. Raises RuntimeError with the reasons where none runs.
         """
         if len(self.made) == 1:
             ((name, only),) = self.made.items()
-            return _named(name, only), dict(self.failed)
+            return name, _named(name, only), dict(self.failed)
         times: dict[str, float] = {}
         for name, each in self.made.items():
             try:
@@ -162,7 +162,7 @@ class Candidates:
             raise RuntimeError("; ".join(dict.fromkeys(self.failed.values())) or "there is no way to run it")
         best = min(times, key=times.__getitem__)
         tried = {name: round(1e3 * value, 6) for name, value in times.items()}
-        return _named(best, self.made[best]), {**tried, **self.failed}
+        return best, _named(best, self.made[best]), {**tried, **self.failed}
 
 
 def _named(name: str, made: Made) -> Made:

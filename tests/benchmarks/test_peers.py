@@ -129,9 +129,9 @@ def test_every_way_of_a_peer_computes_what_the_model_does_on_a_gpu(kind: str, la
             assert isinstance(found, Tensor)
             assert found.dtype is each.inputs[0].dtype is (torch.float16 if io == "lane" else torch.float32)
             assert torch.allclose(found.float(), expected, atol=1e-5 if lane == "fp32" else 1e-2)
-        made, tried = candidates.fastest(torch.cuda.synchronize)
+        name, _, tried = candidates.fastest(torch.cuda.synchronize)
         assert set(tried) == set(candidates.made)
-        assert made.way in tried
+        assert name in tried
 
 
 @pytest.mark.gpu
@@ -216,9 +216,12 @@ class Stand:
     """In place of a contestant's process: it notes what it is asked, and fails where its name says so."""
 
     asked: list[tuple[str, str]]
+    envs: list[dict[str, str]]
 
-    def __init__(self, name: str, *_: object) -> None:
-        self._name = name
+    def __init__(self, command: list[str], env: dict[str, str]) -> None:
+        self._name = command[3]
+        self._again = env in self.envs
+        self.envs.append(env)
 
     def ask(self, what: str, *arguments: str) -> Any:
         self.asked.append((self._name, what))
@@ -228,9 +231,15 @@ class Stand:
             return {"unusable": 2, "left_out": "third: device-side assert"}
         if self._name == "poisons at once" and what == "make":
             return {"unusable": 0, "left_out": "first: device-side assert"}
+        if self._name.startswith("renews") and what == "make" and self._again:
+            assert arguments == ("", "the best")
+            if self._name == "renews in vain":
+                raise RuntimeError("out of memory")
         if what == "block":
-            return {"seconds": [1e-3] * 3}
-        return {"make": {"prepare_s": 1.0}, "choose": {"relative_error": 1e-6, "way": "w"}}.get(what, {})
+            return {"seconds": [1e-3] * 3 if not self._again else [2e-3] * 3}
+        chosen = {"relative_error": 1e-6, "way": "w", "won": "the best", "bytes": 5 if self._again else 9}
+        chosen |= {"tried": {"another": 2.0} if self._name.startswith("renews") else {}}
+        return {"make": {"prepare_s": 1.0}, "choose": chosen}.get(what, {})
 
     def end(self) -> None:
         pass
@@ -239,6 +248,7 @@ class Stand:
 def stands(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     asked: list[tuple[str, str]] = []
     monkeypatch.setattr(Stand, "asked", asked, raising=False)
+    monkeypatch.setattr(Stand, "envs", [], raising=False)
     monkeypatch.setattr(race, "Racer", Stand)
     monkeypatch.setattr(race, "PAUSE_S", 0.0)
     monkeypatch.setattr(race, "write_parts", lambda *_, **__: None)
@@ -284,8 +294,22 @@ def test_a_contestant_whose_way_took_the_device_with_it_begins_anew_without_it(
         ("poisons at once", "make")
     ]
     assert found["poisons"]["left_out"] == "third: device-side assert"
-    assert found["poisons"]["30 Hz"]["p50_ms"] == 1.0
+    assert found["poisons"]["30 Hz"]["p50_ms"] == 2.0, "of the second process"
     assert found["poisons at once"] == {"lane": "fp32", "error": "first: device-side assert"}
+
+
+def test_the_way_that_won_runs_in_a_process_without_those_that_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = stands(monkeypatch)
+    entered = [
+        Contestant(name, "fp32", as_it_is(torchscript)) for name in ("renews", "renews in vain", "alone")
+    ]
+    found = race.race("net", entered, CPU, rounds=1)["contestants"]
+    made = [name for name, what in asked if what == "make"]
+    assert made == ["renews", "renews in vain", "alone", "renews", "renews in vain"]
+    assert [found[each.name]["30 Hz"]["p50_ms"] for each in entered] == [2.0, 1.0, 1.0]
+    assert [found[each.name]["bytes"] for each in entered] == [5, 9, 9]
+    assert found["renews"]["tried"] == {"another": 2.0}
+    assert found["renews in vain"]["not_renewed"] == "out of memory"
 
 
 def test_options_narrow_the_race(capsys: pytest.CaptureFixture[str]) -> None:

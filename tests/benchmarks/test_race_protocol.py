@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks import engine_process, engine_venvs
-from benchmarks.race_protocol import CACHES, Racer, emptied, peak_bytes, serve
+from benchmarks.race_protocol import CACHES, Racer, emptied, peak_bytes, racing_environment, serve
 from benchmarks.regimes import BACK_TO_BACK, Block
 
 REPOSITORY = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def test_answers_are_results_or_reasons() -> None:
 
 
 def racer(tmp_path: Path, code: str, threads: int | None = None) -> Racer:
-    return Racer("one of them", [sys.executable, "-c", code], tmp_path, threads)
+    return Racer([sys.executable, "-c", code], racing_environment("one of them", tmp_path, threads))
 
 
 def test_a_process_has_caches_and_threads_of_its_own(tmp_path: Path) -> None:
@@ -135,7 +135,8 @@ def fake_venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], R
     monkeypatch.setattr(engine_venvs, "ROOT", tmp_path / "venvs")
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     np.savez(tmp_path / "inputs.npz", np.arange(3, dtype=np.float32))
-    return lambda: Racer("ncnn", engine_process.command("ncnn", tmp_path, 2), tmp_path, 2)
+    env = racing_environment("ncnn", tmp_path, 2)
+    return lambda: Racer(engine_process.command("ncnn", tmp_path, 2), env)
 
 
 def test_an_engine_in_its_own_environment_answers_without_pytorch(
