@@ -35,8 +35,8 @@ def _all_kept() -> Iterator[None]:
         for module in TIMED:
             patch.setattr(module, "interleave", _few_rounds)
         patch.setattr("ampopt.search.pass_manager.gain", lambda before, after: KEEP)
-        for module in ("optimizer", "last_comparison"):
-            patch.setattr(f"ampopt.search.{module}.gain", lambda before, after: Gain(1.0, 1.0, 1.0))
+        for name in ("optimizer", "last_comparison"):
+            patch.setattr(f"ampopt.search.{name}.gain", lambda before, after: Gain(1.0, 1.0, 1.0))
         yield
 
 
