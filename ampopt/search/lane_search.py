@@ -21,6 +21,9 @@ OPENING = "the opening"
 PLAIN_OPENING = "the opening without layouts and kernels"
 """The row of those that are tried together if that loses."""
 
+MUCH = 1.1
+"""From this gain of kernels on, an engine is not likely to be faster without them."""
+
 UNLIKELY = "it seldom gains, and the time for that was over: a larger time budget tries it"
 """The reason of what was not tried after the time for unlikely trials."""
 
@@ -37,6 +40,7 @@ class LaneSearch:
         self._rewrites = in_order(state, pipeline.rewrites)
         self._handled = {step.name for step in state.graph.program.recipe}
         self._launched: Subject | None = None
+        self._kernels_gain = 1.0
 
     @property
     def name(self) -> str:
@@ -97,7 +101,9 @@ class LaneSearch:
                 self._manager.leave_out(self.state, step.name, UNLIKELY)
                 continue
             later = rewrites[rewrites.index(step) + 1 :]
-            self._manager.try_in_place(self.state, step, later, deadline)
+            entry = self._manager.try_in_place(self.state, step, later, deadline).entry
+            if step.family is Family.KERNEL and entry.verdict is Verdict.KEPT and entry.gain is not None:
+                self._kernels_gain *= entry.gain.ratio
 
     def vary(self, deadline: float, until: Callable[[], bool] = lambda: False) -> None:
         """Try what may help in company: the recipe without some pass, and passes that gained nothing, again.
@@ -134,7 +140,8 @@ class LaneSearch:
         for engine in engines:
             for place, (suffix, program) in enumerate(self._readable_forms(engine)):
                 name = engine.name + suffix
-                if (place > 1 or self._is_late(engine)) and self._is_too_late(deadline):
+                is_unlikely = place > 1 or (place == 1 and self._kernels_gain > MUCH) or self._is_late(engine)
+                if is_unlikely and self._is_too_late(deadline):
                     self._manager.leave_out(self.state, name, UNLIKELY)
                     continue
                 usable = [step for step in self._pipeline.launches if step.why_not(program) is None]
@@ -217,7 +224,7 @@ class LaneSearch:
 
         An engine that is worth more time is tried without them all the same, and without each kind of them:
         where it fuses by itself, a kernel that was faster before it may not be so any more. A form that is
-        being rehearsed already comes first.
+        being rehearsed already comes first, unless kernels gained much and nothing has to be waited for.
         """
         rewritten = self.state.graph.program
         kernels = [step for step in rewritten.recipe if step.family is Family.KERNEL]
@@ -231,7 +238,9 @@ class LaneSearch:
         if not is_slow(engine):
             return readable[:1]
         sandbox = self._manager.sandbox
-        return sorted(readable, key=lambda f: sandbox is None or not sandbox.is_rehearsing(engine, f[1]))
+        if sandbox is None or (self._kernels_gain > MUCH and sandbox.is_ready):
+            return readable
+        return sorted(readable, key=lambda form: not sandbox.is_rehearsing(engine, form[1]))
 
     def _without(self, missing: Sequence[Pass]) -> Program:
         """The rewritten program without some of its passes."""

@@ -48,6 +48,9 @@ CALLS_FOR_AN_ENGINE = 60
 On a CPU they include an untimed call before each timed one, and a repeated comparison if there is noise.
 """
 
+OWN_SHARE = 0.4
+"""Share of a compiler's time that it takes in this process, after its rehearsal."""
+
 LARGE_GAIN, MORE_ROUNDS = 1.1, 3
 """A gain of 1.1x or more that lies inside the noise is sampled again, at most 3 times."""
 
@@ -315,8 +318,13 @@ class PassManager:
         return max(state.call_s * calls, state.judging_s)
 
     def _applying_s(self, step: Pass, program: Program) -> float:
-        """The time in seconds to apply a pass: what it took the last time, if it is an engine."""
-        return self._applied_s.get(step.name, step.expected_seconds(program))
+        """The time in seconds to apply a pass: what it took the last time, if it is an engine.
+
+        A rehearsal that was begun ahead takes that much less; the pass itself takes a part of its own.
+        """
+        whole = self._applied_s.get(step.name, step.expected_seconds(program))
+        ahead = self.sandbox.ahead_s(step, program) if self.sandbox is not None else 0.0
+        return max(whole - ahead, OWN_SHARE * whole)
 
     def _apply(
         self, trial: Trial, step: Pass, program: Program, judging: float, bound: float = math.inf

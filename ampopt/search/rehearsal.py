@@ -92,6 +92,12 @@ class Sandbox:
         """Whether this step on this program was begun ahead, and was not taken up yet."""
         return self._ahead is not None and self._ahead.is_of(step, program)
 
+    def ahead_s(self, step: Pass, program: Program) -> float:
+        """How many seconds ago this step on this program was begun ahead; 0 if it was not."""
+        if self._ahead is None or not self._ahead.is_of(step, program):
+            return 0.0
+        return time.perf_counter() - self._ahead.began
+
     @property
     def is_ready(self) -> bool:
         """Whether what was begun ahead has ended, well or not."""
@@ -260,6 +266,7 @@ class _Ahead:
     program: Program
     answer: _Answer
     stack: contextlib.ExitStack
+    began: float = dataclasses.field(default_factory=time.perf_counter)
 
     def is_of(self, step: Pass, program: Program) -> bool:
         """Whether it is of this step, on a program made from the same capture in the same way."""

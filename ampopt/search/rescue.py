@@ -8,6 +8,7 @@ needs; then, if that is not enough, `keep-fp32`.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
@@ -21,7 +22,10 @@ from ampopt.search.pass_manager import PassManager
 MARGIN = 0.9
 """A lane is brought within this share of a bound, because later passes round again."""
 
-MOST_NAMED = 8
+FEW = 0.3
+"""Largest share of the products that stay in FP32 in a lane that is right, and only over the bound."""
+
+MOST_NAMED = 3
 """Operators that a note names; the report's data has them all."""
 
 
@@ -45,6 +49,8 @@ def rescued(
     if check.passed and check.error <= most:
         return True
     wrong, name, why = check.reason, state.lane.name, ""
+    if check.passed:
+        passes = [_sparing(step) for step in passes]
     for attempt, steps in _attempts(passes):
         entry = manager.rescue(state, attempt, steps, MARGIN * most)
         if entry.verdict is Verdict.KEPT:
@@ -72,6 +78,11 @@ def _attempts(passes: Sequence[Pass]) -> Iterator[tuple[str, list[Pass]]]:
     for kind in (BakeAutocast, KeepFp32):
         for step in (each for each in passes if isinstance(each, kind)):
             yield step.name, [*exact, step]
+
+
+def _sparing(step: Pass) -> Pass:
+    """The pass, with few operators in FP32 at the most if it is one that keeps them."""
+    return dataclasses.replace(step, most=min(step.most, FEW)) if isinstance(step, KeepFp32) else step
 
 
 def _may_be_brought_within(verifier: Verifier) -> bool:

@@ -37,6 +37,9 @@ LEAST_REWRITING = 0.25
 BEHIND = 1.3
 """A lane is not searched further if after its opening it is slower than another by this factor."""
 
+FAR_BEHIND = 1.8
+"""The same after other lanes were searched to the end: what is left seldom gains more."""
+
 TOO_FAR_AHEAD = 1.5
 """Rewrites are left out if an engine that does not see them is faster than the graph by this factor."""
 
@@ -80,6 +83,9 @@ class Search:
                 search.open(began + share * left)
         contenders = self._contenders(searches)
         for place, search in enumerate(contenders):
+            if place and (behind := self._behind(search.state)) > FAR_BEHIND:
+                self._leave(search, f"it was {behind:.2f}x slower than what was found until then")
+                continue
             self._deepen(search, 1.0 if place == len(contenders) - 1 else LEADERS_SHARE)
 
     def note_what_was_cut_off(self) -> bool:
@@ -125,11 +131,19 @@ class Search:
             else:
                 contenders.append(search)
                 continue
-            self._ledger.notes.append(
-                f"the {search.name} lane was searched no further than its opening: {why} "
-                f"(precision={search.name!r} searches it)"
-            )
+            self._leave(search, why)
         return contenders
+
+    def _leave(self, search: LaneSearch, why: str) -> None:
+        self._ledger.notes.append(
+            f"the {search.name} lane was searched no further than its opening: {why} "
+            f"(precision={search.name!r} searches it)"
+        )
+
+    def _behind(self, state: LaneState) -> float:
+        """How many times slower a lane is than the fastest of all, each in its own trial."""
+        found = [each.best_s for each in self.states if each.best_s is not None and self._is_usable(each)]
+        return state.best_s / min(found) if found and state.best_s is not None else 1.0
 
     def _is_usable(self, state: LaneState) -> bool:
         """Whether a lane's error is going to be within the bound: it was made so, or eager's own is."""

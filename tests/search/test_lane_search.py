@@ -235,3 +235,51 @@ def test_rewrites_that_are_left_out_say_why(monkeypatch: pytest.MonkeyPatch, net
         ("one", "the engine is far ahead"),
         ("two", "the engine is far ahead"),
     ]
+
+
+class Ahead:
+    """A sandbox that has rehearsed, or is rehearsing, the program without kernels."""
+
+    def __init__(self, *, is_ready: bool) -> None:
+        self.is_ready = is_ready
+
+    def is_rehearsing(self, step: Pass, program: Program) -> bool:
+        return not any(each.family is Family.KERNEL for each in program.recipe)
+
+    def ahead_s(self, step: Pass, program: Program) -> float:
+        return 0.0
+
+    def apply(self, step: Pass, program: Program, *, seconds: float) -> tuple[Result, str | None]:
+        return step.apply(program), None
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiler(Engine):
+    """A slow engine that reads kernels."""
+
+    slow_to_apply = True
+
+    def apply(self, program: Program) -> Result:
+        return Result(program.replace(engine=program.graph), 1)
+
+
+@pytest.mark.parametrize(
+    ("gain", "is_ready", "first"),
+    [
+        (0.5, True, "compiler"),
+        (0.5, False, "compiler (unfused)"),
+        (0.97, True, "compiler (unfused)"),
+    ],
+)
+def test_the_form_that_was_rehearsed_ahead_comes_first_unless_kernels_gained_much(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module, gain: float, is_ready: bool, first: str
+) -> None:
+    bench = Bench(monkeypatch, net, X, cost={"kernel": gain})
+    pipeline = Pipeline((PlantedKernel("kernel"),), (Compiler(),))
+    lane = search(monkeypatch, bench, pipeline, Opening(()))
+    bench.manager.sandbox = Ahead(is_ready=is_ready)  # type: ignore[assignment]
+    lane.rewrite(bench.deadline)
+    lane.run(bench.deadline)
+    forms = [name for name, _ in rows(bench) if name.startswith("compiler")]
+    assert forms[0] == first
+    assert sorted(forms) == ["compiler", "compiler (unfused)"]

@@ -145,6 +145,7 @@ def test_a_rehearsal_that_was_begun_ahead_is_taken_up_by_its_trial(program: Prog
         sandbox.begin(step, program)
         assert sandbox.is_rehearsing(step, program)
         assert not sandbox.is_rehearsing(Risky("raise"), program)
+        assert sandbox.ahead_s(Risky("raise"), program) == 0.0 < sandbox.ahead_s(step, program)
         deadline = time.perf_counter() + 60
         while not sandbox.is_ready and time.perf_counter() < deadline:
             time.sleep(0.05)

@@ -138,3 +138,20 @@ def test_the_best_so_far_is_against_the_searchs_own_time(monkeypatch: pytest.Mon
     assert 0 < steps[0].at_s < 600
     (row,) = bench.ledger.to_dict()["best_so_far"]
     assert (row["lane"], row["pass"], row["ms"]) == ("fp32", "one", 500.0)
+
+
+def test_a_lane_that_has_fallen_far_behind_is_not_searched_after_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Search, "_behind", lambda search, state: 3.0)
+    bench, _ = found(monkeypatch, PLANTED, after_openings={"fp32": 1.2, "amp": 1.0})
+    assert lanes_of(bench, "one") == {"amp"}
+    assert "it was 3.00x slower than what was found until then" in bench.ledger.notes[0]
+
+
+def test_how_far_a_lane_is_behind_is_known_from_its_own_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, search = found(monkeypatch, PLANTED, after_openings={"fp32": 1.0, "amp": 1.0})
+    slow, fast = search.states
+    slow.best_s, fast.best_s = 0.9, 0.3
+    assert search._behind(slow) == pytest.approx(3.0)
+    assert search._behind(fast) == 1.0
