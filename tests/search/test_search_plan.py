@@ -150,7 +150,7 @@ def test_a_lane_that_has_fallen_far_behind_is_not_searched_after_the_others(
 
 
 def test_how_far_a_lane_is_behind_is_known_from_its_own_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, search = found(monkeypatch, PLANTED, after_openings={"fp32": 1.0, "amp": 1.0})
+    _, search = found(monkeypatch, PLANTED, after_openings={"fp32": 1.0, "amp": 1.0})
     slow, fast = search.states
     slow.best_s, fast.best_s = 0.9, 0.3
     assert search._behind(slow) == pytest.approx(3.0)
