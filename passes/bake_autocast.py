@@ -20,7 +20,7 @@ class BakeAutocast(Pass):
     """Write mixed precision into the graph: `op(x, w)` under autocast -> `op(cast(x), w')`.
 
     Rewrites: each operator gets its inputs in the dtype that the policy (`amp`, `O1`, `O2`, `half`) decides:
-    weights are stored in it, model inputs that are only read in it are converted to it at the border, and a
+    weights are stored in it, model inputs that are only read in it, or given in it, enter in it, and a
     result is cast once for all its readers.
     Requires: a program of an AMP lane that still runs under autocast.
     Declines: other programs. Recurrent layers, parts that the model excludes from autocast
@@ -61,21 +61,29 @@ class BakeAutocast(Pass):
         decisions = decide(self.policy, plain, module, dtype)
         expected = record_autocast(plain, module, dtype)[1] if self.policy == "amp" else {}
         expected_by_name = {node.name: want for node, want in expected.items() if node.op == "call_function"}
-        entry = tuple(_lower_inputs(module, decisions, program.entry))
+        entry = tuple(_lower_inputs(module, decisions, program))
         rewrites = max(1, _bake(module, decisions))  # at the least, autocast itself is gone
         baked = plain.with_graph(finish(module)).replace(entry=entry)
         return Result(_with_result_dtypes(baked, expected_by_name), rewrites)
 
 
-def _lower_inputs(module: fx.GraphModule, decisions: Decisions, entry: tuple[Border, ...]) -> list[Border]:
-    """The borders of the inputs; one that every reader wants in the same other dtype enters in it."""
+def _lower_inputs(module: fx.GraphModule, decisions: Decisions, program: Program) -> list[Border]:
+    """The borders of the inputs; one that every reader wants in the same other dtype enters in it.
+
+    An input that the caller gives in a dtype that one reader wants enters as it is, and is cast for the others.
+    """
     borders = []
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    for node, border in zip(placeholders, entry, strict=True):
+    for node, border, example in zip(placeholders, program.entry, program.examples, strict=True):
         wanted = {decisions.get(user, {}).get(node) for user in node.users}
+        if len(wanted) > 1 and example.dtype in wanted:
+            for user in node.users:
+                decisions.setdefault(user, {}).setdefault(node, border.dtype)
+            wanted = {example.dtype}
         if len(wanted) == 1 and (dtype := wanted.pop()) is not None:
             for user in node.users:
-                del decisions[user][node]
+                if decisions[user][node] is dtype:
+                    del decisions[user][node]
             border = dataclasses.replace(border, dtype=dtype)
         borders.append(border)
     return borders

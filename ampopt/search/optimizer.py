@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import first_line
 from ampopt.ir.capture import Captured
+from ampopt.ir.lane_io import original_call
 from ampopt.ir.lanes import FP32, Lane, lanes_for
 from ampopt.ir.model_copy import device_of, untouched_rng, working_copy
 from ampopt.ir.settings import Settings
@@ -369,8 +370,7 @@ class Optimizer:
         The original is called as its user does, with nothing around it that the user has not: what makes a
         call of a small network repeatable takes as long as half of it. It is sampled twice, see `headline`.
         """
-        args, kwargs = pytree.tree_unflatten(self._captured.leaves, self._captured.spec)
-        original = functools.partial(working_copy(self._original), *args, **kwargs)
+        original = self._call_of_user()
 
         def eager(lane: Lane) -> object:
             with lane.scope(self.device):
@@ -407,6 +407,12 @@ class Optimizer:
                 gain=sure_gain(before, after, control),
             )
 
+    def _call_of_user(self) -> Callable[[], object]:
+        """A call of a copy of the original as its user makes it, in the dtypes that the original takes."""
+        args, kwargs = pytree.tree_unflatten(self._captured.leaves, self._captured.spec)
+        model, args, kwargs = original_call(working_copy(self._original), args, kwargs)
+        return functools.partial(model, *args, **kwargs)
+
     def _choose(self) -> LaneState:
         """The fastest lane whose error is within tolerance; say so where a faster one was refused.
 
@@ -438,8 +444,7 @@ class Optimizer:
         assert control is not None
         self.ledger.chosen = best.lane.name
         args, kwargs = pytree.tree_unflatten(self._captured.leaves, self._captured.spec)
-        modules = working_copy(self._original), self._module(best)
-        calls = [functools.partial(each, *args, **kwargs) for each in modules]
+        calls = [self._call_of_user(), functools.partial(self._module(best), *args, **kwargs)]
         with torch.no_grad(), untouched_rng(self.device):
             samplers = [engine_latency(call, self.device) for call in calls]
             found = compare_fairly(*samplers, seconds=HEADLINE * self._options.budget_s)
