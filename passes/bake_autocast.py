@@ -70,7 +70,7 @@ class BakeAutocast(Pass):
 def _lower_inputs(module: fx.GraphModule, decisions: Decisions, program: Program) -> list[Border]:
     """The borders of the inputs; one that every reader wants in the same other dtype enters in it.
 
-    An input that the caller gives in a dtype that one reader wants enters as it is, and is cast for the others.
+    An input that is given in a dtype that one reader wants enters as it is, and is cast for the others.
     """
     borders = []
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]

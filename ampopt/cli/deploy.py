@@ -58,8 +58,8 @@ def export(
     io: Annotated[
         Literal["original", "lane", "fp32", "fp16"],
         Option(
-            help="Floating-point inputs and outputs: original: in the model's dtypes; lane: in that of the one "
-            "lane of --precision; fp32 and fp16: of model.onnx alone."
+            help="Floating-point inputs and outputs: original: in the model's dtypes; lane: in that of the "
+            "one lane of --precision; fp32, fp16: of model.onnx alone."
         ),
     ] = "original",
     target: Annotated[

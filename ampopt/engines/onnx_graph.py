@@ -46,7 +46,7 @@ def to_onnx(
 ) -> Any:
     """Convert a portable program to an `onnx_ir.Model` with float16 or float32 inputs and outputs.
 
-    `io`: "fp16" or "fp32"; None: the program's own dtypes, and float32 for bfloat16, which NumPy does not have.
+    `io`: "fp16" or "fp32"; None: the program's own dtypes, and float32 for bfloat16, which NumPy lacks.
 
     Raises ExportError if ONNX cannot express a node, with its name and its line in the user's code.
     """

@@ -1,4 +1,4 @@
-"""A model that takes and gives floating-point tensors in one dtype, whatever dtypes its own are (`io="lane"`).
+"""A model that takes and gives floating-point tensors in one dtype in place of its own (`io="lane"`).
 
 No graph holds its conversions: `capture` captures the model inside, and writes them down as the program's
 borders, where a lane that computes in the dtype has nothing to convert. What calls the original (references,
@@ -133,10 +133,14 @@ def with_own_dtypes(
     own = next(weights, dtype)
 
     def raised(leaf: Any) -> Any:
-        return leaf.to(own) if _is_floating(leaf) and leaf.dtype is dtype else leaf
+        return leaf.to(own) if _has_dtype(leaf, dtype) else leaf
 
     return pytree.tree_map(raised, (tuple(args), dict(kwargs)))  # type: ignore[no-any-return]
 
 
 def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype in FLOATING
+
+
+def _has_dtype(value: Any, dtype: torch.dtype) -> bool:
+    return isinstance(value, Tensor) and value.dtype is dtype

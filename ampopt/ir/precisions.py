@@ -29,7 +29,7 @@ def names_of(precision: object) -> tuple[str, ...]:
 
 
 def check_io(io: object, precision: str, lanes: int) -> None:
-    """Raise InputError for an unknown `io`, and for that of a lane where not exactly one of `lanes` is named."""
+    """Raise InputError for an unknown `io`, and for "lane" unless `precision` names one lane."""
     if not isinstance(io, str) or io not in IO:
         raise InputError(f"io={io!r}: choose from {', '.join(IO)}")
     if io == "lane" and lanes != 1:

@@ -252,8 +252,8 @@ def optimize_regions(
     budget = Budget(started, options.budget_s)
     reasons, modules = list[str](), dict[str, OptimizedModule]()
     with interruptible():
-        inside, *call = original_call(original, args, kwargs)
-        calls = _record_calls(inside, *call)
+        inside, own_args, own_kwargs = original_call(original, args, kwargs)
+        calls = _record_calls(inside, own_args, own_kwargs)
         regions = list(_find_regions(inside, calls, device, reasons, lambda: budget.left_s <= 0))
     ledger.notes += reasons[:MOST_REASONS]
     if len(reasons) > MOST_REASONS:
