@@ -25,9 +25,11 @@ from ampopt.ir.arguments import (
     refuse_more,
 )
 from ampopt.ir.capture import capture
+from ampopt.ir.lane_io import LaneIO, original_of, with_own_dtypes
 from ampopt.ir.model_copy import device_of, exact_copy, note_writes, private_copy, untouched_rng
 from ampopt.ir.settings import autocast_scope
 from ampopt.ir.signature import flatten_call
+from ampopt.measure.report import CALLED_NOW
 from ampopt.measure.verify import Faults, Metric
 from ampopt.search.infer import infer_inputs
 from ampopt.search.lane_probe import seconds_of_a_call
@@ -77,6 +79,7 @@ def optimize(
     progress: bool | None = None,
     strict: bool = False,
     passes: Passes | None = None,
+    io: str = "original",
 ) -> OptimizedModule | PartlyOptimizedModule:
     """Optimize a model for inference, and verify the result.
 
@@ -128,6 +131,11 @@ def optimize(
             `ampopt.PIPELINE.before("channels-last", MyPass())`; a list of exactly those to try, by name or as
             instances; or that list as text, `"fold-conv-bn,degroup{least-gain=1.1}"`. `exclude` is applied to
             the result.
+        io: the dtypes of floating-point inputs and outputs. "original": the model's own. "lane": the result
+            takes and gives the dtype of the lane (`fast(x.half())` for "amp" on CUDA), also where an FP32
+            program or the original answers, so that no call converts at its border what the program does not
+            need. `precision` has to name one lane. Example inputs may be in either dtype; calls in another
+            one than the lane's raise InputError. Integers, booleans and the model's state stay as they are.
 
     Returns:
         A module with the model's call and result structure; its `report` lists each decision with its
@@ -141,17 +149,17 @@ def optimize(
     started = time.perf_counter()
     with interruptible():
         bounds = precision, tolerance, metric, budget_s
-        options = Options(*bounds, outputs, policy, amp_dtype, exclude, cache, nan, passes)
+        options = Options(*bounds, outputs, policy, amp_dtype, exclude, cache, nan, passes, io)
         if progress is not None:
             progress = flag("progress", progress)
         refuse_more(more)
         given = {} if example_kwargs is None else example_kwargs
-        original, args, kwargs, note = prepare_call(model, example_inputs, given, device)
+        original, args, kwargs, note = prepare_call(model, example_inputs, given, device, options)
     where = device_of(original, flatten_call(args, kwargs)[0])
     with progress_line(progress, started, options.budget_s) as tell, Sandbox(where) as sandbox:
         result = _optimize(original, args, kwargs, options, started, tell, sandbox)
     result.strict = strict
-    result.report.notes[:0] = [told for told in (note, mode_note(model)) if told]
+    result.report.notes[:0] = [told for told in (note, mode_note(model), io_note(original)) if told]
     if where.type == "cuda":  # what was tried and lost lies in cycles and in PyTorch's cache
         gc.collect()
         torch.cuda.empty_cache()
@@ -186,7 +194,7 @@ def _optimize(
                 original,
                 captured,
                 options,
-                name=type(original).__name__,
+                name=type(original_of(original)).__name__,
                 started=started,
                 progress=tell,
                 sandbox=sandbox,
@@ -234,12 +242,25 @@ def mode_note(model: nn.Module) -> str | None:
     return f"{which} in training mode: what was measured and optimized is evaluation mode"
 
 
+def io_note(original: nn.Module) -> str | None:
+    """A note for the report if the result takes and gives other dtypes than the model."""
+    if not isinstance(original, LaneIO):
+        return None
+    name = str(original.dtype).removeprefix("torch.")
+    return f'io="lane": it takes and gives {name}; "{CALLED_NOW}" is the original in its own dtypes'
+
+
 def prepare_call(
-    model: nn.Module, example_inputs: Any, kwargs: Mapping[str, Any], device: torch.device | str | None
+    model: nn.Module,
+    example_inputs: Any,
+    kwargs: Mapping[str, Any],
+    device: torch.device | str | None,
+    options: Options | None = None,
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], str | None]:
     """A private copy of the model and the example call, on the device; a note if the call was inferred.
 
-    The copy itself is never called; further copies of it are.
+    The copy itself is never called; further copies of it are. With an `io_dtype` in the options, the copy is
+    in a `LaneIO`, and the call is one of that.
     """
     model, note = as_module(model)
     if isinstance(model, (OptimizedModule, PartlyOptimizedModule)):
@@ -256,12 +277,16 @@ def prepare_call(
         args, inferred = infer_inputs(original, target)
         note = "; ".join(filter(None, (note, inferred)))
 
+    dtype = None if options is None else options.io_dtype(target)
+
     def own(leaf: Any) -> Any:
         return leaf.detach().to(target).clone() if isinstance(leaf, Tensor) else leaf
 
     try:
         with torch.inference_mode(mode=False), torch.no_grad():  # what is made in that mode stays so
             args, kwargs = pytree.tree_map(own, (args, dict(kwargs)))
+            if dtype is not None:
+                args, kwargs = with_own_dtypes(original, args, kwargs, dtype)
             with untouched_rng(target), autocast_scope(target, None):
                 seen_args, seen_kwargs = pytree.tree_map(own, (args, kwargs))  # the model may write to them
                 called = exact_copy(original)
@@ -271,4 +296,7 @@ def prepare_call(
         check_interrupted(error)
         advice = advice_on_failure(args)
         raise InputError(f"{type(model).__name__} fails on the example inputs: {error}{advice}") from error
+    if dtype is not None:
+        original = LaneIO.of_call(original, args, kwargs, dtype)
+        args, kwargs = original.outside(args, kwargs)
     return original, args, dict(kwargs), note

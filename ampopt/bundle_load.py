@@ -23,11 +23,13 @@ from ampopt.bundle.call_file import read_call
 from ampopt.bundle.files import BundleFiles, open_bundle
 from ampopt.bundle.program_file import read_program
 from ampopt.deploy.health import Callback, Event, Health, Monitor
+from ampopt.deploy.onnx_verify import to_numpy
 from ampopt.deploy.recipe_file import read_recipe
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.engines.executable import executable
 from ampopt.errors import AmpoptError, BundleError, InputError
 from ampopt.ir.capture import Captured
+from ampopt.ir.lane_io import FLOATING, LaneIO
 from ampopt.ir.lanes import lane_of
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.plain_tensors import check_plain
@@ -132,7 +134,7 @@ class LoadedModel:
 
 
 class _Restored(nn.Module):
-    """The captured graph as the module that it was captured from."""
+    """The captured graph as the module that it was captured from, without the conversions of `io="lane"`."""
 
     def __init__(self, captured: Captured) -> None:
         super().__init__()
@@ -144,6 +146,20 @@ class _Restored(nn.Module):
         captured = self._captured[0]
         entered = tensors_of(flatten_call(args, kwargs)[0])
         return captured.layout.restore(list(self.graph(*entered)))
+
+
+def _restored(captured: Captured) -> nn.Module:
+    """The module that a bundle's program was captured from: it takes and gives what the bundle's does."""
+    model, program = _Restored(captured), captured.program
+    dtypes = {tensor.dtype for tensor in program.examples} | {border.dtype for border in program.exit}
+    outside = {dtype for dtype in dtypes if dtype in FLOATING}
+    if len(outside) != 1:
+        return model
+    entry = iter(program.entry)
+    own = [next(entry).dtype if isinstance(leaf, Tensor) else None for leaf in captured.leaves]
+    return LaneIO(
+        model, outside.pop(), captured.spec, [dtype if dtype in FLOATING else None for dtype in own]
+    )
 
 
 @process_kept()
@@ -185,7 +201,7 @@ def load(
             name: functools.partial(_onnx, path, verify_key, captured, name)
             for name in ("onnxruntime", "openvino")
         },
-        "original": lambda _notes: _Way(_Restored(captured), threads),
+        "original": lambda _notes: _Way(_restored(captured), threads),
     }
     wanted = [backend] if backend != "auto" else _available(files)
     loaded: list[LoadedModel] = []
@@ -296,7 +312,7 @@ def _own(
 ) -> OptimizedModule:
     """ampopt's program: the recipe replayed, or measured anew on a machine that it was not made on."""
     name, device = files.manifest["model"]["name"], captured.program.device
-    original = _Restored(captured)
+    original = _restored(captured)
     here, there = environment(device), files.manifest["fingerprint"]
     changed = [
         f"{fact} {there.get(fact)} → {here.get(fact)}"
@@ -336,20 +352,17 @@ def _onnx(
     device = captured.program.device
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        arrays = [_to_numpy(tensor) for tensor in tensors_of(flatten_call(args, kwargs)[0])]
+        arrays = [to_numpy(tensor) for tensor in tensors_of(flatten_call(args, kwargs)[0])]
         result = model(*arrays)
         named = result if isinstance(result, dict) else {model.outputs[0].name: result}
-        outputs = [torch.from_numpy(named[info.name]).to(device) for info in model.outputs]
+        found = [torch.from_numpy(named[info.name]) for info in model.outputs]
+        exits = captured.program.exit
+        outputs = [y.to(device, border.dtype) for y, border in zip(found, exits, strict=True)]
         return captured.layout.restore(outputs)
 
     options = model.options
     on_gpu = isinstance(options, SessionOptions) and options.provider == CUDA
     return _Way(call, 1 if on_gpu else options.threads or thread_counts()[-1])
-
-
-def _to_numpy(tensor: Tensor) -> Any:
-    plain = tensor.detach().cpu()
-    return (plain.float() if plain.dtype is torch.bfloat16 else plain).contiguous().numpy()
 
 
 def _self_test(model: LoadedModel, test: _Test, tolerance: float) -> None:

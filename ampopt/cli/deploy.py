@@ -14,7 +14,15 @@ import ampopt
 from ampopt.bundle.destinations import check_bundle, check_distinct, check_file, check_onnx, is_onnx
 from ampopt.bundle.files import open_bundle
 from ampopt.cli import options as cli
-from ampopt.cli.options import check_request, console, finite, model_and_call, readable_errors, write
+from ampopt.cli.options import (
+    check_lane_io,
+    check_request,
+    console,
+    finite,
+    model_and_call,
+    readable_errors,
+    write,
+)
 from ampopt.errors import InputError
 from ampopt.measure.field_test import FieldReport, Judgment, check_field_test, field_test
 
@@ -49,8 +57,12 @@ def export(
         Literal["auto", "fp32", "fp16"], Option(help="What the ONNX model computes in; auto: as the lane.")
     ] = "auto",
     io: Annotated[
-        Literal["fp32", "fp16"], Option(help="Floating-point inputs and outputs of model.onnx.")
-    ] = "fp32",
+        Literal["original", "lane", "fp32", "fp16"],
+        Option(
+            help="Floating-point inputs and outputs: original: in the model's dtypes; lane: in that of the "
+            "one lane of --precision; fp32, fp16: of model.onnx alone."
+        ),
+    ] = "original",
     target: Annotated[
         Literal["onnxruntime", "tensorrt", "openvino"], Option(help="What will run it; decides the opset.")
     ] = "onnxruntime",
@@ -76,6 +88,8 @@ def export(
         _check_output(output, io, target, dynamic_batch, force, cpp, sign)
         source = (model, shapes, image, npz, normalize, weights, trust_model_file, device)
         check_request(*source, budget, exclude, passes, places)
+        own: Literal["original", "lane"] = "lane" if io == "lane" else "original"
+        check_lane_io(own, precision)
         loaded, args, kwargs, where = model_and_call(*source)
         from ampopt.deploy.runtime import OptimizedModule
 
@@ -92,6 +106,7 @@ def export(
             exclude=tuple(exclude or ()),
             passes=passes,
             cache=cache,
+            io=own,
         )
         if not isinstance(fast, OptimizedModule):
             raise InputError(
@@ -105,7 +120,7 @@ def export(
             written = fast.export_onnx(
                 output,
                 precision=None if onnx == "auto" else onnx,
-                io=io,
+                io=io if io in ("fp32", "fp16") else None,
                 target=target,
                 dynamic="batch" if dynamic_batch else None,
                 force=force,
@@ -131,7 +146,7 @@ def _check_output(
         kind, other = "ONNX alone", "a bundle, such as robot.ampopt"
     else:
         foreign = {
-            "--io": io != "fp32",
+            "--io": io in ("fp32", "fp16"),
             "--target": target != "onnxruntime",
             "--dynamic-batch": dynamic_batch,
             "--force": force,

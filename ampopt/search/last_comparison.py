@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ampopt.ir.capture import Captured
+from ampopt.ir.lane_io import original_call
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.measure.clocks import engine_latency, peak_memory
@@ -59,8 +60,7 @@ class LastComparison:
         The original is called as its user does, with nothing around it that the user has not: what makes a
         call of a small network repeatable takes as long as half of it. It is sampled twice, see `headline`.
         """
-        args, kwargs = pytree.tree_unflatten(self._captured.leaves, self._captured.spec)
-        original = functools.partial(working_copy(self._original), *args, **kwargs)
+        original = self._call_of_user()
 
         def eager(lane: Lane) -> object:
             with lane.scope(self._device):
@@ -87,6 +87,12 @@ class LastComparison:
             self._write_down(state, timed, control)
         self._answers = {state.lane.name: state for state in states}
         self._let_fp32_answer(timed, control)
+
+    def _call_of_user(self) -> Callable[[], object]:
+        """A call of a copy of the original as its user makes it, in the dtypes that the original takes."""
+        args, kwargs = pytree.tree_unflatten(self._captured.leaves, self._captured.spec)
+        model, args, kwargs = original_call(working_copy(self._original), args, kwargs)
+        return functools.partial(model, *args, **kwargs)
 
     def _write_down(self, state: LaneState, timed: Mapping[str, Measurement], control: Gain) -> None:
         lane = state.lane
@@ -184,11 +190,10 @@ class LastComparison:
         It takes what is left of the time budget, and no more.
         """
         args, kwargs = pytree.tree_unflatten(self._captured.leaves, self._captured.spec)
-        modules = working_copy(self._original), module
-        calls = [functools.partial(each, *args, **kwargs) for each in modules]
+        ours: Callable[[], object] = functools.partial(module, *args, **kwargs)
         left = budget.started + budget.seconds - time.perf_counter()
         with torch.no_grad(), untouched_rng(self._device):
-            samplers = [engine_latency(call, self._device) for call in calls]
+            samplers = [engine_latency(call, self._device) for call in (self._call_of_user(), ours)]
             found = compare_fairly(*samplers, seconds=min(HEADLINE * budget.seconds, max(left, 0.0)))
         self._ledger.baseline, self._ledger.gain, self._ledger.load = found.before, found.gain, found.load
         if gain(found.before, found.after).is_loss:

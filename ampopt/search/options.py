@@ -15,6 +15,7 @@ from ampopt.ir.arguments import flag, names, number, one_of
 from ampopt.ir.casting import POLICIES
 from ampopt.ir.lanes import Lane, lanes_for
 from ampopt.ir.pipeline import Pipeline
+from ampopt.ir.precisions import check_io
 from ampopt.ir.transform import Pass
 from ampopt.measure.verify import Faults, Metric
 from ampopt.passes import PIPELINE, AllowTf32, BakeAutocast, FuseConvAct, KeepFp32
@@ -40,6 +41,7 @@ class Options:
     cache: bool = True
     nan: Faults = "keep"
     passes: Passes | None = None
+    io: str = "original"
 
     def __post_init__(self) -> None:
         """Raise InputError, before any work, for an invalid value; convert numbers to Python's types."""
@@ -58,7 +60,8 @@ class Options:
         one_of("policy", self.policy, POLICIES)
         one_of("nan", self.nan, get_args(Faults))
         checked["cache"] = flag("cache", self.cache)
-        lanes_for(self.precision, torch.device("cpu"), self.amp_dtype)
+        lanes = lanes_for(self.precision, torch.device("cpu"), self.amp_dtype)
+        check_io(self.io, self.precision, len(lanes))
         if self.passes is not None:
             checked["passes"] = pipeline = as_pipeline(self.passes)
             tolerance = math.inf if isinstance(self.passes, Pipeline) else self.tolerance
@@ -82,9 +85,14 @@ class Options:
             return AUTO_TOLERANCE
         return self.tolerance
 
+    def io_dtype(self, device: torch.device) -> torch.dtype | None:
+        """The dtype of floating-point inputs and outputs; None: the original's."""
+        return None if self.io == "original" else lanes_for(self.precision, device, self.amp_dtype)[0].dtype
+
     def cache_facts(self) -> dict[str, object]:
         """The options that decide which passes win, for the cache key."""
-        asked = {n: getattr(self, n) for n in ("precision", "tolerance", "budget_s", "amp_dtype", "nan")}
+        named = ("precision", "tolerance", "budget_s", "amp_dtype", "nan", "io")
+        asked = {name: getattr(self, name) for name in named}
         return {
             **asked,
             "metric": self.metric is not None,
