@@ -80,7 +80,11 @@ def run(
             **({} if comparing else {"cache": cache}),
         )
         found = result if comparing else result.report
-        console().print(str(found) if comparing else report.to_rich(found), soft_wrap=comparing)
+        screen = console()
+        if comparing and not screen.is_terminal:
+            screen.print(str(found), soft_wrap=True)
+        else:
+            screen.print(found.to_rich() if comparing else report.to_rich(found))
         if json_file is not None:
             write(json_file, json.dumps(finite(found.to_dict()), indent=2, allow_nan=False) + "\n")
         if markdown_file is not None:
@@ -102,7 +106,7 @@ def _without(command: Callable[..., None], option: str) -> Callable[..., None]:
     return taking_less
 
 
-# `compare` tries everything anew.
+# `compare` times everything anew.
 app.command("compare", help="Tell what each pass does to a model: alone, in sequence, left out.")(
     _without(run, "cache")
 )
