@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from ampopt.ir.signature import describe, flatten_call
 from ampopt.ir.transform import Pass
 from ampopt.measure.compared import ComparedPass, Comparison
 from ampopt.measure.verify import Faults, Verifier
+from ampopt.search.ahead import Ahead
 from ampopt.search.choices import Choices
 from ampopt.search.compare_plan import Plan
 from ampopt.search.comparer import Comparer
@@ -111,10 +113,14 @@ def compare(
         lanes = dict.fromkeys(lanes_for(precision, where, amp_dtype), call_s)
         if time.perf_counter() < started + options.budget_s:
             lanes = judgeable(tuple(lanes), captured, verifier, options.budget_s, notes)
-    with progress_line(progress, started, options.budget_s) as tell, Sandbox(where) as sandbox:
+    with (
+        progress_line(progress, started, options.budget_s) as tell,
+        Sandbox(where) as sandbox,
+        Ahead(sandbox) as ahead,
+    ):
         choices = Choices(known_choices(captured, options), MEASURING * options.budget_s)
         store = ProgramStore(
-            captured.program, verifier, sandbox, choices, calls_to_check=calls_to_verify(draws)
+            captured.program, verifier, ahead, choices, calls_to_check=calls_to_verify(draws)
         )
         for lane, seconds in lanes.items():
             store.start(lane, seconds)
@@ -124,8 +130,12 @@ def compare(
         comparer.run()
     inputs = tuple(describe(t) for t in captured.program.examples)
     notes += comparer.notes()
-    took, name = time.perf_counter() - started, type(original).__name__
-    return Comparison(name, environment(where), inputs, comparer.rows(), took, tuple(notes))
+    rows, name = comparer.rows(), type(original).__name__
+    del comparer, store, ahead
+    if where.type == "cuda":  # what was captured lies in cycles and in PyTorch's cache
+        gc.collect()
+        torch.cuda.empty_cache()
+    return Comparison(name, environment(where), inputs, rows, time.perf_counter() - started, tuple(notes))
 
 
 def known_choices(captured: Captured, options: Options) -> dict[tuple[str, str], Pass]:

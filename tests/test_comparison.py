@@ -33,8 +33,7 @@ def net() -> nn.Module:
 
 
 def compared(model: nn.Module, **options: Any) -> ampopt.Comparison:
-    """`compare` without engines, silent, and within some seconds."""
-    options.setdefault("budget_s", 8.0)
+    """`compare` without engines, and silent."""
     return ampopt.compare(model, X, exclude=NO_ENGINES, progress=False, **options)
 
 
@@ -73,7 +72,7 @@ def test_a_pass_that_changes_nothing_is_no_difference(monkeypatch: pytest.Monkey
         return {name: Measurement(seconds.get(name, (2e-3,) * 6)) for name in samplers}
 
     monkeypatch.setattr("ampopt.measure.rounds.interleave", measured)
-    rows = compared(net(), precision="fp32", budget_s=3.0).rows
+    rows = compared(net(), precision="fp32").rows
     (row,) = [r for r in rows if (r.name, r.mode) == ("fine", "alone")]
     assert row.gain is not None
     assert row.gain.ratio == 1.25
@@ -130,7 +129,7 @@ def test_what_optimize_measured_is_not_measured_again(
     options: dict[str, Any] = {
         "passes": [Measures()],
         "precision": "fp32",
-        "budget_s": 8.0,
+        "budget_s": 30.0,
         "progress": False,
     }
     monkeypatch.setattr(Measures, "measured", [])
@@ -175,6 +174,6 @@ def test_a_model_that_is_no_single_graph_is_refused() -> None:
 def test_what_a_pass_says_when_it_fails_stays_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     failing = Planted("failing", error=ValueError("one | two\nthree"))
     monkeypatch.setattr("ampopt.search.options.PIPELINE", rewriting((failing,)))
-    text = compared(net(), precision="fp32", budget_s=5).to_markdown()
+    text = compared(net(), precision="fp32").to_markdown()
     (line,) = [line for line in text.splitlines() if line.startswith("| failing")]
     assert "failed: ValueError: one \\| two |" in line

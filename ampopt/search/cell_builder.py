@@ -63,15 +63,22 @@ class CellBuilder:
                 built = self._store.apply(built, step, self._left_s(built)).built or built
         return built
 
+    def rehearse(self, cell: Cell) -> None:
+        """Begin with what another process can do for an engine's cell."""
+        built = self._engines_program(cell)
+        self._store.rehearse(built, cell.step, self._left_s(built))
+
     def expected_s(self, cell: Cell) -> float:
         """About how long building an engine's cell takes; 0 where there is nothing to do."""
-        lane, engine = cell.lane, cell.step
-        if cell.mode == "alone":
-            built, _ = self._sequence(cell, self._plan.needs(lane), 0.0)
-        else:
-            built = self.rewritten(lane, self._unreadable(lane, engine))
-        seconds = self._store.expected_s(built, engine)
+        built = self._engines_program(cell)
+        seconds = self._store.expected_s(built, cell.step)
         return seconds + self._judging_s(built, built) if seconds else 0.0
+
+    def _engines_program(self, cell: Cell) -> Built:
+        """The program that an engine is applied to in a cell."""
+        if cell.mode == "alone":
+            return self._sequence(cell, self._plan.needs(cell.lane), 0.0)[0]
+        return self.rewritten(cell.lane, self._unreadable(cell.lane, cell.step))
 
     def _unreadable(self, lane: Lane, engine: Pass) -> tuple[Pass, ...]:
         """The kernels that the program goes without because the engine cannot read them."""

@@ -14,7 +14,7 @@ from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Pass, Result
 
 STARTING_S = 6.0
-"""Time in seconds in which the process for rehearsals loads PyTorch and a compiler."""
+"""Time in seconds in which the process for rehearsals loads PyTorch and a compiler, once."""
 
 REPEATING = 0.25
 """Time of repeating in this process what was rehearsed in another, as a share of the rehearsal's."""
@@ -107,7 +107,7 @@ class Choices:
         if (before := self._took.get((chosen.name, self.is_replay(lane, chosen)))) is not None:
             took_s, said_then = before
             return max(said, took_s * said / said_then if said_then else took_s)
-        return said + (REPEATING * said + STARTING_S if is_risky(chosen) else 0.0)
+        return said * (1 + REPEATING) if is_risky(chosen) else said
 
 
 def why_nothing(result: Result) -> str:

@@ -55,6 +55,15 @@ class Plan:
         names = {step.name for step in steps}
         return [c for c in self.cells if c.lane is lane and c.mode in modes and c.step.name in names]
 
+    def engine_groups(self, engines: Sequence[Pass]) -> list[list[Cell]]:
+        """The cells of engines, those together that compare the same programs; the sequences come first."""
+        return [
+            self.of(lane, modes, (engine,))
+            for engine in engines
+            for modes in (("cumulative", "left out"), ("alone",))
+            for lane in self.lanes
+        ]
+
     def needs(self, lane: Lane) -> Passes:
         """What a pass stands on where it is alone: the pass that bakes the lane's precision, if any."""
         return tuple(step for step in self.pipeline.rewrites if step.name == lane.baked_by)

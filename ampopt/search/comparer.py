@@ -6,9 +6,11 @@ cells with the widest intervals. Nothing is begun that is not expected to end in
 
 from __future__ import annotations
 
+import collections
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -16,11 +18,14 @@ from ampopt.errors import first_line
 from ampopt.measure.compared import ComparedPass
 from ampopt.measure.rounds import Told
 from ampopt.search.cell_builder import CellBuilder
+from ampopt.search.choices import STARTING_S, is_risky
 from ampopt.search.compare_plan import Cell, Plan
 from ampopt.search.pair_timer import PairTimer, Timed
 from ampopt.search.pass_manager import Progress
 from ampopt.search.program_store import NoTimeError, ProgramStore
 from ampopt.system.interrupts import check_interrupted, interruptible
+
+_T = TypeVar("_T")
 
 INTERRUPTED = "not tried: interrupted"
 """The reason in rows that were not measured because of Ctrl-C."""
@@ -50,15 +55,14 @@ class Comparer:
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`started` and `deadline` are on the clock `now`."""
-        self._plan, self._store, self._tell = plan, store, tell
-        self._started, self._deadline, self._now = started, deadline, now
-        self._timer = PairTimer(device, deadline, now)
+        self._plan, self._store, self._tell, self._now = plan, store, tell, now
+        self._started, self._deadline = started, deadline
+        self._timer = PairTimer(device, deadline, store.silence, now)
         self._builder = CellBuilder(plan, store, self._timer, deadline, now)
         self._pairs: dict[Cell, Timed] = {}
         self._reasons: dict[Cell, str] = {}
         self._missing_s: dict[Cell, float] = {}
-        self.interrupted = False
-        """Whether Ctrl-C has ended the work."""
+        self._interrupted = False
 
     def run(self) -> None:
         """Fill what the time allows; Ctrl-C ends it."""
@@ -69,7 +73,7 @@ class Comparer:
                 while self._timer.refine(self._pairs.values()):
                     check_interrupted()
         except KeyboardInterrupt:
-            self.interrupted = True
+            self._interrupted = True
 
     def rows(self) -> tuple[ComparedPass, ...]:
         """A row for every cell: what was measured, or why nothing was."""
@@ -81,11 +85,10 @@ class Comparer:
             f"in the {lane} lane {engine} runs the graph without {' and '.join(names)}, which it cannot read"
             for (lane, engine), names in self._builder.unread.items()
         ]
-        if (missing := self._missing()) and not self.interrupted:
-            notes.append(
-                f"{len(missing)} of {len(self._plan.cells)} cells are not filled: budget_s="
-                f"{self._budget_to_fill():.0f} would fill them"
-            )
+        notes += self._store.hints
+        if (missing := self._missing()) and not self._interrupted:
+            what = f"{len(missing)} of {len(self._plan.cells)} cells are not filled"
+            notes.append(f"{what}: budget_s={self._budget_to_fill():.0f} would fill them")
         return notes
 
     def _fill_rewrites(self) -> None:
@@ -93,29 +96,34 @@ class Comparer:
         for mode in ORDER:
             for lane in self._plan.lanes:
                 self._fill(self._plan.of(lane, (mode,), steps))
+            if mode == ORDER[0]:
+                for group in self._engine_groups():
+                    self._try(self._builder.rehearse, group[0])
 
     def _fill_engines(self) -> None:
         """The engines that take the least time first, each in all lanes."""
-        plan, pipeline = self._plan, self._plan.pipeline
-        groups = [
-            plan.of(lane, modes, (engine,))
-            for engine in pipeline.engines
-            for modes in (("cumulative", "left out"), ("alone",))
-            for lane in plan.lanes
-        ]
-        expected = {group[0]: self._expected_s(group[0]) for group in groups}
-        whole_s = {engine.name: 0.0 for engine in pipeline.engines}
-        for cell, seconds in expected.items():
-            whole_s[cell.step.name] += seconds
-        groups.sort(key=lambda group: whole_s[group[0].step.name])
+        groups = self._engine_groups()
+        expected = {group[0]: self._try(self._builder.expected_s, group[0]) or 0.0 for group in groups}
         for place, group in enumerate(groups):
-            self._fill(group, sum(expected[later[0]] for later in groups[place + 1 :]))
+            later = [cells[0] for cells in groups[place + 1 :] if expected[cells[0]]]
+            starting = STARTING_S if any(is_risky(cell.step) for cell in later) else 0.0
+            self._fill(group, sum(expected[cell] for cell in later) + starting)
 
-    def _expected_s(self, cell: Cell) -> float:
+    def _engine_groups(self) -> list[list[Cell]]:
+        """The cells of engines as they are filled: those of what takes long last."""
+        engines = self._plan.pipeline.engines
+        seconds: dict[str, float] = collections.defaultdict(float)
+        for cell, *_ in self._plan.engine_groups(engines):
+            seconds[cell.step.name] += self._try(self._builder.expected_s, cell) or 0.0
+        return self._plan.engine_groups(sorted(engines, key=lambda engine: seconds[engine.name]))
+
+    def _try(self, work: Callable[[Cell], _T], cell: Cell) -> _T | None:
+        """Look ahead at an engine's cell; what fails now will tell when the cell is filled."""
         try:
-            return self._builder.expected_s(cell)
-        except NoTimeError:
-            return 0.0
+            return work(cell)
+        except Exception as error:
+            check_interrupted(error)
+            return None
 
     def _fill(self, cells: Sequence[Cell], reserved_s: float = 0.0) -> None:
         """Build and verify the programs of cells, and time them together.
@@ -188,6 +196,6 @@ class Comparer:
                 reason = f"(without it: {without.reason})"
             return ComparedPass(lane, cell.mode, name, told.after, told.gain, check.error, reason)
         reason = self._reasons.get(cell, INTERRUPTED)
-        if cell in self._missing_s and not self.interrupted:
+        if cell in self._missing_s and not self._interrupted:
             reason = f"not tried: no time left (budget_s={self._budget_to_fill():.0f} would do)"
         return ComparedPass(lane, cell.mode, name, None, None, None, reason)

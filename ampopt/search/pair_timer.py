@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -30,10 +31,17 @@ class PairTimer:
     """The samples of all programs of a comparison; see the module."""
 
     def __init__(
-        self, device: torch.device, deadline: float, now: Callable[[], float] = time.perf_counter
+        self,
+        device: torch.device,
+        deadline: float,
+        silence: Callable[[], contextlib.AbstractContextManager[object]],
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`deadline` is on the clock `now`; no rounds are begun that would end after it."""
-        self._device, self._deadline, self._now = device, deadline, now
+        """`deadline` is on the clock `now`; no rounds are begun that would end after it.
+
+        `silence`: the block in which no other process of ours takes time from the programs.
+        """
+        self._device, self._deadline, self._silence, self._now = device, deadline, silence, now
         self._samplers: dict[str, Sampler] = {}
         self._batches: list[Batch] = []
 
@@ -53,13 +61,14 @@ class PairTimer:
                 call = built.subject.call
                 self._samplers[key] = engine_latency(call, self._device, last_s=built.call_s)
         befores = [before.key for before, _ in pairs]
-        batch = sample(
-            {key: self._samplers[key] for key in programs},
-            max(befores, key=befores.count),
-            rounds=rounds or self._first_rounds(pairs),
-            seconds=max(self._deadline - self._now(), 0.0),
-            seed=len(self._batches),
-        )
+        with self._silence():
+            batch = sample(
+                {key: self._samplers[key] for key in programs},
+                max(befores, key=befores.count),
+                rounds=rounds or self._first_rounds(pairs),
+                seconds=max(self._deadline - self._now(), 0.0),
+                seed=len(self._batches),
+            )
         self._batches.append(batch)
         for key, built in programs.items():
             built.call_s = batch.times[key].median

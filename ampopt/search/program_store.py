@@ -14,7 +14,7 @@ from ampopt.errors import first_line
 from ampopt.ir.lanes import Lane
 from ampopt.ir.numerics import Check
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Pass, Result
+from ampopt.ir.transform import Engine, Pass, Result
 from ampopt.search.choices import REPEATING, Choices, is_risky, why_nothing
 from ampopt.search.rehearsal import TooLongError
 from ampopt.search.subject import Subject
@@ -30,14 +30,18 @@ class Checks(Protocol):
 
 
 class Applies(Protocol):
-    """What applies passes, see `search.rehearsal.Sandbox`."""
+    """What applies passes, see `search.ahead.Ahead`."""
 
     def apply(self, step: Pass, program: Program, *, seconds: float) -> tuple[Result, str | None]:
         """Apply a pass; a risky one in another process first, within so many seconds."""
         ...
 
     def paused(self) -> contextlib.AbstractContextManager[object]:
-        """Let nothing run in the other process during the block."""
+        """Stop what runs in the other process during the block."""
+        ...
+
+    def rehearse(self, step: Engine, program: Program, until: float) -> None:
+        """Rehearse a risky pass that will be applied, while other work goes on, until a time."""
         ...
 
 
@@ -98,9 +102,12 @@ class ProgramStore:
         """`calls_to_check`: calls in the first verification of a lane."""
         self._captured, self._verifier, self._sandbox, self._choices = captured, verifier, sandbox, choices
         self._calls_to_check, self._now = calls_to_check, now
+        self.hints: dict[str, None] = {}
+        """What engines found, as the keys."""
         self._outcomes: dict[tuple[str, str], Outcome] = {}
         self._starts: dict[Lane, Built] = {}
         self._check_s: dict[Lane, float] = {}
+        self._stopped_after_s: dict[tuple[str, str], float] = {}
 
     def start(self, lane: Lane, call_s: float = 0.0) -> Built:
         """The captured program in a lane; `call_s` at first: the time of a call of it in seconds."""
@@ -116,9 +123,14 @@ class ProgramStore:
         `anew`: a pass that measures quickly does so again. Raises NoTimeError where the time is too short.
         """
         key = (built.key, step.name)
+        if seconds <= self._stopped_after_s.get(key, -math.inf):
+            raise NoTimeError(2 * self._stopped_after_s[key])
         if key not in self._outcomes:
             try:
                 self._outcomes[key] = self._apply(built, step, seconds, min(spare_s, seconds), anew=anew)
+            except TooLongError:
+                self._stopped_after_s[key] = seconds
+                raise NoTimeError(2 * seconds) from None
             except NoTimeError:
                 raise
             except Exception as error:
@@ -126,11 +138,16 @@ class ProgramStore:
                 self._outcomes[key] = Outcome(None, f"failed: {first_line(error)}", failed=True)
         return self._outcomes[key]
 
+    def silence(self) -> contextlib.AbstractContextManager[object]:
+        """Let no other process of ours work during the block, so that times are right."""
+        return self._sandbox.paused()
+
     def check(self, built: Built) -> Check:
         """The program's verification."""
         if built.check is None:
             began = self._now()
-            built.check = self._verifier.check(built.subject.run, built.lane)
+            with self.silence():
+                built.check = self._verifier.check(built.subject.run, built.lane)
             self._check_s[built.lane] = self._now() - began
         return built.check
 
@@ -141,6 +158,13 @@ class ProgramStore:
     def next_check_s(self, built: Built) -> float:
         """About how long `check` of a program that is made from this one takes."""
         return self._check_s.get(built.lane, self._calls_to_check * built.call_s)
+
+    def rehearse(self, built: Built, step: Pass, seconds: float) -> None:
+        """Let a risky pass that will be applied to the program be rehearsed from now on."""
+        if not isinstance(step, Engine) or not step.risky or step.why_not(built.program) is not None:
+            return
+        if step.expected_seconds(built.program) <= seconds:
+            self._sandbox.rehearse(step, built.program, self._now() + seconds / (1 + REPEATING))
 
     def expected_s(self, built: Built, step: Pass) -> float:
         """About how long `apply` takes."""
@@ -158,16 +182,14 @@ class ProgramStore:
         # What can be stopped at any time is begun wherever it may end in time.
         if (chosen.expected_seconds(program) if is_risky(chosen) else expected_s) > seconds:
             raise NoTimeError(expected_s)
-        limit = seconds / (1 + REPEATING)
-        try:
-            with self._sandbox.paused() if choices.may_measure(lane, chosen) else contextlib.nullcontext():
-                result, _ = self._sandbox.apply(chosen, program, seconds=limit)
-        except TooLongError:
-            raise NoTimeError(2 * seconds) from None
+        with self.silence() if choices.may_measure(lane, chosen) else contextlib.nullcontext():
+            result, _ = self._sandbox.apply(chosen, program, seconds=seconds / (1 + REPEATING))
         took_s = self._now() - began
         choices.note(lane, step, chosen, program, result, took_s=took_s, call_s=built.call_s)
         if not result.modified:
             return Outcome(None, why_nothing(result))
+        if isinstance(step, Engine):
+            self.hints.update(dict.fromkeys(f"{lane.name} lane: {hint}" for hint in result.hints))
         recipe = (*result.program.recipe, result.replay or chosen)
         changed = result.program.replace(recipe=recipe)
         made = Built(lane, changed, (*built.names, step.name), built.call_s)

@@ -107,6 +107,10 @@ class Sandbox:
                 if not answer.is_good:
                     self.close()  # whatever failed there may have broken that process's CUDA context
 
+    def has_answered(self) -> bool:
+        """Whether the answer of the rehearsal that was begun last is there, or its process has ended."""
+        return self._line is None or self._line.poll(0)
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Stop the process and its children during the block, so that they take no time from timings here."""

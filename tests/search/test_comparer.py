@@ -87,6 +87,22 @@ def test_rewrites_come_first_and_engines_by_their_time(monkeypatch: pytest.Monke
     assert not {"quick", "slow"} & set(order[:-8])
 
 
+def test_compilers_are_rehearsed_from_the_time_on_when_their_programs_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = Compared(
+        monkeypatch, Toy("fold"), ToyCompiler("compiler", said=4.0), lanes=(FP32, BF16), cost=cost
+    )
+    programs, untils = zip(*found.machine.rehearsed, strict=True)
+    assert programs == (
+        "fp32: fold > compiler",
+        "amp: fold > compiler",
+        "fp32:  > compiler",
+        "amp:  > compiler",
+    )
+    assert all(40.0 < until < 60.0 for until in untils)
+
+
 def test_engines_read_the_kernels_that_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Compared(monkeypatch, Toy("fold"), ToyKernel("kernel"), ToyEngine("engine"))
     assert "fp32: fold + kernel + engine" in found.machine.checked

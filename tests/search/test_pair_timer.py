@@ -23,7 +23,7 @@ class Timing:
         self, monkeypatch: pytest.MonkeyPatch, call_s: float, *, deadline: float = 1000.0, noise: float = 0.01
     ) -> None:
         self.machine = Machine(monkeypatch, lambda names: call_s, noise)
-        self.timer = PairTimer(CPU, deadline, self.machine.now)
+        self.timer = PairTimer(CPU, deadline, self.machine.paused, self.machine.now)
         program = program_of(nn.ReLU(), torch.ones(2))
         self.a, self.b, self.c = (
             Built(FP32, program.replace(recipe=(Toy(name),)), (name,), call_s) for name in "abc"

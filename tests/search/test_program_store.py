@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -101,8 +103,29 @@ def test_a_rehearsal_is_stopped_early_enough_to_be_repeated(stored: Stored) -> N
 
 def test_a_risky_pass_is_begun_where_it_may_end(stored: Stored) -> None:
     compiler = ToyCompiler("compiler", said=4.0, seconds=4.0)
-    assert stored.store.expected_s(stored.start, compiler) > 6.0
-    assert stored.store.apply(stored.start, compiler, 6.0).built is not None
+    assert stored.store.expected_s(stored.start, compiler) == 5.0
+    assert stored.store.apply(stored.start, dataclasses.replace(compiler, seconds=3.0), 4.5).built is not None
+
+
+def test_what_was_stopped_is_not_begun_again_in_less_time(stored: Stored) -> None:
+    compiler = ToyCompiler("compiler", said=4.0, seconds=10.0)
+    for seconds in (8.0, 7.0, 8.0):
+        with pytest.raises(NoTimeError):
+            stored.store.apply(stored.start, compiler, seconds)
+    assert len(stored.machine.applied) == 1
+    assert stored.store.apply(stored.start, compiler, 20.0).built is not None
+
+
+def test_only_a_risky_pass_that_may_end_is_rehearsed_ahead(stored: Stored) -> None:
+    compiler = ToyCompiler("compiler", said=4.0)
+    for step, seconds in [
+        (compiler, 5.0),
+        (compiler, 3.0),
+        (Toy("rewrite"), 5.0),
+        (ToyCompiler("declines", declines="no"), 5.0),
+    ]:
+        stored.store.rehearse(stored.start, step, seconds)
+    assert stored.machine.rehearsed == [("fp32:  > compiler", 5.0 / (1 + REPEATING))]
 
 
 def test_no_time_is_expected_for_what_is_done_or_declined(stored: Stored) -> None:

@@ -138,6 +138,7 @@ class Machine:
         self.uncallable: set[str] = set()
         """Passes whose programs fail when they are called, alone in their recipe."""
         self.interrupt_at = float("inf")
+        self.pauses, self.is_paused, self.rehearsed = 0, False, list[tuple[str, float]]()
         monkeypatch.setattr("ampopt.search.pair_timer.engine_latency", self._sampler)
 
     def now(self) -> float:
@@ -166,11 +167,19 @@ class Machine:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """As a sandbox does."""
+        self.pauses += 1
+        self.is_paused = True
         yield
+        self.is_paused = False
+
+    def rehearse(self, step: Engine, program: Program, until: float) -> None:
+        """Note what would be rehearsed ahead, and until when."""
+        self.rehearsed.append((f"{program.lane.name}: {names_of(program)} > {step.name}", until))
 
     def check(self, run: Any, lane: Lane) -> Check:
         """As a verifier does."""
         program = run.__self__
+        assert self.is_paused
         self.checked[f"{lane.name}: {names_of(program)}"] += 1
         self.pass_by(self.check_s)
         names = {step.name for step in program.recipe}
@@ -186,6 +195,7 @@ class Machine:
         )
 
         def sample() -> float:
+            assert self.is_paused
             if names and names <= self.uncallable:
                 raise RuntimeError("it does not run")
             took = cost * self.random.lognormvariate(0, noise)
