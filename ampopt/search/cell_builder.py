@@ -30,8 +30,7 @@ class CellBuilder:
         """`deadline` is on the clock `now`."""
         self._plan, self._store, self._timer, self._deadline, self._now = plan, store, timer, deadline, now
         self._broken: dict[Lane, set[str]] = {lane: set() for lane in plan.lanes}
-        self.unread: dict[tuple[str, str], tuple[str, ...]] = {}
-        """By lane and engine: the passes that the engine's programs go without."""
+        self._unread: dict[tuple[str, ...], dict[str, list[str]]] = {}
 
     def build(self, cell: Cell, reserved_s: float = 0.0) -> Timed | str:
         """The programs without and with the pass, verified; or the reason why there are none.
@@ -87,8 +86,18 @@ class CellBuilder:
         kernels = tuple(step for step in self._plan.kernels if step.name in whole.names)
         if not kernels or engine.why_not(self.rewritten(lane, kernels).program) is not None:
             return ()
-        self.unread[lane.name, engine.name] = tuple(step.name for step in kernels)
+        engines = self._unread.setdefault(tuple(step.name for step in kernels), {})
+        if lane.name not in (lanes := engines.setdefault(engine.name, [])):
+            lanes.append(lane.name)
         return kernels
+
+    def notes(self) -> list[str]:
+        """Which engines run the graph without passes that they cannot read, and in which lanes."""
+        return [
+            f"without {' and '.join(names)}, which they cannot read: "
+            + ", ".join(f"{engine} ({', '.join(lanes)})" for engine, lanes in engines.items())
+            for names, engines in self._unread.items()
+        ]
 
     def _sequence(self, cell: Cell, steps: Sequence[Pass], reserved_s: float) -> tuple[Built, Outcome]:
         """The program with these passes as far as they change something, and what the cell's own came to."""

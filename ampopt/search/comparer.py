@@ -81,11 +81,7 @@ class Comparer:
 
     def notes(self) -> list[str]:
         """What the rows do not say: what engines cannot read, and the budget that is missing."""
-        notes = [
-            f"in the {lane} lane {engine} runs the graph without {' and '.join(names)}, which it cannot read"
-            for (lane, engine), names in self._builder.unread.items()
-        ]
-        notes += self._store.hints
+        notes = [*self._builder.notes(), *self._store.hints]
         if (missing := self._missing()) and not self._interrupted:
             what = f"{len(missing)} of {len(self._plan.cells)} cells are not filled"
             notes.append(f"{what}: budget_s={self._budget_to_fill():.0f} would fill them")

@@ -43,11 +43,7 @@ def test_every_cell_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             assert row.reason.startswith("nothing to do")
     assert found["other", "alone"].reason == "nothing to do: there is no GPU"
-    assert found.notes == [
-        f"in the {lane} lane {engine} runs the graph without kernel, which it cannot read"
-        for engine in ("engine", "compiler")
-        for lane in ("fp32", "amp")
-    ]
+    assert found.notes == ["without kernel, which they cannot read: engine (fp32, amp), compiler (fp32, amp)"]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -101,6 +97,11 @@ def test_compilers_are_rehearsed_from_the_time_on_when_their_programs_are_known(
         "amp:  > compiler",
     )
     assert all(40.0 < until < 60.0 for until in untils)
+
+
+def test_what_engines_found_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ToyEngine("engine", hint="it runs with default options")
+    assert Compared(monkeypatch, Toy("fold"), engine).notes == ["fp32 lane: it runs with default options"]
 
 
 def test_engines_read_the_kernels_that_they_can(monkeypatch: pytest.MonkeyPatch) -> None:

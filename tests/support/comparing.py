@@ -48,6 +48,7 @@ class Toy(Pass):
     works: bool = True
     measures: bool = False
     found: str | None = None
+    hint: str | None = None
     unread: str = ""
     """It declines programs with the pass of this name."""
 
@@ -73,7 +74,7 @@ class Toy(Pass):
         if not self.works:
             return Result(program, 0)
         replay = dataclasses.replace(self, found=self.found or "best") if self.measures else None
-        return Result(program.replace(), 1, replay=replay)
+        return Result(program.replace(), 1, hints=(self.hint,) if self.hint else (), replay=replay)
 
 
 @dataclasses.dataclass(frozen=True)
