@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ from ampopt.ir.transform import Result
 from ampopt.measure.compared import MODES
 from ampopt.measure.sampling import Measurement
 from ampopt.passes import PIPELINE
+from ampopt.search.pair_timer import PairTimer, Timed
 from tests.helpers import Model, with_statistics
 from tests.support.planted import NO_ENGINES, Planted, rewriting
 
@@ -177,3 +179,19 @@ def test_what_a_pass_says_when_it_fails_stays_in_its_row(monkeypatch: pytest.Mon
     text = compared(net(), precision="fp32").to_markdown()
     (line,) = [line for line in text.splitlines() if line.startswith("| failing")]
     assert "failed: ValueError: one \\| two |" in line
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_every_cell_is_filled_and_sequences_are_launched_as_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    time, launched = PairTimer.time, set[str]()
+
+    def noted(self: PairTimer, pairs: Sequence[Timed], rounds: int | None = None) -> None:
+        launched.update(built.key for pair in pairs for built in pair if built.program.cuda_graph)
+        time(self, pairs, rounds)
+
+    monkeypatch.setattr(PairTimer, "time", noted)
+    found = ampopt.compare(net(), X, device="cuda", exclude=("compile",), progress=False)
+    assert not [row for row in found.rows if row.reason.startswith(("not tried", "failed"))]
+    assert {"fp32: fold-conv-bn + cuda-graph", "amp: bake-autocast + cuda-graph"} <= launched
