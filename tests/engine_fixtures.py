@@ -9,13 +9,13 @@ import pytest
 from torch import nn
 
 import ampopt
-from ampopt.measure import headline, sampling
+from ampopt.measure import headline, rounds, sampling
 from ampopt.measure.sampling import Gain, Measurement, Sampler
 from ampopt.search import last_comparison, pass_manager, search_plan
 from tests.support.planted import KEEP, module_of
 from tests.support.small_net import PASSES, image, net
 
-TIMED = (pass_manager, search_plan, last_comparison, headline)
+TIMED = (pass_manager, search_plan, last_comparison, headline, rounds)
 
 
 def _few_rounds(samplers: Mapping[str, Sampler], **_: object) -> dict[str, Measurement]:
@@ -27,6 +27,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three samples are enough where a test does not care which passes are kept."""
     for module in TIMED:
         monkeypatch.setattr(module, "interleave", _few_rounds)
+    monkeypatch.setattr(rounds, "MOST", 3)
 
 
 @contextlib.contextmanager

@@ -90,7 +90,11 @@ def run(
             **({} if comparing else {"cache": cache, "io": io}),
         )
         found = result if comparing else result.report
-        console().print(str(found) if comparing else report.to_rich(found), soft_wrap=comparing)
+        screen = console()
+        if comparing and not screen.is_terminal:
+            screen.print(str(found), soft_wrap=True)
+        else:
+            screen.print(found.to_rich() if comparing else report.to_rich(found))
         if json_file is not None:
             write(json_file, json.dumps(finite(found.to_dict()), indent=2, allow_nan=False) + "\n")
         if markdown_file is not None:
@@ -112,7 +116,7 @@ def _without(command: Callable[..., None], *options: str) -> Callable[..., None]
     return taking_less
 
 
-# `compare` tries everything anew, and what it compares is not called.
+# `compare` times everything anew, and what it compares is not called.
 app.command("compare", help="Tell what each pass does to a model: alone, in sequence, left out.")(
     _without(run, "cache", "io")
 )

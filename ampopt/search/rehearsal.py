@@ -38,6 +38,10 @@ from ampopt.measure.clocks import synchronize
 from ampopt.system.inductor_cache import inductor_folder
 
 
+class TooLongError(PassError):
+    """A rehearsal was stopped at its time limit."""
+
+
 class Sandbox:
     """A process for rehearsals: started on first use, replaced after a failure, killed at the end.
 
@@ -160,6 +164,24 @@ class Sandbox:
                 if not answer.is_good:
                     self.close()  # whatever failed there may have broken that process's CUDA context
 
+    def has_answered(self) -> bool:
+        """Whether the answer of the rehearsal that was begun last is there, or its process has ended."""
+        return self._line is None or self._line.poll(0)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop the process and its children during the block, so that they take no time from timings here."""
+        self._signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
     def _send(self, parcel: str) -> Connection:
         line = self._begin()
         with contextlib.suppress(OSError):  # it has ended: its answer will say so
@@ -202,8 +224,7 @@ class Sandbox:
         if self._line is not None:
             self._line.close()
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._signal(signal.SIGKILL)
             self._process.wait()
         self._process = self._line = None
 
@@ -249,7 +270,9 @@ class _Answer:
         try:
             left = max(self._deadline - time.perf_counter(), 0.0)
             if not self._line.poll(left if math.isfinite(left) else None):
-                raise PassError(f"it took longer than the {self._seconds:.0f} s that were left of the budget")
+                raise TooLongError(
+                    f"it took longer than the {self._seconds:.0f} s that were left of the budget"
+                )
             answer: dict[str, str] = json.loads(self._line.recv_bytes())
         except (EOFError, OSError) as error:
             raise PassError(f"it brought down a process of its own ({self._how_it_ended()})") from error

@@ -19,7 +19,7 @@ from ampopt.ir.graph import aten
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Pass, Result
 from ampopt.measure.entry import Verdict
-from ampopt.search.rehearsal import Sandbox
+from ampopt.search.rehearsal import Sandbox, TooLongError
 from tests.support.planted import Bench, captured_of, rewritten
 
 X = torch.ones(1, 3)
@@ -116,9 +116,32 @@ def test_a_failure_there_is_a_reason_here(program: Program, elsewhere: str, reas
 
 def test_what_does_not_return_is_killed_when_the_time_is_over(program: Program) -> None:
     start = time.perf_counter()
-    with Sandbox(CPU) as sandbox, pytest.raises(PassError, match="longer than the 5 s that were left"):
+    with Sandbox(CPU) as sandbox, pytest.raises(TooLongError, match="longer than the 5 s that were left"):
         rehearse(sandbox, Risky("hang"), program, seconds=5)
     assert time.perf_counter() - start < 30
+
+
+def test_nothing_goes_on_there_during_a_pause(program: Program, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    with Sandbox(CPU) as sandbox:
+        with sandbox.paused():
+            pass  # there is no process yet
+        rehearse(sandbox, Risky(), program, seconds=60)  # the process is loaded now
+        with sandbox.rehearsing(Waiting(note=str(note)), program, seconds=60) as rehearsed:
+            time.sleep(0.5)
+            with sandbox.paused():
+                note.touch()
+                time.sleep(0.5)
+                assert not sandbox.has_answered()
+            assert rehearsed() is None
+
+
+def test_an_answer_can_be_seen_without_waiting_for_it(program: Program) -> None:
+    with Sandbox(CPU) as sandbox, sandbox.rehearsing(Risky(), program, seconds=60) as rehearsed:
+        assert not sandbox.has_answered()
+        while not sandbox.has_answered():
+            time.sleep(0.01)
+        assert rehearsed() is None
 
 
 def test_a_pass_may_begin_here_while_it_is_rehearsed(program: Program, tmp_path: Path) -> None:
