@@ -55,6 +55,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         (3, 4),
     ),
     "an output that is an input": (lambda: Model(lambda m, x: (x, m.a(x)), a=nn.Linear(4, 4)), (3, 4)),
+    "an input that nothing reads": (lambda: Model(lambda m, x: torch.ones(3)), (3, 4)),
     "an output twice": (lambda: Model(lambda m, x: (y := m.a(x), y), a=nn.Linear(4, 4)), (3, 4)),
     "an output without dimensions": (lambda: Model(lambda m, x: m.a(x).sum(), a=nn.Linear(4, 4)), (3, 4)),
     "activations": (lambda: Model(lambda m, x: activations(m.a(x)), a=nn.Conv2d(3, 4, 1)), (1, 3, 5, 5)),
@@ -196,7 +197,6 @@ def test_numbers_of_more_than_32_bits_are_declined(
     ("model", "shape", "reason"),
     [
         (Model(lambda m, x: torch.linalg.eigvals(m.a(x)).abs(), a=nn.Linear(4, 4)), (4, 4), "eig"),
-        (Model(lambda m, x: m.a(x).topk(2)[0], a=nn.Linear(4, 4)), (4, 4), "TopK loses NaN"),
     ],
 )
 def test_what_cannot_be_expressed_fails_with_its_name(
@@ -206,14 +206,22 @@ def test_what_cannot_be_expressed_fails_with_its_name(
         Openvino().apply(program_of(model.eval(), torch.randn(shape)))
 
 
-def test_unpooling_is_right() -> None:
-    model, x = Unpooling().eval(), torch.randn(1, 3, 8, 8)
-    program = program_of(model, x)
-    result = Openvino().apply(program)
-    if result.rewrites:
-        check_outputs(Openvino.numerics, program, result.program, model, [x], FP32)
-    else:
-        assert [each.reason for each in result.declined] == ["OpenVINO computes int64 in int32"]
+@pytest.mark.parametrize(
+    ("model", "shape", "node", "reason"),
+    [
+        (Model(lambda m, x: m.a(x).topk(2)[0], a=nn.Linear(4, 4)), (4, 4), "topk", "TopK loses NaN"),
+        (Unpooling(), (1, 3, 8, 8), "max_pool2d", "MaxPool gives other places than NaN's"),
+        (Model(lambda m, x: m.a(x)[:0], a=nn.Linear(4, 4)), (4, 4), "slice", "it is empty"),
+    ],
+)
+def test_operators_that_would_lose_nan_or_are_empty_are_declined(
+    model: nn.Module, shape: tuple[int, ...], node: str, reason: str
+) -> None:
+    result = apply_to_untouched(Openvino(), program_of(model.eval(), torch.randn(shape)))
+    assert result.rewrites == 0
+    (declined,) = result.declined
+    assert node in declined.node
+    assert reason in declined.reason
 
 
 class _OtherWeights(Openvino):
