@@ -158,7 +158,7 @@ def _retuned(model: bytes | Path, runner: Runner, files: BundleFiles, seconds: f
     example = self_test_tensors(files, "input", runner.inputs)
     inputs = [example[info.name].astype(info.dtype, copy=False) for info in runner.inputs]
     if isinstance(runner, OpenVinoRunner):
-        return tune_openvino(model, inputs, seconds=seconds, precision=runner.options.precision).runner
+        return tune_openvino(runner, model, inputs, seconds=seconds).runner
     providers, tolerance = [runner.options.provider], files.manifest["tolerance"]
     tuning = tune(
         model,

@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
+from collections.abc import Sequence
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.passes.shape_prop import TensorMetadata
 
-from ampopt.engines.onnx_program import plain_model
+from ampopt.engines.onnx_program import place_of_input, plain_model
 from ampopt.engines.openvino_engine import OpenVinoEngine
 from ampopt.ir.graph import aten, calls, is_native, record_shapes
 from ampopt.ir.program import Border, Program
 from ampopt.ir.transform import Declined, Engine, Result
 from ampopt.ir.widening import widened
+from ampopt.ort.openvino_nan import LostNanError
 from ampopt.ort.openvino_options import OpenVinoOptions
 from ampopt.ort.openvino_session import OpenVinoRunner, why_not_precision
 from ampopt.ort.openvino_tuning import tune_openvino
@@ -51,7 +53,7 @@ class Openvino(Engine):
     Requires: a CPU, and the packages of the extra `openvino`.
     Declines: programs that still run under autocast, or that call operators ONNX does not know; float64, and
     integers that are not places in a tensor, because OpenVINO computes in 32 bits; the values of a top-k,
-    which lose NaN.
+    which lose NaN, and places of maxima that are computed with; empty tensors.
     Correct because: ONNX's operators are the graph's own (`onnx_graph` refuses operators without an
     equivalent), and the runtime computes the same expressions, possibly in another order, in the precision
     that is asked for: the compiled model is asked which one it has. Operators of OpenVINO that lose NaN are
@@ -100,18 +102,28 @@ class Openvino(Engine):
         wide = widened(program) if program.lane.is_mixed else program
         entry = tuple(Border(border.dtype) for border in wide.entry)
         entered = tuple(b.convert(t) for b, t in zip(entry, program.examples, strict=True))
-        model, precision = plain_model(wide.graph, entered), PRECISIONS[program.lane.dtype]
-        hints: tuple[str, ...] = ()
-        if self.options is None:
-            arrays = [tensor.detach().numpy() for tensor in entered]
-            runner = tune_openvino(model, arrays, seconds=TUNING_S, precision=precision).runner
-        else:
-            if not self.options:
-                hints = ("OpenVINO runs with default options: there was no time to measure others",)
-            runner = OpenVinoRunner(model, dataclasses.replace(self.chosen, precision=precision))
+        model, hints = plain_model(wide.graph, entered), list[str]()
+        try:
+            runner = self._runner(model, entered, PRECISIONS[program.lane.dtype], hints)
+        except LostNanError as lost:
+            return Result(program, 0, (Declined(lost.operator, lost.reason),))
         chosen = tuple((name, json.dumps(value)) for name, value in runner.options.to_dict().items())
         changed = program.replace(engine=OpenVinoEngine(runner), entry=entry)
-        return Result(changed, 1, hints=hints, replay=dataclasses.replace(self, options=chosen))
+        return Result(changed, 1, hints=tuple(hints), replay=dataclasses.replace(self, options=chosen))
+
+    def _runner(
+        self, model: bytes, entered: Sequence[Tensor], precision: str, hints: list[str]
+    ) -> OpenVinoRunner:
+        """The model with the options that are chosen, or that are fastest here."""
+        options = dataclasses.replace(self.chosen, precision=precision)
+        runner = OpenVinoRunner(model, options)
+        if self.options is None:
+            read = [tensor.detach().numpy() for tensor in entered]
+            arrays = [read[place_of_input(info.name)] for info in runner.inputs]
+            return tune_openvino(runner, model, arrays, seconds=TUNING_S).runner
+        if not self.options:
+            hints.append("OpenVINO runs with default options: there was no time to measure others")
+        return runner
 
 
 def _declined(program: Program) -> Declined | None:
@@ -126,6 +138,8 @@ def _why_wider(node: fx.Node) -> str | None:
     meta = node.meta.get("tensor_meta")
     if not isinstance(meta, TensorMetadata):
         return None  # several results, each of which a node of its own takes
+    if 0 in meta.shape:
+        return "it is empty, which OpenVINO computes otherwise"
     if meta.dtype is torch.float64:
         return "OpenVINO computes float64 in float32"
     source = node.all_input_nodes[0] if node.target is operator.getitem else node

@@ -10,6 +10,14 @@ from ampopt.engines.onnx_cache import exported
 from ampopt.engines.onnx_graph import OPSETS, model_of
 from ampopt.engines.onnx_pooling import REPLACED, use_pooling_operators
 
+_INPUT = "input_"
+"""The names of a model's inputs are this and their place."""
+
+
+def place_of_input(name: str) -> int:
+    """The place of an input among the graph's, by its name in the model: a runtime may drop unread ones."""
+    return int(name.removeprefix(_INPUT))
+
 
 def plain_model(graph: fx.GraphModule, entered: tuple[Tensor, ...]) -> bytes:
     """The serialized ONNX model of a graph without its border, exported now or found in the cache.
@@ -20,7 +28,7 @@ def plain_model(graph: fx.GraphModule, entered: tuple[Tensor, ...]) -> bytes:
 
     results = graph.graph.output_node().args[0]
     assert isinstance(results, Sequence)
-    inputs = [f"input_{index}" for index in range(len(entered))]
+    inputs = [f"{_INPUT}{index}" for index in range(len(entered))]
     outputs = [f"output_{index}" for index in range(len(results))]
     none = tuple(dict[int, str]() for _ in entered)
 

@@ -11,19 +11,24 @@ import torch
 from torch import Tensor
 
 from ampopt.engines.onnx_engine import MOST_KNOWN
+from ampopt.engines.onnx_program import place_of_input
 from ampopt.ort.openvino_session import OpenVinoRunner
 
 
 class OpenVinoEngine:
-    """A compiled model as a function of CPU tensors, whose memory it reads and returns without copies."""
+    """A compiled model as a function of CPU tensors, whose memory it reads and returns without copies.
+
+    Its inputs are those of `plain_model`, but for those that nothing reads: OpenVINO drops them.
+    """
 
     def __init__(self, runner: OpenVinoRunner) -> None:
         self._runner = runner
+        self._read = [place_of_input(info.name) for info in runner.inputs]
         self.dtypes = tuple(torch.from_numpy(np.empty(0, info.dtype)).dtype for info in runner.outputs)
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Flat tensors in, flat tensors out."""
-        arrays = self._runner(*[tensor.resolve_neg().detach().numpy() for tensor in tensors])
+        arrays = self._runner(*[tensors[place].resolve_neg().detach().numpy() for place in self._read])
         return tuple([torch.from_numpy(array) for array in arrays])
 
     def quick(
@@ -33,7 +38,7 @@ class OpenVinoEngine:
 
         An input's address is stored with OpenVINO's tensor at this address, as `OnnxEngine.quick` does it.
         """
-        if not example.is_contiguous() or example.numel() == 0:
+        if not example.is_contiguous() or example.numel() == 0 or not self._read:
             return otherwise
         (info,) = self._runner.inputs
         shape, size, bound, run = tuple(example.shape), example.nbytes, self._runner.bound, self._runner.run

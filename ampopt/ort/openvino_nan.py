@@ -1,9 +1,10 @@
 """Lets NaN through an OpenVINO model: its maxima, minima, clamps, ReLUs and softmaxes make numbers of it.
 
 Measured with OpenVINO 2026.4 on an AVX-512 processor: ReLU, clamp, hard sigmoid, maximum, minimum, maxima of
-windows and of axes lose NaN, alone and fused into a convolution; softmax loses NaN and infinity. All other
-operators that vision models have keep it. What is added here depends on one property of the processor only:
-`x == x` is false for NaN. (OpenVINO's `x > y` is true for it.)
+windows and of axes lose NaN, alone and fused into a convolution; softmax loses NaN and infinity; exp makes
+infinity of NaN, of which a clamp makes a number. All other operators that vision models have keep it. What is
+added here depends on one property of the processor only: `x == x` is false for NaN. (OpenVINO's `x > y` is
+true for it.)
 """
 
 from __future__ import annotations
@@ -16,10 +17,20 @@ import numpy as np
 
 from ampopt.ort.options import SessionError
 
-_BY_ELEMENT = ("Relu", "Clamp", "HardSigmoid")
+_BY_ELEMENT = ("Relu", "Clamp", "HardSigmoid", "Exp")
 _OF_TWO = ("Maximum", "Minimum")
 _OF_AXES = ("ReduceMax", "ReduceMin")
+_SOFTMAXES = ("Softmax", "LogSoftmax")
+_MOVES = ("Convert", "Reshape", "Squeeze", "Unsqueeze")
 _LARGEST = float(np.finfo(np.float32).max)
+
+
+class LostNanError(SessionError):
+    """An operator, by its name in the model, that loses NaN, and cannot be repaired."""
+
+    def __init__(self, operator: str, reason: str) -> None:
+        super().__init__(f"{reason}: {operator}")
+        self.operator, self.reason = operator, reason
 
 
 def keep_nan(model: Any) -> int:
@@ -30,7 +41,8 @@ def keep_nan(model: Any) -> int:
     of a softmax, also if one of them is infinity. Not repaired: a maximum over nothing but negative infinity
     is the smallest float, and likewise a minimum.
 
-    Raises SessionError, with the operator's name, where a result cannot be repaired.
+    Raises LostNanError where a result cannot be repaired: the values of a top-k,
+    and the places of maxima, if anything is computed of them.
     """
     return sum(_repaired(op) for op in model.get_ordered_ops())
 
@@ -42,12 +54,24 @@ def _repaired(op: Any) -> bool:
     result = op.output(0)
     readers = list(result.get_target_inputs())
     if kind == "TopK" and readers:
-        raise SessionError(f"OpenVINO's TopK loses NaN: {op.get_friendly_name()}")
+        raise LostNanError(op.get_friendly_name(), "OpenVINO's TopK loses NaN")
+    if kind in ("TopK", "MaxPool") and op.get_output_size() == 2 and not _is_only_returned(op.output(1)):
+        raise LostNanError(op.get_friendly_name(), f"OpenVINO's {kind} gives other places than NaN's")
     if (repaired := _with_nan(op, kind, result)) is None:
         return False
     for reader in readers:
         reader.replace_source_output(repaired.output(0))
     return True
+
+
+def _is_only_returned(places: Any) -> bool:
+    """Whether places of maxima are results of the model, and nothing is computed of them."""
+    readers = [reader.get_node() for reader in places.get_target_inputs()]
+    return all(
+        reader.get_type_name() == "Result"
+        or (reader.get_type_name() in _MOVES and _is_only_returned(reader.output(0)))
+        for reader in readers
+    )
 
 
 def _with_nan(op: Any, kind: str, result: Any) -> Any:
@@ -69,7 +93,7 @@ def _with_nan(op: Any, kind: str, result: Any) -> Any:
         found = ops.reduce_max(_is_nan(op.input_value(0)), op.input_value(1), _keeps_dims(op))
     elif kind == "MaxPool":
         found = _pooled(op)
-    elif kind == "Softmax":
+    elif kind in _SOFTMAXES:
         axes = ops.constant(np.array([op.get_attributes()["axis"]], np.int64))
         found = ops.reduce_max(_is_not_below_infinity(op.input_value(0)), axes, True)
     else:

@@ -34,15 +34,14 @@ class Found:
 
 
 def tune_openvino(
-    model: bytes | Path, inputs: Sequence[Array], *, seconds: float, precision: str = "f32"
+    best: OpenVinoRunner, model: bytes | Path, inputs: Sequence[Array], *, seconds: float
 ) -> Found:
     """Sweep threads, pinning and the latency hint for about `seconds`, including loading.
 
-    The precision is not swept: it is the caller's. A setting is kept if it is faster outside the noise.
-    Raises SessionError if the model does not load.
+    The sweep starts from `best`, the model with its options, whose precision stays. A setting is kept if it
+    is faster outside the noise.
     """
     end = time.perf_counter() + seconds
-    best = OpenVinoRunner(model, OpenVinoOptions(precision=precision))
     timed = _measured([best], inputs, seconds=0.1 * seconds)[0]
     knobs = list(_knobs())
     for turn, knob in enumerate(knobs):

@@ -9,6 +9,7 @@ import pytest
 from ampopt.measure.sampling import Measurement
 from ampopt.ort import openvino_tuning
 from ampopt.ort.openvino_options import OpenVinoOptions
+from ampopt.ort.openvino_session import OpenVinoRunner
 from ampopt.ort.openvino_tuning import tune_openvino
 from ampopt.ort.options import SessionError
 from tests.support.onnx_models import convolution, image
@@ -39,7 +40,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[OpenVinoOption
         monkeypatch.setattr(openvino_tuning, "OpenVinoRunner", Planted)
         monkeypatch.setattr(openvino_tuning, "thread_counts", lambda: [1, 2, 4])
         monkeypatch.setattr(openvino_tuning, "_measured", measured)
-        found = tune_openvino(b"", [], seconds=seconds, precision=precision)
+        found = tune_openvino(Planted(b"", OpenVinoOptions(precision)), b"", [], seconds=seconds)  # type: ignore[arg-type]
         assert found.timed.median == call_s(found.options)
         return found.options, rounds
 
@@ -70,6 +71,7 @@ def test_without_time_the_defaults_are_measured_alone(
 
 def test_a_real_model_is_tuned() -> None:
     pytest.importorskip("openvino")
-    found = tune_openvino(convolution(), [image()], seconds=0.1)
+    start = OpenVinoRunner(convolution(), OpenVinoOptions())
+    found = tune_openvino(start, convolution(), [image()], seconds=0.1)
     assert found.options.precision == "f32"
     assert found.runner(image())[0].shape == (1, 4, 8, 8)
