@@ -100,8 +100,8 @@ class Smoothed(nn.Module):
         self.inner.register_buffer("mean", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.inner.mean = 0.9 * self.inner.mean + 0.1 * x.mean(0)
-        return x - self.inner.mean
+        self.inner.mean.mul_(0.9).add_(0.1 * x.mean(0))  # type: ignore[union-attr, operator]
+        return x - self.inner.mean  # type: ignore[operator]
 
 
 def test_a_models_state_keeps_its_name_and_its_dtype() -> None:
