@@ -132,7 +132,7 @@ def test_an_input_in_channels_last_is_known_after_prepare_and_has_its_own_progra
 
 class Answer(NamedTuple):
     scores: Tensor
-    index: Tensor
+    places: Tensor
 
 
 def test_integers_and_the_structure_of_a_result_stay_as_they_are() -> None:
@@ -143,7 +143,7 @@ def test_integers_and_the_structure_of_a_result_stay_as_they_are() -> None:
     found = lane_module(model, rows(), index)(rows().to(LOW), index)
     assert type(found["a"]) is Answer
     assert right(found["a"].scores, model(rows(), index)["a"].scores)
-    assert torch.equal(found["a"].index, index)
+    assert torch.equal(found["a"].places, index)
     assert found["mask"].dtype is torch.bool
 
 
@@ -161,7 +161,9 @@ def test_a_model_stored_in_bfloat16_takes_and_gives_the_lanes_dtype(lane: Lane) 
 
 
 class Counting(nn.Module):
-    """Adds how often it was called, and a third more every time."""
+    """Adds a third more at every call."""
+
+    seen: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +178,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("serve_original", [False, True])
 def test_a_state_is_kept_in_its_own_dtype(serve_original: bool) -> None:
     fast, model = lane_module(Counting().eval(), rows(), serve_original=serve_original), Counting().eval()
-    model.load_state_dict(fast._optimized.original.model.state_dict())  # type: ignore[union-attr, operator]
+    model.load_state_dict(fast._optimized.original.model.state_dict())  # type: ignore[union-attr]
     for count in (8, 8, 5):  # the last by a program of its own
         assert right(fast(rows(count).to(LOW)), model(rows(count)))
     assert fast._state._tensors[0].dtype is torch.float32
@@ -191,7 +193,7 @@ def test_a_bundle_takes_and_gives_the_lanes_dtype(
     bundle = tmp_path_factory.getbasetemp() / f"io-{lane.dtype}.ampopt"
     model = mlp()
     if not bundle.exists():
-        lane_module(model, rows(), lane=lane).save(bundle, cpp=True, tune_s=0.2)
+        lane_module(model, rows(), lane=lane).save(bundle, cpp=lane is BF16, tune_s=0.1)
     loaded = ampopt.load(bundle, backend=backend, device="cpu", budget_s=5)
     assert right(loaded(rows().to(lane.dtype)), model(rows()), lane.dtype)
     with pytest.raises(InputError, match=r"it takes b?float16"):
@@ -208,10 +210,8 @@ def test_a_bundle_takes_and_gives_the_lanes_dtype(
     ("lane", "options", "dtype"),
     [
         (FP16, {}, "float16"),
-        (FP16, {"precision": "fp32"}, "float16"),
         (FP16, {"io": "fp32"}, "float"),
-        (BF16, {}, "float"),
-        (BF16, {"dynamic": "batch", "io": "fp16"}, "float16"),
+        (BF16, {"dynamic": "batch"}, "float"),
     ],
 )
 def test_an_onnx_file_takes_and_gives_the_lanes_dtype_or_the_one_asked_for(
@@ -226,11 +226,10 @@ def test_an_onnx_file_takes_and_gives_the_lanes_dtype_or_the_one_asked_for(
     assert found == {f"tensor({dtype})"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, LOW])
-def test_optimize_takes_examples_in_either_dtype_and_says_what_the_result_takes(dtype: torch.dtype) -> None:
+def test_optimize_takes_examples_in_the_lanes_dtype_too_and_says_what_the_result_takes() -> None:
     model = mlp()
     options: dict[str, Any] = {"passes": "bake-autocast", "budget_s": 5.0, "cache": False}
-    fast = optimize(model, rows().to(dtype), precision="amp", io="lane", **options)
+    fast = optimize(model, rows().to(LOW), precision="amp", io="lane", **options)
     assert right(fast(rows().to(LOW)), model(rows()))
     assert any('io="lane": it takes and gives bfloat16' in note for note in fast.report.notes)
     assert fast.report.model == "Sequential"
@@ -306,8 +305,7 @@ def _kernels(fast: Any, x: Tensor) -> list[str]:
     with torch.profiler.profile(activities=kinds) as profile:
         fast(x)
         torch.cuda.synchronize()
-    on_gpu = torch.autograd.DeviceType.CUDA
-    return [event.name for event in profile.events() if event.device_type == on_gpu]
+    return [event.name for event in profile.events() if str(event.device_type) == "DeviceType.CUDA"]
 
 
 @pytest.mark.gpu
