@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -50,6 +49,7 @@ from ampopt.system.budget import (
     calls_to_verify,
 )
 from ampopt.system.interrupts import check_interrupted, interruptible, watched
+from ampopt.system.memory import release
 from ampopt.system.process_state import process_kept
 from ampopt.system.turns import optimizing
 
@@ -160,9 +160,7 @@ def optimize(
         result = _optimize(original, args, kwargs, options, started, tell, sandbox)
     result.strict = strict
     result.report.notes[:0] = [told for told in (note, mode_note(model), io_note(original)) if told]
-    if where.type == "cuda":  # what was tried and lost lies in cycles and in PyTorch's cache
-        gc.collect()
-        torch.cuda.empty_cache()
+    release(where)  # of what was tried and lost
     return result
 
 

@@ -45,6 +45,7 @@ from ampopt.ort.options import CUDA, SessionOptions
 from ampopt.search.optimizer import Optimizer
 from ampopt.search.options import Options
 from ampopt.system.environment import environment
+from ampopt.system.memory import release
 from ampopt.system.process_state import process_kept
 
 logger = logging.getLogger("ampopt")
@@ -220,6 +221,8 @@ def load(
     if not loaded:
         raise BundleError("; ".join(notes))
     chosen = _best(loaded, test, where)
+    del loaded, model
+    release(where)  # of the ways that were not chosen
     chosen.notes.extend(notes)
     for note in notes:
         logger.warning("ampopt: %s: %s", os.fspath(path), note)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,6 +33,7 @@ from ampopt.search.tuning_cache import default_cache, key_of
 from ampopt.system.budget import calls_to_verify
 from ampopt.system.environment import environment
 from ampopt.system.interrupts import interruptible, watched
+from ampopt.system.memory import release
 from ampopt.system.process_state import process_kept
 from ampopt.system.turns import optimizing
 
@@ -131,9 +131,7 @@ def compare(
     notes += comparer.notes()
     rows, name = comparer.rows(), type(original).__name__
     del comparer, store, ahead
-    if where.type == "cuda":  # what was captured lies in cycles and in PyTorch's cache
-        gc.collect()
-        torch.cuda.empty_cache()
+    release(where)
     return Comparison(name, environment(where), inputs, rows, time.perf_counter() - started, tuple(notes))
 
 
