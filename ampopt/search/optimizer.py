@@ -225,9 +225,8 @@ class Optimizer:
             if not self._states and FP32 not in lanes:
                 self._open((FP32,))
                 if self._states:
-                    self.ledger.notes.append(
-                        f"precision={self._options.precision!r} is answered in FP32: no other is right here"
-                    )
+                    asked = f"precision={self._options.precision!r}"
+                    self.ledger.notes.append(f"{asked} is answered in FP32: no lower one could be judged")
             if self._states:
                 self._search()
 
