@@ -13,7 +13,7 @@ from ampopt.errors import AmpoptError, InputError, first_line
 from ampopt.ir.pass_text import dashed, distribution, installed, parse, unparse, value_text
 from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.transform import Pass
-from ampopt.passes import PIPELINE, AllowTf32
+from ampopt.passes import PIPELINE, AllowTf32, BakeAutocast, KeepFp32
 
 Passes = Pipeline | Sequence[Pass | str] | str
 """A user's passes: a pipeline, a list of exactly the passes to try, or that list as text."""
@@ -92,8 +92,9 @@ def _like(step: Pass, name: str, value: Any) -> Any:
 
 def check_listed(pipeline: Pipeline, *, tolerance: float | None, policy: str) -> None:
     """Raise InputError if the user's list of passes contradicts other arguments."""
-    if policy != "amp" and any(step.name == "bake-autocast" for step in pipeline):
-        raise InputError(f"policy={policy!r}: bake-autocast in passes= has a policy: give one of the two")
+    mine = [step.name for step in pipeline if isinstance(step, (BakeAutocast, KeepFp32))]
+    if policy != "amp" and mine:
+        raise InputError(f"policy={policy!r}: {mine[0]} in passes= has a policy: give one of the two")
     if tolerance is None and any(isinstance(step, AllowTf32) for step in pipeline):
         raise InputError("passes= has allow-tf32, which needs a tolerance: give tolerance=, or leave it out")
 

@@ -266,7 +266,7 @@ class Optimizer:
         search.run(lanes, {} if self._known is None else self._known.recipes)
         if FP32 not in self._lanes and [state.lane for state in self._states] == [FP32]:
             self.ledger.notes.append(
-                f"precision={self._options.precision!r} is answered in FP32: no other is right here"
+                f"precision={self._options.precision!r} is answered in FP32: no lower one could be judged"
             )
         self._settle()
         is_whole = search.note_what_was_cut_off()

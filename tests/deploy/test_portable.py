@@ -21,10 +21,12 @@ from ampopt.passes import (
     ChannelsLast,
     Degroup,
     FuseConvAct,
+    KeepFp32,
     MergeLinearChain,
     RemoveInferenceNoops,
 )
 from tests.helpers import Model, check_graph, dtypes_of, reference_of, targets_of, with_statistics
+from tests.support import overflowing
 from tests.support.planted import captured_of
 
 X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -134,3 +136,13 @@ def test_what_judges_by_the_examples_sizes_is_left_out_for_others(
     captured, step = captured_of(nn.Sequential(nn.Dropout(), nn.ReLU()).eval(), X)[1], RemoveInferenceNoops()
     assert step in portable_program(captured, (), FP32).recipe
     assert (step in portable_program(captured, (), FP32, dynamic=True).recipe) is not by_size
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_what_stays_in_fp32_here_does_so_in_a_float16_file(kind: str) -> None:
+    model, x = overflowing.attention(), torch.randn(overflowing.TOKENS)
+    plain = portable(model, x)
+    assert not torch.isfinite(run(plain, x)).all()
+    program = portable(model, x, recipe=(KeepFp32(choices=(("matmul", kind), ("softmax", "back"))),))
+    assert relative_error(run(program, x), reference_of(model, [x])[0]) < 5e-3
+    assert dtypes_of(program)["matmul"] is torch.float32

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ampopt.ir.precision_search as precision_search
+from ampopt.ir.baking import bake
 from ampopt.ir.graph import calls
 from ampopt.ir.judged import OwnJudge
 from ampopt.ir.numerics import Check
@@ -106,7 +107,7 @@ def test_where_nothing_has_a_derivative_each_operators_own_error_ranks(
 
 def test_programs_that_cannot_be_made_are_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     program = program_of(overflowing.one_branch(), torch.randn(overflowing.IMAGE), lane=FP16)
-    judge, bake = OwnJudge(program), precision_search.bake
+    judge = OwnJudge(program)
 
     def fails(*given: object) -> object:
         if len(given) > 2:

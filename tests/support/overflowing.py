@@ -13,6 +13,14 @@ IMAGE = (2, 3, 16, 16)
 TOKENS = (2, 12, 32)
 
 
+def scale(layer: nn.Module, factor: float) -> None:
+    """Multiply a layer's weight."""
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    with torch.no_grad():
+        weight.mul_(factor)
+
+
 class Branches(nn.Module):
     """As MobileOne has them: parallel branches with a batch norm each, to be merged after training."""
 
@@ -21,9 +29,8 @@ class Branches(nn.Module):
         self.wide = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1, bias=False), _norm(channels))
         self.point = nn.Sequential(nn.Conv2d(channels, channels, 1, bias=False), _norm(channels))
         self.skip = _norm(channels)
-        with torch.no_grad():
-            for conv in (self.wide[0], self.point[0]):
-                conv.weight.mul_(gain)
+        for block in (self.wide, self.point):
+            scale(block[0], gain)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.wide(x) + self.point(x) + self.skip(x)
@@ -96,9 +103,8 @@ def attention() -> nn.Module:
         return z
 
     parts: dict[str, nn.Module] = {name: nn.Linear(32, 32) for name in ("q", "k", "v", "out")}
-    with torch.no_grad():
-        parts["q"].weight.mul_(150.0)  # type: ignore[operator, union-attr]
-        parts["k"].weight.mul_(150.0)  # type: ignore[operator, union-attr]
+    scale(parts["q"], 150.0)
+    scale(parts["k"], 150.0)
     return Model(function, norm=nn.LayerNorm(32), **parts).eval()
 
 
@@ -109,9 +115,8 @@ def last_layers() -> nn.Module:
         nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
     )
     model.append(nn.Linear(8, 8)).append(nn.Linear(8, 4))
-    with torch.no_grad():
-        model[6].weight.mul_(1e6)
-        model[7].weight.mul_(10.0)
+    scale(model[6], 1e6)
+    scale(model[7], 10.0)
     return model.eval()
 
 
@@ -119,8 +124,7 @@ def everything() -> nn.Module:
     """From the first convolution on, nothing is in range any more."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Conv2d(3 if place == 0 else 8, 8, 3, padding=1) for place in range(5)))
-    with torch.no_grad():
-        model[0].weight.mul_(1e7)
+    scale(model[0], 1e7)
     return model.eval()
 
 
@@ -138,6 +142,8 @@ def large_norm() -> nn.Module:
 
 class Recurrent(nn.Module):
     """A state that grows from call to call, out of float16's range from the sixth call on."""
+
+    state: Tensor
 
     def __init__(self) -> None:
         super().__init__()
