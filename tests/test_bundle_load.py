@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -305,10 +306,13 @@ def test_a_backend_that_there_is_not_is_refused(bundle: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["ampopt", "auto"])
-def test_on_a_gpu_the_program_is_replayed_under_its_cuda_graph(backend: str, tmp_path: Path) -> None:
+def test_on_a_gpu_the_program_is_replayed_under_its_cuda_graph(
+    backend: str, tmp_path: Path, all_kept: contextlib.AbstractContextManager[None]
+) -> None:
     model = with_statistics(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU())).cuda()
     x, y = (torch.randn(1, 3, 32, 32, device="cuda") for _ in range(2))
-    fast = ampopt.optimize(model, x, precision="amp", budget_s=20, exclude=("compile",), progress=False)
+    with all_kept:  # a CUDA graph, too, whatever shares the GPU
+        fast = ampopt.optimize(model, x, precision="amp", budget_s=20, exclude=("compile",), progress=False)
     assert isinstance(fast, OptimizedModule)
     fast.save(tmp_path / "robot.ampopt", tune_s=2.0)
     loaded = ampopt.load(tmp_path / "robot.ampopt", backend=backend)

@@ -41,6 +41,7 @@ class LaneSearch:
         self._handled = {step.name for step in state.graph.program.recipe}
         self._launched: Subject | None = None
         self._kernels_gain = 1.0
+        self._made: dict[tuple[Pass, ...], Program] = {}
 
     @property
     def name(self) -> str:
@@ -156,8 +157,7 @@ class LaneSearch:
 
     def unfused(self) -> Program:
         """The rewritten program without its native kernels."""
-        kernels = [step for step in self.state.graph.program.recipe if step.family is Family.KERNEL]
-        return self._without(kernels) if kernels else self.state.graph.program
+        return self._without([s for s in self.state.graph.program.recipe if s.family is Family.KERNEL])
 
     def _is_late(self, step: Pass) -> bool:
         return step.name in self._opening.late
@@ -231,18 +231,26 @@ class LaneSearch:
         left_out = {"": list[Pass]()} | ({" (unfused)": kernels} if kernels else {})
         if is_slow(engine) and len(kernels) > 1:
             left_out |= {f" (without {kernel.name})": [kernel] for kernel in kernels}
-        forms = [
-            (suffix, self._without(missing) if missing else rewritten) for suffix, missing in left_out.items()
-        ]
-        readable = [form for form in forms if engine.why_not(form[1]) is None] or forms[:1]
-        if not is_slow(engine):
-            return readable[:1]
+        readable: list[tuple[str, Program]] = []
+        for suffix, missing in left_out.items():
+            program = self._without(missing)
+            if engine.why_not(program) is None:
+                readable.append((suffix, program))
+                if not is_slow(engine):
+                    break
+        if not readable:
+            return [("", rewritten)]
         sandbox = self._manager.sandbox
         if sandbox is None or (self._kernels_gain > MUCH and sandbox.is_ready):
             return readable
         return sorted(readable, key=lambda form: not sandbox.is_rehearsing(engine, form[1]))
 
     def _without(self, missing: Sequence[Pass]) -> Program:
-        """The rewritten program without some of its passes."""
-        recipe = tuple(step for step in self.state.graph.program.recipe if step not in missing)
-        return replay(recipe, self.state.base)
+        """The rewritten program without some of its passes; each is made once."""
+        rewritten = self.state.graph.program
+        recipe = tuple(step for step in rewritten.recipe if step not in missing)
+        if recipe == rewritten.recipe:
+            return rewritten
+        if recipe not in self._made:
+            self._made[recipe] = replay(recipe, self.state.base)
+        return self._made[recipe]

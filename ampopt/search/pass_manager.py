@@ -48,6 +48,9 @@ CALLS_FOR_AN_ENGINE = 60
 On a CPU they include an untimed call before each timed one, and a repeated comparison if there is noise.
 """
 
+GRACE_S = 3.0
+"""Time in seconds to judge what an engine made that took longer than it was expected to."""
+
 OWN_SHARE = 0.4
 """Share of a compiler's time that it takes in this process, after its rehearsal."""
 
@@ -187,6 +190,8 @@ class PassManager:
                 changed = self._apply(trial, step, before, self._judging_s(state, steps[-1]))
                 if changed is None:
                     return
+                if isinstance(step, Engine):  # it has taken its time: what it made is judged
+                    trial.deadline = max(trial.deadline, time.perf_counter() + GRACE_S)
                 keeps_bits = step.numerics_on(before) is Numerics.BITWISE
                 same_bits_as = (same_bits_as or before) if keeps_bits else None
             assert changed is not None

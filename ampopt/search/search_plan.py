@@ -34,6 +34,9 @@ LEADERS_SHARE = 0.6
 LEAST_REWRITING = 0.25
 """Share of a lane's time for rewrites, if an engine takes long."""
 
+ENGINES_FIRST = 2.5
+"""Nothing unlikely is tried before the longest engine if less than this many times its time is left."""
+
 BEHIND = 1.3
 """A lane is not searched further if after its opening it is slower than another by this factor."""
 
@@ -170,7 +173,8 @@ class Search:
         else:
 
             def until() -> bool:
-                return sandbox is not None and sandbox.is_ready
+                ready = sandbox is not None and sandbox.is_ready
+                return ready or deadline - time.perf_counter() < ENGINES_FIRST * longest
 
             search.rewrite(rewriting, until)
             search.launch(deadline)

@@ -283,3 +283,14 @@ def test_the_form_that_was_rehearsed_ahead_comes_first_unless_kernels_gained_muc
     forms = [name for name, _ in rows(bench) if name.startswith("compiler")]
     assert forms[0] == first
     assert sorted(forms) == ["compiler", "compiler (unfused)"]
+
+
+def test_each_form_of_the_program_is_made_once(monkeypatch: pytest.MonkeyPatch, net: nn.Module) -> None:
+    bench = Bench(monkeypatch, net, X, cost={"kernel": 0.9})
+    lane = search(monkeypatch, bench, Pipeline((PlantedKernel("kernel"),)), Opening(()))
+    lane.rewrite(bench.deadline)
+    assert lane.unfused() is lane.unfused()
+    assert lane.unfused() is not bench.state.graph.program
+    forms = lane._readable_forms(Compiler())
+    assert [suffix for suffix, _ in forms] == ["", " (unfused)"]
+    assert (forms[0][1], forms[1][1]) == (bench.state.graph.program, lane.unfused())

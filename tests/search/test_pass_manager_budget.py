@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ampopt.ir.transform import Engine, Family, Pass
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Engine, Family, Numerics, Pass, Result
 from ampopt.measure.entry import Verdict
 from tests.support.planted import Bench, Planted, PlantedFoundation
 
@@ -102,6 +103,35 @@ def test_what_there_is_no_time_left_to_judge_is_not_begun(
     (entry,) = bench.ledger.entries
     assert entry.verdict is Verdict.NOT_TRIED
     assert entry.reason == f"it needs about {seconds} s, and 50 s of the budget are left"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Overdue(_Engine):
+    """Takes longer than is left."""
+
+    def apply(self, program: Program) -> Result:
+        time.sleep(max(0.0, self.factor - time.perf_counter()))
+        return Result(program.replace(engine=program.graph), 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launch(Pass):
+    numerics = Numerics.REASSOCIATED
+    family = Family.LAUNCH
+    portable = False
+
+    def apply(self, program: Program) -> Result:
+        return Result(program.replace(settings=dataclasses.replace(program.settings, tf32=True)), 1)
+
+
+def test_what_an_engine_made_is_judged_although_it_took_all_that_was_left(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module
+) -> None:
+    bench = Bench(monkeypatch, net, X, cost={"late": 0.5}, seconds_left=1.0)
+    bench.run_in([_Overdue("late", factor=bench.deadline + 0.1)], [_Launch()])
+    (entry,) = bench.ledger.entries
+    assert (entry.name, entry.verdict) == ("late + _-launch", Verdict.KEPT)
+    assert time.perf_counter() > bench.deadline
 
 
 def test_trials_are_expected_to_take_less_where_the_best_has_become_faster(
