@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import ampopt
 from ampopt import robot
+from ampopt.deploy.onnx_dynamic import capture_dynamic
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import InputError, StrictError
 from ampopt.ir.capture import capture
@@ -224,6 +225,15 @@ def test_an_onnx_file_takes_and_gives_the_lanes_dtype_or_the_one_asked_for(
     session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
     found = {value.type for value in (*session.get_inputs(), *session.get_outputs())}
     assert found == {f"tensor({dtype})"}
+
+
+def test_a_dynamic_capture_leaves_the_conversions_at_the_border() -> None:
+    own = lane_module(mlp(), rows())._optimized
+    traced = capture_dynamic(own.original, own.captured, ({0: "batch"},)).program
+    assert [str(node.target) for node in calls(traced.graph)].count("aten.linear.default") == 2
+    assert not [node for node in calls(traced.graph) if "to" in str(node.target)]
+    assert (traced.entry, traced.exit) == (own.captured.program.entry, own.captured.program.exit)
+    assert right(traced.run(rows(5).to(LOW))[0], mlp()(rows(5)))
 
 
 def test_optimize_takes_examples_in_the_lanes_dtype_too_and_says_what_the_result_takes() -> None:
