@@ -157,10 +157,9 @@ def _restored(captured: Captured) -> nn.Module:
     if len(outside) != 1:
         return model
     entry = iter(program.entry)
-    own = [next(entry).dtype if isinstance(leaf, Tensor) else None for leaf in captured.leaves]
-    return LaneIO(
-        model, outside.pop(), captured.spec, [dtype if dtype in FLOATING else None for dtype in own]
-    )
+    taken = [next(entry).dtype if isinstance(leaf, Tensor) else None for leaf in captured.leaves]
+    own = [dtype if dtype in FLOATING else None for dtype in taken]
+    return LaneIO(model, outside.pop(), captured.spec, own)
 
 
 @process_kept()

@@ -64,7 +64,10 @@ class _Refusal:
 
 
 class OptimizedModule(Deployable):
-    """A model optimized for inference: same call, same result structure, same dtypes, contiguous.
+    """A model optimized for inference: same call, same result structure, contiguous, and the model's dtypes.
+
+    With `io="lane"` floating-point tensors have the lane's dtype instead, whoever answers: `original` is then
+    a `LaneIO`.
 
     A call is answered by a program made for its shapes, dtypes, device and other arguments. The first call
     with other ones makes a new program (same passes, except those that take seconds to apply; verified again)

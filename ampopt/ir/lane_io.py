@@ -72,9 +72,7 @@ class LaneIO(nn.Module):
         leaves, spec = flatten_call(args, kwargs)
         own = self.own if spec == self.spec else (self._widest,) * len(leaves)
         converted = [
-            leaf.to(wanted)
-            if wanted is not None and _is_floating(leaf) and leaf.dtype is self.dtype
-            else leaf
+            leaf.to(wanted) if wanted is not None and _has_dtype(leaf, self.dtype) else leaf
             for leaf, wanted in zip(leaves, own, strict=True)
         ]
         return pytree.tree_unflatten(converted, spec)  # type: ignore[no-any-return]

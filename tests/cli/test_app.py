@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 import ampopt
 from ampopt.cli import app as cli
+from ampopt.errors import InputError
 from ampopt.ir.casting import POLICIES
 from ampopt.passes import PIPELINE
 
@@ -99,10 +100,31 @@ class _Comparison:
         return "compared [bold]as it is[/bold]"
 
 
-def test_compare_has_no_cache_and_says_so(model: str) -> None:
-    result = call("compare", model, "--input", "1x3x8x8", "--no-cache")
+@pytest.mark.parametrize("option", [("--no-cache",), ("--io", "lane")])
+def test_compare_has_no_cache_and_no_io_and_says_so(option: tuple[str, ...], model: str) -> None:
+    result = call("compare", model, "--input", "1x3x8x8", *option)
     assert result.exit_code == 2
-    assert "No such option: --no-cache" in result.output
+    assert f"No such option: {option[0]}" in result.output
+
+
+def test_the_lanes_io_is_passed_on_and_needs_a_named_lane(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[object] = []
+
+    def optimize(*args: Any, **options: Any) -> Any:
+        given.append(options["io"])
+        raise InputError("seen")
+
+    monkeypatch.setattr(ampopt, "optimize", optimize)
+    command = ("optimize", model, "--input", "1x3x8x8")
+    for options in (("--precision", "amp", "--io", "lane"), ()):
+        assert "seen" in call(*command, *options).stderr
+    assert given == ["lane", "original"]
+    result = call(*command, "--io", "lane")
+    assert result.exit_code == 1
+    assert "name one lane, such as precision='amp'" in result.stderr
+    assert len(given) == 2, "the long work began"
 
 
 def test_compare_takes_the_same_options(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

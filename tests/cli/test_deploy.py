@@ -19,6 +19,7 @@ from ampopt.bundle.signing import generate_keys
 from ampopt.bundle_load import BACKENDS
 from ampopt.cli import deploy as cli_deploy
 from ampopt.deploy import bundle_save
+from ampopt.errors import InputError
 from ampopt.measure.field_test import FieldReport, Latencies
 from ampopt.ort.tuning import tune
 from tests.cli.test_app import CODE, QUICK, call
@@ -147,6 +148,7 @@ def test_the_backends_are_those_that_load_knows() -> None:
         ("m.onnx", ("--cpp",), "--cpp is for a bundle"),
         ("m.onnx", ("--sign", "key.pem"), "--sign is for a bundle"),
         ("b", ("--io", "fp16", "--dynamic-batch"), "--io, --dynamic-batch is for ONNX alone"),
+        ("m.onnx", ("--io", "lane"), "name one lane"),
         ("b", ("--target", "tensorrt"), "--target is for ONNX alone"),
         ("b", ("--force",), "--force is for ONNX alone"),
         ("b", ("--sign", "nowhere.pem"), "there is no file"),
@@ -181,6 +183,30 @@ def test_a_wrong_export_is_refused_before_the_work(
     assert reason in result.stderr
     assert result.stderr.count("\n") == 1
     assert (tmp_path / "text").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("io", "optimized", "exported"),
+    [("original", "original", None), ("lane", "lane", None), ("fp32", "original", "fp32")],
+)
+def test_the_io_of_an_export_is_the_modules_or_the_files_own(
+    io: str, optimized: str, exported: str | None, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[object] = []
+
+    def export_onnx(*args: Any, **options: Any) -> NoReturn:
+        given.append(options["io"])
+        raise InputError("seen")
+
+    def optimize(network: Any, args: Any, **options: Any) -> Any:
+        given.append(options["io"])
+        fast = module_of(network.eval(), *args)
+        monkeypatch.setattr(fast, "export_onnx", export_onnx)
+        return fast
+
+    monkeypatch.setattr(ampopt, "optimize", optimize)
+    call("export", model, "-o", tmp_path / "m.onnx", *INPUT, "--precision", "amp", "--io", io)
+    assert given == [optimized, exported]
 
 
 def test_export_without_onnx_says_so_before_the_work(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import ampopt
 from ampopt import robot
+from ampopt.deploy.onnx_dynamic import capture_dynamic
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import InputError, StrictError
 from ampopt.ir.capture import capture
@@ -226,6 +227,15 @@ def test_an_onnx_file_takes_and_gives_the_lanes_dtype_or_the_one_asked_for(
     assert found == {f"tensor({dtype})"}
 
 
+def test_a_dynamic_capture_leaves_the_conversions_at_the_border() -> None:
+    own = lane_module(mlp(), rows())._optimized
+    traced = capture_dynamic(own.original, own.captured, ({0: "batch"},)).program
+    assert [str(node.target) for node in calls(traced.graph)].count("aten.linear.default") == 2
+    assert not [node for node in calls(traced.graph) if "to" in str(node.target)]
+    assert (traced.entry, traced.exit) == (own.captured.program.entry, own.captured.program.exit)
+    assert right(traced.run(rows(5).to(LOW))[0], mlp()(rows(5)))
+
+
 def test_optimize_takes_examples_in_the_lanes_dtype_too_and_says_what_the_result_takes() -> None:
     model = mlp()
     options: dict[str, Any] = {"passes": "bake-autocast", "budget_s": 5.0, "cache": False}
@@ -314,14 +324,16 @@ def test_on_a_gpu_no_kernel_of_a_call_casts(outputs: Any) -> None:
     torch.manual_seed(0)
     layers = [layer for _ in range(3) for layer in (nn.Linear(4096, 4096), nn.ReLU())]
     model, x = nn.Sequential(*layers).cuda().eval(), torch.randn(512, 4096, device="cuda")
-    options: dict[str, Any] = {"precision": "amp", "outputs": outputs, "budget_s": 20}
-    fast = optimize(model, x, io="lane", cache=False, **options)
-    assert fast.report.chosen == "amp"
-    assert right(fast(x.half()), model(x), torch.float16)
-    found = _kernels(fast, x.half())
-    cast = [name for name in found if "copy" in name.lower() or "elementwise" in name.lower()]
-    assert found
-    assert not cast, f"{cast} of {found}"
+    options: dict[str, Any] = {"precision": "amp", "outputs": outputs, "budget_s": 20, "cache": False}
+    for io, given, casts in (("lane", x.half(), False), ("original", x, True)):
+        fast = optimize(model, x, io=io, **options)
+        assert fast.report.chosen == "amp"
+        assert right(fast(given), model(x), given.dtype)
+        found = _kernels(fast, given)
+        assert found
+        assert any("copy" in name for name in found) is casts, (
+            found
+        )  # so are PyTorch's kernels of casts called
 
 
 @pytest.mark.gpu
