@@ -45,7 +45,9 @@ class Opened:
 def test_a_lane_that_is_right_is_left_as_it_is(lane: Lane) -> None:
     opened = Opened(overflowing.one_branch(), torch.randn(IMAGE), lane, PIPELINE)
     assert opened.is_right
-    assert not (opened.recipe or opened.notes or opened.ledger.entries)
+    assert opened.recipe == []
+    assert opened.notes == []
+    assert opened.ledger.entries == []
 
 
 def test_folded_norms_alone_can_make_a_lane_right() -> None:
