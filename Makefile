@@ -27,7 +27,7 @@ endef
 export CHECK_PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast fuzz fuzz-long fuzz-nnsmith lint lint-style lint-types lint-layers format wheel check bench-cpu clean
+.PHONY: help demo test test-fast fuzz fuzz-long fuzz-nnsmith lint lint-style lint-types lint-layers format wheel check bench-cpu peers-cpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -96,6 +96,9 @@ check: ## what CI runs: test, lint, wheel
 bench-cpu: .venv/.stamp ## the benchmarks that make sense without a GPU
 	$(VENV_PYTHON) -m benchmarks.passes --device cpu
 
+peers-cpu: .venv/.stamp ## environments of their own for ncnn, MNN and LiteRT, which then run in benchmarks.peers
+	$(VENV_PYTHON) -m benchmarks.engine_venvs
+
 clean: ## remove caches and build products; .venv stays
 	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .grimp_cache .hypothesis
 	find ampopt passes benchmarks fuzz tests .ci -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -118,5 +121,5 @@ clean: ## remove caches and build products; .venv stays
 	@# The builds of ONNX Runtime overwrite each other: whichever is there stays.
 	@runtime=$$($(VENV_PYTHON) -c "import onnxruntime" 2>/dev/null || echo $(ONNXRUNTIME)) && \
 	    $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check --no-input \
-	        -e '.[vision,timm,dev,report,sign]' onnx onnx-ir onnxscript $$runtime
+	        -e '.[vision,timm,dev,report,sign]' onnx onnx-ir onnxscript openvino $$runtime
 	@touch $@

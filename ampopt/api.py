@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,13 +24,16 @@ from ampopt.ir.arguments import (
     refuse_more,
 )
 from ampopt.ir.capture import capture
+from ampopt.ir.lane_io import LaneIO, original_of, with_own_dtypes
 from ampopt.ir.model_copy import device_of, exact_copy, note_writes, private_copy, untouched_rng
 from ampopt.ir.settings import autocast_scope
 from ampopt.ir.signature import flatten_call
+from ampopt.measure.report import CALLED_NOW
 from ampopt.measure.verify import Faults, Metric
 from ampopt.search.infer import infer_inputs
+from ampopt.search.lane_probe import seconds_of_a_call
 from ampopt.search.named_passes import Passes
-from ampopt.search.optimizer import Optimizer, seconds_of_a_call
+from ampopt.search.optimizer import Optimizer
 from ampopt.search.options import Options
 from ampopt.search.pass_manager import Progress
 from ampopt.search.progress import progress_line
@@ -47,6 +49,7 @@ from ampopt.system.budget import (
     calls_to_verify,
 )
 from ampopt.system.interrupts import check_interrupted, interruptible, watched
+from ampopt.system.memory import release
 from ampopt.system.process_state import process_kept
 from ampopt.system.turns import optimizing
 
@@ -76,6 +79,7 @@ def optimize(
     progress: bool | None = None,
     strict: bool = False,
     passes: Passes | None = None,
+    io: str = "original",
 ) -> OptimizedModule | PartlyOptimizedModule:
     """Optimize a model for inference, and verify the result.
 
@@ -92,15 +96,18 @@ def optimize(
         example_kwargs: the keyword arguments of the example call.
         precision: a lane, "fp32", "amp" (mixed: float16 on CUDA, bfloat16 on a CPU) or "bf16" (mixed with
             bfloat16, which has float32's range); several lanes separated by commas, of which the fastest with
-            an error within the tolerance is chosen; or "auto", which is "fp32,amp". If no lower
-            precision asked for can be verified, the FP32 program answers, and the report gives the reason.
+            an error within the tolerance is chosen; or "auto", which is "fp32,amp". A lower precision is
+            allowed, not required: where the FP32 program is faster, or no lower precision can be verified, it
+            answers, and the report gives the reason.
         tolerance: largest relative error against float64, ‖y - ref‖ / ‖ref‖, for each output. None: a small
             multiple of eager's own error in the same precision, and at most 1e-2 for a lane that "auto"
             chooses. With a tolerance, FP32 may also use TF32 if the error stays within it.
         metric: your own distance instead, `metric(outputs, original_outputs) -> float`; at most `tolerance`
             (None: 0) is accepted.
-        budget_s: time limit in seconds for everything, including capture and verification; passes that do not
-            fit are reported as not tried. If no pass could be judged, the original answers.
+        budget_s: time limit in seconds for everything, including capture and verification. The search ends
+            earlier if nothing likely to gain is left. Passes that do not fit are reported as not tried, with
+            the budget that they need; another call goes on from there. If no pass could be judged, the
+            original answers.
         device: optimize a copy on this device; None: the device of the weights.
         outputs: "copy": each call returns new tensors; "static": with a CUDA graph, results are buffers that
             the next call overwrites (no memory is allocated, and the addresses stay the same).
@@ -124,6 +131,11 @@ def optimize(
             `ampopt.PIPELINE.before("channels-last", MyPass())`; a list of exactly those to try, by name or as
             instances; or that list as text, `"fold-conv-bn,degroup{least-gain=1.1}"`. `exclude` is applied to
             the result.
+        io: the dtypes of floating-point inputs and outputs. "original": the model's own. "lane": the result
+            takes and gives the dtype of the lane (`fast(x.half())` for "amp" on CUDA), also where an FP32
+            program or the original answers, so that no call converts at its border what the program does not
+            need. `precision` has to name one lane. Example inputs may be in either dtype; calls in another
+            one than the lane's raise InputError. Integers, booleans and the model's state stay as they are.
 
     Returns:
         A module with the model's call and result structure; its `report` lists each decision with its
@@ -137,20 +149,18 @@ def optimize(
     started = time.perf_counter()
     with interruptible():
         bounds = precision, tolerance, metric, budget_s
-        options = Options(*bounds, outputs, policy, amp_dtype, exclude, cache, nan, passes)
+        options = Options(*bounds, outputs, policy, amp_dtype, exclude, cache, nan, passes, io)
         if progress is not None:
             progress = flag("progress", progress)
         refuse_more(more)
         given = {} if example_kwargs is None else example_kwargs
-        original, args, kwargs, note = prepare_call(model, example_inputs, given, device)
+        original, args, kwargs, note = prepare_call(model, example_inputs, given, device, options)
     where = device_of(original, flatten_call(args, kwargs)[0])
     with progress_line(progress, started, options.budget_s) as tell, Sandbox(where) as sandbox:
         result = _optimize(original, args, kwargs, options, started, tell, sandbox)
     result.strict = strict
-    result.report.notes[:0] = [told for told in (note, mode_note(model)) if told]
-    if where.type == "cuda":  # what was tried and lost lies in cycles and in PyTorch's cache
-        gc.collect()
-        torch.cuda.empty_cache()
+    result.report.notes[:0] = [told for told in (note, mode_note(model), io_note(original)) if told]
+    release(where)  # of what was tried and lost
     return result
 
 
@@ -182,7 +192,7 @@ def _optimize(
                 original,
                 captured,
                 options,
-                name=type(original).__name__,
+                name=type(original_of(original)).__name__,
                 started=started,
                 progress=tell,
                 sandbox=sandbox,
@@ -230,12 +240,25 @@ def mode_note(model: nn.Module) -> str | None:
     return f"{which} in training mode: what was measured and optimized is evaluation mode"
 
 
+def io_note(original: nn.Module) -> str | None:
+    """A note for the report if the result takes and gives other dtypes than the model."""
+    if not isinstance(original, LaneIO):
+        return None
+    name = str(original.dtype).removeprefix("torch.")
+    return f'io="lane": it takes and gives {name}; "{CALLED_NOW}" is the original in its own dtypes'
+
+
 def prepare_call(
-    model: nn.Module, example_inputs: Any, kwargs: Mapping[str, Any], device: torch.device | str | None
+    model: nn.Module,
+    example_inputs: Any,
+    kwargs: Mapping[str, Any],
+    device: torch.device | str | None,
+    options: Options | None = None,
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], str | None]:
     """A private copy of the model and the example call, on the device; a note if the call was inferred.
 
-    The copy itself is never called; further copies of it are.
+    The copy itself is never called; further copies of it are. With an `io_dtype` in the options, the copy is
+    in a `LaneIO`, and the call is one of that.
     """
     model, note = as_module(model)
     if isinstance(model, (OptimizedModule, PartlyOptimizedModule)):
@@ -252,12 +275,16 @@ def prepare_call(
         args, inferred = infer_inputs(original, target)
         note = "; ".join(filter(None, (note, inferred)))
 
+    dtype = None if options is None else options.io_dtype(target)
+
     def own(leaf: Any) -> Any:
         return leaf.detach().to(target).clone() if isinstance(leaf, Tensor) else leaf
 
     try:
         with torch.inference_mode(mode=False), torch.no_grad():  # what is made in that mode stays so
             args, kwargs = pytree.tree_map(own, (args, dict(kwargs)))
+            if dtype is not None:
+                args, kwargs = with_own_dtypes(original, args, kwargs, dtype)
             with untouched_rng(target), autocast_scope(target, None):
                 seen_args, seen_kwargs = pytree.tree_map(own, (args, kwargs))  # the model may write to them
                 called = exact_copy(original)
@@ -267,4 +294,7 @@ def prepare_call(
         check_interrupted(error)
         advice = advice_on_failure(args)
         raise InputError(f"{type(model).__name__} fails on the example inputs: {error}{advice}") from error
+    if dtype is not None:
+        original = LaneIO.of_call(original, args, kwargs, dtype)
+        args, kwargs = original.outside(args, kwargs)
     return original, args, dict(kwargs), note

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -22,30 +23,34 @@ from ampopt.bundle.call_file import read_call
 from ampopt.bundle.files import BundleFiles, open_bundle
 from ampopt.bundle.program_file import read_program
 from ampopt.deploy.health import Callback, Event, Health, Monitor
+from ampopt.deploy.onnx_verify import to_numpy
 from ampopt.deploy.recipe_file import read_recipe
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.engines.executable import executable
 from ampopt.errors import AmpoptError, BundleError, InputError
 from ampopt.ir.capture import Captured
+from ampopt.ir.lane_io import FLOATING, LaneIO
 from ampopt.ir.lanes import lane_of
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.plain_tensors import check_plain
+from ampopt.ir.program import Program
 from ampopt.ir.signature import describe, flatten_call, flatten_outputs, tensors_of
-from ampopt.ir.transform import Recipe, replay
+from ampopt.ir.transform import Engine, Recipe, replay
 from ampopt.measure.clocks import engine_latency
 from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import interleave
 from ampopt.ort.backend_choice import Timed, best
 from ampopt.ort.knobs import thread_counts
-from ampopt.ort.options import CUDA
+from ampopt.ort.options import CUDA, SessionOptions
 from ampopt.search.optimizer import Optimizer
 from ampopt.search.options import Options
 from ampopt.system.environment import environment
+from ampopt.system.memory import release
 from ampopt.system.process_state import process_kept
 
 logger = logging.getLogger("ampopt")
 
-BACKENDS = ("auto", "ampopt", "onnxruntime", "original")
+BACKENDS = ("auto", "ampopt", "onnxruntime", "openvino", "original")
 
 CHOOSING_S = 2.0
 """Time in seconds that "auto" spends on measuring its backends."""
@@ -65,11 +70,11 @@ class _Way:
 class LoadedModel:
     """A loaded bundle's model with the original's call signature; its self-test has passed.
 
-    `backend` is the name of what runs it: "ampopt" (the bundle's program), "onnxruntime", or "original" (the
-    captured model without any pass), with `threads` CPU threads. `notes` list differences from the machine
-    that the bundle was made on, and why a backend is not used; `choice` holds the measurements of "auto" for
-    each backend. Calls must have the shapes, dtypes and other arguments that the bundle was made for;
-    `health` counts calls that were refused.
+    `backend` is the name of what runs it: "ampopt" (the bundle's program), "onnxruntime", "openvino", or
+    "original" (the captured model without any pass), with `threads` CPU threads. `notes` list differences
+    from the machine that the bundle was made on, and why a backend is not used; `choice` holds the
+    measurements of "auto" for each backend. Calls must have the shapes, dtypes and other arguments that the
+    bundle was made for; `health` counts calls that were refused.
     """
 
     def __init__(self, files: BundleFiles, captured: Captured, way: _Way, backend: str) -> None:
@@ -130,7 +135,7 @@ class LoadedModel:
 
 
 class _Restored(nn.Module):
-    """The captured graph as the module that it was captured from."""
+    """The captured graph as the module that it was captured from, without the conversions of `io="lane"`."""
 
     def __init__(self, captured: Captured) -> None:
         super().__init__()
@@ -142,6 +147,20 @@ class _Restored(nn.Module):
         captured = self._captured[0]
         entered = tensors_of(flatten_call(args, kwargs)[0])
         return captured.layout.restore(list(self.graph(*entered)))
+
+
+def _restored(captured: Captured) -> nn.Module:
+    """The module that a bundle's program was captured from: it takes and gives what the bundle's does."""
+    model, program = _Restored(captured), captured.program
+    dtypes = {tensor.dtype for tensor in program.examples} | {border.dtype for border in program.exit}
+    outside = {dtype for dtype in dtypes if dtype in FLOATING}
+    if len(outside) != 1:
+        return model
+    entry = iter(program.entry)
+    own = [next(entry).dtype if isinstance(leaf, Tensor) else None for leaf in captured.leaves]
+    return LaneIO(
+        model, outside.pop(), captured.spec, [dtype if dtype in FLOATING else None for dtype in own]
+    )
 
 
 @process_kept()
@@ -158,8 +177,9 @@ def load(
 
     Args:
         path: a bundle that `OptimizedModule.save` wrote.
-        backend: "ampopt", "onnxruntime", "original", or "auto": the better of the first two that are
-            available, by median latency, tail latency and threads (`ampopt.ort.backend_choice`).
+        backend: "ampopt", "onnxruntime", "openvino", "original", or "auto": the best of the first two that
+            are available, and of OpenVINO if the bundle was fastest in it, by median latency, tail latency
+            and threads (`ampopt.ort.backend_choice`).
         device: "cpu" or "cuda"; None: a GPU if there is one.
         verify_key: a public Ed25519 key in PEM that the bundle must be signed with.
         budget_s: seconds for measuring the passes again on a machine that differs from the bundle's
@@ -178,15 +198,16 @@ def load(
     threads = torch.get_num_threads() if where.type == "cpu" else 1
     makers: dict[str, Callable[[list[str]], _Way]] = {
         "ampopt": lambda notes: _Way(_own(files, captured, recipe, budget_s, notes), threads),
-        "onnxruntime": lambda notes: _onnx(path, verify_key, captured, notes),
-        "original": lambda _notes: _Way(_Restored(captured), threads),
+        **{
+            name: functools.partial(_onnx, path, verify_key, captured, name)
+            for name in ("onnxruntime", "openvino")
+        },
+        "original": lambda _notes: _Way(_restored(captured), threads),
     }
-    wanted = [backend] if backend != "auto" else ["ampopt", "onnxruntime"]
+    wanted = [backend] if backend != "auto" else _available(files)
     loaded: list[LoadedModel] = []
     notes: list[str] = []
     for name in wanted:
-        if name == "onnxruntime" and "model.onnx" not in files.names and backend == "auto":
-            continue
         try:
             with _refusing(path):
                 model = LoadedModel(files, captured, makers[name](notes), name)
@@ -200,10 +221,19 @@ def load(
     if not loaded:
         raise BundleError("; ".join(notes))
     chosen = _best(loaded, test, where)
+    del loaded, model
+    release(where)  # of the ways that were not chosen
     chosen.notes.extend(notes)
     for note in notes:
         logger.warning("ampopt: %s: %s", os.fspath(path), note)
     return chosen
+
+
+def _available(files: BundleFiles) -> list[str]:
+    """The backends that "auto" chooses from."""
+    if robot.MODEL not in files.names:
+        return ["ampopt"]
+    return ["ampopt", "onnxruntime", *(["openvino"] if "openvino" in files.manifest["onnx"] else [])]
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -285,7 +315,7 @@ def _own(
 ) -> OptimizedModule:
     """ampopt's program: the recipe replayed, or measured anew on a machine that it was not made on."""
     name, device = files.manifest["model"]["name"], captured.program.device
-    original = _Restored(captured)
+    original = _restored(captured)
     here, there = environment(device), files.manifest["fingerprint"]
     changed = [
         f"{fact} {there.get(fact)} → {here.get(fact)}"
@@ -302,32 +332,40 @@ def _own(
         )
         return optimizer.run()
     program = replay(recipe.passes, recipe.lane.start(captured.program))
+    notes.extend(_left_out(recipe, program))
     report = Ledger(name, here, tuple(describe(t) for t in captured.program.examples))
     return OptimizedModule(
         original, captured, program, recipe, report, ready=executable(program), max_captures=0
     )
 
 
-def _onnx(path: str | os.PathLike[str], verify_key: Any, captured: Captured, notes: list[str]) -> _Way:
-    """The ONNX model in ONNX Runtime, with the original's call around it."""
-    model = robot.load(path, verify_key=verify_key)
+def _left_out(recipe: Recipe, program: Program) -> list[str]:
+    """Why an engine of the recipe does not run the program here, such as a package that is missing."""
+    kept = {step.name for step in program.recipe}
+    engines = [step for step in recipe.passes if isinstance(step, Engine) and step.name not in kept]
+    return [f"{step.name} is left out: {step.why_not(program) or 'it changes nothing'}" for step in engines]
+
+
+def _onnx(
+    path: str | os.PathLike[str], verify_key: Any, captured: Captured, engine: str, notes: list[str]
+) -> _Way:
+    """The ONNX model in ONNX Runtime or OpenVINO, with the original's call around it."""
+    model = robot.load(path, verify_key=verify_key, engine=engine)
     notes.extend(model.notes)
     device = captured.program.device
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        arrays = [_to_numpy(tensor) for tensor in tensors_of(flatten_call(args, kwargs)[0])]
+        arrays = [to_numpy(tensor) for tensor in tensors_of(flatten_call(args, kwargs)[0])]
         result = model(*arrays)
         named = result if isinstance(result, dict) else {model.outputs[0].name: result}
-        outputs = [torch.from_numpy(named[info.name]).to(device) for info in model.outputs]
+        found = [torch.from_numpy(named[info.name]) for info in model.outputs]
+        exits = captured.program.exit
+        outputs = [y.to(device, border.dtype) for y, border in zip(found, exits, strict=True)]
         return captured.layout.restore(outputs)
 
     options = model.options
-    return _Way(call, 1 if options.provider == CUDA else options.threads or thread_counts()[-1])
-
-
-def _to_numpy(tensor: Tensor) -> Any:
-    plain = tensor.detach().cpu()
-    return (plain.float() if plain.dtype is torch.bfloat16 else plain).contiguous().numpy()
+    on_gpu = isinstance(options, SessionOptions) and options.provider == CUDA
+    return _Way(call, 1 if on_gpu else options.threads or thread_counts()[-1])
 
 
 def _self_test(model: LoadedModel, test: _Test, tolerance: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,188 +10,43 @@ import torch
 from torch import nn
 
 from ampopt.api import mode_note, prepare_call
-from ampopt.engines.executable import executable
 from ampopt.errors import CaptureError, InputError
 from ampopt.ir.arguments import refuse_more
 from ampopt.ir.capture import Captured, capture
-from ampopt.ir.lanes import Lane, lanes_for
+from ampopt.ir.lanes import lanes_for
 from ampopt.ir.model_copy import device_of
-from ampopt.ir.program import Program
 from ampopt.ir.signature import describe, flatten_call
-from ampopt.ir.transform import Family, Pass
-from ampopt.measure.clocks import engine_latency
-from ampopt.measure.headline import compare_fairly
-from ampopt.measure.report import cell, interval
-from ampopt.measure.sampling import Gain, Measurement
+from ampopt.ir.transform import Pass
+from ampopt.measure.compared import ComparedPass, Comparison
 from ampopt.measure.verify import Faults, Verifier
+from ampopt.search.ahead import Ahead
+from ampopt.search.choices import Choices
+from ampopt.search.compare_plan import Plan
+from ampopt.search.comparer import Comparer
+from ampopt.search.lane_probe import judgeable, seconds_of_a_call
 from ampopt.search.named_passes import Passes
 from ampopt.search.options import Options
+from ampopt.search.program_store import ProgramStore
 from ampopt.search.progress import progress_line
 from ampopt.search.rehearsal import Sandbox
+from ampopt.search.tuning_cache import default_cache, key_of
+from ampopt.system.budget import calls_to_verify
 from ampopt.system.environment import environment
 from ampopt.system.interrupts import interruptible, watched
+from ampopt.system.memory import release
 from ampopt.system.process_state import process_kept
 from ampopt.system.turns import optimizing
 
-INTERRUPTED = "not tried: interrupted"
-"""The reason in rows that were not measured because of Ctrl-C."""
+__all__ = ["ComparedPass", "Comparison", "compare"]
 
-MODES = ("alone", "cumulative", "left out")
+DRAWS = 2
+"""Random inputs for verification, where a call is short."""
 
+VERIFYING = 0.3
+"""Share of the time budget for the first verification; where it takes more, on fewer random inputs."""
 
-@dataclasses.dataclass(frozen=True)
-class ComparedPass:
-    """One pass in one lane and one mode: median latency and gain over the mode's baseline, or a reason.
-
-    The gain's interval is that of `headline.sure_gain`.
-
-    The baseline is the captured program for "alone", the program one pass earlier for "cumulative", and for
-    "left out" the program *without* the pass, so that a gain above 1 always means that the pass helps.
-    """
-
-    lane: str
-    mode: str
-    name: str
-    latency: Measurement | None
-    gain: Gain | None
-    error: float | None
-    reason: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """The result of `compare`. `print` it for a table."""
-
-    model: str
-    environment: dict[str, str]
-    inputs: tuple[str, ...]
-    rows: tuple[ComparedPass, ...]
-    seconds: float
-    notes: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """The comparison as JSON data, times in milliseconds."""
-        return {
-            "model": self.model,
-            "environment": self.environment,
-            "inputs": list(self.inputs),
-            "notes": list(self.notes),
-            "seconds": round(self.seconds, 2),
-            "rows": [
-                {
-                    **dataclasses.asdict(row),
-                    "latency": None if row.latency is None else row.latency.to_dict(),
-                }
-                for row in self.rows
-            ],
-        }
-
-    def to_markdown(self) -> str:
-        """A Markdown table for each lane: a row for each pass, a column for each mode."""
-        lines = [f"{self.model} on {self.environment['device']}, inputs {', '.join(self.inputs)}", ""]
-        for note in self.notes:
-            lines += [f"note: {note}", ""]
-        for lane in dict.fromkeys(row.lane for row in self.rows):
-            lines += [f"**{lane}**", "", "| pass | " + " | ".join(MODES) + " |", "|---" * 4 + "|"]
-            for name in dict.fromkeys(row.name for row in self.rows if row.lane == lane):
-                lines.append(
-                    "| " + " | ".join([name, *(cell(self._cell(lane, name, m)) for m in MODES)]) + " |"
-                )
-            lines.append("")
-        lines.append(
-            "Median latency in ms and the factor that the pass brings (above 1: it helps) with its interval; "
-            'where that holds 1 there is "no difference", and where it is too wide the machine is too busy.'
-        )
-        return "\n".join(lines) + "\n"
-
-    def _cell(self, lane: str, name: str, mode: str) -> str:
-        found = [r for r in self.rows if (r.lane, r.name, r.mode) == (lane, name, mode)]
-        if not found:
-            return "–"
-        row = found[0]
-        if row.latency is None or row.gain is None:
-            return row.reason
-        reason = f" {row.reason}" if row.reason else ""
-        return f"{1e3 * row.latency.median:.3f} ({_factor(row.gain)}){reason}"
-
-    def __str__(self) -> str:
-        return self.to_markdown()
-
-
-def _factor(gain: Gain) -> str:
-    """What may be said of a gain in a cell of the table."""
-    if gain.is_vague:
-        return f"too busy to tell: {interval(gain)}"
-    if gain.at_least > 1 or gain.is_loss:
-        return f"{gain.ratio:.2f}x, {interval(gain)}"
-    return f"no difference: {interval(gain)}"
-
-
-@dataclasses.dataclass
-class _Comparer:
-    """The work of one `compare` call in one lane."""
-
-    captured: Captured
-    verifier: Verifier
-    lane: Lane
-    passes: tuple[Pass, ...]
-    deadline: float
-    sandbox: Sandbox
-    sample_s: float = 0.4
-    broken: set[str] = dataclasses.field(default_factory=set)
-
-    def build(self, passes: Sequence[Pass]) -> tuple[Program, list[str]]:
-        """The program with these passes, and the names of those that changed something."""
-        program, applied = self.lane.start(self.captured.program), list[str]()
-        for step in passes:
-            if step.why_not(program) is not None:
-                continue
-            result, _ = self.sandbox.apply(step, program, seconds=self.deadline - time.perf_counter())
-            if result.modified:
-                program = result.program.replace(recipe=(*program.recipe, result.replay or step))
-                applied.append(step.name)
-        return program, applied
-
-    def compare(self, mode: str, name: str, without: Program, with_pass: Program) -> ComparedPass:
-        """Time two programs side by side and verify the one that has the pass."""
-        check = self.verifier.check(run := executable(with_pass), self.lane)
-        plain, device = executable(without), with_pass.device
-        examples = with_pass.examples
-        found = compare_fairly(
-            engine_latency(lambda: plain(*examples), device),
-            engine_latency(lambda: run(*examples), device),
-            seconds=self.sample_s,
-        )
-        return ComparedPass(
-            self.lane.name,
-            mode,
-            name,
-            found.after,
-            found.gain,
-            check.error,
-            f"({check.reason})" if check.reason else "",
-        )
-
-    def row(self, mode: str, step: Pass, before: Sequence[Pass], after: Sequence[Pass]) -> ComparedPass:
-        """The row of one pass, given the passes without it and with it."""
-        if time.perf_counter() > self.deadline:
-            return self.not_compared(mode, step, "not tried: no time left")
-        try:
-            with interruptible():
-                without, _ = self.build([s for s in before if s.name not in self.broken])
-                with_pass, applied = self.build([s for s in after if s is step or s.name not in self.broken])
-                if step.name not in applied:
-                    return self.not_compared(mode, step, "nothing to do")
-                return self.compare(mode, step.name, without, with_pass)
-        except KeyboardInterrupt:
-            return self.not_compared(mode, step, INTERRUPTED)
-        except Exception as error:
-            self.broken.add(step.name)
-            return self.not_compared(mode, step, f"failed: {error}")
-
-    def not_compared(self, mode: str, step: Pass, reason: str) -> ComparedPass:
-        """The row of a pass that could not be measured."""
-        return ComparedPass(self.lane.name, mode, step.name, None, None, None, reason)
+MEASURING = 0.25
+"""Share of the time budget that passes which measure are told to be left."""
 
 
 @optimizing.taken()
@@ -205,7 +59,7 @@ def compare(
     example_kwargs: Mapping[str, Any] | None = None,
     precision: str = "auto",
     tolerance: float | None = None,
-    budget_s: float = 120.0,
+    budget_s: float = 60.0,
     device: torch.device | str | None = None,
     policy: str = "amp",
     amp_dtype: torch.dtype | None = None,
@@ -217,9 +71,14 @@ def compare(
     """Measure what each pass does to a model: alone, added in sequence, and left out of the whole pipeline.
 
     "alone" applies one pass to the captured model (with the lane's precision baked in); "cumulative" adds the
-    passes one after another; "left out" takes one pass out of the full sequence. Every program is verified,
-    and none is kept. The arguments are those of `optimize`. It waits for other `optimize` and `compare` calls
-    in the process.
+    passes one after another; "left out" takes one pass out of the full sequence. On a GPU the programs of
+    both are launched as CUDA graphs, where they can be. Every program is built and verified once, and none is
+    kept. What passes measure for themselves is measured once in a lane, or taken from an earlier `optimize`
+    with the same options. The arguments are those of `optimize`. It waits for other `optimize` and `compare`
+    calls in the process.
+
+    Every cell is measured briefly at first, and again while the time budget has room and its interval is
+    wide. A cell that no time is left for says which budget would do.
 
     Raises InputError if the arguments do not fit the model, or if it cannot be captured as one graph;
     Interrupted if Ctrl-C is pressed before the first row. Later Ctrl-C leaves out the remaining rows.
@@ -244,52 +103,49 @@ def compare(
             captured = capture(original, args, kwargs, where)
         except CaptureError as error:
             raise InputError(f"compare needs a model that is one graph: {error}") from error
-        verifier = Verifier(original, captured, tolerance=options.tolerance, faults=options.nan)
-    steps = tuple(options.pipeline())
-    rows: list[ComparedPass] = []
-    lanes = lanes_for(precision, where, amp_dtype)
-    with progress_line(progress, started, options.budget_s) as tell, Sandbox(where) as sandbox:
-        for number, lane in enumerate(lanes):
-            share = started + options.budget_s * (number + 1) / len(lanes)
-            comparer = _Comparer(captured, verifier, lane, steps, share, sandbox)
-            for mode, step, before, after in _plan(steps, lane):
-                if rows and rows[-1].reason == INTERRUPTED:
-                    rows.append(comparer.not_compared(mode, step, INTERRUPTED))
-                    continue
-                tell(lane.name, f"{step.name} ({mode})")
-                rows.append(comparer.row(mode, step, before, after))
+        call_s = seconds_of_a_call(original, args, kwargs, options.budget_s)
+        needed_s = [call_s * calls_to_verify(draws) for draws in range(DRAWS + 1)]
+        draws = max((n for n, s in enumerate(needed_s) if s <= VERIFYING * options.budget_s), default=0)
+        tolerance, faults = options.tolerance, options.nan
+        verifier = Verifier(original, captured, tolerance=tolerance, draws=draws, faults=faults)
+        notes = [note] if (note := mode_note(model)) is not None else []
+        lanes = dict.fromkeys(lanes_for(precision, where, amp_dtype), call_s)
+        if time.perf_counter() < started + options.budget_s:
+            lanes = judgeable(tuple(lanes), captured, verifier, options.budget_s, notes)
+    with (
+        progress_line(progress, started, options.budget_s) as tell,
+        Sandbox(where) as sandbox,
+        Ahead(sandbox) as ahead,
+    ):
+        choices = Choices(known_choices(captured, options), MEASURING * options.budget_s)
+        store = ProgramStore(
+            captured.program, verifier, ahead, choices, calls_to_check=calls_to_verify(draws)
+        )
+        for lane, seconds in lanes.items():
+            store.start(lane, seconds)
+        deadline = started + options.budget_s
+        plan = Plan(options.pipeline(), tuple(lanes))
+        comparer = Comparer(plan, store, device=where, started=started, deadline=deadline, tell=tell)
+        comparer.run()
     inputs = tuple(describe(t) for t in captured.program.examples)
-    name, note = type(original).__name__, mode_note(model)
-    notes = () if note is None else (note,)
-    return Comparison(name, environment(where), inputs, tuple(rows), time.perf_counter() - started, notes)
+    notes += comparer.notes()
+    rows, name = comparer.rows(), type(original).__name__
+    del comparer, store, ahead
+    release(where)
+    return Comparison(name, environment(where), inputs, rows, time.perf_counter() - started, tuple(notes))
 
 
-Planned = tuple[str, Pass, tuple[Pass, ...], tuple[Pass, ...]]
-
-
-def _plan(passes: tuple[Pass, ...], lane: Lane) -> list[Planned]:
-    """(mode, pass, the passes without it, the passes with it), the cheap modes first.
-
-    An engine replaces another: in sequences, of the engines only the one in question is there. Alone, a pass
-    stands on the one that bakes the lane's precision.
-    """
-    engines = {step.name for step in passes if step.family is Family.ENGINE}
-    precision = tuple(step for step in passes if step.name == lane.baked_by)
-
-    def sequence(until: Pass | None, engine: Pass | None) -> tuple[Pass, ...]:
-        kept = [s for s in passes if s.name not in engines or s is engine]
-        return tuple(kept if until is None else kept[: kept.index(until)])
-
-    plan: list[Planned] = []
-    for step in passes:
-        needs = () if step in precision else precision
-        plan.append(("alone", step, needs, (*needs, step)))
-    for step in passes:
-        engine = step if step.name in engines else None
-        before = sequence(step, engine)
-        plan.append(("cumulative", step, before, (*before, step)))
-    for step in passes:
-        engine = step if step.name in engines else None
-        full = sequence(None, engine)
-        plan.append(("left out", step, tuple(s for s in full if s is not step), full))
-    return plan
+def known_choices(captured: Captured, options: Options) -> dict[tuple[str, str], Pass]:
+    """What an earlier `optimize` call with the same options measured, by lane and pass."""
+    cache, pipeline = default_cache(), options.pipeline()
+    if cache is None or not options.is_cacheable:
+        return {}
+    found = cache.find(key_of(captured.program, options.cache_facts()), pipeline)
+    usual = {step.name: step for step in pipeline}
+    recipes = {} if found is None else found.recipes
+    return {
+        (lane, step.name): step
+        for lane, recipe in recipes.items()
+        for step in recipe
+        if step != usual[step.name]
+    }

@@ -1,4 +1,4 @@
-"""Loads a bundle with NumPy and ONNX Runtime only; PyTorch is not needed.
+"""Loads a bundle with NumPy and ONNX Runtime or OpenVINO only; PyTorch is not needed.
 
 `python -m ampopt.robot robot.ampopt --hz 30 --seconds 10` loads a bundle, runs its self-test, and measures
 its latency at a camera's frame rate.
@@ -18,9 +18,12 @@ from typing import Any
 
 from ampopt.bundle.files import BundleFiles, open_bundle
 from ampopt.bundle.robot_model import RobotModel, self_test_tensors
-from ampopt.errors import AmpoptError, BundleError
+from ampopt.bundle.robot_openvino import openvino_runner
+from ampopt.errors import AmpoptError, BundleError, InputError
 from ampopt.measure.field_test import field_test
 from ampopt.ort.knobs import thread_counts
+from ampopt.ort.openvino_session import OpenVinoRunner
+from ampopt.ort.openvino_tuning import tune_openvino
 from ampopt.ort.options import PREFERRED
 from ampopt.ort.session import OnnxRunner, SessionError, SessionOptions, onnxruntime
 from ampopt.ort.tuning import tune
@@ -31,6 +34,10 @@ MODEL, WEIGHTS = "model.onnx", "model.onnx.data"
 
 logger = logging.getLogger(__name__)
 
+ENGINES = (None, "onnxruntime", "openvino")
+
+Runner = OnnxRunner | OpenVinoRunner
+
 Choice = tuple[SessionOptions, str | None]
 """Session options, and why they differ from the bundle's."""
 
@@ -39,25 +46,34 @@ def load(
     path: str | os.PathLike[str],
     *,
     verify_key: str | Path | None = None,
+    engine: str | None = None,
     provider: str | None = None,
     retune_seconds: float = 0.0,
 ) -> RobotModel:
     """Load the bundle at `path` and run its self-test.
 
-    The session uses the bundle's options if they were measured with the same ONNX Runtime version and
+    `engine` is "onnxruntime" or "openvino". Without it a bundle whose fastest program ran in OpenVINO runs in
+    OpenVINO, and where that is not installed or does not load it, in ONNX Runtime, with a warning.
+
+    The bundle's options are used if they were measured with the same version of the engine and the same
     provider. Otherwise a warning is logged, and the options are the defaults or, with `retune_seconds`, the
     result of a sweep of that length. `provider` selects one of ONNX Runtime's, such as CPUExecutionProvider;
     without it the bundle's provider is tried first, then CUDA, OpenVINO, the CPU. `verify_key` is the public
     key of the required signature.
 
-    Raises BundleError if the bundle is damaged, does not load on this machine, or fails its self-test.
+    Raises BundleError if the bundle is damaged, does not load on this machine, or fails its self-test;
+    InputError for an unknown engine, or OpenVINO with a provider.
     """
+    if engine not in ENGINES:
+        raise InputError(f"engine={engine!r}: choose 'onnxruntime', 'openvino', or None")
+    if engine == "openvino" and provider is not None:
+        raise InputError(f"provider={provider!r} is ONNX Runtime's: leave it out, or engine='openvino'")
     files = open_bundle(path, verify_key=verify_key)
     if MODEL not in files.names:
         raise BundleError(f"{os.fspath(path)} holds no {MODEL}: save it again with its ONNX model")
     with _model(files) as model:
         try:
-            runner, notes = _started(model, _choices(files.manifest["onnx"], provider))
+            runner, notes = _running(model, files.manifest["onnx"], engine, provider)
             if notes and retune_seconds > 0:
                 runner = _retuned(model, runner, files, retune_seconds)
                 notes.append(f"measured anew: {runner.options}")
@@ -76,6 +92,23 @@ def _model(files: BundleFiles) -> Iterator[bytes | Path]:
             yield folder / MODEL
     else:
         yield files.read(MODEL)
+
+
+def _running(
+    model: bytes | Path, onnx: Mapping[str, Any], engine: str | None, provider: str | None
+) -> tuple[Runner, list[str]]:
+    """The model in the engine that is wanted, or that the bundle is fastest in; and what there is to say."""
+    section = onnx.get("openvino")
+    failed: list[str] = []
+    if engine == "openvino":
+        return openvino_runner(model, section)
+    if engine is None and section is not None and provider is None:
+        try:
+            return openvino_runner(model, section)
+        except SessionError as e:
+            failed = [f"ONNX Runtime runs what was faster in OpenVINO: {e}"]
+    runner, notes = _started(model, _choices(onnx, provider))
+    return runner, [*failed, *notes]
 
 
 def _choices(onnx: Mapping[str, Any], provider: str | None) -> list[Choice]:
@@ -121,9 +154,11 @@ def _started(model: bytes | Path, choices: Sequence[Choice]) -> tuple[OnnxRunner
     raise failures[0]
 
 
-def _retuned(model: bytes | Path, runner: OnnxRunner, files: BundleFiles, seconds: float) -> OnnxRunner:
+def _retuned(model: bytes | Path, runner: Runner, files: BundleFiles, seconds: float) -> Runner:
     example = self_test_tensors(files, "input", runner.inputs)
     inputs = [example[info.name].astype(info.dtype, copy=False) for info in runner.inputs]
+    if isinstance(runner, OpenVinoRunner):
+        return tune_openvino(runner, model, inputs, seconds=seconds).runner
     providers, tolerance = [runner.options.provider], files.manifest["tolerance"]
     tuning = tune(
         model,
@@ -143,6 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hz", type=float, default=30.0, help="the camera's rate")
     parser.add_argument("--seconds", type=float, default=10.0, help="how long frames come")
     parser.add_argument("--deadline-ms", type=float, help="by default the time from frame to frame")
+    parser.add_argument("--engine", choices=("onnxruntime", "openvino"), help="by default the bundle's")
     parser.add_argument("--provider", help="such as CPUExecutionProvider")
     parser.add_argument("--verify-key", help="the public key of whom the bundle must be signed by")
     parser.add_argument("--retune-seconds", type=float, default=0.0, help="where its options do not fit")
@@ -155,19 +191,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         robot = load(
             given.bundle,
             verify_key=given.verify_key,
+            engine=given.engine,
             provider=given.provider,
             retune_seconds=given.retune_seconds,
         )
         report = field_test(
             lambda: robot(**robot.example), hz=given.hz, seconds=given.seconds, deadline_ms=given.deadline_ms
         )
-        judgment = report.judge(robot.manifest["onnx"]["latency"], slack=given.slack, strict=given.strict)
+        judgment = report.judge(robot.expected, slack=given.slack, strict=given.strict)
     except AmpoptError as e:
         print(f"refused: {e}", file=sys.stderr)
         return 2
     facts = {
         "bundle": given.bundle,
         "model": robot.manifest["model"],
+        "engine": robot.engine,
         "options": robot.options.to_dict(),
         "notes": robot.notes,
         "self_test_error": robot.error,

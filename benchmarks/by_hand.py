@@ -1,7 +1,6 @@
 """What a user would write by hand: the contestants that ampopt is measured against.
 
-Each takes a model in evaluation mode with its inputs and returns a function of those inputs, whose results
-are float32, as the model's own, and stay the caller's: a CUDA graph's are copied out.
+Each takes a model in evaluation mode with its inputs and returns a function of those inputs.
 """
 
 from __future__ import annotations
@@ -38,35 +37,45 @@ def autocast(dtype: torch.dtype) -> Callable[[nn.Module, tuple[Tensor, ...]], Ca
     return contestant
 
 
-def cuda_graph(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
-    """A plain CUDA graph around the model: inputs copied (and cast) in, outputs copied (and cast) out."""
+def cuda_graph(model: Call, inputs: tuple[Tensor, ...], *, copied: bool = False) -> Call:
+    """A plain CUDA graph around a function of such inputs: they are copied (and cast) into its own.
+
+    Results are in buffers that the next call overwrites; with `copied`, each call's are its caller's, and in
+    float32 in place of float16.
+    """
     static = [tensor.clone() for tensor in inputs]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(3):
+        for _ in range(WARM_CALLS):
             model(*static)
     torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = model(*static)
-    return _Replayed(model, static, graph, outputs)
+    return _Replayed(model, static, graph, outputs, copied)
+
+
+WARM_CALLS = 4
+"""Before a capture: compilers, TorchScript's profiles and cuDNN's searches are done after so many."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Replayed:
-    """A captured model. It keeps the model alive, because the graph reads its weights."""
+    """A captured function. It keeps the model alive, because the graph reads its weights."""
 
-    model: nn.Module
+    model: Call
     static: list[Tensor]
     graph: torch.cuda.CUDAGraph
     outputs: object
+    copied: bool
 
     def __call__(self, *tensors: Tensor) -> object:
         for buffer, tensor in zip(self.static, tensors, strict=True):
             buffer.copy_(tensor)
         self.graph.replay()
-        return pytree.tree_map_only(Tensor, _copied_out, self.outputs)
+        return pytree.tree_map_only(Tensor, _copied_out, self.outputs) if self.copied else self.outputs
 
 
 def _copied_out(output: Tensor) -> Tensor:
@@ -91,18 +100,31 @@ def fold(model: nn.Module) -> nn.Module:
 
 
 def half_channels_last_fold_graph(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
-    """FP16 weights and activations, channels_last, BN folded, a plain CUDA graph, cuDNN's search on."""
+    """FP16 weights and activations, channels_last, BN folded, a plain CUDA graph, cuDNN's search on.
+
+    It takes and gives float32; results are the caller's.
+    """
     folded = fold(model).half().to(memory_format=torch.channels_last)
     entered = tuple(as_half_channels_last(tensor) for tensor in inputs)
     before = torch.backends.cudnn.benchmark
     try:
         torch.backends.cudnn.benchmark = True
-        return cuda_graph(folded, entered)  # the graph keeps what the search found
+        return cuda_graph(folded, entered, copied=True)  # the graph keeps what the search found
     finally:
         torch.backends.cudnn.benchmark = before
 
 
+def channels_last_fold(model: nn.Module, _: tuple[Tensor, ...]) -> Call:
+    """BN folded and channels_last, in float32."""
+    folded = fold(model).to(memory_format=torch.channels_last)
+    return lambda *tensors: folded(*map(as_channels_last, tensors))
+
+
+def as_channels_last(tensor: Tensor) -> Tensor:
+    """An image in channels_last; other tensors as they are."""
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+
 def as_half_channels_last(tensor: Tensor) -> Tensor:
     """A floating-point tensor in float16, an image in channels_last, too."""
-    half = tensor.half() if tensor.is_floating_point() else tensor
-    return half.contiguous(memory_format=torch.channels_last) if half.dim() == 4 else half
+    return as_channels_last(tensor.half() if tensor.is_floating_point() else tensor)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import statistics
+import os
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from ampopt.ort.tuning import tune
 from ampopt.system.flags import older_flags_readable
 from ampopt.system.quiet import quiet
 from benchmarks.by_hand import Call
+from benchmarks.ways import Border, Made, Ways, seconds_of
 
 TUNING_S = 20.0
 """For the sweep of a session's options: a user who takes the trouble takes the time."""
@@ -37,8 +37,12 @@ def exported(model: nn.Module, inputs: tuple[Tensor, ...]) -> bytes:
 
 
 def on_cpu(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
-    """ONNX Runtime's CPU provider with its own defaults."""
-    return _of_arrays(OnnxRunner(exported(model, inputs), SessionOptions(CPU, spin_after_run=True)))
+    """ONNX Runtime's CPU provider with its own defaults, and no more threads than the others have.
+
+    It counts the machine's cores itself, those that this process may not use among them.
+    """
+    options = SessionOptions(CPU, threads=torch.get_num_threads(), spin_after_run=True)
+    return _of_arrays(OnnxRunner(exported(model, inputs), options))
 
 
 def on_cpu_tuned(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
@@ -52,41 +56,60 @@ def _of_arrays(runner: OnnxRunner) -> Call:
     return lambda *tensors: [torch.from_numpy(a) for a in runner(*(t.numpy() for t in tensors))]
 
 
-def openvino(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
-    """OpenVINO on the CPU, tuned for latency, float32 throughout. ImportError where it is not installed."""
+def openvino(model: nn.Module, inputs: tuple[Tensor, ...], _: Border) -> Ways:
+    """OpenVINO on the CPU, float32 throughout, for latency, with each sensible number of threads.
+
+    ImportError where it is not installed.
+    """
     import openvino
 
     core = openvino.Core()
-    hints = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
-    compiled = core.compile_model(core.read_model(exported(model, inputs)), "CPU", hints)
-    request = compiled.create_infer_request()
+    network = core.read_model(exported(model, inputs))
 
-    def call(*tensors: Tensor) -> Sequence[Tensor]:
-        found = request.infer([tensor.numpy() for tensor in tensors])
-        return [torch.from_numpy(array.copy()) for array in found.to_tuple()]
+    def make(own: dict[str, Any]) -> Made:
+        hints = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32", **own}
+        request = core.compile_model(network, "CPU", hints).create_infer_request()
 
-    return call
+        def call(*tensors: Tensor) -> Sequence[Tensor]:
+            found = request.infer([tensor.numpy() for tensor in tensors])
+            return [torch.from_numpy(array) for array in found.to_tuple()]
+
+        return Made(call, inputs)
+
+    most = torch.get_num_threads()
+    counts = sorted({most, max(1, most // 2)})
+    ways: dict[str, dict[str, Any]] = {"its own threads": {}} if most == _cores() else {}
+    for threads, pinned in itertools.product(counts, (True, False)):
+        name = f"{threads} threads{', pinned' if pinned else ''}"
+        ways[name] = {"INFERENCE_NUM_THREADS": threads, "ENABLE_CPU_PINNING": pinned}
+    return {name: functools.partial(make, own) for name, own in ways.items()}
 
 
-def on_cuda(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def on_cuda(model: nn.Module, inputs: tuple[Tensor, ...], border: Border) -> Ways:
     """ONNX Runtime's CUDA provider, tensors staying on the GPU, with its best options; TF32 is off."""
     options = [
         {"cudnn_conv_algo_search": search, "prefer_nhwc": nhwc, "enable_cuda_graph": graph}
         for graph, search, nhwc in itertools.product(("1", "0"), SEARCHES, ("1", "0"))
     ]
-    if all(parameter.dtype is torch.float32 for parameter in model.parameters()):
+    if border.dtype is torch.float32:
         options = [{**native, "use_tf32": "0"} for native in options]  # in float16 it turns Tensor Cores off
-    return _fastest(model, inputs, CUDA, options)
+    given = border.given(inputs)
+    return {"": lambda: _fastest(border.model(model), given, CUDA, options)}
 
 
-def tensorrt(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
+def tensorrt(model: nn.Module, inputs: tuple[Tensor, ...], border: Border) -> Ways:
     """ONNX Runtime's TensorRT provider. SessionError where TensorRT is not installed."""
-    return _fastest(model, inputs, "TensorrtExecutionProvider", [{"trt_cuda_graph_enable": "True"}, {}])
+    given, options = border.given(inputs), [{"trt_cuda_graph_enable": "True"}, {}]
+    return {"": lambda: _fastest(border.model(model), given, "TensorrtExecutionProvider", options)}
 
 
 def _fastest(
     model: nn.Module, inputs: tuple[Tensor, ...], provider: str, options: Sequence[dict[str, str]]
-) -> Call:
+) -> Made:
     """The fastest of the sessions that load; RuntimeError with the last reason where none does.
 
     SessionError where the provider itself does not load.
@@ -94,19 +117,19 @@ def _fastest(
     """
     open_session(_nothing(), _settings(), SessionOptions(provider))  # it may not load: an export takes longer
     data = exported(model, inputs)
-    best: tuple[float, Call] | None = None
+    best: tuple[float, Made] | None = None
     reason: Exception | None = None
     for native in options:
         if best is not None and native.get("enable_cuda_graph") == "0":
             break
         try:
             call = _Bound(data, provider, native, inputs)
-            seconds = _median_seconds(functools.partial(call, *inputs))
+            seconds = seconds_of(functools.partial(call, *inputs), torch.cuda.synchronize)
         except Exception as failure:  # ONNX Runtime raises whatever its providers do
             reason = failure
             continue
         if best is None or seconds < best[0]:
-            best = seconds, call
+            best = seconds, Made(call, inputs, ", ".join(f"{key}={value}" for key, value in native.items()))
     if best is None:
         raise RuntimeError(f"no session of {provider} loads and runs: {reason}")
     return best[1]
@@ -132,7 +155,10 @@ def _settings() -> Any:
 
 
 class _Bound:
-    """A session on a GPU whose inputs and outputs are torch tensors that stay in their place."""
+    """A session on a GPU whose inputs and outputs are torch tensors that stay in their place.
+
+    The next call overwrites the results.
+    """
 
     def __init__(
         self, data: bytes, provider: str, native: dict[str, str], inputs: tuple[Tensor, ...]
@@ -157,19 +183,9 @@ class _Bound:
             buffer.copy_(tensor)
         torch.cuda.current_stream().synchronize()  # the session has a stream of its own
         self._session.run_with_iobinding(self._binding)
-        return [output.clone() for output in self._outputs]
+        return self._outputs
 
 
 def _dtype(name: str) -> torch.dtype:
     named = {"float": torch.float32, "float16": torch.float16, "double": torch.float64, "int64": torch.int64}
     return named[name.removeprefix("tensor(").removesuffix(")")]
-
-
-def _median_seconds(call: Callable[[], object], rounds: int = 20) -> float:
-    taken = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[rounds // 4 :])

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks import cold_lines
 from benchmarks.results_files import geometric_mean, heading
 
 COLUMNS = (
@@ -34,7 +35,7 @@ def to_markdown(rows: Sequence[dict[str, Any]]) -> str:
     ]
     verified = sum("report" in row for row in rows)
     lines.append(f"- {verified} of {len(rows)} exported and verified")
-    return "\n".join([*lines, *means(rows)]) + "\n"
+    return "\n".join([*lines, *means(rows), *cold_lines.lines(rows)]) + "\n"
 
 
 def line(row: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from torch import nn
 from ampopt import AmpoptError, optimize
 from ampopt.passes import PIPELINE
 from ampopt.system.environment import environment
+from benchmarks import cold_lines, cold_start
 from benchmarks.models import randomize_batch_norm
 from benchmarks.results_files import commit, results_folder, update
 
@@ -101,7 +102,8 @@ def to_markdown(rows: list[dict[str, Any]]) -> str:
                 cells += [f"NOT VERIFIED: {result['reason']}", "–"]
         lines.append("| " + " | ".join(cells) + " |")
     good = sum(row[lane]["verified"] for row in rows for lane in ("fp32", "amp"))
-    return "\n".join([*lines, "", f"{good} of {2 * len(rows)} verified."]) + "\n"
+    told = [*lines, "", f"{good} of {2 * len(rows)} verified.", *cold_lines.lines(rows)]
+    return "\n".join(told) + "\n"
 
 
 def main() -> None:
@@ -113,11 +115,14 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--budget", type=float, default=15.0, help="seconds for each lane of each network")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    cold_start.add_option(parser)
     options = parser.parse_args()
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     folder = results_folder(options.out, device)
     for name in options.models:
         row = measure(name, device, options.budget)
+        if name == options.models[0] and options.default_call:
+            row = cold_start.beside(row, f"torchvision/{name}", device)
         rows = update(folder / "families.json", [row], operator.itemgetter("model"), names)
         (folder / "families.md").write_text(to_markdown(rows), encoding="utf-8")
         print(to_markdown([row]).splitlines()[-3], flush=True)

@@ -30,6 +30,7 @@ from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import Measurement, Sampler, interleave
 from ampopt.passes import BakeAutocast, ChannelsLast, CudaGraph, FoldConvBn
+from benchmarks import cold_lines
 from benchmarks.on_cuda import row_of, run
 from benchmarks.race_networks import RACE
 from benchmarks.results_files import Row, beyond_replays, heading, update
@@ -128,7 +129,8 @@ def to_markdown(rows: list[Row]) -> str:
             cells = [row["network"], lane, str(found["results"]), *times, *beside, row["commit"]]
             lines.append("| " + " | ".join(cells) + " |")
             beyond.append(found["beyond_replay_us"])
-    return "\n".join([*lines, "", *([beyond_replays(beyond)] if beyond else [])]) + "\n"
+    told = [*lines, "", *([beyond_replays(beyond)] if beyond else []), *cold_lines.lines(rows)]
+    return "\n".join(told) + "\n"
 
 
 def write_row(folder: Path, row: Row) -> None:

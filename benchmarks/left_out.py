@@ -30,6 +30,7 @@ from ampopt.ir.transform import replay
 from ampopt.measure.clocks import device_time
 from ampopt.measure.sampling import interleave
 from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn
+from benchmarks import cold_lines
 from benchmarks.on_cuda import row_of, run
 from benchmarks.race_networks import RACE
 from benchmarks.results_files import Row, heading, update
@@ -176,7 +177,7 @@ def to_markdown(rows: list[Row]) -> str:
                 shares = [f"{found[key] / found['ms']:.1%}" for key in keys]
                 cells = [f"{found['ms']:.3f}", *shares[:2], str(found["concatenations"]), shares[2]]
             lines.append("| " + " | ".join([row["network"], lane, *cells]) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *cold_lines.lines(rows)]) + "\n"
 
 
 def write_row(folder: Path, row: Row) -> None:

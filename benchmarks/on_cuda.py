@@ -14,6 +14,7 @@ from ampopt.ir.capture import Captured, capture
 from ampopt.ir.lanes import Lane, lanes_for
 from ampopt.ir.model_copy import private_copy
 from ampopt.system.environment import environment
+from benchmarks import cold_start
 from benchmarks.race_networks import RACE, racer
 from benchmarks.results_files import Row, commit, results_folder
 
@@ -41,6 +42,7 @@ def run(
     parser = argparse.ArgumentParser(description=about.splitlines()[0] if about else None)
     parser.add_argument("--models", nargs="+", choices=RACE, default=list(RACE), metavar="NAME")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    cold_start.add_option(parser)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device, and CUDA graphs are what is measured")
@@ -48,5 +50,8 @@ def run(
     folder = results_folder(options.out, device)
     for name in options.models:
         with torch.no_grad():
-            write(folder, measure(name, device))
+            row = measure(name, device)
+        if name == options.models[0] and options.default_call:
+            row = cold_start.beside(row, name, device)
+        write(folder, row)
         torch.cuda.empty_cache()

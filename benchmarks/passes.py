@@ -30,7 +30,7 @@ from ampopt.measure.clocks import latency
 from ampopt.measure.sampling import interleave
 from ampopt.system.environment import environment
 from ampopt.system.flags import cuda_math
-from benchmarks import by_hand
+from benchmarks import by_hand, cold_start
 from benchmarks.host_time import beyond_replay
 from benchmarks.models import CPU_WORKLOADS, WORKLOADS
 from benchmarks.results_files import commit, results_folder, write_results
@@ -46,7 +46,7 @@ def contestants(device: torch.device) -> dict[str, Any]:
     return {
         "eager fp32": by_hand.eager,
         "eager amp": by_hand.autocast(torch.float16),
-        "fp32 + graph by hand": by_hand.cuda_graph,
+        "fp32 + graph by hand": functools.partial(by_hand.cuda_graph, copied=True),
         "fp16 + channels_last + fold + graph by hand": by_hand.half_channels_last_fold_graph,
     }
 
@@ -119,6 +119,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=60.0, help="seconds for each lane of each workload")
     parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    cold_start.add_option(parser)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
@@ -130,7 +131,10 @@ def main() -> None:
     names = options.models or (list(WORKLOADS) if device.type == "cuda" else list(CPU_WORKLOADS))
     folder = results_folder(options.out, device)
     for name in names:
-        write_results(folder, _in_own_process(name, options))
+        row = _in_own_process(name, options)
+        if name == names[0] and options.default_call:
+            row = cold_start.beside(row, name, device)
+        write_results(folder, row)
 
 
 def _in_own_process(name: str, options: argparse.Namespace) -> dict[str, Any]:

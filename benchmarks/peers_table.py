@@ -6,60 +6,106 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results_files import beyond_replays, geometric_mean, heading
+from benchmarks import cold_lines
+from benchmarks.regimes import BACK_TO_BACK, REGIMES
+from benchmarks.results_files import Row, beyond_replays, geometric_mean, heading
+from benchmarks.standing import (
+    Standing,
+    Table,
+    cpu_times,
+    eager_error,
+    lead,
+    name_of,
+    ours,
+    standings,
+    table_of,
+    worst,
+)
 
-Row = dict[str, Any]
+METHOD = """
+Contestants run in processes of their own and are timed in turn, a block of calls each, in random order: back
+to back, and at 30 Hz with idle gaps between the frames. Figures are medians of synchronised calls; what is
+claimed is the less favourable regime's. Every peer is the fastest of the ways in which it was tried (below),
+with `cudnn.benchmark` on; TF32 is off in the FP32 lane. Results of CUDA graphs stay in buffers that the next
+call overwrites, those of peers and of ampopt (`outputs="static"`; "copied" is `outputs="copy"`). A peer whose
+error is beyond 1e-2, and twice eager's in the same lane, is shown but is no best peer.
+""".strip()
 
-LANES = ("fp32", "amp")
-
-
-EAGER = {"fp32": ("eager",), "amp": ("eager fp16 autocast", "eager bf16 autocast")}
-"""Whose error is the yardstick of a lane."""
+Show = Callable[[Row], str]
 
 
 def to_markdown(rows: Sequence[Row]) -> str:
-    """Lane by lane the best peer against ampopt, latencies, preparation, errors, memory; then what failed."""
-    parts = [
-        *heading("The race", rows),
-        "TF32 is off in the FP32 lane. Contestants in processes of their own, sampled in turn on the same",
-        "inputs; all take float32 and give float32 that stays the caller's.",
-        "",
+    """What may be claimed; table by table how ampopt stands, latencies, what else was read; what failed."""
+    found = standings(rows)
+    parts = [*heading("The race", rows), METHOD, "", *(f"- {each.claim()}" for each in found), ""]
+    for table in dict.fromkeys(map(table_of, rows)):
+        own = [row for row in rows if table_of(row) == table]
+        parts += _section(table, own, next((each for each in found if each.table == table), None))
+    parts += ["## Not run", "", *_failures(rows), *cold_lines.lines(rows)]
+    return "\n".join(parts) + "\n"
+
+
+def _section(table: Table, rows: Sequence[Row], standing: Standing | None) -> list[str]:
+    shown: list[tuple[str, Show]] = [
+        *((f"{regime}: median latency, ms (p99)", _latency(regime)) for regime in REGIMES),
+        ("Calls queued without waiting for each, ms a call", _read(BACK_TO_BACK, "queued_ms", ".3f")),
+        ("CPU time of a call back to back, all threads, ms", _read(BACK_TO_BACK, "cpu_ms", ".3f")),
+        ("The way that was fastest", lambda each: each.get("way") or "–"),
+        ("Time to prepare, all ways, s", lambda each: f"{each['prepare_s']:.1f}"),
+        ("Relative error against float64", lambda each: _number(each.get("relative_error"), ".1e")),
+        (
+            "Memory taken, MiB",
+            lambda each: f"{each['bytes'] / 2**20:.0f}" if "bytes" in each else "–",
+        ),
     ]
-    for lane in LANES:
-        running = [row for row in rows if any(each["lane"] == lane for each in row["contestants"].values())]
-        if running:
-            parts += _lane(running, lane)
-    return "\n".join([*parts, "## Not run", "", *_failures(rows)]) + "\n"
-
-
-def _lane(rows: Sequence[Row], lane: str) -> list[str]:
-    shown: tuple[tuple[str, Callable[[Row], str]], ...] = (
-        ("Median latency of one synchronised call, ms (p99)", _latency),
-        ("Time to prepare, s", lambda row: f"{row['prepare_s']:.1f}"),
-        ("Relative error against float64", lambda row: f"{row['relative_error']:.1e}"),
-        ("Memory taken, MiB", lambda row: f"{row['bytes'] / 2**20:.0f}" if "bytes" in row else "–"),
-    )
-    lines = [f"## {lane} lane", "", *summary(rows, lane)]
+    for regime in REGIMES:
+        for key, title in (
+            ("energy_mj", "energy, mJ a frame"),
+            ("power_w", "power, W"),
+            ("sm_mhz", "clock, MHz"),
+        ):
+            shown.append((f"{regime}: {title}", _read(regime, key, ".0f")))
+    lines = [f"## {name_of(table)}", ""]
+    if standing is not None:
+        lines += summary(rows, standing)
     for title, show in shown:
-        lines += [f"### {title}", "", *_table(rows, lane, show), ""]
+        cells = _table(rows, show)
+        if cells:
+            lines += [f"### {title}", "", *cells, ""]
     return lines
 
 
-def _table(rows: Sequence[Row], lane: str, show: Callable[[Row], str]) -> list[str]:
-    found = [(name, each) for row in rows for name, each in row["contestants"].items()]
-    names = list(dict.fromkeys(name for name, each in found if each["lane"] == lane))
-    ran = [name for name in names if any("p50_ms" in row["contestants"].get(name, {}) for row in rows)]
+def _table(rows: Sequence[Row], show: Show) -> list[str]:
+    """A line for each network; none where nobody has anything to show."""
+    names = list(dict.fromkeys(name for row in rows for name in row["contestants"]))
+    ran = [name for name in names if any(BACK_TO_BACK in row["contestants"].get(name, {}) for row in rows)]
     lines = ["| network | " + " | ".join(ran) + " |", "|---" * (len(ran) + 1) + "|"]
+    anything = False
     for row in rows:
-        these = (row["contestants"].get(name, {}) for name in ran)
-        cells = [show(each) if "p50_ms" in each else "failed" if "error" in each else "–" for each in these]
+        cells = []
+        for name in ran:
+            each = row["contestants"].get(name, {})
+            cells.append(show(each) if BACK_TO_BACK in each else "failed" if "error" in each else "–")
+            anything |= cells[-1] not in ("–", "failed")
         lines.append(f"| {row['network']} | " + " | ".join(cells) + " |")
-    return lines
+    return lines if anything else []
 
 
-def _latency(row: Row) -> str:
-    p99 = "" if row["p99_ms"] is None else f" ({row['p99_ms']:.2f})"
-    return f"{row['p50_ms']:.3f}{p99}"
+def _latency(regime: str) -> Show:
+    def show(each: Row) -> str:
+        found: dict[str, Any] = each[regime]
+        p99 = "" if found["p99_ms"] is None else f" ({found['p99_ms']:.2f})"
+        return f"{found['p50_ms']:.3f}{p99}"
+
+    return show
+
+
+def _read(regime: str, key: str, form: str) -> Show:
+    return lambda each: _number(each[regime].get(key), form)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
 
 
 def _failures(rows: Sequence[Row]) -> list[str]:
@@ -70,50 +116,53 @@ def _failures(rows: Sequence[Row]) -> list[str]:
             if "error" in each:
                 reason = str(each["error"]).strip().splitlines()[0][:300]
                 where.setdefault((name, reason), []).append(row["network"])
-    lines = [f"- {name}: {reason} ({', '.join(networks)})" for (name, reason), networks in where.items()]
+    lines = [
+        f"- {name}: {reason} ({', '.join(dict.fromkeys(networks))})"
+        for (name, reason), networks in where.items()
+    ]
     return lines or ["- none: everybody ran everywhere"]
 
 
-def best_peer(row: Row, lane: str) -> tuple[str, float] | None:
-    """The fastest contestant of a lane that is not ampopt, and its median latency in ms."""
-    peers = {
-        name: float(each["p50_ms"])
-        for name, each in row["contestants"].items()
-        if each["lane"] == lane and "p50_ms" in each and not name.startswith("ampopt")
-    }
-    return min(peers.items(), key=lambda item: item[1]) if peers else None
-
-
-def ours(row: Row, lane: str) -> float | None:
-    """ampopt's median latency in a lane in ms; None where it did not run."""
-    found = row["contestants"].get(f"ampopt {lane}", {}).get("p50_ms")
-    return None if found is None else float(found)
-
-
 _SUMMARY = (
-    *("network", "best peer", "its ms", "ampopt ms", "best peer / ampopt", "ampopt's error / eager's"),
-    *("a call beyond its replay, µs", "commit"),
+    "network",
+    *(
+        f"{regime}: {what}"
+        for regime in REGIMES
+        for what in ("best peer, ms", "ampopt ms", "ratio (interval)")
+    ),
+    *("the less favourable", "ampopt's error / eager's", "a call beyond its replay, µs"),
+    *("host load before and after", "commit"),
 )
 
 
-def summary(rows: Sequence[Row], lane: str) -> list[str]:
-    """How ampopt stands against the best peer of a lane on each network; the geometric mean last."""
-    lines, ratios, beyond = list[str](), dict[str, float](), list[float]()
+def summary(rows: Sequence[Row], standing: Standing) -> list[str]:
+    """How ampopt stands on each network in both regimes; geometric means and the worst network last."""
+    lines, beyond = list[str](), list[float]()
     for row in rows:
-        peer, mine = best_peer(row, lane), ours(row, lane)
-        if peer is None or mine is None:
+        leads = [each for regime in REGIMES if (each := lead(row, regime)) is not None]
+        if len(leads) < len(REGIMES):
             continue
-        ratios[row["network"]] = ratio = peer[1] / mine
-        times = (f"{peer[1]:.3f}", f"{mine:.3f}", f"{ratio:.3f}")
-        facts = row["contestants"][f"ampopt {lane}"]
-        us = facts.get("beyond_replay_us")
+        us = row["contestants"][f"ampopt {row['lane']}"].get("beyond_replay_us")
         beyond += [] if us is None else [us]
-        shown = "–" if us is None else f"{us:.1f}"
-        cells = (row["network"], peer[0], *times, _errors(row, lane), shown, facts["commit"])
+        cells = [row["network"]]
+        for each in leads:
+            interval = f"{each.ratio:.2f} ({each.low:.2f} to {each.high:.2f})"
+            cells += [f"{each.peer} {each.peer_ms:.3f}", f"{each.ours_ms:.3f}", interval]
+        least = worst(leads)
+        load = ", ".join(_number(each, ".1f") for each in row["load"])
+        cells += [
+            f"{least.ratio:.2f} ({least.regime})",
+            _errors(row),
+            _number(us, ".1f"),
+            load,
+            row["commit"],
+        ]
         lines.append("| " + " | ".join(cells) + " |")
-    if not ratios:
-        return []
-    worst = min(ratios, key=ratios.__getitem__)
+    means = [
+        f"- {regime}: geometric mean {standing.mean(regime):.3f}, least {standing.worst(regime).ratio:.3f} "
+        f"({standing.worst(regime).network})"
+        for regime in REGIMES
+    ]
     return [
         "### The best peer against ampopt",
         "",
@@ -121,40 +170,47 @@ def summary(rows: Sequence[Row], lane: str) -> list[str]:
         "|---" * len(_SUMMARY) + "|",
         *lines,
         "",
-        f"- geometric mean {geometric_mean(list(ratios.values())):.3f}, "
-        f"least {ratios[worst]:.3f} ({worst}), over {len(ratios)} networks",
+        *means,
+        *_cpu_times(rows),
         *([beyond_replays(beyond)] if beyond else []),
         "",
     ]
 
 
-def _errors(row: Row, lane: str) -> str:
+def _cpu_times(rows: Sequence[Row]) -> list[str]:
+    """What the CPU time says, where the processor is what computes."""
+    ratios = cpu_times([row for row in rows if "instructions" in row["environment"]])
+    if not ratios:
+        return []
+    least = min(ratios, key=ratios.__getitem__)
+    mean = geometric_mean(list(ratios.values()))
+    return [f"- CPU time back to back: geometric mean {mean:.3f}, least {ratios[least]:.3f} ({least})"]
+
+
+def _errors(row: Row) -> str:
     """ampopt's error over that of the original in eager."""
-    mine = row["contestants"][f"ampopt {lane}"]["relative_error"]
-    eager = [row["contestants"].get(name, {}).get("relative_error") for name in EAGER[lane]]
-    return next((f"{mine / error:.2f}" for error in eager if error), "–")
+    mine, eager = row["contestants"][f"ampopt {row['lane']}"].get("relative_error"), eager_error(row)
+    return f"{mine / eager:.2f}" if mine is not None and eager else "–"
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """A chart of speed: for each network and lane the latency of every contestant over ampopt's."""
+    """A chart of speed: for each table the latency of every contestant over ampopt's, in the worse regime."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    lanes = [lane for lane in LANES if any(ours(row, lane) is not None for row in rows)]
-    size = (2 + 7 * max(1, len(lanes)), 1.8 + 0.4 * len(rows))
-    figure, axes = plt.subplots(1, max(1, len(lanes)), figsize=size, squeeze=False)
-    for axis, lane in zip(axes[0], lanes, strict=False):
-        names = list(
-            dict.fromkeys(n for r in rows for n, each in r["contestants"].items() if each["lane"] == lane)
-        )
-        for name in names:
+    found = standings(rows)
+    size = (2 + 7 * max(1, len(found)), 1.8 + 0.4 * len(rows))
+    figure, axes = plt.subplots(1, max(1, len(found)), figsize=size, squeeze=False)
+    for axis, standing in zip(axes[0], found, strict=False):
+        own, regime = [r for r in rows if table_of(r) == standing.table], standing.less_favourable
+        for name in dict.fromkeys(name for row in own for name in row["contestants"]):
             points = [
-                (each["p50_ms"] / mine, index)
-                for index, row in enumerate(rows)
-                if "p50_ms" in (each := row["contestants"].get(name, {}))
-                and (mine := ours(row, lane)) is not None
+                (each[regime]["p50_ms"] / mine, index)
+                for index, row in enumerate(own)
+                if regime in (each := row["contestants"].get(name, {}))
+                and (mine := ours(row, regime)) is not None
             ]
             if points:
                 style = {"marker": "D", "s": 45, "color": "black"} if name.startswith("ampopt") else {}
@@ -162,10 +218,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
                 axis.legend(fontsize=7)
         axis.axvline(1.0, color="black", linewidth=0.8)
         axis.set_xscale("log", base=2)
-        axis.set_yticks(range(len(rows)), [row["network"] for row in rows])
-        axis.set_ylim(len(rows) - 0.5, -0.5)  # the first on top
+        axis.set_yticks(range(len(own)), [row["network"] for row in own])
+        axis.set_ylim(len(own) - 0.5, -0.5)  # the first on top
         axis.grid(axis="x", alpha=0.3)
-        axis.set_title(f"{lane} lane")
+        axis.set_title(f"{name_of(standing.table)}, {regime}")
         axis.set_xlabel("latency / ampopt's latency: right of 1 is slower than ampopt")
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -16,18 +16,20 @@ from pathlib import Path
 
 from benchmarks.results_files import Row
 
-Race = tuple[str, str]
-"""A network and a lane."""
+Race = tuple[str, str, str]
+"""A network, a lane, and what goes in and comes out."""
+
+MOST_AT_ONCE = 2
+"""Four races at once starve the host."""
 
 
 def longest_first(races: Iterable[Race], known: Sequence[Row]) -> list[Race]:
     """The races in order of what preparing their contestants took before; unknown ones come first."""
     took = {
-        (row["network"], lane): sum(
-            each.get("prepare_s", 0.0) for each in row["contestants"].values() if each["lane"] == lane
+        (row["network"], row["lane"], row["io"]): sum(
+            each.get("prepare_s", 0.0) for each in row["contestants"].values()
         )
         for row in known
-        for lane in {each["lane"] for each in row["contestants"].values()}
     }
     return sorted(races, key=lambda race: -took.get(race, float("inf")))
 
@@ -56,7 +58,7 @@ def run_all(
             row, printed = _run(race, gpus[place], _share(place, len(gpus)), options)
             with lock:
                 print(printed, end="")
-                print(f"{race[0]}, {race[1]}: {time.perf_counter() - start:.0f} s", flush=True)
+                print(f"{', '.join(race)}: {time.perf_counter() - start:.0f} s", flush=True)
                 if row is None:
                     failed.append(race)
                 else:
@@ -76,9 +78,9 @@ def _share(place: int, count: int) -> list[int]:
 
 
 def _run(race: Race, gpu: int, cores: Sequence[int], options: Sequence[str]) -> tuple[Row | None, str]:
-    network, lane = race
-    command = [sys.executable, "-m", "benchmarks.peers", "--models", network, "--lanes", lane, *options]
-    command += ["--cores", *map(str, cores)]
+    network, lane, io = race
+    command = [sys.executable, "-m", "benchmarks.peers", "--models", network, "--lanes", lane, "--io", io]
+    command += [*options, "--cores", *map(str, cores)]
     with tempfile.TemporaryDirectory(prefix="ampopt-race-") as folder:
         found = subprocess.run(
             [*command, "--out", folder],
@@ -89,6 +91,6 @@ def _run(race: Race, gpu: int, cores: Sequence[int], options: Sequence[str]) -> 
             errors="replace",
             check=False,
         )
-        files = list(Path(folder).glob("*/peers.json"))
+        files = list(Path(folder).glob("*/race.json"))
         rows = json.loads(files[0].read_text(encoding="utf-8")) if files and not found.returncode else [None]
         return rows[0], found.stdout

@@ -1,7 +1,6 @@
-"""One contestant of the race in a process of its own: prepared once, then sampled whenever it is asked.
+"""A contestant of the race that runs in PyTorch's process, see `benchmarks.race_protocol`.
 
-Requests come as JSON lines on the standard input, answers go as JSON lines to the standard output; whatever
-libraries print there goes to the standard error. `Racer` is the other end.
+python -m benchmarks.race_process CONTESTANT DEVICE IO FOLDER
 """
 
 from __future__ import annotations
@@ -9,18 +8,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import logging
-import os
-import resource
-import subprocess
+import math
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import first_line
@@ -28,108 +25,133 @@ from ampopt.ir.numerics import relative_error
 from ampopt.ir.signature import flatten_outputs
 from ampopt.measure.clocks import latency, synchronize
 from ampopt.system.flags import cuda_math
-from benchmarks.contestants import contestants
+from benchmarks.by_onnx import exported
+from benchmarks.contestants import border_of, contestants
 from benchmarks.host_time import beyond_replay
 from benchmarks.race_networks import racer
+from benchmarks.race_protocol import Facts, peak_bytes, serve_pipe
+from benchmarks.regimes import Block, Subject, block
+from benchmarks.subjects import subject_of
+from benchmarks.ways import Candidates, Made, UnusableDeviceError, make_all
 
 SETTLED = 0.02
 """A warm-up ends when the median of its latest calls is this close to that of the calls before them."""
 
 WINDOW, WARM_UP_S = 8, 3.0
 
-COMPILERS = min(8, os.cpu_count() or 1)
-"""Processes in which inductor compiles; by default it begins one for every core, contestant by contestant."""
 
-CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "AMPOPT_CACHE")
-
-LONG_CALL_S = 0.5
-"""A shorter call is timed after an untimed one: threads have rested since the contestant's last turn."""
+def command(contestant: str, device: torch.device, io: str, folder: Path) -> list[str]:
+    """What starts this file for a contestant; `folder` is where `write_parts` writes, maybe later."""
+    return [sys.executable, "-m", "benchmarks.race_process", contestant, str(device), io, str(folder)]
 
 
-class Racer:
-    """A contestant in its process, with compilers' caches of its own that are empty at first.
+class InTorch:
+    """A contestant, from its ways to the fastest of them."""
 
-    Any method raises RuntimeError where that process ended.
-    """
+    def __init__(self, name: str, device: torch.device, io: str, folder: Path) -> None:
+        self._name, self._device, self._io, self._folder = name, device, io, folder
+        self._candidates: Candidates | None = None
+        self._made: Made | None = None
+        self._subject: Subject | None = None
+        self._before = peak_bytes()
 
-    def __init__(self, contestant: str, device: torch.device, folder: Path) -> None:
-        """`folder` is where `write_parts` writes; that may come later."""
-        command = [sys.executable, "-m", "benchmarks.race_process", contestant, str(device)]
-        pipe = subprocess.PIPE
-        plain = "".join(c if c.isalnum() else "_" for c in contestant)  # compilers trip over blanks
-        caches = {name: str(folder / plain / name.lower()) for name in CACHES}
-        self._process = subprocess.Popen(
-            [*command, str(folder)],
-            stdin=pipe,
-            stdout=pipe,
-            text=True,
-            env={**os.environ, **caches, "TORCHINDUCTOR_COMPILE_THREADS": str(COMPILERS)},
-        )
+    def make(self, most: str = "", won: str | None = None) -> Facts:
+        """Make every way, or at most so many, or the one that won before.
 
-    def ask(self, request: str) -> Any:
-        """`prepare` and `settle`: a dict of facts; `sample`: the seconds of a call. Raises what failed."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        In the facts `unusable` says after how many the device was lost.
+        """
+        contestant = next(each for each in contestants(self._device) if each.name == self._name)
+        assert contestant.make is not None
+        model = torch.load(
+            self._folder / "model.pt", map_location=self._device, weights_only=False
+        )  # our own
+        inputs = tuple(tensor.to(self._device) for tensor in torch.load(self._folder / "inputs.pt"))
+        self._before, start = peak_bytes(), time.perf_counter()
+        border = border_of(contestant.lane, self._io, self._device)
+        ways = list(contestant.make(model, inputs, border).items())
+        if won is not None:
+            ways = [(name, way) for name, way in ways if name == won]
         try:
-            print(json.dumps(request), file=self._process.stdin, flush=True)
-            line = self._process.stdout.readline()
-        except OSError:
-            line = ""
-        if not line:
-            raise RuntimeError(f"its process ended with status {self._process.wait()}")
-        answer = json.loads(line)
-        if "failed" in answer:
-            raise RuntimeError(answer["failed"])
-        return answer["done"]
+            self._candidates = make_all(dict(ways[: int(most) if most else None]), self._look)
+        except UnusableDeviceError as lost:
+            return {"unusable": lost.place, "left_out": str(lost)}
+        if not self._candidates.made:
+            raise RuntimeError("; ".join(dict.fromkeys(self._candidates.failed.values())))
+        return {"prepare_s": time.perf_counter() - start}
 
-    def end(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.communicate()
+    def _look(self) -> None:
+        """Raise where the device does not work any more, as after a capture that failed."""
+        torch.ones(1, device=self._device).sum().item()
+        synchronize(self._device)
+
+    def choose(self) -> Facts:
+        """Keep the fastest way; its error and what it took."""
+        assert self._candidates is not None
+        reference = torch.load(self._folder / "reference.pt")
+        if len(self._candidates.made) > 1:
+            self._candidates.drop_wrong(lambda found: error_of(_on_host(found), reference))
+        name, made, tried = self._candidates.fastest(functools.partial(synchronize, self._device))
+        self._candidates, self._made = None, made
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        outputs = _on_host(made.call(*made.inputs))
+        facts = {
+            "way": made.way,
+            "won": name,
+            "tried": tried,
+            "relative_error": error_of(outputs, reference),
+            "gives": sorted({str(output.dtype).removeprefix("torch.") for output in outputs}),
+            "passes": _passes(made.call),
+        }
+        return facts if self._device.type == "cuda" else {**facts, "bytes": peak_bytes() - self._before}
+
+    def settle(self) -> Facts:
+        """Warm up; what a call of ampopt costs beyond the replay of its graph, if it has one."""
+        assert self._made is not None
+        made = self._made
+        call = functools.partial(made.call, *made.inputs)
+        warm_up(call, self._device)
+        self._subject = subject_of(call, self._device)
+        if self._device.type != "cuda" or not isinstance(made.call, OptimizedModule):
+            return {}
+        try:
+            return {"beyond_replay_us": beyond_replay(made.call, made.inputs, self._device)}
+        except Exception as failure:  # it is beside what is raced
+            return {"beyond_replay_us": None, "beyond_replay_why": first_line(failure)}
+
+    def block(self, regime: str) -> Block:
+        """Time a block."""
+        assert self._subject is not None
+        return block(self._subject, regime)
 
 
-def prepare(name: str, device: torch.device, folder: Path) -> tuple[functools.partial[object], Any]:
-    """Make a contestant: it with its inputs bound, and what there is to say of it."""
-    contestant = next(each for each in contestants(device) if each.name == name)
-    model = torch.load(folder / "model.pt", map_location=device, weights_only=False)  # of our own making
-    inputs, reference = (torch.load(folder / f"{part}.pt") for part in ("inputs", "reference"))
-    inputs = tuple(tensor.to(device) for tensor in inputs)
-    before = peak_bytes()
-    start = time.perf_counter()
-    made = contestant.make(model, inputs)
-    call = functools.partial(made, *inputs)
-    outputs = flatten_outputs(call())[0]
-    synchronize(device)
-    seconds = time.perf_counter() - start
+def _on_host(outputs: object) -> list[Tensor]:
+    return [output.cpu() for output in flatten_outputs(outputs)[0]]
+
+
+def error_of(outputs: list[Tensor], reference: list[Tensor]) -> float | None:
+    """The largest relative error of the outputs; None where they have NaN or infinities."""
     pairs = zip(outputs, reference, strict=True)
-    error = max(relative_error(output.cpu(), expected) for output, expected in pairs)
-    facts = {"prepare_s": seconds, "relative_error": error, "passes": _passes(made)}
-    return call, facts if device.type == "cuda" else {**facts, "bytes": peak_bytes() - before}
+    error = max(relative_error(found, wanted) for found, wanted in pairs)
+    return error if math.isfinite(error) else None
 
 
-def write_parts(network: str, device: torch.device, folder: Path) -> None:
-    """Write what every contestant reads: the network, its inputs, and its flat outputs in float64."""
+def write_parts(network: str, device: torch.device, folder: Path, *, as_onnx: bool = False) -> None:
+    """Write what contestants read: the network, its inputs, and its flat outputs in float64.
+
+    With `as_onnx` also what engines without PyTorch read; model.onnx is missing where the export fails.
+    """
     model, inputs = racer(network)
     torch.save(model, folder / "model.pt")
     torch.save(inputs, folder / "inputs.pt")
+    if as_onnx:
+        np.savez(folder / "inputs.npz", *(tensor.numpy() for tensor in inputs))
+        with contextlib.suppress(Exception):
+            (folder / "model.onnx").write_bytes(exported(model, inputs))
     with torch.no_grad():
         double = model.double().to(device)
         expected = flatten_outputs(double(*(tensor.double().to(device) for tensor in inputs)))[0]
     torch.save([tensor.cpu() for tensor in expected], folder / "reference.pt")
-
-
-def peak_bytes() -> int:
-    """The most memory that this process has had on the host."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def settle(call: functools.partial[object], device: torch.device) -> dict[str, float]:
-    """Warm a contestant up; what a call of ampopt costs beyond the replay of its graph, if it has one."""
-    warm_up(call, device)
-    if device.type != "cuda" or not isinstance(call.func, OptimizedModule):
-        return {}
-    beyond = beyond_replay(call.func, call.args, device)
-    return {} if beyond is None else {"beyond_replay_us": beyond}
 
 
 def warm_up(call: Callable[[], object], device: torch.device) -> None:
@@ -149,43 +171,25 @@ def _passes(made: object) -> list[str] | None:
     """What ampopt kept, for its own rows; what it tried is printed."""
     if not isinstance(made, OptimizedModule):
         return None
-    print(made.report, *made.program.recipe, sep="\n")
+    print(made.report, *made.program.recipe, sep="\n", file=sys.stderr)
     return [step.name for step in made.program.recipe]
-
-
-def serve(arguments: argparse.Namespace, answer: Callable[[dict[str, Any]], None]) -> None:
-    """Answer requests until the standard input ends; a failure is an answer, too."""
-    device = torch.device(arguments.device)
-    for line in sys.stdin:
-        try:
-            request = json.loads(line)
-            if request == "prepare":
-                call, facts = prepare(arguments.contestant, device, arguments.folder)
-                sample = latency(call, device, long_s=LONG_CALL_S)
-                answer({"done": facts})
-            elif request == "settle":
-                answer({"done": settle(call, device)})
-            else:
-                answer({"done": sample()})
-        except Exception as failure:
-            answer({"failed": first_line(failure)})
 
 
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("contestant")
-    parser.add_argument("device")
+    parser.add_argument("device", type=torch.device)
+    parser.add_argument("io")
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()
-    with os.fdopen(os.dup(1), "w") as pipe:
-        os.dup2(2, 1)
-        logging.basicConfig()
-        logging.getLogger("ampopt").setLevel(logging.DEBUG)  # why a pass failed, in full
-        strict = cuda_math(tf32=False, search=False) if "cuda" in arguments.device else None
-        with torch.no_grad(), strict or contextlib.nullcontext():
-            torch.empty(1, device=arguments.device)  # a GPU's libraries load while the reference is computed
-            serve(arguments, lambda facts: print(json.dumps(facts), file=pipe, flush=True))
+    logging.basicConfig()
+    logging.getLogger("ampopt").setLevel(logging.DEBUG)  # why a pass failed, in full
+    # For everybody: TF32 is off, and cuDNN searches.
+    strict = cuda_math(tf32=False, search=True) if arguments.device.type == "cuda" else None
+    with torch.no_grad(), strict or contextlib.nullcontext():
+        torch.empty(1, device=arguments.device)  # a GPU's libraries load while the reference is computed
+        serve_pipe(lambda: InTorch(*vars(arguments).values()))
 
 
 if __name__ == "__main__":

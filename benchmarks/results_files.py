@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ampopt.system.environment import device_name
+from benchmarks import cold_lines
 from benchmarks.models import WORKLOADS
 
 Row = dict[str, Any]
@@ -78,6 +79,15 @@ def write_results(folder: Path, row: dict[str, Any]) -> None:
     """Add or replace one workload's row in passes.json and make the table anew."""
     ordered = update(folder / "passes.json", [row], lambda each: each["workload"], WORKLOADS)
     (folder / "passes.md").write_text(to_markdown(ordered), encoding="utf-8")
+
+
+LARGEST_ERROR, TIMES_EAGERS = 1e-2, 2.0
+"""A peer counts up to this error, or up to so many times that of eager in the same lane if it is larger."""
+
+
+def exact_enough(error: float | None, eagers: float | None) -> bool:
+    """Whether a peer's answer is one: None, for NaN and infinities, is not."""
+    return error is not None and error <= max(LARGEST_ERROR, TIMES_EAGERS * (eagers or 0.0))
 
 
 def geometric_mean(values: list[float]) -> float:
@@ -179,5 +189,13 @@ def to_markdown(rows: list[dict[str, Any]]) -> str:
         "Median latency in ms of one synchronised call, contestants sampled in turn.",
         "",
     ]
-    parts = [*header, *latency_table(rows), "", "## Every pass", "", *pass_table(rows)]
+    parts = [
+        *header,
+        *latency_table(rows),
+        *cold_lines.lines(rows),
+        "",
+        "## Every pass",
+        "",
+        *pass_table(rows),
+    ]
     return "\n".join(parts) + "\n"

@@ -24,9 +24,10 @@ import torch
 
 import ampopt
 from ampopt.system.environment import environment
+from benchmarks import cold_lines, cold_start
 from benchmarks.contestants import BUDGET_S, LANES
 from benchmarks.race_networks import RACE, racer
-from benchmarks.race_process import CACHES
+from benchmarks.race_protocol import emptied
 from benchmarks.results_files import Row, commit, heading, results_folder, update
 
 Facts = dict[str, Any]
@@ -49,7 +50,7 @@ def measure(network: str, lane: str, device: torch.device, budget_s: float = BUD
     command = [sys.executable, "-m", "benchmarks.second_optimize", "--once"]
     command += ["--models", network, "--lanes", lane, "--device", device.type, "--budget", str(budget_s)]
     with tempfile.TemporaryDirectory(prefix="ampopt-second-") as folder:
-        env = {**os.environ, **{name: str(Path(folder, name.lower())) for name in CACHES}}
+        env = emptied(Path(folder), os.environ)
         for call in ("first", "second"):
             done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
             if done.returncode:
@@ -72,7 +73,7 @@ def to_markdown(rows: list[Row]) -> str:
             share = f"{second['seconds'] / first['seconds']:.0%}"
             cells = [f"{first['seconds']:.1f}", f"{second['seconds']:.1f}", share, same]
         lines.append("| " + " | ".join([row["network"], row["lane"], *cells, row["commit"]]) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *cold_lines.lines(rows)]) + "\n"
 
 
 def main() -> None:
@@ -84,6 +85,7 @@ def main() -> None:
     parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds of each call")
+    cold_start.add_option(parser)
     parser.add_argument("--once", action="store_true", help="print the facts of one call and write nothing")
     options = parser.parse_args()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
@@ -93,6 +95,8 @@ def main() -> None:
     folder = results_folder(options.out, device)
     for network, lane in itertools.product(options.models, options.lanes):
         row = measure(network, lane, device, options.budget)
+        if (network, lane) == (options.models[0], options.lanes[0]) and options.default_call:
+            row = cold_start.beside(row, network, device)
         order = itertools.product(RACE, LANES)
         rows = update(folder / "second_optimize.json", [row], lambda r: (r["network"], r["lane"]), order)
         (folder / "second_optimize.md").write_text(to_markdown(rows), encoding="utf-8")

@@ -18,6 +18,7 @@ from ampopt.passes.fuse_linear_act import FuseLinearAct
 from ampopt.passes.keep_fp32 import KeepFp32
 from ampopt.passes.merge_linear_chain import MergeLinearChain
 from ampopt.passes.onnx_runtime import OnnxRuntime
+from ampopt.passes.openvino import Openvino
 from ampopt.passes.parallel_branches import ParallelBranches
 from ampopt.passes.remove_inference_noops import RemoveInferenceNoops
 from ampopt.passes.script import Script
@@ -40,6 +41,7 @@ __all__ = [
     "KeepFp32",
     "MergeLinearChain",
     "OnnxRuntime",
+    "Openvino",
     "ParallelBranches",
     "RemoveInferenceNoops",
     "Script",
@@ -63,7 +65,7 @@ PIPELINE = Pipeline(
         FuseConvOnednn(),
         FuseLinearAct(),
     ),
-    engines=(OnnxRuntime(), Compile(), Script(), ParallelBranches()),
+    engines=(OnnxRuntime(), Openvino(), Compile(), Script(), ParallelBranches()),
     launches=(CudaGraph(),),
 )
 """The passes that `optimize` tries: clean-up, precision, algebra, layout, kernels; likely best engines first.

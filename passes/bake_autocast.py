@@ -16,7 +16,7 @@ class BakeAutocast(Pass):
     """Write mixed precision into the graph: `op(x, w)` under autocast -> `op(cast(x), w')`.
 
     Rewrites: each operator gets its inputs in the dtype that the policy (`amp`, `O1`, `O2`, `half`) decides:
-    weights are stored in it, model inputs that are only read in it are converted to it at the border, and a
+    weights are stored in it, model inputs that are only read in it, or given in it, enter in it, and a
     result is cast once for all its readers.
     Requires: a program of an AMP lane that still runs under autocast.
     Declines: other programs. Recurrent layers, parts that the model excludes from autocast

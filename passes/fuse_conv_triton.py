@@ -69,7 +69,7 @@ class FuseConvTriton(Pass):
 
     choices: tuple[tuple[str, str], ...] | None = None
     least_gain: float = 1.03
-    seconds: float = 15.0
+    seconds: float = 6.0
 
     def why_not(self, program: Program) -> str | None:
         """Declines other devices (Triton compiles for CUDA), and programs that read memory by strides."""

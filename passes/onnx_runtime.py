@@ -11,10 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ampopt.engines.onnx_cache import exported
 from ampopt.engines.onnx_engine import OnnxEngine
-from ampopt.engines.onnx_graph import OPSETS, model_of
-from ampopt.engines.onnx_pooling import use_pooling_operators
+from ampopt.engines.onnx_program import for_onnx_runtime, plain_model
 from ampopt.errors import first_line
 from ampopt.ir.graph import calls, is_native
 from ampopt.ir.numerics import relative_error
@@ -57,7 +55,7 @@ class OnnxRuntime(Engine):
     taken where their outputs agree with those of the default options. `ort.blocked` and `onnx_pooling` are
     exact, and so is `ort.groups`, which adds zeros, for finite numbers; `ort.winograd` computes the same
     function with another rounding. NaN stays, and may spread.
-    Cost: seconds to export, once for a program (`onnx_cache`), and to measure options, which stay the
+    Cost: seconds to export, once for a program (`onnx_program`), and to measure options, which stay the
     defaults if there is no time for that (`hurried`); a second copy of the weights, in which those for
     Winograd's algorithm have 16 numbers for every 9.
     """
@@ -95,7 +93,7 @@ class OnnxRuntime(Engine):
             return Result(program, 0)
         entry = tuple(Border(border.dtype) for border in program.entry)
         entered = tuple(b.convert(t) for b, t in zip(entry, program.examples, strict=True))
-        model, hints = _as_onnx(program, entered), list[str]()
+        model, hints = for_onnx_runtime(plain_model(program.graph, entered)), list[str]()
         if self.session is None:
             found = [name for name in PREFERRED if name in onnxruntime().get_available_providers()]
             arrays = [tensor.numpy() for tensor in entered]
@@ -164,21 +162,3 @@ def _is_faster(other: OnnxEngine, engine: OnnxEngine, entered: Sequence[Tensor],
     timed = interleave(samplers, seconds=COMPARING_S)
     found = gain(timed["as it was"], timed["rewritten"])
     return found.is_real or (by_node and not found.is_loss)
-
-
-def _as_onnx(program: Program, entered: tuple[Tensor, ...]) -> bytes:
-    """The program's graph without its border as a serialized model."""
-    import onnx_ir
-
-    results = program.graph.graph.output_node().args[0]
-    assert isinstance(results, Sequence)
-    inputs = [f"input_{index}" for index in range(len(entered))]
-    outputs = [f"output_{index}" for index in range(len(results))]
-    none = tuple(dict[int, str]() for _ in entered)
-
-    def export() -> object:
-        model = model_of(program.graph, entered, OPSETS["onnxruntime"], inputs, outputs, none)
-        use_pooling_operators(model)
-        return onnx_ir.to_proto(model)
-
-    return exported(program.graph, entered, export)

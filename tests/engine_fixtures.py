@@ -9,13 +9,13 @@ import pytest
 from torch import nn
 
 import ampopt
-from ampopt.measure import headline, sampling
+from ampopt.measure import headline, rounds, sampling
 from ampopt.measure.sampling import Gain, Measurement, Sampler
-from ampopt.search import optimizer, pass_manager
+from ampopt.search import last_comparison, pass_manager, search_plan
 from tests.support.planted import KEEP, module_of
 from tests.support.small_net import PASSES, image, net
 
-TIMED = (pass_manager, optimizer, headline)
+TIMED = (pass_manager, search_plan, last_comparison, headline, rounds)
 
 
 def _few_rounds(samplers: Mapping[str, Sampler], **_: object) -> dict[str, Measurement]:
@@ -27,6 +27,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three samples are enough where a test does not care which passes are kept."""
     for module in TIMED:
         monkeypatch.setattr(module, "interleave", _few_rounds)
+    monkeypatch.setattr(rounds, "MOST", 3)
 
 
 @contextlib.contextmanager
@@ -35,7 +36,8 @@ def _all_kept() -> Iterator[None]:
         for module in TIMED:
             patch.setattr(module, "interleave", _few_rounds)
         patch.setattr("ampopt.search.pass_manager.gain", lambda before, after: KEEP)
-        patch.setattr("ampopt.search.optimizer.gain", lambda before, after: Gain(1.0, 1.0, 1.0))
+        for name in ("optimizer", "last_comparison"):
+            patch.setattr(f"ampopt.search.{name}.gain", lambda before, after: Gain(1.0, 1.0, 1.0))
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,12 +17,14 @@ from ampopt.bundle.files import open_bundle, write_bundle
 from ampopt.bundle.signing import generate_keys
 from ampopt.bundle_load import LoadedModel
 from ampopt.deploy.runtime import OptimizedModule
+from ampopt.engines.openvino_engine import OpenVinoEngine
 from ampopt.errors import BundleError, InputError
 from ampopt.ir.lanes import FP32, mixed
 from ampopt.ir.transform import Recipe
 from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import Measurement
-from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn
+from ampopt.ort.openvino_options import OpenVinoOptions
+from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn, Openvino
 from tests.helpers import with_statistics
 from tests.support.planted import captured_of, module_of
 
@@ -86,6 +89,52 @@ def test_the_recipe_is_replayed_on_the_machine_that_it_was_measured_on(bundle: P
     loaded = ampopt.load(bundle, backend="ampopt", device="cpu")
     assert isinstance(loaded._call, OptimizedModule)
     assert [step.name for step in loaded._call.program.recipe] == ["fold-conv-bn", "channels-last"]
+
+
+@pytest.fixture(scope="module")
+def in_openvino(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of a model whose fastest program runs in OpenVINO, with options that are no defaults."""
+    pytest.importorskip("openvino")
+    model = with_statistics(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()))
+    chosen = Openvino(options=(("threads", "1"), ("latency", "false")))
+    path = tmp_path_factory.mktemp("openvino") / "robot.ampopt"
+    module = module_of(model, X, passes=(FoldConvBn(), chosen))
+    module.report.model = "Small"
+    module.save(path, tune_s=0.1)
+    return path
+
+
+@pytest.mark.parametrize("backend", ["ampopt", "openvino", "onnxruntime", "auto"])
+def test_a_program_in_openvino_comes_back(in_openvino: Path, backend: str) -> None:
+    loaded = ampopt.load(in_openvino, backend=backend, device="cpu")
+    assert loaded.backend == backend or backend == "auto"
+    assert loaded.notes == []
+    expected = ampopt.load(in_openvino, backend="original", device="cpu")(X)
+    assert torch.allclose(loaded(X), expected, atol=1e-5)
+    if backend == "auto":
+        assert set(loaded.choice) == {"ampopt", "openvino", "onnxruntime"}
+    if backend == "openvino":
+        assert loaded.threads == 1
+    if backend == "ampopt":
+        assert isinstance(loaded._call, OptimizedModule)
+        assert isinstance(loaded._call.program.engine, OpenVinoEngine)
+    own = open_bundle(in_openvino).manifest["onnx"]["openvino"]
+    assert own["options"] == OpenVinoOptions(threads=1, latency=False).to_dict()
+    assert own["latency"]["p50_ms"] > 0
+
+
+def test_without_openvino_it_loads_and_says_what_is_left_out(
+    in_openvino: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "openvino" else real(name))
+    loaded = ampopt.load(in_openvino, device="cpu")
+    assert loaded.backend in ("ampopt", "onnxruntime")
+    advice = "openvino is not installed: run  pip install 'ampopt[openvino]'"
+    assert f"openvino is left out: {advice}" in loaded.notes
+    assert any(note.startswith("openvino is not used") and "pip install" in note for note in loaded.notes)
+    with pytest.raises(BundleError, match="pip install openvino"):
+        ampopt.load(in_openvino, backend="openvino", device="cpu")
 
 
 def test_on_another_machine_it_is_measured_anew(bundle: Path, tmp_path: Path) -> None:
@@ -249,7 +298,8 @@ def test_a_signed_bundle_is_known_by_its_makers_key(fast: OptimizedModule, tmp_p
 
 
 def test_a_backend_that_there_is_not_is_refused(bundle: Path) -> None:
-    with pytest.raises(InputError, match="backend='tpu': choose from auto, ampopt, onnxruntime, original"):
+    choice = "auto, ampopt, onnxruntime, openvino, original"
+    with pytest.raises(InputError, match=f"backend='tpu': choose from {choice}"):
         ampopt.load(bundle, backend="tpu")
 
 

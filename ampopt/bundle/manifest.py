@@ -95,6 +95,8 @@ ONNX = {
     "session": OBJECT,
     "latency": {"p50_ms": NUMBER, "p99_ms": QUANTILE},
 }
+OPENVINO = {"version": TEXT, "options": OBJECT, "latency": ONNX["latency"]}
+"""What `onnx.openvino` holds, in a bundle whose fastest program ran in OpenVINO."""
 FIELDS: dict[str, Any] = {
     "schema": WHOLE,
     "ampopt": Kind("a version", _matches(r"[0-9]+(\.[0-9A-Za-z+]+){1,8}")),
@@ -199,7 +201,10 @@ def _check_schema(manifest: dict[str, Any]) -> None:
 def _check_fields(manifest: dict[str, Any]) -> None:
     files = manifest.get("files")
     with_onnx = "onnx" in manifest or (isinstance(files, dict) and "model.onnx" in files)
-    _check(manifest, FIELDS | ({"onnx": ONNX} if with_onnx else {}), "")
+    onnx = manifest.get("onnx")
+    with_openvino = isinstance(onnx, dict) and "openvino" in onnx
+    wanted = ONNX | ({"openvino": OPENVINO} if with_openvino else {})
+    _check(manifest, FIELDS | ({"onnx": wanted} if with_onnx else {}), "")
     for name, entry in manifest["files"].items():
         _check(entry, FILE, f".files[{name[:100]!r}]")
     if not manifest["files"] or len(manifest["files"]) > MAX_FILES:
@@ -209,7 +214,9 @@ def _check_fields(manifest: dict[str, Any]) -> None:
         names = [tensor["name"] for tensor in manifest[border]]
         if len(set(names)) != len(names):
             raise RefusedError(f"{MANIFEST}: two {border} have the same name")
-    for place, holder in (("latency", manifest), ("onnx.latency", manifest.get("onnx"))):
+    in_openvino = onnx.get("openvino") if isinstance(onnx, dict) else None
+    timings = {"latency": manifest, "onnx.latency": onnx, "onnx.openvino.latency": in_openvino}
+    for place, holder in timings.items():
         timed = holder["latency"] if holder is not None else {"p99_ms": None}
         if timed["p99_ms"] is not None and timed["p50_ms"] > timed["p99_ms"]:
             raise RefusedError(f"{MANIFEST}: {place}.p50_ms is above {place}.p99_ms")

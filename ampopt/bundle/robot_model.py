@@ -11,6 +11,8 @@ from safetensors import SafetensorError
 
 from ampopt.bundle.files import BundleFiles
 from ampopt.errors import BundleError, InputError
+from ampopt.ort.openvino_options import OpenVinoOptions
+from ampopt.ort.openvino_session import OpenVinoRunner
 from ampopt.ort.session import (
     Array,
     OnnxRunner,
@@ -31,7 +33,7 @@ class RobotModel:
     largest relative error of its outputs.
     """
 
-    def __init__(self, files: BundleFiles, runner: OnnxRunner, notes: Sequence[str]) -> None:
+    def __init__(self, files: BundleFiles, runner: OnnxRunner | OpenVinoRunner, notes: Sequence[str]) -> None:
         """Run the self-test. Raises BundleError if the model does not fit the manifest."""
         self.manifest, self.options, self.notes = files.manifest, runner.options, tuple(notes)
         self.inputs = _border(runner.inputs, files.manifest["inputs"], "inputs")
@@ -49,6 +51,18 @@ class RobotModel:
         """
         outputs = self._run(self._bound(arrays, named))
         return outputs[self.outputs[0].name] if len(self.outputs) == 1 else outputs
+
+    @property
+    def engine(self) -> str:
+        """What runs the model: "onnxruntime" or "openvino"."""
+        return "openvino" if isinstance(self.options, OpenVinoOptions) else "onnxruntime"
+
+    @property
+    def expected(self) -> Mapping[str, Any]:
+        """The latency of this engine on the machine that the bundle was made on, as the manifest has it."""
+        onnx: Mapping[str, Any] = self.manifest["onnx"]
+        timed: Mapping[str, Any] = onnx.get(self.engine, onnx)["latency"]
+        return timed
 
     def _bound(self, arrays: Sequence[Array], named: Mapping[str, Array]) -> dict[str, Array]:
         names = [info.name for info in self.inputs]

@@ -18,7 +18,15 @@ from typer import Argument, Option
 import ampopt
 from ampopt.cli import deploy as cli_deploy
 from ampopt.cli import options as cli
-from ampopt.cli.options import check_request, console, finite, model_and_call, readable_errors, write
+from ampopt.cli.options import (
+    check_lane_io,
+    check_request,
+    console,
+    finite,
+    model_and_call,
+    readable_errors,
+    write,
+)
 from ampopt.errors import VerificationError
 from ampopt.system import cache_folder
 
@@ -51,6 +59,7 @@ def run(
     exclude: cli.Exclude = None,
     passes: cli.Passes = None,
     cache: cli.Cache = True,
+    io: cli.Io = "original",
     json_file: cli.JsonFile = None,
     markdown_file: Annotated[Path | None, Option("--markdown", help="File to write the report to.")] = None,
     verbose: cli.Verbose = False,
@@ -60,6 +69,7 @@ def run(
         source = (model, shapes, image, npz, normalize, weights, trust_model_file, device)
         written = {"--json": json_file, "--markdown": markdown_file}
         check_request(*source, budget, exclude, passes, written)
+        check_lane_io(io, precision)
         loaded, args, kwargs, where = model_and_call(*source)
         from ampopt.measure import report
 
@@ -77,10 +87,14 @@ def run(
             device=where,
             exclude=tuple(exclude or ()),
             passes=passes,
-            **({} if comparing else {"cache": cache}),
+            **({} if comparing else {"cache": cache, "io": io}),
         )
         found = result if comparing else result.report
-        console().print(str(found) if comparing else report.to_rich(found), soft_wrap=comparing)
+        screen = console()
+        if comparing and not screen.is_terminal:
+            screen.print(str(found), soft_wrap=True)
+        else:
+            screen.print(found.to_rich() if comparing else report.to_rich(found))
         if json_file is not None:
             write(json_file, json.dumps(finite(found.to_dict()), indent=2, allow_nan=False) + "\n")
         if markdown_file is not None:
@@ -89,22 +103,22 @@ def run(
             raise VerificationError("no optimized program could be verified: the report says why")
 
 
-def _without(command: Callable[..., None], option: str) -> Callable[..., None]:
-    """The same command, which does not take that option."""
+def _without(command: Callable[..., None], *options: str) -> Callable[..., None]:
+    """The same command, which does not take these options."""
 
     @functools.wraps(command)
     def taking_less(*args: Any, **kwargs: Any) -> None:
         command(*args, **kwargs)
 
     found = inspect.signature(command, eval_str=True)
-    kept = [parameter for parameter in found.parameters.values() if parameter.name != option]
+    kept = [parameter for parameter in found.parameters.values() if parameter.name not in options]
     taking_less.__signature__ = found.replace(parameters=kept)  # type: ignore[attr-defined]
     return taking_less
 
 
-# `compare` tries everything anew.
+# `compare` times everything anew, and what it compares is not called.
 app.command("compare", help="Tell what each pass does to a model: alone, in sequence, left out.")(
-    _without(run, "cache")
+    _without(run, "cache", "io")
 )
 
 

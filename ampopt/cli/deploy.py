@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,14 +14,22 @@ import ampopt
 from ampopt.bundle.destinations import check_bundle, check_distinct, check_file, check_onnx, is_onnx
 from ampopt.bundle.files import open_bundle
 from ampopt.cli import options as cli
-from ampopt.cli.options import check_request, console, finite, model_and_call, readable_errors, write
+from ampopt.cli.options import (
+    check_lane_io,
+    check_request,
+    console,
+    finite,
+    model_and_call,
+    readable_errors,
+    write,
+)
 from ampopt.errors import InputError
 from ampopt.measure.field_test import FieldReport, Judgment, check_field_test, field_test
 
 if TYPE_CHECKING:
     from ampopt.bundle_load import LoadedModel
 
-Backend = Literal["auto", "ampopt", "onnxruntime", "original"]
+Backend = Literal["auto", "ampopt", "onnxruntime", "openvino", "original"]
 """`ampopt.bundle_load.BACKENDS`, copied because that module takes seconds to import."""
 
 
@@ -48,8 +57,12 @@ def export(
         Literal["auto", "fp32", "fp16"], Option(help="What the ONNX model computes in; auto: as the lane.")
     ] = "auto",
     io: Annotated[
-        Literal["fp32", "fp16"], Option(help="Floating-point inputs and outputs of model.onnx.")
-    ] = "fp32",
+        Literal["original", "lane", "fp32", "fp16"],
+        Option(
+            help="Floating-point inputs and outputs: original: in the model's dtypes; lane: in that of the "
+            "one lane of --precision; fp32, fp16: of model.onnx alone."
+        ),
+    ] = "original",
     target: Annotated[
         Literal["onnxruntime", "tensorrt", "openvino"], Option(help="What will run it; decides the opset.")
     ] = "onnxruntime",
@@ -75,6 +88,8 @@ def export(
         _check_output(output, io, target, dynamic_batch, force, cpp, sign)
         source = (model, shapes, image, npz, normalize, weights, trust_model_file, device)
         check_request(*source, budget, exclude, passes, places)
+        own: Literal["original", "lane"] = "lane" if io == "lane" else "original"
+        check_lane_io(own, precision)
         loaded, args, kwargs, where = model_and_call(*source)
         from ampopt.deploy.runtime import OptimizedModule
 
@@ -91,6 +106,7 @@ def export(
             exclude=tuple(exclude or ()),
             passes=passes,
             cache=cache,
+            io=own,
         )
         if not isinstance(fast, OptimizedModule):
             raise InputError(
@@ -104,7 +120,7 @@ def export(
             written = fast.export_onnx(
                 output,
                 precision=None if onnx == "auto" else onnx,
-                io=io,
+                io=io if io in ("fp32", "fp16") else None,
                 target=target,
                 dynamic="batch" if dynamic_batch else None,
                 force=force,
@@ -130,7 +146,7 @@ def _check_output(
         kind, other = "ONNX alone", "a bundle, such as robot.ampopt"
     else:
         foreign = {
-            "--io": io != "fp32",
+            "--io": io in ("fp32", "fp16"),
             "--target": target != "onnxruntime",
             "--dynamic-batch": dynamic_batch,
             "--force": force,
@@ -185,7 +201,7 @@ def verify(
         with torch.no_grad():
             found = _frames(model, hz, seconds, deadline_ms)
         manifest = model.manifest
-        latency = manifest["onnx"]["latency"] if model.backend == "onnxruntime" else manifest["latency"]
+        latency = _expected(manifest, model.backend)
         judgment = found.judge(latency, slack=slack, strict=strict)
         console().print(_table(found))
         facts = {
@@ -204,6 +220,13 @@ def verify(
         _conclude(model, judgment)
     if not judgment.passed:
         raise Exit(1)
+
+
+def _expected(manifest: Mapping[str, Any], backend: str) -> Mapping[str, Any]:
+    """The latency of a backend on the machine that the bundle was made on."""
+    onnx = manifest["onnx"] if backend in ("onnxruntime", "openvino") else {}
+    latency: Mapping[str, Any] = onnx.get(backend, onnx or manifest)["latency"]
+    return latency
 
 
 def _frames(model: LoadedModel, hz: float, seconds: float, deadline_ms: float | None) -> FieldReport:

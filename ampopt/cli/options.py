@@ -21,7 +21,7 @@ from ampopt.cli.input_source import check_inputs, example_call
 from ampopt.cli.model_source import FORMS, check_model, is_model_file, load_model
 from ampopt.errors import AmpoptError, InputError
 from ampopt.ir.pass_text import installed, parse
-from ampopt.ir.precisions import LANE_NAMES, names_of
+from ampopt.ir.precisions import LANE_NAMES, check_io, names_of
 from ampopt.system.atomic import replacing
 
 if TYPE_CHECKING:
@@ -69,6 +69,13 @@ Precision = Annotated[
         "within the tolerance is taken; auto: fp32,amp.",
         autocompletion=_completed(lambda: ("auto", *LANE_NAMES)),
         callback=_lanes,
+    ),
+]
+Io = Annotated[
+    Literal["original", "lane"],
+    Option(
+        help="Floating-point inputs and outputs: original: in the model's dtypes; lane: in that of the one "
+        "lane of --precision, so that calls convert nothing."
     ),
 ]
 Tolerance = Annotated[
@@ -154,6 +161,11 @@ def check_written(written: Mapping[str, Path | None], read: Mapping[str, Path | 
     check_distinct(written, read)
     for path in filter(None, written.values()):
         check_file(path)
+
+
+def check_lane_io(io: str, precision: str) -> None:
+    """Raise InputError if `--io lane` is asked for without one lane in `--precision`."""
+    check_io(io, precision, len(set(names_of(precision))))
 
 
 def check_budget(budget: float) -> None:

@@ -8,6 +8,7 @@ also holds the portable program as ONNX, and a self-test that every backend has 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import tempfile
@@ -35,12 +36,14 @@ from ampopt.ir.capture import Captured
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.model_hash import model_hash
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Family, replay
+from ampopt.ir.transform import Family, Recipe, replay
 from ampopt.measure.clocks import latency
 from ampopt.measure.frames import frame_call
 from ampopt.measure.sampling import Measurement, interleave
+from ampopt.ort.openvino_session import OpenVinoRunner, openvino_version
+from ampopt.ort.session import SessionError, relative_error
 from ampopt.ort.tuning import Tuning, tune
-from ampopt.passes import BakeAutocast
+from ampopt.passes import BakeAutocast, Openvino
 from ampopt.system.environment import device_name, environment
 from ampopt.version import __version__
 
@@ -127,6 +130,7 @@ def save_bundle(
                 "opset": exported.opset,
                 "session": tuned.session(),
                 "latency": _quantiles(tuned),
+                **_in_openvino(Path(folder) / "model.onnx", recipe, precision, test),
             }
             files |= {file.name: file for file in sorted(Path(folder).iterdir())}
         key = None if sign_key is None else Path(sign_key)
@@ -180,6 +184,30 @@ def _onnx(
     model = path if report.data_sha256 is not None else path.read_bytes()
     arrays = [_storable(tensor).numpy() for tensor in test.inputs.values()]
     return report, tune(model, arrays, seconds=seconds, tolerance=test.tolerance, tf32=precision == "fp16")
+
+
+def _in_openvino(path: Path, recipe: Recipe, precision: str, test: SelfTest) -> dict[str, Any]:
+    """The manifest's `openvino`, where the fastest program runs in it and the ONNX model does so, too."""
+    step = next((step for step in recipe.passes if isinstance(step, Openvino)), None)
+    if step is None or precision != "fp32":
+        return {}
+    try:
+        runner = OpenVinoRunner(path, step.chosen)
+    except SessionError:
+        return {}  # the exported model has operators that the program does not have
+    if {info.name for info in runner.inputs} != set(test.inputs):
+        return {}  # OpenVINO drops an input that nothing reads
+    inputs = [_storable(test.inputs[info.name]).numpy() for info in runner.inputs]
+    outputs = runner(*inputs)
+    for info, output in zip(runner.outputs, outputs, strict=True):
+        error = relative_error(output, _storable(test.outputs[info.name]).numpy())
+        if not error <= test.tolerance:
+            return {}
+    call = functools.partial(runner, *inputs)
+    sampler = latency(call, torch.device("cpu"))
+    timed = interleave({"call": sampler}, seconds=1.0, least=20)["call"].to_dict()
+    found: dict[str, Any] = {"version": openvino_version(), "options": runner.options.to_dict()}
+    return {"openvino": {**found, "latency": {name: timed[name] for name in ("p50_ms", "p99_ms")}}}
 
 
 def _quantiles(tuned: Tuning) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class Deployable(nn.Module):
         path: str | os.PathLike[str],
         *,
         precision: str | None = None,
-        io: str = "fp32",
+        io: str | None = None,
         target: str = "onnxruntime",
         dynamic: Dynamic = None,
         input_names: Sequence[str] | None = None,
@@ -40,7 +40,8 @@ class Deployable(nn.Module):
         """Write this model with its portable rewrites as ONNX; the file appears only after verification.
 
         `precision`: "fp32" or "fp16"; None: that of the chosen lane, and "fp32" for bfloat16, in which ONNX
-        Runtime does not compute. The other arguments and the errors are those of
+        Runtime does not compute. `io`: "fp32" or "fp16", the dtype of floating-point inputs and outputs;
+        None: that of this module, and "fp32" for bfloat16. The other arguments and the errors are those of
         `ampopt.deploy.onnx_export.export_onnx`; InputError is also raised for a suffix of another format,
         such as model.engine. The user's metric and tolerance also apply to the file.
         """

@@ -16,9 +16,11 @@ from ampopt.errors import CaptureError, ExportError, InputError
 from ampopt.ir.capture import Captured
 from ampopt.ir.capturing import capturing
 from ampopt.ir.graph import aten, calls, finish
+from ampopt.ir.lane_io import original_call
 from ampopt.ir.lowering import lower
 from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.ir.settings import Settings
+from ampopt.ir.signature import flatten_call, tensors_of
 
 Dynamic = str | Mapping[str, Mapping[int, str]] | None
 """None: static shapes; "batch": dimension 0 of every input; or {input: {dimension: name}}."""
@@ -56,12 +58,12 @@ def capture_dynamic(model: nn.Module, captured: Captured, dims: Dims) -> Capture
     `torch.export` makes a size of 1 a constant. Raises ExportError with its reason if the model fixes a
     dimension that should be dynamic.
     """
-    model = working_copy(model)
     leaves = _with_tensors(captured, _enlarged(captured, dims, at_least=2))
     args, kwargs = pytree.tree_unflatten(leaves, captured.spec)
-    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    tensors = tensors_of(leaves)
+    model, args, kwargs = original_call(working_copy(model), args, kwargs)  # the borders stay
     shapes = torch.export.ShapesCollection()
-    for tensor, named in zip(tensors, dims, strict=True):
+    for tensor, named in zip(tensors_of(flatten_call(args, kwargs)[0]), dims, strict=True):
         shapes[tensor] = dict.fromkeys(named, torch.export.Dim.DYNAMIC)
     device = captured.program.device
     try:

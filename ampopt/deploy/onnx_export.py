@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ampopt.deploy.onnx_dynamic import Dynamic, capture_dynamic, dims_of, doubled
@@ -17,9 +18,10 @@ from ampopt.deploy.onnx_files import append_metadata, data_path, sha256_of, writ
 from ampopt.deploy.onnx_names import input_names_of, output_names_of
 from ampopt.deploy.onnx_verify import OnnxCheck, OutputCheck, emulated, verify_onnx
 from ampopt.deploy.portable import HALF, portable_program
-from ampopt.engines.onnx_graph import OPSETS, Dims, to_onnx
+from ampopt.engines.onnx_graph import OPSETS, Dims, outer_dtype, to_onnx
 from ampopt.errors import ExportError, InputError, VerificationError, need
 from ampopt.ir.capture import Captured
+from ampopt.ir.lane_io import original_of
 from ampopt.ir.lanes import FP32
 from ampopt.ir.model_hash import model_hash
 from ampopt.ir.transform import Pass
@@ -84,7 +86,7 @@ def export_onnx(
     path: str | os.PathLike[str],
     *,
     precision: str = "fp32",
-    io: str = "fp32",
+    io: str | None = None,
     target: str = "onnxruntime",
     dynamic: Dynamic = None,
     input_names: Sequence[str] | None = None,
@@ -101,7 +103,8 @@ def export_onnx(
         recipe: the passes of the optimized program; the portable ones are used.
         path: the output path; weights over 2 GB go to `<path>.data`.
         precision: "fp32", or "fp16" with the casts of CUDA's autocast baked in.
-        io: "fp32" or "fp16", the dtype of floating-point inputs and outputs.
+        io: "fp32" or "fp16", the dtype of floating-point inputs and outputs; None: as the captured call has
+            them, and "fp32" for bfloat16.
         target: "onnxruntime", "tensorrt" or "openvino"; decides the opset.
         dynamic: None for static shapes, "batch" for a dynamic dimension 0 of every input, or
             {input name: {dimension: name}}.
@@ -117,7 +120,7 @@ def export_onnx(
     """
     started = time.perf_counter()
     for option, value in (("precision", precision), ("io", io)):
-        if value not in PRECISIONS:
+        if value not in PRECISIONS and (option, value) != ("io", None):
             raise InputError(f"{option}={value!r}: choose from {', '.join(PRECISIONS)}")
     if target not in OPSETS:
         raise InputError(f"target={target!r}: choose from {', '.join(OPSETS)}")
@@ -129,20 +132,23 @@ def export_onnx(
     inputs = input_names_of(captured, input_names)
     outputs = output_names_of(captured, inputs, output_names)
     if not outputs:
-        raise ExportError(f"{type(original).__name__} returns no tensors: there is nothing to export")
+        raise ExportError(
+            f"{type(original_of(original)).__name__} returns no tensors: there is nothing to export"
+        )
     dims = dims_of(dynamic, captured, inputs)
     is_dynamic = any(dims)
     traced = capture_dynamic(original, captured, dims) if is_dynamic else captured
     program = portable_program(traced, recipe, PRECISIONS[precision], dynamic=is_dynamic)
     model = to_onnx(
         program,
-        half_io=io == "fp16",
+        io=io,
         target=target,
         input_names=inputs,
         output_names=outputs,
         dims=dims,
     )
     model.producer_name, model.producer_version = "ampopt", __version__
+    io = io or _io_of(captured)
     lane = PRECISIONS["fp16" if "fp16" in (precision, io) else "fp32"]
     place.parent.mkdir(parents=True, exist_ok=True)
     with replacing_together(place, data_path(place)) as folder:
@@ -189,6 +195,13 @@ def export_onnx(
         notes=(*check.notes, *_how_to_keep(captured, inputs)),
         seconds=time.perf_counter() - started,
     )
+
+
+def _io_of(captured: Captured) -> str:
+    """The `io` of a file that is made for a captured call as it is."""
+    results = captured.program.exit[: len(captured.program.exit) - len(captured.state)]
+    dtypes = (*(tensor.dtype for tensor in captured.inputs), *(border.dtype for border in results))
+    return "fp16" if torch.float16 in (outer_dtype(dtype, None) for dtype in dtypes) else "fp32"
 
 
 def _how_to_keep(captured: Captured, inputs: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ from ampopt.ir.lanes import Lane
 from ampopt.measure.verify import Metric, Run, Verifier
 from ampopt.ort.knobs import changed
 from ampopt.ort.options import CPU, CUDA, OPENVINO, SessionError, SessionOptions
-from ampopt.ort.session import Node, OnnxRunner, onnxruntime
+from ampopt.ort.session import Array, Node, OnnxRunner, onnxruntime
 
 _ONCE: dict[str, dict[str, Any]] = {
     CPU: {},
@@ -131,10 +131,17 @@ def providers() -> tuple[str, ...]:
     return tuple(name for name in _ONCE if name in available)
 
 
+def to_numpy(tensor: Tensor) -> Array:
+    """A contiguous array of a tensor on any device; bfloat16, which NumPy does not have, becomes float32."""
+    plain = tensor.detach().cpu()
+    array: Array = (plain.float() if plain.dtype is torch.bfloat16 else plain).contiguous().numpy()
+    return array
+
+
 def run_onnx(runner: OnnxRunner, *tensors: Tensor) -> list[Tensor]:
     """Run a file on tensors of any device; they are converted to the file's input dtypes."""
     arrays = (
-        tensor.detach().cpu().numpy().astype(info.dtype, copy=False)
+        to_numpy(tensor).astype(info.dtype, copy=False)
         for info, tensor in zip(runner.inputs, tensors, strict=True)
     )
     device = tensors[0].device if tensors else None

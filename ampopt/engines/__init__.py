@@ -1,1 +1,1 @@
-"""Executes and launches programs: CUDA graphs, streams, ONNX Runtime."""
+"""Executes and launches programs: CUDA graphs, streams, ONNX Runtime, OpenVINO."""

@@ -38,7 +38,7 @@ OPSETS = {"onnxruntime": 20, "tensorrt": 18, "openvino": 18}
 def to_onnx(
     program: Program,
     *,
-    half_io: bool,
+    io: str | None,
     target: str,
     input_names: Sequence[str],
     output_names: Sequence[str],
@@ -46,11 +46,13 @@ def to_onnx(
 ) -> Any:
     """Convert a portable program to an `onnx_ir.Model` with float16 or float32 inputs and outputs.
 
+    `io`: "fp16" or "fp32"; None: the program's own dtypes, and float32 for bfloat16, which NumPy lacks.
+
     Raises ExportError if ONNX cannot express a node, with its name and its line in the user's code.
     """
     if target not in OPSETS:
         raise InputError(f"target={target!r}: choose from {', '.join(OPSETS)}")
-    graph, examples = _with_border(program, half_io)
+    graph, examples = _with_border(program, io)
     return model_of(graph, examples, OPSETS[target], input_names, output_names, dims)
 
 
@@ -92,7 +94,7 @@ def model_of(
     return model
 
 
-def _with_border(program: Program, half_io: bool) -> tuple[fx.GraphModule, tuple[Tensor, ...]]:
+def _with_border(program: Program, io: str | None) -> tuple[fx.GraphModule, tuple[Tensor, ...]]:
     """The graph with the casts at its border as nodes, and example inputs for it."""
     with EmulatedHalf():
         recorded = record_shapes(program)
@@ -101,13 +103,13 @@ def _with_border(program: Program, half_io: bool) -> tuple[fx.GraphModule, tuple
     module, examples = copy_of(program.graph), []
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node, example, border in zip(placeholders, program.examples, program.entry, strict=True):
-        examples.append(example.to(_outer(example.dtype, half_io)).contiguous())
+        examples.append(example.to(outer_dtype(example.dtype, io)).contiguous())
         if examples[-1].dtype is not border.dtype:
             cast_for_readers(module, node, border.dtype)
     output, results = module.graph.output_node(), list[fx.Node]()
     flat: tuple[fx.Node, ...] = output.args[0]  # type: ignore[assignment]
     for node, border in zip(flat, program.exit, strict=True):
-        wanted, result = _outer(border.dtype, half_io), node
+        wanted, result = outer_dtype(border.dtype, io), node
         if dtypes[node.name] is not wanted:
             result = insert_call(module, output, aten._to_copy.default, node, dtype=wanted)
         results.append(result)
@@ -115,8 +117,12 @@ def _with_border(program: Program, half_io: bool) -> tuple[fx.GraphModule, tuple
     return finish(module), tuple(examples)
 
 
-def _outer(dtype: torch.dtype, half_io: bool) -> torch.dtype:
-    return torch.float16 if half_io and dtype.is_floating_point else dtype
+def outer_dtype(dtype: torch.dtype, io: str | None) -> torch.dtype:
+    """The dtype in a file of an input or output that has `dtype` at the program's border; see `to_onnx`."""
+    if io == "fp16" and dtype.is_floating_point:
+        return torch.float16
+    is_low = dtype is torch.bfloat16 or (io == "fp32" and dtype is torch.float16)
+    return torch.float32 if is_low else dtype
 
 
 def _tidy(model: Any) -> None:

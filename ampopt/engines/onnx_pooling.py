@@ -34,6 +34,9 @@ pooling, is no fault, and 0 times infinity would make one of it."""
 _REDUCTIONS = {"GlobalMaxPool": "GlobalAveragePool", "ReduceMax": "ReduceSum", "ReduceMin": "ReduceSum"}
 """Maxima and minima that lose NaN, and what keeps it over the same numbers."""
 
+REPLACED = frozenset({"MaxPool", "ScatterND", *_REDUCTIONS})
+"""The operators that are looked at: a model without them stays as it is."""
+
 
 def use_pooling_operators(model: Any) -> None:
     """Apply these replacements to a float32 `onnx_ir.Model`, in place, where shapes are fixed."""

@@ -61,21 +61,29 @@ def bake(program: Program, policy: str, kept: Kept = NOTHING_KEPT) -> tuple[Prog
     decisions = decide(policy, plain, module, dtype)
     expected = record_autocast(plain, module, dtype)[1] if policy == "amp" else {}
     expected_by_name = {node.name: want for node, want in expected.items() if node.op == "call_function"}
-    entry = tuple(_lower_inputs(module, decisions, program.entry))
+    entry = tuple(_lower_inputs(module, decisions, program))
     count = max(1, _cast_inputs(module, decisions))  # at the least, autocast itself is gone
     baked = plain.with_graph(finish(module)).replace(entry=entry)
     return _with_result_dtypes(baked, expected_by_name), count
 
 
-def _lower_inputs(module: fx.GraphModule, decisions: Decisions, entry: tuple[Border, ...]) -> list[Border]:
-    """The borders of the inputs; one that every reader wants in the same other dtype enters in it."""
+def _lower_inputs(module: fx.GraphModule, decisions: Decisions, program: Program) -> list[Border]:
+    """The borders of the inputs; one that every reader wants in the same other dtype enters in it.
+
+    An input that is given in a dtype that one reader wants enters as it is, and is cast for the others.
+    """
     borders = []
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    for node, border in zip(placeholders, entry, strict=True):
+    for node, border, example in zip(placeholders, program.entry, program.examples, strict=True):
         wanted = {decisions.get(user, {}).get(node) for user in node.users}
+        if len(wanted) > 1 and example.dtype in wanted:
+            for user in node.users:
+                decisions.setdefault(user, {}).setdefault(node, border.dtype)
+            wanted = {example.dtype}
         if len(wanted) == 1 and (dtype := wanted.pop()) is not None:
             for user in node.users:
-                del decisions[user][node]
+                if decisions[user][node] is dtype:
+                    del decisions[user][node]
             border = dataclasses.replace(border, dtype=dtype)
         borders.append(border)
     return borders

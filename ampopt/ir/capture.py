@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ampopt.errors import CaptureError
 from ampopt.ir.capturing import capturing
+from ampopt.ir.lane_io import LaneIO
 from ampopt.ir.lowering import lower
 from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.ir.model_state import Behaviour, behaviour_of
@@ -81,8 +82,13 @@ def capture(
 
     With `lift_state`, buffers that the call writes become inputs and outputs. Raises CaptureError with the
     reason if the model cannot be one graph, or if its results depend on more than its inputs: it keeps a
-    state elsewhere, or draws random numbers.
+    state elsewhere, or draws random numbers. A `LaneIO` is captured as the model inside it, with its
+    conversions as the program's borders.
     """
+    if isinstance(model, LaneIO):
+        entered, named = model.entered(args, kwargs)
+        inside = capture(model.model, entered, named, device, lift_state=lift_state)
+        return _from_outside(inside, model, flatten_call(args, kwargs)[0])
     leaves, spec = flatten_call(args, kwargs)
     positional, named, kind = tuple(args), dict(sorted(kwargs.items())), type(model).__name__
     try:
@@ -119,6 +125,15 @@ def capture(
         device=device,
     )
     return Captured(program, spec, tuple(leaves), layout, state)
+
+
+def _from_outside(captured: Captured, border: LaneIO, leaves: Sequence[Any]) -> Captured:
+    """The capture of a model as that of the `LaneIO` around it, called with these leaves."""
+    program, count = captured.program, len(captured.program.exit) - len(captured.state)
+    examples = (*(tensor.detach() for tensor in tensors_of(leaves)), *captured.initial_state)
+    given = tuple(Border(border.border(own.dtype)) for own in program.exit[:count])
+    outside = program.replace(examples=examples, exit=(*given, *program.exit[count:]))
+    return dataclasses.replace(captured, program=outside, leaves=tuple(leaves))
 
 
 def _check_shapes(kind: str, exported: torch.export.ExportedProgram, outputs: Sequence[Tensor]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ampopt.errors import InputError
+from ampopt.ir.lane_io import LaneIO
 from ampopt.ir.signature import tensors_of
 
 
@@ -40,6 +41,8 @@ def working_copy(model: nn.Module) -> nn.Module:
     Buffers and Python attributes are copied; parameters, too, if the model writes to them (see
     `note_writes`).
     """
+    if isinstance(model, LaneIO):
+        return model.around(working_copy(model.model))
     if _writers.get(id(model)) is not model:
         return exact_copy(model, {id(parameter): parameter for parameter in model.parameters()})
     duplicate = exact_copy(model)

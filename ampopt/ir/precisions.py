@@ -7,6 +7,9 @@ from ampopt.errors import InputError
 LANE_NAMES = ("fp32", "amp", "bf16")
 """The names of all lanes."""
 
+IO = ("original", "lane")
+"""Whose dtypes an optimized module takes and gives."""
+
 AUTO = ("fp32", "amp")
 """The lanes of `precision="auto"`."""
 
@@ -23,3 +26,14 @@ def names_of(precision: object) -> tuple[str, ...]:
         choices = ", ".join(("auto", *LANE_NAMES))
         raise InputError(f"precision={precision!r}: choose from {choices}, or several, 'fp32,bf16'")
     return tuple(found)
+
+
+def check_io(io: object, precision: str, lanes: int) -> None:
+    """Raise InputError for an unknown `io`, and for "lane" unless `precision` names one lane."""
+    if not isinstance(io, str) or io not in IO:
+        raise InputError(f"io={io!r}: choose from {', '.join(IO)}")
+    if io == "lane" and lanes != 1:
+        raise InputError(
+            f"io='lane' with precision={precision!r}: the dtype of inputs and outputs has to be known "
+            "beforehand: name one lane, such as precision='amp'"
+        )

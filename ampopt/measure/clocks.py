@@ -29,23 +29,32 @@ def synchronize(device: torch.device) -> None:
 
 
 def latency(
-    call: Callable[[], object], device: torch.device, *, long_s: float = sampling.LONG_CALL_S
+    call: Callable[[], object],
+    device: torch.device,
+    *,
+    long_s: float = sampling.LONG_CALL_S,
+    last_s: float = 0.0,
 ) -> Sampler:
     """A sampler of one synchronised call's latency on a device, see `sampling.latency`."""
-    return sampling.latency(call, functools.partial(synchronize, device), long_s=long_s)
+    return sampling.latency(call, functools.partial(synchronize, device), long_s=long_s, last_s=last_s)
 
 
 LONG_ENGINE_CALL_S = 0.2
 """On a CPU, engine calls shorter than this are timed after an untimed call, see `engine_latency`."""
 
 
-def engine_latency(call: Callable[[], object], device: torch.device) -> Sampler:
+def engine_long_s(device: torch.device) -> float:
+    """From this duration on, in seconds, `engine_latency` times a call without an untimed call before it."""
+    return LONG_ENGINE_CALL_S if device.type == "cpu" else sampling.LONG_CALL_S
+
+
+def engine_latency(call: Callable[[], object], device: torch.device, *, last_s: float = 0.0) -> Sampler:
     """As `latency`, for subjects that may run in different engines.
 
     On a CPU the threads of one engine spin for milliseconds after its call, on the cores that the next
     engine's threads need: so longer calls, too, are timed after an untimed one.
     """
-    return latency(call, device, long_s=LONG_ENGINE_CALL_S if device.type == "cpu" else sampling.LONG_CALL_S)
+    return latency(call, device, long_s=engine_long_s(device), last_s=last_s)
 
 
 def seconds_once_loaded(

@@ -49,7 +49,8 @@ class Entry:
     `error` is the relative error against the original in float64 (or the user's metric), `limit` what was
     allowed; `gain` is on the clock that judges the pass; `memory` is in bytes; `seconds` is the time of
     applying the pass (compilation, searches), `took_s` that of the whole trial, including verification and
-    timing.
+    timing. `needs_s` is the time in seconds that a trial would need for which there was none; None for
+    others.
     """
 
     lane: str
@@ -67,6 +68,7 @@ class Entry:
     memory: int | None = None
     seconds: float = 0.0
     took_s: float = 0.0
+    needs_s: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The row as JSON data."""
@@ -86,4 +88,5 @@ class Entry:
             "memory_bytes": self.memory,
             "apply_s": round(self.seconds, 3),
             "took_s": round(self.took_s, 3),
+            "needs_s": None if self.needs_s is None else round(self.needs_s, 1),
         }

@@ -16,7 +16,8 @@ class LaneSummary:
     """Result of a lane: latency and error of eager and of the best program, and whether it may be used.
 
     `gain` is the best program's over eager in the same lane, see `headline.sure_gain`. `eager_error` is None
-    if eager itself is the reference of `error`.
+    if eager itself is the reference of `error`. `answered_by` names the stricter lane whose program is the
+    best one of this lane, too; None: its own.
     """
 
     lane: str
@@ -30,6 +31,7 @@ class LaneSummary:
     memory: int | None = None
     refused: str | None = None
     gain: Gain | None = None
+    answered_by: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The result for JSON, times in milliseconds."""
@@ -45,7 +47,21 @@ class LaneSummary:
             "passes": list(self.passes),
             "memory_bytes": self.memory,
             "refused": self.refused,
+            "answered_by": self.answered_by,
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class BestSoFar:
+    """A program that was the fastest of its lane, with the time of the search at which it was found.
+
+    `at_s` is in seconds since `optimize` was called, `latency_s` the median latency in its own trial.
+    """
+
+    at_s: float
+    lane: str
+    name: str
+    latency_s: float
 
 
 @dataclasses.dataclass
@@ -55,7 +71,8 @@ class Ledger:
     `baseline` is the original as the user calls it, with the present global flags; `lanes` has a summary for
     each finished lane; `chosen` names the lane of the result, or is `ORIGINAL`. `gain` is the gain of
     `chosen` over `baseline`, sampled in turn in a separate comparison, and `load` the machine's load at that
-    time; `control` is the original's gain over itself, from the comparison of the lanes.
+    time; `control` is the original's gain over itself, from the comparison of the lanes. `best_so_far` has
+    an element for each time that a lane got a faster program.
     """
 
     model: str
@@ -70,6 +87,7 @@ class Ledger:
     chosen: str | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
+    best_so_far: list[BestSoFar] = dataclasses.field(default_factory=list)
     regions: dict[str, Ledger] = dataclasses.field(default_factory=dict)
 
     @property
@@ -82,6 +100,15 @@ class Ledger:
         if self.chosen == ORIGINAL:
             return 1.0
         return None if self.chosen is None or self.gain is None else self.gain.at_least
+
+    def steps_to_best(self) -> list[BestSoFar]:
+        """The fastest program against time, over all lanes that were not refused."""
+        refused = {name for name, lane in self.lanes.items() if lane.refused is not None}
+        found: list[BestSoFar] = []
+        for each in self.best_so_far:
+            if each.lane not in refused and (not found or each.latency_s < found[-1].latency_s):
+                found.append(each)
+        return found
 
     @property
     def verified(self) -> bool:
@@ -104,6 +131,15 @@ class Ledger:
             "passes": [entry.to_dict() for entry in self.entries],
             "notes": self.notes,
             "seconds": round(self.seconds, 2),
+            "best_so_far": [
+                {
+                    "at_s": round(each.at_s, 2),
+                    "lane": each.lane,
+                    "pass": each.name,
+                    "ms": 1e3 * each.latency_s,
+                }
+                for each in self.steps_to_best()
+            ],
             "regions": {name: region.to_dict() for name, region in self.regions.items()},
         }
 

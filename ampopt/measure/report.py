@@ -83,13 +83,17 @@ def summary_lines(ledger: Ledger) -> list[str]:
             f"{1e3 * lane.best.median:.3f} ms{gain}; "
             f"error {lane.error:.1e}{own}"
         )
-        lines.append(f"    {' + '.join(lane.passes) or 'no pass helped'}")
+        whose = f"the {lane.answered_by} lane's program, which is faster: " if lane.answered_by else ""
+        lines.append(f"    {whose}{' + '.join(lane.passes) or 'no pass helped'}")
         if lane.refused:
             lines.append(f"    REFUSED: {lane.refused}")
     if ledger.chosen == ORIGINAL:
         lines.append("result: the original model")
     elif ledger.chosen is not None and ledger.gain is not None:
         lines.append(f"result: {ledger.chosen} lane, {told(ledger.gain, CALLED_NOW, ledger.load)}")
+    if steps := ledger.steps_to_best():
+        shown = ", ".join(f"{1e3 * step.latency_s:.3f} ms after {step.at_s:.1f} s" for step in steps)
+        lines.append(f"best so far: {shown}")
     lines += [f"note: {note}" for note in ledger.notes]
     return [*lines, f"took {ledger.seconds:.1f} s"] if ledger.seconds else lines
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 
 from torch import Tensor
@@ -16,11 +17,15 @@ from ampopt.measure.verify import Verifier
 
 @dataclasses.dataclass(frozen=True)
 class VerifiersJudge:
-    """Judges as the verification of a lane's programs does; `deadline` is on `time.perf_counter`'s clock."""
+    """Judges as the verification of a lane's programs does; `deadline` is on `time.perf_counter`'s clock.
+
+    `bound` is a largest error beside the verification's limits.
+    """
 
     verifier: Verifier
     lane: Lane
     deadline: float
+    bound: float = math.inf
 
     @functools.cached_property
     def calls(self) -> list[tuple[Tensor, ...]]:
@@ -36,7 +41,10 @@ class VerifiersJudge:
 
     def check(self, program: Program) -> Check:
         """The errors of a program of the lane; faults are verified when the search has ended."""
-        return self.verifier.check_errors(program.run, self.lane)
+        found = self.verifier.check_errors(program.run, self.lane)
+        if not found.passed or found.error <= self.bound:
+            return found
+        return Check(found.error, self.bound, f"error {found.error:.2g} is over {self.bound:.2g}")
 
     def has_time(self) -> bool:
         """Whether the deadline is not over."""

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from ampopt.ir.capture import Captured
 from ampopt.ir.graph import decides_by_values, where
+from ampopt.ir.lane_io import original_of
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.model_copy import private_copy, untouched_rng, working_copy
 from ampopt.ir.model_state import set_buffer
@@ -137,7 +138,7 @@ class Verifier:
         """The original in float64; None where it fails there."""
         with Settings().scope(self.device):
             try:
-                exact = private_copy(self._model).double()
+                exact = private_copy(original_of(self._model)).double()
                 self.call_original(exact, _widened(self.captured.program.examples))
             except Exception as error:
                 reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" …")

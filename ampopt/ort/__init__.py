@@ -1,1 +1,1 @@
-"""ONNX Runtime without PyTorch: sessions, their options, and rewrites of their graphs."""
+"""ONNX Runtime and OpenVINO without PyTorch: sessions, their options, and rewrites of their graphs."""

@@ -1,43 +1,36 @@
-"""Optimizes one captured model in all lanes: baseline, passes, engines, choice of the lane, result."""
+"""Optimizes one captured model: which lanes are searched, for how long, and what is served in the end."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import first_line
 from ampopt.ir.capture import Captured
 from ampopt.ir.lanes import FP32, Lane, lanes_for
-from ampopt.ir.model_copy import device_of, untouched_rng, working_copy
-from ampopt.ir.settings import Settings
-from ampopt.ir.signature import describe, flatten_call
-from ampopt.ir.transform import Pass, Recipe
-from ampopt.measure.clocks import engine_latency, latency, peak_memory, synchronize
+from ampopt.ir.signature import describe
+from ampopt.ir.transform import Recipe
 from ampopt.measure.degenerate import notes_on
 from ampopt.measure.entry import ORIGINAL, Verdict
-from ampopt.measure.headline import compare_fairly, load_now, sure_gain
-from ampopt.measure.ledger import LaneSummary, Ledger
-from ampopt.measure.sampling import gain, interleave
+from ampopt.measure.ledger import Ledger
+from ampopt.measure.sampling import gain
 from ampopt.measure.verify import Verifier
-from ampopt.search.lane_probe import LOADING, REWRITING, judgeable
+from ampopt.search.lane_probe import judgeable, seconds_of_a_call
+from ampopt.search.lane_state import LaneState
+from ampopt.search.last_comparison import LANES, LastComparison
 from ampopt.search.options import Options
-from ampopt.search.pass_manager import LaneState, PassManager, Progress, judging_s
+from ampopt.search.pass_manager import PassManager, Progress
 from ampopt.search.rehearsal import Sandbox
-from ampopt.search.rescue import in_order, rescued
+from ampopt.search.search_plan import TRYING, Search
 from ampopt.search.tuning_cache import default_cache, key_of
 from ampopt.system.budget import (
     CALLS_OF_A_TRIAL,
     CALLS_TO_COMPARE,
-    CALLS_TO_LOOK,
     CALLS_TO_SETTLE,
     Budget,
     calls_to_verify,
@@ -45,23 +38,8 @@ from ampopt.system.budget import (
 from ampopt.system.environment import environment
 from ampopt.system.interrupts import check_interrupted, held, interruptible
 
-TRYING = 0.85
-"""Share of the time budget after which no step at all is started."""
-
 SETTLING = 0.1
 """Share of the time budget for verifying a winner after the budget is spent."""
-
-LEAST_REWRITING, LAUNCHING = 0.25, 0.1
-"""Shares of the time budget: minimum for rewrites if engines take long; capture of the rewritten program."""
-
-HEADLINE = 0.1
-"""Share of the time budget for comparing the result with the original, if the machine is busy."""
-
-LOOKING = 0.03
-"""Share of the time budget for measuring the time of a call."""
-
-AUTO_TOLERANCE = 1e-2
-"""Largest relative error of a lane that `precision="auto"` chooses, if the user gives no tolerance."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,33 +59,6 @@ SEARCH, RECALL = Effort(2, 3.0), Effort(1, 1.0)
 
 BRIEFLY_S = 1e-3
 """Time budget in seconds for the remaining work after Ctrl-C."""
-
-
-def seconds_of_a_call(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], budget_s: float
-) -> float:
-    """Time in seconds of a call of a copy of a model: the shortest of three, or of fewer (see `LOOKING`).
-
-    A single call may be disturbed by other load, and the first one of a process loads libraries: it is
-    repeated within `LOADING`. Each call gets its own tensors, as it may write to them.
-    """
-
-    def own(leaf: Any) -> Any:
-        return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-    device, times = device_of(model, flatten_call(args, kwargs)[0]), list[float]()
-    model = working_copy(model)
-    while len(times) < CALLS_TO_LOOK and (
-        sum(times) < LOOKING * budget_s or (len(times) == 1 and times[0] < LOADING * budget_s)
-    ):
-        own_args, own_kwargs = pytree.tree_map(own, (args, dict(kwargs)))
-        with Settings().scope(device), untouched_rng(device):
-            synchronize(device)
-            began = time.perf_counter()
-            model(*own_args, **own_kwargs)
-            synchronize(device)
-        times.append(time.perf_counter() - began)
-    return min(times)
 
 
 class Optimizer:
@@ -142,6 +93,7 @@ class Optimizer:
         self._states: list[LaneState] = []
         self._pipeline = options.pipeline()
         self._lanes = lanes_for(options.precision, program.device, options.amp_dtype)
+        self._bound = options.bound(self._lanes)
         self._cache = default_cache() if options.is_cacheable else None
         self._key = key_of(program, options.cache_facts()) if self._cache else ""
         self._known = self._cache.find(self._key, self._pipeline) if self._cache else None
@@ -149,7 +101,7 @@ class Optimizer:
             args, kwargs = pytree.tree_unflatten(list(captured.leaves), captured.spec)
             call_s = seconds_of_a_call(original, args, kwargs, options.budget_s)
         self._call_s = call_s
-        self._begin(SEARCH if self._known is None else RECALL)
+        self._begin(RECALL if self.is_tuned else SEARCH)
 
     def _begin(self, effort: Effort) -> None:
         """Prepare to verify and time programs, on fewer random inputs where a call takes long.
@@ -187,6 +139,9 @@ class Optimizer:
             return
         found += [self._verifier.note] if self._verifier.note else []
         self.ledger.notes += [note for note in found if note not in self.ledger.notes]
+        self._last = LastComparison(
+            self._original, captured, self._verifier, self.ledger, self._lanes, self._bound
+        )
         deadline = self._started + TRYING * options.budget_s  # the rest is for the last comparison
         self._manager = PassManager(
             captured.program,
@@ -195,12 +150,18 @@ class Optimizer:
             deadline=deadline,
             progress=self._progress,
             sandbox=self._sandbox,
+            started=self._started,
         )
 
     @property
     def is_tuned(self) -> bool:
-        """Whether the cache has a recipe for this model."""
-        return self._known is not None
+        """Whether the cache has what a search for this model came to that was not cut off."""
+        return self._known is not None and self._known.complete
+
+    @property
+    def _candidates(self) -> tuple[Lane, ...]:
+        """The lanes to search: those asked for, and FP32, whose program may answer for any of them."""
+        return tuple(dict.fromkeys((FP32, *self._lanes)))
 
     def run(self) -> OptimizedModule:
         """Try everything that the budget allows, and return the best result.
@@ -208,36 +169,20 @@ class Optimizer:
         Ctrl-C returns the best result so far, after a short comparison with the original; a second Ctrl-C
         returns the original, and so does any other error that prevents a result.
         """
-        lanes = self._lanes
         with held():
-            self._finishes(lambda: self._try_everything(lanes), "interrupted: this is the best so far")
+            self._finishes(self._try_everything, "interrupted: this is the best so far")
             best = self._last_comparison() if self._states else None
             if best is None:
                 return self._unchanged()
             self.ledger.seconds = time.perf_counter() - self._started
             return self._serve(None if self.ledger.chosen == ORIGINAL else best)
 
-    def _try_everything(self, lanes: Sequence[Lane]) -> None:
+    def _try_everything(self) -> None:
         if self._why_not is not None:
             self.ledger.notes.append(self._why_not)
-        elif not self._recall(lanes):
-            self._open(lanes)
-            if not self._states and FP32 not in lanes:
-                self._open((FP32,))
-                if self._states:
-                    asked = f"precision={self._options.precision!r}"
-                    self.ledger.notes.append(f"{asked} is answered in FP32: no lower one could be judged")
-            if self._states:
-                self._search()
-
-    def _open(self, lanes: Sequence[Lane]) -> None:
-        """Open the lanes that can be judged and are right, or can be made so; notes say why not others."""
-        verifier, notes = self._verifier, self.ledger.notes
-        kept = judgeable(lanes, self._captured, verifier, self._options.budget_s, notes)
-        for lane, call_s in kept.items():
-            state = self._manager.open(lane, call_s)
-            if rescued(self._manager, state, verifier, self._pipeline.rewrites, notes):
-                self._states.append(state)
+        elif not self._recall():
+            seconds, notes = self._options.budget_s, self.ledger.notes
+            self._search(judgeable(self._candidates, self._captured, self._verifier, seconds, notes))
 
     def _last_comparison(self) -> LaneState | None:
         """Summarize what was not summarized yet, and choose; None, and a note, where that cannot be.
@@ -250,7 +195,8 @@ class Optimizer:
             if self.ledger.lanes.keys() != {state.lane.name for state in self._states}:
                 self.ledger.lanes.clear()
                 self._summarize()
-            chosen.append(self._choose())
+            budget = Budget(self._started, self._options.budget_s)
+            chosen.append(self._last.choose(self._states, self._module, budget))
 
         for _ in range(1 if self.interrupted else 2):
             if self.interrupted:
@@ -274,13 +220,17 @@ class Optimizer:
             )
             return self._unchanged()
 
-    def _recall(self, lanes: Sequence[Lane]) -> bool:
+    def _summarize(self) -> None:
+        self._last.summarize(self._states, min(self._effort.seconds, LANES * self._options.budget_s))
+
+    def _recall(self) -> bool:
         """Take up every lane where an earlier call left it; False where that is unknown or not good now."""
-        known = self._known
-        possible = dict.fromkeys((*lanes, FP32))  # which answers where none of the lanes could be judged
-        if not known or not known.keys() <= {lane.name for lane in possible}:
+        if self._known is None or not self._known.complete:
             return False
-        self._states = [self._manager.open(lane) for lane in possible if lane.name in known]
+        known, lanes = self._known.recipes, self._candidates
+        if not known or not known.keys() <= {lane.name for lane in lanes}:
+            return False
+        self._states = [self._manager.open(lane) for lane in lanes if lane.name in known]
         if not all(self._manager.recall(state, known[state.lane.name]) for state in self._states):
             return self._forget("is not right any more")
         try:
@@ -291,7 +241,7 @@ class Optimizer:
             return self._forget(f"does not run any more ({first_line(error)})")
         if any(gain(lane.eager, lane.best).is_loss for lane in self.ledger.lanes.values()):
             return self._forget("is slower than the original now")
-        for name in [lane.name for lane in lanes if lane.name not in known]:
+        for name in [lane.name for lane in self._lanes if lane.name not in known]:
             self.ledger.notes.append(
                 f"the {name} lane was not tried: an earlier call could not judge it (cache=False looks again)"
             )
@@ -306,20 +256,24 @@ class Optimizer:
         self._begin(SEARCH)
         return self._why_not is not None
 
-    def _search(self) -> None:
-        """Try everything in every lane, and keep what was found for the next call."""
-        rewriting = self._seconds_for_rewriting()
-        for place, state in enumerate(self._states, start=1):
-            deadline = self._started + rewriting * place / len(self._states)
-            passes = in_order(state, self._pipeline.rewrites)
-            self._manager.rewrite(state, passes, deadline=deadline)
-        self._try_engines([None])
-        self._try_engines(self._pipeline.engines)
+    def _search(self, lanes: Mapping[Lane, float]) -> None:
+        """Search the lanes, and keep what was found for the next call."""
+        if not lanes:
+            return
+        budget = Budget(self._started, self._options.budget_s)
+        search = Search(self._manager, self._verifier, self.ledger, self._pipeline, budget, self._bound)
+        self._states = search.states  # they are there, too, if Ctrl-C ends the search
+        search.run(lanes, {} if self._known is None else self._known.recipes)
+        if FP32 not in self._lanes and [state.lane for state in self._states] == [FP32]:
+            self.ledger.notes.append(
+                f"precision={self._options.precision!r} is answered in FP32: no lower one could be judged"
+            )
         self._settle()
+        is_whole = search.note_what_was_cut_off()
         tried = {entry.lane for entry in self.ledger.entries if entry.verdict is not Verdict.NOT_TRIED}
         if self._cache is not None and all(state.lane.name in tried for state in self._states):
             recipes = {s.lane.name: s.best.program.recipe for s in self._states}
-            self._cache.store(self._key, recipes, self._pipeline)
+            self._cache.store(self._key, recipes, self._pipeline, complete=is_whole)
 
     def _settle(self) -> None:
         """Verify each lane's winner outside of the examples' range, where the time budget has room for it."""
@@ -334,16 +288,6 @@ class Optimizer:
                 )
             else:
                 self._manager.settle(state)
-
-    def _seconds_for_rewriting(self) -> float:
-        """What rewrites may take, of all lanes together, so that the slowest way to run still gets a turn."""
-        whole, program = self._options.budget_s, self._captured.program
-        call_s = max(state.call_s for state in self._states)
-        longest = max(
-            (e.expected_seconds(program) + judging_s(e, call_s) for e in self._pipeline.engines), default=0.0
-        )
-        rest = (TRYING - LAUNCHING) * whole - longest
-        return min(REWRITING * whole, max(LEAST_REWRITING * whole, rest))
 
     def _unchanged(self) -> OptimizedModule:
         """The original under the interface of an optimized module."""
@@ -363,105 +307,6 @@ class Optimizer:
             return False
         return True
 
-    def _try_engines(self, engines: Sequence[Pass | None]) -> None:
-        """Ways to run for every lane, the lane that is ahead first."""
-        calls = {s.lane.name: latency(s.best.call, self.device) for s in self._states}
-        timed = interleave(calls, seconds=0.2, least=3)
-        for state in sorted(self._states, key=lambda s: timed[s.lane.name].median):
-            self._manager.choose_engine(state, engines, self._pipeline.launches)
-
-    def _summarize(self) -> None:
-        """Time eager and the best of every lane side by side, verify the best once more, write it down.
-
-        The original is called as its user does, with nothing around it that the user has not: what makes a
-        call of a small network repeatable takes as long as half of it. It is sampled twice, see `headline`.
-        """
-        args, kwargs = pytree.tree_unflatten(self._captured.leaves, self._captured.spec)
-        original = functools.partial(working_copy(self._original), *args, **kwargs)
-
-        def eager(lane: Lane) -> object:
-            with lane.scope(self.device):
-                return original()
-
-        calls: dict[str, Any] = {"baseline": original, "baseline again": original}
-        for state in self._states:
-            calls[f"eager {state.lane.name}"] = functools.partial(eager, state.lane)
-            calls[f"best {state.lane.name}"] = state.best.call
-        with torch.no_grad(), untouched_rng(self.device):
-            samplers = {name: engine_latency(call, self.device) for name, call in calls.items()}
-            seconds = min(self._effort.seconds, 0.05 * self._options.budget_s)
-            order = random.Random(0)
-            timed = interleave(samplers, seconds=seconds, order=order)
-        self.ledger.baseline = timed["baseline"]
-        self.ledger.control = control = gain(timed["baseline"], timed["baseline again"])
-        self.ledger.load = load_now()
-        for state in self._states:
-            lane = state.lane
-            check = state.check or self._verifier.check(state.best.run, lane)
-            if check.spread:
-                self.ledger.notes.append(f'in the {lane.name} lane {check.spread}; nan="exact" forbids that')
-            before, after = timed[f"eager {lane.name}"], timed[f"best {lane.name}"]
-            self.ledger.lanes[lane.name] = LaneSummary(
-                lane=lane.name,
-                dtype=str(lane.dtype).removeprefix("torch."),
-                eager=before,
-                eager_error=self._verifier.own_error(lane),
-                best=after,
-                error=check.error,
-                passes=tuple(step.name for step in state.best.program.recipe),
-                memory=peak_memory(state.best.call, self.device),
-                refused=check.reason,
-                gain=sure_gain(before, after, control),
-            )
-
-    def _choose(self) -> LaneState:
-        """The fastest lane whose error is within tolerance; say so where a faster one was refused.
-
-        A lane of lower precision is not chosen where it is no faster outside the noise. The result is then
-        compared with the original by times of its own, of calls as the user makes them: those that a lane
-        was chosen for are too good to judge it by.
-        """
-        bound = self._options.tolerance
-        if bound is None and len(self._lanes) > 1 and self._options.metric is None:
-            bound = AUTO_TOLERANCE
-        summaries = self.ledger.lanes
-        for name, lane in summaries.items():
-            if lane.refused is None and bound is not None and lane.error > bound and name != FP32.name:
-                accept = f"accept it with tolerance={_round_up(lane.error)} or precision={name!r}"
-                reason = f"its error {lane.error:.2g} is over the tolerance {bound:g}: {accept}"
-                summaries[name] = dataclasses.replace(lane, refused=reason)
-        usable = [s for s in self._states if summaries[s.lane.name].refused is None]
-        if not usable:
-            reasons = "; ".join(f"{name}: {lane.refused}" for name, lane in summaries.items())
-            self.ledger.notes.append(f"the original answers every call: no lane could be verified. {reasons}")
-            self.ledger.chosen = ORIGINAL
-            return self._states[0]
-        best = usable[0]
-        for other in usable[1:]:
-            if gain(summaries[best.lane.name].best, summaries[other.lane.name].best).is_real:
-                best = other
-        fastest, now, control = summaries[best.lane.name].best, self.ledger.baseline, self.ledger.control
-        assert now is not None
-        assert control is not None
-        self.ledger.chosen = best.lane.name
-        args, kwargs = pytree.tree_unflatten(self._captured.leaves, self._captured.spec)
-        modules = working_copy(self._original), self._module(best)
-        calls = [functools.partial(each, *args, **kwargs) for each in modules]
-        with torch.no_grad(), untouched_rng(self.device):
-            samplers = [engine_latency(call, self.device) for call in calls]
-            found = compare_fairly(*samplers, seconds=HEADLINE * self._options.budget_s)
-        self.ledger.baseline, self.ledger.gain, self.ledger.load = found.before, found.gain, found.load
-        if gain(found.before, found.after).is_loss:
-            self.ledger.chosen = ORIGINAL
-            self.ledger.notes.append("the original answers every call: nothing that was tried is faster")
-            fastest = now
-        for name, lane in summaries.items():
-            if lane.refused and (more := sure_gain(fastest, lane.best, control).at_least) > 1:
-                self.ledger.notes.append(
-                    f"the {name} lane would be at least {more:.2f}x faster still, but {lane.refused}"
-                )
-        return best
-
     def _module(self, state: LaneState | None) -> OptimizedModule:
         """The module that runs a lane's best program; None: the original, which is then saved, too."""
         options = self._options
@@ -471,7 +316,7 @@ class Optimizer:
             recipe = Recipe(FP32, (), *bounds)
         else:
             program, ready = state.best.program, state.best.run
-            recipe = Recipe(state.lane, program.recipe, *bounds)
+            recipe = Recipe(program.lane, program.recipe, *bounds)
         return OptimizedModule(
             self._original,
             self._captured,
@@ -483,9 +328,3 @@ class Optimizer:
             serve_original=state is None,
             ready=ready,
         )
-
-
-def _round_up(error: float) -> str:
-    """An error with one digit, rounded up, to be used as a tolerance."""
-    text = f"{1.05 * error:.1e}"
-    return text.replace("e-0", "e-").replace("e+0", "e")

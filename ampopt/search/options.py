@@ -13,13 +13,17 @@ from ampopt.engines.cuda_graphs import Outputs
 from ampopt.errors import InputError
 from ampopt.ir.arguments import flag, names, number, one_of
 from ampopt.ir.casting import POLICIES
-from ampopt.ir.lanes import lanes_for
+from ampopt.ir.lanes import Lane, lanes_for
 from ampopt.ir.pipeline import Pipeline
+from ampopt.ir.precisions import check_io
 from ampopt.ir.transform import Pass
 from ampopt.measure.verify import Faults, Metric
 from ampopt.passes import PIPELINE, AllowTf32, BakeAutocast, FuseConvAct, KeepFp32
 from ampopt.search.named_passes import Passes, as_pipeline, check_listed, code_of
 from ampopt.system.environment import package_versions
+
+AUTO_TOLERANCE = 1e-2
+"""Largest relative error of a lane that `precision="auto"` chooses, if the user gives no tolerance."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Options:
     cache: bool = True
     nan: Faults = "keep"
     passes: Passes | None = None
+    io: str = "original"
 
     def __post_init__(self) -> None:
         """Raise InputError, before any work, for an invalid value; convert numbers to Python's types."""
@@ -55,7 +60,8 @@ class Options:
         one_of("policy", self.policy, POLICIES)
         one_of("nan", self.nan, get_args(Faults))
         checked["cache"] = flag("cache", self.cache)
-        lanes_for(self.precision, torch.device("cpu"), self.amp_dtype)
+        lanes = lanes_for(self.precision, torch.device("cpu"), self.amp_dtype)
+        check_io(self.io, self.precision, len(lanes))
         if self.passes is not None:
             checked["passes"] = pipeline = as_pipeline(self.passes)
             tolerance = math.inf if isinstance(self.passes, Pipeline) else self.tolerance
@@ -70,9 +76,23 @@ class Options:
         """Whether results can be cached: the code of every pass is in a file, and so has a hash."""
         return self.cache and all(code_of(step) is not None for step in self.pipeline())
 
+    def bound(self, lanes: Collection[Lane]) -> float | None:
+        """The largest error of a lane that may be chosen, of those asked for; None: no limit of the user's.
+
+        If the user leaves the choice between lanes to `optimize`, it is `AUTO_TOLERANCE`.
+        """
+        if self.tolerance is None and self.metric is None and len(lanes) > 1:
+            return AUTO_TOLERANCE
+        return self.tolerance
+
+    def io_dtype(self, device: torch.device) -> torch.dtype | None:
+        """The dtype of floating-point inputs and outputs; None: the original's."""
+        return None if self.io == "original" else lanes_for(self.precision, device, self.amp_dtype)[0].dtype
+
     def cache_facts(self) -> dict[str, object]:
         """The options that decide which passes win, for the cache key."""
-        asked = {n: getattr(self, n) for n in ("precision", "tolerance", "budget_s", "amp_dtype", "nan")}
+        named = ("precision", "tolerance", "budget_s", "amp_dtype", "nan", "io")
+        asked = {name: getattr(self, name) for name in named}
         return {
             **asked,
             "metric": self.metric is not None,

@@ -1,9 +1,10 @@
-"""The pass manager: applies, verifies and times every pass, and keeps or reverts it with a reason."""
+"""The pass manager: applies, verifies and times one pass or recipe, and keeps or reverts it with a reason."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,15 +13,15 @@ from ampopt.errors import AmpoptError, first_line
 from ampopt.ir.graph import where
 from ampopt.ir.judged import Judged
 from ampopt.ir.lanes import Lane
-from ampopt.ir.numerics import Check
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Declined, Engine, Family, Numerics, Pass, Result, is_slow, replay
+from ampopt.ir.transform import Declined, Engine, Family, Numerics, Pass, Result, replay
 from ampopt.measure.clocks import device_time, engine_latency, latency, peak_memory, synchronize
 from ampopt.measure.entry import Entry, Timing, Verdict
-from ampopt.measure.ledger import Ledger
+from ampopt.measure.ledger import BestSoFar, Ledger
 from ampopt.measure.sampling import Gain, Measurement, Sampler, gain, interleave, joined
 from ampopt.measure.verifiers_judge import VerifiersJudge
 from ampopt.measure.verify import Verifier
+from ampopt.search.lane_state import LaneState
 from ampopt.search.rehearsal import Sandbox
 from ampopt.search.subject import Subject
 from ampopt.search.trial import Trial
@@ -31,6 +32,9 @@ logger = logging.getLogger("ampopt")
 
 LEAST_ENABLING = 0.95
 """Largest loss of a pass that later passes build on; it is removed at the end if they gain nothing."""
+
+SPENT = "the time budget was spent"
+"""The reason of a trial that was not begun."""
 
 HOST_SHARE = 0.25
 """Share of a comparison's time for the host's clock, if another clock judges."""
@@ -43,6 +47,9 @@ CALLS_FOR_AN_ENGINE = 60
 
 On a CPU they include an untimed call before each timed one, and a repeated comparison if there is noise.
 """
+
+OWN_SHARE = 0.4
+"""Share of a compiler's time that it takes in this process, after its rehearsal."""
 
 LARGE_GAIN, MORE_ROUNDS = 1.1, 3
 """A gain of 1.1x or more that lies inside the noise is sampled again, at most 3 times."""
@@ -58,28 +65,11 @@ def silent(_lane: str, _name: str) -> None:
     """A progress callback that does nothing."""
 
 
-@dataclasses.dataclass
-class LaneState:
-    """The state of a lane: the best program so far, and the best one without opaque operators."""
-
-    lane: Lane
-    best: Subject
-    base: Program
-    rewritten: Program
-    call_s: float = 0.0
-    """Time in seconds of a call of the best program, as far as known; it estimates the time of trials."""
-    too_slow: list[Pass] = dataclasses.field(default_factory=list)
-    """Passes that were correct but gained nothing, with their measurements in their fields."""
-    at_a_loss: list[Pass] = dataclasses.field(default_factory=list)
-    """Passes that were kept with a small loss, because later ones may build on them."""
-    founded: int = 0
-    """The number of first passes in its recipes without which the lane is wrong."""
-    check: Check | None = None
-    """The final check of the best program by `PassManager.settle`; None before."""
-
-
 class PassManager:
-    """Runs the passes of one captured model through one lane at a time; see the module."""
+    """Judges the passes of one captured model, one trial at a time; see the module.
+
+    `lane_search.LaneSearch` decides what is tried, and in which order.
+    """
 
     def __init__(
         self,
@@ -91,52 +81,48 @@ class PassManager:
         sample_s: float = 0.4,
         progress: Progress | None = None,
         sandbox: Sandbox | None = None,
+        started: float | None = None,
     ) -> None:
-        """`deadline` is on `time.perf_counter`'s clock; `sample_s` is the time of a comparison on each clock.
+        """`deadline` and `started` are on `time.perf_counter`'s clock; a comparison takes `sample_s`.
 
         Risky passes are rehearsed in the `sandbox` first, if there is one.
         """
         self._captured, self._verifier, self._ledger = captured, verifier, ledger
-        self._deadline, self._sample_s = deadline, sample_s
-        self._progress, self._sandbox = progress or silent, sandbox
+        self.deadline, self._sample_s = deadline, sample_s
+        self._progress, self.sandbox = progress or silent, sandbox
+        self._started = time.perf_counter() if started is None else started
+        self._applied_s: dict[str, float] = {}
+        """Time in seconds that an engine took to be applied the last time, by its name."""
 
     def open(self, lane: Lane, call_s: float = 0.0) -> LaneState:
         """Start a lane with the captured program, whose call takes about `call_s` seconds."""
         program = lane.start(self._captured)
-        return LaneState(lane, Subject(program), program, program, call_s)
+        subject = Subject(program)
+        return LaneState(lane, subject, subject, program, call_s)
 
-    def rewrite(self, state: LaneState, passes: Sequence[Pass], *, deadline: float) -> None:
-        """Apply rewrites, placement and kernels, one on top of another, then retry passes without a gain.
-
-        `deadline` is before the manager's own, so that engines get their share of the time.
-        """
-        already = {step.name for step in state.best.program.recipe}
-        for step in (each for each in passes if each.name not in already):
-            self._try(state, step.name, [step], state.best.program, deadline)
-        self._give_second_chances(state, passes, deadline)
-        for step in (s for s in state.at_a_loss if s in state.best.program.recipe):
-            recipe = tuple(s for s in state.best.program.recipe if s != step)
-            self._try_recipe(state, f"without {step.name}", recipe, deadline)
-        state.rewritten = state.best.program
-
-    def rescue(self, state: LaneState, name: str, steps: Sequence[Pass]) -> Entry:
+    def rescue(self, state: LaneState, name: str, steps: Sequence[Pass], bound: float = math.inf) -> Entry:
         """Keep passes on a lane's first program, which is wrong, if they make it right; see `search.rescue`.
 
-        All but the last one may have nothing to do.
+        All but the last one may have nothing to do. `bound` is the largest error that is right.
         """
 
         def work(trial: Trial) -> None:
             before = replay(tuple(steps[:-1]), state.best.program)
-            program = self._apply(trial, steps[-1], before, judging_s(steps[-1], state.call_s))
+            judging = self._judging_s(state, steps[-1])
+            program = self._apply(trial, steps[-1], before, judging, bound)
             if program is not None and self._is_right(trial, state, candidate := Subject(program)):
+                if (error := trial.entry.error) is not None and error > bound:
+                    self._end(trial, Verdict.REVERTED, f"its error {error:.2g} is over {bound:g}")
+                    return
                 with held():
-                    state.best, state.founded = candidate, len(program.recipe)
+                    state.best = state.graph = candidate
+                    state.founded = len(program.recipe)
                     behind = " + ".join(step.name for step in before.recipe)
                     self._end(
                         trial, Verdict.KEPT, "it makes the lane right" + (behind and f" behind {behind}")
                     )
 
-        return self._run(state, name, self._deadline, work).entry
+        return self._run(state, name, self.deadline, work).entry
 
     def recall(self, state: LaneState, recipe: tuple[Pass, ...]) -> bool:
         """Replay a cached recipe without timing; whether it is complete and correct.
@@ -154,7 +140,7 @@ class PassManager:
                     self._end(trial, Verdict.KEPT, "it won before; the last comparison times it")
 
         if recipe:
-            self._run(state, "tuned before", self._deadline, work)
+            self._run(state, "tuned before", self.deadline, work)
         return state.best.program.recipe == recipe
 
     def settle(self, state: LaneState) -> None:
@@ -175,7 +161,7 @@ class PassManager:
                 state.lane.name, wrong.name, Verdict.NOT_TRIED, "", error=check.error, limit=check.limit
             )
             reason = f"it won, but is wrong elsewhere: {check.reason}"
-            self._end(Trial(row, self._deadline, began), Verdict.REVERTED, reason)
+            self._end(Trial(row, self.deadline, began), Verdict.REVERTED, reason)
 
     def _right_until(self, state: LaneState, recipe: tuple[Pass, ...]) -> int:
         """How many passes of a recipe that is wrong somewhere are right together."""
@@ -187,88 +173,121 @@ class PassManager:
             right, wrong = (middle, wrong) if check.passed else (right, middle)
         return right
 
-    def _give_second_chances(self, state: LaneState, passes: Sequence[Pass], deadline: float) -> None:
-        """Try passes that were right but too slow again, where those that come after them are there.
+    def try_passes(
+        self, state: LaneState, name: str, steps: Sequence[Pass], program: Program, deadline: float
+    ) -> Trial:
+        """Try passes on a program, one on top of the other; the last one says how the outcome is judged."""
 
-        A pass may lose in its place and win in company: folded biases and channels_last each cost time
-        until the fused kernels that want them both are there. So all of them are tried together, every
-        kernel pass applied anew on top, and the ones that do not help are then taken out; where the
-        company is no gain, each is tried alone, in its own place in the recipe.
-        """
-        order = [step.name for step in passes]
-        kernels = [step for step in passes if step.family is Family.KERNEL]
-        slow, state.too_slow = state.too_slow, []
+        def work(trial: Trial) -> None:
+            changed: Program | None = program
+            same_bits_as: Program | None = None
+            for step in steps:
+                before = changed
+                assert before is not None
+                changed = self._apply(trial, step, before, self._judging_s(state, steps[-1]))
+                if changed is None:
+                    return
+                keeps_bits = step.numerics_on(before) is Numerics.BITWISE
+                same_bits_as = (same_bits_as or before) if keeps_bits else None
+            assert changed is not None
+            self._judge(trial, state, Subject(changed), steps[-1], same_bits_as)
 
-        def attempt(name: str, steps: Sequence[Pass]) -> bool:
-            before, recipe = state.best, sorted(steps, key=lambda step: order.index(step.name))
-            self._try_recipe(state, name, tuple(recipe), deadline)
-            return state.best is not before
+        needed = None
+        if all(step.why_not(program) is None for step in steps):
+            needed = self._judging_s(state, steps[-1]) + sum(self._applying_s(s, program) for s in steps)
+        return self._run(state, name, deadline, work, needed)
 
-        def with_added(added: Sequence[Pass]) -> list[Pass]:
-            return list({s.name: s for s in (*kernels, *state.best.program.recipe, *added)}.values())
+    def try_in_place(
+        self, state: LaneState, step: Pass, later: Sequence[Pass], deadline: float, name: str = ""
+    ) -> Trial:
+        """Try a pass in its own place in the recipe: before the passes that come `later` in the pipeline."""
+        names = {each.name for each in later}
+        recipe = state.graph.program.recipe
+        after = tuple(each for each in recipe if each.name in names)
+        if not after:
+            return self.try_passes(state, name or step.name, [step], state.graph.program, deadline)
 
-        if len(slow) > 1 and attempt("all of these again, together", with_added(slow)):
-            for step in slow:
-                attempt(f"the same without {step.name}", [s for s in state.best.program.recipe if s != step])
-            return
-        for step in slow:
-            attempt(f"{step.name} (again)", with_added([step]))
+        def work(trial: Trial) -> None:
+            before = replay(tuple(each for each in recipe if each not in after), state.base)
+            changed = self._apply(trial, step, before, self._judging_s(state, step))
+            if changed is not None:
+                self._judge(trial, state, Subject(replay(after, changed)), step)
 
-    def choose_engine(
-        self, state: LaneState, engines: Sequence[Pass | None], launches: Sequence[Pass]
-    ) -> None:
-        """Try engines, with each launch pass, against the best program so far.
+        return self._run(state, name or step.name, deadline, work, self._judging_s(state, step))
 
-        None stands for running the graph directly. An engine that cannot read native kernels gets the program
-        without them. It is tried without a launch pass only if it cannot be launched, or if launching fails.
-        """
-        for engine in engines:
-            if engine is None:
-                for launch in launches:
-                    self._try(state, launch.name, [launch], state.rewritten, self._deadline)
-                continue
-            for suffix, program in self._readable_forms(state, engine):
-                name = engine.name + suffix
-                usable = [launch for launch in launches if launch.why_not(program) is None]
-                trials = [
-                    self._try(state, f"{name} + {each.name}", [engine, each], program, self._deadline)
-                    for each in usable
-                ]
-                if not trials or (trials[-1].is_wrong and all(trial.program is None for trial in trials)):
-                    self._try(state, name, [engine], program, self._deadline)
+    def try_recipe(
+        self, state: LaneState, name: str, recipe: tuple[Pass, ...], deadline: float, step: Pass | None = None
+    ) -> Trial:
+        """Try a recipe on the lane's first program; it is judged as `step` is, or else as a rewrite."""
 
-    def _readable_forms(self, state: LaneState, engine: Pass) -> list[tuple[str, Program]]:
-        """The rewritten program as the engine can take it: with native kernels, or else without them.
+        def work(trial: Trial) -> None:
+            self._judge(trial, state, Subject(_replayed(trial, recipe, state)), step)
 
-        An engine that is worth more time is tried without them all the same, and without each kind of them:
-        where it fuses by itself, a kernel that was faster before it may not be so any more.
-        """
-        kernels = [step for step in state.rewritten.recipe if step.family is Family.KERNEL]
-        left_out = {"": list[Pass]()} | ({" (unfused)": kernels} if kernels else {})
-        if is_slow(engine) and len(kernels) > 1:
-            left_out |= {f" (without {kernel.name})": [kernel] for kernel in kernels}
-        forms = [
-            (suffix, self._without(state, missing) if missing else state.rewritten)
-            for suffix, missing in left_out.items()
-        ]
-        readable = [form for form in forms if engine.why_not(form[1]) is None] or forms[:1]
-        return readable if is_slow(engine) else readable[:1]
+        return self._run(state, name, deadline, work, self._judging_s(state, step))
 
-    def _without(self, state: LaneState, missing: Sequence[Pass]) -> Program:
-        """The rewritten program without some of its passes."""
-        recipe = tuple(step for step in state.rewritten.recipe if step not in missing)
-        return replay(recipe, state.base)
+    def try_graph(self, state: LaneState, name: str, deadline: float) -> Trial:
+        """Try the lane's rewritten graph, run directly, against its best program."""
 
-    def _run(self, state: LaneState, name: str, deadline: float, work: Callable[[Trial], None]) -> Trial:
+        def work(trial: Trial) -> None:
+            self._judge(trial, state, state.graph, runs=True)
+
+        return self._run(state, name, deadline, work, self._judging_s(state, None))
+
+    def try_together(self, state: LaneState, name: str, steps: Sequence[Pass], deadline: float) -> Trial:
+        """Try passes as one rewrite; if it is kept, each of them has a row that says what it did in it."""
+        rows: list[Entry] = []
+
+        def work(trial: Trial) -> None:
+            program = state.graph.program
+            for step in steps:
+                before, began = program, time.perf_counter()
+                program, row = self._part(trial, step, before, state.lane)
+                rows.append(dataclasses.replace(row, took_s=time.perf_counter() - began))
+            changed = [row for row in rows if row.verdict is Verdict.KEPT]
+            trial.note(rewrites=sum(row.rewrites for row in changed), seconds=trial.seconds)
+            if not changed:
+                self._end(trial, Verdict.DECLINED, "there is nothing to rewrite")
+                return
+            self._judge(trial, state, Subject(program))
+
+        trial = self._run(state, name, deadline, work)  # each of them is tried by itself later
+        if trial.entry.verdict in (Verdict.KEPT, Verdict.DECLINED):
+            self._ledger.entries += rows
+        return trial
+
+    def _part(self, trial: Trial, step: Pass, program: Program, lane: Lane) -> tuple[Program, Entry]:
+        """Apply a pass of several that are tried together; its row has what it did, and no times."""
+        if (declined := step.why_not(program)) is not None:
+            return program, Entry(lane.name, step.name, Verdict.DECLINED, declined)
+        result = step.within(trial.deadline - time.perf_counter()).apply(program)
+        left_alone = _with_places(result.declined, program)
+        row = Entry(
+            lane.name, step.name, Verdict.KEPT, f"part of {trial.entry.name}, which is timed as a whole",
+            rewrites=result.rewrites, declined=left_alone, hints=result.hints,
+        )  # fmt: skip
+        if not result.modified:
+            reason = _why_nothing(dataclasses.replace(result, declined=left_alone))
+            return program, dataclasses.replace(row, verdict=Verdict.DECLINED, reason=reason)
+        return result.program.replace(recipe=(*program.recipe, result.replay or step)), row
+
+    def _run(
+        self,
+        state: LaneState,
+        name: str,
+        deadline: float,
+        work: Callable[[Trial], None],
+        needed_s: float | None = None,
+    ) -> Trial:
         """Do the work of a trial, which ends it; what fails in it fails alone, and is its row.
 
-        What there is no time left for is not begun.
+        What there is no time left for is not begun; its row says what it needs, if anything is lost by that.
         """
         self._progress(state.lane.name, name)
         trial = Trial(Entry(state.lane.name, name, Verdict.NOT_TRIED, ""), deadline)
         check_interrupted()
         if trial.began > deadline:
-            self._end(trial, Verdict.NOT_TRIED, "the time budget was spent")
+            trial.note(needs_s=needed_s)
+            self._end(trial, Verdict.NOT_TRIED, SPENT)
             return trial
         try:
             work(trial)
@@ -283,59 +302,61 @@ class PassManager:
             self._check_device(name)
         return trial
 
-    def _try(
-        self, state: LaneState, name: str, steps: Sequence[Pass], program: Program, deadline: float
-    ) -> Trial:
-        """Try passes on a program, one on top of the other; the last one says how the outcome is judged."""
+    def leave_out(self, state: LaneState, name: str, reason: str) -> None:
+        """Write down that something is not tried, and why."""
+        row = Entry(state.lane.name, name, Verdict.NOT_TRIED, reason)
+        self._ledger.entries.append(row)
 
-        def work(trial: Trial) -> None:
-            changed: Program | None = program
-            same_bits_as: Program | None = None
-            for step in steps:
-                before = changed
-                assert before is not None
-                changed = self._apply(trial, step, before, judging_s(steps[-1], state.call_s))
-                if changed is None:
-                    return
-                keeps_bits = step.numerics_on(before) is Numerics.BITWISE
-                same_bits_as = (same_bits_as or before) if keeps_bits else None
-            assert changed is not None
-            self._judge(trial, state, Subject(changed), steps[-1], same_bits_as)
+    def needed_s(self, state: LaneState, step: Pass, program: Program) -> float:
+        """The expected time in seconds to apply a pass to a program and judge the result."""
+        return self._applying_s(step, program) + self._judging_s(state, step)
 
-        return self._run(state, name, deadline, work)
+    def _judging_s(self, state: LaneState, step: Pass | None) -> float:
+        """The time in seconds to judge a program: a minimum, or what it took in this lane so far."""
+        is_engine = step is not None and step.family is Family.ENGINE
+        calls = CALLS_FOR_AN_ENGINE if is_engine else CALLS_OF_A_TRIAL
+        return max(state.call_s * calls, state.judging_s)
 
-    def _try_recipe(self, state: LaneState, name: str, recipe: tuple[Pass, ...], deadline: float) -> Trial:
-        """Try a recipe on the lane's first program, as one rewrite."""
+    def _applying_s(self, step: Pass, program: Program) -> float:
+        """The time in seconds to apply a pass: what it took the last time, if it is an engine.
 
-        def work(trial: Trial) -> None:
-            self._judge(trial, state, Subject(_replayed(trial, recipe, state)))
+        A rehearsal that was begun ahead takes that much less; the pass itself takes a part of its own.
+        """
+        whole = self._applied_s.get(step.name, step.expected_seconds(program))
+        ahead = self.sandbox.ahead_s(step, program) if self.sandbox is not None else 0.0
+        return max(whole - ahead, OWN_SHARE * whole)
 
-        return self._run(state, name, deadline, work)
-
-    def _apply(self, trial: Trial, step: Pass, program: Program, judging: float) -> Program | None:
+    def _apply(
+        self, trial: Trial, step: Pass, program: Program, judging: float, bound: float = math.inf
+    ) -> Program | None:
         """Apply a pass; None, and the trial's end, where it does nothing or there is no time to judge it.
 
-        `judging` is what that takes at the least, in seconds.
+        `judging` is what that takes at the least, in seconds; `bound` is the largest error that a pass which
+        searches may leave.
         """
         if (declined := step.why_not(program)) is not None:
             self._end(trial, Verdict.DECLINED, declined)
             return None
-        left = trial.deadline - trial.began - judging
-        if isinstance(step, Engine) and step.expected_seconds(program) > left:
-            step = step.hurried()
-        if (needed := step.expected_seconds(program)) > left:
+        left = trial.deadline - time.perf_counter() - judging
+        needed = self._applying_s(step, program)
+        if isinstance(step, Engine) and needed > left and (hurried := step.hurried()) != step:
+            step, needed = hurried, hurried.expected_seconds(program)
+        if needed > left:
             more, rest = needed + judging, max(left + judging, 0.0)
+            trial.note(needs_s=more)
             reason = f"it needs about {more:.3g} s, and {rest:.3g} s of the budget are left"
             self._end(trial, Verdict.NOT_TRIED, reason)
             return None
-        step = step.within(left)
+        step, began = step.within(left), time.perf_counter()
         if isinstance(step, Judged):
-            judge = VerifiersJudge(self._verifier, program.lane, trial.began + SEARCHING * left)
+            judge = VerifiersJudge(self._verifier, program.lane, began + SEARCHING * left, bound)
             result, unrehearsed = step.apply_judged(program, judge), None
-        elif self._sandbox is None:
+        elif self.sandbox is None:
             result, unrehearsed = step.apply(program), None
         else:
-            result, unrehearsed = self._sandbox.apply(step, program, seconds=left)
+            result, unrehearsed = self.sandbox.apply(step, program, seconds=left)
+        if isinstance(step, Engine):
+            self._applied_s[step.name] = time.perf_counter() - began
         result = dataclasses.replace(result, declined=_with_places(result.declined, program))
         hints = (*result.hints, *([f"not rehearsed: {unrehearsed}"] if unrehearsed else []))
         trial.note(rewrites=result.rewrites, declined=result.declined, hints=hints, seconds=trial.seconds)
@@ -364,44 +385,66 @@ class PassManager:
         candidate: Subject,
         step: Pass | None = None,
         same_bits_as: Program | None = None,
+        *,
+        runs: bool = False,
     ) -> None:
-        """Verify, time, decide: the lane's best program is the candidate where that is right and faster.
+        """Verify, time, decide; what is right and faster is kept.
 
-        It is judged as `step` is; None: as a rewrite.
+        It is judged as `step` is; None: as a rewrite. Rewrites are compared with the lane's graph. Engines,
+        launches, and what `runs` otherwise, are compared with its best, on latency.
         """
+        began = time.perf_counter()
         if not self._is_right(trial, state, candidate, same_bits_as):
             return
-        found = self._time(trial, step, state.best, candidate)
-        if step is not None and step.enables_others and (not found.is_loss or found.ratio >= LEAST_ENABLING):
+        runs = runs or (step is not None and step.family in (Family.ENGINE, Family.LAUNCH))
+        is_kept_anyway = step is not None and step.enables_others
+        found = self._time(trial, state.best if runs else state.graph, candidate, runs, not is_kept_anyway)
+        mine = next((s for s in candidate.program.recipe if step is not None and s.name == step.name), None)
+        if is_kept_anyway and (not found.is_loss or found.ratio >= LEAST_ENABLING):
             verdict, what = Verdict.KEPT, "later passes build on it"
-            if found.is_loss:
-                state.at_a_loss.append(candidate.program.recipe[-1])
+            if found.is_loss and mine is not None:
+                state.at_a_loss.append(mine)
         elif found.is_real:
             verdict, what = Verdict.KEPT, "faster"
         else:
             verdict, what = Verdict.REVERTED, "slower" if found.is_loss else "no gain outside the noise"
-            if step is not None and step.family in (Family.REWRITE, Family.PLACEMENT):
-                state.too_slow.append(candidate.program.recipe[-1])
+            if mine is not None and mine.family in (Family.REWRITE, Family.PLACEMENT):
+                state.too_slow.append(mine)
         trial.program = candidate.program
-        with held():  # the best program and its row belong together
+        state.judging.append(time.perf_counter() - began)
+        with held():  # the programs and the row belong together
             if verdict is Verdict.KEPT:
                 assert trial.entry.after is not None
-                state.best, state.call_s = candidate, trial.entry.after.latency.median
+                self._keep(state, candidate, trial.entry, runs)
             pace = f"{what}: {found.ratio:.3f}x ({found.low:.3f} to {found.high:.3f})"
             self._end(trial, verdict, pace)
 
-    def _time(self, trial: Trial, step: Pass | None, best: Subject, candidate: Subject) -> Gain:
-        """Both clocks for the best so far and for the candidate, sampled in turn."""
+    def _keep(self, state: LaneState, candidate: Subject, entry: Entry, runs: bool) -> None:
+        """The candidate is the lane's best, or its graph, which may be the best itself."""
+        assert entry.after is not None
+        seconds, is_best = entry.after.latency.median, runs or state.best is state.graph
+        if not runs:
+            state.graph, state.call_s = candidate, seconds
+        if is_best:
+            state.best, state.best_s = candidate, seconds
+            at = time.perf_counter() - self._started
+            self._ledger.best_so_far.append(BestSoFar(at, entry.lane, entry.name, seconds))
+
+    def _time(self, trial: Trial, best: Subject, candidate: Subject, runs: bool, matters: bool) -> Gain:
+        """Both clocks for the best so far and for the candidate, sampled in turn.
+
+        `runs`: the candidate is another way to run, which the host's clock judges. `matters`: the gain
+        decides, so that a large one inside the noise is sampled again.
+        """
         device = candidate.device
         subjects = {"before": best, "after": candidate}
-        is_of_host = step is not None and step.family in (Family.ENGINE, Family.LAUNCH)
-        sampler = engine_latency if is_of_host else latency
+        sampler = engine_latency if runs else latency
         calls = {name: sampler(subject.call, device) for name, subject in subjects.items()}
         graphs = {name: graph for name, s in subjects.items() if (graph := s.replayed()) is not None}
         replays = {name: device_time(graph.replay, device) for name, graph in graphs.items()}
-        judged_on_host = is_of_host or len(replays) < 2
+        judged_on_host = runs or len(replays) < 2
         share = 1.0 if judged_on_host else HOST_SHARE
-        patient = judged_on_host and not (step is not None and step.enables_others)  # kept all the same
+        patient = judged_on_host and matters
         on_host = self._on_host(calls, share * self._sample_s, trial.deadline if patient else 0.0)
         on_device: dict[str, Measurement] = interleave(replays, seconds=DEVICE_S) if replays else {}
         judge = on_host if judged_on_host else on_device
@@ -449,11 +492,6 @@ def _replayed(trial: Trial, recipe: tuple[Pass, ...], state: LaneState) -> Progr
     program = replay(tuple(step.within(left) for step in recipe), state.base)
     trial.note(rewrites=max(1, len(program.recipe)), seconds=trial.seconds)  # without any it is one, too
     return program
-
-
-def judging_s(step: Pass, call_s: float) -> float:
-    """The minimum time in seconds to judge a step, if a call of a program takes `call_s`."""
-    return call_s * (CALLS_FOR_AN_ENGINE if step.family is Family.ENGINE else CALLS_OF_A_TRIAL)
 
 
 def _with_places(declined: Sequence[Declined], program: Program) -> tuple[Declined, ...]:

@@ -17,6 +17,7 @@ from ampopt.deploy.health import Callback, Event, Health, Monitor
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import AmpoptError, InputError, first_line
 from ampopt.ir.capture import Captured, capture
+from ampopt.ir.lane_io import original_call, original_of
 from ampopt.ir.lanes import FP32, lanes_for
 from ampopt.ir.model_copy import device_of, private_copy, untouched_rng, working_copy
 from ampopt.ir.numerics import relative_error
@@ -27,8 +28,9 @@ from ampopt.measure.clocks import latency
 from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.headline import compare_fairly
 from ampopt.measure.ledger import LaneSummary, Ledger
-from ampopt.search.optimizer import AUTO_TOLERANCE, BRIEFLY_S, HEADLINE, Optimizer
-from ampopt.search.options import Options
+from ampopt.search.last_comparison import HEADLINE
+from ampopt.search.optimizer import BRIEFLY_S, Optimizer
+from ampopt.search.options import AUTO_TOLERANCE, Options
 from ampopt.search.pass_manager import Progress
 from ampopt.search.rehearsal import Sandbox
 from ampopt.system.budget import Budget
@@ -238,7 +240,8 @@ def optimize_regions(
     """
     device = device_of(original, flatten_call(args, kwargs)[0])
     inputs = tuple(describe(t) for t in tensors_of(flatten_call(args, kwargs)[0]))
-    ledger = Ledger(type(original).__name__, environment(device), inputs, notes=[f"not one graph: {reason}"])
+    name = type(original_of(original)).__name__
+    ledger = Ledger(name, environment(device), inputs, notes=[f"not one graph: {reason}"])
     lanes = lanes_for(options.precision, device, options.amp_dtype)
     if len(lanes) > 1:
         only = FP32 if FP32 in lanes else lanes[0]
@@ -250,8 +253,9 @@ def optimize_regions(
     budget = Budget(started, options.budget_s)
     reasons, modules = list[str](), dict[str, OptimizedModule]()
     with interruptible():
-        calls = _record_calls(original, args, kwargs)
-        regions = list(_find_regions(original, calls, device, reasons, lambda: budget.left_s <= 0))
+        inside, own_args, own_kwargs = original_call(original, args, kwargs)
+        calls = _record_calls(inside, own_args, own_kwargs)
+        regions = list(_find_regions(inside, calls, device, reasons, lambda: budget.left_s <= 0))
     ledger.notes += reasons[:MOST_REASONS]
     if len(reasons) > MOST_REASONS:
         ledger.notes.append(f"{len(reasons) - MOST_REASONS} more submodules are no single graph either")
@@ -292,7 +296,8 @@ def as_it_was(
     device = device_of(original, leaves)
     notes = [reason, "the original answers every call: nothing was tried"]
     inputs = tuple(describe(t) for t in tensors_of(leaves))
-    ledger = Ledger(type(original).__name__, environment(device), inputs, notes=notes, chosen=ORIGINAL)
+    name = type(original_of(original)).__name__
+    ledger = Ledger(name, environment(device), inputs, notes=notes, chosen=ORIGINAL)
     ledger.seconds = time.perf_counter() - started
     return PartlyOptimizedModule(original, {}, ledger, device)
 
@@ -375,6 +380,7 @@ def _compare_whole(
     (only,) = lanes_for(options.precision, device, options.amp_dtype)
     original = working_copy(original)
     before, after = call(original), call(patched)
+    inside, own_args, own_kwargs = original_call(original, args, kwargs)
     error = (
         max(map(relative_error, after, before), default=0.0) if len(before) == len(after) else float("inf")
     )
@@ -385,7 +391,7 @@ def _compare_whole(
 
     with torch.no_grad(), untouched_rng(device):
         found = compare_fairly(
-            latency(lambda: original(*args, **kwargs), device),
+            latency(lambda: inside(*own_args, **own_kwargs), device),
             latency(serve, device),
             seconds=HEADLINE * options.budget_s,
         )

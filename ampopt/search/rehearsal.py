@@ -10,8 +10,10 @@ run in this process at the same time.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -36,6 +38,10 @@ from ampopt.measure.clocks import synchronize
 from ampopt.system.inductor_cache import inductor_folder
 
 
+class TooLongError(PassError):
+    """A rehearsal was stopped at its time limit."""
+
+
 class Sandbox:
     """A process for rehearsals: started on first use, replaced after a failure, killed at the end.
 
@@ -46,6 +52,7 @@ class Sandbox:
         self.device = device
         self._process: subprocess.Popen[bytes] | None = None
         self._line: Connection | None = None
+        self._ahead: _Ahead | None = None
 
     def __enter__(self) -> Sandbox:
         return self
@@ -61,8 +68,44 @@ class Sandbox:
         Not on a CPU, where it starts on first use: while it loads, a call of a network on two cores takes up
         to 15 times as long, and timings in this process are noise.
         """
-        if _possible() and self.device.type != "cpu":
+        if self.works_beside:
             self._begin()
+
+    @property
+    def works_beside(self) -> bool:
+        """Whether a rehearsal may run beside measurements: not on a CPU, see `prepare`."""
+        return _possible() and self.device.type != "cpu"
+
+    def begin(self, step: Pass, program: Program) -> None:
+        """Start to rehearse a risky step, if nothing else is rehearsed ahead; `apply` takes it up later.
+
+        Does nothing where that would disturb measurements, or where the program cannot be sent.
+        """
+        if not self.works_beside or self._ahead is not None:
+            return
+        if not isinstance(step, Engine) or not step.risky or step.why_not(program) is not None:
+            return
+        stack = contextlib.ExitStack()
+        sent = stack.enter_context(self._sent(step, program, seconds=math.inf))
+        if isinstance(sent, _Answer):
+            self._ahead = _Ahead(step, program, sent, stack)
+        else:
+            stack.close()
+
+    def is_rehearsing(self, step: Pass, program: Program) -> bool:
+        """Whether this step on this program was begun ahead, and was not taken up yet."""
+        return self._ahead is not None and self._ahead.is_of(step, program)
+
+    def ahead_s(self, step: Pass, program: Program) -> float:
+        """How many seconds ago this step on this program was begun ahead; 0 if it was not."""
+        if self._ahead is None or not self._ahead.is_of(step, program):
+            return 0.0
+        return time.perf_counter() - self._ahead.began
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether what was begun ahead has ended, well or not."""
+        return self._ahead is not None and self._ahead.answer.has_come
 
     def apply(self, step: Pass, program: Program, *, seconds: float) -> tuple[Result, str | None]:
         """Apply `step` to `program`; a risky step runs in the sandbox first, then here.
@@ -88,20 +131,56 @@ class Sandbox:
         if not _possible():
             yield lambda: "this system has no POSIX processes to rehearse in"
             return
+        if (ahead := self._ahead) is not None:
+            ahead.answer.until(time.perf_counter() + seconds)
+            if ahead.is_of(step, program):
+                self._ahead = None
+                with ahead.stack:
+                    yield ahead.answer.get
+                return
+            began = time.perf_counter()
+            with contextlib.suppress(PassError):  # that one's failure is told when it is taken up
+                ahead.answer.get()
+            seconds -= time.perf_counter() - began
+            if not ahead.answer.is_good:
+                self.close()
+        with self._sent(step, program, seconds=seconds) as sent:
+            yield sent.get if isinstance(sent, _Answer) else lambda: sent
+
+    @contextlib.contextmanager
+    def _sent(self, step: Pass, program: Program, *, seconds: float) -> Iterator[_Answer | str]:
+        """The answer to a step and a program that were sent, or why they cannot be."""
         with tempfile.NamedTemporaryFile(prefix="ampopt-") as parcel:
             try:
                 pickle.dump((torch.get_num_threads(), step, program), parcel)
             except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
-                reason = f"the program cannot be sent to another process: {first_line(error)}"
-                yield lambda: reason
+                yield f"the program cannot be sent to another process: {first_line(error)}"
                 return
             parcel.flush()
             answer = _Answer(self._send(parcel.name), seconds, self._how_it_ended)
             try:
-                yield answer.get
+                yield answer
             finally:  # Ctrl-C, too: nothing is to go on over there
                 if not answer.is_good:
                     self.close()  # whatever failed there may have broken that process's CUDA context
+
+    def has_answered(self) -> bool:
+        """Whether the answer of the rehearsal that was begun last is there, or its process has ended."""
+        return self._line is None or self._line.poll(0)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop the process and its children during the block, so that they take no time from timings here."""
+        self._signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
 
     def _send(self, parcel: str) -> Connection:
         line = self._begin()
@@ -139,11 +218,13 @@ class Sandbox:
 
     def close(self) -> None:
         """Kill the process and all its child processes."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.stack.close()
         if self._line is not None:
             self._line.close()
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._signal(signal.SIGKILL)
             self._process.wait()
         self._process = self._line = None
 
@@ -152,9 +233,21 @@ class _Answer:
     """What a rehearsal comes to: waited for once, told as often as asked for."""
 
     def __init__(self, line: Connection, seconds: float, how_it_ended: Callable[[], str]) -> None:
-        self._line, self._seconds, self._how_it_ended = line, seconds, how_it_ended
-        self._deadline = time.perf_counter() + seconds
+        self._line, self._how_it_ended = line, how_it_ended
         self._told: dict[str, str] | PassError | None = None
+        self.until(time.perf_counter() + seconds)
+
+    def until(self, deadline: float) -> None:
+        """Wait no longer than until a time on `time.perf_counter`'s clock."""
+        self._deadline, self._seconds = deadline, deadline - time.perf_counter()
+
+    @property
+    def has_come(self) -> bool:
+        """Whether `get` would not wait."""
+        try:
+            return self._told is not None or self._line.poll(0)
+        except (EOFError, OSError):
+            return True
 
     @property
     def is_good(self) -> bool:
@@ -175,14 +268,34 @@ class _Answer:
     def _wait(self) -> dict[str, str]:
         _load_compiler()
         try:
-            if not self._line.poll(max(self._deadline - time.perf_counter(), 0.0)):
-                raise PassError(f"it took longer than the {self._seconds:.0f} s that were left of the budget")
+            left = max(self._deadline - time.perf_counter(), 0.0)
+            if not self._line.poll(left if math.isfinite(left) else None):
+                raise TooLongError(
+                    f"it took longer than the {self._seconds:.0f} s that were left of the budget"
+                )
             answer: dict[str, str] = json.loads(self._line.recv_bytes())
         except (EOFError, OSError) as error:
             raise PassError(f"it brought down a process of its own ({self._how_it_ended()})") from error
         if (reason := answer.get("failed")) is not None:
             raise PassError(f"it failed in a process of its own: {reason}")
         return answer
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ahead:
+    """A rehearsal that was begun before its trial; closing `stack` ends it."""
+
+    step: Pass
+    program: Program
+    answer: _Answer
+    stack: contextlib.ExitStack
+    began: float = dataclasses.field(default_factory=time.perf_counter)
+
+    def is_of(self, step: Pass, program: Program) -> bool:
+        """Whether it is of this step, on a program made from the same capture in the same way."""
+        mine = self.program
+        same = mine.lane == program.lane and mine.recipe == program.recipe
+        return same and mine.examples is program.examples and self.step == step
 
 
 def _possible() -> bool:

@@ -8,39 +8,59 @@ needs; then, if that is not enough, `keep-fp32`.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 from ampopt.ir.transform import Family, Pass
 from ampopt.measure.entry import Entry, Verdict
 from ampopt.measure.verify import Verifier
 from ampopt.passes import PIPELINE, BakeAutocast, KeepFp32
-from ampopt.search.pass_manager import LaneState, PassManager
+from ampopt.search.lane_state import LaneState
+from ampopt.search.pass_manager import PassManager
 
-MOST_NAMED = 8
+MARGIN = 0.9
+"""A lane is brought within this share of a bound, because later passes round again."""
+
+FEW = 0.3
+"""Largest share of the products that stay in FP32 in a lane that is right, and only over the bound."""
+
+MOST_NAMED = 3
 """Operators that a note names; the report's data has them all."""
 
 
 def rescued(
-    manager: PassManager, state: LaneState, verifier: Verifier, passes: Sequence[Pass], notes: list[str]
+    manager: PassManager,
+    state: LaneState,
+    verifier: Verifier,
+    passes: Sequence[Pass],
+    notes: list[str],
+    bound: float | None = None,
 ) -> bool:
     """Whether a new lane is right, or has been made right; the notes say by what, or why not.
 
-    Without `keep-fp32`, a lane stays open for a user's tolerance or metric, within which other passes may
-    bring it.
+    A lane whose error is over `bound` (that of `precision="auto"`) is brought within it, if that can be; it
+    is right all the same. A lane that is over a user's tolerance or metric stays open, so that the
+    report can say how fast it would be; one that overflows does so only without `keep-fp32`.
     """
     if not state.lane.is_mixed:
         return True
-    wrong = verifier.check_errors(state.best.run, state.lane).reason
-    if wrong is None:
+    check, most = verifier.check_errors(state.best.run, state.lane), math.inf if bound is None else bound
+    if check.passed and check.error <= most:
         return True
-    name, why = state.lane.name, ""
+    wrong, name, why = check.reason, state.lane.name, ""
+    if check.passed:
+        passes = [_sparing(step) for step in passes]
     for attempt, steps in _attempts(passes):
-        entry = manager.rescue(state, attempt, steps)
+        entry = manager.rescue(state, attempt, steps, MARGIN * most)
         if entry.verdict is Verdict.KEPT:
             notes.append(_kept(entry))
             return True
         why = f"; {attempt} does not help: {entry.reason}"
-    if not any(isinstance(step, KeepFp32) for step in passes) and _may_be_brought_within(verifier):
+    if check.passed:
+        return True
+    has_searched = any(isinstance(step, KeepFp32) for step in passes)
+    if _may_be_brought_within(verifier) and (math.isfinite(check.error) or not has_searched):
         return True
     notes.append(f"the {name} lane was not tried: eager itself is too inexact in it: {wrong}{why}")
     return False
@@ -59,6 +79,11 @@ def _attempts(passes: Sequence[Pass]) -> Iterator[tuple[str, list[Pass]]]:
     for kind in (BakeAutocast, KeepFp32):
         for step in (each for each in passes if isinstance(each, kind)):
             yield step.name, [*exact, step]
+
+
+def _sparing(step: Pass) -> Pass:
+    """The pass, with few operators in FP32 at the most if it is one that keeps them."""
+    return dataclasses.replace(step, most=min(step.most, FEW)) if isinstance(step, KeepFp32) else step
 
 
 def _may_be_brought_within(verifier: Verifier) -> bool:

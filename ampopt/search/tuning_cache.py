@@ -23,10 +23,18 @@ from ampopt.passes import PIPELINE
 from ampopt.system.cache_folder import cache_folder, drop, keep, kept
 from ampopt.system.environment import environment, library_versions, own_code
 
-SCHEMA = 1
+SCHEMA = 2
 
 Recipes = Mapping[str, tuple[Pass, ...]]
 """The recipe of the best program of each lane."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What an earlier search found; if it had no time for everything, it is not `complete`."""
+
+    recipes: Recipes
+    complete: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,22 +46,26 @@ class TuningCache:
 
     folder: Path
 
-    def find(self, key: str, passes: Iterable[Pass] = PIPELINE) -> Recipes | None:
+    def find(self, key: str, passes: Iterable[Pass] = PIPELINE) -> Known | None:
         """The recipes stored under a key, made of these passes; None if there are none or the file is bad."""
         file = self._file(key)
         try:
             if (found := kept(file)) is None:
                 return None
             data = json.loads(found.decode())
-            if data["schema"] != SCHEMA or data["sha256"] != _checksum(key, data["lanes"]):
+            lanes, complete = data["lanes"], data["complete"]
+            if data["schema"] != SCHEMA or data["sha256"] != _checksum(key, lanes, complete):
                 raise ValueError("damaged")
             known = {step.name: step for step in passes}
-            return {str(lane): read_recipe(recipe, known) for lane, recipe in data["lanes"].items()}
+            recipes = {str(lane): read_recipe(recipe, known) for lane, recipe in lanes.items()}
+            return Known(recipes, bool(complete))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, BundleError):
             drop(file)
             return None
 
-    def store(self, key: str, recipes: Recipes, passes: Iterable[Pass] = PIPELINE) -> None:
+    def store(
+        self, key: str, recipes: Recipes, passes: Iterable[Pass] = PIPELINE, *, complete: bool = True
+    ) -> None:
         """Store recipes of these passes under a key, replacing existing ones; remove the oldest files."""
         known = {step.name: step for step in passes}
         try:
@@ -62,7 +74,8 @@ class TuningCache:
                 return  # a pass that is none of them, which no file can name
         except (TypeError, ValueError, BundleError):
             return  # a user's pass with an option that a file cannot hold
-        data = {"schema": SCHEMA, "lanes": lanes, "sha256": _checksum(key, lanes)}
+        checksum = _checksum(key, lanes, complete)
+        data = {"schema": SCHEMA, "lanes": lanes, "complete": complete, "sha256": checksum}
         keep(self._file(key), json.dumps(data).encode())
 
     def _file(self, key: str) -> Path:
@@ -104,5 +117,6 @@ def key_of(program: Program, facts: Mapping[str, object]) -> str:
     return digest.hexdigest()
 
 
-def _checksum(key: str, lanes: object) -> str:
-    return hashlib.sha256((key + json.dumps(lanes, sort_keys=True)).encode()).hexdigest()
+def _checksum(key: str, lanes: object, complete: object) -> str:
+    text = key + json.dumps([lanes, complete], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -15,7 +15,15 @@ import torch
 
 from ampopt.version import __version__
 
-LIBRARIES = ("triton", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino")
+LIBRARIES = (
+    "triton",
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "onnxruntime-openvino",
+    "openvino",
+)
 """Libraries whose versions are recorded in addition to torch and its CUDA libraries."""
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,52 +11,38 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ampopt
 from ampopt.ort.options import SessionError
-from benchmarks import by_onnx, peers
-from benchmarks.by_hand import as_float, as_half_channels_last
+from ampopt.system.flags import cuda_math
+from benchmarks import by_compile, by_onnx, cold_start, peers, race, regimes
+from benchmarks.by_hand import as_float, as_half_channels_last, cuda_graph
 from benchmarks.contestants import (
     BUDGET_S,
     Contestant,
-    InHalf,
-    channels_last,
-    compiled,
+    as_it_is,
+    border_of,
     contestants,
+    ios_of,
+    ours,
     torchscript,
 )
 from benchmarks.models import WORKLOADS
-from benchmarks.peers import race, write_row
-from benchmarks.peers_table import best_peer, ours, summary, to_markdown
+from benchmarks.peers import options_of, write_row
+from benchmarks.peers_table import to_markdown
 from benchmarks.race_networks import BATCH_8, RACE, racer
-from benchmarks.race_process import Racer, warm_up
+from benchmarks.race_process import warm_up
+from benchmarks.regimes import REGIMES
+from benchmarks.results_files import results_folder
+from benchmarks.ways import Border, make_all
+from tests.benchmarks.rows import cold_row, contestant, race_row
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-def entered(*names: str) -> list[Contestant]:
-    return [contestant for contestant in contestants(CPU) if contestant.name in names]
-
-
-def row(network: str, **times: float | str) -> dict[str, Any]:
-    """A row of results; a text is a failure. Names ending in `_amp` are of that lane."""
-    found: dict[str, Any] = {}
-    for key, value in times.items():
-        lane = "amp" if key.endswith("_amp") else "fp32"
-        name = f"ampopt {lane}" if key.startswith("ampopt") else key
-        facts = {"prepare_s": 1.0, "relative_error": 1e-6, "bytes": 2**20, "p50_ms": value, "p99_ms": value}
-        found[name] = {"lane": lane, "commit": "c"} | ({"error": value} if isinstance(value, str) else facts)
-    return {"network": network, "environment": {"device": "d"}, "commit": "c", "contestants": found}
 
 
 def test_the_race_is_of_the_workloads_nine_more_and_five_batches() -> None:
     assert RACE[: len(WORKLOADS)] == tuple(WORKLOADS)
     assert len(RACE) == len(set(RACE)) == len(WORKLOADS) + 9 + 5
     assert sum(name.endswith(BATCH_8) for name in RACE) == 5
-
-
-def test_a_p99_that_too_few_samples_know_is_left_out_of_the_table() -> None:
-    made = row("net", **{"eager": 2.0, "ampopt fp32": 1.0})
-    made["contestants"]["eager"]["p99_ms"] = None
-    assert "| net | 2.000 | 1.000 (1.00) |" in to_markdown([made])
 
 
 def test_a_batch_of_8_is_of_the_same_network() -> None:
@@ -75,18 +60,141 @@ def test_every_device_has_both_lanes_with_the_original_and_ampopt(device: torch.
     for lane in ("fp32", "amp"):
         assert any(c.lane == lane and c.name.startswith("eager") for c in found)
         assert any(c.lane == lane and c.name == f"ampopt {lane}" for c in found)
-    assert all("max-autotune" in c.name for c in found if c.thorough)
+    assert all("max-autotune" in c.name or c.name.endswith("copied") for c in found if c.thorough)
+    assert all((c.make is None) == (c.engine is not None) for c in found)
     assert BUDGET_S == 60
 
 
-@pytest.mark.parametrize(
-    "make", [channels_last, torchscript, functools.partial(compiled, mode=None, freezing=False)]
-)
-def test_peers_compute_what_the_model_does(make: Callable[..., Callable[..., Any]]) -> None:
+def test_the_fp32_lane_has_one_border_and_amp_two() -> None:
+    assert ios_of("fp32") == ("fp32",)
+    assert ios_of("amp") == ("fp32", "lane")
+    assert border_of("amp", "lane", CUDA) == Border("lane", torch.float16)
+    assert border_of("amp", "lane", CPU).dtype is torch.bfloat16
+    assert border_of("fp32", "fp32", CUDA).dtype is torch.float32
+
+
+def conv_net() -> tuple[nn.Module, tuple[Tensor, ...]]:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
-    x = torch.randn(1, 3, 8, 8)
+    return model, (torch.randn(1, 3, 8, 8),)
+
+
+@pytest.mark.parametrize("io", ["fp32", "lane"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("channels_last", "channels_last fold", "TorchScript"),
+        *("eager bf16 autocast", "bf16 autocast channels_last", "bf16 channels_last"),
+    ],
+)
+def test_peers_compute_what_the_model_does(name: str, io: str) -> None:
+    model, inputs = conv_net()
+    (peer,) = (each for each in contestants(CPU) if each.name == name)
+    if io not in ios_of(peer.lane):
+        return
+    border = border_of(peer.lane, io, CPU)
+    assert peer.make is not None
     with torch.no_grad():
-        assert torch.allclose(make(model, (x,))(x), model(x), atol=1e-5)
+        expected = model(*inputs)
+        made = make_all(peer.make(model, inputs, border)).made
+        assert made
+        for each in made.values():
+            found = each.call(*each.inputs)
+            assert isinstance(found, Tensor)
+            assert found.dtype is each.inputs[0].dtype is (border.dtype if io == "lane" else torch.float32)
+            tolerance = 1e-5 if peer.lane == "fp32" else 3e-2
+            assert torch.allclose(found.float(), expected, atol=tolerance)
+
+
+ON_GPU = [
+    (kind, lane, io)
+    for kind in ("graph by hand", "TorchScript", "compile reduce-overhead")
+    for lane, io in (("fp32", "fp32"), ("amp", "fp32"), ("amp", "lane"))
+] + [("eager fp16", "amp", "fp32"), ("eager fp16", "amp", "lane")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "lane", "io"), ON_GPU)
+def test_every_way_of_a_peer_computes_what_the_model_does_on_a_gpu(kind: str, lane: str, io: str) -> None:
+    (peer,) = (c for c in contestants(CUDA) if c.name in (kind, f"{kind} {lane}"))
+    model, inputs = conv_net()
+    model, inputs = model.to(CUDA), tuple(tensor.to(CUDA) for tensor in inputs)
+    assert peer.make is not None
+    with torch.no_grad(), cuda_math(tf32=False, search=True):
+        expected = model(*inputs)
+        candidates = make_all(peer.make(model, inputs, border_of(lane, io, CUDA)))
+        assert candidates.failed == {}
+        for each in candidates.made.values():
+            each.call(*each.inputs)
+            found = each.call(*each.inputs)
+            assert isinstance(found, Tensor)
+            assert found.dtype is each.inputs[0].dtype is (torch.float16 if io == "lane" else torch.float32)
+            assert torch.allclose(found.float(), expected, atol=1e-5 if lane == "fp32" else 1e-2)
+        name, _, tried = candidates.fastest(torch.cuda.synchronize)
+        assert set(tried) == set(candidates.made)
+        assert name in tried
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_plain_graphs_results_are_overwritten_or_copied(copied: bool) -> None:
+    model, x = nn.Conv2d(3, 8, 3).to(CUDA, torch.float16), torch.randn(1, 3, 8, 8, device=CUDA)
+    with torch.no_grad():
+        call = cuda_graph(model, (x.half(),), copied=copied)
+        first = call(x)
+        assert isinstance(first, Tensor)
+        kept = first.clone()
+        second = call(x + 1)
+        torch.cuda.synchronize()
+    assert torch.equal(first, kept) == copied
+    assert (second is first) != copied
+    assert first.dtype is (torch.float32 if copied else torch.float16)
+
+
+@pytest.mark.parametrize("has_io", [False, True])
+def test_ampopt_has_the_lanes_border_where_its_version_has(
+    monkeypatch: pytest.MonkeyPatch, has_io: bool
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def without(model: object, inputs: object, **options: Any) -> object:
+        seen.update(options, dtype=inputs[0].dtype)  # type: ignore[index]
+        return lambda x: x
+
+    def with_io(model: object, inputs: object, *, io: str = "fp32", **options: Any) -> object:
+        return without(model, inputs, io=io, **options)
+
+    monkeypatch.setattr(ampopt, "optimize", with_io if has_io else without)
+    model, inputs = conv_net()
+    made = make_all(ours(model, inputs, Border("lane", torch.float16), lane="amp"))
+    if not has_io:
+        assert made.failed == {"": "NotImplementedError: this version of ampopt.optimize has no option io"}
+        return
+    assert made.made[""].way == "outputs=static"
+    assert (seen["io"], seen["precision"], seen["outputs"]) == ("lane", "amp", "static")
+    assert seen["dtype"] is torch.float16
+    make_all(ours(model, inputs, Border("fp32", torch.float16), lane="amp"))
+    assert (seen["io"], seen["dtype"]) == ("fp32", torch.float32)
+
+
+def test_inductor_prints_no_tables() -> None:
+    import torch._inductor.config as inductor
+    from torch._inductor import select_algorithm
+
+    by_compile.be_silent()
+    assert inductor.autotune_num_choices_displayed == 0
+    assert select_algorithm.PRINT_AUTOTUNE is False
+
+
+def test_inductor_has_its_own_graphs_or_a_plain_one_and_tunes_by_descent() -> None:
+    found = by_compile.on_cuda(Border("fp32", torch.float16), {"": {}, "freezing": by_compile.FREEZING})
+    assert list(found) == [
+        *("its own graphs", "a plain graph"),
+        *("freezing, its own graphs", "freezing, a plain graph"),
+    ]
+    assert by_compile.AUTOTUNE == {"max_autotune": True, "coordinate_descent_tuning": True}
+    torch.compile(
+        nn.ReLU(), options={**by_compile.FREEZING, **by_compile.AUTOTUNE, "triton.cudagraphs": True}
+    )
 
 
 def test_what_enters_half_is_half_and_integers_stay() -> None:
@@ -94,17 +202,6 @@ def test_what_enters_half_is_half_and_integers_stay() -> None:
     assert image.dtype is torch.float16
     assert image.is_contiguous(memory_format=torch.channels_last)
     assert as_half_channels_last(torch.arange(3)).dtype is torch.int64
-
-
-def test_a_model_in_half_takes_and_gives_float32() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
-    x = torch.randn(1, 3, 8, 8)
-    with torch.no_grad():
-        found, expected = InHalf(model)(x), model(x)
-    assert isinstance(found, Tensor)
-    assert found.dtype is torch.float32
-    assert 0 < (found - expected).norm() < 1e-2 * expected.norm()
-    assert model[0].weight.dtype is torch.float32, "the model itself stays as it is"
 
 
 def test_outputs_become_float32_and_others_stay() -> None:
@@ -115,44 +212,192 @@ def test_outputs_become_float32_and_others_stay() -> None:
     assert found["low"].dtype is torch.float32
 
 
-def test_a_lane_that_was_not_run_keeps_what_it_had(tmp_path: Path) -> None:
-    write_row(tmp_path, row("cropunet", eager=1.0, ampopt=1.0, gone=3.0))
-    newer = row("cropunet", eager_amp=0.5, ampopt_amp=0.4)
-    for each in newer["contestants"].values():
-        each["commit"] = "d"
-    write_row(tmp_path, newer)
-    (found,) = json.loads((tmp_path / "peers.json").read_text())
-    assert list(found["contestants"]) == ["eager", "ampopt fp32", "gone", "eager_amp", "ampopt amp"]
-    assert found["commit"] == "c, d"
-    write_row(tmp_path, row("cropunet", eager=2.0, ampopt=1.5))
-    (found,) = json.loads((tmp_path / "peers.json").read_text())
-    assert list(found["contestants"]) == ["eager_amp", "ampopt amp", "eager", "ampopt fp32"]
-    assert "commit c, d." in (tmp_path / "peers.md").read_text()
-    write_row(tmp_path, row("cropunet", eager_amp=0.5, ampopt_amp=0.4))
-    (found,) = json.loads((tmp_path / "peers.json").read_text())
-    assert found["commit"] == "c", "what no contestant is of is named no more"
+class Stand:
+    """In place of a contestant's process: it notes what it is asked, and fails where its name says so."""
+
+    asked: list[tuple[str, str]]
+    envs: list[dict[str, str]]
+
+    def __init__(self, command: list[str], env: dict[str, str]) -> None:
+        self._name = command[3]
+        self._again = env in self.envs
+        self.envs.append(env)
+
+    def ask(self, what: str, *arguments: str) -> Any:
+        self.asked.append((self._name, what))
+        if self._name == f"fails to {what}":
+            raise RuntimeError(f"cannot {what}")
+        if self._name == "poisons" and what == "make" and not arguments:
+            return {"unusable": 2, "left_out": "third: device-side assert"}
+        if self._name == "poisons at once" and what == "make":
+            return {"unusable": 0, "left_out": "first: device-side assert"}
+        if self._name.startswith("renews") and what == "make" and self._again:
+            assert arguments == ("", "the best")
+            if self._name == "renews in vain":
+                raise RuntimeError("out of memory")
+        if what == "block":
+            return {"seconds": [1e-3] * 3 if not self._again else [2e-3] * 3}
+        chosen = {"relative_error": 1e-6, "way": "w", "won": "the best", "bytes": 5 if self._again else 9}
+        chosen |= {"tried": {"another": 2.0} if self._name.startswith("renews") else {}}
+        return {"make": {"prepare_s": 1.0}, "choose": chosen}.get(what, {})
+
+    def end(self) -> None:
+        pass
+
+
+def stands(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(Stand, "asked", asked, raising=False)
+    monkeypatch.setattr(Stand, "envs", [], raising=False)
+    monkeypatch.setattr(race, "Racer", Stand)
+    monkeypatch.setattr(race, "PAUSE_S", 0.0)
+    monkeypatch.setattr(race, "write_parts", lambda *_, **__: None)
+    return asked
+
+
+def test_tuners_are_made_after_the_others_and_all_are_chosen_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = stands(monkeypatch)
+    entered = [
+        Contestant("tunes", "fp32", as_it_is(torchscript), tunes=True),
+        Contestant("plain", "fp32", as_it_is(torchscript)),
+        Contestant("fails to make", "fp32", as_it_is(torchscript)),
+        Contestant("fails to choose", "fp32", as_it_is(torchscript)),
+        Contestant("fails to block", "fp32", as_it_is(torchscript)),
+    ]
+    entered.pop()
+    row = race.race("net", entered, CPU, io="fp32", threads=1, rounds=2)
+    what = [each for each in asked if each[1] != "block"]
+    assert what.index(("tunes", "make")) == 3, "after the three that time nothing"
+    assert what[4:] == [
+        *(("tunes", "choose"), ("plain", "choose"), ("fails to choose", "choose")),
+        *(("tunes", "settle"), ("plain", "settle")),
+    ]
+    blocks = [name for name, each in asked if each == "block"]
+    assert sorted(blocks) == ["plain"] * 4 + ["tunes"] * 4, "two rounds in two regimes"
+    found = row["contestants"]
+    assert found["fails to make"] == {"lane": "fp32", "error": "cannot make"}
+    assert found["fails to choose"]["error"] == "cannot choose"
+    for regime in REGIMES:
+        assert found["plain"][regime]["p50_ms"] == 1.0
+        assert found["plain"][regime]["blocks_ms"] == [1.0, 1.0]
+    assert (row["lane"], row["io"], row["threads"]) == ("fp32", "fp32", 1)
+    assert len(row["load"]) == 2
+
+
+def test_a_contestant_whose_way_took_the_device_with_it_begins_anew_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = stands(monkeypatch)
+    entered = [Contestant(name, "fp32", as_it_is(torchscript)) for name in ("poisons", "poisons at once")]
+    found = race.race("net", entered, CPU, rounds=1)["contestants"]
+    assert [each for each in asked if each[1] == "make"] == [("poisons", "make")] * 2 + [
+        ("poisons at once", "make")
+    ]
+    assert found["poisons"]["left_out"] == "third: device-side assert"
+    assert found["poisons"]["30 Hz"]["p50_ms"] == 2.0, "of the second process"
+    assert found["poisons at once"] == {"lane": "fp32", "error": "first: device-side assert"}
+
+
+def test_the_way_that_won_runs_in_a_process_without_those_that_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = stands(monkeypatch)
+    entered = [
+        Contestant(name, "fp32", as_it_is(torchscript)) for name in ("renews", "renews in vain", "alone")
+    ]
+    found = race.race("net", entered, CPU, rounds=1)["contestants"]
+    made = [name for name, what in asked if what == "make"]
+    assert made == ["renews", "renews in vain", "alone", "renews", "renews in vain"]
+    assert [found[each.name]["30 Hz"]["p50_ms"] for each in entered] == [2.0, 1.0, 1.0]
+    assert [found[each.name]["bytes"] for each in entered] == [5, 9, 9]
+    assert found["renews"]["tried"] == {"another": 2.0}
+    assert found["renews in vain"]["not_renewed"] == "out of memory"
+
+
+def test_options_narrow_the_race(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--device", "cpu", "--contestants", "eager", "ncnn", "--threads", "1", "--io", "fp32"]
+    options = options_of(words)
+    entered = peers.entered_in(options, "resnet18", "fp32", contestants(CPU))
+    assert [each.name for each in entered] == ["eager", "ncnn"]
+    everybody = options_of(["--device", "cpu", "--thorough", "resnet18"])
+    for network, more in (("resnet18", True), ("cropunet", False)):
+        names = [each.name for each in peers.entered_in(everybody, network, "fp32", contestants(CPU))]
+        assert ("compile max-autotune" in names) == more
+    for wrong, reason in (
+        (["--gpus", "0", "1", "2"], "at most 2 races"),
+        (["--contestants", "nobody"], "no contestant nobody"),
+        (["--device", "cuda", "--threads", "1"], "races on a CPU"),
+    ):
+        with pytest.raises(SystemExit):
+            options_of(wrong)
+        assert reason in capsys.readouterr().err
+
+
+def test_rows_of_a_commit_are_not_run_again_and_the_default_call_is_beside_the_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run: list[tuple[str, str, str]] = []
+
+    def stand_in(
+        network: str, entered: Sequence[Contestant], device: torch.device, *, io: str, **_: Any
+    ) -> Any:
+        lane = entered[0].lane
+        run.append((network, lane, io))
+        return race_row(network, lane, io, eager=2.0, ours=1.0)
+
+    words = [
+        "peers",
+        "--device",
+        "cpu",
+        "--models",
+        "resnet18",
+        "cropunet",
+        "--out",
+        str(tmp_path),
+        "--missing",
+    ]
+    monkeypatch.setattr("sys.argv", words)
+    monkeypatch.setattr(peers, "race", stand_in)
+    monkeypatch.setattr(peers, "commit", lambda: "c")
+    monkeypatch.setattr(peers, "draw", lambda rows, path: None)
+    monkeypatch.setattr(
+        cold_start, "default_call", lambda network, device: cold_row(network, ampopt=contestant(1.0))
+    )
+    (folder,) = (results_folder(tmp_path, CPU),)
+    write_row(folder, race_row("resnet18", "amp", "lane", eager=2.0, ours=1.0))
+    peers.main()
+    assert run == [
+        *(("resnet18", "fp32", "fp32"), ("resnet18", "amp", "fp32")),
+        *(("cropunet", "fp32", "fp32"), ("cropunet", "amp", "fp32"), ("cropunet", "amp", "lane")),
+    ]
+    rows = json.loads((folder / "race.json").read_text())
+    assert len(rows) == 6
+    assert ["default_call" in row for row in rows] == [
+        row["network"] == "resnet18" and row["lane"] == "fp32" for row in rows
+    ]
+    assert "- resnet18: amp lane after 12.0 s" in (folder / "race.md").read_text()
 
 
 @pytest.mark.slow
 def test_a_race_has_a_row_for_everybody_and_reasons_for_those_who_failed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(peers, "PAUSE_S", 0.0)
-    everybody = [*entered("eager", "TorchScript"), Contestant("nobody", "fp32", torchscript)]
-    made = race("linear5x128", everybody, CPU, seconds=0.2)
+    monkeypatch.setattr(race, "PAUSE_S", 0.0)
+    entered = [each for each in contestants(CPU) if each.name in ("eager", "TorchScript")]
+    made = race.race("linear5x128", [*entered, Contestant("nobody", "fp32")], CPU, rounds=1)
     found = json.loads(json.dumps(made))["contestants"]
     assert list(found) == ["eager", "TorchScript", "nobody"]
     for name in ("eager", "TorchScript"):
-        assert found[name]["samples"] >= peers.LEAST_ROUNDS
-        assert found[name]["p50_ms"] > 0
-        assert (found[name]["p99_ms"] is None) == (found[name]["samples"] < 100)
         assert found[name]["relative_error"] < 1e-5
         assert found[name]["prepare_s"] > 0
-    assert found["eager"]["samples"] == found["TorchScript"]["samples"]
-    assert found["nobody"] == {"lane": "fp32", "commit": made["commit"], "error": "StopIteration"}
+        for regime in REGIMES:
+            assert found[name][regime]["samples"] >= regimes.LEAST_CALLS
+            assert found[name][regime]["p50_ms"] > 0
+        assert found[name]["30 Hz"]["samples"] == regimes.FRAMES
+        assert found[name]["back to back"]["cpu_ms"] > 0
+    assert set(found["TorchScript"]["tried"]) == {"channels_last", "contiguous"}
+    assert found["nobody"] == {"lane": "fp32", "error": "StopIteration"}
     write_row(tmp_path, made)
-    assert "- nobody: StopIteration (linear5x128)" in (tmp_path / "peers.md").read_text()
-    assert (tmp_path / "peers.png").stat().st_size > 1000
+    assert "- nobody: StopIteration (linear5x128)" in (tmp_path / "race.md").read_text()
+    assert (tmp_path / "race.png").stat().st_size > 1000
 
 
 def test_a_provider_that_does_not_load_is_found_out_before_an_export(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,14 +409,6 @@ def test_a_provider_that_does_not_load_is_found_out_before_an_export(monkeypatch
         by_onnx._fastest(nn.ReLU(), (torch.ones(1),), "NoExecutionProvider", [{}])
     with pytest.raises(AssertionError, match="it exports"):
         by_onnx._fastest(nn.ReLU(), (torch.ones(1),), "CPUExecutionProvider", [{}])
-
-
-def test_a_process_that_ends_is_a_reason(tmp_path: Path) -> None:
-    racing = Racer("eager", CPU, tmp_path)
-    racing._process.kill()
-    with pytest.raises(RuntimeError, match="its process ended with status -9"):
-        racing.ask("prepare")
-    racing.end()
 
 
 def test_a_warm_up_ends_when_the_latency_has_settled() -> None:
@@ -186,41 +423,50 @@ def test_a_warm_up_ends_when_the_latency_has_settled() -> None:
     assert calls >= 16
 
 
-def test_the_best_peer_is_the_fastest_of_the_lane_that_is_not_ours() -> None:
-    made = row("resnet18", eager=4.0, script=2.0, ampopt=1.0, ort="no such library", eager_amp=0.5)
-    assert best_peer(made, "fp32") == ("script", 2.0)
-    assert best_peer(made, "amp") == ("eager_amp", 0.5)
-    assert ours(made, "fp32") == 1.0
-    assert ours(made, "amp") is None
+def test_the_table_shows_both_regimes_what_was_tried_and_failures_once() -> None:
+    rows = [
+        race_row(
+            "resnet18",
+            eager=contestant(4.0, 5.0, way="as it is"),
+            ours=contestant(1.0, 2.0),
+            ort="absent\nlib",
+        ),
+        race_row("cropunet", eager=3.0, ours=1.0, ort="absent\nlib"),
+        race_row("resnet18", "amp", "lane", ours=1.0, TensorRT="no such library"),
+    ]
+    rows[0]["contestants"]["eager"]["30 Hz"]["p99_ms"] = None
+    table = to_markdown(rows)
+    assert "| resnet18 | 4.000 (4.00) | 1.000 (1.00) |" in table
+    assert "| resnet18 | 5.000 | 2.000 (2.00) |" in table, "a p99 that too few samples know is left out"
+    assert "| resnet18 | as it is | – |" in table
+    assert (
+        "| resnet18 | eager 4.000 | 1.000 | 4.00 (4.00 to 4.00) | eager 5.000 | 2.000 | 2.50 (2.50 to 2.50) |"
+        in table
+    )
+    assert "| 2.50 (30 Hz) | 1.00 | – | 0.5, – | c |" in table
+    assert "- 30 Hz: geometric mean 2.739, least 2.500 (resnet18)" in table
+    assert "2.74 times ampopt's time in geometric mean (30 Hz, the less favourable regime)" in table
+    assert "- ort: absent (resnet18, cropunet)" in table
+    assert "CPU time" not in table
+    for name, ms in (("eager", 3.0), ("ampopt fp32", 2.0)):
+        rows[0]["contestants"][name]["back to back"]["cpu_ms"] = ms
+    rows[0]["environment"]["instructions"] = "AVX512"
+    assert "- CPU time back to back: geometric mean 1.500, least 1.500 (resnet18)" in to_markdown(rows)
+    assert "energy" not in table, "nobody has any to show"
+    assert "## amp lane, the lane's dtype in and out" in table
+    assert "- TensorRT: no such library (resnet18)" in table
 
 
-def test_errors_are_shown_beside_eagers() -> None:
-    made = row("resnet18", eager=4.0, ampopt=1.0, ampopt_amp=1.0, TorchScript_amp=2.0)
-    made["contestants"]["ampopt fp32"]["relative_error"] = 2e-6
-    assert "| resnet18 | eager | 4.000 | 1.000 | 4.000 | 2.00 | – | c |" in summary([made], "fp32")
-    assert "| resnet18 | TorchScript_amp | 2.000 | 1.000 | 2.000 | – | – | c |" in summary([made], "amp")
-
-
-def test_a_lane_shows_those_who_run_in_it() -> None:
-    table = to_markdown([row("resnet18", eager=4.0, ampopt=1.0, ampopt_amp=1.0, TensorRT_amp="absent")])
-    assert table.index("## fp32 lane") < table.index("| network | eager | ampopt fp32 |")
-    assert table.index("## amp lane") < table.index("| network | ampopt amp |")
-    assert "- TensorRT_amp: absent (resnet18)" in table
-
-
-def test_the_summary_has_the_geometric_mean_and_the_worst() -> None:
-    rows = [row("resnet18", eager=4.0, ampopt=1.0), row("cropunet", eager=1.0, ampopt=1.0)]
-    assert summary(rows, "fp32")[-2].startswith("- geometric mean 2.000, least 1.000 (cropunet), over 2")
-    assert summary(rows, "amp") == []
-
-
-def test_rows_keep_the_order_of_the_race_and_failures_are_named(tmp_path: Path) -> None:
-    write_row(tmp_path, row("cropunet", eager=1.0, ampopt=1.0))
-    write_row(tmp_path, row("encdecmil18", eager=2.0, ampopt="out of\nmemory"))
-    write_row(tmp_path, row("cropunet", eager=3.0, ampopt=1.0))
-    rows = json.loads((tmp_path / "peers.json").read_text())
-    assert [each["network"] for each in rows] == ["encdecmil18", "cropunet"]
-    table = (tmp_path / "peers.md").read_text()
+def test_rows_keep_the_order_of_the_race_and_each_its_place(tmp_path: Path) -> None:
+    write_row(tmp_path, race_row("cropunet", eager=1.0, ours=1.0))
+    write_row(tmp_path, race_row("encdecmil18", eager=2.0, ours="out of\nmemory"))
+    write_row(tmp_path, race_row("cropunet", "amp", eager=9.0))
+    write_row(tmp_path, race_row("cropunet", eager=3.0, ours=1.0))
+    rows = json.loads((tmp_path / "race.json").read_text())
+    assert [(each["network"], each["lane"]) for each in rows] == [
+        *(("encdecmil18", "fp32"), ("cropunet", "fp32"), ("cropunet", "amp")),
+    ]
+    table = (tmp_path / "race.md").read_text()
     assert table == to_markdown(rows)
     assert "- ampopt fp32: out of (encdecmil18)" in table
     assert "| cropunet | 3.000 (3.00) | 1.000 (1.00) |" in table

@@ -14,19 +14,19 @@ import pytest
 
 from benchmarks import peers
 from benchmarks.race_on_gpus import longest_first, run_all
+from tests.benchmarks.rows import contestant, race_row
 
 CORES = sorted(os.sched_getaffinity(0))
 
 
-def row(network: str, **prepare_s: float) -> dict[str, Any]:
-    contestants = {lane: {"lane": lane, "commit": "c", "prepare_s": s} for lane, s in prepare_s.items()}
-    return {"network": network, "environment": {"device": "d"}, "commit": "c", "contestants": contestants}
+def row(network: str, lane: str, io: str = "fp32", prepare_s: float = 1.0) -> dict[str, Any]:
+    return race_row(network, lane, io, eager={**contestant(1.0), "prepare_s": prepare_s})
 
 
 def test_what_took_longest_begins_and_what_is_not_known_before_it() -> None:
-    known = [row("a", fp32=5.0, amp=50.0), row("b", fp32=20.0)]
-    races = [("a", "fp32"), ("b", "fp32"), ("b", "amp"), ("a", "amp")]
-    assert longest_first(races, known) == [("b", "amp"), ("a", "amp"), ("b", "fp32"), ("a", "fp32")]
+    known = [row("a", "fp32", prepare_s=5.0), row("a", "amp", prepare_s=50.0), row("b", "amp", "lane", 20.0)]
+    races = [("a", "fp32", "fp32"), ("b", "amp", "lane"), ("b", "amp", "fp32"), ("a", "amp", "fp32")]
+    assert longest_first(races, known) == [races[2], races[3], races[1], races[0]]
 
 
 class Processes:
@@ -37,17 +37,17 @@ class Processes:
         self.both = threading.Barrier(2)
 
     def run(self, command: list[str], *, env: dict[str, str], **_: object) -> Any:
-        network, lane, folder = (
-            command[command.index(f"--{name}") + 1] for name in ("models", "lanes", "out")
+        network, lane, io, folder = (
+            command[command.index(f"--{name}") + 1] for name in ("models", "lanes", "io", "out")
         )
         cores = command[command.index("--cores") + 1 : command.index("--out")]
-        self.seen.append({"race": (network, lane), "gpu": env["CUDA_VISIBLE_DEVICES"], "cores": cores})
+        self.seen.append({"race": (network, lane, io), "gpu": env["CUDA_VISIBLE_DEVICES"], "cores": cores})
         if network != "last":
             self.both.wait(timeout=30)  # it comes to an end only if two run at once
         if lane == "broken":
             return subprocess.CompletedProcess(command, 1, stdout="why it failed")
         Path(folder, "gpu").mkdir()
-        Path(folder, "gpu", "peers.json").write_text(json.dumps([row(network, **{lane: 1.0})]))
+        Path(folder, "gpu", "race.json").write_text(json.dumps([row(network, lane, io)]))
         return subprocess.CompletedProcess(command, 0, stdout="")
 
 
@@ -56,8 +56,8 @@ def test_races_run_at_once_and_what_fails_is_named(
 ) -> None:
     processes, done = Processes(), list[dict[str, Any]]()
     monkeypatch.setattr(subprocess, "run", processes.run)
-    races = [("a", "fp32"), ("b", "broken"), ("last", "amp")]
-    assert run_all(races, [3, 5], ["--seconds", "1"], done.append) == [("b", "broken")]
+    races = [("a", "fp32", "fp32"), ("b", "broken", "fp32"), ("last", "amp", "lane")]
+    assert run_all(races, [3, 5], ["--seconds", "1"], done.append) == [races[1]]
     assert sorted(each["network"] for each in done) == ["a", "last"]
     assert {each["gpu"] for each in processes.seen[:2]} == {"3", "5"}
     cores = [set(each["cores"]) for each in processes.seen[:2]]
@@ -73,14 +73,14 @@ def test_rows_of_several_races_are_put_together(monkeypatch: pytest.MonkeyPatch,
 
     def run(races: Any, gpus: Any, options: list[str], done: Any) -> list[Any]:
         passed.append([*map(str, gpus), *options])
-        for network, lane in races:
-            done(row(network, **{lane: 1.0}))
-        return [("resnet18", "other")]
+        for race in races:
+            done(row(*race))
+        return [("resnet18", "other", "fp32")]
 
     monkeypatch.setattr(peers, "run_all", run)
-    with pytest.raises(SystemExit, match="no row of resnet18, other"):
+    with pytest.raises(SystemExit, match="no row of resnet18, other, fp32"):
         peers.main()
-    assert passed == [["0", "1", "--device", "cpu", "--seconds", "2.0", "--thorough"]]
-    (file,) = tmp_path.glob("*/peers.json")
-    (found,) = json.loads(file.read_text())
-    assert set(found["contestants"]) == {"fp32", "amp"}
+    assert passed == [["0", "1", "--device", "cpu", "--seconds", "2.0", "--no-default-call", "--thorough"]]
+    (file,) = tmp_path.glob("*/race.json")
+    found = [(each["lane"], each["io"]) for each in json.loads(file.read_text())]
+    assert found == [("fp32", "fp32"), ("amp", "fp32"), ("amp", "lane")]

@@ -30,7 +30,7 @@ class Tiny(nn.Module):
         y = self.norm(self.conv(image)).relu()
         return y if scale is None else y * scale
 """
-EXCLUDED = ("compile", "script", "onnx-runtime")
+EXCLUDED = ("compile", "script", "onnx-runtime", "openvino")
 QUICK = ("--budget", "3", *(word for name in EXCLUDED for word in ("--exclude", name)))
 
 

@@ -90,7 +90,7 @@ COMPLETED = {
     "ampopt optimize --policy O": ["O1", "O2"],
     "ampopt optimize --device cu": ["cuda"],
     "ampopt export --target t": ["tensorrt"],
-    "ampopt verify --backend o": ["onnxruntime", "original"],
+    "ampopt verify --backend o": ["onnxruntime", "openvino", "original"],
 }
 
 COMPLETE = """

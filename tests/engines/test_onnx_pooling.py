@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampopt.engines import onnx_pooling
+from ampopt.engines import onnx_pooling, onnx_program
+from ampopt.engines.onnx_program import for_onnx_runtime, plain_model
 from ampopt.ort.session import OnnxRunner, SessionOptions
-from ampopt.passes import onnx_runtime
 from tests.helpers import Model, Unpooling, program_of, with_pixel
 
 pytest.importorskip("onnxruntime")
@@ -30,8 +30,8 @@ def models(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> tupl
         without.append(onnx_ir.to_proto(model).SerializeToString())
         whole(model)
 
-    monkeypatch.setattr(onnx_runtime, "use_pooling_operators", keep_and_apply)
-    after = onnx_runtime._as_onnx(program_of(model.eval(), x), (x,))
+    monkeypatch.setattr(onnx_program, "use_pooling_operators", keep_and_apply)
+    after = for_onnx_runtime(plain_model(program_of(model.eval(), x).graph, (x,)))
     return without[0], after
 
 
@@ -118,7 +118,7 @@ def test_maxima_keep_nan_and_are_what_they_were(name: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("size", [8, 24])
 def test_unpooling_keeps_nan(size: int) -> None:
     model, x = Unpooling(), torch.randn(1, 3, size, size)
-    runner = OnnxRunner(onnx_runtime._as_onnx(program_of(model, x), (x,)), SessionOptions())
+    runner = OnnxRunner(for_onnx_runtime(plain_model(program_of(model, x).graph, (x,))), SessionOptions())
     for row, column in ((0, 0), (3, 4), (size - 1, size - 1), (5, 5)):
         spoilt = x.clone()
         spoilt[0, :, row, column] = float("nan")

@@ -56,7 +56,7 @@ def test_every_lane_is_known_by_name_without_pytorch() -> None:
 def test_of_several_lanes_the_fastest_within_the_tolerance_is_taken(
     all_kept: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ampopt.search.optimizer.AUTO_TOLERANCE", 1e-4)
+    monkeypatch.setattr("ampopt.search.options.AUTO_TOLERANCE", 1e-4)
     model = Model(lambda m, x: m.b(torch.relu(m.a(x))), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
     options: dict[str, Any] = {"cache": False, "progress": False, "budget_s": 20, "passes": "bake-autocast"}
     with all_kept:

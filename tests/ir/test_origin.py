@@ -203,7 +203,7 @@ def test_an_error_of_the_onnx_exporter_names_the_place() -> None:
     program = program_of(nn.Sequential(Bessel()), X)
     options: dict[str, Any] = {"input_names": ["x"], "output_names": ["y"], "dims": ({},)}
     with pytest.raises(ExportError, match=rf"bessel_i1 \(0, {line_of(Bessel.forward, 2)}\)"):
-        to_onnx(program, half_io=False, target="onnxruntime", **options)
+        to_onnx(program, io=None, target="onnxruntime", **options)
 
 
 def _chain() -> fx.GraphModule:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ampopt.measure import clocks as measure
-from ampopt.measure.clocks import latency, seconds_once_loaded
+from ampopt.measure.clocks import engine_latency, engine_long_s, latency, seconds_once_loaded
 
 
 def test_a_quick_call_is_timed_after_an_untimed_one_and_a_long_one_is_not(
@@ -31,6 +31,14 @@ def test_a_quick_call_is_timed_after_an_untimed_one_and_a_long_one_is_not(
     calls = 0
     assert sample() == 1.0
     assert calls == 1
+
+
+def test_a_call_that_is_known_to_be_long_is_timed_at_once() -> None:
+    calls: list[int] = []
+    engine_latency(lambda: calls.append(1), torch.device("cpu"), last_s=engine_long_s(torch.device("cpu")))()
+    assert calls == [1]
+    engine_latency(lambda: calls.append(1), torch.device("cpu"), last_s=0.02)()
+    assert calls == [1, 1, 1]
 
 
 def test_a_cpu_has_no_peak_memory() -> None:

@@ -11,9 +11,11 @@ from torch import nn
 from ampopt.ir.graph import aten, copy_of, finish, insert_call
 from ampopt.ir.lanes import FP32
 from ampopt.ir.numerics import Check
+from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Declined, Result
 from ampopt.measure.entry import Verdict
+from ampopt.search.lane_search import LaneSearch
 from ampopt.search.pass_manager import PassManager, _differing_bits
 from ampopt.search.subject import Subject
 from tests.helpers import FP16, Model, program_of
@@ -290,7 +292,7 @@ def test_progress_is_told_about_every_pass(monkeypatch: pytest.MonkeyPatch, net:
     manager = PassManager(
         program, bench.verifier, bench.ledger, deadline=1e12, progress=lambda *what: told.append(what)
     )
-    manager.rewrite(manager.open(FP32), [GOOD, Planted("better")], deadline=1e12)
+    LaneSearch(manager, manager.open(FP32), Pipeline((GOOD, Planted("better")))).rewrite(1e12)
     assert told == [("fp32", "good"), ("fp32", "better")]
 
 

@@ -96,11 +96,9 @@ def test_what_there_is_no_time_left_to_judge_is_not_begun(
 ) -> None:
     bench = Bench(monkeypatch, net, X, cost=FASTER, seconds_left=50.0)
     bench.state.call_s = 5.0
-    step = (_Engine if engine else Planted)("step", seconds=1.0, error=AssertionError("it was applied"))
-    if engine:
-        bench.manager.choose_engine(bench.state, [step], [])
-    else:
-        bench.rewrite(step)
+    bench.rewrite(
+        (_Engine if engine else Planted)("step", seconds=1.0, error=AssertionError("it was applied"))
+    )
     (entry,) = bench.ledger.entries
     assert entry.verdict is Verdict.NOT_TRIED
     assert entry.reason == f"it needs about {seconds} s, and 50 s of the budget are left"

@@ -61,7 +61,7 @@ def test_an_engine_is_tried_by_itself_only_where_it_cannot_be_launched(
 ) -> None:
     bench = Bench(monkeypatch, net, X, cost={"good": 0.8, "_-engine": 0.5, "_-launch": 0.9})
     bench.rewrite(GOOD)
-    bench.manager.choose_engine(bench.state, [_Engine()], [_Launch(fails=fails)])
+    bench.run_in([_Engine()], [_Launch(fails=fails)])
     rows = [(entry.name, entry.verdict) for entry in bench.ledger.entries[1:]]
     if fails:
         assert rows == [("_-engine + _-launch", Verdict.FAILED), ("_-engine", Verdict.KEPT)]
@@ -71,7 +71,7 @@ def test_an_engine_is_tried_by_itself_only_where_it_cannot_be_launched(
 
 def test_an_engine_that_refuses_is_one_row(monkeypatch: pytest.MonkeyPatch, net: nn.Module) -> None:
     bench = Bench(monkeypatch, net, X, cost={})
-    bench.manager.choose_engine(bench.state, [_Shy()], [_Launch()])
+    bench.run_in([_Shy()], [_Launch()])
     assert [(e.name, e.verdict) for e in bench.ledger.entries] == [("_-shy + _-launch", Verdict.DECLINED)]
 
 
@@ -90,9 +90,7 @@ def test_a_claim_to_keep_every_bit_is_checked_for_an_engine_that_is_launched(
         numerics = Numerics.BITWISE
 
     bench = Bench(monkeypatch, net, X, cost={"changes": 0.5})
-    bench.manager.choose_engine(
-        bench.state, [_ChangesBits("changes", factor=1.0 + 2.0**-23)], [_ExactLaunch()]
-    )
+    bench.run_in([_ChangesBits("changes", factor=1.0 + 2.0**-23)], [_ExactLaunch()])
     first = bench.ledger.entries[0]
     assert first.name.startswith("changes + ")
     assert (first.verdict, first.reason) == (Verdict.REVERTED, "it claims to keep every bit and does not")
@@ -103,7 +101,7 @@ def test_an_engine_that_cannot_read_kernels_gets_the_program_without_them(
 ) -> None:
     bench = Bench(monkeypatch, net, X, cost={"kernel": 0.9, "good": 0.8, "_-engine": 0.5})
     bench.rewrite(GOOD, PlantedKernel("kernel"))
-    bench.manager.choose_engine(bench.state, [_Engine()], [])
+    bench.run_in([_Engine()], [])
     last = bench.ledger.entries[-1]
     assert last.name.endswith("(unfused)")
     assert last.verdict is Verdict.KEPT
@@ -125,7 +123,7 @@ def test_an_engine_that_takes_long_is_tried_without_each_kind_of_kernel(
 
     bench = Bench(monkeypatch, net, X, cost=cost)
     bench.rewrite(PlantedKernel("left"), PlantedKernel("right"))
-    bench.manager.choose_engine(bench.state, [_SlowEngine()], [])
+    bench.run_in([_SlowEngine()], [])
     assert bench.kept == ["right", "_-slow-engine"]
     tried = [entry.name.partition(" ")[2] for entry in bench.ledger.entries[-4:]]
     assert tried == ["", "(unfused)", "(without left)", "(without right)"]

@@ -19,7 +19,7 @@ from ampopt.ir.graph import aten
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Pass, Result
 from ampopt.measure.entry import Verdict
-from ampopt.search.rehearsal import Sandbox
+from ampopt.search.rehearsal import Sandbox, TooLongError
 from tests.support.planted import Bench, captured_of, rewritten
 
 X = torch.ones(1, 3)
@@ -116,9 +116,32 @@ def test_a_failure_there_is_a_reason_here(program: Program, elsewhere: str, reas
 
 def test_what_does_not_return_is_killed_when_the_time_is_over(program: Program) -> None:
     start = time.perf_counter()
-    with Sandbox(CPU) as sandbox, pytest.raises(PassError, match="longer than the 5 s that were left"):
+    with Sandbox(CPU) as sandbox, pytest.raises(TooLongError, match="longer than the 5 s that were left"):
         rehearse(sandbox, Risky("hang"), program, seconds=5)
     assert time.perf_counter() - start < 30
+
+
+def test_nothing_goes_on_there_during_a_pause(program: Program, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    with Sandbox(CPU) as sandbox:
+        with sandbox.paused():
+            pass  # there is no process yet
+        rehearse(sandbox, Risky(), program, seconds=60)  # the process is loaded now
+        with sandbox.rehearsing(Waiting(note=str(note)), program, seconds=60) as rehearsed:
+            time.sleep(0.5)
+            with sandbox.paused():
+                note.touch()
+                time.sleep(0.5)
+                assert not sandbox.has_answered()
+            assert rehearsed() is None
+
+
+def test_an_answer_can_be_seen_without_waiting_for_it(program: Program) -> None:
+    with Sandbox(CPU) as sandbox, sandbox.rehearsing(Risky(), program, seconds=60) as rehearsed:
+        assert not sandbox.has_answered()
+        while not sandbox.has_answered():
+            time.sleep(0.01)
+        assert rehearsed() is None
 
 
 def test_a_pass_may_begin_here_while_it_is_rehearsed(program: Program, tmp_path: Path) -> None:
@@ -130,6 +153,59 @@ def test_a_pass_may_begin_here_while_it_is_rehearsed(program: Program, tmp_path:
         assert (result.rewrites, unrehearsed) == (1, None)
         with pytest.raises(PassError, match="signal SIGSEGV"):
             sandbox.apply(Waiting("crash", home, str(tmp_path / "b")), program, seconds=60)
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sandbox that works beside measurements on this device, too."""
+    monkeypatch.setattr(Sandbox, "works_beside", True)
+
+
+@pytest.mark.usefixtures("beside")
+def test_a_rehearsal_that_was_begun_ahead_is_taken_up_by_its_trial(program: Program, tmp_path: Path) -> None:
+    step = Risky("nothing", os.getpid(), str(tmp_path / "note"))
+    with Sandbox(CPU) as sandbox:
+        sandbox.begin(step, program)
+        assert sandbox.is_rehearsing(step, program)
+        assert not sandbox.is_rehearsing(Risky("raise"), program)
+        assert sandbox.ahead_s(Risky("raise"), program) == 0.0 < sandbox.ahead_s(step, program)
+        deadline = time.perf_counter() + 60
+        while not sandbox.is_ready and time.perf_counter() < deadline:
+            time.sleep(0.05)
+        assert sandbox.is_ready
+        done = (tmp_path / "note").read_text()
+        with sandbox.rehearsing(step, program, seconds=60) as rehearsed:
+            assert rehearsed() is None
+        assert (tmp_path / "note").read_text() == done  # it was not done again
+        assert not sandbox.is_rehearsing(step, program)
+
+
+@pytest.mark.usefixtures("beside")
+def test_a_failure_ahead_is_told_to_its_trial_alone(program: Program) -> None:
+    with Sandbox(CPU) as sandbox:
+        sandbox.begin(Risky("crash"), program)
+        rehearse(sandbox, Risky(), program, seconds=60)  # it waits, and has a process of its own
+        assert not sandbox.is_rehearsing(Risky("crash"), program)
+        with pytest.raises(PassError, match="signal SIGSEGV"):
+            rehearse(sandbox, Risky("crash"), program, seconds=60)
+
+
+@pytest.mark.usefixtures("beside")
+def test_what_was_begun_ahead_and_hangs_ends_with_the_sandbox(program: Program) -> None:
+    began = time.perf_counter()
+    with Sandbox(CPU) as sandbox:
+        sandbox.begin(Risky("hang"), program)
+        assert not sandbox.is_ready
+        process = sandbox._process
+    assert process is not None
+    assert process.poll() is not None
+    assert time.perf_counter() - began < 30
+
+
+def test_on_a_cpu_nothing_is_begun_ahead(program: Program) -> None:
+    with Sandbox(CPU) as sandbox:
+        sandbox.begin(Risky(), program)
+        assert not sandbox.is_rehearsing(Risky(), program)
 
 
 def test_a_failure_is_told_as_often_as_it_is_asked_for(program: Program) -> None:
@@ -176,7 +252,7 @@ def test_what_was_not_rehearsed_is_told_in_the_report(monkeypatch: pytest.Monkey
     monkeypatch.setattr("ampopt.search.rehearsal._possible", lambda: False)
     with Sandbox(CPU) as sandbox:
         bench = Bench(monkeypatch, nn.Linear(3, 2), X, cost={"risky": 0.5})
-        bench.manager._sandbox = sandbox
+        bench.manager.sandbox = sandbox
         (entry,) = bench.rewrite(Risky("nothing", os.getpid()))
     assert entry.verdict is Verdict.KEPT
     assert entry.hints == ("not rehearsed: this system has no POSIX processes to rehearse in",)
@@ -188,7 +264,7 @@ def test_a_pass_that_crashes_its_rehearsal_is_a_failed_row_and_the_rest_goes_on(
     home = os.getpid()
     with Sandbox(CPU) as sandbox:
         bench = Bench(monkeypatch, nn.Linear(3, 2), X, cost={"risky": 0.5})
-        bench.manager._sandbox = sandbox
+        bench.manager.sandbox = sandbox
         entries = bench.rewrite(Risky("crash", home), Risky("nothing", home))
     assert [entry.verdict for entry in entries] == [Verdict.FAILED, Verdict.KEPT]
     assert "signal SIGSEGV" in entries[0].reason

@@ -16,8 +16,10 @@ from ampopt.measure.entry import Verdict
 from ampopt.measure.ledger import Ledger
 from ampopt.measure.verify import Verifier
 from ampopt.passes import PIPELINE
-from ampopt.search.pass_manager import LaneState, PassManager
+from ampopt.search.lane_state import LaneState
+from ampopt.search.pass_manager import PassManager
 from ampopt.search.rescue import in_order, rescued
+from ampopt.search.subject import Subject
 from tests.helpers import BF16, FP16
 from tests.support import overflowing
 from tests.support.overflowing import IMAGE, TOKENS
@@ -45,8 +47,7 @@ class Opened:
 def test_a_lane_that_is_right_is_left_as_it_is(lane: Lane) -> None:
     opened = Opened(overflowing.one_branch(), torch.randn(IMAGE), lane, PIPELINE)
     assert opened.is_right
-    assert opened.recipe == []
-    assert opened.notes == []
+    assert opened.recipe == opened.notes == []
     assert opened.ledger.entries == []
 
 
@@ -96,6 +97,16 @@ def test_without_the_pass_only_a_users_own_bound_keeps_a_wrong_lane_open(
     assert len(opened.notes) == (0 if stays else 1)
 
 
+def test_a_lane_that_no_mix_brings_within_a_tolerance_stays_open_to_be_told_about() -> None:
+    """The last comparison refuses it with how fast it would be and what would accept it."""
+    opened = Opened(nn.Linear(8, 4), torch.randn(2, 8), BF16, PIPELINE, tolerance=1e-4)
+    assert opened.is_right
+    assert opened.recipe == []
+    assert opened.notes == []
+    (row,) = [entry for entry in opened.ledger.entries if entry.name == "keep-fp32"]
+    assert "1 of its 1 matrix products and convolutions would have to stay in FP32" in row.reason
+
+
 def test_a_users_own_rewrite_that_is_wrong_does_not_cost_the_lane() -> None:
     pipeline = PIPELINE.before("bake-autocast", Planted("twice", factor=2.0))
     opened = Opened(overflowing.attention(), torch.randn(TOKENS), FP16, pipeline)
@@ -108,8 +119,8 @@ def test_what_made_a_lane_right_comes_first_in_its_recipes() -> None:
     names = [step.name for step in in_order(opened.state, opened.passes)]
     assert names[:2] == ["keep-fp32", "remove-inference-noops"]
     assert sorted(names) == sorted(step.name for step in opened.passes)
-    untouched = LaneState(FP16, opened.state.best, opened.state.base, opened.state.base)
-    untouched.best = type(opened.state.best)(opened.state.base)
+    start = Subject(opened.state.base)
+    untouched = LaneState(FP16, start, start, opened.state.base)
     assert in_order(untouched, opened.passes) == list(opened.passes)
 
 
@@ -128,11 +139,11 @@ def test_a_lane_that_overflows_is_optimized_and_answers() -> None:
     fast = optimize(model, x, precision="amp", amp_dtype=torch.float16, budget_s=20.0, cache=False)
     lane = fast.report.lanes["amp"]
     assert lane.refused is None
-    assert lane.passes[0] == "keep-fp32"
+    assert lane.answered_by == "fp32" or lane.passes[0] == "keep-fp32"
     assert lane.error < 2e-3
     assert any("1 operator in FP32: matmul" in note for note in fast.report.notes)
-    rows = [(e.name, e.verdict) for e in fast.report.entries if e.name == "keep-fp32"]
-    assert rows == [("keep-fp32", Verdict.KEPT)]
+    rows = [e.verdict for e in fast.report.entries if (e.lane, e.name) == ("amp", "keep-fp32")]
+    assert rows == [Verdict.KEPT]
     with torch.no_grad():
         assert torch.allclose(fast(x), model(x), rtol=2e-2, atol=2e-2)
         other = torch.randn(3, *TOKENS[1:])
@@ -160,7 +171,8 @@ def test_a_tolerance_below_that_of_plain_amp_is_met_by_a_mix() -> None:
     own = Verifier(original, captured).own_error(BF16)
     fast = optimize(model, x, precision="bf16", tolerance=0.5 * own, budget_s=20.0, cache=False)
     lane = fast.report.lanes["amp"]  # bfloat16 on a CPU
-    assert lane.passes[0] == "keep-fp32"
+    rows = [e.verdict for e in fast.report.entries if (e.lane, e.name) == ("amp", "keep-fp32")]
+    assert rows == [Verdict.KEPT]
     assert lane.error <= 0.5 * own
     assert lane.refused is None
 
@@ -190,3 +202,27 @@ def test_a_bundle_holds_the_mix(tmp_path: Any) -> None:
     loaded: Any = ampopt.load(tmp_path / "mix.ampopt")
     with torch.no_grad():
         assert torch.allclose(loaded(x), fast(x), rtol=1e-3, atol=1e-3)
+
+
+def test_auto_brings_a_lane_within_its_own_tolerance_where_that_can_be() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)))
+    original, captured = captured_of(model.eval(), torch.randn(8, 32))
+    verifier, ledger = Verifier(original, captured), Ledger("model", {}, ())
+    manager = PassManager(captured.program, verifier, ledger, deadline=time.perf_counter() + 60.0)
+    state, bound, notes = manager.open(BF16), 0.5 * verifier.own_error(BF16), list[str]()
+    assert rescued(manager, state, verifier, PIPELINE.rewrites, notes, bound)
+    assert state.founded
+    assert state.graph is state.best
+    assert verifier.check(state.best.run, BF16).error <= bound
+    assert "operators in FP32" in notes[0]
+
+
+def test_a_lane_that_is_right_stays_where_no_mix_is_within_the_bound() -> None:
+    model, x = overflowing.one_branch().eval(), torch.randn(IMAGE)
+    original, captured = captured_of(model, x)
+    verifier, ledger = Verifier(original, captured), Ledger("model", {}, ())
+    manager = PassManager(captured.program, verifier, ledger, deadline=time.perf_counter() + 60.0)
+    state, notes = manager.open(BF16), list[str]()
+    assert rescued(manager, state, verifier, PIPELINE.rewrites, notes, 1e-9)
+    assert (state.founded, notes) == (0, [])

@@ -21,15 +21,16 @@ from ampopt.measure.sampling import Gain
 from ampopt.passes import Compile, FoldConvBn, RemoveInferenceNoops
 from ampopt.search import tuning_cache
 from ampopt.search.options import Options
-from ampopt.search.tuning_cache import TuningCache, default_cache, key_of
+from ampopt.search.tuning_cache import Known, TuningCache, default_cache, key_of
 from ampopt.system import cache_folder
 from ampopt.system.atomic import SUFFIX
 from ampopt.system.cache_folder import kept_files
 from tests.helpers import with_statistics
-from tests.support.planted import captured_of
+from tests.support.planted import NO_ENGINES, captured_of
 
 KEY = "ab" * 32
 RECIPES: dict[str, tuple[Pass, ...]] = {"fp32": (RemoveInferenceNoops(), FoldConvBn()), "amp": ()}
+FOUND = Known(RECIPES, complete=True)
 X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 WISHES = {"precision": "auto", "tolerance": None}
 
@@ -50,11 +51,13 @@ def program(model: nn.Module | None = None, x: torch.Tensor = X) -> Program:
 def test_what_was_stored_is_found(cache: TuningCache) -> None:
     assert cache.find(KEY) is None
     cache.store(KEY, RECIPES)
-    assert cache.find(KEY) == RECIPES
+    assert cache.find(KEY) == FOUND
     assert cache.find("cd" * 32) is None
     cache.store(KEY, {"fp32": ()})
-    assert cache.find(KEY) == {"fp32": ()}
+    assert cache.find(KEY) == Known({"fp32": ()}, complete=True)
     assert len(kept_files(cache.folder)) == 1
+    cache.store(KEY, RECIPES, complete=False)
+    assert cache.find(KEY) == Known(RECIPES, complete=False)
 
 
 def spoil_byte(data: bytes) -> bytes:
@@ -70,6 +73,7 @@ def spoil_byte(data: bytes) -> bytes:
         lambda data: data + b"}",
         spoil_byte,
         lambda data: data.replace(b'"amp": []', b'"xyz": []'),
+        lambda data: data.replace(b'"complete": true', b'"complete": false'),
         lambda data: b"[1, 2]",
         lambda data: b"\xff\xfe",
         lambda data: b"[" * 100_000,
@@ -85,7 +89,7 @@ def test_a_damaged_file_is_never_believed_and_is_removed(
     assert cache.find(KEY) is None
     assert kept_files(cache.folder) == []
     cache.store(KEY, RECIPES)
-    assert cache.find(KEY) == RECIPES
+    assert cache.find(KEY) == FOUND
 
 
 def test_every_flipped_byte_is_noticed(cache: TuningCache) -> None:
@@ -94,7 +98,7 @@ def test_every_flipped_byte_is_noticed(cache: TuningCache) -> None:
     data = file.read_bytes()
     for place in range(len(data)):
         file.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-        assert cache.find(KEY) in (None, RECIPES)
+        assert cache.find(KEY) in (None, FOUND)
 
 
 def test_a_file_under_another_key_is_not_believed(cache: TuningCache) -> None:
@@ -124,7 +128,7 @@ def test_it_stays_bounded_and_the_longest_unused_go(
     for number in range(3):
         cache.store(f"{number}" * 64, RECIPES)
         os.utime(cache.folder / f"{str(number) * 64}.json", (number, number))
-    assert cache.find("0" * 64) == RECIPES  # used just now
+    assert cache.find("0" * 64) == FOUND  # used just now
     left = cache.folder / f"left{SUFFIX}"
     left.write_text("of a process that was killed")
     os.utime(left, (0, 0))
@@ -134,18 +138,19 @@ def test_it_stays_bounded_and_the_longest_unused_go(
 
 def test_parallel_writers_leave_a_whole_file(cache: TuningCache) -> None:
     others = [{"fp32": (FoldConvBn(),) * count} for count in range(1, 5)]
+    found = [Known(recipes, complete=True) for recipes in others]
 
     def write(recipes: dict[str, tuple[Pass, ...]]) -> None:
         for _ in range(30):
             cache.store(KEY, recipes)
-            assert cache.find(KEY) in others
+            assert cache.find(KEY) in found
 
     threads = [threading.Thread(target=write, args=(recipes,)) for recipes in others]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert cache.find(KEY) in others
+    assert cache.find(KEY) in found
     assert len(kept_files(cache.folder)) == 1
 
 
@@ -207,7 +212,7 @@ def test_other_libraries_devices_or_code_are_other_keys(monkeypatch: pytest.Monk
 def optimized(**options: Any) -> ampopt.OptimizedModule:
     torch.manual_seed(0)
     fast = ampopt.optimize(
-        network(64).eval(), torch.randn(1, 3, 64, 64), exclude=("compile",), progress=False, **options
+        network(64).eval(), torch.randn(1, 3, 64, 64), exclude=NO_ENGINES, progress=False, **options
     )
     assert isinstance(fast, ampopt.OptimizedModule)
     return fast
@@ -221,18 +226,18 @@ def still(ratio: float) -> Callable[..., Gain]:
 @pytest.mark.slow
 def test_a_second_call_takes_up_what_the_first_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AMPOPT_CACHE", str(tmp_path))
-    first = optimized(precision="fp32", budget_s=10)
+    first = optimized(precision="fp32", budget_s=40)
     assert len(list(tmp_path.glob("*.json"))) == 1
     tried = len(first.report.entries)
     monkeypatch.setattr("ampopt.search.optimizer.gain", still(2.0))
-    second = optimized(precision="fp32", budget_s=10)
+    second = optimized(precision="fp32", budget_s=40)
     assert any("tuned by an earlier call" in note for note in second.report.notes)
     assert second.program.recipe == first.program.recipe
     assert len(second.report.entries) <= 1 < tried
     assert second.report.verified
     x = torch.randn(1, 3, 64, 64)
     assert torch.allclose(first(x), second(x), atol=1e-4)
-    without = optimized(precision="fp32", budget_s=10, cache=False)
+    without = optimized(precision="fp32", budget_s=40, cache=False)
     assert not any("earlier call" in note for note in without.report.notes)
 
 
@@ -241,9 +246,9 @@ def test_what_is_slower_than_eager_by_now_is_tuned_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AMPOPT_CACHE", str(tmp_path))
-    optimized(precision="fp32", budget_s=5)
+    optimized(precision="fp32", budget_s=40)
     monkeypatch.setattr("ampopt.search.optimizer.gain", still(0.5))
-    second = optimized(precision="fp32", budget_s=5)
+    second = optimized(precision="fp32", budget_s=40)
     assert any("tuned anew" in note for note in second.report.notes)
     assert len(second.report.entries) > 1
 
@@ -253,11 +258,11 @@ def test_a_recipe_that_does_not_apply_is_left_and_everything_tried_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AMPOPT_CACHE", str(tmp_path))
-    optimized(precision="fp32", budget_s=5)
+    optimized(precision="fp32", budget_s=40)
     (file,) = tmp_path.glob("*.json")
     cache, key = TuningCache(tmp_path), file.stem
     cache.store(key, {"fp32": (ampopt.passes.MergeLinearChain(), FoldConvBn())})
-    fast = optimized(precision="fp32", budget_s=5)
+    fast = optimized(precision="fp32", budget_s=40)
     assert any("tuned anew" in note for note in fast.report.notes)
     assert fast.report.verified
     found = json.loads(file.read_text())["lanes"]["fp32"]

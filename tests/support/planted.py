@@ -20,13 +20,15 @@ from ampopt.ir.model_copy import device_of, private_copy
 from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.program import Program
 from ampopt.ir.signature import flatten_call
-from ampopt.ir.transform import Declined, Family, Numerics, Pass, Recipe, Result
+from ampopt.ir.transform import Declined, Engine, Family, Numerics, Pass, Recipe, Result
 from ampopt.measure.entry import Entry
 from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import Gain
 from ampopt.measure.verify import Verifier
 from ampopt.passes import PIPELINE
-from ampopt.search.pass_manager import LaneState, PassManager
+from ampopt.search.lane_search import LaneSearch
+from ampopt.search.lane_state import LaneState
+from ampopt.search.pass_manager import PassManager
 
 KEEP = Gain(2.0, 1.9, 2.1)
 
@@ -36,7 +38,7 @@ def rewriting(passes: Sequence[Pass]) -> Pipeline:
     return dataclasses.replace(PIPELINE, rewrites=tuple(passes))
 
 
-NO_ENGINES = ("compile", "onnx-runtime", "parallel-branches", "script")
+NO_ENGINES = ("compile", "onnx-runtime", "openvino", "parallel-branches", "script")
 
 
 def optimize(model: nn.Module, example_inputs: Any = None, **options: Any) -> Any:
@@ -161,10 +163,22 @@ class Bench:
         )
         self.state: LaneState = self.manager.open(lane)
 
+    def search(self, *passes: Pass) -> LaneSearch:
+        """The search of the lane with these passes."""
+        return LaneSearch(self.manager, self.state, Pipeline.of(passes))
+
     def rewrite(self, *passes: Pass) -> list[Entry]:
         """The ledger's rows after these passes were tried."""
-        self.manager.rewrite(self.state, passes, deadline=self.deadline)
+        engines = [step for step in passes if step.family is Family.ENGINE]
+        search = self.search(*(step for step in passes if step not in engines))
+        search.rewrite(self.deadline)
+        search.vary(self.deadline)
+        self.run_in([step for step in engines if isinstance(step, Engine)], ())
         return self.ledger.entries
+
+    def run_in(self, engines: Sequence[Engine], launches: Sequence[Pass]) -> None:
+        """Try these engines with these launches on what was kept."""
+        self.search(*launches).run_in(engines, self.deadline)
 
     @property
     def kept(self) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from ampopt.search.tuning_cache import TuningCache
+from ampopt.search.tuning_cache import Known, TuningCache
 from ampopt.system import cache_folder
 from ampopt.system.atomic import SUFFIX
 from ampopt.system.cache_folder import clear, is_ours, keep, kept, kept_files
@@ -25,7 +25,8 @@ def test_what_is_no_plain_file_is_nothing_kept_and_makes_room(case: str, tmp_pat
     cache = TuningCache(tmp_path)
     assert cache.find(KEY) is None
     cache.store(KEY, {"fp32": ()})
-    assert cache.find(KEY) == (None if case == "folder" else {"fp32": ()})
+    kept_now = Known({"fp32": ()}, complete=True)
+    assert cache.find(KEY) == (None if case == "folder" else kept_now)
     assert not list(tmp_path.glob(f"*{SUFFIX}"))
 
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import ampopt
-from ampopt.comparison import _Comparer
 from ampopt.errors import AmpoptError, Interrupted
 from ampopt.measure.entry import ORIGINAL
 from ampopt.search.optimizer import Optimizer
+from ampopt.search.pair_timer import PairTimer
 from ampopt.search.pass_manager import PassManager
 from ampopt.system.interrupts import check_interrupted, held, interruptible, was_interrupted, watched
 from tests.support import snapshot
@@ -324,22 +324,26 @@ def test_while_regions_are_compared_the_original_runs(monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("short")
 def test_compare_tells_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, calls = _Comparer.compare, []
+    whole, calls = PairTimer.time, []
 
-    def interrupted(self: _Comparer, *args: Any) -> Any:
+    def interrupted(self: PairTimer, *args: Any) -> None:
         calls.append(args)
         if len(calls) == 2:
-            raise KeyboardInterrupt
-        return whole(self, *args)
+            ctrl_c()
+        whole(self, *args)
 
-    monkeypatch.setattr(_Comparer, "compare", interrupted)
+    monkeypatch.setattr(PairTimer, "time", interrupted)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
     found = ampopt.compare(
         model, torch.randn(1, 3, 8, 8), precision="fp32", exclude=NO_ENGINES, progress=False
     )
-    timed = [row for row in found.rows if row.latency is not None]
-    assert len(timed) == 1
-    assert {row.reason for row in found.rows[found.rows.index(timed[0]) + 1 :]} >= {"not tried: interrupted"}
+    timed = {(row.name, row.mode) for row in found.rows if row.latency is not None}
+    assert ("same", "cumulative") in timed
+    reasons = {row.reason for row in found.rows if (row.name, row.mode) not in timed}
+    assert {reason for reason in reasons if not reason.startswith("nothing to do")} == {
+        "not tried: interrupted"
+    }
+    assert not [note for note in found.notes if "budget_s" in note]
     assert len(calls) == 2
 
 

@@ -1,0 +1,51 @@
+"""The ONNX model of a program's graph that all engines of ONNX models share, so that it is exported once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, fx
+
+from ampopt.engines.onnx_cache import exported
+from ampopt.engines.onnx_graph import OPSETS, model_of
+from ampopt.engines.onnx_pooling import REPLACED, use_pooling_operators
+
+_INPUT = "input_"
+"""The names of a model's inputs are this and their place."""
+
+
+def place_of_input(name: str) -> int:
+    """The place of an input among the graph's, by its name in the model: a runtime may drop unread ones."""
+    return int(name.removeprefix(_INPUT))
+
+
+def plain_model(graph: fx.GraphModule, entered: tuple[Tensor, ...]) -> bytes:
+    """The serialized ONNX model of a graph without its border, exported now or found in the cache.
+
+    `entered` are the example inputs as the graph takes them. Raises ExportError for what ONNX cannot express.
+    """
+    import onnx_ir
+
+    results = graph.graph.output_node().args[0]
+    assert isinstance(results, Sequence)
+    inputs = [f"{_INPUT}{index}" for index in range(len(entered))]
+    outputs = [f"output_{index}" for index in range(len(results))]
+    none = tuple(dict[int, str]() for _ in entered)
+
+    def export() -> object:
+        return onnx_ir.to_proto(model_of(graph, entered, OPSETS["onnxruntime"], inputs, outputs, none))
+
+    return exported(graph, entered, export)
+
+
+def for_onnx_runtime(model: bytes) -> bytes:
+    """A model with the operators that ONNX Runtime needs for poolings, see `onnx_pooling`."""
+    import onnx
+    import onnx_ir
+
+    proto = onnx.ModelProto.FromString(model)
+    if REPLACED.isdisjoint(node.op_type for node in proto.graph.node):
+        return model
+    changed = onnx_ir.from_proto(proto)
+    use_pooling_operators(changed)
+    return bytes(onnx_ir.to_proto(changed).SerializeToString())

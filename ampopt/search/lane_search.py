@@ -1,0 +1,248 @@
+"""The order in which passes are tried in one lane: the opening, other rewrites, variations, ways to run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from ampopt.ir.pipeline import Pipeline
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Engine, Family, Pass, is_slow, replay
+from ampopt.measure.entry import Verdict
+from ampopt.search.lane_state import LaneState
+from ampopt.search.openings import opening_of
+from ampopt.search.pass_manager import PassManager
+from ampopt.search.rescue import in_order
+from ampopt.search.subject import Subject
+
+OPENING = "the opening"
+"""The row of the passes that are tried together first."""
+
+PLAIN_OPENING = "the opening without layouts and kernels"
+"""The row of those that are tried together if that loses."""
+
+MUCH = 1.1
+"""From this gain of kernels on, an engine is not likely to be faster without them."""
+
+UNLIKELY = "it seldom gains, and the time for that was over: a larger time budget tries it"
+"""The reason of what was not tried after the time for unlikely trials."""
+
+
+class LaneSearch:
+    """The search in one lane; `state` holds what it has found."""
+
+    def __init__(
+        self, manager: PassManager, state: LaneState, pipeline: Pipeline, patience: float = float("inf")
+    ) -> None:
+        """`patience` is on `time.perf_counter`'s clock: what is unlikely to gain is not begun after it."""
+        self.state, self._manager, self._pipeline, self._patience = state, manager, pipeline, patience
+        self._opening = opening_of(state.lane, state.base.device)
+        self._rewrites = in_order(state, pipeline.rewrites)
+        self._handled = {step.name for step in state.graph.program.recipe}
+        self._launched: Subject | None = None
+        self._kernels_gain = 1.0
+
+    @property
+    def name(self) -> str:
+        """The lane's name."""
+        return self.state.lane.name
+
+    @property
+    def engines_lead(self) -> float:
+        """How many times longer a call of the rewritten graph takes than one of the best engine's program."""
+        if self.state.best.program.engine is None or self.state.best_s is None:
+            return 1.0
+        return self.state.call_s / self.state.best_s
+
+    def resume(self, recipe: tuple[Pass, ...]) -> bool:
+        """Go on from a recipe at which an earlier search was cut off; False if it is not right any more."""
+        rewrites = {step.name for step in self._rewrites}
+        if not self._manager.recall(self.state, recipe):
+            return False
+        mine = tuple(step for step in recipe if step.name in rewrites)
+        self.state.graph = self._launched = Subject(replay(mine, self.state.base))
+        self._handled = {step.name for step in mine}
+        return True
+
+    def leave_rewrites(self, reason: str) -> None:
+        """Write down why the rewrites that the opening has not tried are not tried."""
+        for step in self._rewrites:
+            if step.name not in self._handled:
+                self._manager.leave_out(self.state, step.name, reason)
+        self._handled |= {step.name for step in self._rewrites}
+
+    def open(self, deadline: float) -> None:
+        """Try the passes that won most often as one, then launch and run the result.
+
+        If they are wrong or slower together, those that others build on are tried without layouts and
+        kernels; what was not kept `rewrite` tries one by one.
+        """
+        steps = [s for s in self._rewrites if s.name in {*self._opening.rewrites} - self._handled]
+        before = self._handled
+        plain = [step for step in steps if step.family is Family.REWRITE or step.enables_others]
+        for name, some in {OPENING: steps, PLAIN_OPENING: plain}.items():
+            if len(some) > 1 and self._handled is before:
+                trial = self._manager.try_together(self.state, name, some, deadline)
+                if trial.entry.verdict in (Verdict.KEPT, Verdict.DECLINED):
+                    self._handled = before | {step.name for step in some}
+        self.launch(deadline)
+        self.run_in([e for e in self._pipeline.engines if e.name == self._opening.engine], deadline)
+
+    def rewrite(self, deadline: float, until: Callable[[], bool] = lambda: False) -> None:
+        """Try the rewrites that the opening has not tried, each in its place, those that seldom win last.
+
+        The latter are left out when `until` says so: what that waits for is likelier to gain.
+        """
+        rewrites = self._rewrites
+        left = [step for step in rewrites if step.name not in self._handled]
+        self._handled |= {step.name for step in left}
+        for step in sorted(left, key=self._is_late):
+            if self._is_late(step) and (self._is_too_late(deadline) or until()):
+                self._manager.leave_out(self.state, step.name, UNLIKELY)
+                continue
+            later = rewrites[rewrites.index(step) + 1 :]
+            entry = self._manager.try_in_place(self.state, step, later, deadline).entry
+            if step.family is Family.KERNEL and entry.verdict is Verdict.KEPT and entry.gain is not None:
+                self._kernels_gain *= entry.gain.ratio
+
+    def vary(self, deadline: float, until: Callable[[], bool] = lambda: False) -> None:
+        """Try what may help in company: the recipe without some pass, and passes that gained nothing, again.
+
+        It ends when `until` says so: what that waits for is likelier to gain.
+        """
+        for attempt in (self._without_losses, self._without_openers, self._again):
+            if not until():
+                attempt(deadline)
+
+    def launch(self, deadline: float) -> None:
+        """Launch the rewritten graph, if that is not done, or try it directly where it has no launch."""
+        graph, first = self.state.graph, self._launched is None
+        if graph is self._launched:
+            return
+        self._launched = graph
+        usable = [step for step in self._pipeline.launches if step.why_not(graph.program) is None]
+        for launch in self._pipeline.launches if first else usable:
+            self._manager.try_passes(self.state, launch.name, [launch], graph.program, deadline)
+        if not usable and self.state.best is not graph:
+            self._manager.try_graph(self.state, "the rewritten graph", deadline)
+
+    def run(self, deadline: float) -> None:
+        """Try the engines that were not tried in the opening, those that seldom win last."""
+        engines = [engine for engine in self._pipeline.engines if engine.name != self._opening.engine]
+        self.run_in(sorted(engines, key=self._is_late), deadline)
+
+    def run_in(self, engines: Sequence[Engine], deadline: float) -> None:
+        """Try engines, with each launch pass, against the best program so far.
+
+        An engine that cannot read native kernels gets the program without them. It is tried without a launch
+        pass only if it cannot be launched, or if launching fails.
+        """
+        for engine in engines:
+            for place, (suffix, program) in enumerate(self._readable_forms(engine)):
+                name = engine.name + suffix
+                is_unlikely = place > 1 or (place == 1 and self._kernels_gain > MUCH) or self._is_late(engine)
+                if is_unlikely and self._is_too_late(deadline):
+                    self._manager.leave_out(self.state, name, UNLIKELY)
+                    continue
+                usable = [step for step in self._pipeline.launches if step.why_not(program) is None]
+                trials = [
+                    self._manager.try_passes(
+                        self.state, f"{name} + {each.name}", [engine, each], program, deadline
+                    )
+                    for each in usable
+                ]
+                if not trials or (trials[-1].is_wrong and all(trial.program is None for trial in trials)):
+                    self._manager.try_passes(self.state, name, [engine], program, deadline)
+
+    def unfused(self) -> Program:
+        """The rewritten program without its native kernels."""
+        kernels = [step for step in self.state.graph.program.recipe if step.family is Family.KERNEL]
+        return self._without(kernels) if kernels else self.state.graph.program
+
+    def _is_late(self, step: Pass) -> bool:
+        return step.name in self._opening.late
+
+    def _is_too_late(self, deadline: float) -> bool:
+        """Whether the time for unlikely trials is over, and only that."""
+        return self._patience < time.perf_counter() <= deadline
+
+    def _vary(self, name: str, recipe: tuple[Pass, ...], deadline: float) -> None:
+        if self._is_too_late(deadline):
+            self._manager.leave_out(self.state, name, UNLIKELY)
+        else:
+            self._manager.try_recipe(self.state, name, recipe, deadline)
+
+    def _without_losses(self, deadline: float) -> None:
+        """The recipe without each pass that was kept with a small loss for the sake of later ones."""
+        for step in self.state.at_a_loss:
+            self._leave_one_out(step, deadline)
+
+    def _without_openers(self, deadline: float) -> None:
+        """The recipe without each pass of the opening that may cost time: layouts, algorithms, kernels."""
+        openers = [step for step in self.state.graph.program.recipe if step.name in self._opening.rewrites]
+        for step in openers:
+            if step.family in (Family.PLACEMENT, Family.KERNEL) and not step.enables_others:
+                self._leave_one_out(step, deadline)
+
+    def _leave_one_out(self, step: Pass, deadline: float) -> None:
+        recipe = self.state.graph.program.recipe
+        if step in recipe:
+            rest = tuple(each for each in recipe if each != step)
+            self._vary(f"without {step.name}", rest, deadline)
+
+    def _again(self, deadline: float) -> None:
+        """Try passes that were right but too slow again, where those that come after them are there.
+
+        A pass may lose in its place and win in company: folded biases and channels_last each cost time
+        until the fused kernels that want them both are there. So all of them are tried together, every
+        kernel pass applied anew on top, and the ones that do not help are then taken out; where the
+        company is no gain, each is tried alone, in its own place in the recipe.
+        """
+        order = [step.name for step in self._rewrites]
+        kernels = [step for step in self._rewrites if step.family is Family.KERNEL]
+        slow, self.state.too_slow = self.state.too_slow, []
+
+        def attempt(name: str, steps: Sequence[Pass]) -> bool:
+            before, recipe = self.state.graph, sorted(steps, key=lambda step: order.index(step.name))
+            self._vary(name, tuple(recipe), deadline)
+            return self.state.graph is not before
+
+        def with_added(added: Sequence[Pass]) -> list[Pass]:
+            mine = self.state.graph.program.recipe
+            return list({step.name: step for step in (*kernels, *mine, *added)}.values())
+
+        if len(slow) > 1 and attempt("all of these again, together", with_added(slow)):
+            for step in slow:
+                mine = [s for s in self.state.graph.program.recipe if s != step]
+                attempt(f"the same without {step.name}", mine)
+            return
+        for step in slow:
+            attempt(f"{step.name} (again)", with_added([step]))
+
+    def _readable_forms(self, engine: Engine) -> list[tuple[str, Program]]:
+        """The rewritten program as the engine can take it: with native kernels, or else without them.
+
+        An engine that is worth more time is tried without them all the same, and without each kind of them:
+        where it fuses by itself, a kernel that was faster before it may not be so any more. A form that is
+        being rehearsed already comes first, unless kernels gained much and nothing has to be waited for.
+        """
+        rewritten = self.state.graph.program
+        kernels = [step for step in rewritten.recipe if step.family is Family.KERNEL]
+        left_out = {"": list[Pass]()} | ({" (unfused)": kernels} if kernels else {})
+        if is_slow(engine) and len(kernels) > 1:
+            left_out |= {f" (without {kernel.name})": [kernel] for kernel in kernels}
+        forms = [
+            (suffix, self._without(missing) if missing else rewritten) for suffix, missing in left_out.items()
+        ]
+        readable = [form for form in forms if engine.why_not(form[1]) is None] or forms[:1]
+        if not is_slow(engine):
+            return readable[:1]
+        sandbox = self._manager.sandbox
+        if sandbox is None or (self._kernels_gain > MUCH and sandbox.is_ready):
+            return readable
+        return sorted(readable, key=lambda form: not sandbox.is_rehearsing(engine, form[1]))
+
+    def _without(self, missing: Sequence[Pass]) -> Program:
+        """The rewritten program without some of its passes."""
+        recipe = tuple(step for step in self.state.graph.program.recipe if step not in missing)
+        return replay(recipe, self.state.base)

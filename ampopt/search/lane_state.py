@@ -1,0 +1,46 @@
+"""The state of the search in one lane: the program to be served, and the one that rewrites build on."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+
+from ampopt.ir.lanes import Lane
+from ampopt.ir.numerics import Check
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Pass
+from ampopt.search.subject import Subject
+
+
+@dataclasses.dataclass
+class LaneState:
+    """What is known in a lane so far.
+
+    `best` is the fastest program, as it would be served. `graph` is the best rewritten program before any
+    engine or launch: rewrites are compared with it, engines and launches start from it. `base` is the
+    captured program.
+    """
+
+    lane: Lane
+    best: Subject
+    graph: Subject
+    base: Program
+    call_s: float = 0.0
+    """Time in seconds of a call of `graph`, as far as known; it estimates the time of trials."""
+    best_s: float | None = None
+    """Time in seconds of a call of `best` in its own trial; None before the first one is kept."""
+    judging: list[float] = dataclasses.field(default_factory=list)
+    """Time in seconds of verifying and timing, for each trial so far."""
+    too_slow: list[Pass] = dataclasses.field(default_factory=list)
+    """Passes that were correct but gained nothing, with their measurements in their fields."""
+    at_a_loss: list[Pass] = dataclasses.field(default_factory=list)
+    """Passes that were kept with a small loss, because later ones may build on them."""
+    founded: int = 0
+    """The number of first passes in its recipes without which the lane is wrong, see `search.rescue`."""
+    check: Check | None = None
+    """The final check of the best program by `PassManager.settle`; None before."""
+
+    @property
+    def judging_s(self) -> float:
+        """Expected time in seconds to verify and time a program, from the trials so far; 0 before them."""
+        return statistics.median(self.judging) if self.judging else 0.0

@@ -1,0 +1,46 @@
+"""Openings: what has won most often on a kind of device, which is tried first, and what seldom wins.
+
+The lists are of the race's winners on an H200 (`benchmarks/results/h200/peers.json`: 29 networks, both lanes)
+and of CPUs (`benchmarks/results/cpu-*/p*.json`: six networks). A test compares them with these files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from ampopt.ir.lanes import Lane
+
+EXACT = ("remove-inference-noops", "fold-constants", "fold-conv-bn", "merge-linear-chain")
+"""Algebra that removes work; it takes no time to try, and does nothing where there is nothing to remove."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Opening:
+    """The names of the passes that are tried first.
+
+    `rewrites` are applied together and judged as a whole; `engine` runs the result. `late` are passes and
+    engines that win seldom, or gain little for the seconds that they take: they are tried last.
+    """
+
+    rewrites: tuple[str, ...]
+    engine: str | None = None
+    late: tuple[str, ...] = ()
+
+
+_LATE = ("degroup", "fuse-linear-act", "script", "parallel-branches")
+_LATE_IN_AMP = ("search-conv-algorithms", *_LATE)
+
+OPENINGS = {
+    ("cuda", False): Opening((*EXACT, "search-conv-algorithms", "fuse-conv-act"), None, _LATE),
+    ("cuda", True): Opening((*EXACT, "bake-autocast", "channels-last", "fuse-conv-act"), None, _LATE_IN_AMP),
+    ("cpu", False): Opening((*EXACT, "channels-last", "fuse-conv-onednn"), "onnx-runtime", _LATE),
+    ("cpu", True): Opening((*EXACT, "bake-autocast", "channels-last", "fuse-conv-onednn"), None, _LATE),
+}
+"""By type of device, and whether the lane computes in lower precision."""
+
+
+def opening_of(lane: Lane, device: torch.device) -> Opening:
+    """The opening of a lane on a device; an empty one for devices without results."""
+    return OPENINGS.get((device.type, lane.is_mixed), Opening(()))

@@ -1,0 +1,179 @@
+"""The search over all lanes: their openings first, then everything else in the lanes that may still win."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+from ampopt.ir.lanes import Lane
+from ampopt.ir.pipeline import Pipeline
+from ampopt.ir.transform import Pass
+from ampopt.measure.clocks import latency
+from ampopt.measure.ledger import Ledger
+from ampopt.measure.sampling import interleave
+from ampopt.measure.verify import Verifier
+from ampopt.search.lane_search import LaneSearch
+from ampopt.search.lane_state import LaneState
+from ampopt.search.pass_manager import PassManager
+from ampopt.search.rescue import rescued
+from ampopt.system.budget import Budget
+
+TRYING = 0.85
+"""Share of the time budget after which nothing is tried; the rest is for the last comparison."""
+
+OPENINGS = 0.4
+"""Share of the search's time for the openings of all lanes together."""
+
+PATIENCE = 0.4
+"""Share of the search's time after which nothing that is unlikely to gain is begun."""
+
+LEADERS_SHARE = 0.6
+"""Share of the remaining time for a lane that is ahead, if others may win, too."""
+
+LEAST_REWRITING = 0.25
+"""Share of a lane's time for rewrites, if an engine takes long."""
+
+BEHIND = 1.3
+"""A lane is not searched further if after its opening it is slower than another by this factor."""
+
+FAR_BEHIND = 1.8
+"""The same after other lanes were searched to the end: what is left seldom gains more."""
+
+TOO_FAR_AHEAD = 1.5
+"""Rewrites are left out if an engine that does not see them is faster than the graph by this factor."""
+
+
+class Search:
+    """The search over the lanes of one captured model; `states` holds what it has found."""
+
+    def __init__(
+        self,
+        manager: PassManager,
+        verifier: Verifier,
+        ledger: Ledger,
+        pipeline: Pipeline,
+        budget: Budget,
+        bound: float | None,
+    ) -> None:
+        """`bound` is the largest error of a lane of lower precision that may be chosen; None: no limit."""
+        self._manager, self._verifier, self._ledger = manager, verifier, ledger
+        self._pipeline, self._budget, self._bound = pipeline, budget, bound
+        self.states: list[LaneState] = []
+
+    def run(self, lanes: Mapping[Lane, float], begun: Mapping[str, tuple[Pass, ...]]) -> None:
+        """Search lanes, in which a call takes so many seconds.
+
+        `begun` has the recipes at which an earlier search was cut off: they take the openings' place.
+        """
+        searches: list[LaneSearch] = []
+        began = time.perf_counter()
+        left = self._manager.deadline - began
+        for place, (lane, call_s) in enumerate(lanes.items(), start=1):
+            state, notes = self._manager.open(lane, call_s), self._ledger.notes
+            rewrites = self._pipeline.rewrites
+            if not rescued(self._manager, state, self._verifier, rewrites, notes, self._bound):
+                continue
+            self.states.append(state)
+            search = LaneSearch(self._manager, state, self._pipeline, began + PATIENCE * left)
+            searches.append(search)
+            recipe = begun.get(lane.name, ())
+            if not recipe or not search.resume(recipe):
+                share = OPENINGS * place / len(lanes) if len(lanes) > 1 else 1.0
+                search.open(began + share * left)
+        contenders = self._contenders(searches)
+        for place, search in enumerate(contenders):
+            if place and (behind := self._behind(search.state)) > FAR_BEHIND:
+                self._leave(search, f"it was {behind:.2f}x slower than what was found until then")
+                continue
+            self._deepen(search, 1.0 if place == len(contenders) - 1 else LEADERS_SHARE)
+
+    def note_what_was_cut_off(self) -> bool:
+        """Note how many trials there was no time for, and what budget they need; True if there are none."""
+        cut = [entry for entry in self._ledger.entries if entry.needs_s is not None]
+        if not cut:
+            return True
+        names = list(dict.fromkeys(entry.name for entry in cut))
+        engines = {engine.name for engine in self._pipeline.engines}
+        found = next((name.partition(" ")[0] for name in names if name.partition(" ")[0] in engines), None)
+        among = f", {found} among them," if found is not None and len(names) > 1 else ""
+        needed_s = sum(entry.needs_s or 0.0 for entry in cut)
+        whole = (time.perf_counter() - self._budget.started + needed_s) / TRYING
+        unit = 10.0 ** max(math.floor(math.log10(whole)) - 1, 0)
+        what = f"{len(names)} passes{among} were" if len(names) > 1 else f"{names[0]} was"
+        self._ledger.notes.append(
+            f"{what} not tried for want of time: budget_s={unit * math.ceil(whole / unit):.0f} would do, "
+            "or another call, which goes on from here"
+        )
+        return False
+
+    def _contenders(self, searches: Sequence[LaneSearch]) -> list[LaneSearch]:
+        """The lanes that may win, by latency after their openings; the ledger notes why not others.
+
+        A lane whose own error is over the limit is not going to be chosen. After the same passes a lane that
+        is far behind another stays behind, because what makes one faster makes the other faster.
+        """
+        if len(searches) < 2:
+            return list(searches)
+        device = searches[0].state.base.device
+        calls = {search.name: latency(search.state.best.call, device) for search in searches}
+        timed = interleave(calls, seconds=0.2, least=3)
+        took = {name: measured.median for name, measured in timed.items()}
+        usable = [search for search in searches if self._is_usable(search.state)] or list(searches)
+        fastest = min(took[search.name] for search in usable)
+        contenders: list[LaneSearch] = []
+        for search in sorted(searches, key=lambda search: took[search.name]):
+            if search not in usable:
+                error = self._verifier.own_error(search.state.lane)
+                why = f"eager's own error in it is {error:.2g}, over the tolerance {self._bound:g}"
+            elif (behind := took[search.name] / fastest) > BEHIND:
+                why = f"after its opening it was {behind:.2f}x slower than another"
+            else:
+                contenders.append(search)
+                continue
+            self._leave(search, why)
+        return contenders
+
+    def _leave(self, search: LaneSearch, why: str) -> None:
+        self._ledger.notes.append(
+            f"the {search.name} lane was searched no further than its opening: {why} "
+            f"(precision={search.name!r} searches it)"
+        )
+
+    def _behind(self, state: LaneState) -> float:
+        """How many times slower a lane is than the fastest of all, each in its own trial."""
+        found = [each.best_s for each in self.states if each.best_s is not None and self._is_usable(each)]
+        return state.best_s / min(found) if found and state.best_s is not None else 1.0
+
+    def _is_usable(self, state: LaneState) -> bool:
+        """Whether a lane's error is going to be within the bound: it was made so, or eager's own is."""
+        if self._bound is None or not state.lane.is_mixed or state.founded:
+            return True
+        return self._verifier.own_error(state.lane) <= self._bound
+
+    def _deepen(self, search: LaneSearch, share: float) -> None:
+        """Everything after the opening in one lane, within a share of the time that is left.
+
+        A compiler starts in its own process first, if it may work beside measurements. Rewrites leave time
+        for the engine that takes longest, up to a limit.
+        """
+        now, sandbox, program = time.perf_counter(), self._manager.sandbox, search.unfused()
+        deadline = now + share * (self._manager.deadline - now)
+        engines = [engine for engine in self._pipeline.engines if engine.why_not(program) is None]
+        longest = max((self._manager.needed_s(search.state, e, program) for e in engines), default=0.0)
+        rewriting = max(now + LEAST_REWRITING * (deadline - now), deadline - longest)
+        if sandbox is not None:
+            for engine in engines:
+                sandbox.begin(engine, program)
+        if (ahead := search.engines_lead) > TOO_FAR_AHEAD:
+            search.leave_rewrites(f"the graph itself takes {ahead:.1f}x the time of the best engine")
+        else:
+
+            def until() -> bool:
+                return sandbox is not None and sandbox.is_ready
+
+            search.rewrite(rewriting, until)
+            search.launch(deadline)
+            search.vary(rewriting, until)
+            search.launch(deadline)
+        search.run(deadline)

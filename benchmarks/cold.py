@@ -1,0 +1,84 @@
+"""What a stranger gets: the default call in a cold process, on networks that nobody tuned for.
+
+    python -m benchmarks.cold [--models NAME ...] [--seconds S] [--compile] [--budget-left S] [--again]
+
+Each network runs in a process of its own with empty caches: `ampopt.optimize(model, x)` and nothing else,
+then eager and the recipe by hand beside it, in turn. Writes DIR/<device>/cold.json, a row as soon as it is
+there, and the table that is made from it. Networks that have figures of this commit are skipped, so a run
+that was cut off goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import operator
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.cold_networks import COLD, all_names
+from benchmarks.cold_start import MOST_S, default_call
+from benchmarks.cold_table import to_markdown
+from benchmarks.results_files import Row, commit, results_folder, update
+from benchmarks.time_left import TimeLeft
+
+FIRST_GUESS_S = 120.0
+"""What a network takes until one has been run."""
+
+
+def rows_in(file: Path) -> list[Row]:
+    """The rows of a file of results; none where it is not there yet."""
+    return list(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else []
+
+
+def still_to_run(names: Sequence[str], rows: Sequence[Row], now: str) -> list[str]:
+    """Those without figures of this commit; one that failed is run again, one that is skipped is not."""
+    done = {row["network"] for row in rows if row["commit"] == now and "error" not in row}
+    return [name for name in names if name not in done]
+
+
+def write_row(folder: Path, row: Row) -> None:
+    """Add or replace a network's row in cold.json and make the table anew."""
+    rows = update(folder / "cold.json", [row], operator.itemgetter("network"), all_names())
+    (folder / "cold.md").write_text(to_markdown(rows), encoding="utf-8")
+
+
+def main() -> None:
+    """Run every network asked for that has no figures yet, and write the results after each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    add_options(parser)
+    parser.add_argument("--models", nargs="+", choices=all_names(), default=list(COLD), metavar="NAME")
+    parser.add_argument("--again", action="store_true", help="also networks that have figures of this commit")
+    options = parser.parse_args()
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    folder, now = results_folder(options.out, device), commit()
+    rows, left = rows_in(folder / "cold.json"), TimeLeft(options.budget_left, guess_s=FIRST_GUESS_S)
+    names = options.models if options.again else still_to_run(options.models, rows, now)
+    for place, name in enumerate(names):
+        if not left.another():
+            print(f"no time left for {', '.join(names[place:])}", flush=True)
+            return
+        row = default_call(
+            name, device, seconds=options.seconds, compiled=options.compile, most_s=left.most_s(MOST_S)
+        )
+        write_row(folder, row)
+        shown = to_markdown([row]).splitlines()
+        print(*(line for line in shown if line.startswith((f"| {name}", f"- {name}"))), sep="\n", flush=True)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that every benchmark of cold processes has."""
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
+    parser.add_argument("--seconds", type=float, default=0.0, help="of sampling, beyond the fewest rounds")
+    parser.add_argument("--compile", action="store_true", help="torch.compile reduce-overhead beside them")
+    parser.add_argument(
+        "--budget-left", type=float, metavar="S", help="begin no network that may end later than this"
+    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+
+
+if __name__ == "__main__":
+    main()

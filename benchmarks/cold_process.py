@@ -1,0 +1,205 @@
+"""What runs in the cold process: one default call, then eager and the recipe by hand beside its result.
+
+    python -m benchmarks.cold_process NETWORK DEVICE FILE [--seconds S] [--compile]
+
+Writes the facts as JSON to FILE. Started by `benchmarks.cold_start`, with empty caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from benchmarks import by_hand
+from benchmarks.by_hand import Call
+from benchmarks.cold_lines import BY_HAND, COMPILED, EAGER, EAGER_AMP, OURS
+from benchmarks.cold_networks import UnknownNetworkError, anybody
+from benchmarks.race_protocol import peak_bytes
+from benchmarks.regimes import Block, Subject, block, in_turn, summary
+from benchmarks.subjects import subject_of
+
+Facts = dict[str, Any]
+
+T = TypeVar("T")
+
+PAUSE_S = 0.1
+"""Before a block on a CPU: the threads of the one before may spin for 50 ms."""
+
+
+def measure(
+    network: str,
+    device: torch.device,
+    *,
+    seconds: float = 0.0,
+    compiled: bool = False,
+    known: Callable[[Facts], object] = lambda _: None,
+) -> Facts:
+    """Everything of one network; `known` gets what the first call gave before peers can go wrong."""
+    model, inputs = anybody(network)
+    model, inputs = model.to(device), tuple(tensor.to(device) for tensor in inputs)
+    facts, fast = first_call(model, inputs, device)
+    known({**facts, "error": "its process ended while it was timed"})
+    calls: dict[str, Call] = {OURS: fast}
+    contestants: dict[str, Facts] = {OURS: {}}
+    with ThreadPoolExecutor(1) as pool, torch.no_grad():
+        for name, make in peers(device, compiled).items():
+            start = time.perf_counter()
+            try:
+                calls[name] = of_peers(pool, functools.partial(_made, make, model, inputs))
+                contestants[name] = {"prepare_s": time.perf_counter() - start}
+            except Exception as failure:
+                contestants[name] = {"error": f"{type(failure).__name__}: {failure}"[:300]}
+        expected = reference(model, inputs)
+        blocks: dict[str, Callable[[str], Block]] = {}
+        for name, call in calls.items():
+            run: Callable[..., Any] = _directly if name == OURS else functools.partial(of_peers, pool)
+            contestants[name]["relative_error"] = error_of(run(functools.partial(call, *inputs)), expected)
+            subject = subject_of(functools.partial(call, *inputs), device)
+            blocks[name] = functools.partial(_block, run, subject)
+        timed = in_turn(blocks, seconds=seconds, pause_s=PAUSE_S if device.type == "cpu" else 0.0)
+    for name, regimes in timed.items():
+        contestants[name] |= {regime: summary(found) for regime, found in regimes.items()}
+    return {**facts, "contestants": contestants}
+
+
+def _made(
+    make: Callable[[nn.Module, tuple[Tensor, ...]], Call], model: nn.Module, inputs: tuple[Tensor, ...]
+) -> Call:
+    call = make(model, inputs)
+    call(*inputs)
+    return call
+
+
+def of_peers(pool: Executor, work: Callable[[], T]) -> T:
+    """Do a peer's work with cuDNN's search on, in a thread of its own.
+
+    PyTorch caches cuDNN's plans by thread: in ampopt's the search would find those that were chosen without.
+    """
+
+    def searching() -> T:
+        before = torch.backends.cudnn.benchmark
+        torch.backends.cudnn.benchmark = True
+        try:
+            with torch.no_grad():
+                return work()
+        finally:
+            torch.backends.cudnn.benchmark = before
+
+    return pool.submit(searching).result()
+
+
+def _directly(work: Callable[[], T]) -> T:
+    return work()
+
+
+def _block(run: Callable[[Callable[[], Block]], Block], subject: Subject, regime: str) -> Block:
+    return run(functools.partial(block, subject, regime))
+
+
+def first_call(model: nn.Module, inputs: tuple[Tensor, ...], device: torch.device) -> tuple[Facts, Call]:
+    """The call that the README shows, timed, and what came of it."""
+    start = time.perf_counter()
+    import ampopt
+    from ampopt.measure.headline import load_now
+    from ampopt.system.environment import environment
+
+    optimize = ampopt.optimize
+    imported = time.perf_counter()
+    fast = optimize(model, inputs[0] if len(inputs) == 1 else inputs)
+    ended = time.perf_counter()
+    report = fast.report.to_dict()
+    lane = report["lanes"].get(report["chosen"], {})
+    load = load_now()
+    return {
+        "environment": environment(device),
+        "load": None if load is None else load.average,
+        "import_s": imported - start,
+        "prepare_s": ended - imported,
+        "chosen": report["chosen"],
+        "judged": list(report["lanes"]),
+        "passes": lane.get("passes", []),
+        "error_reported": lane.get("error"),
+        "notes": report["notes"],
+        "report": report,
+        "peak_host_bytes": peak_bytes(),
+        "peak_device_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+    }, fast
+
+
+def peers(device: torch.device, compiled: bool) -> dict[str, Callable[[nn.Module, tuple[Tensor, ...]], Call]]:
+    """What a user could have instead within minutes; all take and give float32 that stays the caller's."""
+    on_gpu = device.type == "cuda"
+    half = torch.float16 if on_gpu else torch.bfloat16
+    recipe = by_hand.half_channels_last_fold_graph if on_gpu else by_hand.channels_last_fold
+    found = {EAGER: by_hand.eager, EAGER_AMP: by_hand.autocast(half), BY_HAND: recipe}
+    return found | ({COMPILED: _compiled} if compiled else {})
+
+
+def _compiled(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
+    """`torch.compile` as one writes it without thinking, under autocast on a GPU."""
+    if inputs[0].device.type == "cpu":
+        return torch.compile(model, dynamic=False)
+    amp = by_hand.autocast(torch.float16)(model, inputs)
+    inner = torch.compile(amp, mode="reduce-overhead", dynamic=False)
+    return lambda *tensors: pytree.tree_map_only(Tensor, torch.clone, inner(*tensors))
+
+
+def reference(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """The flat outputs of the model in float64."""
+    from ampopt.ir.model_copy import private_copy
+    from ampopt.ir.signature import flatten_outputs
+
+    double = private_copy(model).double()
+    return list(flatten_outputs(double(*(tensor.double() for tensor in inputs)))[0])
+
+
+def error_of(outputs: object, expected: list[Tensor]) -> float | None:
+    """The largest relative error of the outputs; None where they have NaN or infinities."""
+    from ampopt.ir.numerics import relative_error
+    from ampopt.ir.signature import flatten_outputs
+
+    pairs = zip(flatten_outputs(outputs)[0], expected, strict=True)
+    error = max(relative_error(found, wanted) for found, wanted in pairs)
+    return error if math.isfinite(error) else None
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("network")
+    parser.add_argument("device", type=torch.device)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--compile", action="store_true")
+    options = parser.parse_args()
+
+    kept: Facts = {}
+
+    def write(facts: Facts) -> None:
+        kept.update(facts)
+        options.file.write_text(json.dumps(kept), encoding="utf-8")
+
+    asked = {"seconds": options.seconds, "compiled": options.compile}
+    try:
+        facts = measure(options.network, options.device, **asked, known=write)
+        kept.clear()
+        write(facts)
+    except UnknownNetworkError as unknown:
+        write({"skipped": str(unknown)})
+    except Exception as failure:
+        write({"error": f"{type(failure).__name__}: {failure}"[:300]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""A default call in a cold process with empty caches, as a stranger makes it: every benchmark has its row.
+
+`default_call` starts `benchmarks.cold_process`; `benchmarks.cold_lines` shows what rows keep of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from benchmarks.race_protocol import emptied
+from benchmarks.results_files import Row, commit
+
+MOST_S = 300.0
+"""After which a cold process is ended."""
+
+
+def default_call(
+    network: str,
+    device: torch.device,
+    *,
+    seconds: float = 0.0,
+    compiled: bool = False,
+    most_s: float = MOST_S,
+) -> Row:
+    """`ampopt.optimize(model, x)` in a cold process; `error` or `skipped` says why there are no figures.
+
+    `seconds` of sampling follow, and at least a minimum; with `compiled`, `torch.compile` runs beside it.
+    """
+    row: Row = {"network": network, "commit": commit()}
+    with tempfile.TemporaryDirectory(prefix="ampopt-cold-") as folder:
+        file = Path(folder) / "row.json"
+        command = [sys.executable, "-m", "benchmarks.cold_process", network, str(device), str(file)]
+        command += ["--seconds", str(seconds), *(["--compile"] * compiled)]
+        end: Row = {}
+        try:
+            done = subprocess.run(command, env=emptied(Path(folder), os.environ), timeout=most_s, check=False)
+            if done.returncode or not file.exists():
+                end = {"error": f"its process ended with status {done.returncode}"}
+        except subprocess.TimeoutExpired:
+            end = {"error": f"its process took longer than {most_s:.0f} s"}
+        known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        return {**row, **known, **end}
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    """What every other benchmark has, so that it can do without its cold default call."""
+    parser.add_argument(
+        "--no-default-call",
+        dest="default_call",
+        action="store_false",
+        help="no default call in a cold process beside the first network, which takes a minute or two",
+    )
+
+
+def beside(row: Row, network: str, device: torch.device) -> Row:
+    """A benchmark's row with a cold default call of a network."""
+    return {**row, "default_call": default_call(network, device)}

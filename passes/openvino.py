@@ -1,0 +1,148 @@
+"""openvino: run the graph in OpenVINO."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, fx
+from torch.fx.passes.shape_prop import TensorMetadata
+
+from ampopt.engines.onnx_program import place_of_input, plain_model
+from ampopt.engines.openvino_engine import OpenVinoEngine
+from ampopt.ir.graph import aten, calls, is_native, record_shapes
+from ampopt.ir.program import Border, Program
+from ampopt.ir.transform import Declined, Engine, Result
+from ampopt.ir.widening import widened
+from ampopt.ort.openvino_nan import LostNanError
+from ampopt.ort.openvino_options import OpenVinoOptions
+from ampopt.ort.openvino_session import OpenVinoRunner, why_not_precision
+from ampopt.ort.openvino_tuning import tune_openvino
+
+TUNING_S = 3.0
+"""Time in seconds for measuring options, including the loading of models."""
+
+PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+"""What OpenVINO computes in for each dtype of a lane."""
+
+INDICES: frozenset[object] = frozenset(
+    {
+        aten.argmax.default,
+        aten.argmin.default,
+        aten.max.dim,
+        aten.min.dim,
+        aten.max_pool2d_with_indices.default,
+        aten.max_pool3d_with_indices.default,
+        aten.topk.default,
+        aten.sort.default,
+    }
+)
+"""Operators whose integers are places in a tensor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Openvino(Engine):
+    """Run the graph in OpenVINO, with the options that are fastest on this machine.
+
+    Rewrites: the engine that runs the graph. Inputs are converted to contiguous layout, because the runtime
+    chooses its own layouts. In an AMP lane the runtime gets the graph in float32, with unrounded weights and
+    without casts, and rounds by itself to the lane's dtype, where the processor computes in it.
+    Requires: a CPU, and the packages of the extra `openvino`.
+    Declines: programs that still run under autocast, or that call operators ONNX does not know; float64, and
+    integers that are not places in a tensor, because OpenVINO computes in 32 bits; the values of a top-k,
+    which lose NaN, and places of maxima that are computed with; empty tensors.
+    Correct because: ONNX's operators are the graph's own (`onnx_graph` refuses operators without an
+    equivalent), and the runtime computes the same expressions, possibly in another order, in the precision
+    that is asked for: the compiled model is asked which one it has. Operators of OpenVINO that lose NaN are
+    repaired, exactly for all other numbers (`ort.openvino_nan`); denormal numbers stay.
+    Cost: seconds to export, once for a program (`onnx_program`), and to measure options, which stay the
+    defaults if there is no time for that (`hurried`); a second copy of the weights.
+    """
+
+    packages = ("onnx", "onnxscript", "openvino")
+    extra = "openvino"
+    slow_to_apply = True
+
+    options: tuple[tuple[str, str], ...] | None = None
+    """The fields of `OpenVinoOptions`, each as JSON, or the defaults; None: measure them."""
+
+    @property
+    def chosen(self) -> OpenVinoOptions:
+        """The options, or the defaults where none are chosen. Raises BundleError if they are none."""
+        return OpenVinoOptions.from_dict({name: json.loads(value) for name, value in self.options or ()})
+
+    def why_not(self, program: Program) -> str | None:
+        """See the class."""
+        if program.device.type != "cpu":
+            return "on a GPU the graph itself, captured, has always been faster"
+        if (reason := super().why_not(program)) is not None:
+            return reason
+        found = next((node for node in calls(program.graph) if is_native(node)), None)
+        if found is not None:
+            return f"ONNX does not know {found.target}"
+        return why_not_precision(PRECISIONS[program.lane.dtype])
+
+    def expected_seconds(self, program: Program) -> float:
+        """A few seconds for the export to start, plus a time for each operator."""
+        return 2.0 + 0.02 * sum(1 for _ in calls(program.graph)) + (TUNING_S if self.options is None else 0.0)
+
+    def hurried(self) -> Engine:
+        """The engine with default options, which give most of the gain in a few seconds."""
+        return dataclasses.replace(self, options=self.options or ())
+
+    def apply(self, program: Program) -> Result:
+        """Export, select options, run once; see the class."""
+        if program.engine is not None:
+            return Result(program, 0)
+        if (declined := _declined(program)) is not None:
+            return Result(program, 0, (declined,))
+        wide = widened(program) if program.lane.is_mixed else program
+        entry = tuple(Border(border.dtype) for border in wide.entry)
+        entered = tuple(b.convert(t) for b, t in zip(entry, program.examples, strict=True))
+        model, hints = plain_model(wide.graph, entered), list[str]()
+        try:
+            runner = self._runner(model, entered, PRECISIONS[program.lane.dtype], hints)
+        except LostNanError as lost:
+            return Result(program, 0, (Declined(lost.operator, lost.reason),))
+        chosen = tuple((name, json.dumps(value)) for name, value in runner.options.to_dict().items())
+        changed = program.replace(engine=OpenVinoEngine(runner), entry=entry)
+        return Result(changed, 1, hints=tuple(hints), replay=dataclasses.replace(self, options=chosen))
+
+    def _runner(
+        self, model: bytes, entered: Sequence[Tensor], precision: str, hints: list[str]
+    ) -> OpenVinoRunner:
+        """The model with the options that are chosen, or that are fastest here."""
+        options = dataclasses.replace(self.chosen, precision=precision)
+        runner = OpenVinoRunner(model, options)
+        if self.options is None:
+            read = [tensor.detach().numpy() for tensor in entered]
+            arrays = [read[place_of_input(info.name)] for info in runner.inputs]
+            return tune_openvino(runner, model, arrays, seconds=TUNING_S).runner
+        if not self.options:
+            hints.append("OpenVINO runs with default options: there was no time to measure others")
+        return runner
+
+
+def _declined(program: Program) -> Declined | None:
+    """The first node whose numbers need more than 32 bits."""
+    for node in record_shapes(program).graph.nodes:
+        if (reason := _why_wider(node)) is not None:
+            return Declined(node.name, reason)
+    return None
+
+
+def _why_wider(node: fx.Node) -> str | None:
+    meta = node.meta.get("tensor_meta")
+    if not isinstance(meta, TensorMetadata):
+        return None  # several results, each of which a node of its own takes
+    if 0 in meta.shape:
+        return "it is empty, which OpenVINO computes otherwise"
+    if meta.dtype is torch.float64:
+        return "OpenVINO computes float64 in float32"
+    source = node.all_input_nodes[0] if node.target is operator.getitem else node
+    if meta.dtype is torch.int64 and node.op != "get_attr" and source.target not in INDICES:
+        return "OpenVINO computes int64 in int32"
+    return None

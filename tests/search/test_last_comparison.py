@@ -1,0 +1,95 @@
+"""The last comparison: FP32 answers for a lane of lower precision where it is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ampopt.measure.sampling import Measurement
+from tests.helpers import with_statistics
+from tests.support.planted import optimize
+
+pytestmark = pytest.mark.usefixtures("quick")
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return with_statistics(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()))
+
+
+def measure_as(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[str], float]) -> None:
+    """Let the final comparisons find these times, by what is called."""
+
+    def measured(samplers: dict[str, Any], **options: Any) -> dict[str, Measurement]:
+        return {name: Measurement((seconds(name),) * 6) for name in samplers}
+
+    for module in ("search.last_comparison", "measure.headline"):
+        monkeypatch.setattr(f"ampopt.{module}.interleave", measured)
+
+
+@pytest.fixture
+def fp32_wins(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"best fp32": 1.0, "best amp": 2.0, "after": 1.0}
+    measure_as(monkeypatch, lambda name: seconds.get(name, 4.0))
+
+
+@pytest.mark.usefixtures("fp32_wins")
+@pytest.mark.parametrize("precision", ["amp", "bf16", "auto", "fp32,amp"])
+def test_no_lane_is_slower_than_fp32(model: nn.Module, precision: str) -> None:
+    fast = optimize(model, X, precision=precision)
+    lanes = fast.report.lanes
+    assert lanes["amp"].best.median == lanes["fp32"].best.median == 1.0
+    assert lanes["amp"].answered_by == "fp32"
+    assert lanes["amp"].error == lanes["fp32"].error
+    assert lanes["fp32"].answered_by is None
+    assert fast.program.lane.name == "fp32"
+    assert fast(X).dtype is torch.float32
+    assert "the fp32 lane's program, which is faster: " in str(fast.report)
+    with torch.no_grad():
+        assert torch.allclose(fast(X), model(X), atol=1e-5)
+
+
+@pytest.mark.usefixtures("fp32_wins")
+def test_the_fp32_program_that_answers_for_amp_serves_new_shapes_and_is_cached(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("AMPOPT_CACHE", str(tmp_path))
+    for _ in range(2):
+        fast = optimize(model, X, precision="amp")
+        assert fast.report.chosen == "amp"
+        other = X[:1, :, :6]
+        with torch.no_grad():
+            assert torch.allclose(fast(other), model(other), atol=1e-5)
+    assert any("tuned by an earlier call" in note for note in fast.report.notes)
+
+
+def test_a_lane_that_is_faster_answers_itself(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"best fp32": 2.0, "best amp": 1.0, "after": 1.0}
+    measure_as(monkeypatch, lambda name: seconds.get(name, 4.0))
+    report = optimize(model, X, precision="amp").report
+    assert report.lanes["amp"].answered_by is None
+    assert report.lanes["amp"].best.median == 1.0
+
+
+@pytest.mark.usefixtures("fp32_wins")
+def test_a_lane_that_is_refused_for_its_error_is_not_hidden_behind_fp32(model: nn.Module) -> None:
+    report = optimize(model, X, precision="auto", tolerance=1e-5).report
+    assert report.lanes["amp"].refused is not None
+    assert report.lanes["amp"].answered_by is None
+    assert report.chosen == "fp32"
+
+
+def test_where_a_named_lane_is_refused_fp32_answers_with_the_reason(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure_as(monkeypatch, lambda name: 1.0 if name.startswith("best") or name == "after" else 4.0)
+    fast = optimize(model, X, precision="amp", tolerance=1e-5)
+    assert fast.report.chosen == "fp32"
+    assert "FP32 answers for amp, which could not be verified" in fast.report.notes
+    with torch.no_grad():
+        assert torch.allclose(fast(X), model(X), atol=1e-5)

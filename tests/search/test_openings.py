@@ -1,0 +1,53 @@
+"""Openings against the results that they are made of."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampopt.ir.lanes import FP32, LANES
+from ampopt.passes import PIPELINE
+from ampopt.search.openings import EXACT, OPENINGS, Opening, opening_of
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+NAMES = {step.name for step in PIPELINE}
+
+
+def winners(lane: str) -> list[list[str]]:
+    """The passes of ampopt's programs in the race on the H200."""
+    rows = json.loads((RESULTS / "h200" / "peers.json").read_text())
+    return [passes for row in rows if (passes := row["contestants"].get(f"ampopt {lane}", {}).get("passes"))]
+
+
+@pytest.mark.parametrize("lane", ["fp32", "amp"])
+def test_what_wins_often_is_tried_early_and_only_what_wins_seldom_late(lane: str) -> None:
+    won = winners(lane)
+    assert len(won) > 20
+    count = Counter(name for passes in won for name in passes)
+    opening = OPENINGS["cuda", lane != "fp32"]
+    for name in set(opening.rewrites) - {*EXACT}:
+        assert count[name] >= len(won) / 3, name
+    for name in opening.late:
+        assert count[name] < 0.4 * len(won), name
+    often = {name for name in count if count[name] > len(won) / 2}
+    assert not often & {*opening.late}
+
+
+@pytest.mark.parametrize("opening", OPENINGS.values())
+def test_an_opening_names_passes_of_the_pipeline(opening: Opening) -> None:
+    assert {*opening.rewrites, *opening.late, opening.engine} <= NAMES | {None}
+
+
+def test_a_lane_of_lower_precision_bakes_it_in_its_opening() -> None:
+    for by_device in LANES.values():
+        for device, lane in by_device.items():
+            opening = opening_of(lane, torch.device(device))
+            assert (lane.baked_by in opening.rewrites) == lane.is_mixed
+
+
+def test_a_device_without_results_has_no_opening() -> None:
+    assert opening_of(FP32, torch.device("meta")) == Opening(())

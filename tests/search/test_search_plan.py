@@ -1,0 +1,157 @@
+"""The search over lanes: which are searched to the end, and what is said of the rest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ampopt.ir.lanes import FP32
+from ampopt.ir.pipeline import Pipeline
+from ampopt.ir.transform import Pass
+from ampopt.measure.sampling import Measurement
+from ampopt.search.search_plan import Search
+from ampopt.system.budget import Budget
+from tests.helpers import BF16
+from tests.support.planted import Bench, Planted
+
+X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+
+
+def found(
+    monkeypatch: pytest.MonkeyPatch,
+    pipeline: Pipeline,
+    *,
+    after_openings: dict[str, float],
+    seconds_left: float = 1e6,
+    bound: float | None = None,
+    cost: Callable[[frozenset[str]], float] = lambda names: 1.0,
+    begun: dict[str, tuple[Pass, ...]] | None = None,
+) -> tuple[Bench, Search]:
+    """The search of an FP32 and a bfloat16 lane, which take so long after their openings."""
+    bench = Bench(monkeypatch, nn.Linear(4, 4).eval(), X, cost=cost, seconds_left=seconds_left)
+    monkeypatch.setattr(
+        "ampopt.search.search_plan.interleave",
+        lambda calls, **_: {name: Measurement((after_openings[name],)) for name in calls},
+    )
+    budget = Budget(time.perf_counter(), seconds_left)
+    search = Search(bench.manager, bench.verifier, bench.ledger, pipeline, budget, bound)
+    search.run({FP32: 1e-3, BF16: 1e-3}, begun or {})
+    return bench, search
+
+
+def lanes_of(bench: Bench, name: str) -> set[str]:
+    return {entry.lane for entry in bench.ledger.entries if entry.name == name}
+
+
+PLANTED = Pipeline((Planted("one"),))
+
+
+def test_a_lane_that_is_far_behind_is_not_searched_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, _ = found(monkeypatch, PLANTED, after_openings={"fp32": 2.0, "amp": 1.0})
+    assert lanes_of(bench, "one") == {"amp"}
+    (note,) = bench.ledger.notes
+    assert note == (
+        "the fp32 lane was searched no further than its opening: after its opening it was 2.00x slower than "
+        "another (precision='fp32' searches it)"
+    )
+
+
+def test_lanes_that_are_close_are_all_searched_the_faster_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, _ = found(monkeypatch, PLANTED, after_openings={"fp32": 1.2, "amp": 1.0})
+    assert [entry.lane for entry in bench.ledger.entries if entry.name == "one"] == ["amp", "fp32"]
+    assert bench.ledger.notes == []
+
+
+def test_a_lane_that_is_too_inexact_is_not_searched_further_however_fast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, _ = found(monkeypatch, PLANTED, after_openings={"fp32": 2.0, "amp": 1.0}, bound=1e-9)
+    assert lanes_of(bench, "one") == {"fp32"}
+    assert "eager's own error in it is" in bench.ledger.notes[0]
+
+
+def test_a_single_lane_is_searched_whatever_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, nn.Linear(4, 4).eval(), X, cost=lambda names: 1.0)
+    budget = Budget(time.perf_counter(), 1e6)
+    search = Search(bench.manager, bench.verifier, bench.ledger, PLANTED, budget, 1e-9)
+    search.run({BF16: 1e-3}, {})
+    assert lanes_of(bench, "one") == {"amp"}
+
+
+def test_what_was_cut_off_is_told_with_the_budget_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = Pipeline((Planted("long", seconds=500.0), Planted("longer", seconds=900.0), Planted("short")))
+    bench, search = found(monkeypatch, pipeline, after_openings={"fp32": 2.0, "amp": 1.0}, seconds_left=100.0)
+    assert not search.note_what_was_cut_off()
+    assert bench.ledger.notes[-1].startswith(
+        "2 passes were not tried for want of time: budget_s=1700 would do"
+    )
+
+
+def test_where_nothing_was_cut_off_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, search = found(monkeypatch, PLANTED, after_openings={"fp32": 1.0, "amp": 1.0})
+    assert search.note_what_was_cut_off()
+    assert bench.ledger.notes == []
+
+
+def test_a_search_goes_on_from_where_an_earlier_one_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: dict[str, tuple[Pass, ...]] = {"fp32": (Planted("one"),)}
+    pipeline = Pipeline((Planted("one"), Planted("two")))
+    bench, search = found(monkeypatch, pipeline, after_openings={"fp32": 1.0, "amp": 9.0}, begun=begun)
+    assert [(e.lane, e.name) for e in bench.ledger.entries] == [
+        ("fp32", "tuned before"),
+        ("fp32", "two"),
+        ("fp32", "two (again)"),
+    ]
+    assert [step.name for step in search.states[0].best.program.recipe] == ["one"]
+
+
+def test_the_states_are_there_while_the_search_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    class Stops(Planted):
+        def apply(self, program: Any) -> Any:
+            raise KeyboardInterrupt
+
+    bench = Bench(monkeypatch, nn.Linear(4, 4).eval(), X, cost=lambda names: 1.0)
+    budget = Budget(time.perf_counter(), 1e6)
+    search = Search(bench.manager, bench.verifier, bench.ledger, Pipeline((Stops("x"),)), budget, None)
+    seen = search.states
+    with pytest.raises(KeyboardInterrupt):
+        search.run({FP32: 1e-3}, {})
+    assert [state.lane for state in seen] == [FP32]
+
+
+def test_the_best_so_far_is_against_the_searchs_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, _ = found(
+        monkeypatch,
+        PLANTED,
+        after_openings={"fp32": 1.0, "amp": 1.0},
+        cost=lambda names: 0.5 if "one" in names else 1.0,
+    )
+    steps = bench.ledger.steps_to_best()
+    assert [(step.lane, step.name, step.latency_s) for step in steps] == [("fp32", "one", 0.5)]
+    assert 0 < steps[0].at_s < 600
+    (row,) = bench.ledger.to_dict()["best_so_far"]
+    assert (row["lane"], row["pass"], row["ms"]) == ("fp32", "one", 500.0)
+
+
+def test_a_lane_that_has_fallen_far_behind_is_not_searched_after_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Search, "_behind", lambda search, state: 3.0)
+    bench, _ = found(monkeypatch, PLANTED, after_openings={"fp32": 1.2, "amp": 1.0})
+    assert lanes_of(bench, "one") == {"amp"}
+    assert "it was 3.00x slower than what was found until then" in bench.ledger.notes[0]
+
+
+def test_how_far_a_lane_is_behind_is_known_from_its_own_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, search = found(monkeypatch, PLANTED, after_openings={"fp32": 1.0, "amp": 1.0})
+    slow, fast = search.states
+    slow.best_s, fast.best_s = 0.9, 0.3
+    assert search._behind(slow) == pytest.approx(3.0)
+    assert search._behind(fast) == 1.0
