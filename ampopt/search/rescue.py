@@ -40,8 +40,8 @@ def rescued(
     """Whether a new lane is right, or has been made right; the notes say by what, or why not.
 
     A lane whose error is over `bound` (that of `precision="auto"`) is brought within it, if that can be; it
-    is right all the same. Without `keep-fp32`, a lane stays open for a user's tolerance or metric, within
-    which other passes may bring it.
+    is right all the same. A lane that is over a user's tolerance or metric stays open, so that the
+    report can say how fast it would be; one that overflows does so only without `keep-fp32`.
     """
     if not state.lane.is_mixed:
         return True
@@ -59,7 +59,8 @@ def rescued(
         why = f"; {attempt} does not help: {entry.reason}"
     if check.passed:
         return True
-    if not any(isinstance(step, KeepFp32) for step in passes) and _may_be_brought_within(verifier):
+    has_searched = any(isinstance(step, KeepFp32) for step in passes)
+    if _may_be_brought_within(verifier) and (math.isfinite(check.error) or not has_searched):
         return True
     notes.append(f"the {name} lane was not tried: eager itself is too inexact in it: {wrong}{why}")
     return False
