@@ -6,11 +6,11 @@ print there goes to the standard error. This file needs no PyTorch: engines in o
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,10 +55,13 @@ def emptied(folder: Path, given: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
+_numbers = itertools.count()
+
+
 def racing_environment(name: str, folder: Path, threads: int | None = None) -> dict[str, str]:
     """The environment of a contestant's processes: empty caches below `folder`, and as many threads."""
     plain = "".join(c if c.isalnum() else "_" for c in name)  # compilers trip over blanks
-    env = emptied(Path(tempfile.mkdtemp(prefix=plain, dir=folder)), os.environ)
+    env = emptied(folder / f"{plain}-{next(_numbers)}", os.environ)
     env["TORCHINDUCTOR_COMPILE_THREADS"] = str(COMPILERS)
     if threads is not None:
         env |= {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "OPENBLAS")}

@@ -62,10 +62,10 @@ def test_of_several_lanes_the_fastest_within_the_tolerance_is_taken(
     with all_kept:
         report = ampopt.optimize(model, X, precision="bf16,fp32", **options).report
         alone = ampopt.optimize(model, X, precision="bf16", **options).report
-    assert list(report.lanes) == ["amp", "fp32"]
+    assert list(report.lanes) == ["fp32", "amp"]
     assert "accept it with tolerance=" in str(report.lanes["amp"].refused)
     assert report.chosen != "amp"
-    assert list(alone.lanes) == ["amp"]
+    assert list(alone.lanes) == ["fp32", "amp"]  # FP32 may answer for it
     assert alone.lanes["amp"].refused is None
 
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import ampopt
 from ampopt.errors import AmpoptError, Interrupted
 from ampopt.measure.entry import ORIGINAL
+from ampopt.search.lane_search import LaneSearch
 from ampopt.search.optimizer import Optimizer
 from ampopt.search.pair_timer import PairTimer
-from ampopt.search.pass_manager import PassManager
 from ampopt.system.interrupts import check_interrupted, held, interruptible, was_interrupted, watched
 from tests.support import snapshot
 from tests.support.planted import NO_ENGINES, Planted, rewriting
@@ -305,7 +305,7 @@ def test_twice_while_the_module_is_made_it_gives_the_original(
 
 @pytest.mark.usefixtures("short")
 def test_in_one_region_it_ends_the_work_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupt_once(monkeypatch, PassManager, "rewrite")
+    interrupt_once(monkeypatch, LaneSearch, "rewrite")
     report = optimize(Branching(), X).report
     assert list(report.regions) == ["first"]
     assert "interrupted: this is the best so far" in report.notes
