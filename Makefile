@@ -35,9 +35,10 @@ help: ## list the targets
 demo: .venv/.stamp ## see ampopt at work on this machine
 	$(VENV_PYTHON) -m benchmarks.demo
 
+# The files are looked for by their mark: collecting all the others for a few tests takes 15 seconds.
 test: .venv/.stamp ## all tests; those that depend on the clock run alone, after the others
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not timing"
-	$(PYTEST) -m timing || [ $$? -eq 5 ] # 5: no test is marked so
+	$(PYTEST) -m timing $$(grep -rlF mark.timing --include='*.py' tests) || [ $$? -eq 5 ] # 5: no test is marked so
 
 test-fast: .venv/.stamp ## the tests that neither take long nor depend on the clock
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not timing"

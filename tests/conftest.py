@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -12,6 +13,10 @@ THREADS = max(1, CORES // WORKERS)
 # inherit the environment of the process that starts them, in which this file has already run.
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_variable] = str(THREADS)
+
+# A shell starts what it runs in the background deaf to Ctrl-C: tests that interrupt would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What one test tunes must not answer another.
 os.environ["AMPOPT_CACHE"] = ""
