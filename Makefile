@@ -7,6 +7,9 @@ PYTEST_ARGS ?=
 # The CPU build serves the tests. On a machine with a GPU: make ONNXRUNTIME=onnxruntime-gpu test
 ONNXRUNTIME ?= onnxruntime
 
+# Without Python's compiled files each of the hundred processes that the tests start compiles ampopt anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV_PYTHON := .venv/bin/python
 PYTEST := $(VENV_PYTHON) -m pytest $(PYTEST_ARGS)
 
