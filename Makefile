@@ -7,6 +7,9 @@ PYTEST_ARGS ?=
 # The CPU build serves the tests. On a machine with a GPU: make ONNXRUNTIME=onnxruntime-gpu test
 ONNXRUNTIME ?= onnxruntime
 
+# Without Python's compiled files each of the hundred processes that the tests start compiles ampopt anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV_PYTHON := .venv/bin/python
 PYTEST := $(VENV_PYTHON) -m pytest $(PYTEST_ARGS)
 
@@ -35,9 +38,10 @@ help: ## list the targets
 demo: .venv/.stamp ## see ampopt at work on this machine
 	$(VENV_PYTHON) -m benchmarks.demo
 
+# The files are looked for by their mark: collecting all the others for a few tests takes 15 seconds.
 test: .venv/.stamp ## all tests; those that depend on the clock run alone, after the others
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not timing"
-	$(PYTEST) -m timing || [ $$? -eq 5 ] # 5: no test is marked so
+	$(PYTEST) -m timing $$(grep -rlF mark.timing --include='*.py' tests) || [ $$? -eq 5 ] # 5: no test is marked so
 
 test-fast: .venv/.stamp ## the tests that neither take long nor depend on the clock
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not timing"

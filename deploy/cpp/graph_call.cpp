@@ -3,6 +3,7 @@
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <torch/cuda.h>
 
 namespace {
 // TorchScript's executor profiles, compiles and settles in its first runs, and libraries make their handles
@@ -15,15 +16,16 @@ struct GraphCall::State {
   Tensors inputs, outputs;
 };
 
-GraphCall::GraphCall(Program& program, const Tensors& inputs) : state_(std::make_unique<State>()) {
-  for (const torch::Tensor& input : inputs) state_->inputs.push_back(input.to(program.device).clone());
+GraphCall::GraphCall(const std::function<Tensors(const Tensors&)>& call, c10::Device device, const Tensors& inputs)
+    : state_(std::make_unique<State>()) {
+  for (const at::Tensor& input : inputs) state_->inputs.push_back(input.to(device).clone());
   torch::cuda::synchronize();  // the side stream reads what the current one has written
   const c10::cuda::CUDAStream side = c10::cuda::getStreamFromPool();
   const c10::cuda::CUDAStreamGuard guard(side);
-  for (int i = 0; i < warm_ups; ++i) program(state_->inputs);
+  for (int i = 0; i < warm_ups; ++i) call(state_->inputs);
   torch::cuda::synchronize();
   state_->graph.capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
-  state_->outputs = program(state_->inputs);
+  state_->outputs = call(state_->inputs);
   state_->graph.capture_end();
 }
 

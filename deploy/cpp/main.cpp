@@ -44,7 +44,7 @@ Frame on_gpu(Program& program) {
   };
   Frame frame;
 #ifdef WITH_CUDA_GRAPH
-  const auto graph = std::make_shared<GraphCall>(program, program.inputs);
+  const auto graph = std::make_shared<GraphCall>(std::ref(program), program.device, program.inputs);
   call = [graph](const Tensors& inputs) { return (*graph)(inputs); };
   frame.cuda_graph = true;
 #endif

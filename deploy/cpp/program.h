@@ -9,9 +9,8 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
-using Tensors = std::vector<torch::Tensor>;
+#include "tensors.h"
 
 // What a user has to hear about a program: what() is one paragraph.
 struct ProgramError : std::runtime_error {
