@@ -191,9 +191,8 @@ def _keep_casts(exported: ExportedProgram) -> None:
 
 
 def _lift_weights(exported: ExportedProgram, state: Mapping[str, fx.Node] | None = None) -> fx.GraphModule:
-    """The exported graph with weights as attributes, flat inputs and a flat tuple of tensors.
+    """The exported graph with weights as attributes on clones, flat inputs and a flat tuple of tensors.
 
-    The weights are those of the copy that was exported, in its memory: neither is written to.
     The buffers in `state`, and what the call leaves in them, are further inputs and outputs, in its order.
     """
     state = state or {}
@@ -216,7 +215,7 @@ def _lift_weights(exported: ExportedProgram, state: Mapping[str, fx.Node] | None
             value = _weight(exported, spec)
             name = shared.setdefault(str(spec.target), node.name)
             if not hasattr(root, name):
-                root.register_buffer(name, value.detach())
+                root.register_buffer(name, value.detach().clone())
             mapping[node] = graph.get_attr(name)
             mapping[node].meta["val"] = value
             continue

@@ -32,10 +32,10 @@ def answers(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return captured.layout.restore(captured.program.run(*captured.program.examples))
 
 
-def test_the_graph_does_not_have_the_users_weights() -> None:
+def test_the_graph_owns_its_weights() -> None:
     model = nn.Sequential(conv(), nn.BatchNorm2d(3)).eval()
-    _, captured = captured_of(model, X)
-    users = {t.data_ptr() for t in (*model.parameters(), *model.buffers())}
+    original, captured = captured_of(model, X)
+    users = {t.data_ptr() for m in (model, original) for t in (*m.parameters(), *m.buffers())}
     owned = {t.data_ptr() for t in captured.program.graph.buffers()}
     assert owned
     assert users.isdisjoint(owned)
