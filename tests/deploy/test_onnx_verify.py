@@ -124,7 +124,8 @@ def test_no_limit_lets_an_output_of_zeros_pass() -> None:
     verifier = OnnxVerifier(original, captured, draws=0)
     assert verifier.own_error(FP16) == 1.0
     rows = verifier.outputs(lambda x: [torch.zeros_like(x)], FP16, ["output"], CPU)
-    assert (rows[0].error, rows[0].limit, rows[0].passed) == (1.0, 0.2, False)
+    assert (rows[0].error, rows[0].passed) == (1.0, False)
+    assert rows[0].limit <= FP16.limits.without_eager  # eager, which vanishes, is no yardstick
 
 
 def test_nodes_of_another_provider_are_named() -> None:
