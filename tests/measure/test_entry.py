@@ -32,6 +32,7 @@ def test_a_row_of_a_pass_that_was_never_tried_has_nulls() -> None:
         "memory_bytes": None,
         "apply_s": 0.0,
         "took_s": 0.0,
+        "needs_s": None,
     }
 
 
