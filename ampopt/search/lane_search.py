@@ -98,7 +98,8 @@ class LaneSearch:
         left = [step for step in rewrites if step.name not in self._handled]
         self._handled |= {step.name for step in left}
         for step in sorted(left, key=self._is_late):
-            if self._is_late(step) and (self._is_too_late(deadline) or until()):
+            has_time = time.perf_counter() <= deadline
+            if self._is_late(step) and has_time and (self._is_too_late(deadline) or until()):
                 self._manager.leave_out(self.state, step.name, UNLIKELY)
                 continue
             later = rewrites[rewrites.index(step) + 1 :]

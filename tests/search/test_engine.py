@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,9 @@ def test_without_its_package_it_is_declined_and_says_what_to_install(engine: Toy
     assert entry.reason == f"not_on_this_machine is not installed: run  pip install {advice}"
 
 
-def test_no_engine_is_given_what_still_runs_under_autocast() -> None:
+def test_no_engine_is_given_what_still_runs_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ampopt.search.search_plan.BEHIND", math.inf)  # the lane is searched, however slow
+    monkeypatch.setattr("ampopt.search.search_plan.FAR_BEHIND", math.inf)
     fast = ampopt.optimize(nn.Linear(8, 8), X, passes=[Toy()], precision="amp", cache=False, progress=False)
     (entry,) = (entry for entry in fast.report.entries if (entry.lane, entry.name) == ("amp", "toy"))
     assert (entry.verdict, entry.reason) == (Verdict.DECLINED, "it still runs under autocast")
