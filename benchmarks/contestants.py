@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 
 import torch
@@ -150,8 +149,6 @@ def ours(
 
     def make() -> Made:
         if border.io == IN_LANE:
-            if "io" not in inspect.signature(ampopt.optimize).parameters:
-                raise NotImplementedError("this version of ampopt.optimize has no option io")
             options["io"] = IN_LANE
         given = border.given(inputs, channels_last=True)
         return Made(ampopt.optimize(model, given, **options), given, f"outputs={outputs}")  # type: ignore[arg-type]
