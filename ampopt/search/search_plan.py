@@ -87,7 +87,7 @@ class Search:
         contenders = self._contenders(searches)
         for place, search in enumerate(contenders):
             if place and (behind := self._behind(search.state)) > FAR_BEHIND:
-                self._leave(search, f"it was {behind:.2f}x slower than what was found until then")
+                self._leave_behind(search, f"it was {behind:.2f}x slower than what was found until then")
                 continue
             self._deepen(search, 1.0 if place == len(contenders) - 1 else LEADERS_SHARE)
 
@@ -129,19 +129,20 @@ class Search:
             if search not in usable:
                 error = self._verifier.own_error(search.state.lane)
                 why = f"eager's own error in it is {error:.2g}, over the tolerance {self._bound:g}"
+                self._leave(search, f"{why} (precision={search.name!r} searches it)")
             elif (behind := took[search.name] / fastest) > BEHIND:
-                why = f"after its opening it was {behind:.2f}x slower than another"
+                self._leave_behind(search, f"after its opening it was {behind:.2f}x slower than another")
             else:
                 contenders.append(search)
-                continue
-            self._leave(search, why)
         return contenders
 
+    def _leave_behind(self, search: LaneSearch, why: str) -> None:
+        """Of the lanes only FP32 can be searched alone: beside another it is always a candidate."""
+        alone = "" if search.state.lane.is_mixed else f" (precision={search.name!r} searches it)"
+        self._leave(search, why + alone)
+
     def _leave(self, search: LaneSearch, why: str) -> None:
-        self._ledger.notes.append(
-            f"the {search.name} lane was searched no further than its opening: {why} "
-            f"(precision={search.name!r} searches it)"
-        )
+        self._ledger.notes.append(f"the {search.name} lane was searched no further than its opening: {why}")
 
     def _behind(self, state: LaneState) -> float:
         """How many times slower a lane is than the fastest of all, each in its own trial."""

@@ -67,6 +67,17 @@ def test_lanes_that_are_close_are_all_searched_the_faster_first(monkeypatch: pyt
     assert bench.ledger.notes == []
 
 
+def test_a_lane_of_lower_precision_that_is_behind_gets_no_advice_that_does_not_help(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, _ = found(monkeypatch, PLANTED, after_openings={"fp32": 1.0, "amp": 2.0})
+    assert lanes_of(bench, "one") == {"fp32"}
+    assert bench.ledger.notes == [
+        "the amp lane was searched no further than its opening: after its opening it was 2.00x slower "
+        "than another"
+    ]
+
+
 def test_a_lane_that_is_too_inexact_is_not_searched_further_however_fast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
