@@ -180,12 +180,12 @@ def _optimize(
         call_s, reason = _first_estimate(original, args, kwargs, Budget(started, options.budget_s))
         if reason is not None:
             return as_it_was(original, args, kwargs, reason, started=started)
+        if rehearses:
+            sandbox.prepare()  # it loads its libraries during the capture
         try:
             captured = capture(original, args, kwargs, sandbox.device)
         except CaptureError as error:
             check_interrupted(error)
-            if rehearses:
-                sandbox.prepare()
             reason = str(error)
         else:
             optimizer = Optimizer(
@@ -198,8 +198,8 @@ def _optimize(
                 sandbox=sandbox,
                 call_s=call_s,
             )
-            if rehearses and not optimizer.is_tuned:
-                sandbox.prepare()
+            if optimizer.is_tuned:
+                sandbox.close()
     if reason is None:
         return optimizer.run()
     return optimize_regions(

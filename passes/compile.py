@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ampopt.engines.inductor_code import OPTIONS, InductorCode, is_whole, static_shapes
 from ampopt.ir.capturing import capturing
 from ampopt.ir.graph import arguments, aten, calls, finish, insert_call, is_opaque, replace, where
 from ampopt.ir.pool_indices import keep_indices
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Engine, Result
+from ampopt.ir.transform import Engine, Rehearsed, Result
 from ampopt.system.inductor_cache import remove_cut_off_builds
+
+logger = logging.getLogger("ampopt")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +40,12 @@ class Compile(Engine):
     needed: the graph is captured already, and Dynamo would check its guards in every call. The first calls
     happen here, outside any capture: a first call inside a capture has broken whole processes. The pass
     manager rehearses the engine in another process, so that a compiler crash or hang does no harm here;
-    during the rehearsal only tracing, which runs no compiler and no compiled kernel, happens here. A cache
-    entry of inductor was compiled from an equal graph, and gets this program's weights; a cached library
-    whose compiler was killed is built again.
-    Cost: seconds to a minute of compilation; with a warm cache some seconds, in large networks ten and more,
-    in addition to the rehearsal.
+    what the rehearsal has compiled is loaded here with the weights that it folded, so that nothing is traced
+    again; on a CPU, where these are in oneDNN's own layout, this process traces meanwhile, which runs no
+    compiler and no compiled kernel. A cache entry of inductor was compiled from an equal graph; a cached
+    library whose compiler was killed is built again.
+    Cost: seconds to a minute of compilation in another process, and some seconds to load the result; where it
+    is compiled here, with a warm cache, some seconds to trace, in large networks ten and more.
     """
 
     risky = True
@@ -62,41 +66,96 @@ class Compile(Engine):
 
     def apply(self, program: Program) -> Result:
         """Compile and warm up; see the class."""
-        return self.apply_beside(program, lambda: None)
+        return self.apply_beside(program, Rehearsed)
 
-    def apply_beside(self, program: Program, rehearsed: Callable[[], object]) -> Result:
-        """Trace the graph while the rehearsal compiles it; compile the trace after the rehearsal."""
+    def apply_beside(self, program: Program, rehearsed: Callable[[], Rehearsed]) -> Result:
+        """Load what the rehearsal has compiled, or else compile here.
+
+        On a CPU the weights are in a layout that cannot be sent: there this process traces the graph while
+        the rehearsal compiles it, and compiles the trace after it.
+        """
         if program.engine is not None:
             return Result(program, 0)
         with capturing():
-            return self._compile(program, rehearsed)
+            if program.device.type != "cpu" and (loaded := self._load(program, rehearsed().sent)) is not None:
+                return Result(program.replace(engine=loaded), 1)
+            return Result(program.replace(engine=self._compile(program, rehearsed)), 1)
 
-    def _compile(self, program: Program, rehearsed: Callable[[], object]) -> Result:
+    def send(self, program: Program) -> dict[str, Any] | None:
+        """The key and the constants of inductor's code, if the program's engine is nothing but that code."""
+        made = program.engine
+        if not isinstance(made, _Compiled) or made.code is None:
+            return None
+        with program.scope():
+            if not is_whole(made.engine, made.inner, _entered(program)):
+                return None
+        return {"key": made.code.key, "constants": made.code.constants}
+
+    def _load(self, program: Program, sent: dict[str, Any] | None) -> Callable[..., Any] | None:
+        """What another process has compiled; None where it has sent nothing, or that cannot be loaded."""
+        if sent is None:
+            return None
+        try:
+            engine = InductorCode(**sent).load()
+            with program.scope():
+                entered = _entered(program)
+                for _ in range(self.warm_ups):
+                    engine(*entered)
+        except Exception:  # inductor's cache is not a public interface
+            logger.debug("inductor's code cannot be loaded; it is compiled again", exc_info=True)
+            return None
+        return engine
+
+    def _compile(self, program: Program, rehearsed: Callable[[], Rehearsed]) -> _Compiled:
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # it takes seconds to load
 
         remove_cut_off_builds()
+        made: list[tuple[Any, fx.GraphModule]] = []
 
-        def compile_trace(*args: Any, **kwargs: Any) -> Any:
+        def compile_trace(graph: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
             rehearsed()
-            return compile_fx_inner(*args, **kwargs)
+            made.append((compile_fx_inner(graph, *args, **kwargs), graph))
+            return made[-1][0]
 
-        options = {"triton.cudagraphs": False, "freezing": True}
         module = copy.deepcopy(program.graph).eval()
         keep_indices(module)
         if program.device.type == "cpu":
             keep_nan(module)
         with program.scope():
-            entered = [b.convert(t) for b, t in zip(program.entry, program.examples, strict=True)]
-            with tracing(TracingContext(mode := _static_shapes())):
+            entered = _entered(program)
+            with tracing(TracingContext(mode := static_shapes())):
                 described = [mode.from_tensor(tensor, static_shapes=True) for tensor in entered]
                 try:
-                    engine: Any = compile_fx(module, described, compile_trace, config_patches=options)
+                    engine: Any = compile_fx(module, described, compile_trace, config_patches=OPTIONS)
                 except Exception:
                     rehearsed()  # where it failed, that is the reason, and not what inductor makes of it
                     raise
             for _ in range(self.warm_ups):
                 engine(*entered)
-        return Result(program.replace(engine=engine), 1)
+        if len(made) != 1:
+            return _Compiled(engine, None, None)
+        [(inner, graph)] = made
+        return _Compiled(engine, inner, InductorCode.of(inner, graph))
+
+
+class _Compiled:
+    """What inductor made of a graph in this process.
+
+    `inner` is its code, which `engine` may have put something around; `code`: what another process needs to
+    load it.
+    """
+
+    def __init__(self, engine: Callable[..., Any], inner: Any, code: InductorCode | None) -> None:
+        self.engine, self.inner, self.code = engine, inner, code
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """Run it: flat inputs in, flat outputs out."""
+        return self.engine(*tensors)
+
+
+def _entered(program: Program) -> list[Tensor]:
+    """The examples as the graph gets them."""
+    return [border.convert(t) for border, t in zip(program.entry, program.examples, strict=True)]
 
 
 def keep_nan(module: fx.GraphModule) -> None:
@@ -136,15 +195,3 @@ def _bounds(node: fx.Node) -> tuple[float, float]:
     names = ("min_val", "max_val") if node.target is aten.hardtanh.default else ("min", "max")
     low, high = (given[name] for name in names)
     return -math.inf if low is None else low, math.inf if high is None else high
-
-
-def _static_shapes() -> FakeTensorMode:
-    """What inductor describes tensors with, so that it keeps compiled graphs on disk.
-
-    A repetition of what was rehearsed, and a later `optimize`, then only trace the graph. Without a
-    `ShapeEnv` inductor passes over that cache; where it describes the inputs itself, it reasons about every
-    shape as if that could change, which takes four times as long for Swin-T.
-    """
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # it takes seconds to load
-
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(assume_static_by_default=True))

@@ -125,6 +125,17 @@ class Pass(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
+class Rehearsed:
+    """What came of applying an engine in another process first.
+
+    `why_not`: why that was not possible. `sent`: what the engine's `send` gave there.
+    """
+
+    why_not: str | None = None
+    sent: dict[str, Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Engine(Pass):
     """A pass that selects a compiler or runtime to run the graph. It does not change the graph.
 
@@ -160,7 +171,14 @@ class Engine(Pass):
         """The engine to apply when less time is left than it expects to need."""
         return self
 
-    def apply_beside(self, program: Program, rehearsed: Callable[[], object]) -> Result:
+    def send(self, program: Program) -> dict[str, Any] | None:
+        """What lets another process make the engine of this program sooner: tensors and plain values by name.
+
+        None: nothing does.
+        """
+        return None
+
+    def apply_beside(self, program: Program, rehearsed: Callable[[], Rehearsed]) -> Result:
         """Apply a risky engine during its rehearsal; `rehearsed` waits for it, and raises if it failed.
 
         Steps that could crash the process must come after `rehearsed()`. By default all steps do.

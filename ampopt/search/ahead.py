@@ -13,7 +13,7 @@ from types import TracebackType
 
 from ampopt.errors import PassError
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Engine, Pass, Result
+from ampopt.ir.transform import Engine, Pass, Rehearsed, Result
 from ampopt.search.rehearsal import Sandbox
 
 Key = tuple[str, int]
@@ -28,8 +28,8 @@ class Ahead:
         self._jobs: deque[tuple[Engine, Program, float]] = deque()
         self._running: tuple[Engine, Program] | None = None
         self._context = contextlib.ExitStack()
-        self._answer: Callable[[], str | None] = lambda: None
-        self._over: dict[Key, tuple[Program, Callable[[], str | None]]] = {}
+        self._answer: Callable[[], Rehearsed] = Rehearsed
+        self._over: dict[Key, tuple[Program, Callable[[], Rehearsed]]] = {}
 
     def __enter__(self) -> Ahead:
         return self
@@ -68,16 +68,16 @@ class Ahead:
         key = step.name, id(program)
         if self._running is not None and key == (self._running[0].name, id(self._running[1])):
 
-            def rehearsed() -> str | None:
+            def rehearsed() -> Rehearsed:
                 if key not in self._over:
                     self._take_answer()
                     self.go_on()
                 return self._over[key][1]()
 
-            return step.apply_beside(program, rehearsed), rehearsed()
+            return step.apply_beside(program, rehearsed), rehearsed().why_not
         if key in self._over:
             answer = self._over[key][1]
-            return step.apply_beside(program, answer), answer()
+            return step.apply_beside(program, answer), answer().why_not
         self._stop()  # another one was expected
         self._jobs = deque(job for job in self._jobs if (job[0].name, id(job[1])) != key)
         return self._sandbox.apply(step, program, seconds=seconds)

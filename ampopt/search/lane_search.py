@@ -43,6 +43,13 @@ class LaneSearch:
         self._kernels_gain = 1.0
         self._made: dict[tuple[Pass, ...], Program] = {}
 
+    @staticmethod
+    def expected(state: LaneState, pipeline: Pipeline) -> Program:
+        """What a lane's opening should come to, without native kernels, if all of it is right and a gain."""
+        opening = opening_of(state.lane, state.base.device)
+        steps = [step for step in in_order(state, pipeline.rewrites) if step.name in opening.rewrites]
+        return replay(tuple(step for step in steps if step.family is not Family.KERNEL), state.base)
+
     @property
     def name(self) -> str:
         """The lane's name."""

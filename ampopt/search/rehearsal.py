@@ -24,18 +24,23 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
 from ampopt.engines.graph_capture import ReplayedProgram
 from ampopt.errors import AmpoptError, PassError, first_line
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Engine, Pass, Result
+from ampopt.ir.transform import Engine, Pass, Rehearsed, Result
 from ampopt.kernels.cudnn_shapes import know_shapes
 from ampopt.kernels.fused_conv import fused_conv
 from ampopt.measure.clocks import synchronize
 from ampopt.system.inductor_cache import inductor_folder
+
+PROGRAM, SENT_BACK = "program.pickle", "sent.pt"
+"""The files of a rehearsal, in a folder of its own."""
 
 
 class TooLongError(PassError):
@@ -77,20 +82,31 @@ class Sandbox:
         return _possible() and self.device.type != "cpu"
 
     def begin(self, step: Pass, program: Program) -> None:
-        """Start to rehearse a risky step, if nothing else is rehearsed ahead; `apply` takes it up later.
+        """Start to rehearse a risky step; `apply` takes it up later.
 
-        Does nothing where that would disturb measurements, or where the program cannot be sent.
+        Does nothing where that would disturb measurements, where the program cannot be sent, or where this
+        was begun already. Another step that was begun, and was not taken up, is given up.
         """
-        if not self.works_beside or self._ahead is not None:
-            return
         if not isinstance(step, Engine) or not step.risky or step.why_not(program) is not None:
             return
+        if not self.works_beside or self.is_rehearsing(step, program):
+            return
+        if self._ahead is not None:
+            self._give_up_ahead(self._ahead)
         stack = contextlib.ExitStack()
         sent = stack.enter_context(self._sent(step, program, seconds=math.inf))
         if isinstance(sent, _Answer):
             self._ahead = _Ahead(step, program, sent, stack)
         else:
             stack.close()
+
+    def _give_up_ahead(self, ahead: _Ahead) -> None:
+        """Forget what was begun ahead; its process is killed only if it still works on that."""
+        if ahead.answer.has_come:
+            with contextlib.suppress(PassError):
+                ahead.answer.get()
+        self._ahead = None
+        ahead.stack.close()
 
     def is_rehearsing(self, step: Pass, program: Program) -> bool:
         """Whether this step on this program was begun ahead, and was not taken up yet."""
@@ -117,19 +133,19 @@ class Sandbox:
         if not isinstance(step, Engine) or not step.risky:
             return step.apply(program), None
         with self.rehearsing(step, program, seconds=seconds) as rehearsed:
-            return step.apply_beside(program, rehearsed), rehearsed()
+            return step.apply_beside(program, rehearsed), rehearsed().why_not
 
     @contextlib.contextmanager
     def rehearsing(
         self, step: Pass, program: Program, *, seconds: float
-    ) -> Iterator[Callable[[], str | None]]:
+    ) -> Iterator[Callable[[], Rehearsed]]:
         """Apply `step` to `program` in the sandbox, and run the result, during the block.
 
-        The block gets a function that waits for the end; see `apply` for what it returns and raises. It can
-        be called several times. A rehearsal that has not ended after the block is killed.
+        The block gets a function that waits for the end; see `apply` for what it raises. It can be called
+        several times. A rehearsal that has not ended after the block is killed.
         """
         if not _possible():
-            yield lambda: "this system has no POSIX processes to rehearse in"
+            yield lambda: Rehearsed("this system has no POSIX processes to rehearse in")
             return
         if (ahead := self._ahead) is not None:
             ahead.answer.until(time.perf_counter() + seconds)
@@ -145,19 +161,21 @@ class Sandbox:
             if not ahead.answer.is_good:
                 self.close()
         with self._sent(step, program, seconds=seconds) as sent:
-            yield sent.get if isinstance(sent, _Answer) else lambda: sent
+            yield sent.get if isinstance(sent, _Answer) else lambda: Rehearsed(sent)
 
     @contextlib.contextmanager
     def _sent(self, step: Pass, program: Program, *, seconds: float) -> Iterator[_Answer | str]:
         """The answer to a step and a program that were sent, or why they cannot be."""
-        with tempfile.NamedTemporaryFile(prefix="ampopt-") as parcel:
+        with tempfile.TemporaryDirectory(prefix="ampopt-", ignore_cleanup_errors=True) as folder:
+            parcel = Path(folder, PROGRAM)
             try:
-                pickle.dump((torch.get_num_threads(), step, program), parcel)
+                with parcel.open("wb") as file:
+                    pickle.dump((torch.get_num_threads(), step, program), file)
             except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
                 yield f"the program cannot be sent to another process: {first_line(error)}"
                 return
-            parcel.flush()
-            answer = _Answer(self._send(parcel.name), seconds, self._how_it_ended)
+            back = Path(folder, SENT_BACK)
+            answer = _Answer(self._send(str(parcel)), seconds, self._how_it_ended, back, self.device)
             try:
                 yield answer
             finally:  # Ctrl-C, too: nothing is to go on over there
@@ -232,9 +250,17 @@ class Sandbox:
 class _Answer:
     """What a rehearsal comes to: waited for once, told as often as asked for."""
 
-    def __init__(self, line: Connection, seconds: float, how_it_ended: Callable[[], str]) -> None:
-        self._line, self._how_it_ended = line, how_it_ended
-        self._told: dict[str, str] | PassError | None = None
+    def __init__(
+        self,
+        line: Connection,
+        seconds: float,
+        how_it_ended: Callable[[], str],
+        back: Path,
+        device: torch.device,
+    ) -> None:
+        """`back`: the file that the other process sends back, if any, for this device."""
+        self._line, self._how_it_ended, self._back, self._device = line, how_it_ended, back, device
+        self._told: Rehearsed | PassError | None = None
         self.until(time.perf_counter() + seconds)
 
     def until(self, deadline: float) -> None:
@@ -252,10 +278,10 @@ class _Answer:
     @property
     def is_good(self) -> bool:
         """Whether it came, and nothing failed."""
-        return isinstance(self._told, dict)
+        return isinstance(self._told, Rehearsed)
 
-    def get(self) -> str | None:
-        """None, or why there was no rehearsal; PassError where that failed."""
+    def get(self) -> Rehearsed:
+        """What came of it; PassError where it failed."""
         if self._told is None:
             try:
                 self._told = self._wait()
@@ -263,9 +289,9 @@ class _Answer:
                 self._told = error
         if isinstance(self._told, PassError):
             raise self._told
-        return self._told.get("unloadable")
+        return self._told
 
-    def _wait(self) -> dict[str, str]:
+    def _wait(self) -> Rehearsed:
         _load_compiler()
         try:
             left = max(self._deadline - time.perf_counter(), 0.0)
@@ -278,7 +304,15 @@ class _Answer:
             raise PassError(f"it brought down a process of its own ({self._how_it_ended()})") from error
         if (reason := answer.get("failed")) is not None:
             raise PassError(f"it failed in a process of its own: {reason}")
-        return answer
+        return Rehearsed(answer.get("unloadable"), self._received())
+
+    def _received(self) -> dict[str, Any] | None:
+        """What was sent back; None where that is nothing, or is incomplete: a full disk costs only time."""
+        try:
+            sent: dict[str, Any] = torch.load(self._back, map_location=self._device)
+        except (OSError, RuntimeError, pickle.UnpicklingError):
+            return None
+        return sent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,14 +353,15 @@ def _warm_up(device: torch.device) -> None:
         torch._inductor.compile(small, [example], options={"freezing": True})(example)
 
 
-def _perform(step: Pass, program: Program) -> None:
-    """Everything that the pass manager will do with the outcome."""
+def _perform(step: Engine, program: Program) -> dict[str, Any] | None:
+    """Everything that the pass manager will do with the outcome; what is to be sent back."""
     program = step.apply(program).program
     program.run(*program.examples)
     if program.device.type == "cuda":
         with contextlib.suppress(AmpoptError):  # the pass manager finds out, and tells, that it has no graph
             ReplayedProgram(program).replay()
     synchronize(program.device)
+    return step.send(program)
 
 
 def _answer(parcel: str) -> dict[str, str]:
@@ -338,9 +373,12 @@ def _answer(parcel: str) -> dict[str, str]:
         return {"unloadable": f"another process cannot load the program: {first_line(error)}"}
     try:
         torch.set_num_threads(threads)
-        _perform(step, program)
+        sent = _perform(step, program)
     except Exception as error:
         return {"failed": first_line(error)}
+    if sent is not None:
+        with contextlib.suppress(OSError, RuntimeError):  # a full disk: nothing is received
+            torch.save(sent, Path(parcel).with_name(SENT_BACK))
     return {}
 
 

@@ -18,6 +18,7 @@ from ampopt.search.lane_state import LaneState
 from ampopt.search.pass_manager import PassManager
 from ampopt.search.rescue import rescued
 from ampopt.system.budget import Budget
+from ampopt.system.interrupts import check_interrupted
 
 TRYING = 0.85
 """Share of the time budget after which nothing is tried; the rest is for the last comparison."""
@@ -72,6 +73,7 @@ class Search:
         searches: list[LaneSearch] = []
         began = time.perf_counter()
         left = self._manager.deadline - began
+        self._compile_ahead([lane for lane in lanes if lane.name not in begun])
         for place, (lane, call_s) in enumerate(lanes.items(), start=1):
             state, notes = self._manager.open(lane, call_s), self._ledger.notes
             rewrites = self._pipeline.rewrites
@@ -90,6 +92,23 @@ class Search:
                 self._leave_behind(search, f"it was {behind:.2f}x slower than what was found until then")
                 continue
             self._deepen(search, 1.0 if place == len(contenders) - 1 else LEADERS_SHARE)
+
+    def _compile_ahead(self, lanes: Sequence[Lane]) -> None:
+        """Let a compiler start, in its own process, on what the opening of the likeliest lane should come to.
+
+        That is the lane of the lowest precision. If it has to be rescued first, nothing is begun. If its
+        opening comes to something else, or another lane is searched first, the compiler gets that instead.
+        """
+        sandbox = self._manager.sandbox
+        if sandbox is None or not sandbox.works_beside or not lanes or not self._is_exact_enough(lanes[-1]):
+            return
+        try:
+            program = LaneSearch.expected(self._manager.open(lanes[-1]), self._pipeline)
+        except Exception as error:  # the opening is going to tell
+            check_interrupted(error)
+            return
+        for engine in self._pipeline.engines:
+            sandbox.begin(engine, program)
 
     def note_what_was_cut_off(self) -> bool:
         """Note how many trials there was no time for, and what budget they need; True if there are none."""
@@ -151,9 +170,12 @@ class Search:
 
     def _is_usable(self, state: LaneState) -> bool:
         """Whether a lane's error is going to be within the bound: it was made so, or eager's own is."""
-        if self._bound is None or not state.lane.is_mixed or state.founded:
+        return bool(state.founded) or self._is_exact_enough(state.lane)
+
+    def _is_exact_enough(self, lane: Lane) -> bool:
+        if self._bound is None or not lane.is_mixed:
             return True
-        return self._verifier.own_error(state.lane) <= self._bound
+        return self._verifier.own_error(lane) <= self._bound
 
     def _deepen(self, search: LaneSearch, share: float) -> None:
         """Everything after the opening in one lane, within a share of the time that is left.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Declined, Engine, Family, Numerics, Pass, Result, is_slow, replay
+from ampopt.ir.transform import Declined, Engine, Family, Numerics, Pass, Rehearsed, Result, is_slow, replay
 from tests.helpers import BF16, program_of
 from tests.support.planted import Planted, rewritten
 
@@ -137,11 +137,15 @@ def test_an_engine_is_applied_beside_its_rehearsal_only_after_that_has_ended_wel
             order.append("applied")
             return super().apply(program)
 
-    result = Noting().apply_beside(program, lambda: order.append("rehearsed"))
+    def succeeds() -> Rehearsed:
+        order.append("rehearsed")
+        return Rehearsed()
+
+    result = Noting().apply_beside(program, succeeds)
     assert order == ["rehearsed", "applied"]
     assert result.program.engine is program.graph
 
-    def fails() -> object:
+    def fails() -> Rehearsed:
         raise RuntimeError("the rehearsal failed")
 
     with pytest.raises(RuntimeError, match="the rehearsal failed"):

@@ -21,7 +21,7 @@ from ampopt.ir.graph import aten, calls, copy_of
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.model_copy import same_tensor
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Pass, Result, replay
+from ampopt.ir.transform import Pass, Rehearsed, Result, replay
 from ampopt.kernels.fused_conv import fused_conv
 from ampopt.passes import BakeAutocast, ChannelsLast, Compile, CudaGraph, FoldConvBn
 from ampopt.passes.compile import keep_nan
@@ -116,7 +116,12 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_nothing_is_compiled_before_the_rehearsal_is_over(order: list[str]) -> None:
     program = program_of(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.randn(2, 4))
-    result = Compile(warm_ups=0).apply_beside(program, lambda: order.append("rehearsed"))
+
+    def rehearsed() -> Rehearsed:
+        order.append("rehearsed")
+        return Rehearsed()
+
+    result = Compile(warm_ups=0).apply_beside(program, rehearsed)
     assert order == ["rehearsed", "compiled"]
     assert result.program.engine is not None
 
@@ -124,7 +129,7 @@ def test_nothing_is_compiled_before_the_rehearsal_is_over(order: list[str]) -> N
 def test_a_rehearsal_that_failed_is_the_reason_and_nothing_is_compiled(order: list[str]) -> None:
     program = program_of(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.randn(2, 4))
 
-    def rehearsed() -> None:
+    def rehearsed() -> Rehearsed:
         raise PassError("it hung")
 
     with pytest.raises(PassError, match=r"^it hung$"):

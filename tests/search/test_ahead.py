@@ -12,7 +12,7 @@ from torch import nn
 
 from ampopt.errors import PassError
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Engine, Pass, Result
+from ampopt.ir.transform import Engine, Pass, Rehearsed, Result
 from ampopt.search.ahead import Ahead
 from ampopt.search.rehearsal import Sandbox, TooLongError
 from tests.helpers import program_of
@@ -30,16 +30,16 @@ class Fake(Sandbox):
     @contextlib.contextmanager
     def rehearsing(
         self, step: Pass, program: Program, *, seconds: float
-    ) -> Iterator[Callable[[], str | None]]:
+    ) -> Iterator[Callable[[], Rehearsed]]:
         """See the class."""
         self.events.append(f"begin {step.name}")
         self.is_over = False
 
-        def answer() -> str | None:
+        def answer() -> Rehearsed:
             self.events.append(f"ask {step.name}")
             if step.name in self.fails:
                 raise self.error
-            return None
+            return Rehearsed()
 
         yield answer
         self.events.append(f"end {step.name}")
@@ -149,7 +149,7 @@ def test_at_the_end_nothing_goes_on(sandbox: Fake, program: Program) -> None:
 class Traces(ToyCompiler):
     """Notes that it begins here before the rehearsal is over."""
 
-    def apply_beside(self, program: Program, rehearsed: Callable[[], object]) -> Result:
+    def apply_beside(self, program: Program, rehearsed: Callable[[], Rehearsed]) -> Result:
         """See the class."""
         EVENTS.append("trace")
         return Engine.apply_beside(self, program, rehearsed)

@@ -17,7 +17,7 @@ import ampopt
 from ampopt.errors import PassError
 from ampopt.ir.graph import aten
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Engine, Pass, Result
+from ampopt.ir.transform import Engine, Pass, Rehearsed, Result
 from ampopt.measure.entry import Verdict
 from ampopt.search.rehearsal import Sandbox, TooLongError
 from tests.support.planted import Bench, captured_of, rewritten
@@ -62,7 +62,7 @@ class Waiting(Risky):
             time.sleep(0.01)
         return super().apply(program)
 
-    def apply_beside(self, program: Program, rehearsed: Callable[[], object]) -> Result:
+    def apply_beside(self, program: Program, rehearsed: Callable[[], Rehearsed]) -> Result:
         """See the class."""
         Path(self.note).touch()
         return super().apply_beside(program, rehearsed)
@@ -70,7 +70,7 @@ class Waiting(Risky):
 
 def rehearse(sandbox: Sandbox, step: Pass, program: Program, *, seconds: float) -> str | None:
     with sandbox.rehearsing(step, program, seconds=seconds) as rehearsed:
-        return rehearsed()
+        return rehearsed().why_not
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_nothing_goes_on_there_during_a_pause(program: Program, tmp_path: Path) 
                 note.touch()
                 time.sleep(0.5)
                 assert not sandbox.has_answered()
-            assert rehearsed() is None
+            assert rehearsed().why_not is None
 
 
 def test_an_answer_can_be_seen_without_waiting_for_it(program: Program) -> None:
@@ -141,7 +141,7 @@ def test_an_answer_can_be_seen_without_waiting_for_it(program: Program) -> None:
         assert not sandbox.has_answered()
         while not sandbox.has_answered():
             time.sleep(0.01)
-        assert rehearsed() is None
+        assert rehearsed().why_not is None
 
 
 def test_a_pass_may_begin_here_while_it_is_rehearsed(program: Program, tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_rehearsal_that_was_begun_ahead_is_taken_up_by_its_trial(program: Prog
         assert sandbox.is_ready
         done = (tmp_path / "note").read_text()
         with sandbox.rehearsing(step, program, seconds=60) as rehearsed:
-            assert rehearsed() is None
+            assert rehearsed().why_not is None
         assert (tmp_path / "note").read_text() == done  # it was not done again
         assert not sandbox.is_rehearsing(step, program)
 
@@ -188,6 +188,28 @@ def test_a_failure_ahead_is_told_to_its_trial_alone(program: Program) -> None:
         assert not sandbox.is_rehearsing(Risky("crash"), program)
         with pytest.raises(PassError, match="signal SIGSEGV"):
             rehearse(sandbox, Risky("crash"), program, seconds=60)
+
+
+@pytest.mark.usefixtures("beside")
+def test_another_one_ahead_takes_the_place_of_the_first(program: Program, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    first, second = Risky("nothing", os.getpid(), str(note)), Risky("nothing", os.getpid(), str(note) + "2")
+    with Sandbox(CPU) as sandbox:
+        sandbox.begin(first, program)
+        deadline = time.perf_counter() + 60
+        while not sandbox.is_ready and time.perf_counter() < deadline:
+            time.sleep(0.05)
+        process = sandbox._process
+        sandbox.begin(second, program)
+        assert sandbox._process is process  # the first one was over
+        assert not sandbox.is_rehearsing(first, program)
+        rehearse(sandbox, second, program, seconds=60)
+        assert note.exists()
+        sandbox.begin(Risky("hang"), program)
+        sandbox.begin(first, program)
+        assert process is not None
+        assert process.poll() is not None  # that one had to be killed
+        rehearse(sandbox, first, program, seconds=60)
 
 
 @pytest.mark.usefixtures("beside")

@@ -1,0 +1,116 @@
+"""inductor_code: what was compiled in one process is loaded in another, with its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from ampopt.engines.inductor_code import InductorCode, LoadedCode, is_whole
+from ampopt.ir.lanes import FP32, Lane
+from ampopt.ir.program import Program
+from ampopt.passes import BakeAutocast, ChannelsLast, Compile, CudaGraph, FoldConvBn
+from ampopt.search.rehearsal import Sandbox
+from tests.helpers import FP16, Model, check_outputs, program_of, with_statistics
+from tests.support.compiler import needs_compiler
+
+
+@pytest.fixture
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
+def weighted(scale: float) -> tuple[nn.Module, Tensor]:
+    """A network whose weights oneDNN does not take, and that are too long to be written into the code."""
+    torch.manual_seed(0)
+    model = Model(lambda m, x: ((x * m.w).relu(), x + m.w), w=nn.Parameter(scale * torch.randn(3000)))
+    return model, torch.randn(4, 3000)
+
+
+def sent_by(program: Program) -> tuple[Program, dict[str, Any] | None]:
+    made = Compile().apply(program).program
+    return made, Compile().send(made)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_own_cache")
+def test_what_is_sent_is_loaded_with_the_weights_that_were_sent_and_nothing_is_traced() -> None:
+    found = []
+    for scale in (1.0, 2.0):  # equal graphs: the second is the first one's code
+        model, x = weighted(scale)
+        made, sent = sent_by(program_of(model, x))
+        assert sent is not None
+        counters.clear()
+        loaded = InductorCode(**sent).load()
+        assert counters["inductor"]["fxgraph_cache_miss"] == counters["aot_autograd"]["total"] == 0
+        for one, two in zip(loaded(x), made.run(x), strict=True):
+            assert torch.equal(one, two)
+        found.append(sent["key"])
+    assert found[0] == found[1]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_own_cache")
+def test_code_for_aligned_inputs_is_right_for_others() -> None:
+    model, x = weighted(1.0)
+    made, sent = sent_by(program_of(model, x))
+    assert sent is not None
+    moved = torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x)
+    for one, two in zip(InductorCode(**sent).load()(moved), made.run(x), strict=True):
+        assert torch.equal(one, two)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_own_cache")
+def test_weights_in_onednns_layout_are_not_sent() -> None:
+    made, sent = sent_by(program_of(nn.Linear(3000, 3000), torch.randn(4, 3000)))
+    assert made.engine is not None
+    assert sent is None
+
+
+def test_code_is_whole_where_it_answers_with_the_same_tensors_or_equal_ones() -> None:
+    x = torch.randn(2, 3)
+    assert is_whole(lambda x: (x + 1,), lambda xs: [xs[0] + 1], [x])
+    assert not is_whole(lambda x: (x + 1, x), lambda xs: [xs[0] + 1], [x])
+    assert not is_whole(lambda x: (x + 1,), lambda xs: [(xs[0] + 1).T], [x])
+    assert not is_whole(lambda x: (x.view(3, 2),), lambda xs: [xs[0].view(3, 2)], [x])
+    assert not is_whole(lambda x: (x + 1,), lambda xs: [xs[0] + xs[1]], [x])
+
+
+@pytest.mark.usefixtures("_own_cache")
+def test_what_the_cache_has_lost_is_said_and_compiled_again() -> None:
+    lost = InductorCode("fnosuchkey", {})
+    with pytest.raises(LookupError, match="fnosuchkey"):
+        lost.load()
+    program = program_of(*weighted(1.0))
+    assert Compile()._load(program, {"key": lost.key, "constants": {}}) is None
+    assert Compile()._load(program, None) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.usefixtures("_own_cache")
+@pytest.mark.parametrize(
+    ("lane", "before"),
+    [
+        pytest.param(FP32, [FoldConvBn()], id="fp32"),
+        pytest.param(FP16, [BakeAutocast(), FoldConvBn(), ChannelsLast()], id="baked channels_last"),
+    ],
+)
+def test_on_a_gpu_the_rehearsals_code_is_loaded_and_right(lane: Lane, before: list[Any]) -> None:
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten()]
+    model, x = with_statistics(nn.Sequential(*layers)).cuda(), torch.randn(2, 3, 10, 10, device="cuda")
+    program = program_of(model, x, lane=lane, on_top_of=before)
+    with Sandbox(program.device) as box, box.rehearsing(Compile(), program, seconds=120) as rehearsed:
+        counters.clear()
+        made = Compile().apply_beside(program, rehearsed).program
+        assert rehearsed().sent is not None
+    assert isinstance(made.engine, LoadedCode)
+    assert not counters["aot_autograd"]
+    check_outputs(Compile.numerics, program, made, model, [x], lane)
+    captured = CudaGraph().apply(made).program
+    check_outputs(Compile.numerics, program, captured, model, [x], lane)
