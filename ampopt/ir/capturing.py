@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator
 
 from ampopt.system import turns
+from ampopt.system.garbage import collected_later
 from ampopt.system.process_state import imports_kept, process_kept
 from ampopt.system.quiet import quiet
 
@@ -18,7 +19,7 @@ from ampopt.system.quiet import quiet
 def capturing() -> Iterator[None]:
     """Hold the lock, with output suppressed; enter before `Settings.scope` and before gradients are off.
 
-    Calls of captured programs do not wait for it.
+    Garbage is collected after it. Calls of captured programs do not wait for it.
     """
-    with turns.capturing.taken(), process_kept(), imports_kept(), quiet():
+    with turns.capturing.taken(), process_kept(), imports_kept(), quiet(), collected_later():
         yield

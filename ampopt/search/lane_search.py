@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
@@ -21,11 +22,27 @@ OPENING = "the opening"
 PLAIN_OPENING = "the opening without layouts and kernels"
 """The row of those that are tried together if that loses."""
 
+UNFUSED = " (unfused)"
+"""What is added to the name of an engine that gets the program without native kernels."""
+
 MUCH = 1.1
-"""From this gain of kernels on, an engine is not likely to be faster without them."""
+"""From this gain of kernels on, an engine is likely to be faster with them than without, and else without."""
 
 UNLIKELY = "it seldom gains, and the time for that was over: a larger time budget tries it"
 """The reason of what was not tried after the time for unlikely trials."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """A form of the rewritten program for an engine; `suffix` is added to the engine's name.
+
+    `is_begun`: the engine is being rehearsed, or was, with it. `is_likely`: it is the likeliest to gain.
+    """
+
+    suffix: str
+    program: Program
+    is_begun: bool
+    is_likely: bool
 
 
 class LaneSearch:
@@ -147,10 +164,10 @@ class LaneSearch:
         pass only if it cannot be launched, or if launching fails.
         """
         for engine in engines:
-            for place, (suffix, program) in enumerate(self._readable_forms(engine)):
-                name = engine.name + suffix
-                is_unlikely = place > 1 or (place == 1 and self._kernels_gain > MUCH) or self._is_late(engine)
-                if is_unlikely and self._is_too_late(deadline):
+            for form in self._readable_forms(engine):
+                name, program = engine.name + form.suffix, form.program
+                unlikely = self._is_late(engine) or not (form.is_begun or form.is_likely)
+                if unlikely and self._is_too_late(deadline):
                     self._manager.leave_out(self.state, name, UNLIKELY)
                     continue
                 usable = [step for step in self._pipeline.launches if step.why_not(program) is None]
@@ -227,31 +244,32 @@ class LaneSearch:
         for step in slow:
             attempt(f"{step.name} (again)", with_added([step]))
 
-    def _readable_forms(self, engine: Engine) -> list[tuple[str, Program]]:
+    def _readable_forms(self, engine: Engine) -> list[_Form]:
         """The rewritten program as the engine can take it: with native kernels, or else without them.
 
         An engine that is worth more time is tried without them all the same, and without each kind of them:
         where it fuses by itself, a kernel that was faster before it may not be so any more. A form that is
-        being rehearsed already comes first, unless kernels gained much and nothing has to be waited for.
+        being rehearsed already comes first, then the likely one.
         """
-        rewritten = self.state.graph.program
+        rewritten, sandbox = self.state.graph.program, self._manager.sandbox
         kernels = [step for step in rewritten.recipe if step.family is Family.KERNEL]
-        left_out = {"": list[Pass]()} | ({" (unfused)": kernels} if kernels else {})
+        left_out = {"": list[Pass]()} | ({UNFUSED: kernels} if kernels else {})
         if is_slow(engine) and len(kernels) > 1:
             left_out |= {f" (without {kernel.name})": [kernel] for kernel in kernels}
-        readable: list[tuple[str, Program]] = []
+        readable: dict[str, Program] = {}
         for suffix, missing in left_out.items():
             program = self._without(missing)
             if engine.why_not(program) is None:
-                readable.append((suffix, program))
+                readable[suffix] = program
                 if not is_slow(engine):
                     break
         if not readable:
-            return [("", rewritten)]
-        sandbox = self._manager.sandbox
-        if sandbox is None or (self._kernels_gain > MUCH and sandbox.is_ready):
-            return readable
-        return sorted(readable, key=lambda form: not sandbox.is_rehearsing(engine, form[1]))
+            return [_Form("", rewritten, is_begun=False, is_likely=True)]
+        wanted = UNFUSED if kernels and self._kernels_gain <= MUCH else ""
+        likely = wanted if wanted in readable else next(iter(readable))
+        begun = {s for s, p in readable.items() if sandbox is not None and sandbox.is_rehearsing(engine, p)}
+        forms = [_Form(s, p, s in begun, s == likely) for s, p in readable.items()]
+        return sorted(forms, key=lambda form: (not form.is_begun, not form.is_likely))
 
     def _without(self, missing: Sequence[Pass]) -> Program:
         """The rewritten program without some of its passes; each is made once."""
