@@ -19,6 +19,7 @@ from ampopt.engines.executable import Executable, executable
 from ampopt.errors import VerificationError, is_passing
 from ampopt.ir.asked import Asked, noting_what_is_asked
 from ampopt.ir.capture import Captured, capture
+from ampopt.ir.graph import forget_unrounded
 from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.ir.narrow_convs import why_it_may_crash
 from ampopt.ir.numerics import relative_error
@@ -84,6 +85,7 @@ class ProgramMaker:
         return executable(program, outputs=self._outputs)
 
     def _served(self, captured: Captured, program: Program, run: Executable, asked: Asked) -> Served:
+        forget_unrounded(program.graph)  # it is finished
         return Served(self._state.bound(run), captured.layout, captured, program, asked, run)
 
     def why_wrong(

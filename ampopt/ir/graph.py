@@ -109,6 +109,17 @@ def add_rounded(
     return node
 
 
+def forget_unrounded(module: fx.GraphModule) -> None:
+    """Free the weights before they were rounded, which only passes read.
+
+    The graph's table of names knows the nodes that were erased, too.
+    """
+    named = getattr(module.graph._graph_namespace, "_obj_to_name", {})
+    for node in (*module.graph.nodes, *named):
+        if isinstance(node, fx.Node):
+            node.meta.pop("exact", None)
+
+
 def add_constant(module: fx.GraphModule, hint: str, value: Tensor, before: fx.Node) -> fx.Node:
     """Give the graph a new weight, named after `hint`, and return the node that reads it.
 

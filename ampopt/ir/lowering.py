@@ -1,8 +1,10 @@
-"""Lowers an exported program to a flat, functional ATen graph that owns its weights.
+"""Lowers an exported program to a flat, functional ATen graph that has its weights.
 
-`ExportedProgram.module()` is no substitute: its weights alias the user's. An in-place operator is replaced by
-its functional form only if the overwritten tensor provably has no alias; otherwise PyTorch functionalizes the
-whole graph, which is then converted back to the operators that passes match.
+They are those of the exported model, which is a private copy: nothing writes to its parameters.
+`ExportedProgram.module()` is no substitute: its buffers alias the model's, and calls write to those. An
+in-place operator is replaced by its functional form only if the overwritten tensor provably has no alias;
+otherwise PyTorch functionalizes the whole graph, which is then converted back to the operators that passes
+match.
 """
 
 from __future__ import annotations
@@ -191,7 +193,9 @@ def _keep_casts(exported: ExportedProgram) -> None:
 
 
 def _lift_weights(exported: ExportedProgram, state: Mapping[str, fx.Node] | None = None) -> fx.GraphModule:
-    """The exported graph with weights as attributes on clones, flat inputs and a flat tuple of tensors.
+    """The exported graph with weights as attributes, flat inputs and a flat tuple of tensors.
+
+    Parameters are shared with the exported model where they are plain tensors; all others are cloned.
 
     The buffers in `state`, and what the call leaves in them, are further inputs and outputs, in its order.
     """
@@ -215,7 +219,8 @@ def _lift_weights(exported: ExportedProgram, state: Mapping[str, fx.Node] | None
             value = _weight(exported, spec)
             name = shared.setdefault(str(spec.target), node.name)
             if not hasattr(root, name):
-                root.register_buffer(name, value.detach().clone())
+                is_shared = spec.kind is InputKind.PARAMETER and _is_plain(value)
+                root.register_buffer(name, value.detach() if is_shared else value.detach().clone())
             mapping[node] = graph.get_attr(name)
             mapping[node].meta["val"] = value
             continue
@@ -233,6 +238,14 @@ def _lift_weights(exported: ExportedProgram, state: Mapping[str, fx.Node] | None
         else:
             _copy_into(graph, node, mapping, full_precision=False)
     return fx.GraphModule(root, graph)
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether a tensor is all of its memory, and each element in one place, as nothing expanded or cut is."""
+    formats = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
+    fitting = [f for f in formats if f is torch.contiguous_format or weight.dim() == 4 + (f is formats[2])]
+    is_dense = any(weight.is_contiguous(memory_format=f) for f in fitting)
+    return is_dense and weight.untyped_storage().nbytes() == weight.nbytes
 
 
 def _copy_into(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, Any], *, full_precision: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from ampopt.ir.lanes import Lane
 from ampopt.ir.pipeline import Pipeline
@@ -16,6 +16,7 @@ from ampopt.measure.verify import Verifier
 from ampopt.search.lane_search import LaneSearch
 from ampopt.search.lane_state import LaneState
 from ampopt.search.pass_manager import PassManager
+from ampopt.search.rehearsal import Sandbox
 from ampopt.search.rescue import rescued
 from ampopt.system.budget import Budget
 from ampopt.system.interrupts import check_interrupted
@@ -73,9 +74,8 @@ class Search:
         searches: list[LaneSearch] = []
         began = time.perf_counter()
         left = self._manager.deadline - began
-        self._compile_ahead([lane for lane in lanes if lane.name not in begun])
-        for place, (lane, call_s) in enumerate(lanes.items(), start=1):
-            state, notes = self._manager.open(lane, call_s), self._ledger.notes
+        for place, lane in enumerate(self._likeliest_first(list(lanes), begun), start=1):
+            state, notes = self._manager.open(lane, lanes[lane]), self._ledger.notes
             rewrites = self._pipeline.rewrites
             if not rescued(self._manager, state, self._verifier, rewrites, notes, self._bound):
                 continue
@@ -86,6 +86,7 @@ class Search:
             if not recipe or not search.resume(recipe):
                 share = OPENINGS * place / len(lanes) if len(lanes) > 1 else 1.0
                 search.open(began + share * left)
+        self.states.sort(key=lambda state: list(lanes).index(state.lane))
         contenders = self._contenders(searches)
         for place, search in enumerate(contenders):
             if place and (behind := self._behind(search.state)) > FAR_BEHIND:
@@ -93,17 +94,25 @@ class Search:
                 continue
             self._deepen(search, 1.0 if place == len(contenders) - 1 else LEADERS_SHARE)
 
-    def _compile_ahead(self, lanes: Sequence[Lane]) -> None:
-        """Let a compiler start, in its own process, on what the opening of the likeliest lane should come to.
+    def _likeliest_first(self, lanes: Sequence[Lane], begun: Container[str]) -> Sequence[Lane]:
+        """The lanes in the order of their openings; a compiler starts on the first one's.
 
-        That is the lane of the lowest precision. If it has to be rescued first, nothing is begun. If its
-        opening comes to something else, or another lane is searched first, the compiler gets that instead.
+        On a GPU the lowest precision comes first, unless it has to be rescued: it wins most often.
         """
-        sandbox = self._manager.sandbox
-        if sandbox is None or not sandbox.works_beside or not lanes or not self._is_exact_enough(lanes[-1]):
-            return
+        sandbox, last = self._manager.sandbox, lanes[-1]
+        if sandbox is None or not sandbox.works_beside or not self._is_exact_enough(last):
+            return lanes
+        if last.name not in begun:
+            self._compile_ahead(last, sandbox)
+        return [last, *lanes[:-1]]
+
+    def _compile_ahead(self, lane: Lane, sandbox: Sandbox) -> None:
+        """Let a compiler start, in its own process, on what a lane's opening should come to.
+
+        If that comes to something else, or another lane is searched first, the compiler gets that instead.
+        """
         try:
-            program = LaneSearch.expected(self._manager.open(lanes[-1]), self._pipeline)
+            program = LaneSearch.expected(self._manager.open(lane), self._pipeline)
         except Exception as error:  # the opening is going to tell
             check_interrupted(error)
             return

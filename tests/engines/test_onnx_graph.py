@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,12 @@ from torch import Tensor, nn
 from benchmarks.networks import EncDecMil18
 from tests.helpers import Model, with_statistics
 from tests.support.exporting import IMAGE, export
+
+
+def test_the_exporter_keeps_nothing_of_what_it_has_exported(tmp_path: Path) -> None:
+    export(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten()), tmp_path / "model.onnx", IMAGE)
+    gc.collect()
+    assert [each for each in gc.get_objects() if type(each).__name__ == "TorchTensor"] == []
 
 
 def squeeze_excite() -> nn.Module:

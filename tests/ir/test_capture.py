@@ -32,13 +32,13 @@ def answers(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return captured.layout.restore(captured.program.run(*captured.program.examples))
 
 
-def test_the_graph_owns_its_weights() -> None:
+def test_the_graph_has_the_private_copys_parameters_and_clones_of_its_buffers() -> None:
     model = nn.Sequential(conv(), nn.BatchNorm2d(3)).eval()
     original, captured = captured_of(model, X)
-    users = {t.data_ptr() for m in (model, original) for t in (*m.parameters(), *m.buffers())}
-    owned = {t.data_ptr() for t in captured.program.graph.buffers()}
-    assert owned
-    assert users.isdisjoint(owned)
+    users = {t.data_ptr() for t in (*model.parameters(), *model.buffers(), *original.buffers())}
+    weights = {t.data_ptr() for t in captured.program.graph.buffers()}
+    assert users.isdisjoint(weights)
+    assert {parameter.data_ptr() for parameter in original.parameters()} < weights
     assert not list(captured.program.graph.parameters())
 
 

@@ -25,6 +25,7 @@ from ampopt.ir.graph import (
     dtype_of,
     exact_constant,
     finish,
+    forget_unrounded,
     gives_a_number,
     insert_call,
     is_constant,
@@ -148,7 +149,9 @@ def test_new_constants_never_take_a_name_that_is_taken() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_arithmetic_on_a_rounded_weight_starts_from_what_it_was(dtype: torch.dtype) -> None:
+def test_arithmetic_on_a_rounded_weight_starts_from_what_it_was_until_it_is_forgotten(
+    dtype: torch.dtype,
+) -> None:
     module = graph_of(lambda g, x: g.call_function(aten.neg.default, (x,)))
     weight = torch.tensor([1 / 3])
     node = add_rounded(module, "w", weight, dtype, node_of(module, aten.neg.default))
@@ -159,6 +162,11 @@ def test_arithmetic_on_a_rounded_weight_starts_from_what_it_was(dtype: torch.dty
     assert torch.equal(stored, weight.to(dtype))
     assert torch.equal(exact, weight)
     assert ("exact" in node.meta) is (dtype is not torch.float32)
+    erased = add_rounded(module, "erased", weight, dtype, node)
+    module.graph.erase_node(erased)
+    forget_unrounded(module)
+    assert exact_constant(module, node) is stored
+    assert "exact" not in erased.meta  # the table of names keeps it alive
 
 
 def test_an_inserted_call_stands_before_its_node_and_inherits_only_its_origins() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ampopt.errors import CaptureError
 from ampopt.ir.graph import FULL_PRECISION, calls
+from ampopt.ir.lowering import _is_plain
 from ampopt.ir.signature import flatten_outputs
 from ampopt.passes import ChannelsLast
 from tests.helpers import BF16, Model, check_graph, program_of, with_statistics
@@ -282,3 +283,21 @@ def test_what_is_written_to_a_cast_that_does_nothing_is_written_to_its_source() 
     model, x = Model(writes, conv=nn.Conv2d(3, 4, 1)).eval(), torch.randn(1, 3, 4, 4)
     with torch.no_grad():
         assert torch.allclose(program_of(model, x).run(x)[0], model(x))
+
+
+@pytest.mark.parametrize(
+    ("weight", "is_plain"),
+    [
+        (torch.randn(4, 3, 2, 2), True),
+        (torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last), True),
+        (torch.randn(4, 3, 2, 2, 2).to(memory_format=torch.channels_last_3d), True),
+        (torch.randn(()), True),
+        (torch.randn(1).expand(8), False),
+        (torch.randn(16)[8:], False),
+        (torch.randn(16)[::2], False),
+        (torch.randn(8, 8).T, False),
+        (torch.randn(4, 8, 3, 3)[:, :4], False),
+    ],
+)
+def test_only_a_tensor_that_is_all_of_its_memory_is_plain(weight: Tensor, is_plain: bool) -> None:
+    assert _is_plain(weight) is is_plain
