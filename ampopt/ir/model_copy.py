@@ -67,7 +67,7 @@ def same_tensor(a: Tensor, b: Tensor) -> bool:
         if a.layout is not torch.strided:
             return same_tensor(a.to_dense(), b.to_dense())
         if a.is_floating_point() or a.is_complex():
-            return bool(((a == b) | ((a != a) & (b != b))).all())
+            return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
         return torch.equal(a, b)
     except (RuntimeError, NotImplementedError):  # quantized, fake: no such comparison
         return repr(a) == repr(b)

@@ -126,4 +126,4 @@ def test_an_engine_that_takes_long_is_tried_without_each_kind_of_kernel(
     bench.run_in([_SlowEngine()], [])
     assert bench.kept == ["right", "_-slow-engine"]
     tried = [entry.name.partition(" ")[2] for entry in bench.ledger.entries[-4:]]
-    assert tried == ["", "(unfused)", "(without left)", "(without right)"]
+    assert tried == ["(unfused)", "", "(without left)", "(without right)"]
