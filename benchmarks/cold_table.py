@@ -12,7 +12,7 @@ from benchmarks.results_files import Row, exact_enough, geometric_mean, heading
 
 METHOD = """
 Each row is `ampopt.optimize(model, x)` with nothing else in a process of its own whose caches are all empty
-(Python's compiled modules are there, as an installation leaves them).
+(from ad107aa on, Python's compiled modules are there, as an installation leaves them).
 Then all are timed in turn in that process, back to back and at 30 Hz with idle gaps: medians of synchronised
 calls; each takes float32 and gives float32 that stays the caller's; cuDNN's search is on for all but ampopt.
 By hand: on a GPU FP16, channels_last, folded, in a plain CUDA graph; on a CPU folded and channels_last.
