@@ -179,6 +179,15 @@ def _torchvision(name: str) -> nn.Module:
     if name == "swin":
         swin: nn.Module = models.SwinTransformer([4, 4], 24, [2, 2], [2, 4], [4, 4], num_classes=5)
         return swin
+    if name == "swin v2":
+        block = models.swin_transformer.SwinTransformerBlockV2
+        merging = models.swin_transformer.PatchMergingV2
+        sizes = [4, 4], 24, [2, 2], [2, 4], [4, 4]
+        second: nn.Module = models.SwinTransformer(*sizes, block=block, downsample_layer=merging)
+        return second
+    if name == "densenet":
+        dense: nn.Module = models.DenseNet(block_config=(2, 3, 2))
+        return dense
     options = {"weights_backbone": None} if name.startswith("deeplab") else {}
     return models.get_model(name, weights=None, **options)  # type: ignore[no-any-return]
 
@@ -187,13 +196,11 @@ LARGER = (
     "mobilenet_v3_small",
     "shufflenet_v2_x0_5",
     "deeplabv3_mobilenet_v3_large",
-    "swin_v2_t",
-    "densenet121",
 )
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in LARGER]
 
 
-@pytest.mark.parametrize("name", ["resnet18", "vit", "swin", *SLOW])
+@pytest.mark.parametrize("name", ["resnet18", "vit", "swin", "swin v2", "densenet", *SLOW])
 def test_torchvision_networks_come_back_with_folded_norms_and_baked_casts(name: str) -> None:
     side = 64 if name in LARGER else 32
     model, x = with_statistics(_torchvision(name)), torch.randn(1, 3, side, side)

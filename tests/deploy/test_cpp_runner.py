@@ -37,8 +37,8 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):
         pytest.skip("there is no C++ compiler")
     folder = tmp_path_factory.mktemp("runner")
-    prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
-    for command in (["-S", str(SOURCE), "-B", str(folder), prefix], ["--build", str(folder)]):
+    options = [f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}", "-DCMAKE_CXX_FLAGS_RELEASE=-O0"]
+    for command in (["-S", str(SOURCE), "-B", str(folder), *options], ["--build", str(folder)]):
         done = subprocess.run([cmake, *command], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "warning:" not in done.stdout + done.stderr
