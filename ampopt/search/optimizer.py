@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Mapping
 
@@ -10,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ampopt.deploy.runtime import OptimizedModule
-from ampopt.errors import first_line
+from ampopt.errors import AmpoptError, first_line
 from ampopt.ir.capture import Captured
 from ampopt.ir.lanes import FP32, Lane, lanes_for
 from ampopt.ir.signature import describe
@@ -37,6 +38,8 @@ from ampopt.system.budget import (
 )
 from ampopt.system.environment import environment
 from ampopt.system.interrupts import check_interrupted, held, interruptible
+
+logger = logging.getLogger("ampopt")
 
 SETTLING = 0.1
 """Share of the time budget for verifying a winner after the budget is spent."""
@@ -170,7 +173,13 @@ class Optimizer:
         returns the original, and so does any other error that prevents a result.
         """
         with held():
-            self._finishes(self._try_everything, "interrupted: this is the best so far")
+            try:
+                self._finishes(self._try_everything, "interrupted: this is the best so far")
+            except AmpoptError:
+                raise  # the device is broken
+            except Exception as error:
+                logger.warning("ampopt: the search ended early", exc_info=True)
+                self.ledger.notes.append(f"the search ended early, by an error in it: {first_line(error)}")
             best = self._last_comparison() if self._states else None
             if best is None:
                 return self._unchanged()

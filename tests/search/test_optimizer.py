@@ -441,6 +441,22 @@ def test_an_interruption_before_anything_was_tried_gives_the_original(
         assert torch.equal(fast(X), model(X))
 
 
+@pytest.mark.parametrize("place", ["run", "_contenders"])
+def test_an_error_in_the_search_costs_only_what_comes_after_it(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a mistake of ours")
+
+    monkeypatch.setattr(f"ampopt.search.optimizer.Search.{place}", fail)
+    fast = optimize(model, X)
+    note = "the search ended early, by an error in it: ZeroDivisionError: a mistake of ours"
+    assert note in fast.report.notes
+    assert "the search ended early" in caplog.text
+    assert torch.allclose(fast(X), model(X), atol=1e-2)
+    assert bool(fast.report.lanes) == (place == "_contenders")  # what the openings have found is there
+
+
 def test_a_spent_budget_still_gives_a_right_module(model: nn.Module) -> None:
     model(X)  # a cold call would be too long for any budget
     fast = optimize(model, X, budget_s=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +13,15 @@ from torch import nn
 
 from ampopt.ir.lanes import FP32
 from ampopt.ir.pipeline import Pipeline
-from ampopt.ir.transform import Pass
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Engine, Pass, Result
+from ampopt.measure.entry import Entry
 from ampopt.measure.sampling import Measurement
+from ampopt.search.openings import Opening
 from ampopt.search.search_plan import Search
 from ampopt.system.budget import Budget
 from tests.helpers import BF16
-from tests.support.planted import Bench, Planted
+from tests.support.planted import Bench, Planted, PlantedKernel
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 
@@ -101,6 +105,69 @@ def test_what_was_cut_off_is_told_with_the_budget_that_it_needs(monkeypatch: pyt
     assert bench.ledger.notes[-1].startswith(
         "2 passes were not tried for want of time: budget_s=1700 would do"
     )
+
+
+def test_the_budget_that_is_told_is_larger_than_the_one_that_was_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lane's share of the time may be over long before all of it is."""
+    pipeline = Pipeline((Planted("long", seconds=70.0),))
+    bench, search = found(monkeypatch, pipeline, after_openings={"fp32": 1.2, "amp": 1.0}, seconds_left=100.0)
+    assert not search.note_what_was_cut_off()
+    assert "long was not tried for want of time: budget_s=170 would do" in bench.ledger.notes[-1]
+
+
+class Beside:
+    """A sandbox that works beside measurements; it notes what is begun in it."""
+
+    works_beside = True
+    is_ready = False
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, list[str], int]] = []
+        self.entries: list[Entry] = []
+
+    def begin(self, step: Pass, program: Program) -> None:
+        names = [each.name for each in program.recipe]
+        self.begun.append((program.lane.name, names, len(self.entries)))
+
+    def is_rehearsing(self, _step: Pass, _program: Program) -> bool:
+        return False
+
+    def ahead_s(self, _step: Pass, _program: Program) -> float:
+        return 0.0
+
+    def apply(self, step: Pass, program: Program, *, seconds: float) -> tuple[Result, str | None]:
+        return step.apply(program), None
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiler(Engine):
+    """Runs the graph as it is."""
+
+    def apply(self, program: Program) -> Result:
+        return Result(program.replace(engine=program.graph), 1)
+
+
+@pytest.mark.parametrize("bound", [None, 1e-9])
+def test_where_a_compiler_works_beside_it_starts_on_the_lowest_precision_whose_opening_is_first(
+    monkeypatch: pytest.MonkeyPatch, bound: float | None
+) -> None:
+    """Where that is too inexact, and so may have to be rescued, FP32 is the first."""
+    bench = Bench(monkeypatch, nn.Linear(4, 4).eval(), X, cost=lambda names: 0.9 ** len(names))
+    monkeypatch.setattr("ampopt.search.lane_search.opening_of", lambda *_: Opening(("one", "kernel")))
+    sandbox = Beside()
+    sandbox.entries = bench.ledger.entries
+    bench.manager.sandbox = sandbox  # type: ignore[assignment]
+    pipeline = Pipeline((Planted("one"), PlantedKernel("kernel")), (Compiler(),))
+    budget = Budget(time.perf_counter(), 1e6)
+    search = Search(bench.manager, bench.verifier, bench.ledger, pipeline, budget, bound)
+    search.run({FP32: 1e-3, BF16: 1e-3}, {})
+    first, last = ("amp", "fp32") if bound is None else ("fp32", "amp")
+    openings = [entry.lane for entry in bench.ledger.entries if entry.name == "the opening"]
+    assert openings == [first, last]
+    assert ((first, ["one"], 0) in sandbox.begun) == (bound is None)
+    assert [state.lane.name for state in search.states] == ["fp32", "amp"]
 
 
 def test_where_nothing_was_cut_off_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
