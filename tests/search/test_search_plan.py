@@ -114,7 +114,7 @@ def test_the_budget_that_is_told_is_larger_than_the_one_that_was_given(
     pipeline = Pipeline((Planted("long", seconds=70.0),))
     bench, search = found(monkeypatch, pipeline, after_openings={"fp32": 1.2, "amp": 1.0}, seconds_left=100.0)
     assert not search.note_what_was_cut_off()
-    assert "long was not tried for want of time: budget_s=170 would do" in bench.ledger.notes[-1]
+    assert "long was not tried for want of time: budget_s=180 would do" in bench.ledger.notes[-1]
 
 
 class Beside:
