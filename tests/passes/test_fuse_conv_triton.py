@@ -310,6 +310,7 @@ class _Clock:
     times: dict[str, float]
     now: float = 0.0
     ready: int | None = None
+    compiling: float = 0.0
     measured: list[Site] = dataclasses.field(default_factory=list)
 
     def perf_counter(self) -> float:
@@ -323,6 +324,7 @@ class _Clock:
 
     def compile_all(self, sites: Iterable[Site], device: torch.device, seconds: float) -> set[object]:
         assert seconds > 0
+        self.now += self.compiling
         return {site.compile_key(tile) for site in sites for tile in site.tiles()[: self.ready]}
 
 
@@ -366,6 +368,15 @@ def test_measuring_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = _Clock({"as it is": 5e-6, FAST: 2e-6})
     result = _measured_by(clock, monkeypatch, FuseConvTriton(seconds=0.5))
     assert [name for name, _ in result.replay.choices or ()] == ["conv2d", "conv2d_1"]  # type: ignore[union-attr]
+    assert result.declined == (Declined("conv2d_2", "the time for measurements was spent"),)
+
+
+def test_what_took_long_to_compile_is_measured_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock({"as it is": 5e-6, FAST: 2e-6}, compiling=100.0)
+    assert _measured_by(clock, monkeypatch, FuseConvTriton(seconds=6.0)).rewrites == 3
+    clock = _Clock({"as it is": 5e-6, FAST: 2e-6}, compiling=100.0)
+    result = _measured_by(clock, monkeypatch, FuseConvTriton(seconds=0.5))
+    assert len(clock.measured) == 1
     assert result.declined == (Declined("conv2d_2", "the time for measurements was spent"),)
 
 

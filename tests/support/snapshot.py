@@ -102,7 +102,7 @@ def of_process() -> dict[str, Any]:
         "imports": (_path(), list(sys.meta_path), list(sys.path_hooks)),
         "folder": os.getcwd(),
         "locale": locale.setlocale(locale.LC_ALL),
-        "collector": (gc.isenabled(), gc.get_threshold(), gc.get_debug(), gc.get_freeze_count()),
+        "collector": (gc.isenabled(), gc.get_threshold(), gc.get_debug()),
         "collector's callbacks": list(gc.callbacks),
         "start method": multiprocessing.get_start_method(allow_none=True),
         "faults": faulthandler.is_enabled(),
@@ -162,8 +162,9 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 @contextlib.contextmanager
 def unchanged() -> Iterator[None]:
     """Assert that PyTorch and the process are after the block as they were before it."""
-    before = of_torch(), of_process()
+    before, frozen = (of_torch(), of_process()), gc.get_freeze_count()
     yield
     after = of_torch(), of_process()
+    assert gc.get_freeze_count() <= frozen  # what the tests have frozen may have gone
     changed = [name for pair in zip(before, after, strict=True) for name in differences(*pair)]
     assert not changed, changed
