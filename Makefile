@@ -1,8 +1,8 @@
 # Everything runs in .venv, which the first target that needs it creates. `make help` lists the targets.
 
 PYTHON ?= python3
-# Test processes. Each takes its share of the cores (tests/conftest.py), so more than the cores gains nothing.
-WORKERS ?= 2
+# Test processes, one more than CI's cores: a tenth of the time a test waits for processes that it has started.
+WORKERS ?= 3
 PYTEST_ARGS ?=
 # The CPU build serves the tests. On a machine with a GPU: make ONNXRUNTIME=onnxruntime-gpu test
 ONNXRUNTIME ?= onnxruntime
