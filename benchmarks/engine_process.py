@@ -23,7 +23,7 @@ import numpy.typing as npt
 from benchmarks.engine_venvs import python_of
 from benchmarks.engines_on_cpu import ENGINES, convert
 from benchmarks.meters import cpu_meter
-from benchmarks.race_protocol import Facts, peak_bytes, serve_pipe
+from benchmarks.race_protocol import Facts, peak_bytes, resident_bytes, serve_pipe
 from benchmarks.regimes import Block, Subject, block
 
 Array = npt.NDArray[Any]
@@ -57,11 +57,12 @@ class InEngine:
             raise RuntimeError(f"not converted: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
         with np.load(self._folder / "inputs.npz") as stored:
             inputs = tuple(stored.values())
-        before = peak_bytes()
+        before, resident = peak_bytes(), resident_bytes()
         run = ENGINES[self._engine](self._folder, inputs, self._threads)
         self._call = functools.partial(run, *inputs)
         self._call()
-        return {"prepare_s": time.perf_counter() - start, "bytes": peak_bytes() - before}
+        taken = {"bytes": peak_bytes() - before, "kept_bytes": resident_bytes() - resident}
+        return {"prepare_s": time.perf_counter() - start, **taken}
 
     def choose(self) -> Facts:
         """Write the outputs for whoever knows what they should be."""

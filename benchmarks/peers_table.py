@@ -53,10 +53,8 @@ def _section(table: Table, rows: Sequence[Row], standing: Standing | None) -> li
         ("The way that was fastest", lambda each: each.get("way") or "–"),
         ("Time to prepare, all ways, s", lambda each: f"{each['prepare_s']:.1f}"),
         ("Relative error against float64", lambda each: _number(each.get("relative_error"), ".1e")),
-        (
-            "Memory taken, MiB",
-            lambda each: f"{each['bytes'] / 2**20:.0f}" if "bytes" in each else "–",
-        ),
+        ("Memory taken at the most, MiB", _memory("bytes")),
+        ("Memory kept after preparing, MiB", _memory("kept_bytes")),
     ]
     for regime in REGIMES:
         for key, title in (
@@ -73,6 +71,11 @@ def _section(table: Table, rows: Sequence[Row], standing: Standing | None) -> li
         if cells:
             lines += [f"### {title}", "", *cells, ""]
     return lines
+
+
+def _memory(key: str) -> Show:
+    """On a GPU that of the device, on a CPU the process's own, beyond what it had before."""
+    return lambda each: f"{each[key] / 2**20:.0f}" if key in each else "–"
 
 
 def _table(rows: Sequence[Row], show: Show) -> list[str]:

@@ -29,7 +29,7 @@ from benchmarks.by_onnx import exported
 from benchmarks.contestants import border_of, contestants
 from benchmarks.host_time import beyond_replay
 from benchmarks.race_networks import racer
-from benchmarks.race_protocol import Facts, peak_bytes, serve_pipe
+from benchmarks.race_protocol import Facts, peak_bytes, resident_bytes, serve_pipe
 from benchmarks.regimes import Block, Subject, block
 from benchmarks.subjects import subject_of
 from benchmarks.ways import Candidates, Made, UnusableDeviceError, make_all
@@ -53,7 +53,7 @@ class InTorch:
         self._candidates: Candidates | None = None
         self._made: Made | None = None
         self._subject: Subject | None = None
-        self._before = peak_bytes()
+        self._before = self._resident = 0
 
     def make(self, most: str = "", won: str | None = None) -> Facts:
         """Make every way, or at most so many, or the one that won before.
@@ -66,7 +66,7 @@ class InTorch:
             self._folder / "model.pt", map_location=self._device, weights_only=False
         )  # our own
         inputs = tuple(tensor.to(self._device) for tensor in torch.load(self._folder / "inputs.pt"))
-        self._before, start = peak_bytes(), time.perf_counter()
+        self._before, self._resident, start = peak_bytes(), resident_bytes(), time.perf_counter()
         border = border_of(contestant.lane, self._io, self._device)
         ways = list(contestant.make(model, inputs, border).items())
         if won is not None:
@@ -103,7 +103,10 @@ class InTorch:
             "gives": sorted({str(output.dtype).removeprefix("torch.") for output in outputs}),
             "passes": _passes(made.call),
         }
-        return facts if self._device.type == "cuda" else {**facts, "bytes": peak_bytes() - self._before}
+        if self._device.type == "cuda":
+            return facts
+        kept = resident_bytes() - self._resident
+        return {**facts, "bytes": peak_bytes() - self._before, "kept_bytes": kept}
 
     def settle(self) -> Facts:
         """Warm up; what a call of ampopt costs beyond the replay of its graph, if it has one."""

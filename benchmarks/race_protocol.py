@@ -121,5 +121,14 @@ def peak_bytes() -> int:
 
     Not `getrusage`'s, which a process inherits from the one that started it.
     """
+    return _of_this_process("VmHWM:")
+
+
+def resident_bytes() -> int:
+    """The memory that this process has on the host now."""
+    return _of_this_process("VmRSS:")
+
+
+def _of_this_process(name: str) -> int:
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))

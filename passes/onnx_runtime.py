@@ -14,7 +14,7 @@ from torch import Tensor
 from ampopt.engines.onnx_engine import OnnxEngine
 from ampopt.engines.onnx_program import for_onnx_runtime, plain_model
 from ampopt.errors import first_line
-from ampopt.ir.graph import calls, is_native
+from ampopt.ir.graph import calls, decides_by_values, is_native, where
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.program import Border, Program
 from ampopt.ir.transform import Engine, Result
@@ -22,7 +22,7 @@ from ampopt.measure.clocks import latency
 from ampopt.measure.sampling import gain, interleave
 from ampopt.ort.options import PREFERRED, SessionOptions
 from ampopt.ort.profile import PROFILING_S
-from ampopt.ort.rewrites import STEPS, Rewrites, merged, rewritten
+from ampopt.ort.rewrites import SPREADING, STEPS, Rewrites, Step, merged, rewritten
 from ampopt.ort.session import OnnxRunner, onnxruntime
 from ampopt.ort.tuning import tune
 
@@ -54,7 +54,8 @@ class OnnxRuntime(Engine):
     equivalent), and the runtime computes the same expressions, possibly in another order. Options are only
     taken where their outputs agree with those of the default options. `ort.blocked` and `onnx_pooling` are
     exact, and so is `ort.groups`, which adds zeros, for finite numbers; `ort.winograd` computes the same
-    function with another rounding. NaN stays, and may spread.
+    function with another rounding. NaN stays, and may spread in these two, which are not tried where an
+    operator decides by values.
     Cost: seconds to export, once for a program (`onnx_program`), and to measure options, which stay the
     defaults if there is no time for that (`hurried`); a second copy of the weights, in which those for
     Winograd's algorithm have 16 numbers for every 9.
@@ -98,7 +99,7 @@ class OnnxRuntime(Engine):
             found = [name for name in PREFERRED if name in onnxruntime().get_available_providers()]
             arrays = [tensor.numpy() for tensor in entered]
             options = tune(model, arrays, seconds=TUNING_S, providers=found).best
-            engine, rewrites = _fastest(model, options, entered, hints)
+            engine, rewrites = _fastest(model, options, entered, hints, _steps_for(program, hints))
         else:
             if not self.session:
                 hints.append("ONNX Runtime runs with default options: there was no time to measure others")
@@ -115,13 +116,25 @@ class OnnxRuntime(Engine):
         return Result(changed, 1, hints=tuple(hints), replay=dataclasses.replace(self, session=session))
 
 
+def _steps_for(program: Program, hints: list[str]) -> Sequence[Step]:
+    """The rewrites to try: none that spreads NaN, where an operator may take that for another value."""
+    if (node := decides_by_values(program)) is None:
+        return STEPS
+    hints.append(f"ONNX Runtime's graph has no rewrites that spread NaN: {where(node)} decides by values")
+    return [step for step in STEPS if step not in SPREADING]
+
+
 def _fastest(
-    model: bytes, options: SessionOptions, entered: Sequence[Tensor], hints: list[str]
+    model: bytes,
+    options: SessionOptions,
+    entered: Sequence[Tensor],
+    hints: list[str],
+    steps: Sequence[Step],
 ) -> tuple[OnnxEngine, Rewrites]:
     """The engine as the options have it, or with its graph rewritten where that is faster; and how."""
     engine, chosen = OnnxEngine(OnnxRunner(model, options)), Rewrites()
     expected, arrays = engine(*entered), [tensor.numpy() for tensor in entered]
-    for step in STEPS:
+    for step in steps:
         rewrites = functools.partial(step, model, options, arrays, chosen)
         tried = _tried(model, options, rewrites, entered, expected, hints)
         if tried is not None and _is_faster(tried[0], engine, entered, step is merged):

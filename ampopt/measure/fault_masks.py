@@ -18,8 +18,8 @@ class Masks:
 
     always: Bools
     ever: Bools
-    rounded: bool = False
-    """Whether the runs include ones with changed rounding."""
+    roundings: int = 0
+    """How many of the runs were ones with changed rounding."""
 
     @classmethod
     def of(cls, *runs: Bools) -> Masks:
@@ -36,6 +36,10 @@ class Masks:
         ]
         ever = [[a | b for a, b in zip(*pair, strict=True)] for pair in zip(self.ever, found, strict=True)]
         return Masks(always, ever)
+
+    def unexplained(self, found: Bools) -> int:
+        """The number of elements in which what was found is unlike every run."""
+        return sum(lost_elements(found, self.always)) + sum(joined_elements(found, self.ever))
 
     def count(self, index: int) -> int:
         """The number of non-finite elements of an output, over all calls."""

@@ -36,7 +36,7 @@ from ampopt.ir.numerics import (
 from ampopt.ir.settings import Settings
 from ampopt.ir.signature import flatten_outputs
 from ampopt.measure.draws import CALLS_IN_A_ROW, Draw, fault_draws, plain_draws, range_draws, steps_of
-from ampopt.measure.fault_masks import Masks, joined_elements, lost_elements, not_finite, share
+from ampopt.measure.fault_masks import Bools, Masks, joined_elements, lost_elements, not_finite, share
 
 Metric = Callable[[Any, Any], float]
 """A user's distance: (outputs, the original's outputs) -> number; 0 for equal, smaller is better."""
@@ -63,8 +63,11 @@ LEAST_NORM = 1e-6
 ROUNDINGS = 6
 """Number of eager runs with changed rounding, to learn how far rounding alone can change an output."""
 
-ROUNDINGS_OF_FAULTS = 16
-"""The same number for NaN, whose position can change at a tie with a probability of a half."""
+ROUNDINGS_OF_FAULTS, ROUNDINGS_TO_SEE = 16, 8
+"""The same number for NaN, whose position can change at a tie with a probability of a half.
+
+The second: number of runs to see that something else than rounding moves it.
+"""
 
 
 class Verifier:
@@ -102,6 +105,7 @@ class Verifier:
         self._unlimited: dict[tuple[Lane, str], list[float]] = {}
         self._jumps: dict[tuple[Lane, str], list[float]] = {}
         self._masks: dict[tuple[Lane, str], Masks | None] = {}
+        self._rounded: dict[tuple[Lane, str], tuple[Masks, Iterator[tuple[int, Run]]]] = {}
         in_a_row, inputs = CALLS_IN_A_ROW if captured.state else 1, captured.inputs
         self.draws = self._accepted(plain_draws(inputs, draws, seed, in_a_row=in_a_row))
         self._range_draws = range_draws(inputs, in_a_row=in_a_row)
@@ -361,8 +365,7 @@ class Verifier:
             if (masks := self._masks_of(lane, draw)) is None:
                 continue
             found = not_finite(self._steps(run, draw))
-            if any(lost_elements(found, masks.always)) or any(joined_elements(found, masks.ever)):
-                masks = self._rounded_masks(lane, draw)
+            masks = self._explained(lane, draw, found, masks)
             for index, lost in enumerate(lost_elements(found, masks.always)):
                 if lost:
                     reason = (
@@ -377,9 +380,9 @@ class Verifier:
                         f"{draw.name} of the inputs makes {more:.1%} of output {index} not finite, "
                         f"for {less:.1%} in eager"
                     )
-        if spread is None or (why_not := self._no_spreading) is None:
-            return dataclasses.replace(check, spread=spread)
-        return Check(check.error, check.limit, f"{spread}, which {why_not}")
+            if spread is not None and (why_not := self._no_spreading) is not None:
+                return Check(check.error, check.limit, f"{spread}, which {why_not}")
+        return dataclasses.replace(check, spread=spread)
 
     @functools.cached_property
     def _no_spreading(self) -> str | None:
@@ -403,17 +406,30 @@ class Verifier:
                 self._masks[lane, draw.name] = None
         return self._masks[lane, draw.name]
 
-    def _rounded_masks(self, lane: Lane, draw: Draw) -> Masks:
-        """The same with what rounding alone changes: NaN goes where the largest of a window lies."""
-        masks = self._masks_of(lane, draw)
-        assert masks is not None
-        if not masks.rounded:
-            for moved in self._rounded_anew(lane, ROUNDINGS_OF_FAULTS, within=True):
-                with contextlib.suppress(Exception):  # a composite kernel may not bear to be taken apart
-                    masks = masks.joined_by(not_finite(self._steps(moved, draw)))
-            masks = dataclasses.replace(masks, rounded=True)
-            self._masks[lane, draw.name] = masks
-        return masks
+    def _explained(self, lane: Lane, draw: Draw, found: Bools, masks: Masks) -> Masks:
+        """The masks with what rounding alone changes: NaN goes where the largest of a window lies.
+
+        Eager is rounded anew until that explains all of `found`, so many times at the most. What has another
+        cause is known sooner: the first times explain less than half of it.
+        """
+        first = masks.unexplained(found)
+        if not first:
+            return masks
+        rounded, runs = self._rounded.setdefault(
+            (lane, draw.name),
+            (masks, enumerate(self._rounded_anew(lane, ROUNDINGS_OF_FAULTS, within=True), start=1)),
+        )
+        while left := rounded.unexplained(found):
+            if rounded.roundings >= ROUNDINGS_TO_SEE and 2 * left > first:
+                break
+            if (after := next(runs, None)) is None:
+                break
+            times, moved = after
+            with contextlib.suppress(Exception):  # a composite kernel may not bear to be taken apart
+                rounded = rounded.joined_by(not_finite(self._steps(moved, draw)))
+            rounded = dataclasses.replace(rounded, roundings=times)
+            self._rounded[lane, draw.name] = rounded, runs
+        return rounded
 
 
 def _widened(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

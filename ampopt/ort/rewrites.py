@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ampopt.errors import BundleError
@@ -73,7 +73,12 @@ def winograd(
     return dataclasses.replace(before, winograd=names) if names else None
 
 
-STEPS = (merged, blocked, winograd)
+Step = Callable[[bytes, SessionOptions, Sequence[Array], Rewrites], Rewrites | None]
+
+STEPS: tuple[Step, ...] = (merged, blocked, winograd)
+
+SPREADING: tuple[Step, ...] = (merged, winograd)
+"""Those after which NaN or an infinity may reach further results: by weights of 0, or by sums that cancel."""
 
 
 def _can_be(options: SessionOptions) -> bool:

@@ -57,6 +57,8 @@ class LaneSearch:
         self._rewrites = in_order(state, pipeline.rewrites)
         self._handled = {step.name for step in state.graph.program.recipe}
         self._launched: Subject | None = None
+        self._engine_tried = False
+        self._late = frozenset(self._opening.late)
         self._kernels_gain = 1.0
         self._made: dict[tuple[Pass, ...], Program] = {}
 
@@ -86,7 +88,7 @@ class LaneSearch:
             return False
         mine = tuple(step for step in recipe if step.name in rewrites)
         self.state.graph = self._launched = Subject(replay(mine, self.state.base))
-        self._handled = {step.name for step in mine}
+        self._handled, self._engine_tried = {step.name for step in mine}, True
         return True
 
     def leave_rewrites(self, reason: str) -> None:
@@ -96,11 +98,11 @@ class LaneSearch:
                 self._manager.leave_out(self.state, step.name, reason)
         self._handled |= {step.name for step in self._rewrites}
 
-    def open(self, deadline: float) -> None:
+    def open(self, deadline: float, *, with_engine: bool = True) -> None:
         """Try the passes that won most often as one, then launch and run the result.
 
         If they are wrong or slower together, those that others build on are tried without layouts and
-        kernels; what was not kept `rewrite` tries one by one.
+        kernels; what was not kept `rewrite` tries one by one. Not `with_engine`: the engine waits for `run`.
         """
         steps = [s for s in self._rewrites if s.name in {*self._opening.rewrites} - self._handled]
         before = self._handled
@@ -111,7 +113,8 @@ class LaneSearch:
                 if trial.entry.verdict in (Verdict.KEPT, Verdict.DECLINED):
                     self._handled = before | {step.name for step in some}
         self.launch(deadline)
-        self.run_in([e for e in self._pipeline.engines if e.name == self._opening.engine], deadline)
+        if with_engine:
+            self._run_first([e for e in self._pipeline.engines if e.name == self._opening.engine], deadline)
 
     def rewrite(self, deadline: float, until: Callable[[], bool] = lambda: False) -> None:
         """Try the rewrites that the opening has not tried, each in its place, those that seldom win last.
@@ -153,9 +156,20 @@ class LaneSearch:
             self._manager.try_graph(self.state, "the rewritten graph", deadline)
 
     def run(self, deadline: float) -> None:
-        """Try the engines that were not tried in the opening, those that seldom win last."""
-        engines = [engine for engine in self._pipeline.engines if engine.name != self._opening.engine]
-        self.run_in(sorted(engines, key=self._is_late), deadline)
+        """Try the engines that were not tried in the opening: its own first, those that seldom win last."""
+        first = [e for e in self._pipeline.engines if e.name == self._opening.engine]
+        if not self._engine_tried:
+            self._run_first(first, deadline)
+        self.run_in(
+            sorted((e for e in self._pipeline.engines if e not in first), key=self._is_late), deadline
+        )
+
+    def _run_first(self, engines: Sequence[Engine], deadline: float) -> None:
+        """Try the opening's engine; where it can be tried, others are seldom faster."""
+        self._engine_tried = True
+        self.run_in(engines, deadline)
+        if any(engine.why_not(self.unfused()) is None for engine in engines):
+            self._late |= {*self._opening.outdone}
 
     def run_in(self, engines: Sequence[Engine], deadline: float) -> None:
         """Try engines, with each launch pass, against the best program so far.
@@ -185,7 +199,7 @@ class LaneSearch:
         return self._without([s for s in self.state.graph.program.recipe if s.family is Family.KERNEL])
 
     def _is_late(self, step: Pass) -> bool:
-        return step.name in self._opening.late
+        return step.name in self._late
 
     def _is_too_late(self, deadline: float) -> bool:
         """Whether the time for unlikely trials is over, and only that."""

@@ -85,7 +85,7 @@ class Search:
             recipe = begun.get(lane.name, ())
             if not recipe or not search.resume(recipe):
                 share = OPENINGS * place / len(lanes) if len(lanes) > 1 else 1.0
-                search.open(began + share * left)
+                search.open(began + share * left, with_engine=self._is_usable(state) or len(lanes) == 1)
         self.states.sort(key=lambda state: list(lanes).index(state.lane))
         contenders = self._contenders(searches)
         for place, search in enumerate(contenders):

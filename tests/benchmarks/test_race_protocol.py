@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 
 from benchmarks import engine_process, engine_venvs
-from benchmarks.race_protocol import CACHES, Racer, emptied, peak_bytes, racing_environment, serve
+from benchmarks.race_protocol import (
+    CACHES,
+    Racer,
+    emptied,
+    peak_bytes,
+    racing_environment,
+    resident_bytes,
+    serve,
+)
 from benchmarks.regimes import BACK_TO_BACK, Block
 
 REPOSITORY = Path(__file__).parents[2]
@@ -104,6 +112,10 @@ def test_the_peak_is_this_processes_own(tmp_path: Path) -> None:
         assert racing.ask("make") < held.nbytes < peak_bytes()
     finally:
         racing.end()
+    before = resident_bytes()
+    assert held.nbytes < before <= peak_bytes()
+    del held
+    assert resident_bytes() < before - 300_000_000
 
 
 FAKE = """#!{python}

@@ -35,7 +35,7 @@ def test_runs_that_have_to_agree_mark_what_all_of_them_mark() -> None:
     found = Masks.of(masks(("xx..", "x")), masks(("x.x.", "x")), masks(("xxxx", ".")))
     assert marks(found.always) == [("x...", ".")]
     assert marks(found.ever) == marks(found.always)
-    assert not found.rounded
+    assert found.roundings == 0
 
 
 def test_another_run_takes_from_what_is_always_marked_and_adds_to_what_ever_is() -> None:
@@ -76,3 +76,11 @@ def test_masks_of_other_calls_or_outputs_are_refused(other: Bools) -> None:
         lost_elements(one, other)
     with pytest.raises(ValueError, match="zip"):
         joined_elements(one, other)
+
+
+def test_what_is_unlike_every_run_is_counted() -> None:
+    known = Masks.of(masks(("xx..", "..")), masks(("xx..", "..")))
+    assert known.unexplained(masks(("xx..", ".."))) == 0
+    assert known.unexplained(masks(("x...", ".x"))) == 2  # one is lost, one has joined
+    known = known.joined_by(masks(("x...", "..")))
+    assert known.unexplained(masks(("x...", ".x"))) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampopt.ir.lanes import FP32
+from ampopt.measure.fault_masks import Masks
+from ampopt.measure.verify import ROUNDINGS_OF_FAULTS, ROUNDINGS_TO_SEE
 from tests.helpers import BF16, Model
 from tests.measure.test_verify import SegNet, X, near_ties, permutation, verifier_of
 
@@ -161,3 +163,50 @@ def _spoilt(images: Tensor) -> Tensor:
     made = images.clone()
     made[:, 64, :, 4] = float("nan")
     return made
+
+
+def test_eager_is_rounded_anew_only_until_what_was_found_is_explained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A NaN that rounding moves to one of two places; and one that no rounding moves to where it is found."""
+    verifier, _ = verifier_of(nn.ReLU(), X)
+    here, there, both, far = (torch.tensor(marks) for marks in ((1, 0, 0), (0, 1, 0), (1, 1, 0), (1, 0, 1)))
+    rounded: list[int] = []
+
+    def anew(*_: object, **__: object) -> Iterator[Any]:
+        for seed in range(ROUNDINGS_OF_FAULTS):
+            rounded.append(seed)
+            yield lambda *_, seed=seed: [torch.where((there if seed == 2 else here) > 0, torch.nan, 0.0)]
+
+    monkeypatch.setattr(verifier, "_rounded_anew", anew)
+    (draw, *_) = verifier._fault_draws
+    plain = Masks.of([[here > 0]], [[here > 0]])
+
+    def unexplained(found: Tensor) -> int:
+        return verifier._explained(FP32, draw, [[found > 0]], plain).unexplained([[found > 0]])
+
+    assert unexplained(here) == len(rounded) == 0
+    assert unexplained(there) == 0
+    assert rounded == [0, 1, 2]
+    assert unexplained(both) == 0
+    assert rounded == [0, 1, 2]  # they are known
+    assert unexplained(far) > 0
+    assert rounded == [*range(ROUNDINGS_TO_SEE)]  # nothing of it was explained
+    assert unexplained(there) == 0
+
+
+def test_what_rounding_explains_slowly_is_given_all_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    verifier, _ = verifier_of(nn.ReLU(), X)
+    count = 2 * ROUNDINGS_TO_SEE - 1
+    places = torch.eye(count) > 0
+
+    def anew(*_: object, **__: object) -> Iterator[Any]:
+        for seed in range(ROUNDINGS_OF_FAULTS):
+            yield lambda *_, seed=seed: [torch.where(places[seed % count], torch.nan, 0.0)]
+
+    monkeypatch.setattr(verifier, "_rounded_anew", anew)
+    (draw, *_) = verifier._fault_draws
+    found = [[torch.ones(count) > 0]]
+    masks = verifier._explained(FP32, draw, found, Masks.of([[torch.zeros(count) > 0]]))
+    assert masks.unexplained(found) == 0
+    assert masks.roundings == count

@@ -24,7 +24,7 @@ from ampopt.ort.blocked import keep_blocked
 from ampopt.ort.options import SessionOptions
 from ampopt.passes import OnnxRuntime, onnx_runtime
 from ampopt.system import native
-from tests.helpers import Model, check_outputs, program_of
+from tests.helpers import Model, Unpooling, check_outputs, program_of
 from tests.support.compiler import needs_compiler
 
 pytest.importorskip("onnxruntime")
@@ -66,6 +66,19 @@ def blocked(step: object) -> bool:
     assert isinstance(step, OnnxRuntime)
     assert step.session is not None
     return bool(json.loads(dict(step.session)["blocked"]))
+
+
+def test_nothing_that_spreads_nan_is_tried_where_that_may_be_taken_for_a_value() -> None:
+    hints: list[str] = []
+    assert onnx_runtime._steps_for(program_of(squeeze_and_excite(), torch.randn(1, 3, 12, 12)), hints) == (
+        onnx_rewrites.STEPS
+    )
+    assert hints == []
+    steps = onnx_runtime._steps_for(program_of(Unpooling().eval(), torch.randn(1, 3, 12, 12)), hints)
+    assert list(steps) == [onnx_rewrites.blocked]
+    (hint,) = hints
+    assert "no rewrites that spread NaN" in hint
+    assert "(pool, " in hint
 
 
 @pytest.mark.usefixtures("default_options")

@@ -311,6 +311,32 @@ def test_late_in_the_search_an_unlikely_form_is_tried_only_if_it_was_begun(
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class Missing(Fast):
+    """An engine that is not installed."""
+
+    def why_not(self, program: Program) -> str | None:
+        return "it is not installed"
+
+
+@pytest.mark.parametrize(("engine", "verdict"), [(Fast(), NOT_TRIED), (Missing(), KEPT)])
+@pytest.mark.parametrize("with_engine", [True, False])
+def test_an_engine_that_another_outdoes_is_late_only_where_that_one_can_be_tried(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module, engine: Engine, verdict: Verdict, with_engine: bool
+) -> None:
+    bench = Bench(monkeypatch, net, X, cost={"one": 0.9, engine.name: 0.8, "compiler": 0.5})
+    opening = Opening(("one",), engine.name, (), ("compiler",))
+    lane = search(
+        monkeypatch, bench, Pipeline((Planted("one"),), (Compiler(), engine)), opening, patience=0.0
+    )
+    lane.open(bench.deadline, with_engine=with_engine)
+    assert (engine.name in dict(rows(bench))) == with_engine
+    lane.rewrite(bench.deadline)
+    lane.run(bench.deadline)
+    assert [name for name, _ in rows(bench) if name != "one"] == [engine.name, "compiler"]
+    assert dict(rows(bench))["compiler"] is verdict
+
+
 def test_each_form_of_the_program_is_made_once(monkeypatch: pytest.MonkeyPatch, net: nn.Module) -> None:
     bench = Bench(monkeypatch, net, X, cost={"kernel": 0.9})
     lane = search(monkeypatch, bench, Pipeline((PlantedKernel("kernel"),)), Opening(()))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,9 +39,28 @@ def test_what_wins_often_is_tried_early_and_only_what_wins_seldom_late(lane: str
     assert not often & {*opening.late}
 
 
+def test_what_an_engine_outdoes_has_won_nowhere_beside_it() -> None:
+    files = [*RESULTS.glob("cpu-*/peers.json"), *RESULTS.glob("cpu-*/peers_repeated.json")]
+    won = [passes for file in files for passes in passes_in(json.loads(file.read_text()))]
+    beside = [passes for passes in won if OPENINGS["cpu", False].engine in passes]
+    assert len(beside) > 30
+    outdone = {name for opening in OPENINGS.values() for name in opening.outdone}
+    assert outdone
+    assert not [passes for passes in won if outdone & {*passes}]
+
+
+def passes_in(found: Any) -> Iterator[list[str]]:
+    """All lists of passes in results."""
+    values = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
+    for value in values:
+        yield from passes_in(value)
+    if isinstance(found, dict) and isinstance(passes := found.get("passes"), list):
+        yield passes
+
+
 @pytest.mark.parametrize("opening", OPENINGS.values())
 def test_an_opening_names_passes_of_the_pipeline(opening: Opening) -> None:
-    assert {*opening.rewrites, *opening.late, opening.engine} <= NAMES | {None}
+    assert {*opening.rewrites, *opening.late, *opening.outdone, opening.engine} <= NAMES | {None}
 
 
 def test_a_lane_of_lower_precision_bakes_it_in_its_opening() -> None:

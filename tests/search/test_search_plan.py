@@ -170,6 +170,25 @@ def test_where_a_compiler_works_beside_it_starts_on_the_lowest_precision_whose_o
     assert [state.lane.name for state in search.states] == ["fp32", "amp"]
 
 
+@pytest.mark.parametrize(("bound", "engines"), [(None, ["amp", "fp32"]), (1e-9, ["fp32"])])
+def test_a_lane_that_may_not_be_chosen_gets_no_engine(
+    monkeypatch: pytest.MonkeyPatch, bound: float | None, engines: list[str]
+) -> None:
+    monkeypatch.setattr("ampopt.search.lane_search.opening_of", lambda *_: Opening(("one",), "compiler"))
+    pipeline = Pipeline((Planted("one"),), (Compiler(),))
+    bench, _ = found(monkeypatch, pipeline, after_openings={"fp32": 1.0, "amp": 1.0}, bound=bound)
+    assert sorted(entry.lane for entry in bench.ledger.entries if entry.name == "compiler") == engines
+
+
+def test_where_no_lane_may_be_chosen_all_get_their_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ampopt.search.lane_search.opening_of", lambda *_: Opening(("one",), "compiler"))
+    bench = Bench(monkeypatch, nn.Linear(4, 4).eval(), X, cost=lambda names: 0.9 ** len(names))
+    pipeline, budget = Pipeline((Planted("one"),), (Compiler(),)), Budget(time.perf_counter(), 1e6)
+    search = Search(bench.manager, bench.verifier, bench.ledger, pipeline, budget, 1e-9)
+    search.run({BF16: 1e-3}, {})
+    assert lanes_of(bench, "compiler") == {"amp"}
+
+
 def test_where_nothing_was_cut_off_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, search = found(monkeypatch, PLANTED, after_openings={"fp32": 1.0, "amp": 1.0})
     assert search.note_what_was_cut_off()
