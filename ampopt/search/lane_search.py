@@ -89,6 +89,7 @@ class LaneSearch:
         mine = tuple(step for step in recipe if step.name in rewrites)
         self.state.graph = self._launched = Subject(replay(mine, self.state.base))
         self._handled, self._engine_tried = {step.name for step in mine}, True
+        self._note_outdone()
         return True
 
     def leave_rewrites(self, reason: str) -> None:
@@ -165,10 +166,15 @@ class LaneSearch:
         )
 
     def _run_first(self, engines: Sequence[Engine], deadline: float) -> None:
-        """Try the opening's engine; where it can be tried, others are seldom faster."""
+        """Try the opening's engine."""
         self._engine_tried = True
         self.run_in(engines, deadline)
-        if any(engine.why_not(self.unfused()) is None for engine in engines):
+        self._note_outdone()
+
+    def _note_outdone(self) -> None:
+        """Where the opening's engine can be tried, some others are seldom faster."""
+        first = [engine for engine in self._pipeline.engines if engine.name == self._opening.engine]
+        if any(engine.why_not(self.unfused()) is None for engine in first):
             self._late |= {*self._opening.outdone}
 
     def run_in(self, engines: Sequence[Engine], deadline: float) -> None:
@@ -181,7 +187,7 @@ class LaneSearch:
             for form in self._readable_forms(engine):
                 name, program = engine.name + form.suffix, form.program
                 unlikely = self._is_late(engine) or not (form.is_begun or form.is_likely)
-                if unlikely and self._is_too_late(deadline):
+                if unlikely and self._would_be_late(engine, program):
                     self._manager.leave_out(self.state, name, UNLIKELY)
                     continue
                 usable = [step for step in self._pipeline.launches if step.why_not(program) is None]
@@ -204,6 +210,10 @@ class LaneSearch:
     def _is_too_late(self, deadline: float) -> bool:
         """Whether the time for unlikely trials is over, and only that."""
         return self._patience < time.perf_counter() <= deadline
+
+    def _would_be_late(self, engine: Engine, program: Program) -> bool:
+        """Whether an unlikely engine would be tried after the time for such trials."""
+        return time.perf_counter() + self._manager.needed_s(self.state, engine, program) > self._patience
 
     def _vary(self, name: str, recipe: tuple[Pass, ...], deadline: float) -> None:
         if self._is_too_late(deadline):

@@ -337,6 +337,28 @@ def test_an_engine_that_another_outdoes_is_late_only_where_that_one_can_be_tried
     assert dict(rows(bench))["compiler"] is verdict
 
 
+@dataclasses.dataclass(frozen=True)
+class Taking(Compiler):
+    """One that takes so many seconds."""
+
+    seconds: float = 0.0
+
+    def expected_seconds(self, program: Program) -> float:
+        return self.seconds
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [(10.0, KEPT), (1000.0, NOT_TRIED)])
+def test_an_unlikely_engine_is_begun_only_if_it_ends_in_the_time_for_such(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module, seconds: float, verdict: Verdict
+) -> None:
+    bench = Bench(monkeypatch, net, X, cost={"taking": 0.5})
+    opening = Opening((), None, ("taking",))
+    pipeline = Pipeline((), (Taking(seconds=seconds),))
+    lane = search(monkeypatch, bench, pipeline, opening, patience=time.perf_counter() + 100.0)
+    lane.run(bench.deadline)
+    assert rows(bench) == [("taking", verdict)]
+
+
 def test_each_form_of_the_program_is_made_once(monkeypatch: pytest.MonkeyPatch, net: nn.Module) -> None:
     bench = Bench(monkeypatch, net, X, cost={"kernel": 0.9})
     lane = search(monkeypatch, bench, Pipeline((PlantedKernel("kernel"),)), Opening(()))
