@@ -206,7 +206,7 @@ def detector(name: str, sides: tuple[int, int]) -> tuple[nn.Module, Any, list[An
     from torchvision.models import detection
 
     torch.manual_seed(0)
-    options: dict[str, Any] = {"score_thresh": 0.0, "num_classes": 21}  # it has a loop over classes
+    options: dict[str, Any] = {"score_thresh": 0.0, "num_classes": 5}  # it has a loop over classes
     if "rcnn" in name:
         options = {"box_score_thresh": 0.0, "rpn_score_thresh": 0.0}
         options |= {"box_detections_per_img": 10, "rpn_post_nms_top_n_test": 50}
