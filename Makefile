@@ -38,7 +38,7 @@ help: ## list the targets
 demo: .venv/.stamp ## see ampopt at work on this machine
 	$(VENV_PYTHON) -m benchmarks.demo
 
-# The files are looked for by their mark: collecting all the others for a few tests takes 15 seconds.
+# The files are looked for by their mark: collecting all the others for a few tests takes seconds.
 test: .venv/.stamp ## all tests; those that depend on the clock run alone, after the others
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not timing"
 	$(PYTEST) -m timing $$(grep -rlF mark.timing --include='*.py' tests) || [ $$? -eq 5 ] # 5: no test is marked so

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 
 from ampopt.engines.inductor_code import OPTIONS, InductorCode, is_whole, static_shapes
+from ampopt.errors import first_line
 from ampopt.ir.capturing import capturing
 from ampopt.ir.graph import arguments, aten, calls, finish, insert_call, is_opaque, replace, where
 from ampopt.ir.pool_indices import keep_indices
@@ -77,9 +78,13 @@ class Compile(Engine):
         if program.engine is not None:
             return Result(program, 0)
         with capturing():
-            if program.device.type != "cpu" and (loaded := self._load(program, rehearsed().sent)) is not None:
-                return Result(program.replace(engine=loaded), 1)
-            return Result(program.replace(engine=self._compile(program, rehearsed)), 1)
+            hints = list[str]()
+            engine: Callable[..., Any] | None = None
+            if program.device.type != "cpu":
+                engine = self._load(program, rehearsed().sent, hints)
+            if engine is None:
+                engine = self._compile(program, rehearsed)
+            return Result(program.replace(engine=engine), 1, hints=tuple(hints))
 
     def send(self, program: Program) -> dict[str, Any] | None:
         """The key and the constants of inductor's code, if the program's engine is nothing but that code."""
@@ -91,8 +96,10 @@ class Compile(Engine):
                 return None
         return {"key": made.code.key, "constants": made.code.constants}
 
-    def _load(self, program: Program, sent: dict[str, Any] | None) -> Callable[..., Any] | None:
-        """What another process has compiled; None where it has sent nothing, or that cannot be loaded."""
+    def _load(
+        self, program: Program, sent: dict[str, Any] | None, hints: list[str]
+    ) -> Callable[..., Any] | None:
+        """What another process has compiled; None where that is nothing, or cannot be loaded, see `hints`."""
         if sent is None:
             return None
         try:
@@ -101,8 +108,9 @@ class Compile(Engine):
                 entered = _entered(program)
                 for _ in range(self.warm_ups):
                     engine(*entered)
-        except Exception:  # inductor's cache is not a public interface
-            logger.debug("inductor's code cannot be loaded; it is compiled again", exc_info=True)
+        except Exception as error:  # inductor's cache is not a public interface
+            hints.append(f"inductor's code was traced again, it could not be loaded: {first_line(error)}")
+            logger.debug("ampopt: %s", hints[-1], exc_info=True)
             return None
         return engine
 

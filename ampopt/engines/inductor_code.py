@@ -8,6 +8,7 @@ and frozen into it: they come from the process that compiled.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+logger = logging.getLogger("ampopt")
 
 OPTIONS: dict[str, Any] = {"triton.cudagraphs": False, "freezing": True}
 """How inductor compiles for inference, without CUDA graphs of its own."""
@@ -87,7 +90,8 @@ def is_whole(engine: Any, code: Any, inputs: Sequence[Tensor]) -> bool:
     """
     try:
         wanted, found = tuple(engine(*inputs)), tuple(code([*inputs]))
-    except Exception:
+    except Exception:  # the engine ran before: its code takes other inputs, and is then not sent
+        logger.debug("ampopt: inductor's code does not run by itself", exc_info=True)
         return False
     mine = {tensor.untyped_storage().data_ptr() for tensor in inputs}
     forms = [[(t.shape, t.stride(), t.dtype, t.device) for t in some] for some in (wanted, found)]

@@ -115,7 +115,7 @@ class LaneSearch:
                     self._handled = before | {step.name for step in some}
         self.launch(deadline)
         if with_engine:
-            self._run_first([e for e in self._pipeline.engines if e.name == self._opening.engine], deadline)
+            self._run_first(deadline)
 
     def rewrite(self, deadline: float, until: Callable[[], bool] = lambda: False) -> None:
         """Try the rewrites that the opening has not tried, each in its place, those that seldom win last.
@@ -158,23 +158,25 @@ class LaneSearch:
 
     def run(self, deadline: float) -> None:
         """Try the engines that were not tried in the opening: its own first, those that seldom win last."""
-        first = [e for e in self._pipeline.engines if e.name == self._opening.engine]
         if not self._engine_tried:
-            self._run_first(first, deadline)
-        self.run_in(
-            sorted((e for e in self._pipeline.engines if e not in first), key=self._is_late), deadline
-        )
+            self._run_first(deadline)
+        others = [engine for engine in self._pipeline.engines if engine not in self._first_engines]
+        self.run_in(sorted(others, key=self._is_late), deadline)
 
-    def _run_first(self, engines: Sequence[Engine], deadline: float) -> None:
+    @property
+    def _first_engines(self) -> list[Engine]:
+        """The opening's engine, if the pipeline has it."""
+        return [engine for engine in self._pipeline.engines if engine.name == self._opening.engine]
+
+    def _run_first(self, deadline: float) -> None:
         """Try the opening's engine."""
         self._engine_tried = True
-        self.run_in(engines, deadline)
+        self.run_in(self._first_engines, deadline)
         self._note_outdone()
 
     def _note_outdone(self) -> None:
         """Where the opening's engine can be tried, some others are seldom faster."""
-        first = [engine for engine in self._pipeline.engines if engine.name == self._opening.engine]
-        if any(engine.why_not(self.unfused()) is None for engine in first):
+        if any(engine.why_not(self.unfused()) is None for engine in self._first_engines):
             self._late |= {*self._opening.outdone}
 
     def run_in(self, engines: Sequence[Engine], deadline: float) -> None:

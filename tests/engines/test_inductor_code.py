@@ -87,8 +87,11 @@ def test_what_the_cache_has_lost_is_said_and_compiled_again() -> None:
     with pytest.raises(LookupError, match="fnosuchkey"):
         lost.load()
     program = program_of(*weighted(1.0))
-    assert Compile()._load(program, {"key": lost.key, "constants": {}}) is None
-    assert Compile()._load(program, None) is None
+    hints: list[str] = []
+    assert Compile()._load(program, None, hints) is None
+    assert hints == []
+    assert Compile()._load(program, {"key": lost.key, "constants": {}}, hints) is None
+    assert ["fnosuchkey" in hint and "could not be loaded" in hint for hint in hints] == [True]
 
 
 @pytest.mark.gpu
