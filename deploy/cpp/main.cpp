@@ -38,7 +38,7 @@ Frame on_cpu(Program& program) {
 Frame on_gpu(Program& program) {
   std::function<Tensors(const Tensors&)> call = [&program](const Tensors& inputs) {
     Tensors moved;
-    for (const torch::Tensor& input : inputs)
+    for (const at::Tensor& input : inputs)
       moved.push_back(input.to(program.device, /*non_blocking=*/true));
     return program(moved);
   };
@@ -49,8 +49,8 @@ Frame on_gpu(Program& program) {
   frame.cuda_graph = true;
 #endif
   Tensors inputs;
-  for (const torch::Tensor& input : program.inputs) inputs.push_back(input.pin_memory());
-  for (const torch::Tensor& output : program.outputs) frame.outputs->push_back(output.pin_memory());
+  for (const at::Tensor& input : program.inputs) inputs.push_back(input.pin_memory());
+  for (const at::Tensor& output : program.outputs) frame.outputs->push_back(output.pin_memory());
   frame.run = [call, inputs, outputs = frame.outputs] {
     const Tensors results = call(inputs);
     for (std::size_t i = 0; i < results.size(); ++i)

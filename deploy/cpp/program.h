@@ -1,8 +1,9 @@
 // A TorchScript program that ampopt wrote, with the self-test inside it.
 #pragma once
 
+#include <ATen/ATen.h>
+#include <torch/csrc/jit/serialization/import.h>
 #include <torch/cuda.h>
-#include <torch/script.h>
 
 #include <algorithm>
 #include <cmath>
@@ -19,12 +20,12 @@ struct ProgramError : std::runtime_error {
 
 struct Program {
   torch::jit::Module module;
-  torch::Device device;
+  at::Device device;
   Tensors inputs, outputs;  // the self-test, on the CPU
   double tolerance;         // largest relative error of an output
 
   Tensors operator()(const Tensors& tensors) {
-    return module.forward({c10::List<torch::Tensor>(tensors)}).toTensorVector();
+    return module.forward({c10::List<at::Tensor>(tensors)}).toTensorVector();
   }
 };
 
@@ -39,7 +40,7 @@ inline std::string reason(const std::exception& error) {
 
 inline Tensors on_cpu(const torch::jit::Module& module, const char* name) {
   Tensors tensors;
-  for (const torch::Tensor& tensor : module.attr(name).toTensorVector()) tensors.push_back(tensor.cpu());
+  for (const at::Tensor& tensor : module.attr(name).toTensorVector()) tensors.push_back(tensor.cpu());
   return tensors;
 }
 
@@ -48,7 +49,7 @@ inline Tensors on_cpu(const torch::jit::Module& module, const char* name) {
 inline Program load(const std::string& path, const std::string& wanted) {
   torch::jit::Module module;
   try {
-    module = torch::jit::load(path, torch::kCPU);
+    module = torch::jit::load(path, at::kCPU);
   } catch (const std::exception& error) {
     throw ProgramError(path + " is absent, damaged, or no TorchScript file: " + reason(error));
   }
@@ -61,28 +62,28 @@ inline Program load(const std::string& path, const std::string& wanted) {
     if (!torch::cuda::is_available())
       throw ProgramError(path + " is to run on a GPU, and LibTorch finds none: " +
                          (wanted.empty() ? "it was written for one; write it on the CPU" : "leave --device out"));
-    module = torch::jit::load(path, torch::kCUDA);
+    module = torch::jit::load(path, at::kCUDA);
   }
   at::globalContext().setAllowTF32CuBLAS(module.attr("tf32").toBool());
   at::globalContext().setAllowTF32CuDNN(module.attr("tf32").toBool());
   at::globalContext().setBenchmarkCuDNN(module.attr("search_algorithms").toBool());
   Tensors inputs = on_cpu(module, "self_test_inputs"), outputs = on_cpu(module, "self_test_outputs");
   const double tolerance = module.attr("tolerance").toDouble();
-  return {module, torch::Device(device), inputs, outputs, tolerance};
+  return {module, at::Device(device), inputs, outputs, tolerance};
 }
 
 // ‖actual - reference‖ / ‖reference‖ in float64; for integers and booleans the share that differs. Infinite
 // where shapes differ, or where NaN or an infinity stands in one but not, alike, in the other. The same as
 // relative_error in ampopt.ir.numerics.
-inline double relative_error(const torch::Tensor& actual, const torch::Tensor& reference) {
+inline double relative_error(const at::Tensor& actual, const at::Tensor& reference) {
   constexpr double infinite = std::numeric_limits<double>::infinity();
   if (actual.sizes() != reference.sizes()) return infinite;
   if (!reference.is_floating_point() && !reference.is_complex())
-    return reference.numel() ? (actual != reference).to(torch::kDouble).mean().item<double>() : 0.0;
-  const auto wide = reference.is_complex() ? torch::kComplexDouble : torch::kDouble;
-  const torch::Tensor a = actual.to(torch::kCPU, wide), r = reference.to(torch::kCPU, wide);
-  const torch::Tensor finite = r.isfinite(), odd = finite.logical_not();
-  const torch::Tensor same = (a == r).logical_or(a.isnan().logical_and(r.isnan()));
+    return reference.numel() ? (actual != reference).to(at::kDouble).mean().item<double>() : 0.0;
+  const auto wide = reference.is_complex() ? at::kComplexDouble : at::kDouble;
+  const at::Tensor a = actual.to(at::kCPU, wide), r = reference.to(at::kCPU, wide);
+  const at::Tensor finite = r.isfinite(), odd = finite.logical_not();
+  const at::Tensor same = (a == r).logical_or(a.isnan().logical_and(r.isnan()));
   if (!finite.equal(a.isfinite()) || !same.masked_select(odd).all().item<bool>()) return infinite;
   const double difference = (a - r).masked_select(finite).norm().abs().item<double>();
   const double size = r.masked_select(finite).norm().abs().item<double>();

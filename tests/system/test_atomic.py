@@ -34,7 +34,7 @@ def version(number: int) -> dict[str, bytes | Path]:
 def kill_savers(path: Path, as_folder: bool) -> None:
     """Kill one saver after the other and look at the bundle each time; print what was seen.
 
-    The moments are drawn from a time that grows after a kill too early to have saved, and shrinks after another.
+    The moments are drawn from a time that grows after a kill that came too early, and shrinks after another.
     Runs in a process of its own, which has no threads and no torch, so that it can fork.
     """
     last = 255
@@ -56,7 +56,9 @@ def kill_savers(path: Path, as_folder: bool) -> None:
         found = {data[0] for data in map(bundle.read, bundle.names) if data == data[:1] * len(data)}
         assert len(found) == 1, "a mix of two bundles"
         assert [len(bundle.read(name)) for name in bundle.names] == [SIZE, 10, SIZE]
-        longest *= 1.1 if found == {last} else 1 / 1.1  # about half of them saved, however fast the machine is now
+        longest *= (
+            1.1 if found == {last} else 1 / 1.1
+        )  # about half of them saved, however fast the machine is now
         new += found != {last}
         (last,) = found
     save(path, version(255), as_folder=as_folder)
