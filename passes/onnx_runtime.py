@@ -58,7 +58,7 @@ class OnnxRuntime(Engine):
     operator decides by values.
     Cost: seconds to export, once for a program (`onnx_program`), and to measure options, which stay the
     defaults if there is no time for that (`hurried`); a second copy of the weights, in which those for
-    Winograd's algorithm have 16 numbers for every 9.
+    Winograd's algorithm have 16 or 36 numbers for every 9.
     """
 
     packages = ("onnx", "onnxscript", "onnxruntime")
@@ -81,7 +81,7 @@ class OnnxRuntime(Engine):
 
     def expected_seconds(self, program: Program) -> float:
         """A few seconds for the export to start, plus a time for each operator."""
-        tuning = TUNING_S + 2 * (COMPARING_S + PROFILING_S) if self.session is None else 0.0
+        tuning = TUNING_S + 2 * COMPARING_S + 3 * PROFILING_S if self.session is None else 0.0
         return 2.0 + 0.02 * sum(1 for _ in calls(program.graph)) + tuning
 
     def hurried(self) -> Engine:

@@ -43,6 +43,7 @@ def model() -> bytes:
         ({}, NONE),
         ({"blocked": True}, Rewrites(blocked=True)),
         ({"merged": True, "winograd": ["a", "b"]}, Rewrites(False, ("a", "b"), True)),
+        ({"winograd": ["b"], "winograd4": ["a", "c"]}, Rewrites(winograd=("b",), winograd4=("a", "c"))),
     ],
 )
 def test_what_a_file_says_is_taken_out_of_its_fields(data: dict[str, Any], expected: Rewrites) -> None:
@@ -59,6 +60,7 @@ def test_what_a_file_says_is_taken_out_of_its_fields(data: dict[str, Any], expec
         ({"winograd": "conv"}, "winograd is a list of names, not 'conv'"),
         ({"winograd": ["conv", 1]}, "winograd is a list of names, not ['conv', 1]"),
         ({"winograd": None}, "winograd is a list of names, not None"),
+        ({"winograd4": [2]}, "winograd4 is a list of names, not [2]"),
     ],
 )
 def test_anything_else_is_refused(data: dict[str, Any], message: str) -> None:
@@ -88,7 +90,7 @@ def test_a_step_adds_to_what_was_done_before_or_gives_nothing(
 ) -> None:
     monkeypatch.setattr(rewrites, "is_quicker_merged", lambda *_: quicker)
     monkeypatch.setattr(rewrites, "keep_blocked", lambda source, options: b"graph" if quicker else None)
-    monkeypatch.setattr(rewrites, "quicker_by_winograd", lambda *_: ("conv",) if quicker else ())
+    monkeypatch.setattr(rewrites, "quicker_by_winograd", lambda *_: {"conv": 2} if quicker else {})
     before = Rewrites(winograd=("other",))
     assert merged(model, OPTIONS, [], before) == (Rewrites(False, ("other",), True) if quicker else None)
     assert blocked(model, OPTIONS, [], before) == (Rewrites(True, ("other",)) if quicker else None)
@@ -138,9 +140,12 @@ def test_winograd_is_asked_of_the_graph_that_the_steps_before_it_leave(
     model: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[Counter[str], SessionOptions]] = []
-    monkeypatch.setattr(
-        rewrites, "quicker_by_winograd", lambda graph, options, _: seen.append((operators(graph), options))
-    )
+
+    def look(graph: bytes, options: SessionOptions, _: object) -> dict[str, int]:
+        seen.append((operators(graph), options))
+        return {}
+
+    monkeypatch.setattr(rewrites, "quicker_by_winograd", look)
     for before in (NONE, Rewrites(blocked=True)):
         winograd(model, OPTIONS, [], before)
     plain = operators(optimized(model, OPTIONS))
@@ -153,11 +158,32 @@ def test_winograd_is_asked_of_the_graph_that_the_steps_before_it_leave(
 def test_only_the_convolution_that_is_named_is_winograds(model: bytes) -> None:
     graph = onnx.load_from_string(optimized(model, OPTIONS)).graph
     (name, *_) = [node.output[0] for node in graph.node if (node.domain, node.op_type) == (DOMAIN, "Conv")]
-    for names, count in (((name,), 1), (("nobody",), 0)):
-        found = rewritten(model, OPTIONS, Rewrites(winograd=names))
+    for names, count, tile in (((name,), 1, 2), ((name,), 1, 4), (("nobody",), 0, 4)):
+        found = rewritten(model, OPTIONS, NONE.with_tiles(dict.fromkeys(names, tile)))
         check(model, found)
         assert found.nodes is not None
         assert [node.op for node in found.nodes[CPU]].count("WinogradConv") == count
+
+
+@needs_compiler
+@pytest.mark.parametrize("precise", [True, False])
+def test_large_tiles_are_given_up_where_all_of_them_together_are_not_precise(
+    precise: bool, model: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewrites, "PRECISE", 1e-5 if precise else 0.0)
+    asked: list[tuple[int, ...]] = []
+
+    def found(graph: bytes, *_: object, tiles: tuple[int, ...] = (2, 4)) -> dict[str, int]:
+        asked.append(tiles)
+        nodes = onnx.load_from_string(graph).graph.node
+        names = [node.output[0] for node in nodes if (node.domain, node.op_type) == (DOMAIN, "Conv")]
+        return {names[0]: tiles[-1]}
+
+    monkeypatch.setattr(rewrites, "quicker_by_winograd", found)
+    chosen = winograd(model, OPTIONS, [image(OnnxRunner(model, OPTIONS))], NONE)
+    assert chosen is not None
+    assert list(chosen.tiles.values()) == [4 if precise else 2]
+    assert asked == [(2, 4)] if precise else [(2, 4), (2,)]
 
 
 def test_without_winograd_no_compiler_is_asked_for(model: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

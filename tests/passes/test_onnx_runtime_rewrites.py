@@ -140,7 +140,7 @@ def test_options_written_before_there_were_blocks_are_read() -> None:
     step = OnnxRuntime().apply(program_of(model, x)).replay
     assert isinstance(step, OnnxRuntime)
     assert step.session is not None
-    others = [pair for pair in step.session if pair[0] not in ("blocked", "winograd")]
+    others = [pair for pair in step.session if pair[0] not in ("blocked", "winograd", "winograd4")]
     older = OnnxRuntime(session=tuple(others))
     assert not blocked(older.apply(program_of(model, x)).replay)
 
@@ -154,7 +154,7 @@ def plain_convolutions() -> nn.Module:
 
 @pytest.fixture
 def winograd_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([2.0, 1.0])
+    times = iter([3.0, 2.0, 1.0])  # directly, with tiles of 2, of 4
 
     def seconds(*_: object, **__: object) -> dict[str, float]:
         time = next(times)
@@ -166,7 +166,9 @@ def winograd_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def changed_convolutions(step: object) -> list[str]:
     assert isinstance(step, OnnxRuntime)
-    return list(json.loads(dict(step.session or ())["winograd"]))
+    session = dict(step.session or ())
+    assert json.loads(session["winograd"]) == []
+    return list(json.loads(session["winograd4"]))
 
 
 @needs_compiler
@@ -215,8 +217,9 @@ def test_without_a_compiler_the_graph_stays_as_it_was(
 @pytest.mark.parametrize("value", ["3", '"conv"', "[1]", "null"])
 def test_what_a_file_says_of_the_graph_is_checked(value: str) -> None:
     program = program_of(plain_convolutions(), torch.randn(1, 3, 12, 12))
-    with pytest.raises(BundleError, match="winograd is a list of names"):
-        OnnxRuntime(session=(("winograd", value),)).apply(program)
+    for field in ("winograd", "winograd4"):
+        with pytest.raises(BundleError, match=f"{field} is a list of names"):
+            OnnxRuntime(session=((field, value),)).apply(program)
     with pytest.raises(BundleError, match="blocked is true or false"):
         OnnxRuntime(session=(("blocked", value),)).apply(program)
     with pytest.raises(BundleError, match="merged is true or false"):

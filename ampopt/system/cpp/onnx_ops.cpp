@@ -1,8 +1,9 @@
 // Operators of the domain "ampopt" for ONNX Runtime's CPU sessions.
 //
 // WinogradConv(X, U, bias?, sum?): a 3x3 convolution with stride 1 on tensors in blocks of channels, see
-// winograd.h. U has the shape [filters, 16 * channels]. Attributes: pad_top, pad_left, pad_bottom,
-// pad_right, activation with alpha and beta, and the number of threads among which to divide the work.
+// winograd.h. U has the shape [filters, positions * channels], with 16 positions for tiles of 2x2 and 36 for
+// tiles of 4x4. Attributes: pad_top, pad_left, pad_bottom, pad_right, activation with alpha and beta, and the
+// number of threads among which to divide the work.
 #include <stdexcept>
 
 #include "onnx_abi.h"
@@ -28,9 +29,10 @@ class WinogradConv {
     if (x.shape.size() != 4 || u.shape.size() != 2) throw std::invalid_argument("X has 4 dimensions, U 2");
     const winograd::Shape shape{x.shape[0], x.shape[1], x.shape[2], x.shape[3],
                                 u.shape[0], top_, left_,
-                                x.shape[2] + top_ + bottom_ - 2, x.shape[3] + left_ + right_ - 2};
+                                x.shape[2] + top_ + bottom_ - 2, x.shape[3] + left_ + right_ - 2,
+                                u.shape[1] == 36 * x.shape[1] ? 4 : 2};
     const std::vector<int64_t> out{shape.batch, shape.filters, shape.out_height, shape.out_width};
-    if (u.shape[1] != winograd::kPositions * shape.channels || shape.channels % BLOCK ||
+    if (u.shape[1] != shape.positions() * shape.channels || shape.channels % BLOCK ||
         shape.filters % BLOCK || shape.out_height < 1 || shape.out_width < 1 ||
         (bias.data && bias.shape != std::vector<int64_t>{shape.filters}) || (sum.data && sum.shape != out))
       throw std::invalid_argument("the shapes of a WinogradConv do not fit each other");

@@ -1,11 +1,12 @@
-// Winograd's F(2x2, 3x3): a 3x3 convolution with stride 1 in 16 multiplications for every 36.
+// Winograd's F(2x2, 3x3) and F(4x4, 3x3): a 3x3 convolution with stride 1 in 16 multiplications for every 36,
+// or in 36 for every 144.
 //
-// Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (2016), section 4.1, on float32 in ONNX
+// Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (2016), section 4, on float32 in ONNX
 // Runtime's blocked layout: tensors are [N][C/B][H][W][B] with B = BLOCK channels in one vector, so that every
-// transform is a sum lane by lane. The output is cut into tiles of 2x2; a tile needs a 4x4 patch d of the
-// input, and both have 16 "positions" once transformed:
+// transform is a sum lane by lane. The output is cut into tiles of TxT; a tile needs a patch d of the input
+// that is 2 wider, and both have P = (T+2)^2 "positions" once transformed:
 //   V = B^T d B (input),  M[p] = V[p] x U[p] for each position p,  y = A^T M A.
-// U = G g G^T is made of the weights ahead of time (onnx_winograd.py), as [K/(2B)][16][C][2B]; where K/B is
+// U = G g G^T is made of the weights ahead of time (ort/winograd.py), as [K/(2B)][P][C][2B]; where K/B is
 // odd, the last group has B filters.
 #pragma once
 #include <algorithm>
@@ -21,7 +22,6 @@ namespace winograd {
 
 typedef float Vec __attribute__((vector_size(4 * BLOCK), aligned(4), may_alias));
 
-constexpr long kPositions = 16;    // 4x4 values of a transformed tile
 constexpr long kGroup = 2;         // vectors of filters in one register block
 constexpr long kTiles = 6;         // tiles in one register block: 6 x 2 accumulators
 constexpr long kChunk = 64 / BLOCK;  // blocks of channels summed at a time, for precision
@@ -30,10 +30,15 @@ constexpr long kPad = 16;          // floats that keep position strides off powe
 
 enum Activation { kNone, kRelu, kLeakyRelu, kClip };
 
+// a / b, rounded up.
+inline long ceil_div(long a, long b) { return (a + b - 1) / b; }
+
 struct Shape {
   long batch, channels, height, width, filters, pad_top, pad_left, out_height, out_width;
-  long rows() const { return (out_height + 1) / 2; }
-  long columns() const { return (out_width + 1) / 2; }
+  long tile;  // T: 2 or 4
+  long positions() const { return (tile + 2) * (tile + 2); }
+  long rows() const { return ceil_div(out_height, tile); }
+  long columns() const { return ceil_div(out_width, tile); }
   long tiles() const { return batch * rows() * columns(); }
   long groups() const { return (filters / BLOCK + kGroup - 1) / kGroup; }
 };
@@ -51,8 +56,6 @@ struct Plan {
   long parts() const { return tile_parts * filter_parts; }
 };
 
-// a / b, rounded up.
-inline long ceil_div(long a, long b) { return (a + b - 1) / b; }
 // The vector stored at p.
 inline const Vec& at(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline Vec& at(float* p) { return *reinterpret_cast<Vec*>(p); }
@@ -60,7 +63,8 @@ inline Vec& at(float* p) { return *reinterpret_cast<Vec*>(p); }
 // Cuts the work into even parts for `threads` threads: by tiles where there are many,
 // else by filters as well.
 inline Plan plan(const Shape& s, long threads) {
-  const long limit = std::max(kCache / kPositions / (s.channels + kGroup * BLOCK), 10 * kTiles);
+  const long least = (s.tile == 2 ? 10 : 5) * kTiles;
+  const long limit = std::max(kCache / s.positions() / (s.channels + kGroup * BLOCK), least);
   const long blocks = ceil_div(s.tiles(), limit);
   if (blocks >= 2 * threads || s.groups() < threads)
     return {std::min(ceil_div(blocks, threads) * threads, s.tiles()), 1};
@@ -90,41 +94,81 @@ void each_run(const Shape& s, long begin, long end, Body body) {
   }
 }
 
-// Transforms tiles [begin, end) of x [N][C/B][H][W][B] into v [16][C/B][tiles][B].
-inline void input(const Shape& s, const float* x, long begin, long end, float* v, long stride) {
+// The transforms of one dimension for tiles of T: `before` is B^T, `after` is A^T.
+template <long T>
+struct Transform;
+
+// The points 0, 1, -1 and infinity.
+template <>
+struct Transform<2> {
+  static void before(const Vec (&d)[4], Vec (&v)[4]) {
+    v[0] = d[2] - d[0];
+    v[1] = d[2] + d[1];
+    v[2] = d[2] - d[1];
+    v[3] = d[3] - d[1];
+  }
+  static void after(const Vec (&m)[4], Vec (&y)[2]) {
+    y[0] = m[0] + m[1] + m[2];
+    y[1] = m[1] - m[2] + m[3];
+  }
+};
+
+// The points 0, a, -a, b, -b and infinity. These a and b give half the error of 1 and 2.
+template <>
+struct Transform<4> {
+  static constexpr float a = 0.625f, b = 1.5f, aa = a * a, bb = b * b;
+  static void before(const Vec (&d)[6], Vec (&v)[6]) {
+    const Vec even_a = d[4] - bb * d[2], odd_a = a * (d[3] - bb * d[1]);
+    const Vec even_b = d[4] - aa * d[2], odd_b = b * (d[3] - aa * d[1]);
+    v[0] = d[4] - (aa + bb) * d[2] + (aa * bb) * d[0];
+    v[1] = even_a + odd_a;
+    v[2] = even_a - odd_a;
+    v[3] = even_b + odd_b;
+    v[4] = even_b - odd_b;
+    v[5] = d[5] - (aa + bb) * d[3] + (aa * bb) * d[1];
+  }
+  static void after(const Vec (&m)[6], Vec (&y)[4]) {
+    const Vec sum_a = m[1] + m[2], difference_a = m[1] - m[2];
+    const Vec sum_b = m[3] + m[4], difference_b = m[3] - m[4];
+    y[0] = m[0] + sum_a + sum_b;
+    y[1] = a * difference_a + b * difference_b;
+    y[2] = aa * sum_a + bb * sum_b;
+    y[3] = (aa * a) * difference_a + (bb * b) * difference_b + m[5];
+  }
+};
+
+// Transforms tiles [begin, end) of x [N][C/B][H][W][B] into v [P][C/B][tiles][B].
+template <long T>
+void input(const Shape& s, const float* x, long begin, long end, float* v, long stride) {
+  constexpr long kPatch = T + 2;
   const long blocks = s.channels / BLOCK, plane = s.height * s.width * BLOCK;
   for (long c = 0; c < blocks; c++, v += (end - begin) * BLOCK)
     each_run(s, begin, end, [&](long image, long row, long column, long length, long offset) {
-      const long top = 2 * row - s.pad_top;
+      const long top = T * row - s.pad_top;
       const float* in = x + (image * blocks + c) * plane + top * s.width * BLOCK;
-      bool valid[4];
-      for (long i = 0; i < 4; i++) valid[i] = top + i >= 0 && top + i < s.height;
+      bool valid[kPatch];
+      for (long i = 0; i < kPatch; i++) valid[i] = top + i >= 0 && top + i < s.height;
       // Column j of B^T d; zero outside the image.
-      const auto down = [&](long j, Vec (&t)[4]) {
+      const auto down = [&](long j, Vec (&t)[kPatch]) {
         const bool inside = j >= 0 && j < s.width;
-        Vec d[4];
-        for (long i = 0; i < 4; i++)
+        Vec d[kPatch];
+        for (long i = 0; i < kPatch; i++)
           d[i] = inside && valid[i] ? at(in + (i * s.width + j) * BLOCK) : Vec{};
-        t[0] = d[0] - d[2];
-        t[1] = d[1] + d[2];
-        t[2] = d[2] - d[1];
-        t[3] = d[1] - d[3];
+        Transform<T>::before(d, t);
       };
-      Vec t0[4], t1[4], t2[4], t3[4];
-      long j = 2 * column - s.pad_left;
+      Vec t[kPatch][kPatch];  // columns of B^T d
+      long j = T * column - s.pad_left;
       float* out = v + offset * BLOCK;
-      down(j, t0);
-      down(j + 1, t1);
-      for (long n = 0; n < length; n++, out += BLOCK) {
-        down(j += 2, t2);
-        down(j + 1, t3);
-        for (long i = 0; i < 4; i++) {
-          at(out + (4 * i) * stride) = t0[i] - t2[i];
-          at(out + (4 * i + 1) * stride) = t1[i] + t2[i];
-          at(out + (4 * i + 2) * stride) = t2[i] - t1[i];
-          at(out + (4 * i + 3) * stride) = t1[i] - t3[i];
-          t0[i] = t2[i];
-          t1[i] = t3[i];
+      for (long k = 0; k < 2; k++) down(j + k, t[T + k]);
+      for (long n = 0; n < length; n++, j += T, out += BLOCK) {
+        for (long i = 0; i < kPatch; i++)  // two columns are also those of the tile before
+          for (long k = 0; k < 2; k++) t[k][i] = t[T + k][i];
+        for (long k = 2; k < kPatch; k++) down(j + k, t[k]);
+        for (long i = 0; i < kPatch; i++) {
+          Vec line[kPatch], to[kPatch];
+          for (long k = 0; k < kPatch; k++) line[k] = t[k][i];
+          Transform<T>::before(line, to);
+          for (long k = 0; k < kPatch; k++) at(out + (kPatch * i + k) * stride) = to[k];
         }
       }
     });
@@ -183,27 +227,31 @@ inline Vec activate(Vec y, const Epilogue& e) {
   }
 }
 
-// Transforms m [16][tiles][F][B] of the filters from `filter` on back into y [N][K/B][H][W][B].
-inline void output(const Shape& s, const Epilogue& e, const float* m, long stride, long begin, long end,
-            long filter, long vectors, float* y) {
+// Transforms m [P][tiles][F][B] of the filters from `filter` on back into y [N][K/B][H][W][B].
+template <long T>
+void output(const Shape& s, const Epilogue& e, const float* m, long stride, long begin, long end, long filter,
+            long vectors, float* y) {
+  constexpr long kPatch = T + 2;
   for (long f = 0; f < vectors; f++, filter += BLOCK, m += BLOCK) {
     const Vec bias = e.bias ? at(e.bias + filter) : Vec{};
     each_run(s, begin, end, [&](long image, long row, long column, long length, long offset) {
       const float* from = m + offset * vectors * BLOCK;
       const long plane = (image * s.filters + filter) * s.out_height * s.out_width;
-      const long height = std::min(2L, s.out_height - 2 * row);
-      for (long j = 2 * column; j < 2 * (column + length); j += 2, from += vectors * BLOCK) {
-        Vec t[2][4];
-        for (long i = 0; i < 4; i++) {
-          const Vec m1 = at(from + (4 + i) * stride), m2 = at(from + (8 + i) * stride);
-          t[0][i] = at(from + i * stride) + m1 + m2;
-          t[1][i] = m1 - m2 - at(from + (12 + i) * stride);
+      const long height = std::min(T, s.out_height - T * row);
+      for (long j = T * column; j < T * (column + length); j += T, from += vectors * BLOCK) {
+        Vec t[T][kPatch];
+        for (long i = 0; i < kPatch; i++) {
+          Vec line[kPatch], to[T];
+          for (long k = 0; k < kPatch; k++) line[k] = at(from + (kPatch * k + i) * stride);
+          Transform<T>::after(line, to);
+          for (long k = 0; k < T; k++) t[k][i] = to[k];
         }
         for (long i = 0; i < height; i++) {
-          const Vec r[2] = {t[i][0] + t[i][1] + t[i][2] + bias, t[i][1] - t[i][2] - t[i][3] + bias};
-          for (long w = 0; w < 2 && j + w < s.out_width; w++) {
-            const long o = plane + ((2 * row + i) * s.out_width + j + w) * BLOCK;
-            at(y + o) = activate(e.sum ? r[w] + at(e.sum + o) : r[w], e);
+          Vec r[T];
+          Transform<T>::after(t[i], r);
+          for (long w = 0; w < T && j + w < s.out_width; w++) {
+            const long o = plane + ((T * row + i) * s.out_width + j + w) * BLOCK;
+            at(y + o) = activate(e.sum ? r[w] + bias + at(e.sum + o) : r[w] + bias, e);
           }
         }
       }
@@ -211,25 +259,33 @@ inline void output(const Shape& s, const Epilogue& e, const float* m, long strid
   }
 }
 
-// Computes part `index` of the convolution: some tiles of y for some filters.
-inline void part(const Shape& s, const Plan& p, const float* x, const float* u, const Epilogue& e,
-          float* y, long index) {
+// Computes part `index` of the convolution, with tiles of T: some tiles of y for some filters.
+template <long T>
+void part_of(const Shape& s, const Plan& p, const float* x, const float* u, const Epilogue& e, float* y,
+             long index) {
+  const long positions = s.positions();
   const long it = index / p.filter_parts, ik = index % p.filter_parts;
   const long begin = s.tiles() * it / p.tile_parts, end = s.tiles() * (it + 1) / p.tile_parts;
   const long count = end - begin, blocks = s.channels / BLOCK;
   const long v_stride = s.channels * count + kPad, m_stride = count * kGroup * BLOCK + kPad;
-  float* v = scratch(kPositions * (v_stride + m_stride));
-  float* m = v + kPositions * v_stride;
-  input(s, x, begin, end, v, v_stride);
+  float* v = scratch(positions * (v_stride + m_stride));
+  float* m = v + positions * v_stride;
+  input<T>(s, x, begin, end, v, v_stride);
   for (long g = s.groups() * ik / p.filter_parts; g < s.groups() * (ik + 1) / p.filter_parts; g++) {
     const long filter = g * kGroup * BLOCK;
     const long vectors = std::min(kGroup, (s.filters - filter) / BLOCK);
     const auto product = vectors == 1 ? multiply_all<1> : multiply_all<kGroup>;
-    for (long q = 0; q < kPositions; q++)
-      product(v + q * v_stride, u + (filter * kPositions + q * vectors * BLOCK) * s.channels,
-              m + q * m_stride, blocks, count);
-    output(s, e, m, m_stride, begin, end, filter, vectors, y);
+    for (long q = 0; q < positions; q++)
+      product(v + q * v_stride, u + (filter * positions + q * vectors * BLOCK) * s.channels, m + q * m_stride,
+              blocks, count);
+    output<T>(s, e, m, m_stride, begin, end, filter, vectors, y);
   }
+}
+
+// Computes part `index` of the convolution.
+inline void part(const Shape& s, const Plan& p, const float* x, const float* u, const Epilogue& e, float* y,
+                 long index) {
+  (s.tile == 2 ? part_of<2> : part_of<4>)(s, p, x, u, e, y, index);
 }
 
 }  // namespace winograd
