@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cold_lines
-from benchmarks.regimes import BACK_TO_BACK, REGIMES
+from benchmarks.regimes import AT_30_HZ, BACK_TO_BACK, REGIMES
 from benchmarks.results_files import Row, beyond_replays, geometric_mean, heading
 from benchmarks.standing import (
     Standing,
@@ -50,6 +50,10 @@ def _section(table: Table, rows: Sequence[Row], standing: Standing | None) -> li
         *((f"{regime}: median latency, ms (p99)", _latency(regime)) for regime in REGIMES),
         ("Calls queued without waiting for each, ms a call", _read(BACK_TO_BACK, "queued_ms", ".3f")),
         ("CPU time of a call back to back, all threads, ms", _read(BACK_TO_BACK, "cpu_ms", ".3f")),
+        (
+            "CPU time of a frame at 30 Hz, all threads, with the gap before it, ms",
+            _read(AT_30_HZ, "cpu_ms", ".3f"),
+        ),
         ("The way that was fastest", lambda each: each.get("way") or "–"),
         ("Time to prepare, all ways, s", lambda each: f"{each['prepare_s']:.1f}"),
         ("Relative error against float64", lambda each: _number(each.get("relative_error"), ".1e")),

@@ -89,7 +89,7 @@ def _queued(subject: Subject) -> float:
 
 
 def _at_30_hz(subject: Subject) -> Block:
-    before, seconds = subject.meter(), list[float]()
+    before, cpu, seconds = subject.meter(), time.process_time(), list[float]()
     tick = time.perf_counter()
     for frame in range(FRAMES + 1):
         while (now := time.perf_counter()) >= tick:  # a frame that comes too late waits for the next tick
@@ -97,10 +97,11 @@ def _at_30_hz(subject: Subject) -> Block:
         time.sleep(tick - now)
         took = subject.timed()
         if frame == 0:
-            before = subject.meter()
+            before, cpu = subject.meter(), time.process_time()
         else:
             seconds.append(took)
-    return {"seconds": seconds, **_used(before, subject.meter(), FRAMES)}
+    used = {"cpu_s": (time.process_time() - cpu) / FRAMES}
+    return {"seconds": seconds, **used, **_used(before, subject.meter(), FRAMES)}
 
 
 def _used(before: Mapping[str, float], after: Mapping[str, float], calls: int) -> dict[str, float]:

@@ -103,7 +103,7 @@ def _error(changed: bytes, graph: bytes, options: SessionOptions, arrays: Sequen
 
 
 PRECISE = 5e-6
-"""Largest relative error of a graph with tiles of 4x4: half of what float32 may always have (`least_error`)."""
+"""Largest error of a graph with tiles of 4x4: half of what float32 always may have (`least_error`)."""
 
 Step = Callable[[bytes, SessionOptions, Sequence[Array], Rewrites], Rewrites | None]
 

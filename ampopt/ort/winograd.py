@@ -9,10 +9,10 @@ where the image is small.
 Correct because: over the real numbers F(2x2, 3x3) and F(4x4, 3x3) are the convolution (Lavin and Gray, "Fast
 Algorithms for Convolutional Neural Networks", 2016). The transforms of the weights are computed in float64.
 Those of the images only add and subtract for tiles of 2x2, and the rounding error is one or two times that of
-a direct convolution. For 4x4 it is three times that of 2x2 with the points 0, ±5/8, ±3/2 and infinity; six
-times with 0, ±1, ±2 and infinity (on the choice of points: Barabasz et al., "Error Analysis and Improving the
-Accuracy of Winograd Convolution for Deep Neural Networks", 2020). An infinity or NaN in an image may turn up
-as NaN at neighbouring pixels that a direct convolution does not reach.
+a direct convolution. For 4x4 it is three times that of 2x2 with the points 0, ±5/8, ±3/2 and infinity; with
+0, ±1, ±2 and infinity it would be six times. Barabasz et al., "Error Analysis and Improving the Accuracy of
+Winograd Convolution for Deep Neural Networks" (2020), is on the choice of points. An infinity or NaN in an
+image may turn up as NaN at neighbouring pixels that a direct convolution does not reach.
 """
 
 from __future__ import annotations

@@ -95,6 +95,7 @@ def test_frames_begin_at_ticks_and_late_ones_wait_for_the_next(
     assert len(work.begun) == FRAMES + 1, "one frame that is not timed"
     gaps = [after - before for before, after in itertools.pairwise(work.begun)]
     assert gaps == pytest.approx([ticks * PERIOD_S] * FRAMES)
+    assert found["cpu_s"] == pytest.approx(2 * seconds)
 
 
 def test_energy_is_a_frames_and_a_clock_is_as_it_was(clock: Clock) -> None:

@@ -223,7 +223,7 @@ def still(ratio: float) -> Callable[..., Gain]:
     return lambda before, after: Gain(ratio, ratio, ratio)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
 def test_a_second_call_takes_up_what_the_first_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AMPOPT_CACHE", str(tmp_path))
     first = optimized(precision="fp32", budget_s=40)
@@ -241,7 +241,7 @@ def test_a_second_call_takes_up_what_the_first_found(tmp_path: Path, monkeypatch
     assert not any("earlier call" in note for note in without.report.notes)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
 def test_what_is_slower_than_eager_by_now_is_tuned_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,7 +253,7 @@ def test_what_is_slower_than_eager_by_now_is_tuned_anew(
     assert len(second.report.entries) > 1
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
 def test_a_recipe_that_does_not_apply_is_left_and_everything_tried_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
