@@ -2,10 +2,10 @@
 
 On a CPU, ONNX Runtime computes convolutions and pooling on tensors in blocks of channels (its NCHWc layout, 8
 or 16 numbers to a block). If another operator is between them, it reorders the numbers before and after it.
-But an elementwise operator works in any order, and a squeeze-and-excite product is a depthwise 1x1
-convolution whose weights are computed. `keep_blocked` lets ONNX Runtime optimize a model, and then moves
-these operators into the blocked layout, too. The results do not change: every operator computes the same
-values in another order.
+But an elementwise operator works in any order, channels behind channels are blocks behind blocks, and a
+squeeze-and-excite product is a depthwise 1x1 convolution whose weights are computed. `keep_blocked` lets ONNX
+Runtime optimize a model, and then moves these operators into the blocked layout, too. The results do not
+change: every operator computes the same values in another order.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class _Blocked:
                 if self._in_whole_blocks(plain) and not _flag(node, "channels_last"):
                     self.twin[plain] = blocked
         for node in list(self.nodes):
-            made = self._as_elementwise(node) or self._as_depthwise(node) or self._as_pool(node)
+            ways = self._as_elementwise, self._as_depthwise, self._as_pool, self._as_concat
+            made = next(filter(None, (way(node) for way in ways)), None)
             if made:
                 self.nodes.remove(node)
                 self.nodes += made
@@ -181,6 +182,28 @@ class _Blocked:
         self.twin[result] = self._new(f"{result}_blocked")
         ends = [self.twin[source]], [self.twin[result]]
         return [helper.make_node("GlobalAveragePool", *ends, name=self.twin[result], domain=DOMAIN)]
+
+    def _as_concat(self, node: Any) -> list[Any] | None:
+        """Channels behind channels, which are blocks behind blocks. One of them may have to be reordered.
+
+        That is a reordering of this part; else there is one of the whole, and one of each other part.
+        """
+        from onnx import helper
+
+        plain = [name for name in node.input if name not in self.twin]
+        if node.domain or node.op_type != "Concat" or len(plain) == len(node.input):
+            return None
+        axis = next(each.i for each in node.attribute if each.name == "axis")
+        if axis not in (1, -3) or not all(map(self._in_whole_blocks, (*node.input, *node.output))):
+            return None
+        made = []
+        for name in dict.fromkeys(plain):
+            self.twin[name] = self._new(f"{name}_blocked")
+            ends = [name], [self.twin[name]]
+            made.append(helper.make_node("ReorderInput", *ends, name=self.twin[name], domain=DOMAIN))
+        self.twin[node.output[0]] = result = self._new(f"{node.output[0]}_blocked")
+        operands = [self.twin[name] for name in node.input]
+        return [*made, helper.make_node("Concat", operands, [result], name=result, axis=1)]
 
     def _use_twins(self) -> None:
         """Read what is there in blocks where that is wanted; put into plain layout what is wanted so."""

@@ -16,16 +16,18 @@ import numpy as np
 
 from ampopt.ort.blocked import block_size
 from ampopt.ort.options import SessionOptions
+from ampopt.ort.padding import with_padded_groups
 from ampopt.ort.profile import named, node_seconds, optimized
 from ampopt.ort.session import Array
 from ampopt.ort.weights import add_weights, remove_unread
 
 
 def with_merged_groups(model: bytes) -> bytes | None:
-    """The model with narrow groups merged into whole blocks; None if there are none."""
+    """The model with narrow groups merged into whole blocks, some padded for that; None if there are none."""
     from onnx import load_from_string, numpy_helper
 
-    found, block = load_from_string(model), block_size()
+    block = block_size()
+    found = load_from_string(with_padded_groups(model, block) or model)
     weights = {each.name: each for each in found.graph.initializer}
     replaced = list[str]()
     for node in found.graph.node:
