@@ -20,7 +20,8 @@ from ampopt.ir.program import Border, Program
 from ampopt.ir.transform import Engine, Result
 from ampopt.measure.clocks import latency
 from ampopt.measure.sampling import gain, interleave
-from ampopt.ort.options import PREFERRED, SessionOptions
+from ampopt.ort.knobs import start_options
+from ampopt.ort.options import CPU, PREFERRED, SessionOptions
 from ampopt.ort.profile import PROFILING_S
 from ampopt.ort.rewrites import SPREADING, STEPS, Rewrites, Step, merged, rewritten
 from ampopt.ort.session import OnnxRunner, onnxruntime
@@ -28,8 +29,8 @@ from ampopt.ort.tuning import tune
 
 logger = logging.getLogger("ampopt")
 
-TUNING_S = 3.0
-"""Time in seconds for measuring session options, including the loading of sessions."""
+TUNING_S = 6.0
+"""Time in seconds for measuring session options, including the loading of sessions; half of it with gaps."""
 
 COMPARING_S = 1.5
 """Time in seconds for comparing two sessions."""
@@ -105,7 +106,7 @@ class OnnxRuntime(Engine):
                 hints.append("ONNX Runtime runs with default options: there was no time to measure others")
             stored = {name: json.loads(value) for name, value in self.session}
             rewrites = Rewrites.taken_from(stored)
-            options = SessionOptions.from_dict(stored)
+            options = SessionOptions.from_dict(stored) if stored else start_options(CPU)
             engine = OnnxEngine(OnnxRunner(model, options))
             if rewrites != Rewrites():
                 tried = _tried(model, options, lambda: rewrites, entered, engine(*entered), hints)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,39 @@ def knobs_for(start: SessionOptions) -> list[Knob]:
     return []
 
 
+def usable_cpus() -> Sequence[int]:
+    """The hardware threads on which this process may run."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return range(os.cpu_count() or 1)
+
+
+def cores_to_pin(options: SessionOptions) -> Sequence[int]:
+    """A hardware thread for each thread of a session but the caller's; none where it leaves some to others.
+
+    Two sessions that need half of the cores each would be pinned to the same ones.
+    """
+    usable = usable_cpus()
+    count = _cores(usable) if options.threads is None else options.threads
+    can_be = hasattr(os, "sched_getaffinity") and count == len(usable) and options.provider == CPU
+    return usable[1:] if can_be else ()
+
+
+def start_options(provider: str, *, tf32: bool = False) -> SessionOptions:
+    """The options to start from: the defaults, with threads pinned to cores where they are as many."""
+    options = SessionOptions.default(provider, tf32=tf32)
+    return dataclasses.replace(options, pinned=bool(cores_to_pin(options)))
+
+
 def thread_counts() -> list[int]:
     """The thread counts to try: 1, half the cores, all cores, all hardware threads that are available."""
-    usable = (
-        sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    )
-    cores = len({_siblings(cpu) for cpu in usable})
+    usable = usable_cpus()
+    cores = _cores(usable)
     return sorted({1, max(1, cores // 2), cores, len(usable)})
+
+
+def _cores(cpus: Sequence[int]) -> int:
+    return len({_siblings(cpu) for cpu in cpus})
 
 
 def _siblings(cpu: int) -> str:
@@ -61,6 +87,7 @@ def _siblings(cpu: int) -> str:
 
 
 def changed(options: SessionOptions, change: Mapping[str, Any]) -> SessionOptions:
-    """`options` with other fields, and with provider options added."""
+    """`options` with other fields, and with provider options added; pinned only where they can be."""
     native = {**options.provider_options, **change.get("provider_options", {})}
-    return dataclasses.replace(options, **{**change, "provider_options": native})
+    found = dataclasses.replace(options, **{**change, "provider_options": native})
+    return dataclasses.replace(found, pinned=found.pinned and bool(cores_to_pin(found)))

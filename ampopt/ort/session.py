@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ampopt.errors import InputError
+from ampopt.ort.knobs import cores_to_pin
 from ampopt.ort.options import CPU, CUDA, LEVELS, SessionError, SessionOptions
 from ampopt.system.pinned import HostCopies, cuda_runtime
 from ampopt.system.quiet import quiet
@@ -264,6 +265,11 @@ _LINGERS, _LINGERS_SINCE = ("session.intra_op.spin_duration_us", "1000"), (1, 26
 """The two choices: threads rest at once after a run, or a millisecond later, for a call that follows soon."""
 
 
+def _pinned_to(cores: Sequence[int]) -> tuple[str, str]:
+    """The entry that keeps each thread but the caller's on one of the cores, which it counts from 1."""
+    return "session.intra_op_thread_affinities", ";".join(str(core + 1) for core in cores)
+
+
 def _version(ort: Any) -> tuple[int, ...]:
     return tuple(int(part) for part in ort.__version__.split(".")[:2])
 
@@ -285,6 +291,9 @@ def native_options(options: SessionOptions, library: Path | None = None) -> Any:
     if not options.spin_after_run:
         entry = _LINGERS if _version(ort) >= _LINGERS_SINCE else _STOPS
         native.add_session_config_entry(*entry)
+    if options.pinned and (cores := cores_to_pin(options)):
+        native.intra_op_num_threads = 1 + len(cores)
+        native.add_session_config_entry(*_pinned_to(cores))
     native.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     if library is not None:
         if _version(ort) < _LIBRARIES_SINCE:

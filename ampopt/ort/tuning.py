@@ -2,6 +2,9 @@
 
 Each option is changed on top of the best options so far. Its settings and the best so far are measured in
 turn (A B C A B C …); a setting is kept only if it is significantly faster and its outputs are correct.
+
+Calls follow one another in all this. Whether threads are better pinned to cores shows after idle gaps, in
+which they rest, as between a camera's frames; so that is measured with gaps.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ampopt.measure.sampling import Gain, Measurement, gain, interleave, latency
-from ampopt.ort.knobs import Knob, changed, knobs_for
-from ampopt.ort.options import PREFERRED
+from ampopt.measure.sampling import Gain, Measurement, gain, interleave, latency, rested
+from ampopt.ort.knobs import Knob, changed, cores_to_pin, knobs_for, start_options
+from ampopt.ort.options import CPU, PREFERRED
 from ampopt.ort.session import (
     Array,
     OnnxRunner,
@@ -101,13 +104,22 @@ def tune(
         found = onnxruntime().get_available_providers()
         providers = [provider for provider in PREFERRED if provider in found]
     end = time.perf_counter() + seconds
-    settings = [(provider, SessionOptions.default(provider, tf32=tf32)) for provider in providers]
-    sweep = _Sweep(model, tuple(inputs), settings, tolerance=tolerance, end=end)
+    with_gaps = min(GAPS_S, seconds / 2) if cores_to_pin(start_options(CPU)) else 0.0
+    settings = [(provider, start_options(provider, tf32=tf32)) for provider in providers]
+    sweep = _Sweep(model, tuple(inputs), settings, tolerance=tolerance, end=end - with_gaps)
     start, knobs = sweep.best, knobs_for(sweep.best.options)
     for turn, knob in enumerate(knobs):
         sweep.turn(knob, share=1 / (len(knobs) - turn + 1))
     ratio = sweep.final(start)
+    sweep.pin_or_not(with_gaps)
     return Tuning(sweep.best.options, ratio, tuple(sweep.rows), onnxruntime().__version__)
+
+
+GAP_S, GAPS_S, LONG_S = 1 / 30, 3.0, 0.02
+"""A gap between calls, the time for calls with gaps, and how long calls are that hardly feel them."""
+
+LEAST_GAPS = 12
+"""The fewest gaps for each setting."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +177,28 @@ class _Sweep:
             self.best = start
             return 1.0
         return found.ratio
+
+    def pin_or_not(self, seconds: float) -> None:
+        """Pin the threads, or not, if a call after a gap is faster so, and one back to back is not slower."""
+        before = self.best
+        few = seconds < 3 * LEAST_GAPS * (GAP_S + before.seconds)
+        if not cores_to_pin(before.options) or before.seconds > LONG_S or few:
+            return
+        options = dataclasses.replace(before.options, pinned=not before.options.pinned)
+        other = self._load("pinned" if options.pinned else "not pinned", options)
+        if other is None:
+            return
+        calls = [functools.partial(subject.runner, *self._inputs) for subject in (before, other)]
+        close = interleave(
+            {str(place): latency(call) for place, call in enumerate(calls)}, seconds=seconds / 4
+        )
+        if (found := gain(*close.values())).is_loss:
+            row = _row(other, "not faster", "slower back to back", close["1"], found)
+            self.rows.append(row)
+            return
+        gaps = {str(place): rested(latency(call, long_s=0.0), GAP_S) for place, call in enumerate(calls)}
+        times = interleave(gaps, seconds=seconds * 3 / 4, least=LEAST_GAPS)
+        self._judge(before, [other], list(times.values()))
 
     def _load(self, setting: str, options: SessionOptions) -> _Subject | None:
         try:

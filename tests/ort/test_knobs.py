@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ampopt.ort import knobs as onnx_knobs
-from ampopt.ort.knobs import changed, knobs_for, thread_counts
+from ampopt.ort.knobs import changed, cores_to_pin, knobs_for, start_options, thread_counts
 from ampopt.ort.options import CPU, CUDA, LEVELS, OPENVINO, SessionOptions
 
 
@@ -31,6 +31,30 @@ def test_thread_counts_are_of_the_cores_that_the_process_may_use(monkeypatch: py
     assert thread_counts() == [1, 2, 4, 6]
     monkeypatch.setattr("ampopt.ort.knobs.os.sched_getaffinity", lambda _: {0, 4}, raising=False)
     assert thread_counts() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("cpus", "siblings", "threads", "pinned_to"),
+    [
+        ([0, 1, 2], "{}", 3, [1, 2]),
+        ([2, 5], "{}", None, [5]),
+        ([0, 1, 2], "{}", 2, []),  # it leaves a core to others
+        ([0, 1], "{}", 3, []),  # more threads than cores
+        ([0, 1], "0,1", None, []),  # ONNX Runtime's own choice is a thread for each core, not for each half
+        ([3], "{}", 1, []),
+    ],
+)
+def test_threads_are_pinned_where_there_is_one_for_every_core(
+    cpus: list[int], siblings: str, threads: int | None, pinned_to: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnx_knobs, "usable_cpus", lambda: cpus)
+    monkeypatch.setattr(onnx_knobs, "_siblings", siblings.format)
+    options = SessionOptions(threads=threads)
+    assert list(cores_to_pin(options)) == pinned_to
+    assert list(cores_to_pin(dataclasses.replace(options, provider=CUDA))) == []
+    assert changed(SessionOptions(pinned=True), {"threads": threads}).pinned == bool(pinned_to)
+    if threads is None:
+        assert start_options(CPU) == SessionOptions(pinned=bool(pinned_to))
 
 
 @pytest.mark.parametrize("provider", [CPU, CUDA])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import sys
 import threading
 from pathlib import Path
@@ -16,6 +17,7 @@ from onnx import helper
 
 from ampopt.errors import InputError
 from ampopt.ort import session
+from ampopt.ort.knobs import usable_cpus
 from ampopt.ort.options import CPU, CUDA, LEVELS
 from ampopt.ort.session import Node, OnnxRunner, SessionError, SessionOptions, native_options, relative_error
 from tests.support.onnx_models import convolution, image, model, sum_and_product
@@ -261,3 +263,16 @@ def test_threads_rest_soon_after_a_run(
         with contextlib.suppress(RuntimeError):  # no such entry
             names.append((name, native.get_session_config_entry(name)))
     assert names == expected
+
+
+@pytest.mark.skipif(
+    len(usable_cpus()) < 2 or not Path("/proc/self/task").is_dir(), reason="one core, or no Linux"
+)
+@pytest.mark.parametrize("pinned", [True, False])
+def test_each_thread_but_the_callers_is_on_a_core_of_its_own_where_that_is_asked_for(pinned: bool) -> None:
+    cpus, tasks = usable_cpus(), Path("/proc/self/task")
+    before = set(os.listdir(tasks))
+    runner = OnnxRunner(convolution(), SessionOptions(threads=len(cpus), pinned=pinned))
+    runner(image())
+    allowed = [os.sched_getaffinity(int(task)) for task in set(os.listdir(tasks)) - before]
+    assert [allowed.count({cpu}) for cpu in cpus] == [0, *[int(pinned)] * (len(cpus) - 1)]

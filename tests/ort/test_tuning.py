@@ -23,6 +23,12 @@ from tests.support.onnx_models import convolution, image
 Seconds = Callable[[SessionOptions], float]
 
 
+@pytest.fixture(autouse=True)
+def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is nothing to pin."""
+    monkeypatch.setattr(onnx_knobs, "usable_cpus", lambda: [0])
+
+
 class FakeRunners:
     """Stands in for ONNX Runtime: each run takes the time, and gives the output, that its options say."""
 
@@ -94,6 +100,48 @@ def test_options_that_are_faster_are_added_one_to_another(monkeypatch: pytest.Mo
     reasons = {row.setting: row.reason for row in tuning.rows}
     assert reasons["threads=2"] == "another setting is faster still"
     assert reasons["threads=1"] == "the gain is not outside the noise"
+
+
+@pytest.mark.parametrize(
+    ("close", "with_gaps", "pinned"),
+    [(1.0, 1.0, True), (1.0, 0.5, False), (0.5, 1.0, True), (2.0, 0.5, True)],
+    ids=["no difference", "slower with gaps", "slower back to back only", "faster back to back"],
+)
+def test_threads_are_pinned_unless_a_call_after_a_gap_is_faster_otherwise_and_none_is_slower(
+    close: float, with_gaps: float, pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`close` and `with_gaps`: the time without pinning, of that with it."""
+    monkeypatch.setattr(onnx_knobs, "usable_cpus", lambda: [0, 1])
+    monkeypatch.setattr(onnx_knobs, "thread_counts", lambda: [1, 2])
+    rested = [-1.0]  # when the last pause ended
+
+    def seconds(options: SessionOptions) -> float:
+        after_gap = fake.now - rested[0] < 1e-9
+        factor = with_gaps if after_gap else close
+        return 0.002 * (1.0 if options.pinned else factor) * (2.0 if options.threads == 1 else 1.0)
+
+    fake = FakeRunners(monkeypatch, seconds)
+
+    def sleep(seconds: float) -> None:
+        fake.spend(seconds)
+        rested[0] = fake.now
+
+    monkeypatch.setattr("ampopt.ort.tuning.time.sleep", sleep)
+    tuning = tune(b"", [], seconds=20.0, providers=[CPU])
+    assert tuning.best.pinned == pinned
+    assert outcomes(tuning)["not pinned"] == ("not faster" if pinned else "kept")
+    assert all(options.pinned == (options.threads != 1) for options in fake.loaded[:-1])
+
+
+@pytest.mark.parametrize(("seconds", "long_s"), [(20.0, 0.05), (1.0, 0.002)], ids=["long calls", "no time"])
+def test_gaps_are_not_tried_where_they_hardly_matter_or_there_is_no_time(
+    seconds: float, long_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnx_knobs, "usable_cpus", lambda: [0, 1])
+    FakeRunners(monkeypatch, lambda options: long_s)
+    tuning = tune(b"", [], seconds=seconds, providers=[CPU])
+    assert "not pinned" not in outcomes(tuning)
+    assert tuning.best.pinned
 
 
 def test_noise_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
