@@ -36,7 +36,7 @@ from ampopt.ir.plain_tensors import check_plain
 from ampopt.ir.program import Program
 from ampopt.ir.signature import describe, flatten_call, flatten_outputs, tensors_of
 from ampopt.ir.transform import Engine, Recipe, replay
-from ampopt.measure.clocks import engine_latency
+from ampopt.measure.clocks import REST_S, engine_latency
 from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import interleave
 from ampopt.ort.backend_choice import Timed, best
@@ -385,8 +385,11 @@ def _best(loaded: Sequence[LoadedModel], test: _Test, device: torch.device) -> L
     """The backend that serves best here, with what was measured of each as its `choice`."""
     if len(loaded) == 1:
         return loaded[0]
+    rest = REST_S if device.type == "cpu" else 0.0
     calls = {
-        model.backend: engine_latency(lambda model=model: model(*test.args, **test.kwargs), device)  # type: ignore[misc]
+        model.backend: engine_latency(
+            functools.partial(model, *test.args, **test.kwargs), device, rest_s=rest
+        )
         for model in loaded
     }
     with torch.no_grad():

@@ -2,7 +2,8 @@
 
 PyTorch computes log(sigmoid(x)) as min(x, 0) - log1p(exp(-|x|)); torch.onnx writes Log(Sigmoid(x)), which is
 -inf from about -17 on, because ONNX Runtime's Sigmoid is exactly 0 there. `FORMS` is the table of all such
-operators: each is written with other operators that ONNX has and that neither overflow nor cancel.
+operators: each is written with other operators that ONNX has and that neither overflow nor cancel. One of them
+is not unstable but slow otherwise: pooling to one pixel.
 
 Correct because: every form is equal to its operator over the real numbers, but the series of log1p, which
 stops where the next term is below float32's rounding. Where eager overflows on finite numbers, the form may
@@ -111,6 +112,17 @@ def _one_bound(call: Call, node: fx.Node) -> Any:
     return call(aten.hardtanh.default, values["self"], low, high)
 
 
+def _mean_of_pixels(call: Call, node: fx.Node) -> Any:
+    """The mean that a pooling to one pixel is.
+
+    Of an image in channels_last PyTorch's own result is a view of its storage, which ONNX's form gathers
+    number by number.
+    """
+    values = arguments(node)
+    is_one = list(values["output_size"]) == [1, 1]
+    return call(aten.mean.dim, values["self"], [-2, -1], True) if is_one else None
+
+
 FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.log_sigmoid.default: lambda call, node: _log_sigmoid(call, node.args[0]),
     aten.log.default: _log,
@@ -126,5 +138,6 @@ FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.clamp.default: _one_bound,
     aten.atan2.default: _keeping_nan,
     aten.logit.default: _keeping_nan,
+    aten.adaptive_avg_pool2d.default: _mean_of_pixels,
 }
 """For each operator, a function of (call, node) that makes its stable form; None: no change needed."""

@@ -24,6 +24,7 @@ from ampopt.measure.ledger import LaneSummary, Ledger
 from ampopt.measure.sampling import Gain, Measurement, gain, interleave
 from ampopt.measure.verify import Verifier
 from ampopt.search.lane_state import LaneState
+from ampopt.search.subject import rest_s
 from ampopt.system.budget import Budget
 
 HEADLINE = 0.1
@@ -78,7 +79,11 @@ class LastComparison:
             return len(timed["baseline"].samples) >= ENOUGH and all(g.high <= NARROW * g.low for g in found)
 
         with torch.no_grad(), untouched_rng(self._device):
-            samplers = {name: engine_latency(call, self._device) for name, call in calls.items()}
+            rests = {f"best {state.lane.name}": rest_s(state.best.program) for state in states}
+            samplers = {
+                name: engine_latency(call, self._device, rest_s=rests.get(name, 0.0))
+                for name, call in calls.items()
+            }
             timed = interleave(samplers, seconds=seconds, order=random.Random(0), until=is_told)
         self._ledger.baseline = timed["baseline"]
         self._ledger.control = control = gain(timed["baseline"], timed["baseline again"])
@@ -171,7 +176,7 @@ class LastComparison:
             if gain(summaries[best].best, summaries[other].best).is_real:
                 best = other
         self._ledger.chosen, chosen = best, self._answers[best]
-        self._compare_with_original(serve(chosen), budget)
+        self._compare_with_original(serve(chosen), rest_s(chosen.best.program), budget)
         fastest, control = summaries[best].best, self._ledger.control
         if self._ledger.chosen == ORIGINAL:
             assert self._ledger.baseline is not None
@@ -184,8 +189,8 @@ class LastComparison:
                 )
         return chosen
 
-    def _compare_with_original(self, module: nn.Module, budget: Budget) -> None:
-        """The headline: the module beside the original; the original is chosen where it is faster.
+    def _compare_with_original(self, module: nn.Module, rest: float, budget: Budget) -> None:
+        """The headline: the module, each time after a rest, beside the original, chosen where it is faster.
 
         It takes what is left of the time budget, and no more.
         """
@@ -193,8 +198,9 @@ class LastComparison:
         ours: Callable[[], object] = functools.partial(module, *args, **kwargs)
         left = budget.started + budget.seconds - time.perf_counter()
         with torch.no_grad(), untouched_rng(self._device):
-            samplers = [engine_latency(call, self._device) for call in (self._call_of_user(), ours)]
-            found = compare_fairly(*samplers, seconds=min(HEADLINE * budget.seconds, max(left, 0.0)))
+            own = engine_latency(ours, self._device, rest_s=rest)
+            original = engine_latency(self._call_of_user(), self._device)
+            found = compare_fairly(original, own, seconds=min(HEADLINE * budget.seconds, max(left, 0.0)))
         self._ledger.baseline, self._ledger.gain, self._ledger.load = found.before, found.gain, found.load
         if gain(found.before, found.after).is_loss:
             self._ledger.chosen = ORIGINAL

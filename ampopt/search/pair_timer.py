@@ -13,6 +13,7 @@ from ampopt.measure.headline import LEAST, MOST
 from ampopt.measure.rounds import Batch, Told, between, sample
 from ampopt.measure.sampling import Sampler
 from ampopt.search.program_store import Built
+from ampopt.search.subject import rest_s
 
 FIRST_S = 0.2
 """Time in seconds of a first batch of short calls; longer ones get `LEAST` rounds."""
@@ -58,8 +59,8 @@ class PairTimer:
         programs = _programs(pairs)
         for key, built in programs.items():
             if key not in self._samplers:
-                call = built.subject.call
-                self._samplers[key] = engine_latency(call, self._device, last_s=built.call_s)
+                call, rest = built.subject.call, rest_s(built.program)
+                self._samplers[key] = engine_latency(call, self._device, last_s=built.call_s, rest_s=rest)
         befores = [before.key for before, _ in pairs]
         with self._silence():
             batch = sample(
@@ -96,7 +97,9 @@ class PairTimer:
     def _round_s(self, pairs: Sequence[Timed]) -> float:
         """About how long a round takes: one sample of each program, and another of the first."""
         long_s = engine_long_s(self._device)
-        samples = [p.call_s * (1 if p.call_s >= long_s else 2) for p in _programs(pairs).values()]
+        samples = [
+            p.call_s * (1 if p.call_s >= long_s else 2) + rest_s(p.program) for p in _programs(pairs).values()
+        ]
         return max(sum(samples) + max(samples), 1e-6)
 
     def _first_rounds(self, pairs: Sequence[Timed]) -> int:

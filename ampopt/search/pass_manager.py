@@ -23,7 +23,7 @@ from ampopt.measure.verifiers_judge import VerifiersJudge
 from ampopt.measure.verify import Verifier
 from ampopt.search.lane_state import LaneState
 from ampopt.search.rehearsal import Sandbox
-from ampopt.search.subject import Subject
+from ampopt.search.subject import Subject, rest_s
 from ampopt.search.trial import Trial
 from ampopt.system.budget import CALLS_OF_A_TRIAL
 from ampopt.system.interrupts import check_interrupted, held, was_interrupted
@@ -443,8 +443,7 @@ class PassManager:
         """
         device = candidate.device
         subjects = {"before": best, "after": candidate}
-        sampler = engine_latency if runs else latency
-        calls = {name: sampler(subject.call, device) for name, subject in subjects.items()}
+        calls = {name: _sampler(subject, runs) for name, subject in subjects.items()}
         graphs = {name: graph for name, s in subjects.items() if (graph := s.replayed()) is not None}
         replays = {name: device_time(graph.replay, device) for name, graph in graphs.items()}
         judged_on_host = runs or len(replays) < 2
@@ -486,6 +485,13 @@ class PassManager:
 
     def _end(self, trial: Trial, verdict: Verdict, reason: str) -> None:
         self._ledger.entries.append(trial.end(verdict, reason))
+
+
+def _sampler(subject: Subject, runs: bool) -> Sampler:
+    """A sampler of a program's latency; `runs`: it is compared with another way to run."""
+    if not runs:
+        return latency(subject.call, subject.device)
+    return engine_latency(subject.call, subject.device, rest_s=rest_s(subject.program))
 
 
 def _replayed(trial: Trial, recipe: tuple[Pass, ...], state: LaneState) -> Program:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "hardswish": F.hardswish,
     "relu6": F.relu6,
     "leaky_relu": F.leaky_relu,
+    "mean of pixels": lambda v: F.adaptive_avg_pool2d(torch.stack([v, v + 1], -1).view(-1, 1, 1, 2), 1),
     "gelu": lambda v: F.gelu(v.clamp_min(-3)),
 }
 """Those that have a form of their own, and others of which the usual form has been found right."""
@@ -114,3 +116,20 @@ def test_the_graph_that_is_given_stays_as_it_is() -> None:
     changed = with_stable_forms(graph)
     assert any(calls(graph, [aten.log_sigmoid.default]))
     assert not any(calls(changed, [aten.log_sigmoid.default]))
+
+
+@pytest.mark.parametrize(("size", "left"), [(1, 0), ((1, 1), 0), ((1, 2), 1), (2, 1)])
+def test_pooling_to_one_pixel_is_a_mean_and_any_other_stays(size: int | tuple[int, int], left: int) -> None:
+    x = torch.randn(2, 8, 4, 6).to(memory_format=torch.channels_last)
+    graph = program_of(Model(lambda m, v: F.adaptive_avg_pool2d(v, size)), x).graph
+    changed = with_stable_forms(graph)
+    assert len(list(calls(changed, [aten.adaptive_avg_pool2d.default]))) == left
+    (found,), (expected,) = changed(x), graph(x)
+    assert torch.equal(found, expected)
+    assert left or not any(node.op_type == "Gather" for node in _nodes(_bytes(graph, x, ["y"])))
+
+
+def _nodes(model: bytes) -> list[Any]:
+    import onnx
+
+    return list(onnx.load_from_string(model).graph.node)

@@ -41,6 +41,15 @@ def test_a_call_that_is_known_to_be_long_is_timed_at_once() -> None:
     assert calls == [1, 1, 1]
 
 
+def test_a_call_in_an_engines_own_threads_begins_after_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    monkeypatch.setattr("ampopt.measure.sampling.time.sleep", done.append)
+    for rest, expected in ((0.02, [0.02, "call", "call"]), (0.0, ["call", "call"])):
+        done.clear()
+        engine_latency(lambda: done.append("call"), torch.device("cpu"), rest_s=rest)()
+        assert done == expected
+
+
 def test_a_cpu_has_no_peak_memory() -> None:
     assert measure.peak_memory(lambda: None, torch.device("cpu")) is None
 

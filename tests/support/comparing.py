@@ -187,7 +187,9 @@ class Machine:
         wrong = self.wrong_recipes.get(names_of(program))
         return Check(1e-7, 1e-5, next((why for name, why in self.wrong.items() if name in names), wrong))
 
-    def _sampler(self, call: Any, device: torch.device, *, last_s: float = 0.0) -> Callable[[], float]:
+    def _sampler(
+        self, call: Any, device: torch.device, *, last_s: float = 0.0, rest_s: float = 0.0
+    ) -> Callable[[], float]:
         program = call.__self__.program
         names = frozenset(step.name for step in program.recipe)
         cost, noise = (

@@ -146,7 +146,7 @@ class Bench:
     ) -> None:
         table = cost
 
-        def latency(call: Any, device: torch.device) -> Callable[[], float]:
+        def latency(call: Any, device: torch.device, **_: float) -> Callable[[], float]:
             names = frozenset(step.name for step in call.__self__.program.recipe)
             if callable(table):
                 return lambda: table(names)
