@@ -2,8 +2,8 @@
 
 PyTorch computes log(sigmoid(x)) as min(x, 0) - log1p(exp(-|x|)); torch.onnx writes Log(Sigmoid(x)), which is
 -inf from about -17 on, because ONNX Runtime's Sigmoid is exactly 0 there. `FORMS` is the table of all such
-operators: each is written with other operators that ONNX has and that neither overflow nor cancel. One of them
-is not unstable but slow otherwise: pooling to one pixel.
+operators: each is written with other operators that ONNX has and that neither overflow nor cancel. Pooling to
+one pixel is among them because its usual form is slow.
 
 Correct because: every form is equal to its operator over the real numbers, but the series of log1p, which
 stops where the next term is below float32's rounding. Where eager overflows on finite numbers, the form may
