@@ -44,8 +44,9 @@ class OnnxRuntime(Engine):
     """Run the graph in ONNX Runtime, with the session options that are fastest on this machine.
 
     Each of these is applied if it is faster: convolution groups narrower than ONNX Runtime's channel blocks
-    are merged; channel reorderings are removed from its optimized graph; convolutions with 3x3 weights are
-    computed by Winograd's algorithm, if there is a C++ compiler.
+    are merged, and padded with groups of zeros where some are missing for that; channel reorderings are
+    removed from its optimized graph; convolutions with 3x3 weights are computed by Winograd's algorithm in
+    tiles of 2x2 or 4x4, if there is a C++ compiler.
 
     Rewrites: the engine that runs the graph. Inputs are converted to contiguous layout, because the runtime
     chooses its own layouts.
@@ -54,9 +55,9 @@ class OnnxRuntime(Engine):
     Correct because: ONNX's operators are the graph's own (`onnx_graph` refuses operators without an
     equivalent), and the runtime computes the same expressions, possibly in another order. Options are only
     taken where their outputs agree with those of the default options. `ort.blocked` and `onnx_pooling` are
-    exact, and so is `ort.groups`, which adds zeros, for finite numbers; `ort.winograd` computes the same
-    function with another rounding. NaN stays, and may spread in these two, which are not tried where an
-    operator decides by values.
+    exact, and so are `ort.groups` and `ort.padding`, which add zeros, for finite numbers; `ort.winograd`
+    computes the same function with another rounding. NaN stays, and may spread in these three, which are not
+    tried where an operator decides by values.
     Cost: seconds to export, once for a program (`onnx_program`), and to measure options, which stay the
     defaults if there is no time for that (`hurried`); a second copy of the weights, in which those for
     Winograd's algorithm have 16 or 36 numbers for every 9.

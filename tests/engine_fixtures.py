@@ -11,11 +11,11 @@ from torch import nn
 import ampopt
 from ampopt.measure import headline, rounds, sampling
 from ampopt.measure.sampling import Gain, Measurement, Sampler
-from ampopt.search import last_comparison, pass_manager, search_plan
+from ampopt.search import last_comparison, search_plan, trial_timer
 from tests.support.planted import KEEP, module_of
 from tests.support.small_net import PASSES, image, net
 
-TIMED = (pass_manager, search_plan, last_comparison, headline, rounds)
+TIMED = (trial_timer, search_plan, last_comparison, headline, rounds)
 
 
 def _few_rounds(samplers: Mapping[str, Sampler], **_: object) -> dict[str, Measurement]:
@@ -35,7 +35,7 @@ def _all_kept() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in TIMED:
             patch.setattr(module, "interleave", _few_rounds)
-        patch.setattr("ampopt.search.pass_manager.gain", lambda before, after: KEEP)
+        patch.setattr("ampopt.search.trial_timer.gain", lambda before, after: KEEP)
         for name in ("optimizer", "last_comparison"):
             patch.setattr(f"ampopt.search.{name}.gain", lambda before, after: Gain(1.0, 1.0, 1.0))
         yield

@@ -59,7 +59,8 @@ def engine_latency(
 
     On a CPU the threads of one engine spin for milliseconds after its call, on the cores that the next
     engine's threads need: so longer calls, too, are timed after an untimed one, and after `rest_s` without
-    calls. Without such a rest RegNet-Y 400MF in ONNX Runtime takes 8.2 ms beside eager, and 5.9 ms alone.
+    calls. Without such a rest RegNet-Y 400MF in ONNX Runtime took 8.2 ms beside eager on two cores, and 5.9
+    alone.
     """
     sampler = latency(call, device, long_s=engine_long_s(device), last_s=last_s)
     return rested(sampler, rest_s) if rest_s else sampler

@@ -59,8 +59,9 @@ class SessionOptions:
     device, which CUDA graphs need. `pinned` keeps each thread but the caller's on its own core, in a session
     with a thread for every core: where cores share no cache, as in virtual machines, Linux wakes a rested
     thread on the caller's core, and the two take turns there (MobileNetV3-small at 30 Hz on two such cores:
-    2.6 ms, pinned 1.9). Flushing denormal numbers to zero is not an option: the first session of a process
-    sets it for all others, and for all other code in the thread, including NumPy.
+    2.6 ms, pinned 2.2, in two runs of the race). The calling thread must not be pinned to one of those cores.
+    Flushing denormal numbers to zero is not an option: the first session of a process sets it for all others,
+    and for all other code in the thread, including NumPy.
     """
 
     provider: str = CPU

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from ampopt.engines.executable import executable
 from ampopt.errors import AmpoptError, first_line
@@ -15,16 +15,16 @@ from ampopt.ir.judged import Judged
 from ampopt.ir.lanes import Lane
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Declined, Engine, Family, Numerics, Pass, Result, replay
-from ampopt.measure.clocks import device_time, engine_latency, latency, peak_memory, synchronize
-from ampopt.measure.entry import Entry, Timing, Verdict
+from ampopt.measure.clocks import synchronize
+from ampopt.measure.entry import Entry, Verdict
 from ampopt.measure.ledger import BestSoFar, Ledger
-from ampopt.measure.sampling import Gain, Measurement, Sampler, gain, interleave, joined
 from ampopt.measure.verifiers_judge import VerifiersJudge
 from ampopt.measure.verify import Verifier
 from ampopt.search.lane_state import LaneState
 from ampopt.search.rehearsal import Sandbox
-from ampopt.search.subject import Subject, rest_s
+from ampopt.search.subject import Subject
 from ampopt.search.trial import Trial
+from ampopt.search.trial_timer import TrialTimer
 from ampopt.system.budget import CALLS_OF_A_TRIAL
 from ampopt.system.interrupts import check_interrupted, held, was_interrupted
 
@@ -35,12 +35,6 @@ LEAST_ENABLING = 0.95
 
 SPENT = "the time budget was spent"
 """The reason of a trial that was not begun."""
-
-HOST_SHARE = 0.25
-"""Share of a comparison's time for the host's clock, if another clock judges."""
-
-DEVICE_S = 0.15
-"""Time in seconds of a comparison on the device clock, whose samples agree within a thousandth."""
 
 CALLS_FOR_AN_ENGINE = 60
 """Number of calls in the trial of an engine.
@@ -53,9 +47,6 @@ GRACE_S = 3.0
 
 OWN_SHARE = 0.4
 """Share of a compiler's time that it takes in this process, after its rehearsal."""
-
-LARGE_GAIN, MORE_ROUNDS = 1.1, 3
-"""A gain of 1.1x or more that lies inside the noise is sampled again, at most 3 times."""
 
 SEARCHING = 0.25
 """The share of the time that is left in which a pass that searches may make programs."""
@@ -91,7 +82,7 @@ class PassManager:
         Risky passes are rehearsed in the `sandbox` first, if there is one.
         """
         self._captured, self._verifier, self._ledger = captured, verifier, ledger
-        self.deadline, self._sample_s = deadline, sample_s
+        self.deadline, self._timer = deadline, TrialTimer(sample_s)
         self._progress, self.sandbox = progress or silent, sandbox
         self._started = time.perf_counter() if started is None else started
         self._applied_s: dict[str, float] = {}
@@ -403,7 +394,9 @@ class PassManager:
             return
         runs = runs or (step is not None and step.family in (Family.ENGINE, Family.LAUNCH))
         is_kept_anyway = step is not None and step.enables_others
-        found = self._time(trial, state.best if runs else state.graph, candidate, runs, not is_kept_anyway)
+        found = self._timer.time(
+            trial, state.best if runs else state.graph, candidate, runs, not is_kept_anyway
+        )
         mine = next((s for s in candidate.program.recipe if step is not None and s.name == step.name), None)
         if is_kept_anyway and (not found.is_loss or found.ratio >= LEAST_ENABLING):
             verdict, what = Verdict.KEPT, "later passes build on it"
@@ -435,45 +428,6 @@ class PassManager:
             at = time.perf_counter() - self._started
             self._ledger.best_so_far.append(BestSoFar(at, entry.lane, entry.name, seconds))
 
-    def _time(self, trial: Trial, best: Subject, candidate: Subject, runs: bool, matters: bool) -> Gain:
-        """Both clocks for the best so far and for the candidate, sampled in turn.
-
-        `runs`: the candidate is another way to run, which the host's clock judges. `matters`: the gain
-        decides, so that a large one inside the noise is sampled again.
-        """
-        device = candidate.device
-        subjects = {"before": best, "after": candidate}
-        calls = {name: _sampler(subject, runs) for name, subject in subjects.items()}
-        graphs = {name: graph for name, s in subjects.items() if (graph := s.replayed()) is not None}
-        replays = {name: device_time(graph.replay, device) for name, graph in graphs.items()}
-        judged_on_host = runs or len(replays) < 2
-        share = 1.0 if judged_on_host else HOST_SHARE
-        patient = judged_on_host and matters
-        on_host = self._on_host(calls, share * self._sample_s, trial.deadline if patient else 0.0)
-        on_device: dict[str, Measurement] = interleave(replays, seconds=DEVICE_S) if replays else {}
-        judge = on_host if judged_on_host else on_device
-        found = gain(judge["before"], judge["after"])
-        trial.note(
-            before=Timing(on_host["before"], on_device.get("before")),
-            after=Timing(on_host["after"], on_device.get("after")),
-            gain=found,
-            memory=peak_memory(candidate.call, device),
-        )
-        return found
-
-    def _on_host(
-        self, calls: Mapping[str, Sampler], seconds: float, deadline: float
-    ) -> dict[str, Measurement]:
-        """`before` and `after`, in turn; until `deadline` for longer where a large gain lies in the noise."""
-        timed = interleave(calls, seconds=seconds)
-        for _ in range(MORE_ROUNDS):
-            found = gain(timed["before"], timed["after"])
-            if time.perf_counter() > deadline or found.is_real or found.ratio < LARGE_GAIN:
-                break
-            more = interleave(calls, seconds=seconds)
-            timed = {name: joined(first, more[name]) for name, first in timed.items()}
-        return timed
-
     def _check_device(self, name: str) -> None:
         """Say so at once where a failed pass has left the CUDA context unusable."""
         try:
@@ -485,13 +439,6 @@ class PassManager:
 
     def _end(self, trial: Trial, verdict: Verdict, reason: str) -> None:
         self._ledger.entries.append(trial.end(verdict, reason))
-
-
-def _sampler(subject: Subject, runs: bool) -> Sampler:
-    """A sampler of a program's latency; `runs`: it is compared with another way to run."""
-    if not runs:
-        return latency(subject.call, subject.device)
-    return engine_latency(subject.call, subject.device, rest_s=rest_s(subject.program))
 
 
 def _replayed(trial: Trial, recipe: tuple[Pass, ...], state: LaneState) -> Program:

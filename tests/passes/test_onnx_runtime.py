@@ -154,7 +154,7 @@ def test_an_optimized_model_that_runs_in_it_is_copied_saved_and_opened(
 ) -> None:
     model, x = several_kinds(), torch.randn(2, 3, 10, 10)
     monkeypatch.setattr(onnx_runtime, "TUNING_S", 1.0)
-    monkeypatch.setattr("ampopt.search.pass_manager.gain", lambda before, after: Gain(2.0, 1.9, 2.1))
+    monkeypatch.setattr("ampopt.search.trial_timer.gain", lambda before, after: Gain(2.0, 1.9, 2.1))
     others = ("script", "compile", "openvino")
     fast = ampopt.optimize(model, x, precision="fp32", budget_s=30, exclude=others, progress=False)
     assert isinstance(fast, ampopt.OptimizedModule)

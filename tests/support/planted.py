@@ -153,7 +153,7 @@ class Bench:
             return lambda: float(torch.tensor([table.get(name, 1.0) for name in sorted(names)]).prod())
 
         for sampler in ("latency", "engine_latency"):
-            monkeypatch.setattr(f"ampopt.search.pass_manager.{sampler}", latency)
+            monkeypatch.setattr(f"ampopt.search.trial_timer.{sampler}", latency)
         original, captured = captured_of(model, *args)
         self.ledger = Ledger("model", {}, ())
         self.verifier = Verifier(original, captured, **verifier)

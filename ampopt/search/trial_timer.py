@@ -1,0 +1,74 @@
+"""Times the candidate of a trial beside the best program so far, on the host's clock and on the device's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from ampopt.measure.clocks import device_time, engine_latency, latency, peak_memory
+from ampopt.measure.entry import Timing
+from ampopt.measure.sampling import Gain, Measurement, Sampler, gain, interleave, joined
+from ampopt.search.subject import Subject, rest_s
+from ampopt.search.trial import Trial
+
+HOST_SHARE = 0.25
+"""Share of a comparison's time for the host's clock, if another clock judges."""
+
+DEVICE_S = 0.15
+"""Time in seconds of a comparison on the device clock, whose samples agree within a thousandth."""
+
+LARGE_GAIN, MORE_ROUNDS = 1.1, 3
+"""A gain of 1.1x or more that lies inside the noise is sampled again, at most 3 times."""
+
+
+class TrialTimer:
+    """Compares two programs for about `sample_s` seconds."""
+
+    def __init__(self, sample_s: float) -> None:
+        self._sample_s = sample_s
+
+    def time(self, trial: Trial, best: Subject, candidate: Subject, runs: bool, matters: bool) -> Gain:
+        """Both clocks for the best so far and for the candidate, sampled in turn.
+
+        `runs`: the candidate is another way to run, which the host's clock judges. `matters`: the gain
+        decides, so that a large one inside the noise is sampled again.
+        """
+        device = candidate.device
+        subjects = {"before": best, "after": candidate}
+        calls = {name: _sampler(subject, runs) for name, subject in subjects.items()}
+        graphs = {name: graph for name, s in subjects.items() if (graph := s.replayed()) is not None}
+        replays = {name: device_time(graph.replay, device) for name, graph in graphs.items()}
+        judged_on_host = runs or len(replays) < 2
+        share = 1.0 if judged_on_host else HOST_SHARE
+        patient = judged_on_host and matters
+        on_host = self._on_host(calls, share * self._sample_s, trial.deadline if patient else 0.0)
+        on_device: dict[str, Measurement] = interleave(replays, seconds=DEVICE_S) if replays else {}
+        judge = on_host if judged_on_host else on_device
+        found = gain(judge["before"], judge["after"])
+        trial.note(
+            before=Timing(on_host["before"], on_device.get("before")),
+            after=Timing(on_host["after"], on_device.get("after")),
+            gain=found,
+            memory=peak_memory(candidate.call, device),
+        )
+        return found
+
+    def _on_host(
+        self, calls: Mapping[str, Sampler], seconds: float, deadline: float
+    ) -> dict[str, Measurement]:
+        """`before` and `after`, in turn; until `deadline` for longer where a large gain lies in the noise."""
+        timed = interleave(calls, seconds=seconds)
+        for _ in range(MORE_ROUNDS):
+            found = gain(timed["before"], timed["after"])
+            if time.perf_counter() > deadline or found.is_real or found.ratio < LARGE_GAIN:
+                break
+            more = interleave(calls, seconds=seconds)
+            timed = {name: joined(first, more[name]) for name, first in timed.items()}
+        return timed
+
+
+def _sampler(subject: Subject, runs: bool) -> Sampler:
+    """A sampler of a program's latency; `runs`: it is compared with another way to run."""
+    if not runs:
+        return latency(subject.call, subject.device)
+    return engine_latency(subject.call, subject.device, rest_s=rest_s(subject.program))
