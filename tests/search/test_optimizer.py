@@ -21,6 +21,7 @@ from ampopt.measure.headline import Load
 from ampopt.measure.report import summary_lines
 from ampopt.measure.sampling import Gain, Measurement
 from ampopt.search.pass_manager import PassManager
+from ampopt.search.trial_timer import TrialTimer
 from tests.helpers import Model, with_statistics
 from tests.support.planted import Planted, optimize, rewriting
 
@@ -128,7 +129,7 @@ def tuned(
 def test_what_won_before_is_verified_and_only_timed_beside_the_original(
     tuned: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PassManager, "_time", lambda *_: pytest.fail("timed by itself"))
+    monkeypatch.setattr(TrialTimer, "time", lambda *_: pytest.fail("timed by itself"))
     report = optimize(tuned, X, precision="fp32").report
     assert any("tuned by an earlier call" in note for note in report.notes)
     assert report.verified
