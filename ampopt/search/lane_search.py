@@ -58,6 +58,7 @@ class LaneSearch:
         self._handled = {step.name for step in state.graph.program.recipe}
         self._launched: Subject | None = None
         self._engine_tried = False
+        self._hurried: list[Engine] = []
         self._late = frozenset(self._opening.late)
         self._kernels_gain = 1.0
         self._made: dict[tuple[Pass, ...], Program] = {}
@@ -157,11 +158,21 @@ class LaneSearch:
             self._manager.try_graph(self.state, "the rewritten graph", deadline)
 
     def run(self, deadline: float) -> None:
-        """Try the engines that were not tried in the opening: its own first, those that seldom win last."""
+        """Try the engines that were not tried in the opening: its own first, those that seldom win last.
+
+        One for which there was little time in the opening is tried in full.
+        """
         if not self._engine_tried:
             self._run_first(deadline)
+        hurried, self._hurried = self._hurried, []
+        self.run_in(hurried, deadline, ", in full")
         others = [engine for engine in self._pipeline.engines if engine not in self._first_engines]
         self.run_in(sorted(others, key=self._is_late), deadline)
+
+    @property
+    def is_hurried(self) -> bool:
+        """Whether a right engine was applied in its form for little time, and may be faster in full."""
+        return bool(self._hurried)
 
     @property
     def _first_engines(self) -> list[Engine]:
@@ -179,15 +190,15 @@ class LaneSearch:
         if any(engine.why_not(self.unfused()) is None for engine in self._first_engines):
             self._late |= {*self._opening.outdone}
 
-    def run_in(self, engines: Sequence[Engine], deadline: float) -> None:
+    def run_in(self, engines: Sequence[Engine], deadline: float, again: str = "") -> None:
         """Try engines, with each launch pass, against the best program so far.
 
-        An engine that cannot read native kernels gets the program without them. It is tried without a launch
-        pass only if it cannot be launched, or if launching fails.
+        `again` ends the name of a second trial. An engine that cannot read native kernels gets the program
+        without them. It is tried without a launch pass only if it cannot be launched, or if launching fails.
         """
         for engine in engines:
             for form in self._readable_forms(engine):
-                name, program = engine.name + form.suffix, form.program
+                name, program = engine.name + form.suffix + again, form.program
                 unlikely = self._is_late(engine) or not (form.is_begun or form.is_likely)
                 if unlikely and self._would_be_late(engine, program):
                     self._manager.leave_out(self.state, name, UNLIKELY)
@@ -200,7 +211,9 @@ class LaneSearch:
                     for each in usable
                 ]
                 if not trials or (trials[-1].is_wrong and all(trial.program is None for trial in trials)):
-                    self._manager.try_passes(self.state, name, [engine], program, deadline)
+                    trials.append(self._manager.try_passes(self.state, name, [engine], program, deadline))
+                if any(trial.hurried and not trial.is_wrong for trial in trials):
+                    self._hurried.append(engine)
 
     def unfused(self) -> Program:
         """The rewritten program without its native kernels."""

@@ -336,7 +336,7 @@ class PassManager:
         left = trial.deadline - time.perf_counter() - judging
         needed = self._applying_s(step, program)
         if isinstance(step, Engine) and needed > left and (hurried := step.hurried()) != step:
-            step, needed = hurried, hurried.expected_seconds(program)
+            step, needed, trial.hurried = hurried, hurried.expected_seconds(program), True
         if needed > left:
             more, rest = needed + judging, max(left + judging, 0.0)
             trial.note(needs_s=more)
@@ -351,7 +351,7 @@ class PassManager:
             result, unrehearsed = step.apply(program), None
         else:
             result, unrehearsed = self.sandbox.apply(step, program, seconds=left)
-        if isinstance(step, Engine):
+        if isinstance(step, Engine) and not trial.hurried:
             self._applied_s[step.name] = time.perf_counter() - began
         result = dataclasses.replace(result, declined=_with_places(result.declined, program))
         hints = (*result.hints, *([f"not rehearsed: {unrehearsed}"] if unrehearsed else []))

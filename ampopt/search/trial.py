@@ -15,7 +15,8 @@ class Trial:
 
     `entry` is its row in the ledger: verdict, reason, error and timings. `program` is the changed program if
     it is correct, kept or not, so that other passes can build on it; else None. `began` and `deadline` are
-    seconds on `time.perf_counter`'s clock. A trial `is_over` when its row is written.
+    seconds on `time.perf_counter`'s clock. A trial `is_over` when its row is written. `hurried`: an engine
+    was applied in its form for little time.
     """
 
     entry: Entry
@@ -23,6 +24,7 @@ class Trial:
     began: float = dataclasses.field(default_factory=time.perf_counter)
     program: Program | None = None
     is_over: bool = False
+    hurried: bool = False
 
     @property
     def is_wrong(self) -> bool:

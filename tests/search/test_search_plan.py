@@ -17,6 +17,7 @@ from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Pass, Result
 from ampopt.measure.entry import Entry
 from ampopt.measure.sampling import Measurement
+from ampopt.search.lane_search import LaneSearch
 from ampopt.search.openings import Opening
 from ampopt.search.search_plan import Search
 from ampopt.system.budget import Budget
@@ -63,6 +64,15 @@ def test_a_lane_that_is_far_behind_is_not_searched_further(monkeypatch: pytest.M
         "the fp32 lane was searched no further than its opening: after its opening it was 2.00x slower than "
         "another (precision='fp32' searches it)"
     )
+
+
+@pytest.mark.parametrize(("behind", "searched"), [(2.0, {"fp32", "amp"}), (2.5, {"amp"})])
+def test_a_lane_whose_engine_was_hurried_may_be_farther_behind(
+    behind: float, searched: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LaneSearch, "is_hurried", property(lambda search: search.name == "fp32"))
+    bench, _ = found(monkeypatch, PLANTED, after_openings={"fp32": behind, "amp": 1.0})
+    assert lanes_of(bench, "one") == searched
 
 
 def test_lanes_that_are_close_are_all_searched_the_faster_first(monkeypatch: pytest.MonkeyPatch) -> None:
