@@ -11,6 +11,7 @@ change: every operator computes the same values in another order.
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,15 +30,16 @@ FUSED = {"Relu", "Sigmoid", "Tanh"}
 """Activations without parameters that a blocked convolution can fuse."""
 
 
-def keep_blocked(model: bytes, options: SessionOptions) -> bytes | None:
+def keep_blocked(model: bytes, options: SessionOptions, library: Path | None = None) -> bytes | None:
     """The model as ONNX Runtime optimizes it, with fewer reorderings; None if none can be removed.
 
     It is valid for this version of ONNX Runtime on this type of processor, and must be loaded without further
-    optimization. Raises SessionError if ONNX Runtime does not load the model.
+    optimization. `library`: of the custom operators in it. Raises SessionError if ONNX Runtime does not load
+    the model.
     """
     import onnx
 
-    blocked = _Blocked(onnx.load_from_string(optimized(model, options)), block_size())
+    blocked = _Blocked(onnx.load_from_string(optimized(model, options, library)), block_size())
     return blocked.rewritten()
 
 

@@ -108,9 +108,9 @@ class _Padding:
             return None
         for conv in self.convs.values():
             self._widen(conv, widths)
-        kept = [value for value in self.graph.value_info if value.name not in widths]
-        del self.graph.value_info[:]
-        self.graph.value_info.extend(kept)
+        for value in self.graph.value_info:
+            if value.name in widths:
+                value.type.tensor_type.shape.dim[1].dim_value = widths[value.name][1]
         data: bytes = self.model.SerializeToString()
         return data
 

@@ -18,10 +18,13 @@ MOST_RUNS, LEAST_RUNS, PROFILING_S = 10, 2, 1.0
 _TIMED = "_kernel_time"
 
 
-def optimized(model: bytes, options: SessionOptions) -> bytes:
-    """The model as ONNX Runtime optimizes it for this machine. Raises the SessionError of a session."""
+def optimized(model: bytes, options: SessionOptions, library: Path | None = None) -> bytes:
+    """The model as ONNX Runtime optimizes it for this machine. Raises the SessionError of a session.
+
+    `library`: of the custom operators in it.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        path, native = Path(folder) / "optimized.onnx", native_options(options)
+        path, native = Path(folder) / "optimized.onnx", native_options(options, library)
         native.optimized_model_filepath = str(path)
         open_session(model, native, options)
         return path.read_bytes()

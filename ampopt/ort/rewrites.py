@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ampopt.errors import BundleError
 from ampopt.ort.blocked import keep_blocked
+from ampopt.ort.chains import parts, with_chains
 from ampopt.ort.groups import is_quicker_merged, with_merged_groups
 from ampopt.ort.options import CPU, SessionOptions
+from ampopt.ort.own_operators import own_library
 from ampopt.ort.profile import optimized
 from ampopt.ort.session import Array, OnnxRunner, relative_error
-from ampopt.ort.winograd import quicker_by_winograd, winograd_library, with_winograd
+from ampopt.ort.winograd import quicker_by_winograd, with_winograd
 
 FIELDS: Mapping[int, str] = {2: "winograd", 4: "winograd4"}
 """The fields that name the convolutions by Winograd's algorithm, by the width of their tiles."""
@@ -20,12 +27,15 @@ FIELDS: Mapping[int, str] = {2: "winograd", 4: "winograd4"}
 
 @dataclasses.dataclass(frozen=True)
 class Rewrites:
-    """The rewrites of a graph: `with_merged_groups`, `keep_blocked`, `with_winograd` for these nodes."""
+    """The rewrites of a graph: `with_merged_groups`, `keep_blocked`, `with_winograd` for these nodes, and
+    `with_chains` for these chains.
+    """
 
     blocked: bool = False
     winograd: tuple[str, ...] = ()
     merged: bool = False
     winograd4: tuple[str, ...] = ()
+    chains: tuple[str, ...] = ()
 
     @staticmethod
     def taken_from(data: dict[str, Any]) -> Rewrites:
@@ -37,12 +47,12 @@ class Rewrites:
         for field, value in flags.items():
             if not isinstance(value, bool):
                 raise BundleError(f"{field} is true or false, not {value!r}")
-        nodes = {field: data.pop(field, []) for field in FIELDS.values()}
+        nodes = {field: data.pop(field, []) for field in (*FIELDS.values(), "chains")}
         for field, names in nodes.items():
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                 raise BundleError(f"{field} is a list of names, not {names!r}")
         tiles = {name: tile for tile, field in FIELDS.items() for name in nodes[field]}
-        return Rewrites(flags["blocked"], merged=flags["merged"]).with_tiles(tiles)
+        return Rewrites(**flags, chains=tuple(nodes["chains"])).with_tiles(tiles)
 
     @property
     def tiles(self) -> dict[str, int]:
@@ -58,9 +68,9 @@ class Rewrites:
 def rewritten(model: bytes, options: SessionOptions, rewrites: Rewrites) -> OnnxRunner:
     """A session with its graph rewritten. Raises SessionError or CompilerError."""
     graph, plain = _graph(model, options, rewrites), options.unoptimized()
-    if not rewrites.tiles:
-        return OnnxRunner(graph, plain)
-    return OnnxRunner(with_winograd(graph, plain, rewrites.tiles), plain, library=winograd_library())
+    if rewrites.tiles:
+        graph = with_winograd(graph, plain, rewrites.tiles)
+    return OnnxRunner(graph, plain, library=own_library() if rewrites.tiles else _library(rewrites))
 
 
 def merged(
@@ -75,7 +85,8 @@ def blocked(
     model: bytes, options: SessionOptions, _arrays: Sequence[Array], before: Rewrites
 ) -> Rewrites | None:
     """The rewrites with fewer reorderings; None if none can be removed."""
-    changed = _can_be(options) and keep_blocked(_source(model, before), options)
+    source = _can_be(options) and _source(model, options, before)
+    changed = source and keep_blocked(source, options, _library(before))
     return dataclasses.replace(before, blocked=True) if changed else None
 
 
@@ -95,9 +106,54 @@ def winograd(
     return before.with_tiles(tiles) if tiles else None
 
 
+def chained(
+    model: bytes, options: SessionOptions, arrays: Sequence[Array], before: Rewrites
+) -> Rewrites | None:
+    """The rewrites with chains of narrow convolutions where one is faster by itself; None if none is.
+
+    What is beside the chains is rewritten anew as it was: it has other names then.
+    """
+    found = parts(model) if _can_be(options) else {}
+    names = tuple(
+        name for name, (part, shape) in found.items() if _is_quicker_chained(part, shape, options, before)
+    )
+    return _beside(model, options, arrays, before, names) if names else None
+
+
+def _beside(
+    model: bytes, options: SessionOptions, arrays: Sequence[Array], before: Rewrites, names: tuple[str, ...]
+) -> Rewrites:
+    """The rewrites with these chains, and with what there was before chosen anew."""
+    found = Rewrites(merged=before.merged, chains=names)
+    if before.blocked:
+        found = blocked(model, options, arrays, found) or found
+    if before.tiles:
+        found = winograd(model, options, arrays, found) or found
+    return found
+
+
+def _is_quicker_chained(part: bytes, shape: Sequence[int], options: SessionOptions, before: Rewrites) -> bool:
+    """Whether a chain that is a model by itself is faster than its convolutions, rewritten as others were."""
+    arrays = [np.random.default_rng(0).standard_normal(shape, np.float32)]
+    ways = Rewrites(chains=tuple(parts(part))), _beside(part, options, arrays, before, ())
+    runners = [rewritten(part, options, rewrites) for rewrites in ways]
+    least, end = [math.inf, math.inf], time.perf_counter() + CHAIN_S
+    while time.perf_counter() < end:
+        for way, runner in enumerate(runners):
+            for _ in range(LOOKS):
+                begun = time.perf_counter()
+                runner(*arrays)
+                least[way] = min(least[way], time.perf_counter() - begun)
+    return least[0] < least[1]
+
+
+CHAIN_S, LOOKS = 0.3, 3
+"""The time for comparing a chain with its convolutions, and how many calls of each take turns."""
+
+
 def _error(changed: bytes, graph: bytes, options: SessionOptions, arrays: Sequence[Array]) -> float:
     """The largest relative error of a graph with our operators against the graph that it was made of."""
-    runners = OnnxRunner(changed, options, library=winograd_library()), OnnxRunner(graph, options)
+    runners = (OnnxRunner(each, options, library=own_library()) for each in (changed, graph))
     outputs = (runner(*arrays) for runner in runners)
     return max(map(relative_error, *outputs))
 
@@ -107,7 +163,7 @@ PRECISE = 5e-6
 
 Step = Callable[[bytes, SessionOptions, Sequence[Array], Rewrites], Rewrites | None]
 
-STEPS: tuple[Step, ...] = (merged, blocked, winograd)
+STEPS: tuple[Step, ...] = (merged, blocked, winograd, chained)
 
 SPREADING: tuple[Step, ...] = (merged, winograd)
 """Those after which NaN or an infinity may reach further results: by weights of 0, or by sums that cancel."""
@@ -117,10 +173,17 @@ def _can_be(options: SessionOptions) -> bool:
     return options.provider == CPU and options.optimization == "all"
 
 
-def _source(model: bytes, rewrites: Rewrites) -> bytes:
-    return (with_merged_groups(model) if rewrites.merged else None) or model
+def _library(rewrites: Rewrites) -> Path | None:
+    """What ONNX Runtime needs to load a graph with these rewrites but for Winograd's."""
+    return own_library() if rewrites.chains else None
+
+
+def _source(model: bytes, options: SessionOptions, rewrites: Rewrites) -> bytes:
+    source = with_chains(model, options, rewrites.chains) if rewrites.chains else model
+    return (with_merged_groups(source) if rewrites.merged else None) or source
 
 
 def _graph(model: bytes, options: SessionOptions, rewrites: Rewrites) -> bytes:
-    source = _source(model, rewrites)
-    return (keep_blocked(source, options) if rewrites.blocked else None) or optimized(source, options)
+    source, library = _source(model, options, rewrites), _library(rewrites)
+    kept = keep_blocked(source, options, library) if rewrites.blocked else None
+    return kept or optimized(source, options, library)

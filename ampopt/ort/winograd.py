@@ -17,24 +17,24 @@ image may turn up as NaN at neighbouring pixels that a direct convolution does n
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ampopt.ort.blocked import DOMAIN, block_size
 from ampopt.ort.options import SessionOptions
+from ampopt.ort.own_operators import (
+    ACTIVATIONS,
+    OWN_DOMAIN,
+    attributes,
+    import_domain,
+    own_library,
+    threads_of,
+)
 from ampopt.ort.profile import named, node_seconds
 from ampopt.ort.session import Array
 from ampopt.ort.weights import add_weights, remove_unread
-from ampopt.system.native import library
-
-OWN_DOMAIN = "ampopt"
-
-ACTIVATIONS = ("", "Relu", "LeakyRelu", "Clip")
-"""Activations that the operator can fuse; it identifies them by their index in this list."""
 
 POINTS: Mapping[int, tuple[float, ...]] = {2: (0.0, 1.0, -1.0), 4: (0.0, 0.625, -0.625, 1.5, -1.5)}
 """The finite points of the transforms, by the width of a tile of the output; `winograd.h` has the same."""
@@ -50,11 +50,6 @@ def weight_transform(tile: int) -> Array:
     return np.concatenate([finite, [[0.0, 0.0, 1.0]]])
 
 
-def winograd_library() -> Path:
-    """The library of the compiled operator. Raises CompilerError."""
-    return library("onnx_ops.cpp", f"BLOCK={block_size()}")
-
-
 def quicker_by_winograd(
     model: bytes, options: SessionOptions, arrays: Sequence[Array], tiles: Sequence[int] = TILES
 ) -> dict[str, int]:
@@ -66,9 +61,9 @@ def quicker_by_winograd(
     changed = {tile: with_winograd(model, options, tile) for tile in tiles}
     if not (names := _own_results(changed[tiles[0]])):
         return {}
-    direct = node_seconds(named(model), options, arrays)
+    direct = node_seconds(named(model), options, arrays, library=own_library())
     ways = {
-        tile: node_seconds(named(each), options, arrays, library=winograd_library())
+        tile: node_seconds(named(each), options, arrays, library=own_library())
         for tile, each in changed.items()
     }
     fastest = {name: min(tiles, key=lambda tile: ways[tile][name]) for name in names}
@@ -80,7 +75,7 @@ def with_winograd(model: bytes, options: SessionOptions, tiles: Mapping[str, int
 
     `model`: as ONNX Runtime has optimized it. One number for `tiles`: for all convolutions that it suits.
     """
-    from onnx import helper, load_from_string
+    from onnx import load_from_string
 
     found = load_from_string(model)
     weights = {each.name: each for each in found.graph.initializer}
@@ -97,7 +92,7 @@ def with_winograd(model: bytes, options: SessionOptions, tiles: Mapping[str, int
             replaced[key] = add_weights(found.graph, f"{name}_winograd{tile}", array)
         node.CopyFrom(_winograd_conv(node, replaced[key], options))
     remove_unread(found.graph, {name for name, _ in replaced})
-    found.opset_import.append(helper.make_opsetid(OWN_DOMAIN, 1))
+    import_domain(found)
     data: bytes = found.SerializeToString()
     return data
 
@@ -115,7 +110,7 @@ def transformed(weight: Array, block: int, tile: int) -> Array:
 def _is_suited(node: Any, weights: dict[str, Any]) -> bool:
     if node.domain != DOMAIN or node.op_type != "Conv" or node.input[1] not in weights:
         return False
-    has, block = _attributes(node), block_size()
+    has, block = attributes(node), block_size()
     filters, channels = weights[node.input[1]].dims[:2]
     return (
         list(has.get("kernel_shape", [])) == [3, 3]
@@ -125,12 +120,6 @@ def _is_suited(node: Any, weights: dict[str, Any]) -> bool:
         and has.get("activation", b"").decode() in ACTIVATIONS
         and filters % block == channels % block == 0
     )
-
-
-def _attributes(node: Any) -> dict[str, Any]:
-    from onnx import helper
-
-    return {each.name: helper.get_attribute_value(each) for each in node.attribute}
 
 
 def _transformed(stored: Any, tile: int) -> Array:
@@ -147,7 +136,7 @@ def _winograd_conv(node: Any, weights: str, options: SessionOptions) -> Any:
     """Our operator in the place of a convolution."""
     from onnx import helper
 
-    has = _attributes(node)
+    has = attributes(node)
     alpha, beta = (*has.get("activation_params", ()), 0.0, 0.0)[:2]
     pads = dict(zip(("top", "left", "bottom", "right"), has.get("pads", [0] * 4), strict=True))
     return helper.make_node(
@@ -159,7 +148,7 @@ def _winograd_conv(node: Any, weights: str, options: SessionOptions) -> Any:
         activation=ACTIVATIONS.index(has.get("activation", b"").decode()),
         alpha=float(alpha),
         beta=float(beta),
-        threads=options.threads or os.cpu_count() or 1,
+        threads=threads_of(options),
         **{f"pad_{side}": count for side, count in pads.items()},
     )
 
@@ -167,4 +156,5 @@ def _winograd_conv(node: Any, weights: str, options: SessionOptions) -> Any:
 def _own_results(model: bytes) -> list[str]:
     from onnx import load_from_string
 
-    return [n.output[0] for n in load_from_string(model).graph.node if n.domain == OWN_DOMAIN]
+    nodes = load_from_string(model).graph.node
+    return [node.output[0] for node in nodes if node.op_type == "WinogradConv"]

@@ -12,10 +12,12 @@ import pytest
 from ampopt.errors import BundleError
 from ampopt.ort import rewrites
 from ampopt.ort.blocked import DOMAIN, block_size
+from ampopt.ort.chains import MOST_CHANNELS, parts
 from ampopt.ort.options import CPU, CUDA, SessionError, SessionOptions
 from ampopt.ort.profile import optimized
-from ampopt.ort.rewrites import STEPS, Rewrites, blocked, merged, rewritten, winograd
+from ampopt.ort.rewrites import STEPS, Rewrites, blocked, chained, merged, rewritten, winograd
 from ampopt.ort.session import OnnxRunner, relative_error
+from ampopt.ort.winograd import with_winograd
 from tests.support.compiler import needs_compiler
 from tests.support.image_graphs import Graph, operators
 
@@ -44,6 +46,7 @@ def model() -> bytes:
         ({"blocked": True}, Rewrites(blocked=True)),
         ({"merged": True, "winograd": ["a", "b"]}, Rewrites(False, ("a", "b"), True)),
         ({"winograd": ["b"], "winograd4": ["a", "c"]}, Rewrites(winograd=("b",), winograd4=("a", "c"))),
+        ({"blocked": True, "chains": ["a"]}, Rewrites(blocked=True, chains=("a",))),
     ],
 )
 def test_what_a_file_says_is_taken_out_of_its_fields(data: dict[str, Any], expected: Rewrites) -> None:
@@ -61,6 +64,7 @@ def test_what_a_file_says_is_taken_out_of_its_fields(data: dict[str, Any], expec
         ({"winograd": ["conv", 1]}, "winograd is a list of names, not ['conv', 1]"),
         ({"winograd": None}, "winograd is a list of names, not None"),
         ({"winograd4": [2]}, "winograd4 is a list of names, not [2]"),
+        ({"chains": "conv"}, "chains is a list of names, not 'conv'"),
     ],
 )
 def test_anything_else_is_refused(data: dict[str, Any], message: str) -> None:
@@ -81,7 +85,7 @@ def test_nothing_is_tried_but_on_a_cpu_with_all_of_its_optimizations(
 
 
 def test_narrow_groups_come_first_because_the_others_read_the_graph_that_they_leave() -> None:
-    assert (merged, blocked, winograd) == STEPS
+    assert (merged, blocked, winograd, chained) == STEPS
 
 
 @pytest.mark.parametrize("quicker", [True, False])
@@ -89,7 +93,7 @@ def test_a_step_adds_to_what_was_done_before_or_gives_nothing(
     quicker: bool, model: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rewrites, "is_quicker_merged", lambda *_: quicker)
-    monkeypatch.setattr(rewrites, "keep_blocked", lambda source, options: b"graph" if quicker else None)
+    monkeypatch.setattr(rewrites, "keep_blocked", lambda *_: b"graph" if quicker else None)
     monkeypatch.setattr(rewrites, "quicker_by_winograd", lambda *_: {"conv": 2} if quicker else {})
     before = Rewrites(winograd=("other",))
     assert merged(model, OPTIONS, [], before) == (Rewrites(False, ("other",), True) if quicker else None)
@@ -103,7 +107,7 @@ def test_what_is_blocked_is_the_graph_with_its_groups_merged(
 ) -> None:
     seen: list[bytes] = []
     monkeypatch.setattr(rewrites, "with_merged_groups", lambda source: b"merged")
-    monkeypatch.setattr(rewrites, "keep_blocked", lambda source, options: seen.append(source))
+    monkeypatch.setattr(rewrites, "keep_blocked", lambda source, *_: seen.append(source))
     assert blocked(model, OPTIONS, [], Rewrites(merged=True)) is None
     assert blocked(model, OPTIONS, [], NONE) is None
     assert seen == [b"merged", model]
@@ -186,8 +190,64 @@ def test_large_tiles_are_given_up_where_all_of_them_together_are_not_precise(
     assert asked == [(2, 4)] if precise else [(2, 4), (2,)]
 
 
+def narrow() -> bytes:
+    """Two pairs of narrow convolutions with wide ones between them, of which one may be Winograd's."""
+    wide, graph = 2 * MOST_CHANNELS, Graph(size=(20, 24))
+    x = graph.add("Relu", graph.conv(graph.conv("x", 4, 6, 3), 6, 4, 3))
+    x = graph.add("Relu", graph.conv(graph.conv(x, 4, wide, 1), wide, wide, 3))
+    x = graph.add("Relu", graph.conv(x, wide, 6, 1))
+    return graph.model(4, [graph.conv(graph.conv(x, 6, 6, 3), 6, 6, 3)])
+
+
+@needs_compiler
+@pytest.mark.parametrize("before", [NONE, Rewrites(blocked=True, winograd=("gone",))], ids=str)
+def test_beside_chains_the_rest_is_rewritten_as_it_was(
+    before: Rewrites, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = narrow()
+    monkeypatch.setattr(rewrites, "_is_quicker_chained", lambda *_: True)
+
+    def found(graph: bytes, options: SessionOptions, *_: object) -> dict[str, int]:
+        changed = onnx.load_from_string(with_winograd(graph, options, 4)).graph.node
+        return {node.output[0]: 4 for node in changed if node.op_type == "WinogradConv"}
+
+    monkeypatch.setattr(rewrites, "quicker_by_winograd", found)
+    chosen = chained(model, OPTIONS, [image(OnnxRunner(model, OPTIONS))], before)
+    assert chosen is not None
+    assert len(chosen.chains) == 2
+    assert bool(chosen.tiles) is bool(before.tiles)
+    assert "gone" not in chosen.tiles
+    runner = rewritten(model, OPTIONS, chosen)
+    check(model, runner)
+    assert runner.nodes is not None
+    ran = Counter(node.op for node in runner.nodes[CPU])
+    assert ran["ConvChain"] == 2
+    assert ran["WinogradConv"] == (1 if before.tiles else 0)
+
+
+@needs_compiler
+def test_each_chain_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = narrow()
+    answers, asked = iter([False, True]), list[bytes]()
+    monkeypatch.setattr(rewrites, "_is_quicker_chained", lambda part, *_: asked.append(part) or next(answers))
+    chosen = chained(model, OPTIONS, [], NONE)
+    assert chosen == Rewrites(chains=tuple(parts(model))[1:])
+    assert len(asked) == 2
+    monkeypatch.setattr(rewrites, "_is_quicker_chained", lambda *_: False)
+    assert chained(model, OPTIONS, [], NONE) is None
+
+
+@needs_compiler
+def test_a_chain_of_large_images_with_few_channels_is_quicker() -> None:
+    graph, x = Graph(size=(256, 512)), "x"
+    for _ in range(4):
+        x = graph.add("Relu", graph.conv(x, 8, 8, 3))
+    ((part, shape),) = parts(graph.model(8, [x])).values()
+    assert rewrites._is_quicker_chained(part, shape, SessionOptions(threads=2), NONE)
+
+
 def test_without_winograd_no_compiler_is_asked_for(model: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewrites, "winograd_library", lambda: pytest.fail("nothing needs it"))
+    monkeypatch.setattr(rewrites, "own_library", lambda: pytest.fail("nothing needs it"))
     check(model, rewritten(model, OPTIONS, Rewrites(blocked=True)))
 
 

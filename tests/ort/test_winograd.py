@@ -22,6 +22,7 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 from ampopt.ort.blocked import block_size  # noqa: E402
+from ampopt.ort.own_operators import own_library  # noqa: E402
 from ampopt.ort.profile import node_seconds, optimized  # noqa: E402
 from ampopt.ort.winograd import (  # noqa: E402
     POINTS,
@@ -29,7 +30,6 @@ from ampopt.ort.winograd import (  # noqa: E402
     quicker_by_winograd,
     transformed,
     weight_transform,
-    winograd_library,
     with_winograd,
 )
 from tests.support.compiler import needs_compiler  # noqa: E402
@@ -42,7 +42,7 @@ PLAIN = dataclasses.replace(OPTIONS, optimization="none")
 
 
 def runner(model: bytes) -> OnnxRunner:
-    return OnnxRunner(model, PLAIN, library=winograd_library())
+    return OnnxRunner(model, PLAIN, library=own_library())
 
 
 def image(model: OnnxRunner, seed: int = 1) -> Array:
@@ -234,7 +234,7 @@ def test_convolutions_are_timed_one_by_one() -> None:
 
 
 def test_where_there_are_none_nothing_is_compiled_or_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_winograd, "library", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(onnx_winograd, "own_library", lambda: pytest.fail("compiled"))
     graph = Graph(1, (9, 9))
     model = optimized(graph.model(block_size(), [graph.conv("x", block_size(), block_size())]), OPTIONS)
     assert quicker_by_winograd(model, PLAIN, []) == {}

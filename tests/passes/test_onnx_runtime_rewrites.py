@@ -22,6 +22,7 @@ from ampopt.ort import rewrites as onnx_rewrites
 from ampopt.ort import winograd as onnx_winograd
 from ampopt.ort.blocked import keep_blocked
 from ampopt.ort.options import SessionOptions
+from ampopt.ort.own_operators import own_library
 from ampopt.passes import OnnxRuntime, onnx_runtime
 from ampopt.system import native
 from tests.helpers import Model, Unpooling, check_outputs, program_of
@@ -75,7 +76,7 @@ def test_nothing_that_spreads_nan_is_tried_where_that_may_be_taken_for_a_value()
     )
     assert hints == []
     steps = onnx_runtime._steps_for(program_of(Unpooling().eval(), torch.randn(1, 3, 12, 12)), hints)
-    assert list(steps) == [onnx_rewrites.blocked]
+    assert list(steps) == [onnx_rewrites.blocked, onnx_rewrites.chained]
     (hint,) = hints
     assert "no rewrites that spread NaN" in hint
     assert "(pool, " in hint
@@ -185,10 +186,10 @@ def test_convolutions_by_winograd_are_kept_in_replays_and_in_recipes(monkeypatch
     loaded: list[Path] = []
 
     def library() -> Path:
-        loaded.append(onnx_winograd.winograd_library())
+        loaded.append(own_library())
         return loaded[-1]
 
-    monkeypatch.setattr(onnx_rewrites, "winograd_library", library)
+    monkeypatch.setattr(onnx_rewrites, "own_library", library)
     replayed = again.apply(there)
     assert loaded
     check_outputs(OnnxRuntime.numerics, there, replayed.program, model, list(there.examples), FP32)

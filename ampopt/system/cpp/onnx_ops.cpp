@@ -4,8 +4,12 @@
 // winograd.h. U has the shape [filters, positions * channels], with 16 positions for tiles of 2x2 and 36 for
 // tiles of 4x4. Attributes: pad_top, pad_left, pad_bottom, pad_right, activation with alpha and beta, and the
 // number of threads among which to divide the work.
+//
+// ConvChain(X, P, W): convolutions with stride 1 one after another, see chain.h. P describes the steps, a row
+// of numbers each, and W has their weights. Attribute: threads, as above.
 #include <stdexcept>
 
+#include "chain.h"
 #include "onnx_abi.h"
 #include "winograd.h"
 
@@ -19,9 +23,8 @@ class WinogradConv {
         bottom_(ort::integer(info, "pad_bottom")),
         right_(ort::integer(info, "pad_right")),
         threads_(ort::integer(info, "threads")),
-        activation_(static_cast<winograd::Activation>(ort::integer(info, "activation"))),
-        alpha_(ort::number(info, "alpha")),
-        beta_(ort::number(info, "beta")) {}
+        activation_{static_cast<vectors::Kind>(ort::integer(info, "activation")), ort::number(info, "alpha"),
+                    ort::number(info, "beta")} {}
 
   void compute(ort::Context* context) const {
     const ort::Tensor x = ort::input(context, 0), u = ort::input(context, 1);
@@ -37,7 +40,7 @@ class WinogradConv {
         (bias.data && bias.shape != std::vector<int64_t>{shape.filters}) || (sum.data && sum.shape != out))
       throw std::invalid_argument("the shapes of a WinogradConv do not fit each other");
     float* y = ort::output(context, out);
-    const winograd::Epilogue epilogue{bias.data, sum.data, activation_, alpha_, beta_};
+    const winograd::Epilogue epilogue{bias.data, sum.data, activation_};
     const winograd::Plan plan = winograd::plan(shape, threads_);
     ort::parallel(context, plan.parts(), [&](size_t index) {
       winograd::part(shape, plan, x.data, u.data, epilogue, y, static_cast<long>(index));
@@ -46,8 +49,34 @@ class WinogradConv {
 
  private:
   long top_, left_, bottom_, right_, threads_;
-  winograd::Activation activation_;
-  float alpha_, beta_;
+  vectors::Activation activation_;
+};
+
+class ConvChain {
+ public:
+  explicit ConvChain(const ort::Info* info) : threads_(ort::integer(info, "threads")) {}
+
+  void compute(ort::Context* context) const {
+    const ort::Tensor x = ort::input(context, 0), p = ort::input(context, 1), w = ort::input(context, 2);
+    if (x.shape.size() != 4 || p.shape.size() != 2 || p.shape[0] < 1 || p.shape[1] != chain::kFields ||
+        w.shape.size() != 1)
+      throw std::invalid_argument("X has 4 dimensions, P has 2, W has 1");
+    const long images = x.shape[0], height = x.shape[2], width = x.shape[3];
+    chain::Chain chain(p.data, p.shape[0], w.data, w.shape[0], height, width);
+    if (x.shape[1] != chain.channels() || height < 1 || width < 1)
+      throw std::invalid_argument("the shapes of a ConvChain do not fit each other");
+    float* y = ort::output(context, {images, chain.filters(), height, width});
+    if (images == 0) return;
+    const long tiles = chain.cut(images, threads_), area = height * width;
+    ort::parallel(context, images * tiles, [&](size_t index) {
+      const long image = static_cast<long>(index) / tiles;
+      chain.tile(x.data + image * chain.channels() * area, y + image * chain.filters() * area,
+                 static_cast<long>(index) % tiles);
+    });
+  }
+
+ private:
+  long threads_;
 };
 
 }  // namespace
@@ -55,5 +84,6 @@ class WinogradConv {
 extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps(
     ort::SessionOptions* options, const ort::ApiBase* base) {
   static const ort::Operator<WinogradConv, 4, 2> winograd_conv("WinogradConv");
-  return ort::add(options, base, "ampopt", {&winograd_conv});
+  static const ort::Operator<ConvChain, 3, 3> conv_chain("ConvChain");
+  return ort::add(options, base, "ampopt", {&winograd_conv, &conv_chain});
 }

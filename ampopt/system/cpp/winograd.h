@@ -10,28 +10,21 @@
 // odd, the last group has B filters.
 #pragma once
 #include <algorithm>
-#include <cstdlib>
-#include <memory>
 #include <numeric>
 
-#ifndef BLOCK
-#define BLOCK 8
-#endif
+#include "vectors.h"
 
 namespace winograd {
 
-typedef float Vec __attribute__((vector_size(4 * BLOCK), aligned(4), may_alias));
+using vectors::at;
+using vectors::ceil_div;
+using vectors::Vec;
 
 constexpr long kGroup = 2;         // vectors of filters in one register block
 constexpr long kTiles = 6;         // tiles in one register block: 6 x 2 accumulators
 constexpr long kChunk = 64 / BLOCK;  // blocks of channels summed at a time, for precision
 constexpr long kCache = 96 << 10;  // floats of V and M that one part should keep in L2
 constexpr long kPad = 16;          // floats that keep position strides off powers of two
-
-enum Activation { kNone, kRelu, kLeakyRelu, kClip };
-
-// a / b, rounded up.
-inline long ceil_div(long a, long b) { return (a + b - 1) / b; }
 
 struct Shape {
   long batch, channels, height, width, filters, pad_top, pad_left, out_height, out_width;
@@ -46,8 +39,7 @@ struct Shape {
 struct Epilogue {
   const float* bias;  // [K] or null
   const float* sum;   // shaped like the output, added before the activation, or null
-  Activation activation;
-  float alpha, beta;  // slope of LeakyRelu; bounds of Clip
+  vectors::Activation activation;
 };
 
 // How the work is cut: every part is one range of tiles times one range of filter groups.
@@ -55,10 +47,6 @@ struct Plan {
   long tile_parts, filter_parts;
   long parts() const { return tile_parts * filter_parts; }
 };
-
-// The vector stored at p.
-inline const Vec& at(const float* p) { return *reinterpret_cast<const Vec*>(p); }
-inline Vec& at(float* p) { return *reinterpret_cast<Vec*>(p); }
 
 // Cuts the work into even parts for `threads` threads: by tiles where there are many,
 // else by filters as well.
@@ -69,18 +57,6 @@ inline Plan plan(const Shape& s, long threads) {
   if (blocks >= 2 * threads || s.groups() < threads)
     return {std::min(ceil_div(blocks, threads) * threads, s.tiles()), 1};
   return {blocks, threads / std::gcd(blocks, threads)};
-}
-
-// Returns this thread's scratch buffer of at least `count` floats, on a cache line.
-inline float* scratch(long count) {
-  struct Free { void operator()(float* p) const { std::free(p); } };
-  static thread_local std::unique_ptr<float, Free> buffer;
-  static thread_local long size = 0;
-  if (count > size) {
-    size = ceil_div(count, 1024) * 1024;
-    buffer.reset(static_cast<float*>(std::aligned_alloc(64, size * sizeof(float))));
-  }
-  return buffer.get();
 }
 
 // Calls body(image, row, column, length, offset) for every run of tiles in [begin, end) that
@@ -216,17 +192,6 @@ void multiply_all(const float* v, const float* u, float* m, long blocks, long co
     }
 }
 
-// Applies the activation to one vector.
-inline Vec activate(Vec y, const Epilogue& e) {
-  const Vec zero{}, low = zero + e.alpha, high = zero + e.beta;
-  switch (e.activation) {
-    case kRelu: return y < zero ? zero : y;  // NaN stays NaN, here and below
-    case kLeakyRelu: return y < zero ? y * e.alpha : y;
-    case kClip: y = y < low ? low : y; return y > high ? high : y;
-    default: return y;
-  }
-}
-
 // Transforms m [P][tiles][F][B] of the filters from `filter` on back into y [N][K/B][H][W][B].
 template <long T>
 void output(const Shape& s, const Epilogue& e, const float* m, long stride, long begin, long end, long filter,
@@ -251,7 +216,7 @@ void output(const Shape& s, const Epilogue& e, const float* m, long stride, long
           Transform<T>::after(t[i], r);
           for (long w = 0; w < T && j + w < s.out_width; w++) {
             const long o = plane + ((T * row + i) * s.out_width + j + w) * BLOCK;
-            at(y + o) = activate(e.sum ? r[w] + bias + at(e.sum + o) : r[w] + bias, e);
+            at(y + o) = e.activation(e.sum ? r[w] + bias + at(e.sum + o) : r[w] + bias);
           }
         }
       }
@@ -268,7 +233,7 @@ void part_of(const Shape& s, const Plan& p, const float* x, const float* u, cons
   const long begin = s.tiles() * it / p.tile_parts, end = s.tiles() * (it + 1) / p.tile_parts;
   const long count = end - begin, blocks = s.channels / BLOCK;
   const long v_stride = s.channels * count + kPad, m_stride = count * kGroup * BLOCK + kPad;
-  float* v = scratch(positions * (v_stride + m_stride));
+  float* v = vectors::scratch(positions * (v_stride + m_stride));
   float* m = v + positions * v_stride;
   input<T>(s, x, begin, end, v, v_stride);
   for (long g = s.groups() * ik / p.filter_parts; g < s.groups() * (ik + 1) / p.filter_parts; g++) {
