@@ -45,8 +45,9 @@ class OnnxRuntime(Engine):
 
     Each of these is applied if it is faster: convolution groups narrower than ONNX Runtime's channel blocks
     are merged, and padded with groups of zeros where some are missing for that; channel reorderings are
-    removed from its optimized graph; convolutions with 3x3 weights are computed by Winograd's algorithm in
-    tiles of 2x2 or 4x4, if there is a C++ compiler.
+    removed from its optimized graph; and, if there is a C++ compiler, operators of our own compute 3x3
+    convolutions, by Winograd's algorithm in tiles of 2x2 or 4x4 or in narrow groups, and chains of
+    convolutions with few channels, row by row.
 
     Rewrites: the engine that runs the graph. Inputs are converted to contiguous layout, because the runtime
     chooses its own layouts.
@@ -55,9 +56,10 @@ class OnnxRuntime(Engine):
     Correct because: ONNX's operators are the graph's own (`onnx_graph` refuses operators without an
     equivalent), and the runtime computes the same expressions, possibly in another order. Options are only
     taken where their outputs agree with those of the default options. `ort.blocked` and `onnx_pooling` are
-    exact, and so are `ort.groups` and `ort.padding`, which add zeros, for finite numbers; `ort.winograd`
-    computes the same function with another rounding. NaN stays, and may spread in these three, which are not
-    tried where an operator decides by values.
+    exact, and so are `ort.groups` and `ort.padding`, which add zeros, for finite numbers; `ort.chains` and
+    `ort.narrow_groups` sum in another order; `ort.winograd` computes the same function with another rounding.
+    NaN stays, and may spread in merged groups and Winograd's tiles, which are not tried where an operator
+    decides by values.
     Cost: seconds to export, once for a program (`onnx_program`), and to measure options, which stay the
     defaults if there is no time for that (`hurried`); a second copy of the weights, in which those for
     Winograd's algorithm have 16 or 36 numbers for every 9.
@@ -83,7 +85,7 @@ class OnnxRuntime(Engine):
 
     def expected_seconds(self, program: Program) -> float:
         """A few seconds for the export to start, plus a time for each operator."""
-        tuning = TUNING_S + 2 * COMPARING_S + 3 * PROFILING_S if self.session is None else 0.0
+        tuning = TUNING_S + 2 * COMPARING_S + 5 * PROFILING_S if self.session is None else 0.0
         return 2.0 + 0.02 * sum(1 for _ in calls(program.graph)) + tuning
 
     def hurried(self) -> Engine:

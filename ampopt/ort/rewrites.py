@@ -16,19 +16,17 @@ from ampopt.ort.blocked import keep_blocked
 from ampopt.ort.chains import parts, with_chains
 from ampopt.ort.groups import is_quicker_merged, with_merged_groups
 from ampopt.ort.options import CPU, SessionOptions
+from ampopt.ort.own_convolutions import ALGORITHMS, quicker, with_own
 from ampopt.ort.own_operators import own_library
 from ampopt.ort.profile import optimized
 from ampopt.ort.session import Array, OnnxRunner, relative_error
-from ampopt.ort.winograd import quicker_by_winograd, with_winograd
-
-FIELDS: Mapping[int, str] = {2: "winograd", 4: "winograd4"}
-"""The fields that name the convolutions by Winograd's algorithm, by the width of their tiles."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rewrites:
-    """The rewrites of a graph: `with_merged_groups`, `keep_blocked`, `with_winograd` for these nodes, and
-    `with_chains` for these chains.
+    """The rewrites of a graph: `with_merged_groups`, `keep_blocked`, `with_own` and `with_chains`.
+
+    The convolutions that operators of ours compute are named by their results, under the algorithm's name.
     """
 
     blocked: bool = False
@@ -36,6 +34,7 @@ class Rewrites:
     merged: bool = False
     winograd4: tuple[str, ...] = ()
     chains: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = ()
 
     @staticmethod
     def taken_from(data: dict[str, Any]) -> Rewrites:
@@ -47,30 +46,32 @@ class Rewrites:
         for field, value in flags.items():
             if not isinstance(value, bool):
                 raise BundleError(f"{field} is true or false, not {value!r}")
-        nodes = {field: data.pop(field, []) for field in (*FIELDS.values(), "chains")}
+        nodes = {field: data.pop(field, []) for field in (*ALGORITHMS, "chains")}
         for field, names in nodes.items():
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                 raise BundleError(f"{field} is a list of names, not {names!r}")
-        tiles = {name: tile for tile, field in FIELDS.items() for name in nodes[field]}
-        return Rewrites(**flags, chains=tuple(nodes["chains"])).with_tiles(tiles)
+        own = {name: field for field in ALGORITHMS for name in nodes[field]}
+        return Rewrites(**flags, chains=tuple(nodes["chains"])).with_own(own)
 
     @property
-    def tiles(self) -> dict[str, int]:
-        """The width of the tiles of each convolution by Winograd's algorithm."""
-        return {name: tile for tile, field in FIELDS.items() for name in getattr(self, field)}
+    def own(self) -> dict[str, str]:
+        """The algorithm of each convolution that an operator of ours computes."""
+        return {name: field for field in ALGORITHMS for name in getattr(self, field)}
 
-    def with_tiles(self, tiles: Mapping[str, int]) -> Rewrites:
-        """These rewrites with other convolutions by Winograd's algorithm."""
-        of = {tile: tuple(name for name, own in tiles.items() if own == tile) for tile in FIELDS}
-        return dataclasses.replace(self, winograd=of[2], winograd4=of[4])
+    def with_own(self, own: Mapping[str, str]) -> Rewrites:
+        """These rewrites with other convolutions by our algorithms."""
+        of: dict[str, Any] = {
+            field: tuple(name for name, its in own.items() if its == field) for field in ALGORITHMS
+        }
+        return dataclasses.replace(self, **of)
 
 
 def rewritten(model: bytes, options: SessionOptions, rewrites: Rewrites) -> OnnxRunner:
     """A session with its graph rewritten. Raises SessionError or CompilerError."""
     graph, plain = _graph(model, options, rewrites), options.unoptimized()
-    if rewrites.tiles:
-        graph = with_winograd(graph, plain, rewrites.tiles)
-    return OnnxRunner(graph, plain, library=own_library() if rewrites.tiles else _library(rewrites))
+    if rewrites.own:
+        graph = with_own(graph, plain, rewrites.own)
+    return OnnxRunner(graph, plain, library=own_library() if rewrites.own else _library(rewrites))
 
 
 def merged(
@@ -90,20 +91,20 @@ def blocked(
     return dataclasses.replace(before, blocked=True) if changed else None
 
 
-def winograd(
+def convolved(
     model: bytes, options: SessionOptions, arrays: Sequence[Array], before: Rewrites
 ) -> Rewrites | None:
-    """The rewrites with Winograd convolutions where they are faster; None if there are none.
+    """The rewrites with convolutions by our own algorithms where they are faster; None if there are none.
 
-    Tiles of 4x4 are used where they are faster still, unless all of them together are not precise.
+    Winograd's tiles of 4x4 are used where they are faster still, unless all of them together are not precise.
     """
     if not _can_be(options):
         return None
     graph, plain = _graph(model, options, before), options.unoptimized()
-    tiles = quicker_by_winograd(graph, plain, arrays)
-    if 4 in tiles.values() and _error(with_winograd(graph, plain, tiles), graph, plain, arrays) > PRECISE:
-        tiles = quicker_by_winograd(graph, plain, arrays, tiles=(2,))
-    return before.with_tiles(tiles) if tiles else None
+    own = quicker(graph, plain, arrays)
+    if "winograd4" in own.values() and _error(with_own(graph, plain, own), graph, plain, arrays) > PRECISE:
+        own = quicker(graph, plain, arrays, among=[name for name in ALGORITHMS if name != "winograd4"])
+    return before.with_own(own) if own else None
 
 
 def chained(
@@ -127,8 +128,8 @@ def _beside(
     found = Rewrites(merged=before.merged, chains=names)
     if before.blocked:
         found = blocked(model, options, arrays, found) or found
-    if before.tiles:
-        found = winograd(model, options, arrays, found) or found
+    if before.own:
+        found = convolved(model, options, arrays, found) or found
     return found
 
 
@@ -163,9 +164,9 @@ PRECISE = 5e-6
 
 Step = Callable[[bytes, SessionOptions, Sequence[Array], Rewrites], Rewrites | None]
 
-STEPS: tuple[Step, ...] = (merged, blocked, winograd, chained)
+STEPS: tuple[Step, ...] = (merged, blocked, convolved, chained)
 
-SPREADING: tuple[Step, ...] = (merged, winograd)
+SPREADING: tuple[Step, ...] = (merged, convolved)
 """Those after which NaN or an infinity may reach further results: by weights of 0, or by sums that cancel."""
 
 
@@ -174,7 +175,7 @@ def _can_be(options: SessionOptions) -> bool:
 
 
 def _library(rewrites: Rewrites) -> Path | None:
-    """What ONNX Runtime needs to load a graph with these rewrites but for Winograd's."""
+    """What ONNX Runtime needs to load a graph with these rewrites but for its own convolutions."""
     return own_library() if rewrites.chains else None
 
 

@@ -99,7 +99,7 @@ def some_chain(chance: random.Random) -> bytes:
     return graph.model(first, [x])
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), threads=st.sampled_from([1, 2, 3]))
 def test_random_chains_compute_the_same(seed: int, threads: int) -> None:
     model, options = some_chain(random.Random(seed)), SessionOptions(threads=threads)

@@ -17,7 +17,10 @@ from onnx import helper, load_from_string  # noqa: E402
 from ampopt.ort import groups as onnx_groups  # noqa: E402
 from ampopt.ort.groups import is_quicker_merged, merged, with_merged_groups  # noqa: E402
 from ampopt.ort.options import SessionOptions  # noqa: E402
+from ampopt.ort.profile import named, optimized  # noqa: E402
 from ampopt.ort.session import Array, OnnxRunner, relative_error  # noqa: E402
+from ampopt.system.native import CompilerError  # noqa: E402
+from tests.support.compiler import needs_compiler  # noqa: E402
 from tests.support.onnx_models import model  # noqa: E402
 
 
@@ -109,27 +112,52 @@ def test_weights_that_are_computed_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "quicker"), [(1.02, 1.0, True), (1.0, 1.0, False), (0.5, 1.0, False)]
+    ("before", "after", "narrow", "quicker"),
+    [(1.02, 1.0, 2.0, True), (1.0, 1.0, 1.0, False), (0.5, 1.0, 0.9, False), (0.5, 1.0, 0.4, True)],
 )
 def test_grouped_convolutions_and_reorderings_decide(
-    before: float, after: float, quicker: bool, monkeypatch: pytest.MonkeyPatch
+    before: float, after: float, narrow: float, quicker: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = [{"conv": before / 2, "reordering": before / 2}, {"conv": after}]
     monkeypatch.setattr(onnx_groups, "_concerned", lambda *_: times.pop(0))
+    monkeypatch.setattr(onnx_groups, "_narrow", lambda *_: {"conv": narrow, "other": 9.0})
     data = convolutions((32, 32, 8), (32, 32, 1))
     assert is_quicker_merged(data, SessionOptions(), [numbers(1, 32, 6, 6)]) == quicker
     assert times == []
 
 
-def test_what_is_profiled_is_there_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_profiled_is_there_and_nothing_else() -> None:
     data, x = convolutions((32, 32, 8), (32, 32, 1), size=24), numbers(1, 32, 24, 24)
-    narrow = onnx_groups._concerned(data, SessionOptions(), [x])
-    monkeypatch.undo()
     wide = onnx_groups.with_merged_groups(data)
     assert wide is not None
-    merged_ = onnx_groups._concerned(wide, SessionOptions(), [x])
+    options = SessionOptions()
+    graphs = [named(optimized(model, options)) for model in (data, wide)]
+    narrow, merged_ = (onnx_groups._concerned(graph, options.unoptimized(), [x]) for graph in graphs)
     assert all(seconds > 0 for seconds in (*narrow.values(), *merged_.values()))
     assert 1 <= len(merged_) <= len(narrow) <= 4  # the convolution, and what orders before and after
+
+
+@needs_compiler
+def test_merged_groups_are_timed_as_narrow_ones_too() -> None:
+    wide = onnx_groups.with_merged_groups(convolutions((32, 32, 8), (32, 32, 1), size=24))
+    assert wide is not None
+    options, x = SessionOptions(), numbers(1, 32, 24, 24)
+    graph = named(optimized(wide, options))
+    seconds = onnx_groups._narrow(graph, options.unoptimized(), [x])
+    assert set(onnx_groups._concerned(graph, options.unoptimized(), [x])) <= set(seconds)
+
+
+def test_without_a_compiler_merged_groups_are_timed_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing() -> None:
+        raise CompilerError("there is no C++ compiler")
+
+    caplog.set_level("INFO", logger="ampopt")
+    monkeypatch.setattr(onnx_groups, "own_library", missing)
+    graph = named(optimized(convolutions((32, 32, 1)), SessionOptions()))
+    assert onnx_groups._narrow(graph, SessionOptions().unoptimized(), [numbers(1, 32, 6, 6)]) == {}
+    assert "there is no C++ compiler" in caplog.text
 
 
 def test_without_narrow_groups_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

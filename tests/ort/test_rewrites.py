@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,10 @@ from ampopt.ort import rewrites
 from ampopt.ort.blocked import DOMAIN, block_size
 from ampopt.ort.chains import MOST_CHANNELS, parts
 from ampopt.ort.options import CPU, CUDA, SessionError, SessionOptions
+from ampopt.ort.own_convolutions import ALGORITHMS, with_own
 from ampopt.ort.profile import optimized
-from ampopt.ort.rewrites import STEPS, Rewrites, blocked, chained, merged, rewritten, winograd
+from ampopt.ort.rewrites import STEPS, Rewrites, blocked, chained, convolved, merged, rewritten
 from ampopt.ort.session import OnnxRunner, relative_error
-from ampopt.ort.winograd import with_winograd
 from tests.support.compiler import needs_compiler
 from tests.support.image_graphs import Graph, operators
 
@@ -85,7 +86,7 @@ def test_nothing_is_tried_but_on_a_cpu_with_all_of_its_optimizations(
 
 
 def test_narrow_groups_come_first_because_the_others_read_the_graph_that_they_leave() -> None:
-    assert (merged, blocked, winograd, chained) == STEPS
+    assert (merged, blocked, convolved, chained) == STEPS
 
 
 @pytest.mark.parametrize("quicker", [True, False])
@@ -94,12 +95,12 @@ def test_a_step_adds_to_what_was_done_before_or_gives_nothing(
 ) -> None:
     monkeypatch.setattr(rewrites, "is_quicker_merged", lambda *_: quicker)
     monkeypatch.setattr(rewrites, "keep_blocked", lambda *_: b"graph" if quicker else None)
-    monkeypatch.setattr(rewrites, "quicker_by_winograd", lambda *_: {"conv": 2} if quicker else {})
+    monkeypatch.setattr(rewrites, "quicker", lambda *_: {"conv": "winograd"} if quicker else {})
     before = Rewrites(winograd=("other",))
     assert merged(model, OPTIONS, [], before) == (Rewrites(False, ("other",), True) if quicker else None)
     assert blocked(model, OPTIONS, [], before) == (Rewrites(True, ("other",)) if quicker else None)
     before = Rewrites(merged=True)
-    assert winograd(model, OPTIONS, [], before) == (Rewrites(False, ("conv",), True) if quicker else None)
+    assert convolved(model, OPTIONS, [], before) == (Rewrites(False, ("conv",), True) if quicker else None)
 
 
 def test_what_is_blocked_is_the_graph_with_its_groups_merged(
@@ -145,13 +146,13 @@ def test_winograd_is_asked_of_the_graph_that_the_steps_before_it_leave(
 ) -> None:
     seen: list[tuple[Counter[str], SessionOptions]] = []
 
-    def look(graph: bytes, options: SessionOptions, _: object) -> dict[str, int]:
+    def look(graph: bytes, options: SessionOptions, _: object) -> dict[str, str]:
         seen.append((operators(graph), options))
         return {}
 
-    monkeypatch.setattr(rewrites, "quicker_by_winograd", look)
+    monkeypatch.setattr(rewrites, "quicker", look)
     for before in (NONE, Rewrites(blocked=True)):
-        winograd(model, OPTIONS, [], before)
+        convolved(model, OPTIONS, [], before)
     plain = operators(optimized(model, OPTIONS))
     assert [options for _, options in seen] == [OPTIONS.unoptimized()] * 2
     assert seen[0][0] == plain
@@ -162,8 +163,12 @@ def test_winograd_is_asked_of_the_graph_that_the_steps_before_it_leave(
 def test_only_the_convolution_that_is_named_is_winograds(model: bytes) -> None:
     graph = onnx.load_from_string(optimized(model, OPTIONS)).graph
     (name, *_) = [node.output[0] for node in graph.node if (node.domain, node.op_type) == (DOMAIN, "Conv")]
-    for names, count, tile in (((name,), 1, 2), ((name,), 1, 4), (("nobody",), 0, 4)):
-        found = rewritten(model, OPTIONS, NONE.with_tiles(dict.fromkeys(names, tile)))
+    for names, count, tiles in (
+        ((name,), 1, "winograd"),
+        ((name,), 1, "winograd4"),
+        (("nobody",), 0, "winograd4"),
+    ):
+        found = rewritten(model, OPTIONS, NONE.with_own(dict.fromkeys(names, tiles)))
         check(model, found)
         assert found.nodes is not None
         assert [node.op for node in found.nodes[CPU]].count("WinogradConv") == count
@@ -175,19 +180,21 @@ def test_large_tiles_are_given_up_where_all_of_them_together_are_not_precise(
     precise: bool, model: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rewrites, "PRECISE", 1e-5 if precise else 0.0)
-    asked: list[tuple[int, ...]] = []
+    asked: list[Sequence[str]] = []
 
-    def found(graph: bytes, *_: object, tiles: tuple[int, ...] = (2, 4)) -> dict[str, int]:
-        asked.append(tiles)
+    def found(
+        graph: bytes, _: object, __: object, among: Sequence[str] = tuple(ALGORITHMS)
+    ) -> dict[str, str]:
+        asked.append(among)
         nodes = onnx.load_from_string(graph).graph.node
         names = [node.output[0] for node in nodes if (node.domain, node.op_type) == (DOMAIN, "Conv")]
-        return {names[0]: tiles[-1]}
+        return {names[0]: "winograd4" if "winograd4" in among else "winograd"}
 
-    monkeypatch.setattr(rewrites, "quicker_by_winograd", found)
-    chosen = winograd(model, OPTIONS, [image(OnnxRunner(model, OPTIONS))], NONE)
+    monkeypatch.setattr(rewrites, "quicker", found)
+    chosen = convolved(model, OPTIONS, [image(OnnxRunner(model, OPTIONS))], NONE)
     assert chosen is not None
-    assert list(chosen.tiles.values()) == [4 if precise else 2]
-    assert asked == [(2, 4)] if precise else [(2, 4), (2,)]
+    assert list(chosen.own.values()) == ["winograd4" if precise else "winograd"]
+    assert asked == [(*ALGORITHMS,), ["winograd", "narrow"]][: 1 if precise else 2]
 
 
 def narrow() -> bytes:
@@ -207,29 +214,34 @@ def test_beside_chains_the_rest_is_rewritten_as_it_was(
     model = narrow()
     monkeypatch.setattr(rewrites, "_is_quicker_chained", lambda *_: True)
 
-    def found(graph: bytes, options: SessionOptions, *_: object) -> dict[str, int]:
-        changed = onnx.load_from_string(with_winograd(graph, options, 4)).graph.node
-        return {node.output[0]: 4 for node in changed if node.op_type == "WinogradConv"}
+    def found(graph: bytes, options: SessionOptions, *_: object) -> dict[str, str]:
+        changed = onnx.load_from_string(with_own(graph, options, "winograd4")).graph.node
+        return {node.output[0]: "winograd4" for node in changed if node.op_type == "WinogradConv"}
 
-    monkeypatch.setattr(rewrites, "quicker_by_winograd", found)
+    monkeypatch.setattr(rewrites, "quicker", found)
     chosen = chained(model, OPTIONS, [image(OnnxRunner(model, OPTIONS))], before)
     assert chosen is not None
     assert len(chosen.chains) == 2
-    assert bool(chosen.tiles) is bool(before.tiles)
-    assert "gone" not in chosen.tiles
+    assert bool(chosen.own) is bool(before.own)
+    assert "gone" not in chosen.own
     runner = rewritten(model, OPTIONS, chosen)
     check(model, runner)
     assert runner.nodes is not None
     ran = Counter(node.op for node in runner.nodes[CPU])
     assert ran["ConvChain"] == 2
-    assert ran["WinogradConv"] == (1 if before.tiles else 0)
+    assert ran["WinogradConv"] == (1 if before.own else 0)
 
 
 @needs_compiler
 def test_each_chain_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     model = narrow()
     answers, asked = iter([False, True]), list[bytes]()
-    monkeypatch.setattr(rewrites, "_is_quicker_chained", lambda part, *_: asked.append(part) or next(answers))
+
+    def is_quicker(part: bytes, *_: object) -> bool:
+        asked.append(part)
+        return next(answers)
+
+    monkeypatch.setattr(rewrites, "_is_quicker_chained", is_quicker)
     chosen = chained(model, OPTIONS, [], NONE)
     assert chosen == Rewrites(chains=tuple(parts(model))[1:])
     assert len(asked) == 2

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampopt.ort import winograd as onnx_winograd
+from ampopt.ort import own_convolutions
 from ampopt.ort.options import SessionError, SessionOptions
 from ampopt.ort.session import Array, OnnxRunner, relative_error
 
@@ -22,16 +22,10 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 from ampopt.ort.blocked import block_size  # noqa: E402
+from ampopt.ort.own_convolutions import quicker, with_own  # noqa: E402
 from ampopt.ort.own_operators import own_library  # noqa: E402
 from ampopt.ort.profile import node_seconds, optimized  # noqa: E402
-from ampopt.ort.winograd import (  # noqa: E402
-    POINTS,
-    TILES,
-    quicker_by_winograd,
-    transformed,
-    weight_transform,
-    with_winograd,
-)
+from ampopt.ort.winograd import POINTS, TILES, transformed, weight_transform  # noqa: E402
 from tests.support.compiler import needs_compiler  # noqa: E402
 from tests.support.image_graphs import Graph, operators  # noqa: E402
 
@@ -43,6 +37,10 @@ PLAIN = dataclasses.replace(OPTIONS, optimization="none")
 
 def runner(model: bytes) -> OnnxRunner:
     return OnnxRunner(model, PLAIN, library=own_library())
+
+
+def with_winograd(model: bytes, tile: int) -> bytes:
+    return with_own(model, OPTIONS, {2: "winograd", 4: "winograd4"}[tile])
 
 
 def image(model: OnnxRunner, seed: int = 1) -> Array:
@@ -114,11 +112,11 @@ ERRORS = {2: 2e-6, 4: 8e-6}
 """Largest relative error of a few convolutions in a row."""
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 10**6), tile=st.sampled_from(TILES))
 def test_random_graphs_compute_the_same(seed: int, tile: int) -> None:
     model, count = convolutions(random.Random(seed))
-    changed = with_winograd(optimized(model, OPTIONS), OPTIONS, tile)
+    changed = with_winograd(optimized(model, OPTIONS), tile)
     assert operators(changed)["WinogradConv"] == count
     old, new = OnnxRunner(model, OPTIONS), runner(changed)
     for each in range(2):
@@ -137,7 +135,7 @@ def test_any_padding_is_right_and_the_error_is_a_few_times_a_direct_convolutions
     x = graph.conv("x", wide, wide, 3)
     next(each for each in graph.nodes[-1].attribute if each.name == "pads").ints[:] = pads
     model = graph.model(wide, [x])
-    old, new = OnnxRunner(model, OPTIONS), runner(with_winograd(optimized(model, OPTIONS), OPTIONS, tile))
+    old, new = OnnxRunner(model, OPTIONS), runner(with_winograd(optimized(model, OPTIONS), tile))
     given = image(old)
     weight, bias = (torch.from_numpy(onnx.numpy_helper.to_array(each).copy()) for each in graph.constants)
     top, left, bottom, right = pads
@@ -154,7 +152,7 @@ def test_what_is_not_a_number_stays_so(tile: int) -> None:
     graph = Graph(1, (9, 9))
     x = graph.add("Relu", graph.conv("x", wide, wide, 3))
     model = graph.model(wide, [x])
-    old, new = OnnxRunner(model, OPTIONS), runner(with_winograd(optimized(model, OPTIONS), OPTIONS, tile))
+    old, new = OnnxRunner(model, OPTIONS), runner(with_winograd(optimized(model, OPTIONS), tile))
     given = image(old)
     given[0, 1, 8, 4] = np.nan
     direct, found = old(given)[0], new(given)[0]
@@ -176,7 +174,7 @@ def test_other_convolutions_stay(kind: str) -> None:
     if kind == "activation":
         x = graph.add("Sigmoid", x)
     found = optimized(graph.model(wide, [x]), OPTIONS)
-    assert operators(with_winograd(found, OPTIONS, 4))["WinogradConv"] == 0
+    assert operators(with_winograd(found, 4))["WinogradConv"] == 0
 
 
 def some_convolutions(count: int = 3) -> tuple[bytes, list[str]]:
@@ -201,10 +199,10 @@ def test_those_that_are_quicker_are_named_and_only_they_are_changed(monkeypatch:
             {first: 3.0, second: 1.5, third: 1.0},  # tiles of 4
         ]
     )
-    monkeypatch.setattr(onnx_winograd, "node_seconds", lambda *_, **__: next(calls))
-    chosen = quicker_by_winograd(model, PLAIN, [x])
-    assert chosen == {second: 2, third: 4}
-    changed = with_winograd(model, PLAIN, chosen)
+    monkeypatch.setattr(own_convolutions, "node_seconds", lambda *_, **__: next(calls))
+    chosen = quicker(model, PLAIN, [x])
+    assert chosen == {second: "winograd", third: "winograd4"}
+    changed = with_own(model, PLAIN, chosen)
     assert operators(changed)["Conv"] == 1
     assert operators(changed)["WinogradConv"] == 2
     assert relative_error(runner(changed)(x)[0], OnnxRunner(model, PLAIN)(x)[0]) < 2e-6
@@ -219,7 +217,7 @@ def test_weights_may_be_shared_and_have_any_name() -> None:
     model.graph.node.append(onnx.helper.make_node("Neg", [taken], ["other"]))
     model.graph.output.append(onnx.helper.make_tensor_value_info("other", 1, [3]))
     data = model.SerializeToString()
-    old, changed = OnnxRunner(data, PLAIN), with_winograd(data, PLAIN, 4)
+    old, changed = OnnxRunner(data, PLAIN), with_winograd(data, 4)
     assert operators(changed)["WinogradConv"] == 2
     x = image(old)
     for found, wanted in zip(runner(changed)(x), old(x), strict=True):
@@ -228,23 +226,23 @@ def test_weights_may_be_shared_and_have_any_name() -> None:
 
 def test_convolutions_are_timed_one_by_one() -> None:
     model, names = some_convolutions()
-    found = quicker_by_winograd(model, PLAIN, [image(OnnxRunner(model, PLAIN))])
+    found = quicker(model, PLAIN, [image(OnnxRunner(model, PLAIN))])
     assert set(found) <= set(names)
-    assert set(found.values()) <= set(TILES)
+    assert set(found.values()) <= {"winograd", "winograd4"}
 
 
 def test_where_there_are_none_nothing_is_compiled_or_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_winograd, "own_library", lambda: pytest.fail("compiled"))
+    monkeypatch.setattr(own_convolutions, "own_library", lambda: pytest.fail("compiled"))
     graph = Graph(1, (9, 9))
     model = optimized(graph.model(block_size(), [graph.conv("x", block_size(), block_size())]), OPTIONS)
-    assert quicker_by_winograd(model, PLAIN, []) == {}
+    assert quicker(model, PLAIN, []) == {}
 
 
-def planted(x: Sequence[int], u: Sequence[int], *others: Sequence[int], **changed: Any) -> bytes:
+def planted(x: Sequence[int], u: Sequence[int], *others: Sequence[int]) -> bytes:
     """A model of one WinogradConv with operands of these shapes."""
     names = ["x", "u", "bias", "sum"][: 2 + len(others)]
     pads = {f"pad_{side}": 1 for side in ("top", "left", "bottom", "right")}
-    settings = {**pads, "activation": 0, "alpha": 0.0, "beta": 0.0, "threads": 2, **changed}
+    settings = {**pads, "activation": 0, "alpha": 0.0, "beta": 0.0, "threads": 2, "stride": 1}
     node = onnx.helper.make_node("WinogradConv", names, ["y"], domain="ampopt", **settings)
     make = onnx.helper.make_tensor_value_info
     inputs = [make(n, 1, list(shape)) for n, shape in zip(names, (x, u, *others), strict=True)]
@@ -292,7 +290,7 @@ def test_sessions_and_threads_do_not_mix() -> None:
     old = [OnnxRunner(model, OPTIONS) for model in models]
     tiles = [2, 4, 4, 2]
     new = [
-        runner(with_winograd(optimized(model, OPTIONS), OPTIONS, tile))
+        runner(with_winograd(optimized(model, OPTIONS), tile))
         for model, tile in zip(models, tiles, strict=True)
     ]
     jobs = [(index % 4, seed) for seed in range(10) for index in range(4)]

@@ -18,8 +18,8 @@ from ampopt.errors import BundleError
 from ampopt.ir.lanes import FP32
 from ampopt.measure.sampling import Gain
 from ampopt.ort import groups as onnx_groups
+from ampopt.ort import own_convolutions
 from ampopt.ort import rewrites as onnx_rewrites
-from ampopt.ort import winograd as onnx_winograd
 from ampopt.ort.blocked import keep_blocked
 from ampopt.ort.options import SessionOptions
 from ampopt.ort.own_operators import own_library
@@ -162,7 +162,7 @@ def winograd_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
         return defaultdict(lambda: time)
 
     monkeypatch.setattr(onnx_runtime, "_is_faster", lambda *_: True)
-    monkeypatch.setattr(onnx_winograd, "node_seconds", seconds)
+    monkeypatch.setattr(own_convolutions, "node_seconds", seconds)
 
 
 def changed_convolutions(step: object) -> list[str]:
