@@ -69,16 +69,6 @@ def convolution(
     return graph.add("Conv", x, *names, kernel_shape=kernel, dilations=dilations, pads=pads)
 
 
-def activated(graph: Graph, x: str, kind: int) -> str:
-    if kind == 1:
-        return graph.add("Relu", x)
-    if kind == 2:
-        return graph.add("LeakyRelu", x, alpha=0.2)
-    if kind == 3:
-        return graph.add("Clip", x, graph.constant(np.float32(-0.5)), graph.constant(np.float32(0.7)))
-    return x
-
-
 def some_chain(chance: random.Random) -> bytes:
     """Convolutions one after another with sums of earlier results, on an image of any size."""
     wide = 1200 if chance.random() < 0.2 else 50
@@ -94,7 +84,7 @@ def some_chain(chance: random.Random) -> bytes:
         y = convolution(graph, x, width, outside, kernel, dilations, shift, bias=chance.random() < 0.7)
         if outside == width and same and chance.random() < 0.7:
             y = graph.add("Add", *chance.sample([y, same[0]], 2))
-        x, width = activated(graph, y, chance.randrange(4)), outside
+        x, width = graph.activated(y, chance.randrange(4)), outside
         before.append((x, width))
     return graph.model(first, [x])
 

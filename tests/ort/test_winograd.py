@@ -97,13 +97,7 @@ def convolutions(chance: random.Random) -> tuple[bytes, int]:
         count += 1
         if wide == next_wide and chance.random() < 0.5:
             x = graph.add("Add", x, graph.conv(before, wide, wide))
-        kind = chance.randrange(4)
-        if kind == 1:
-            x = graph.add("Relu", x)
-        elif kind == 2:
-            x = graph.add("LeakyRelu", x, alpha=0.2)
-        elif kind == 3:
-            x = graph.add("Clip", x, graph.constant(np.float32(-0.5)), graph.constant(np.float32(0.7)))
+        x = graph.activated(x, chance.randrange(4))
         wide = next_wide
     return graph.model(width, [x]), count
 

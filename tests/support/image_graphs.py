@@ -40,6 +40,16 @@ class Graph:
         factors = self.add("Relu", self.conv(self.mean(x), channels, inner))
         return self.add("Mul", self.add("Sigmoid", self.conv(factors, inner, channels)), x)
 
+    def activated(self, x: str, kind: int) -> str:
+        """One of the activations that our operators fuse, by a number from 1 to 3; nothing for 0."""
+        if kind == 1:
+            return self.add("Relu", x)
+        if kind == 2:
+            return self.add("LeakyRelu", x, alpha=0.2)
+        if kind == 3:
+            return self.add("Clip", x, self.constant(np.float32(-0.5)), self.constant(np.float32(0.7)))
+        return x
+
     def plain(self, x: str) -> str:
         """An operator that needs the plain layout."""
         return self.add("Softmax", x, axis=1)
