@@ -62,7 +62,8 @@ class OnnxRuntime(Engine):
     decides by values.
     Cost: seconds to export, once for a program (`onnx_program`), and to measure options, which stay the
     defaults if there is no time for that (`hurried`); a second copy of the weights, in which those for
-    Winograd's algorithm have 16 or 36 numbers for every 9.
+    Winograd's algorithm have 16 or 36 numbers for every 9;
+    some seconds to compile our operators, once on a machine.
     """
 
     packages = ("onnx", "onnxscript", "onnxruntime")

@@ -78,8 +78,8 @@ def merged(
     model: bytes, options: SessionOptions, arrays: Sequence[Array], before: Rewrites
 ) -> Rewrites | None:
     """The rewrites with narrow groups merged, if a profile of each node shows a gain; else None."""
-    quicker = _can_be(options) and is_quicker_merged(model, options, arrays)
-    return dataclasses.replace(before, merged=True) if quicker else None
+    gains = _can_be(options) and is_quicker_merged(model, options, arrays)
+    return dataclasses.replace(before, merged=True) if gains else None
 
 
 def blocked(
