@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 
 import pytest
@@ -22,19 +23,25 @@ def _few_rounds(samplers: Mapping[str, Sampler], **_: object) -> dict[str, Measu
     return sampling.interleave(samplers, seconds=0.0, least=3)
 
 
+def _few(patch: pytest.MonkeyPatch) -> None:
+    """Let three samples be enough; no lane is left behind on so few."""
+    for module in TIMED:
+        patch.setattr(module, "interleave", _few_rounds)
+    patch.setattr(rounds, "MOST", 3)
+    for limit in ("BEHIND", "FAR_BEHIND", "TOO_FAR_AHEAD"):
+        patch.setattr(search_plan, limit, math.inf)
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three samples are enough where a test does not care which passes are kept."""
-    for module in TIMED:
-        monkeypatch.setattr(module, "interleave", _few_rounds)
-    monkeypatch.setattr(rounds, "MOST", 3)
+    _few(monkeypatch)
 
 
 @contextlib.contextmanager
 def _all_kept() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in TIMED:
-            patch.setattr(module, "interleave", _few_rounds)
+        _few(patch)
         patch.setattr("ampopt.search.trial_timer.gain", lambda before, after: KEEP)
         for name in ("optimizer", "last_comparison"):
             patch.setattr(f"ampopt.search.{name}.gain", lambda before, after: Gain(1.0, 1.0, 1.0))
