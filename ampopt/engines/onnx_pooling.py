@@ -7,8 +7,8 @@ ONNX has an operator that is five times as fast.
 
 ONNX Runtime's max pooling ignores NaN. Multiplication keeps NaN, so the result of a depthwise convolution
 with zero weights is added to each pooling: over the same windows it is 0, or NaN if a pixel is NaN. ONNX
-Runtime computes convolution and sum together, in no measurable time. The index of such a maximum is any of
-its window's, where PyTorch's is the last NaN: unpooling writes NaN to the whole window.
+Runtime computes convolution and sum together, in no measurable time. PyTorch's index of such a maximum is its
+window's last NaN's: a second pooling finds it, over the indices of the pixels that are NaN.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ def use_pooling_operators(model: Any) -> None:
         if node.op_type == "ScatterND":
             _unpool(graph, node)
     for node in list(graph):
+        if node.op_type == "MaxPool" and len(node.outputs) == 2:
+            _place_last_nan(graph, node)
+    for node in list(graph):
         if node.op_type in ("MaxPool", *_REDUCTIONS) and node.inputs[0].dtype == onnx_ir.DataType.FLOAT:
             _keep_nan(graph, node)
 
@@ -81,6 +84,43 @@ def _keep_nan(graph: Any, node: Any) -> None:
     onnx_ir.convenience.replace_all_uses_with(result, added.outputs[0], replace_graph_outputs=True)
     added.replace_input_with(0, result)
     graph.insert_after(node, nodes)
+
+
+def _place_last_nan(graph: Any, pool: Any) -> None:
+    """Let the index of a window with NaN be that of its last one, as PyTorch's is.
+
+    Each pixel that is NaN becomes its index in the channel plus 1, each other one 0: the largest of a window
+    is the last NaN's, or 0. Indices are exact in float32 below 2**24.
+    """
+    import onnx_ir
+
+    image, places = pool.inputs[0], pool.outputs[1]
+    sizes = _sizes(image)
+    area = int(np.prod(sizes[2:])) if sizes else 0
+    if image.dtype != onnx_ir.DataType.FLOAT or not 0 < area < 2**24:
+        return
+    if not (list(places.uses()) or places.is_graph_output()):
+        return
+    name = f"{places.name}_nan"
+    numbered = np.arange(1, area + 1, dtype=np.float32).reshape(1, 1, *sizes[2:])
+    before = np.arange(sizes[0] * sizes[1], dtype=np.int64).reshape(*sizes[:2], *[1] * len(sizes[2:])) * area
+    zero = _initializer(graph, np.zeros((), np.float32), f"{name}_zero")
+    nodes = [lost := onnx_ir.node("IsNaN", [image])]
+    number = _initializer(graph, numbered, f"{name}_number")
+    nodes.append(marked := onnx_ir.node("Where", [lost.outputs[0], number, zero]))
+    nodes.append(last := onnx_ir.Node("", "MaxPool", [marked.outputs[0]], pool.attributes.values()))
+    nodes.append(found := onnx_ir.node("Greater", [last.outputs[0], zero]))
+    nodes.append(whole := onnx_ir.node("Cast", [last.outputs[0]], attributes={"to": onnx_ir.DataType.INT64}))
+    first = _initializer(graph, before - 1, f"{name}_first")
+    nodes.append(place := onnx_ir.node("Add", [whole.outputs[0], first]))
+    nodes.append(right := onnx_ir.node("Where", [found.outputs[0], place.outputs[0], places]))
+    for position, each in enumerate(nodes):
+        each.outputs[0].name = f"{name}_{position}"
+    last.outputs[0].shape, last.outputs[0].type = pool.outputs[0].shape, pool.outputs[0].type
+    right.outputs[0].shape, right.outputs[0].type = places.shape, places.type
+    onnx_ir.convenience.replace_all_uses_with(places, right.outputs[0], replace_graph_outputs=True)
+    right.replace_input_with(2, places)
+    graph.insert_after(pool, nodes)
 
 
 def _convolution_by_zeros(graph: Any, pool: Any, source: Any) -> Any:
@@ -144,43 +184,12 @@ def _unpool(graph: Any, scatter: Any) -> None:
         "MaxUnpool", [value.outputs[0], index.outputs[0], wide], attributes={"kernel_shape": [1]}
     )
     result = onnx_ir.node("Reshape", [pooled.outputs[0], row])
-    nodes = [value, index, pooled, result, *_spread(graph, spread.inputs[0], numbers, result, room)]
-    result = nodes[-1]
-    for each in nodes:
-        each.outputs[0].name = f"{name}_{each.op_type}_{nodes.index(each)}"
+    nodes = [value, index, pooled, result]
+    for position, each in enumerate(nodes):
+        each.outputs[0].name = f"{name}_{each.op_type}_{position}"
     graph.insert_before(scatter, nodes)
     result.outputs[0].shape, result.outputs[0].type = scatter.outputs[0].shape, scatter.outputs[0].type
     _replace(graph, scatter, result.outputs[0])
-
-
-def _spread(graph: Any, places: Any, numbers: Any, row: Any, room: list[int]) -> list[Any]:
-    """Nodes that add NaN to all of a window in `row` where its number is NaN; none where windows overlap."""
-    import onnx_ir
-
-    pool = places.producer()
-    while pool is not None and pool.op_type in ("Reshape", "Unsqueeze", "Squeeze", "Add", "Sub"):
-        pool = pool.inputs[0].producer()
-    if pool is None or pool.op_type != "MaxPool" or any(_ints(pool, "pads")):
-        return []
-    before, after, strides = _sizes(pool.inputs[0]), _sizes(pool.outputs[0]), _ints(pool, "strides")
-    factors = [1, 1, *strides]
-    tiled = [a * f for a, f in zip(after, factors, strict=True)] if len(after) == len(factors) else []
-    if not tiled or strides != _ints(pool, "kernel_shape") or tiled != before:
-        return []
-    if [np.prod(after), np.prod(before)] != [*_sizes(numbers), *room]:
-        return []
-    name = f"{numbers.name}_spread"
-    small = _initializer(graph, np.array(after), f"{name}_small")
-    zero = _initializer(graph, np.zeros((), np.float32), f"{name}_zero")
-    scales = _initializer(graph, np.array(factors, np.float32), f"{name}_scales")
-    flat = _initializer(graph, np.array([-1]), f"{name}_flat")
-    zeros = onnx_ir.node("Mul", [numbers, zero])
-    image = onnx_ir.node("Reshape", [zeros.outputs[0], small])
-    nearest = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
-    large = onnx_ir.node("Resize", [image.outputs[0], None, scales], attributes=nearest)
-    again = onnx_ir.node("Reshape", [large.outputs[0], flat])
-    added = onnx_ir.node("Add", [row.outputs[0], again.outputs[0]])
-    return [zeros, image, large, again, added]
 
 
 def _bound(value: Any) -> int | None:
