@@ -15,6 +15,7 @@ from ampopt.search.openings import opening_of
 from ampopt.search.pass_manager import PassManager
 from ampopt.search.rescue import in_order
 from ampopt.search.subject import Subject
+from ampopt.search.trial import Trial
 
 OPENING = "the opening"
 """The row of the passes that are tried together first."""
@@ -103,20 +104,32 @@ class LaneSearch:
     def open(self, deadline: float, *, with_engine: bool = True) -> None:
         """Try the passes that won most often as one, then launch and run the result.
 
-        If they are wrong or slower together, those that others build on are tried without layouts and
-        kernels; what was not kept `rewrite` tries one by one. Not `with_engine`: the engine waits for `run`.
+        If they are right and slower together, they are tried with the opening's helpers; if that loses, too,
+        or they are wrong, those that others build on are tried without layouts and kernels. What was not kept
+        `rewrite` tries one by one. Not `with_engine`: the engine waits for `run`.
         """
-        steps = [s for s in self._rewrites if s.name in {*self._opening.rewrites} - self._handled]
-        before = self._handled
+        left = [step for step in self._rewrites if step.name not in self._handled]
+        steps = [step for step in left if step.name in self._opening.rewrites]
+        helped = [step for step in left if step in steps or step.name in self._opening.helpers]
         plain = [step for step in steps if step.family is Family.REWRITE or step.enables_others]
-        for name, some in {OPENING: steps, PLAIN_OPENING: plain}.items():
-            if len(some) > 1 and self._handled is before:
-                trial = self._manager.try_together(self.state, name, some, deadline)
-                if trial.entry.verdict in (Verdict.KEPT, Verdict.DECLINED):
-                    self._handled = before | {step.name for step in some}
+        trial = self._open_with(OPENING, steps, deadline)
+        if trial is not None and trial.program is not None and len(helped) > len(steps):
+            trial = self._open_with(f"{OPENING} with {', '.join(self._opening.helpers)}", helped, deadline)
+        if trial is not None:
+            self._open_with(PLAIN_OPENING, plain, deadline)
         self.launch(deadline)
         if with_engine:
             self._run_first(deadline)
+
+    def _open_with(self, name: str, steps: Sequence[Pass], deadline: float) -> Trial | None:
+        """Try passes as one; the trial if it was one and lost."""
+        if len(steps) < 2:
+            return None
+        trial = self._manager.try_together(self.state, name, steps, deadline)
+        if trial.entry.verdict not in (Verdict.KEPT, Verdict.DECLINED):
+            return trial
+        self._handled = self._handled | {step.name for step in steps}
+        return None
 
     def rewrite(self, deadline: float, until: Callable[[], bool] = lambda: False) -> None:
         """Try the rewrites that the opening has not tried, each in its place, those that seldom win last.

@@ -24,13 +24,15 @@ class Opening:
 
     `rewrites` are applied together and judged as a whole; `engine` runs the result. `late` are passes and
     engines that win seldom, or gain little for the seconds that they take: they are tried last. So are those
-    that are `outdone`, where the opening's engine could be tried.
+    that are `outdone`, where the opening's engine could be tried. `helpers` join the rewrites where those are
+    right and slower: without its search, cuDNN may choose slow algorithms for what the rewrites made.
     """
 
     rewrites: tuple[str, ...]
     engine: str | None = None
     late: tuple[str, ...] = ()
     outdone: tuple[str, ...] = ()
+    helpers: tuple[str, ...] = ()
 
 
 _LATE = ("degroup", "fuse-linear-act", "script", "parallel-branches")
@@ -41,7 +43,12 @@ _OUTDONE = ("compile",)
 
 OPENINGS = {
     ("cuda", False): Opening((*EXACT, "search-conv-algorithms", "fuse-conv-act"), None, _LATE),
-    ("cuda", True): Opening((*EXACT, "bake-autocast", "channels-last", "fuse-conv-act"), None, _LATE_IN_AMP),
+    ("cuda", True): Opening(
+        (*EXACT, "bake-autocast", "channels-last", "fuse-conv-act"),
+        None,
+        _LATE_IN_AMP,
+        helpers=("search-conv-algorithms",),
+    ),
     ("cpu", False): Opening((*EXACT, *_ON_CPU), "onnx-runtime", _LATE, _OUTDONE),
     ("cpu", True): Opening((*EXACT, "bake-autocast", *_ON_CPU), "openvino", _LATE, _OUTDONE),
 }

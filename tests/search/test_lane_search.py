@@ -125,6 +125,29 @@ def test_where_an_opening_is_slower_it_is_tried_without_layouts_and_kernels(
     assert bench.kept == ["one", "two", "kernel"]
 
 
+HELPED = f"{OPENING} with helper"
+
+
+@pytest.mark.parametrize(
+    ("factor", "cost", "expected"),
+    [
+        (1.0, 0.1, [(OPENING, REVERTED), (HELPED, KEPT), ("one", KEPT), ("layout", KEPT), ("helper", KEPT)]),
+        (1.0, 0.5, [(OPENING, REVERTED), (HELPED, REVERTED), (PLAIN_OPENING, KEPT)]),
+        (2.0, 0.1, [(OPENING, REVERTED), (PLAIN_OPENING, KEPT)]),
+    ],
+    ids=["faster with it", "slower all the same", "wrong"],
+)
+def test_where_an_opening_is_right_and_slower_it_is_tried_with_its_helper(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module, factor: float, cost: float, expected: Rows
+) -> None:
+    bench = Bench(monkeypatch, net, X, cost={"one": 0.9, "two": 0.9, "layout": 5.0, "helper": cost})
+    passes = (Planted("one"), PlantedLayout("layout", factor=factor), PlantedLayout("helper"), Planted("two"))
+    opening = Opening(("one", "layout", "two"), helpers=("helper",))
+    lane = search(monkeypatch, bench, Pipeline(passes), opening)
+    lane.open(bench.deadline)
+    assert rows(bench)[: len(expected)] == expected
+
+
 def test_a_rewrite_is_applied_in_its_own_place(monkeypatch: pytest.MonkeyPatch, net: nn.Module) -> None:
     bench = Bench(monkeypatch, net, X, cost={"first": 0.9, "middle": 0.9, "last": 0.9})
     passes = (Planted("first"), Planted("middle"), Planted("last"))
