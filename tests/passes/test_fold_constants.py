@@ -1,4 +1,4 @@
-"""fold-constants: what depends on weights alone is computed once."""
+"""fold-constants: what depends on no input is computed once."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from ampopt.ir.graph import aten, calls, is_constant
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Result
-from ampopt.passes import FoldConstants, FoldConvBn, RemoveInferenceNoops
+from ampopt.passes import CudaGraph, FoldConstants, FoldConvBn, RemoveInferenceNoops
 from tests.helpers import BF16, Model, check_pass, program_of, spoilt, targets_of, text_of, with_statistics
 
 
@@ -28,6 +28,17 @@ def _computed_from_weights(program: Program) -> list[str]:
     return [
         n.name for n in calls(program.graph) if n.all_input_nodes and all(map(is_constant, n.all_input_nodes))
     ]
+
+
+def _of_no_input(program: Program) -> list[str]:
+    """The calls that do not depend on the inputs."""
+    names, dependent = list[str](), {node for node in program.graph.graph.nodes if node.op == "placeholder"}
+    for node in calls(program.graph):
+        if dependent.isdisjoint(node.all_input_nodes):
+            names.append(node.name)
+        else:
+            dependent.add(node)
+    return names
 
 
 def test_a_chain_on_weights_becomes_one_weight() -> None:
@@ -86,20 +97,73 @@ def test_it_folds_under_autocast_what_autocast_would_compute() -> None:
     assert [weight.dtype for weight in result.program.graph.buffers()] == [torch.bfloat16]
 
 
-def test_it_leaves_what_depends_on_the_input_or_on_nothing() -> None:
-    model = Model(lambda m, x: m.linear(x + torch.ones(4)), linear=nn.Linear(4, 4))
-    check_pass(FoldConstants(), model, torch.randn(2, 4), rewrites=0)
+def positions(x: Tensor) -> Tensor:
+    """A sine embedding of pixels, as vision transformers make it anew in every call."""
+    rows = (~torch.zeros(x.shape[-2:]).to(device=x.device, dtype=torch.bool)).cumsum(0, dtype=torch.float32)
+    steps = torch.arange(6, dtype=torch.float32, device=x.device)
+    angles = rows[:, :, None] / 100 ** (torch.div(steps, 2, rounding_mode="floor") / 3)
+    waves = torch.stack([angles[..., 0::2].sin(), angles[..., 1::2].cos()], dim=3).flatten(2)
+    return waves.permute(2, 0, 1)
+
+
+def grid(x: Tensor) -> Tensor:
+    """Coordinates between -1 and 1, as samplers and detectors make them."""
+    height, width = x.shape[-2:]
+    ys, xs = torch.meshgrid(torch.linspace(-1, 1, height), torch.linspace(-1, 1, width), indexing="ij")
+    return torch.stack((xs, ys), -1).to(x).expand(x.shape[0], -1, -1, -1)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(lambda m, x: x + positions(x), id="sine embedding"),
+        pytest.param(lambda m, x: F.grid_sample(x, grid(x), align_corners=False), id="grid"),
+        pytest.param(lambda m, x: m.w.chunk(2)[1] + x, id="a part of a weight"),
+        pytest.param(
+            lambda m, x: x + m.w.expand(12, 50_000, 6, 6).sum(1)[:6], id="less than its intermediates"
+        ),
+        pytest.param(lambda m, x: x.masked_fill(torch.ones(6, 6).tril() == 0, 0.5), id="causal mask"),
+        pytest.param(lambda m, x: x + torch.full((6,), 0.1), id="numbers"),
+    ],
+)
+def test_what_is_made_of_nothing_or_of_weights_is_in_no_call(function: Callable[..., Tensor]) -> None:
+    model, x = Model(function, w=torch.randn(12, 1, 6, 6)), torch.randn(6, 6, 6, 6)
+    program = program_of(model, x)
+    found = FoldConstants().apply(program).rewrites
+    result = check_pass(FoldConstants(), model, x, rewrites=found)
+    assert _of_no_input(program) != []
+    assert _of_no_input(result.program) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("embed", [positions, lambda x: F.grid_sample(x, grid(x), align_corners=False)])
+def test_on_a_gpu_what_the_model_makes_on_the_cpu_is_no_obstacle_to_a_graph(
+    embed: Callable[[Tensor], Tensor],
+) -> None:
+    model, x = Model(lambda m, x: (x + embed(x)).relu()).cuda(), torch.randn(2, 6, 12, 10, device="cuda")
+    with pytest.raises(RuntimeError, match="capture"):
+        CudaGraph().apply(program_of(model, x)).program.run(x)
+    program = FoldConstants().apply(program_of(model, x)).program
+    captured = CudaGraph().apply(program).program
+    assert torch.equal(captured.run(x)[0], model(x))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(lambda m, x: x + torch.empty(4).fill_(2), id="uninitialized memory"),
+        pytest.param(lambda m, x: x + torch.zeros(1_100_000)[x.long()], id="more than 4 MiB"),
+        pytest.param(lambda m, x: m.linear(x), id="the input"),
+    ],
+)
+def test_it_leaves(function: Callable[..., Tensor]) -> None:
+    program = program_of(Model(function, linear=nn.Linear(4, 4)), torch.rand(2, 4))
+    assert FoldConstants().apply(program).rewrites == 0
 
 
 @pytest.mark.parametrize(
     ("model", "node", "reason"),
     [
-        pytest.param(
-            Model(lambda m, x: x * m.w.chunk(2)[0], w=torch.randn(6)),
-            "chunk",
-            "it returns several tensors",
-            id="several tensors",
-        ),
         pytest.param(
             Model(lambda m, x: (x, m.w * 2), w=torch.randn(3)),
             "mul",
@@ -107,7 +171,7 @@ def test_it_leaves_what_depends_on_the_input_or_on_nothing() -> None:
             id="output",
         ),
         pytest.param(
-            Model(lambda m, x: x + m.w.expand(3, 20_000, 3).sum(1), w=torch.randn(3, 1, 3)),
+            Model(lambda m, x: (x[:, None] + m.w.expand(3, 20_000, 3)).sum(1), w=torch.randn(3, 1, 3)),
             "expand",
             "its result is over 4 times as large as its operands",
             id="large expand",
@@ -120,11 +184,12 @@ def test_it_declines(model: nn.Module, node: str, reason: str) -> None:
 
 
 def test_how_much_larger_a_result_may_be_is_an_option() -> None:
-    model = Model(lambda m, x: x + m.w.repeat(1, 20_000)[:, :3], w=torch.randn(3, 1))
-    x = torch.randn(3, 3)
-    check_pass(FoldConstants(), model, x, rewrites=0)
-    result = check_pass(FoldConstants(max_growth=20_000), model, x, rewrites=2)
-    assert _computed_from_weights(result.program) == []
+    model = Model(lambda m, x: (x + m.w.repeat(1, 20_000)).sum(1), w=torch.randn(3, 1))
+    x = torch.randn(3, 1)
+    check_pass(FoldConstants(most_bytes=200_000), model, x, rewrites=0)
+    for step in (FoldConstants(), FoldConstants(max_growth=20_000, most_bytes=200_000)):
+        result = check_pass(step, model, x, rewrites=1)
+        assert _computed_from_weights(result.program) == []
 
 
 def test_an_output_that_is_a_view_of_a_folded_weight_stays_the_callers_own() -> None:
