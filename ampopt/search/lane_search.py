@@ -117,7 +117,7 @@ class LaneSearch:
             trial = self._open_with(f"{OPENING} with {', '.join(self._opening.helpers)}", helped, deadline)
         if trial is not None:
             self._open_with(PLAIN_OPENING, plain, deadline)
-        self.launch(deadline)
+        self.launch(self._manager.deadline)  # without it lanes cannot be compared
         if with_engine:
             self._run_first(deadline)
 
@@ -166,9 +166,16 @@ class LaneSearch:
         self._launched = graph
         usable = [step for step in self._pipeline.launches if step.why_not(graph.program) is None]
         for launch in self._pipeline.launches if first else usable:
-            self._manager.try_passes(self.state, launch.name, [launch], graph.program, deadline)
+            trial = self._manager.try_passes(self.state, launch.name, [launch], graph.program, deadline)
+            if trial.entry.verdict is Verdict.NOT_TRIED:
+                self._launched = None
         if not usable and self.state.best is not graph:
             self._manager.try_graph(self.state, "the rewritten graph", deadline)
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether there was time to launch the rewritten graph."""
+        return self._launched is not None
 
     def run(self, deadline: float) -> None:
         """Try the engines that were not tried in the opening: its own first, those that seldom win last.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 
 from ampopt.ir.lanes import Lane
@@ -37,6 +38,8 @@ class LaneState:
     """Passes that were kept with a small loss, because later ones may build on them."""
     founded: int = 0
     """The number of first passes in its recipes without which the lane is wrong, see `search.rescue`."""
+    bound: float = math.inf
+    """Largest error with which the lane may be chosen, beside the verification's limits."""
     check: Check | None = None
     """The final check of the best program by `PassManager.settle`; None before."""
 

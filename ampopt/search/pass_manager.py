@@ -368,6 +368,8 @@ class PassManager:
         check = self._verifier.check(candidate.run, state.lane)
         trial.note(error=check.error, limit=check.limit)
         wrong = check.reason
+        if wrong is None and check.error > state.bound:
+            wrong = f"its error {check.error:.2g} is over the tolerance {state.bound:g}"
         if wrong is None and same_bits_as is not None:
             wrong = _differing_bits(same_bits_as, candidate)
         if wrong is not None:

@@ -82,6 +82,8 @@ class Search:
             rewrites = self._pipeline.rewrites
             if not rescued(self._manager, state, self._verifier, rewrites, notes, self._bound):
                 continue
+            if lane.is_mixed and self._bound is not None and self._is_usable(state):
+                state.bound = self._bound
             self.states.append(state)
             search = LaneSearch(self._manager, state, self._pipeline, began + PATIENCE * left)
             searches.append(search)
@@ -162,6 +164,8 @@ class Search:
                 error = self._verifier.own_error(search.state.lane)
                 why = f"eager's own error in it is {error:.2g}, over the tolerance {self._bound:g}"
                 self._leave(search, f"{why} (precision={search.name!r} searches it)")
+            elif not search.is_launched:
+                contenders.append(search)  # how fast it is is not known
             elif (behind := took[search.name] / fastest) > BEHIND * _may_gain(search):
                 self._leave_behind(search, f"after its opening it was {behind:.2f}x slower than another")
             else:

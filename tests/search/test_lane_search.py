@@ -148,6 +148,27 @@ def test_where_an_opening_is_right_and_slower_it_is_tried_with_its_helper(
     assert rows(bench)[: len(expected)] == expected
 
 
+def test_a_launch_that_there_was_no_time_for_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module
+) -> None:
+    bench = Bench(monkeypatch, net, X, cost={"launch": 0.5})
+    lane = search(monkeypatch, bench, Pipeline((), (), (Launch(),)), Opening(()))
+    lane.launch(time.perf_counter() - 1.0)
+    assert (rows(bench), lane.is_launched) == ([("launch", NOT_TRIED)], False)
+    for _ in range(2):
+        lane.launch(bench.deadline)
+    assert (rows(bench)[1:], lane.is_launched) == ([("launch", KEPT)], True)
+
+
+def test_a_launch_is_tried_after_the_time_for_openings_is_over(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module
+) -> None:
+    bench = Bench(monkeypatch, net, X, cost={"launch": 0.5})
+    lane = search(monkeypatch, bench, Pipeline((Planted("one"),), (), (Launch(),)), Opening(("one",)))
+    lane.open(time.perf_counter() - 1.0)
+    assert rows(bench) == [("launch", KEPT)]
+
+
 def test_a_rewrite_is_applied_in_its_own_place(monkeypatch: pytest.MonkeyPatch, net: nn.Module) -> None:
     bench = Bench(monkeypatch, net, X, cost={"first": 0.9, "middle": 0.9, "last": 0.9})
     passes = (Planted("first"), Planted("middle"), Planted("last"))

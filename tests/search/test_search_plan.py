@@ -15,7 +15,7 @@ from ampopt.ir.lanes import FP32
 from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Pass, Result
-from ampopt.measure.entry import Entry
+from ampopt.measure.entry import Entry, Verdict
 from ampopt.measure.sampling import Measurement
 from ampopt.search.lane_search import LaneSearch
 from ampopt.search.openings import Opening
@@ -73,6 +73,30 @@ def test_a_lane_whose_engine_was_hurried_may_be_farther_behind(
     monkeypatch.setattr(LaneSearch, "is_hurried", property(lambda search: search.name == "fp32"))
     bench, _ = found(monkeypatch, PLANTED, after_openings={"fp32": behind, "amp": 1.0})
     assert lanes_of(bench, "one") == searched
+
+
+def test_a_lane_that_there_was_no_time_to_launch_is_searched_however_slow_it_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LaneSearch, "is_launched", property(lambda search: search.name == "fp32"))
+    bench, _ = found(monkeypatch, PLANTED, after_openings={"fp32": 1.0, "amp": 10.0})
+    assert lanes_of(bench, "one") == {"fp32", "amp"}
+
+
+@pytest.mark.parametrize(
+    ("bound", "verdict"), [(0.005, Verdict.REVERTED), (0.02, Verdict.KEPT), (None, Verdict.KEPT)]
+)
+def test_what_takes_a_lane_over_the_error_with_which_it_may_be_chosen_is_reverted(
+    bound: float | None, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = Pipeline((Planted("rounds", factor=1.006),))
+    after = {"fp32": 1.0, "amp": 1.0}
+    bench, _ = found(
+        monkeypatch, rounds, after_openings=after, bound=bound, cost=lambda names: 0.5 ** len(names)
+    )
+    (row,) = [entry for entry in bench.ledger.entries if entry.name == "rounds" and entry.lane == "amp"]
+    assert row.verdict is verdict
+    assert ("over the tolerance 0.005" in row.reason) == (bound == 0.005)
 
 
 def test_lanes_that_are_close_are_all_searched_the_faster_first(monkeypatch: pytest.MonkeyPatch) -> None:
