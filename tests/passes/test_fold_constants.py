@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from ampopt.engines.executable import executable
 from ampopt.ir.graph import aten, calls, is_constant
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Result
@@ -141,11 +142,8 @@ def test_on_a_gpu_what_the_model_makes_on_the_cpu_is_no_obstacle_to_a_graph(
     embed: Callable[[Tensor], Tensor],
 ) -> None:
     model, x = Model(lambda m, x: (x + embed(x)).relu()).cuda(), torch.randn(2, 6, 12, 10, device="cuda")
-    with pytest.raises(RuntimeError, match="capture"):
-        CudaGraph().apply(program_of(model, x)).program.run(x)
-    program = FoldConstants().apply(program_of(model, x)).program
-    captured = CudaGraph().apply(program).program
-    assert torch.equal(captured.run(x)[0], model(x))
+    program = program_of(model, x, on_top_of=[FoldConstants(), CudaGraph()])
+    assert torch.equal(executable(program)(x)[0], model(x))
 
 
 @pytest.mark.parametrize(
