@@ -46,6 +46,8 @@ for module in passes:
 print(*sorted(thing.__module__.rpartition(".")[2] for thing in exported), sep="\\n")
 """
 
+LIST_BACKENDS = "import torch; print(*torch.compiler.list_backends())"
+
 
 def run(*command: str | Path, cwd: Path) -> str:
     """Run a command as a user far from the checkout would; return what it printed, or end with it."""
@@ -122,6 +124,9 @@ def main() -> None:
         words = run(ampopt, "passes", cwd=work).split()
         if unnamed := [name for stem in files if (name := stem.replace("_", "-")) not in words]:
             sys.exit(f"`ampopt passes` does not name {', '.join(unnamed)}")
+        backends = run(scripts / "python", "-c", LIST_BACKENDS, cwd=work)
+        if "ampopt" not in backends.split():
+            sys.exit(f"torch.compile does not know the backend ampopt, only {backends.strip()}")
     print(f"the wheel holds all files and {len(files)} passes, and works outside the checkout")
 
 

@@ -35,9 +35,10 @@ from ampopt.search.lane_probe import seconds_of_a_call
 from ampopt.search.named_passes import Passes
 from ampopt.search.optimizer import Optimizer
 from ampopt.search.options import Options
+from ampopt.search.partly_optimized import PartlyOptimizedModule, as_it_was
 from ampopt.search.pass_manager import Progress
 from ampopt.search.progress import progress_line
-from ampopt.search.regions import PartlyOptimizedModule, as_it_was, optimize_regions
+from ampopt.search.regions import optimize_regions
 from ampopt.search.rehearsal import Sandbox
 from ampopt.system.budget import (
     CALLS_OF_A_TRIAL,

@@ -17,7 +17,7 @@ from ampopt.ir.model_copy import private_copy
 from ampopt.ir.numerics import least_error, relative_error
 from ampopt.ir.signature import flatten_outputs
 from ampopt.measure.entry import ORIGINAL
-from ampopt.search.regions import PartlyOptimizedModule
+from ampopt.search.partly_optimized import PartlyOptimizedModule
 from fuzz.calls import Call, same_memory
 from fuzz.judge import Answered, Judge, ask
 from fuzz.network import Spec, build, make_call

@@ -337,3 +337,21 @@ class Optimizer:
             serve_original=state is None,
             ready=ready,
         )
+
+
+def optimize_captured(
+    original: nn.Module, captured: Captured, options: Options, name: str, progress: Progress, sandbox: Sandbox
+) -> tuple[OptimizedModule, bool]:
+    """Optimize a part of a model, for the captured call alone; also whether Ctrl-C has ended the work."""
+    with interruptible():
+        optimizer = Optimizer(
+            original,
+            captured,
+            options,
+            name=name,
+            started=time.perf_counter(),
+            progress=progress,
+            sandbox=sandbox,
+            max_captures=0,
+        )
+    return optimizer.run(), optimizer.interrupted

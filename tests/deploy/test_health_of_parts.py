@@ -14,7 +14,7 @@ from ampopt.deploy.health import Event
 from ampopt.errors import InputError, StrictError
 from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.ledger import Ledger
-from ampopt.search.regions import PartlyOptimizedModule
+from ampopt.search.partly_optimized import PartlyOptimizedModule
 from ampopt.system.environment import environment
 from tests.helpers import Model
 from tests.support.planted import module_of, optimize
@@ -42,7 +42,7 @@ def in_parts(chosen: str = "fp32") -> tuple[nn.Module, PartlyOptimizedModule]:
     part = module_of(model.part, torch.zeros(2, 4), max_captures=0)
     report = Ledger("TwoParts", {}, ())
     report.chosen = chosen
-    return model, PartlyOptimizedModule(model, {"part": part}, report, torch.device("cpu"))
+    return model, PartlyOptimizedModule(model, {"part": part}, None, report, torch.device("cpu"))
 
 
 def test_parts_that_run_as_they_were_are_counted_and_with_strict_refused() -> None:

@@ -26,7 +26,7 @@ from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.ledger import Ledger
 from ampopt.passes import BakeAutocast
 from ampopt.search.options import Options
-from ampopt.search.regions import PartlyOptimizedModule
+from ampopt.search.partly_optimized import PartlyOptimizedModule
 from tests.helpers import BF16, FP16, Model
 from tests.support.planted import optimize
 
@@ -286,7 +286,7 @@ def test_a_model_of_several_graphs_takes_and_gives_the_lanes_dtype() -> None:
     assert list(fast.report.regions) == ["body"]
     fast.report.chosen = ORIGINAL  # whichever answers
     for optimized in ({}, {"body": lane_module(model.body, rows(), lane=FP32)}):
-        served = PartlyOptimizedModule(fast._original[0], optimized, fast.report, torch.device("cpu"))
+        served = PartlyOptimizedModule(fast._original[0], optimized, None, fast.report, torch.device("cpu"))
         for found, expected in zip(served(rows().to(LOW)), model(rows().to(LOW).float()), strict=True):
             assert right(found, expected)
 

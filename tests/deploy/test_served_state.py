@@ -16,7 +16,7 @@ from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.model_copy import private_copy
 from ampopt.ir.transform import Recipe
 from ampopt.measure.ledger import Ledger
-from ampopt.search.regions import PartlyOptimizedModule
+from ampopt.search.partly_optimized import PartlyOptimizedModule
 from tests.helpers import BF16, Model
 from tests.support.planted import captured_of, optimize
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from ampopt.errors import InputError
 from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.sampling import Gain, Measurement
-from ampopt.search.regions import PartlyOptimizedModule
+from ampopt.search.partly_optimized import PartlyOptimizedModule
 from benchmarks.models import randomize_batch_norm
 from tests.helpers import with_statistics
 from tests.support import snapshot
-from tests.support.planted import optimize
+from tests.support.planted import keep_the_patched, optimize
 
 pytestmark = pytest.mark.usefixtures("quick")
 X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -77,18 +77,6 @@ class Overwriting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize in place, then convolve."""
         return self.conv(x.sub_(0.5))  # type: ignore[no-any-return]
-
-
-def keep_the_patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the whole comparison find the patched model twice as fast, whatever the clock says."""
-    from ampopt.measure import headline
-
-    def measured(samplers: dict[str, Any], **options: Any) -> dict[str, Measurement]:
-        for sampler in samplers.values():
-            sampler()
-        return {name: Measurement((1.0 if name == "after" else 2.0,) * 6) for name in samplers}
-
-    monkeypatch.setattr(headline, "interleave", measured)
 
 
 def test_data_dependent_control_flow_is_served_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +174,7 @@ def test_a_model_without_any_graph_runs_as_it_was() -> None:
 
     fast = optimize(Bare(), X)
     assert fast.report.chosen == ORIGINAL
-    assert "no submodule can be captured: the model runs as it was" in fast.report.notes
+    assert "no part of it can be captured: the model runs as it was" in fast.report.notes
     assert torch.equal(fast(X.abs()), X.abs() + 1)
 
 
@@ -306,7 +294,7 @@ def test_where_the_comparison_fails_the_original_runs(monkeypatch: pytest.Monkey
     def failing(*args: Any) -> None:
         raise ZeroDivisionError("no samples")
 
-    monkeypatch.setattr("ampopt.search.regions._compare_whole", failing)
+    monkeypatch.setattr("ampopt.search.regions.PartwiseOptimizer._compare", failing)
     model = Branching().eval()
     fast = optimize(model, X.abs(), cache=False)
     assert fast.report.chosen == ORIGINAL

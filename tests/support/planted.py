@@ -21,9 +21,10 @@ from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.program import Program
 from ampopt.ir.signature import flatten_call
 from ampopt.ir.transform import Declined, Engine, Family, Numerics, Pass, Recipe, Result
+from ampopt.measure import headline
 from ampopt.measure.entry import Entry
 from ampopt.measure.ledger import Ledger
-from ampopt.measure.sampling import Gain
+from ampopt.measure.sampling import Gain, Measurement
 from ampopt.measure.verify import Verifier
 from ampopt.passes import PIPELINE
 from ampopt.search.lane_search import LaneSearch
@@ -36,6 +37,17 @@ KEEP = Gain(2.0, 1.9, 2.1)
 def rewriting(passes: Sequence[Pass]) -> Pipeline:
     """The pipeline with these passes as its rewrites."""
     return dataclasses.replace(PIPELINE, rewrites=tuple(passes))
+
+
+def keep_the_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the last comparison find the optimized model twice as fast, whatever the clock says."""
+
+    def measured(samplers: dict[str, Any], **options: Any) -> dict[str, Measurement]:
+        for sampler in samplers.values():
+            sampler()
+        return {name: Measurement((1.0 if name == "after" else 2.0,) * 6) for name in samplers}
+
+    monkeypatch.setattr(headline, "interleave", measured)
 
 
 NO_ENGINES = ("compile", "onnx-runtime", "openvino", "parallel-branches", "script")

@@ -22,6 +22,7 @@ from ampopt.measure.entry import ORIGINAL
 from ampopt.search.lane_search import LaneSearch
 from ampopt.search.optimizer import Optimizer
 from ampopt.search.pair_timer import PairTimer
+from ampopt.search.regions import PartwiseOptimizer
 from ampopt.system.interrupts import check_interrupted, held, interruptible, was_interrupted, watched
 from tests.support import snapshot
 from tests.support.planted import NO_ENGINES, Planted, rewriting
@@ -313,7 +314,7 @@ def test_in_one_region_it_ends_the_work_on_all(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("short")
 def test_while_regions_are_compared_the_original_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupt_once(monkeypatch, importlib.import_module("ampopt.search.regions"), "_compare_whole")
+    interrupt_once(monkeypatch, PartwiseOptimizer, "_compare")
     model = Branching()
     fast = optimize(model, X)
     assert fast.report.chosen == ORIGINAL

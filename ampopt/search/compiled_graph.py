@@ -1,0 +1,195 @@
+"""Optimizes one graph that TorchDynamo has captured, and computes it from then on.
+
+A model's weights are inputs of such a graph. They become constants of the optimized one. Each call compares
+them with those it was made for, by identity, version counter and address; with other values the graph runs as
+it was. (A write through `weight.data` changes none of the three, and is not noticed.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ampopt.deploy.runtime import OptimizedModule
+from ampopt.errors import CaptureError
+from ampopt.ir.capture import capture
+from ampopt.ir.model_copy import private_copy, same_tensor, untouched_rng, working_copy
+from ampopt.measure.entry import ORIGINAL
+from ampopt.measure.ledger import Ledger
+from ampopt.search.optimizer import optimize_captured
+from ampopt.search.options import Options
+from ampopt.search.pass_manager import Progress
+from ampopt.search.rehearsal import Sandbox
+from ampopt.system.interrupts import interruptible
+
+logger = logging.getLogger("ampopt")
+
+Strides = tuple[tuple[int, ...] | None, ...]
+"""The strides of results that are not contiguous, which later code may depend on; None for the others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weight:
+    """A constant, the place of the input that it was, and what tells whether it is the same."""
+
+    place: int
+    tensor: Tensor
+    version: int
+    address: int
+
+    @classmethod
+    def of(cls, place: int, tensor: Tensor) -> _Weight:
+        return cls(place, tensor, tensor._version, tensor.data_ptr())
+
+    def is_now(self, given: Tensor) -> bool:
+        """Whether an input is this tensor, and nothing was written to it."""
+        own = self.tensor
+        return given is own and own._version == self.version and own.data_ptr() == self.address
+
+
+class _Graph(nn.Module):
+    """A graph that is called with its inputs alone; its weights, by their places, are buffers.
+
+    `names` has the buffer's name for each place, None for an input.
+    """
+
+    def __init__(self, graph: fx.GraphModule, weights: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self.graph = graph
+        self.names = [f"weight_{place}" if place in weights else None for place in range(_count(graph))]
+        for place, weight in weights.items():
+            self.register_buffer(f"weight_{place}", weight.detach())
+
+    def weight(self, place: int) -> Tensor:
+        """The weight that belongs to a place."""
+        return self.get_buffer(f"weight_{place}")
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """The graph's results."""
+        given = iter(inputs)
+        return self.graph(*(next(given) if name is None else getattr(self, name) for name in self.names))
+
+
+class CompiledGraph:
+    """Computes a graph with its optimized module while the weights are those that it was made for.
+
+    `report` is the optimization's. `is_current`: no call has come with other weights so far; after one the
+    graph runs as it was.
+    """
+
+    def __init__(
+        self, original: _Graph, module: OptimizedModule, weights: Mapping[int, Tensor], strides: Strides
+    ) -> None:
+        """`weights` are the tensors whose values the original's have, by their places among the inputs."""
+        self._original, self._module, self._strides, self.is_current = original, module, strides, True
+        self._weights = [_Weight.of(place, tensor) for place, tensor in weights.items()]
+        self._own = [place for place, name in enumerate(original.names) if name is None]
+
+    @property
+    def report(self) -> Ledger:
+        """What was tried, and with which outcome."""
+        return self._module.report
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The graph's results, which are the caller's."""
+        is_same = self.is_current and all(weight.is_now(inputs[weight.place]) for weight in self._weights)
+        if not is_same and not self._takes(inputs):
+            return self._original.graph(*inputs)  # type: ignore[no-any-return]
+        outputs = self._module(*[inputs[place] for place in self._own])
+        if not any(self._strides):
+            return outputs  # type: ignore[no-any-return]
+        pairs = zip(outputs, self._strides, strict=True)
+        return tuple(output if strides is None else _laid_out(output, strides) for output, strides in pairs)
+
+    def _takes(self, inputs: tuple[Tensor, ...]) -> bool:
+        """Whether other tensors have the weights' values, as those of a copy of the model do."""
+        if self.is_current:
+            places = [weight.place for weight in self._weights]
+            self.is_current = all(same_tensor(inputs[i], self._original.weight(i)) for i in places)
+            if self.is_current:
+                self._weights = [_Weight.of(place, inputs[place]) for place in places]
+            else:
+                logger.warning(
+                    "ampopt: a graph of %d operators runs as it was, because its weights have changed: "
+                    "torch.compiler.reset() lets the next call optimize it again",
+                    size_of(self._original.graph),
+                )
+        return self.is_current
+
+
+def compile_graph(
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    places: Collection[int],
+    options: Options,
+    progress: Progress,
+    sandbox: Sandbox,
+) -> CompiledGraph:
+    """The optimized graph; `places` are those of the weights among its inputs, which become constants.
+
+    Raises CaptureError with the reason where the graph has to run as it was: it may need gradients, has sizes
+    that change from call to call, writes to its inputs, gives views of them, or is no faster.
+    """
+    if not all(isinstance(each, Tensor) for each in inputs):
+        raise CaptureError("its sizes change from call to call: torch.compile(..., dynamic=False)")
+    if torch.is_grad_enabled() and any(each.requires_grad for each in inputs):
+        raise CaptureError("it may need gradients: call the model under torch.no_grad()")
+    weights = {place: inputs[place] for place in sorted(places)}
+    given = tuple(each.detach().clone() for place, each in enumerate(inputs) if place not in weights)
+    if any(each.device != sandbox.device for each in inputs):
+        raise CaptureError("its inputs are on several devices")
+    if not given:
+        raise CaptureError("it has no inputs but weights")
+    with interruptible():
+        original = private_copy(_Graph(graph, weights), sandbox.device)
+        strides = _strides_of(original, given, sandbox.device)
+        captured = capture(original, given, {}, sandbox.device, lift_state=False)
+    name = f"graph of {size_of(graph)} operators"
+    module, _ = optimize_captured(original, captured, options, name, progress, sandbox)
+    if module.report.chosen == ORIGINAL:
+        raise CaptureError("nothing that was tried is faster")
+    assert isinstance(original, _Graph)
+    return CompiledGraph(original, module, weights, strides)
+
+
+def is_weight(tensor: Tensor) -> bool:
+    """Whether a graph's input is a parameter or a buffer of a module, with a counter of the writes to it."""
+    is_static = isinstance(tensor, nn.Parameter) or hasattr(tensor, "_dynamo_static_input_type")
+    return is_static and not tensor.is_inference()
+
+
+def size_of(graph: fx.GraphModule) -> int:
+    """The number of a graph's operators."""
+    return sum(node.op.startswith("call_") for node in graph.graph.nodes)
+
+
+def _count(graph: fx.GraphModule) -> int:
+    return sum(node.op == "placeholder" for node in graph.graph.nodes)
+
+
+def _strides_of(original: nn.Module, inputs: tuple[Tensor, ...], device: torch.device) -> Strides:
+    """The results' strides. Raises CaptureError where results share memory with inputs or each other."""
+    model, given = working_copy(original), tuple(each.clone() for each in inputs)
+    with torch.no_grad(), untouched_rng(device):
+        outputs = model(*given)
+    if not isinstance(outputs, tuple) or not all(isinstance(each, Tensor) for each in outputs):
+        raise CaptureError("its results are not a tuple of tensors")
+    taken = {_memory(each) for each in (*given, *model.buffers())}
+    for each in outputs:
+        if each.numel() and _memory(each) in taken:
+            raise CaptureError("a result of it is a view of an input, of a weight, or of another result")
+        taken.add(_memory(each))
+    return tuple(None if each.is_contiguous() else each.stride() for each in outputs)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _laid_out(output: Tensor, strides: tuple[int, ...]) -> Tensor:
+    return output.new_empty_strided(output.shape, strides).copy_(output)

@@ -1,0 +1,162 @@
+"""torch.compile(backend=ampopt's): graphs are optimized and right, or run as they were and say why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampopt.torch_compile import backend, compiled_graphs
+from tests.helpers import Model, with_statistics
+from tests.support.planted import NO_ENGINES, keep_the_patched
+
+OPTIONS: dict[str, Any] = {"exclude": NO_ENGINES, "budget_s": 20.0, "cache": False, "progress": False}
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def _kept(all_kept: AbstractContextManager[None], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every right pass is kept, and every result found faster; Dynamo forgets what it has captured."""
+    torch._dynamo.reset()
+    with all_kept, torch.no_grad():
+        keep_the_patched(monkeypatch)
+        yield
+    torch._dynamo.reset()
+
+
+class InTwoGraphs(nn.Module):
+    """A network with a break between its body and its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Classify."""
+        y = self.body(x)
+        torch._dynamo.graph_break()
+        return self.head(y.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def in_two_graphs() -> InTwoGraphs:
+    model = InTwoGraphs()
+    with_statistics(model)
+    return model
+
+
+def compiled(model: nn.Module, **options: Any) -> Callable[..., Any]:
+    return torch.compile(model.eval(), backend=backend, dynamic=False, options={**OPTIONS, **options})
+
+
+def test_every_graph_is_optimized_for_each_shape_and_right() -> None:
+    model = in_two_graphs()
+    fast = compiled(model)
+    before = len(compiled_graphs())
+    for x in (X, X, X[:1], X[..., :6]):
+        assert torch.allclose(fast(x), model(x), atol=1e-5)
+    found = compiled_graphs()[before:]
+    assert all(graph.is_current and graph.report.chosen == "fp32" for graph in found)
+    assert any("fold-conv-bn" in graph.report.lanes["fp32"].passes for graph in compiled_graphs())
+
+
+def test_with_other_weights_a_graph_runs_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    model = in_two_graphs()
+    fast = compiled(model)
+    fast(X)
+    with caplog.at_level(logging.WARNING, "ampopt"):
+        for _ in range(2):
+            model.head.weight.mul_(2.0)
+            assert torch.allclose(fast(X), model(X), atol=1e-5)
+    assert [r.message for r in caplog.records if "weights have changed" in r.message][1:] == []
+    assert any("weights have changed" in record.message for record in caplog.records)
+
+
+def test_equal_weights_of_another_tensor_are_taken() -> None:
+    model = in_two_graphs()
+    fast = compiled(model)
+    fast(X)
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    assert torch.allclose(fast(X), model(X), atol=1e-5)
+    assert all(graph.is_current for graph in compiled_graphs())
+
+
+def _appended(m: Any, x: Tensor) -> Tensor:
+    m.seen.add_(1.0)
+    return m.conv(x) + m.seen  # type: ignore[no-any-return]
+
+
+AS_IT_WAS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "a view of its input": (lambda m, x: (x.view(-1), m.conv(x)), "view"),
+    "random numbers": (lambda m, x: m.conv(x) + torch.rand(4, 1, 1), "random"),
+    "it writes its input": (lambda m, x: m.conv(x.mul_(0.5)), "changes its"),
+    "it writes a buffer": (_appended, "changes its buffer"),
+}
+
+
+@pytest.mark.parametrize("name", AS_IT_WAS)
+def test_what_cannot_be_optimized_runs_as_it_was(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    function, reason = AS_IT_WAS[name]
+    model = Model(function, conv=nn.Conv2d(3, 4, 3))
+    seen = torch.zeros(())
+    model.register_buffer("seen", seen)
+    fast, mine = compiled(model), [X.clone(), X.clone()]
+    with caplog.at_level(logging.WARNING, "ampopt"):
+        torch.manual_seed(1)
+        found = fast(mine[0])
+    seen.zero_()
+    torch.manual_seed(1)
+    expected = model(mine[1])
+    pairs = zip(*((each,) if isinstance(each, Tensor) else each for each in (found, expected)), strict=True)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in pairs)
+    assert torch.equal(*mine)
+    (said,) = [record.message for record in caplog.records if "runs as it was" in record.message]
+    assert reason in said
+
+
+def test_where_gradients_may_be_needed_they_are_there(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    with caplog.at_level(logging.WARNING, "ampopt"), torch.enable_grad():
+        compiled(model)(torch.randn(2, 3)).sum().backward()
+    assert model[0].weight.grad is not None
+    assert any("may need gradients" in record.message for record in caplog.records)
+
+
+def test_results_have_the_strides_that_later_code_may_rely_on() -> None:
+    model = Model(lambda m, x: m.conv(x).relu().permute(0, 2, 3, 1), conv=nn.Conv2d(3, 4, 3))
+    found, expected = compiled(model)(X), model(X)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert found.stride() == expected.stride()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"bugdet_s": 3.0}, "unknown option 'bugdet_s': choose of amp_dtype"),
+        ({"precision": "fp17"}, "fp17"),
+        ({"outputs": "static"}, "unknown option 'outputs'"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(Exception, match="InputError") as caught:
+        compiled(nn.Linear(3, 4), **options)(torch.randn(2, 3))
+    assert said in str(caught.value)
+
+
+def test_a_mode_is_refused() -> None:
+    with pytest.raises(Exception, match="the backend has no modes"):
+        torch.compile(nn.Linear(3, 4), backend=backend, mode="max-autotune")(torch.randn(2, 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "amp"])
+def test_on_a_gpu_graphs_are_optimized_and_right(precision: str) -> None:
+    model = in_two_graphs().cuda()
+    fast = compiled(model, precision=precision)
+    for x in (X.cuda(), X.cuda() * 2.0, X[:1].cuda()):
+        assert torch.allclose(fast(x), model(x), atol=1e-5 if precision == "fp32" else 3e-2)
