@@ -15,6 +15,7 @@ from ampopt.ir.graph import (
     aten,
     calls,
     constant,
+    decides_by_values,
     dtype_of,
     finish,
     insert_call,
@@ -42,9 +43,11 @@ class Degroup(Pass):
     form is timed at the convolution's real shape, dtype and layout, format changes at its border included.
     Requires: a weight of the graph, a batched input.
     Declines: convolutions whose present form is the fastest, with the ratio; computed weights; all others
-    once the time for measurements is over.
+    once the time for measurements is over; merging where values decide (the index of a maximum that is read).
     Correct because: group g's outputs depend on group g's inputs alone. In a merged group the weights from
     other groups' inputs are zero, and zero times a finite number adds nothing; a split is the definition.
+    NaN reaches the groups that it is merged with: where values decide, another group's NaN would be taken
+    for the own one's place.
     Cost: merging by m multiplies the weights and the arithmetic by m.
 
     `choices` holds the measured (convolution's name, form) pairs; a replay applies them without measuring.
@@ -64,7 +67,7 @@ class Degroup(Pass):
         convs = [n for n in calls(module, [aten.conv2d.default]) if arguments(n)["groups"] > 1]
         if not convs:
             return Result(program, 0)
-        fixed = None if self.choices is None else dict(self.choices)
+        decides, fixed = decides_by_values(program), None if self.choices is None else dict(self.choices)
         cache: dict[GroupedConv, list[tuple[Form, float]]] = {}
         declined, hints, chosen = list[Declined](), list[str](), list[tuple[str, str]]()
         for node in convs:
@@ -74,11 +77,15 @@ class Degroup(Pass):
             conv = _describe(module, node)
             if fixed is not None:
                 form = Form.parse(fixed[node.name]) if node.name in fixed else AS_IS
+                if form.merge > 1 and decides is not None:
+                    declined.append(Declined(node.name, f"{where(decides)} may take NaN of a merged group"))
+                    form = AS_IS
             elif conv not in cache and time.perf_counter() > end:
                 form = AS_IS
                 declined.append(Declined(node.name, "the time for measurements was spent"))
             else:
-                timed = cache.get(conv) or measure_forms(conv, forms_for(conv), program)
+                forms = [each for each in forms_for(conv) if each.merge == 1 or decides is None]
+                timed = cache.get(conv) or measure_forms(conv, forms, program)
                 cache[conv] = timed
                 form, reason = _choose(timed, self.least_gain)
                 hints.append(f"{where(node)} ({conv}): {conv.tensor_core_hint(program.device)}; {reason}")

@@ -15,6 +15,7 @@ from ampopt.ir.graph import (
     arguments,
     aten,
     constant,
+    decides_by_values,
     finish,
     insert_call,
     reads_strides,
@@ -51,7 +52,8 @@ class FuseConvTriton(Pass):
     at a time. The program is converted to channels_last first, as by the pass of that name, because the
     kernels read this format, and both together may gain where the format alone loses. Each chain is timed at
     its real shape, dtype and layout, in the tiles of `conv_tiles`, against the same operators one after
-    another and against cuDNN's fused form.
+    another and against cuDNN's fused form. Where values decide, groups are not computed together: NaN of one
+    reaches the others.
     Requires: CUDA and Triton; float32, float16 or bfloat16; feature maps with the channel innermost.
     Declines: other layouts and dtypes; intermediate results with other readers; chains without a gain, or
     after the time for measurements; in a replay, choices that do not fit the shape; programs under autocast.
@@ -92,7 +94,8 @@ class FuseConvTriton(Pass):
         end = time.perf_counter() + self.seconds
         laid = in_channels_last(program).program
         module = record_shapes(laid)
-        chains, declined = find_chains(module, program.settings.tf32)
+        merges = decides_by_values(program) is None
+        chains, declined = find_chains(module, program.settings.tf32, merges=merges)
         if self.choices is None:
             chosen, more = self._choose(chains, program, end)
         else:

@@ -43,14 +43,19 @@ class Chain:
         return self.nodes[-1]
 
 
-def find_chains(module: fx.GraphModule, tf32: bool) -> tuple[list[Chain], list[Declined]]:
-    """All chains of the graph, without overlaps, and the declined nodes."""
+def find_chains(
+    module: fx.GraphModule, tf32: bool, *, merges: bool = True
+) -> tuple[list[Chain], list[Declined]]:
+    """All chains of the graph, without overlaps, and the declined nodes.
+
+    `merges`: narrow groups may be computed several at a time, so that NaN of one reaches the others.
+    """
     chains, declined, fused = list[Chain](), list[Declined](), set[fx.Node]()
     for conv in calls(module, [aten.conv2d.default, aten.linear.default]):
         if reason := _why_not(conv):
             declined.append(Declined(conv.name, reason))
             continue
-        chain = _chain(module, conv, fused, tf32)
+        chain = _chain(module, conv, fused, tf32, merges)
         if isinstance(chain, str):
             declined.append(Declined(conv.name, chain))
             continue
@@ -74,7 +79,9 @@ def _why_not(conv: fx.Node) -> str | None:
     return None
 
 
-def _chain(module: fx.GraphModule, conv: fx.Node, fused: set[fx.Node], tf32: bool) -> Chain | str:
+def _chain(
+    module: fx.GraphModule, conv: fx.Node, fused: set[fx.Node], tf32: bool, merges: bool
+) -> Chain | str:
     """What can be computed together with a convolution; a reason where its layout is none of ours."""
     own = arguments(conv)
     source, scale = own["input"], None
@@ -100,6 +107,8 @@ def _chain(module: fx.GraphModule, conv: fx.Node, fused: set[fx.Node], tf32: boo
         return "the channels of its output are not innermost"
     groups = own["groups"] if is_conv else 1
     merge = merge_factor(tuple(weight.shape), groups)
+    if merge > 1 and not merges:
+        return "NaN of one of its groups would reach others, where values decide"
     shape = (weight.shape[0], weight.shape[1] * merge, *weight.shape[2:])
     dtype = tensor_meta(conv).dtype
     flags = (own["bias"] is not None, add is not None, scale is not None)

@@ -246,3 +246,29 @@ def test_on_a_gpu_forms_are_measured_on_the_devices_clock(groups: int) -> None:
     assert result.rewrites + len(result.declined) == 1
     assert len(result.hints) == 1
     assert error_of(result.program, model, [x]) < 2.0**-9
+
+
+class UnpoolingGroups(nn.Module):
+    """A grouped convolution whose largest values are put where they were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1, groups=4)
+        self.pool, self.unpool = nn.MaxPool2d(2, return_indices=True), nn.MaxUnpool2d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As wide as the input."""
+        values, places = self.pool(self.conv(x))
+        return self.unpool(values, places)  # type: ignore[no-any-return]
+
+
+def test_where_values_decide_no_groups_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = UnpoolingGroups(), torch.randn(1, 8, 8, 8)
+    result = Degroup(choices=(("conv2d", "merge=4"),)).apply(program_of(model, x))
+    assert result.rewrites == 0
+    assert "may take NaN of a merged group" in result.declined[0].reason
+    _pretend(monkeypatch, {Form(merge=2): 0.1, Form(split=True): 0.5})
+    split = Degroup().apply(program_of(model, x))
+    assert [form for _, form in split.replay.choices] == ["split"]  # type: ignore[union-attr]
+    x[0, [0, 2], [1, 2], [1, 3]] = float("nan")  # of two groups, in overlapping windows
+    assert torch.equal(split.program.run(x)[0].isnan(), model(x).isnan())

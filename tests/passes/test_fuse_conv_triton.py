@@ -404,3 +404,14 @@ def test_the_check_catches_an_addition_that_is_forgotten() -> None:
     model = _model(lambda m, x: (m.a(x) + x).relu())
     with pytest.raises(AssertionError, match="the error is"):
         check_pass(_ForgetsTheAddition(), model, torch.randn(2, 16, 8, 8), rewrites=1, on_top_of=NHWC)
+
+
+def test_where_values_decide_narrow_groups_are_not_computed_together() -> None:
+    def largest(m: Any, x: Tensor) -> Tensor:
+        y = m.g(x)
+        return y.gather(1, y.argmax(1, keepdim=True))  # type: ignore[no-any-return]
+
+    model = Model(largest, g=nn.Conv2d(16, 16, 3, padding=1, groups=4))
+    result = OnCpu().apply(program_of(model, torch.randn(1, 16, 8, 8), on_top_of=NHWC))
+    assert result.rewrites == 0
+    assert "NaN of one of its groups would reach others" in result.declined[0].reason
