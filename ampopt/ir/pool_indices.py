@@ -6,16 +6,16 @@ then writes NaN to another position, and an element that is NaN in eager is a nu
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
 
 from ampopt.ir.graph import arguments, aten, calls, insert_call, reads_result, replace
+from ampopt.system.once import once
 
 
-@functools.cache
+@once
 def max_pool2d_with_indices() -> torch._ops.OpOverload:
     """The operator; registered with PyTorch at the first call. Arguments and results are aten's."""
     made = torch.library.custom_op(

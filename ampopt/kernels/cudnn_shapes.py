@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
+from ampopt.system.once import once
 
-@functools.cache
+
+@once
 def know_shapes() -> torch.library.Library | None:
     """Register kernels for fake tensors for `cudnn_convolution_relu` and `_add_relu`, once per process."""
     if torch.ops.aten.cudnn_convolution_relu.default.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta):

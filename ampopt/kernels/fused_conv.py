@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ampopt.kernels.pixel_layout import in_order, packed_depthwise, pixels, reads_runs, unit_of
+from ampopt.system.once import once
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "": lambda v: v,
@@ -66,7 +67,7 @@ def is_available() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-@functools.cache
+@once
 def fused_conv() -> torch._ops.OpOverload:
     """The operator; registered with PyTorch at the first call.
 
