@@ -57,12 +57,13 @@ def compiled(model: nn.Module, **options: Any) -> Callable[..., Any]:
 def test_every_graph_is_optimized_for_each_shape_and_right() -> None:
     model = in_two_graphs()
     fast = compiled(model)
-    before = len(compiled_graphs())
+    before = compiled_graphs()  # those of earlier tests, until they are collected
     for x in (X, X, X[:1], X[..., :6]):
         assert torch.allclose(fast(x), model(x), atol=1e-5)
-    found = compiled_graphs()[before:]
+    found = [graph for graph in compiled_graphs() if graph not in before]
+    assert len(found) >= 4
     assert all(graph.is_current and graph.report.chosen == "fp32" for graph in found)
-    assert any("fold-conv-bn" in graph.report.lanes["fp32"].passes for graph in compiled_graphs())
+    assert any("fold-conv-bn" in graph.report.lanes["fp32"].passes for graph in found)
 
 
 def test_with_other_weights_a_graph_runs_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
@@ -79,11 +80,11 @@ def test_with_other_weights_a_graph_runs_as_it_was(caplog: pytest.LogCaptureFixt
 
 def test_equal_weights_of_another_tensor_are_taken() -> None:
     model = in_two_graphs()
-    fast = compiled(model)
+    fast, before = compiled(model), compiled_graphs()
     fast(X)
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     assert torch.allclose(fast(X), model(X), atol=1e-5)
-    assert all(graph.is_current for graph in compiled_graphs())
+    assert all(graph.is_current for graph in compiled_graphs() if graph not in before)
 
 
 def _appended(m: Any, x: Tensor) -> Tensor:
