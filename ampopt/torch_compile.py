@@ -94,9 +94,8 @@ def _checked(mode: str | None, options: dict[str, Any]) -> tuple[bool | None, Op
 def _compiled(
     graph: fx.GraphModule, inputs: Sequence[Any], options: Options, shown: bool | None
 ) -> CompiledGraph:
-    tensors = {place: each for place, each in enumerate(inputs) if isinstance(each, Tensor)}
-    device = next((each.device for each in tensors.values()), torch.device("cpu"))
-    weights = [place for place, each in tensors.items() if is_weight(each)]
+    device = next((each.device for each in inputs if isinstance(each, Tensor)), torch.device("cpu"))
+    weights = [place for place, each in enumerate(inputs) if is_weight(each)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._guards.tracing(None))  # Dynamo's fake tensors are none of the exporter's
         tell = stack.enter_context(progress_line(shown, time.perf_counter(), options.budget_s))

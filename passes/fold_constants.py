@@ -105,7 +105,8 @@ def _tensors(value: object) -> list[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """The address of a tensor's memory; of a sparse one, which has several, that of the object."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
 def _declined(module: fx.GraphModule, kept: Mapping[fx.Node, str]) -> tuple[Declined, ...]:

@@ -43,11 +43,14 @@ class Part:
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
         """Keep the inputs' values: later code may write to them."""
         self.graph, self.place = graph, _place_of(graph)
-        self.inputs = [each if _is_kept(each) else each.detach().clone() for each in inputs]
+        is_kept = [not isinstance(each, Tensor) or is_weight(each) for each in inputs]
+        self.inputs = [
+            each if kept else each.detach().clone() for each, kept in zip(inputs, is_kept, strict=True)
+        ]
         self.compiled: CompiledGraph | None = None
         self.seconds = 0.0
         self.is_timed = False
-        self._weights = {i: (each, each._version) for i, each in enumerate(inputs) if _is_weight(each)}
+        self._weights = {i: (each, each._version) for i, each in enumerate(inputs) if is_weight(each)}
 
     @property
     def weights(self) -> frozenset[int]:
@@ -62,6 +65,10 @@ class Part:
             if inputs[place] is not weight or weight._version != version:
                 del self._weights[place]
         return self._timed(inputs) if self.is_timed else self.graph(*inputs)
+
+    def settle(self) -> None:
+        """Forget what was only needed to optimize it."""
+        self.inputs, self._weights = [], {}
 
     def _timed(self, inputs: tuple[Any, ...]) -> Any:
         device = next((each.device for each in inputs if isinstance(each, Tensor)), torch.device("cpu"))
@@ -126,8 +133,10 @@ class Between:
                 check_interrupted(error)
                 yield part, None, str(error) if isinstance(error, AmpoptError) else first_line(error)
                 continue
-            part.compiled, part.inputs = compiled, []
+            part.compiled = compiled
             yield part, compiled.report, ""
+        for part in self.parts:
+            part.settle()
 
     def _collect(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Part:
         part = Part(graph, inputs)
@@ -163,14 +172,6 @@ def _own_function(model: list[nn.Module]) -> Call:
 
     call.__code__ = call.__code__.replace()
     return call
-
-
-def _is_kept(value: Any) -> bool:
-    return not isinstance(value, Tensor) or is_weight(value)
-
-
-def _is_weight(value: Any) -> bool:
-    return isinstance(value, Tensor) and is_weight(value)
 
 
 def _place_of(graph: fx.GraphModule) -> str:

@@ -157,8 +157,10 @@ def compile_graph(
     return CompiledGraph(original, module, weights, strides)
 
 
-def is_weight(tensor: Tensor) -> bool:
+def is_weight(tensor: object) -> bool:
     """Whether a graph's input is a parameter or a buffer of a module, with a counter of the writes to it."""
+    if not isinstance(tensor, Tensor):
+        return False
     is_static = isinstance(tensor, nn.Parameter) or hasattr(tensor, "_dynamo_static_input_type")
     return is_static and not tensor.is_inference()
 

@@ -450,11 +450,11 @@ def test_an_error_in_the_search_costs_only_what_comes_after_it(
         raise ZeroDivisionError("a mistake of ours")
 
     monkeypatch.setattr(f"ampopt.search.optimizer.Search.{place}", fail)
-    fast = optimize(model, X)
+    fast = optimize(model, X, precision="fp32")  # which lane is faster depends on the clock
     note = "the search ended early, by an error in it: ZeroDivisionError: a mistake of ours"
     assert note in fast.report.notes
     assert "the search ended early" in caplog.text
-    assert torch.allclose(fast(X), model(X), atol=2e-2, rtol=2e-2)  # whichever lane is faster here
+    assert torch.allclose(fast(X), model(X), atol=1e-5)
     assert bool(fast.report.lanes) == (place == "_contenders")  # what the openings have found is there
 
 
