@@ -38,7 +38,7 @@ from ampopt.search.options import Options
 from ampopt.search.partly_optimized import PartlyOptimizedModule, as_it_was
 from ampopt.search.pass_manager import Progress
 from ampopt.search.progress import progress_line
-from ampopt.search.regions import optimize_regions
+from ampopt.search.regions import PartwiseOptimizer
 from ampopt.search.rehearsal import Sandbox
 from ampopt.system.budget import (
     CALLS_OF_A_TRIAL,
@@ -203,16 +203,10 @@ def _optimize(
                 sandbox.close()
     if reason is None:
         return optimizer.run()
-    return optimize_regions(
-        original,
-        args,
-        kwargs,
-        options,
-        reason,
-        started=started,
-        progress=tell,
-        sandbox=sandbox,
+    parts = PartwiseOptimizer(
+        original, args, kwargs, options, reason, started=started, progress=tell, sandbox=sandbox
     )
+    return parts.run()
 
 
 def _first_estimate(

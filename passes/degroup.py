@@ -15,7 +15,7 @@ from ampopt.ir.graph import (
     aten,
     calls,
     constant,
-    decides_by_values,
+    deciding_node,
     dtype_of,
     finish,
     insert_call,
@@ -67,7 +67,7 @@ class Degroup(Pass):
         convs = [n for n in calls(module, [aten.conv2d.default]) if arguments(n)["groups"] > 1]
         if not convs:
             return Result(program, 0)
-        decides, fixed = decides_by_values(program), None if self.choices is None else dict(self.choices)
+        decides, fixed = deciding_node(module), None if self.choices is None else dict(self.choices)
         cache: dict[GroupedConv, list[tuple[Form, float]]] = {}
         declined, hints, chosen = list[Declined](), list[str](), list[tuple[str, str]]()
         for node in convs:

@@ -15,7 +15,7 @@ from ampopt.ir.graph import (
     arguments,
     aten,
     constant,
-    decides_by_values,
+    deciding_node,
     finish,
     insert_call,
     reads_strides,
@@ -94,7 +94,7 @@ class FuseConvTriton(Pass):
         end = time.perf_counter() + self.seconds
         laid = in_channels_last(program).program
         module = record_shapes(laid)
-        merges = decides_by_values(program) is None
+        merges = deciding_node(module) is None
         chains, declined = find_chains(module, program.settings.tf32, merges=merges)
         if self.choices is None:
             chosen, more = self._choose(chains, program, end)

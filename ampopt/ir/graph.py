@@ -334,7 +334,11 @@ def decides_by_values(program: Program) -> fx.Node | None:
     Examples: the index of a maximum, a comparison, a sort. If an input becomes NaN, its readers read other
     elements, or none.
     """
-    module = record_shapes(program)
+    return deciding_node(record_shapes(program))
+
+
+def deciding_node(module: fx.GraphModule) -> fx.Node | None:
+    """`decides_by_values` for a graph whose shapes are recorded."""
     computed: set[fx.Node] = set()
     node: fx.Node
     for node in module.graph.nodes:

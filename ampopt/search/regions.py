@@ -134,18 +134,8 @@ def _find_regions(
     yield from visit("", model)
 
 
-def optimize_regions(
-    original: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    options: Options,
-    reason: str,
-    *,
-    started: float,
-    progress: Progress,
-    sandbox: Sandbox,
-) -> PartlyOptimizedModule:
-    """Optimize the parts of a private copy that can be captured; `reason` says why it is not one graph.
+class PartwiseOptimizer:
+    """The work of one `optimize` call for a private copy of a model; `reason` says why it is not one graph.
 
     `original`, a private copy, is not called: copies of it are, so that the result starts with its state.
 
@@ -154,12 +144,6 @@ def optimize_regions(
     does not show its effect on the rest of the model (thresholds, sorting). The whole model is then compared
     with the original; if it differs by more than the tolerance, or is not faster, the original is served.
     """
-    work = PartwiseOptimizer(original, args, kwargs, options, reason, started, progress, sandbox)
-    return work.run()
-
-
-class PartwiseOptimizer:
-    """The work of one `optimize` call for a model that is not one graph."""
 
     def __init__(
         self,
@@ -168,6 +152,7 @@ class PartwiseOptimizer:
         kwargs: Mapping[str, Any],
         options: Options,
         reason: str,
+        *,
         started: float,
         progress: Progress,
         sandbox: Sandbox,
