@@ -88,7 +88,7 @@ def _checked(mode: str | None, options: dict[str, Any]) -> tuple[bool | None, Op
     return shown, Options(**{"precision": "fp32", **options})
 
 
-@optimizing.taken()
+@optimizing.taken(waits=False)  # Dynamo's own lock is held here: the other thread may wait for that
 @watched()
 @process_kept()
 def _compiled(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ampopt.system.turns import optimizing
 from ampopt.torch_compile import backend, compiled_graphs
 from tests.helpers import Model, with_statistics
 from tests.support.planted import NO_ENGINES, keep_the_patched
@@ -126,6 +128,27 @@ def test_where_gradients_may_be_needed_they_are_there(caplog: pytest.LogCaptureF
         compiled(model)(torch.randn(2, 3)).sum().backward()
     assert model[0].weight.grad is not None
     assert any("may need gradients" in record.message for record in caplog.records)
+
+
+def test_while_another_thread_optimizes_a_graph_runs_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    model, begun, over = nn.Sequential(nn.Linear(3, 4), nn.ReLU()), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with optimizing.taken():
+            begun.set()
+            over.wait(60.0)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    begun.wait(60.0)
+    x = torch.randn(2, 3)
+    try:
+        with caplog.at_level(logging.WARNING, "ampopt"):
+            assert torch.allclose(compiled(model)(x), model(x))
+    finally:
+        over.set()
+        other.join()
+    assert any("another thread optimizes" in record.message for record in caplog.records)
 
 
 def test_results_have_the_strides_that_later_code_may_rely_on() -> None:

@@ -18,20 +18,25 @@ class Turn:
         self._holder: int | None = None
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
+    def taken(self, *, waits: bool = True) -> Iterator[None]:
         """Hold the lock for the block, or for calls of the decorated function.
 
-        A thread that works for the holder, see `working_for`, holds it, too.
+        A thread that works for the holder, see `working_for`, holds it, too. Not `waits`: raise
+        BlockingIOError if another thread holds it.
         """
         if self._holder in _waiting_threads():
             yield
             return
-        with self._lock:
+        if not self._lock.acquire(blocking=waits):
+            raise BlockingIOError("another thread optimizes a model at this moment")
+        try:
             before, self._holder = self._holder, threading.get_ident()
             try:
                 yield
             finally:
                 self._holder = before
+        finally:
+            self._lock.release()
 
 
 optimizing, capturing, switching = Turn(), Turn(), Turn()
