@@ -45,6 +45,8 @@ from ampopt.system.budget import (
     CALLS_TO_CAPTURE,
     CALLS_TO_COMPARE,
     CALLS_TO_LOOK,
+    DEFAULT_CALLS,
+    DEFAULT_S,
     MODULE_S,
     Budget,
     calls_to_verify,
@@ -69,7 +71,7 @@ def optimize(
     precision: str = "auto",
     tolerance: float | None = None,
     metric: Metric | None = None,
-    budget_s: float = 60.0,
+    budget_s: float | None = None,
     device: torch.device | str | None = None,
     outputs: Outputs = "copy",
     policy: str = "amp",
@@ -108,7 +110,8 @@ def optimize(
         budget_s: time limit in seconds for everything, including capture and verification. The search ends
             earlier if nothing likely to gain is left. Passes that do not fit are reported as not tried, with
             the budget that they need; another call goes on from there. If no pass could be judged, the
-            original answers.
+            original answers. None: 60 s, or what 200 calls of the model take if that is more, and at most
+            600 s.
         device: optimize a copy on this device; None: the device of the weights.
         outputs: "copy": each call returns new tensors; "static": with a CUDA graph, results are buffers that
             the next call overwrites (no memory is allocated, and the addresses stay the same).
@@ -149,18 +152,33 @@ def optimize(
     """
     started = time.perf_counter()
     with interruptible():
-        bounds = precision, tolerance, metric, budget_s
-        options = Options(*bounds, outputs, policy, amp_dtype, exclude, cache, nan, passes, io)
+        options = Options.of(
+            precision=precision,
+            tolerance=tolerance,
+            metric=metric,
+            budget_s=budget_s,
+            outputs=outputs,
+            policy=policy,
+            amp_dtype=amp_dtype,
+            exclude=exclude,
+            cache=cache,
+            nan=nan,
+            passes=passes,
+            io=io,
+        )
         if progress is not None:
             progress = flag("progress", progress)
         refuse_more(more)
         given = {} if example_kwargs is None else example_kwargs
         original, args, kwargs, note = prepare_call(model, example_inputs, given, device, options)
+        call_s = _seconds_of_a_slow_call(original, args, kwargs, options, started)
+        options = options.with_time_for(call_s or 0.0)
     where = device_of(original, flatten_call(args, kwargs)[0])
     with progress_line(progress, started, options.budget_s) as tell, Sandbox(where) as sandbox:
-        result = _optimize(original, args, kwargs, options, started, tell, sandbox)
+        result = _optimize(original, args, kwargs, options, started, tell, sandbox, call_s)
     result.strict = strict
-    result.report.notes[:0] = [told for told in (note, mode_note(model), io_note(original)) if told]
+    notes = note, mode_note(model), io_note(original), _budget_note(options, call_s)
+    result.report.notes[:0] = [told for told in notes if told]
     release(where)  # of what was tried and lost
     return result
 
@@ -173,12 +191,13 @@ def _optimize(
     started: float,
     tell: Progress,
     sandbox: Sandbox,
+    call_s: float | None,
 ) -> OptimizedModule | PartlyOptimizedModule:
     rehearses = (
         any(engine.risky for engine in options.pipeline().engines) and options.budget_s >= WORTH_A_STAGE_S
     )
     with interruptible():
-        call_s, reason = _first_estimate(original, args, kwargs, Budget(started, options.budget_s))
+        reason = None if call_s is None else _why_nothing_fits(original, call_s, options, started)
         if reason is not None:
             return as_it_was(original, args, kwargs, reason, started=started)
         if rehearses:
@@ -209,21 +228,45 @@ def _optimize(
     return parts.run()
 
 
-def _first_estimate(
-    original: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], budget: Budget
-) -> tuple[float | None, str | None]:
-    """Seconds of a call, where they had to be looked at, and why nothing can be tried within the budget.
+CALLS_FOR_ONE_PASS = (
+    CALLS_TO_LOOK + CALLS_TO_CAPTURE + calls_to_verify(draws=0) + CALLS_OF_A_TRIAL + CALLS_TO_COMPARE
+)
+"""Number of calls in which one pass can be judged."""
+
+
+def _seconds_of_a_slow_call(
+    original: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, started: float
+) -> float | None:
+    """Seconds of a call, where it may be too slow for the budget; None where it certainly is not.
 
     All that was done until now, the first call included, takes at least as long as a call does.
     """
-    calls = CALLS_TO_LOOK + CALLS_TO_CAPTURE + calls_to_verify(draws=0) + CALLS_OF_A_TRIAL + CALLS_TO_COMPARE
-    exporting_s, what = MODULE_S * sum(1 for _ in original.modules()), "capturing and judging one pass"
-    call_s = time.perf_counter() - budget.started
-    if budget.why_not(exporting_s + calls * call_s, call_s, what) is None:
-        return None, None
-    if call_s < budget.left_s:
-        call_s = seconds_of_a_call(original, args, kwargs, budget.seconds)
-    return call_s, budget.why_not(exporting_s + calls * call_s, call_s, what)
+    calls = CALLS_FOR_ONE_PASS if options.is_budget_given else DEFAULT_CALLS
+    elapsed, left = time.perf_counter() - started, Budget(started, options.budget_s).left_s
+    if _exporting_s(original) + calls * elapsed <= left:
+        return None
+    if elapsed >= left:
+        return elapsed
+    return seconds_of_a_call(original, args, kwargs, options.budget_s)
+
+
+def _why_nothing_fits(original: nn.Module, call_s: float, options: Options, started: float) -> str | None:
+    needed_s = _exporting_s(original) + CALLS_FOR_ONE_PASS * call_s
+    return Budget(started, options.budget_s).why_not(needed_s, call_s, "capturing and judging one pass")
+
+
+def _exporting_s(original: nn.Module) -> float:
+    return MODULE_S * sum(1 for _ in original.modules())
+
+
+def _budget_note(options: Options, call_s: float | None) -> str | None:
+    """A note for the report if the default budget is longer than usual."""
+    if call_s is None or options.is_budget_given or options.budget_s <= DEFAULT_S:
+        return None
+    return (
+        f"the time budget was {options.budget_s:.0f} s, because a call takes {call_s:.2g} s here: "
+        "budget_s sets another"
+    )
 
 
 def mode_note(model: nn.Module) -> str | None:

@@ -59,7 +59,7 @@ def compare(
     example_kwargs: Mapping[str, Any] | None = None,
     precision: str = "auto",
     tolerance: float | None = None,
-    budget_s: float = 60.0,
+    budget_s: float | None = None,
     device: torch.device | str | None = None,
     policy: str = "amp",
     amp_dtype: torch.dtype | None = None,
@@ -85,7 +85,7 @@ def compare(
     """
     started = time.perf_counter()
     with interruptible():
-        options = Options(
+        options = Options.of(
             precision=precision,
             tolerance=tolerance,
             budget_s=budget_s,
@@ -104,6 +104,7 @@ def compare(
         except CaptureError as error:
             raise InputError(f"compare needs a model that is one graph: {error}") from error
         call_s = seconds_of_a_call(original, args, kwargs, options.budget_s)
+        options = options.with_time_for(call_s)
         needed_s = [call_s * calls_to_verify(draws) for draws in range(DRAWS + 1)]
         draws = max((n for n, s in enumerate(needed_s) if s <= VERIFYING * options.budget_s), default=0)
         tolerance, faults = options.tolerance, options.nan

@@ -46,7 +46,7 @@ def export(
     trust_model_file: cli.TrustModelFile = False,
     precision: cli.Precision = "auto",
     tolerance: cli.Tolerance = None,
-    budget: cli.Budget = 60.0,
+    budget: cli.Budget = None,
     policy: cli.Policy = "amp",
     nan: cli.Nan = "keep",
     device: cli.Device = None,

@@ -86,7 +86,10 @@ Tolerance = Annotated[
         "small multiple of eager's own in the same precision, and at most 1e-2 for auto to choose it.",
     ),
 ]
-Budget = Annotated[float, Option(help="Seconds for everything; what does not fit is not tried.")]
+Budget = Annotated[
+    float | None,
+    Option(help="Seconds for everything; what does not fit is not tried. Default: 60, more for slow calls."),
+]
 Policy = Annotated[
     Literal["amp", "O1", "O2", "half"],
     Option(help="How mixed precision is decided: amp (autocast's own lists), O1, O2 (as apex), half."),
@@ -134,7 +137,7 @@ def check_request(
     weights: Path | None,
     trust_model_file: bool,
     device: str | None,
-    budget: float,
+    budget: float | None,
     exclude: Sequence[str] | None,
     passes: str | None,
     written: Mapping[str, Path | None],
@@ -143,7 +146,8 @@ def check_request(
 
     `written`: the output paths by option.
     """
-    check_budget(budget)
+    if budget is not None:
+        check_budget(budget)
     said = {*(exclude or ()), *(name for name, _ in parse(passes or ""))}
     names = sorted({*pass_names(), *(installed() if passes else ())})
     if unknown := sorted(said - set(names)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
@@ -20,6 +20,7 @@ from ampopt.ir.transform import Pass
 from ampopt.measure.verify import Faults, Metric
 from ampopt.passes import PIPELINE, AllowTf32, BakeAutocast, FuseConvAct, KeepFp32
 from ampopt.search.named_passes import Passes, as_pipeline, check_listed, code_of
+from ampopt.system.budget import DEFAULT_S, default_budget_s
 from ampopt.system.environment import package_versions
 
 AUTO_TOLERANCE = 1e-2
@@ -33,7 +34,7 @@ class Options:
     precision: str = "auto"
     tolerance: float | None = None
     metric: Metric | None = None
-    budget_s: float = 60.0
+    budget_s: float = DEFAULT_S
     outputs: Outputs = "copy"
     policy: str = "amp"
     amp_dtype: torch.dtype | None = None
@@ -42,6 +43,16 @@ class Options:
     nan: Faults = "keep"
     passes: Passes | None = None
     io: str = "original"
+    is_budget_given: bool = True
+
+    @classmethod
+    def of(cls, *, budget_s: float | None, **others: Any) -> Options:
+        """The options of a call; `budget_s` None: the default budget, see `with_time_for`."""
+        return cls(
+            budget_s=DEFAULT_S if budget_s is None else budget_s,
+            is_budget_given=budget_s is not None,
+            **others,
+        )
 
     def __post_init__(self) -> None:
         """Raise InputError, before any work, for an invalid value; convert numbers to Python's types."""
@@ -89,12 +100,19 @@ class Options:
         """The dtype of floating-point inputs and outputs; None: the original's."""
         return None if self.io == "original" else lanes_for(self.precision, device, self.amp_dtype)[0].dtype
 
+    def with_time_for(self, call_s: float) -> Options:
+        """These options with the default budget for a model whose call takes `call_s`, if none was given."""
+        if self.is_budget_given:
+            return self
+        return dataclasses.replace(self, budget_s=default_budget_s(call_s))
+
     def cache_facts(self) -> dict[str, object]:
         """The options that decide which passes win, for the cache key."""
-        named = ("precision", "tolerance", "budget_s", "amp_dtype", "nan", "io")
+        named = ("precision", "tolerance", "amp_dtype", "nan", "io")
         asked = {name: getattr(self, name) for name in named}
         return {
             **asked,
+            "budget_s": self.budget_s if self.is_budget_given else None,
             "metric": self.metric is not None,
             "passes": [(type(s).__module__, s) for s in self.pipeline()],
             "packages": package_versions(name for e in self.pipeline().engines for name in e.packages),

@@ -6,6 +6,15 @@ import dataclasses
 import math
 import time
 
+DEFAULT_S = 60.0
+"""The time budget in seconds, if the user gives none and calls are not slow."""
+
+DEFAULT_CALLS = 200
+"""The time budget in calls, if the user gives none and they are slow: about twice what one pass needs."""
+
+MOST_BY_DEFAULT_S = 600.0
+"""The longest time budget in seconds that the user did not ask for."""
+
 MARGIN_S = 3.0
 """Seconds by which preparation and the last comparison may exceed any time budget."""
 
@@ -60,6 +69,11 @@ class Budget:
             f"{max(self.left_s - MARGIN_S, 0.0):.2g} s of the time budget are left: "
             f"give budget_s={unit * math.ceil(whole / unit):.0f}"
         )
+
+
+def default_budget_s(call_s: float) -> float:
+    """The time budget in seconds for a model whose call takes `call_s`, if the user gives none."""
+    return min(max(DEFAULT_S, DEFAULT_CALLS * call_s), MOST_BY_DEFAULT_S)
 
 
 def calls_to_verify(draws: int) -> int:

@@ -96,6 +96,25 @@ def test_where_nothing_fits_it_is_said_with_a_budget_that_does() -> None:
 
 
 @pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(("call_s", "budget_s"), [(0.2, 60), (0.4, 80), (1.4, 280), (3.0, 600)])
+def test_without_a_budget_a_slow_model_gets_the_time_of_its_calls(call_s: float, budget_s: int) -> None:
+    report = optimize(Slow(call_s), X, budget_s=None, precision="fp32", cache=False).report
+    told = [note for note in report.notes if note.startswith(f"the time budget was {budget_s} s, because a ")]
+    assert len(told) == (budget_s > 60)
+    assert [entry.lane for entry in report.entries][:1] == ["fp32"]
+    assert report.verified
+
+
+def test_without_a_budget_nothing_takes_longer_than_ten_minutes(clock: Clock) -> None:
+    began = clock.now
+    report = optimize(Slow(10.0), X, budget_s=None, precision="fp32", cache=False).report
+    assert report.notes[0].startswith("the time budget was 600 s, because a call takes 10 s here")
+    assert report.notes[1].startswith("a call takes 10 s here, so that capturing and judging one pass takes ")
+    assert report.chosen == ORIGINAL
+    assert clock.now - began < 100.0
+
+
+@pytest.mark.usefixtures("clock")
 def test_fewer_random_inputs_are_drawn_where_a_call_takes_long() -> None:
     report = optimize(Slow(1.0), X, budget_s=91.0, precision="fp32", cache=False).report
     assert "verified on 0 of 2 random inputs, because a call takes 1 s here" in report.notes
