@@ -95,7 +95,8 @@ def _appended(m: Any, x: Tensor) -> Tensor:
 
 
 AS_IT_WAS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
-    "a view of its input": (lambda m, x: (x.view(-1), m.conv(x)), "view"),
+    "only views": (lambda m, x: (x.view(-1), x[0], m.conv.weight.T), "views"),
+    "a part of another result": (lambda m, x: ((y := m.conv(x))[:, :2], y[:, 1:]), "a part of its memory"),
     "random numbers": (lambda m, x: m.conv(x) + torch.rand(4, 1, 1), "random"),
     "it writes its input": (lambda m, x: m.conv(x.mul_(0.5)), "changes its"),
     "it writes a buffer": (_appended, "changes its buffer"),
@@ -149,6 +150,29 @@ def test_while_another_thread_optimizes_a_graph_runs_as_it_was(caplog: pytest.Lo
         over.set()
         other.join()
     assert any("another thread optimizes" in record.message for record in caplog.records)
+
+
+def _views(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    y = m.conv(x).relu()
+    return x.view(-1), y, y[:, 1], m.conv.bias, (y + 1).mean((2, 3), keepdim=True).expand(-1, -1, 2, 2)
+
+
+def test_results_that_are_views_are_views_of_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model(_views, conv=nn.Conv2d(3, 4, 3))
+    fast, before = compiled(model), compiled_graphs()
+    for base in (X, torch.stack([X, X])[1]):
+        mine, other = X.clone(), base.clone()
+        expected, found = model(mine), fast(other)
+        assert found[3].data_ptr() == model.get_parameter("conv.bias").data_ptr()
+        for place in (0, 2):  # later code writes to them
+            expected[place].mul_(2.0)
+            found[place].mul_(2.0)
+        assert torch.equal(mine, other)
+        for a, b in zip(found, expected, strict=True):
+            assert torch.allclose(a, b, atol=1e-5)
+            assert a.stride() == b.stride()
+    assert [g.report.chosen for g in compiled_graphs() if g not in before] == ["fp32"]
+    assert [record.message for record in caplog.records if record.name == "ampopt"] == []
 
 
 def test_results_have_the_strides_that_later_code_may_rely_on() -> None:

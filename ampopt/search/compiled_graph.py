@@ -7,10 +7,11 @@ it was. (A write through `weight.data` changes none of the three, and is not not
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,6 +22,7 @@ from ampopt.ir.capture import capture
 from ampopt.ir.model_copy import private_copy, same_tensor, untouched_rng, working_copy
 from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.ledger import Ledger
+from ampopt.search.aliases import Layout, layout_of
 from ampopt.search.optimizer import optimize_captured
 from ampopt.search.options import Options
 from ampopt.search.pass_manager import Progress
@@ -28,9 +30,6 @@ from ampopt.search.rehearsal import Sandbox
 from ampopt.system.interrupts import interruptible
 
 logger = logging.getLogger("ampopt")
-
-Strides = tuple[tuple[int, ...] | None, ...]
-"""The strides of results that are not contiguous, which later code may depend on; None for the others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +70,24 @@ class _Graph(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         """The graph's results."""
+        return self.graph(*self.all_inputs(inputs))
+
+    def all_inputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The graph's inputs, with the weights among them."""
         given = iter(inputs)
-        return self.graph(*(next(given) if name is None else getattr(self, name) for name in self.names))
+        return [next(given) if name is None else getattr(self, name) for name in self.names]
+
+    def only(self, places: Sequence[int]) -> _Graph:
+        """A graph with the same buffers that gives the results at these places; itself if they are all."""
+        graph = copy.deepcopy(self.graph)
+        output = graph.graph.output_node()
+        results = list(cast(Sequence[fx.Node], output.args[0]))
+        if len(places) == len(results):
+            return self
+        output.args = (tuple(results[place] for place in places),)
+        graph.recompile()
+        weights = {place: getattr(self, name) for place, name in enumerate(self.names) if name is not None}
+        return _Graph(graph, weights)
 
 
 class CompiledGraph:
@@ -83,10 +98,10 @@ class CompiledGraph:
     """
 
     def __init__(
-        self, original: _Graph, module: OptimizedModule, weights: Mapping[int, Tensor], strides: Strides
+        self, original: _Graph, module: OptimizedModule, weights: Mapping[int, Tensor], layout: Layout
     ) -> None:
         """`weights` are the tensors whose values the original's have, by their places among the inputs."""
-        self._original, self._module, self._strides, self.is_current = original, module, strides, True
+        self._original, self._module, self._layout, self.is_current = original, module, layout, True
         self._weights = [_Weight.of(place, tensor) for place, tensor in weights.items()]
         self._own = [place for place, name in enumerate(original.names) if name is None]
 
@@ -100,11 +115,7 @@ class CompiledGraph:
         is_same = self.is_current and all(weight.is_now(inputs[weight.place]) for weight in self._weights)
         if not is_same and not self._takes(inputs):
             return self._original.graph(*inputs)  # type: ignore[no-any-return]
-        outputs = self._module(*[inputs[place] for place in self._own])
-        if not any(self._strides):
-            return outputs  # type: ignore[no-any-return]
-        pairs = zip(outputs, self._strides, strict=True)
-        return tuple(output if strides is None else _laid_out(output, strides) for output, strides in pairs)
+        return self._layout.laid_out(self._module(*[inputs[place] for place in self._own]), inputs)
 
     def _takes(self, inputs: tuple[Tensor, ...]) -> bool:
         """Whether other tensors have the weights' values, as those of a copy of the model do."""
@@ -133,7 +144,7 @@ def compile_graph(
     """The optimized graph; `places` are those of the weights among its inputs, which become constants.
 
     Raises CaptureError with the reason where the graph has to run as it was: it may need gradients, has sizes
-    that change from call to call, writes to its inputs, gives views of them, or is no faster.
+    that change from call to call, writes to its inputs, computes nothing but views, or is no faster.
     """
     if not all(isinstance(each, Tensor) for each in inputs):
         raise CaptureError("its sizes change from call to call: torch.compile(..., dynamic=False)")
@@ -147,14 +158,15 @@ def compile_graph(
         raise CaptureError("it has no inputs but weights")
     with interruptible():
         original = private_copy(_Graph(graph, weights), sandbox.device)
-        strides = _strides_of(original, given, sandbox.device)
-        captured = capture(original, given, {}, sandbox.device, lift_state=False)
+        assert isinstance(original, _Graph)
+        layout = _layout_of(original, given, sandbox.device)
+        computed = original.only(layout.own)
+        captured = capture(computed, given, {}, sandbox.device, lift_state=False)
     name = f"graph of {size_of(graph)} operators"
-    module, _ = optimize_captured(original, captured, options, name, progress, sandbox)
+    module, _ = optimize_captured(computed, captured, options, name, progress, sandbox)
     if module.report.chosen == ORIGINAL:
         raise CaptureError("nothing that was tried is faster")
-    assert isinstance(original, _Graph)
-    return CompiledGraph(original, module, weights, strides)
+    return CompiledGraph(original, module, weights, layout)
 
 
 def is_weight(tensor: object) -> bool:
@@ -174,24 +186,15 @@ def _count(graph: fx.GraphModule) -> int:
     return sum(node.op == "placeholder" for node in graph.graph.nodes)
 
 
-def _strides_of(original: nn.Module, inputs: tuple[Tensor, ...], device: torch.device) -> Strides:
-    """The results' strides. Raises CaptureError where results share memory with inputs or each other."""
+def _layout_of(original: _Graph, inputs: tuple[Tensor, ...], device: torch.device) -> Layout:
+    """How the results lie in memory. Raises CaptureError where they cannot be given as the graph does."""
     model, given = working_copy(original), tuple(each.clone() for each in inputs)
     with torch.no_grad(), untouched_rng(device):
         outputs = model(*given)
     if not isinstance(outputs, tuple) or not all(isinstance(each, Tensor) for each in outputs):
         raise CaptureError("its results are not a tuple of tensors")
-    taken = {_memory(each) for each in (*given, *model.buffers())}
-    for each in outputs:
-        if each.numel() and _memory(each) in taken:
-            raise CaptureError("a result of it is a view of an input, of a weight, or of another result")
-        taken.add(_memory(each))
-    return tuple(None if each.is_contiguous() else each.stride() for each in outputs)
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _laid_out(output: Tensor, strides: tuple[int, ...]) -> Tensor:
-    return output.new_empty_strided(output.shape, strides).copy_(output)
+    assert isinstance(model, _Graph)
+    layout = layout_of(model.all_inputs(given), outputs)
+    if not layout.own:
+        raise CaptureError("it computes nothing: its results are views of its inputs")
+    return layout

@@ -1,0 +1,125 @@
+"""How the results of a graph lie in memory: in memory of their own, or as views of inputs or other results.
+
+Code that runs after a graph may write to its results, or depend on their strides. Results that are optimized
+get the strides that they had; views are made anew in each call, with the same sizes, strides and offset. For
+static sizes and strides of the inputs, which Dynamo guards, a graph's views do not depend on values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ampopt.errors import CaptureError
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """A result in memory of its own; `strides` are None if it is contiguous."""
+
+    strides: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, result: Tensor) -> Own:
+        """The strides of a result. Raises CaptureError where its elements overlap, other than by `expand`."""
+        if result.is_contiguous():
+            return cls(None)
+        once = _once(result, result.stride())
+        if _elements(once).sum() != once.numel():
+            raise CaptureError("elements of a result of it share memory")
+        return cls(result.stride())
+
+    def laid_out(self, result: Tensor) -> Tensor:
+        """A result with these strides; what `expand` has repeated is repeated in the same way."""
+        if self.strides is None or result.stride() == self.strides:
+            return result
+        once = _once(result, self.strides)
+        kept = once.new_empty_strided(once.shape, self.strides).copy_(once)
+        return kept.as_strided(result.shape, self.strides)
+
+
+def _once(result: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Every element of a result with these strides once."""
+    return result[tuple(slice(1) if stride == 0 else slice(None) for stride in strides)]
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """Which of the places of its memory are elements of a tensor."""
+    places = torch.zeros(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=torch.bool)
+    places.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).fill_(True)
+    return places
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A result whose elements are elements of an input or of an earlier result, its base.
+
+    `place`: the base's, among the inputs or the results; `offset`: from the base's first element on.
+    """
+
+    is_of_input: bool
+    place: int
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def of(self, base: Tensor) -> Tensor:
+        """The view of a base that lies as the one did that this was made for."""
+        return base.as_strided(self.size, self.strides, base.storage_offset() + self.offset)
+
+
+class Layout:
+    """The layout of all results of a graph."""
+
+    def __init__(self, results: Sequence[Own | View]) -> None:
+        """`results`: one of each; the base of a view that is a result comes before the view."""
+        self._results = tuple(results)
+        self.own = tuple(place for place, each in enumerate(results) if isinstance(each, Own))
+        self._is_plain = all(each == Own(None) for each in results)
+
+    def laid_out(self, own: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """All results, from those in memory of their own and from the graph's inputs."""
+        if self._is_plain:
+            return tuple(own)
+        given, results = iter(own), list[Tensor]()
+        for each in self._results:
+            if isinstance(each, Own):
+                results.append(each.laid_out(next(given)))
+            else:
+                results.append(each.of((inputs if each.is_of_input else results)[each.place]))
+        return tuple(results)
+
+
+def layout_of(inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Layout:
+    """The layout of a graph's results, as a call with these inputs gave them.
+
+    Raises CaptureError where a result shares some elements with another tensor, and has others of its own, or
+    reads another's memory as another dtype.
+    """
+    found = list[Own | View]()
+    for place, result in enumerate(results):
+        candidates = [(True, index, each) for index, each in enumerate(inputs)]
+        candidates += [(False, i, results[i]) for i in range(place) if isinstance(found[i], Own)]
+        views = (_view(result, *candidate) for candidate in candidates)
+        found.append(next(filter(None, views), None) or Own.of(result))
+    return Layout(found)
+
+
+def _view(result: Tensor, is_of_input: bool, place: int, base: Tensor) -> View | None:
+    """The view of a base that a result is; None if they have no element in common."""
+    storage = result.untyped_storage()
+    if not result.numel() or storage.data_ptr() != base.untyped_storage().data_ptr():
+        return None
+    kind = (result.dtype, result.is_conj(), result.is_neg())
+    if kind != (base.dtype, base.is_conj(), base.is_neg()):
+        raise CaptureError("a result of it is a view of another tensor with another dtype")
+    shared = _elements(base).as_strided(result.size(), result.stride(), result.storage_offset())
+    if not shared.any():
+        return None
+    if not shared.all():
+        raise CaptureError("a result of it shares a part of its memory with another tensor")
+    offset = int(result.storage_offset() - base.storage_offset())
+    return View(is_of_input, place, tuple(result.size()), result.stride(), offset)

@@ -1,0 +1,91 @@
+"""Results of graphs lie as they did: their own memory, or views of inputs and of other results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from ampopt.errors import CaptureError
+from ampopt.search.aliases import Layout, Own, layout_of
+
+Tensors = Sequence[Tensor]
+Function = Callable[[Tensor], Tensors]
+
+FUNCTIONS: dict[str, Function] = {
+    "own": lambda x: [x + 1, (x * 2).T],
+    "the input": lambda x: [x + 1, x],
+    "a part of the input": lambda x: [x[1:, ::2], x + 1],
+    "a view of a result": lambda x: [y := x + 1, y.view(-1), y.T, y[1]],
+    "a view of a transposed result": lambda x: [y := (x + 1).T, y[:, 1], y.diagonal()],
+    "parts of what is no result": lambda x: list((x + 1).unbind(-1)),
+    "the same twice": lambda x: [y := x + 1, y],
+    "nothing": lambda x: [x[:0], x + 1],
+    "spread out": lambda x: [(x + 1).unsqueeze(0).expand(2, -1, -1), x[:1].expand(3, -1)],
+}
+
+
+def replayed(layout: Layout, computed: Tensors, inputs: Tensors) -> tuple[Tensor, ...]:
+    """The results as an optimized graph gives them: contiguous and new."""
+    return layout.laid_out([computed[place].contiguous().clone() for place in layout.own], inputs)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_later_code_writes_is_seen_where_it_was(name: str) -> None:
+    function = FUNCTIONS[name]
+    example = torch.arange(12.0).view(3, 4)
+    layout = layout_of([example], function(example))
+    for shift in range(2):  # an input that begins elsewhere in its memory
+        numbers = torch.arange(20.0, 40.0)
+        own, other = (numbers.clone()[shift : shift + 12].view(3, 4) for _ in range(2))
+        expected, found = function(own), replayed(layout, function(other.clone()), [other])
+        assert [each.stride() for each in found] == [each.stride() for each in expected]
+        for place in range(len(expected)):
+            if expected[place].numel() and not _overlaps(expected[place]):
+                expected[place].mul_(3.0)
+                found[place].mul_(3.0)
+            assert all(map(torch.equal, found, expected))
+            assert torch.equal(own, other)
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: [(y := x + 1)[:2], y[1:]],
+        lambda x: [x.view(torch.int32)],
+        lambda x: [(x + 1).view(-1).unfold(0, 4, 2)],
+        lambda x: [(y := x + 1), y.view(torch.int32)],
+    ],
+)
+def test_memory_that_is_shared_in_part_or_read_as_another_dtype_is_refused(function: Function) -> None:
+    x = torch.arange(12.0).view(3, 4)
+    with pytest.raises(CaptureError, match="a result of it"):
+        layout_of([x], function(x))
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
+def test_any_slice_of_an_input_is_its_view_and_any_sum_is_not(sizes: list[int], data: st.DataObject) -> None:
+    x = torch.randn(sizes).permute(*data.draw(st.permutations(range(len(sizes)))))
+    index = tuple(slice(data.draw(st.integers(0, n - 1)), n, data.draw(st.integers(1, 3))) for n in x.shape)
+    layout = layout_of([x], [x[index], x + 1])
+    assert layout.own == (1,)
+    other = torch.empty_strided(x.shape, x.stride()).copy_(torch.randn(x.shape))
+    view, _ = layout.laid_out([other + 1], [other])
+    assert torch.equal(view, other[index])
+    assert view.data_ptr() == other[index].data_ptr()
+
+
+def test_contiguous_results_are_given_as_they_are() -> None:
+    x = torch.randn(3)
+    layout, y = layout_of([x], [x + 1]), torch.randn(3)
+    assert layout.own == (0,)
+    assert layout.laid_out([y], [x])[0] is y
+    assert Own(None).laid_out(y) is y
