@@ -35,9 +35,6 @@ from benchmarks.ways import (
 
 Make = Callable[[nn.Module, tuple[Tensor, ...], Border], Ways]
 
-BUDGET_S = 60.0
-"""The time budget of `optimize`, its default."""
-
 LANES = ("fp32", "amp")
 
 
@@ -145,7 +142,7 @@ def ours(
     model: nn.Module, inputs: tuple[Tensor, ...], border: Border, *, lane: str, outputs: str = "static"
 ) -> Ways:
     """ampopt with its defaults, in one lane, with results as its peers have them."""
-    options = {"precision": lane, "outputs": outputs, "budget_s": BUDGET_S, "cache": False, "progress": False}
+    options = {"precision": lane, "outputs": outputs, "cache": False, "progress": False}
 
     def make() -> Made:
         if border.io == IN_LANE:

@@ -17,7 +17,6 @@ from ampopt.system.flags import cuda_math
 from benchmarks import by_compile, by_onnx, cold_start, peers, race, regimes
 from benchmarks.by_hand import as_float, as_half_channels_last, cuda_graph
 from benchmarks.contestants import (
-    BUDGET_S,
     Contestant,
     as_it_is,
     border_of,
@@ -62,7 +61,13 @@ def test_every_device_has_both_lanes_with_the_original_and_ampopt(device: torch.
         assert any(c.lane == lane and c.name == f"ampopt {lane}" for c in found)
     assert all("max-autotune" in c.name or c.name.endswith("copied") for c in found if c.thorough)
     assert all((c.make is None) == (c.engine is not None) for c in found)
-    assert BUDGET_S == 60
+
+
+def test_ampopt_races_with_the_default_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr("ampopt.optimize", lambda *_, **options: given.append(options))
+    ours(nn.Linear(2, 2), (torch.randn(1, 2),), border_of("fp32", "fp32", CPU), lane="fp32")[""]()
+    assert [set(options) & {"budget_s", "passes", "exclude"} for options in given] == [set()]
 
 
 def test_the_fp32_lane_has_one_border_and_amp_two() -> None:
