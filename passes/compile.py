@@ -16,7 +16,7 @@ from ampopt.engines.inductor_code import OPTIONS, InductorCode, is_whole, static
 from ampopt.errors import first_line
 from ampopt.ir.capturing import capturing
 from ampopt.ir.graph import arguments, aten, calls, finish, insert_call, is_opaque, replace, where
-from ampopt.ir.pool_indices import keep_indices
+from ampopt.ir.pool_indices import keep_indices, max_pool2d_with_indices
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Rehearsed, Result
 from ampopt.system.inductor_cache import remove_cut_off_builds
@@ -103,6 +103,7 @@ class Compile(Engine):
         if sent is None:
             return None
         try:
+            max_pool2d_with_indices()  # the code may call it, and otherwise only tracing registers it
             engine = InductorCode(**sent).load()
             with program.scope():
                 entered = _entered(program)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -51,6 +54,40 @@ def test_what_is_sent_is_loaded_with_the_weights_that_were_sent_and_nothing_is_t
             assert torch.equal(one, two)
         found.append(sent["key"])
     assert found[0] == found[1]
+
+
+IN_A_NEW_PROCESS = """
+import sys, torch
+from ampopt.passes import Compile
+from tests.engines.test_inductor_code import pooled
+from tests.helpers import program_of
+
+model, x = pooled()
+sent, expected = torch.load(sys.argv[1])
+hints = []
+engine = Compile()._load(program_of(model, x), sent, hints)
+assert not hints, hints
+assert all(map(torch.equal, engine(x), expected))
+"""
+
+
+def pooled() -> tuple[nn.Module, Tensor]:
+    """A network whose compiled code calls an operator of ours."""
+    torch.manual_seed(0)
+    return Model(lambda _, x: F.max_pool2d(x, 2, return_indices=True)), torch.randn(1, 2, 4, 4)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_own_cache")
+def test_code_that_calls_an_operator_of_ours_is_loaded_in_a_process_that_has_traced_nothing(
+    tmp_path: Path,
+) -> None:
+    model, x = pooled()
+    made, sent = sent_by(program_of(model, x))
+    assert sent is not None
+    torch.save((sent, made.run(x)), tmp_path / "sent.pt")
+    command = [sys.executable, "-c", IN_A_NEW_PROCESS, str(tmp_path / "sent.pt")]
+    subprocess.run(command, check=True, timeout=120, cwd=Path(__file__).parents[2])
 
 
 @needs_compiler
