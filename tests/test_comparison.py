@@ -162,9 +162,10 @@ class Measures(Planted):
         )
 
 
-def test_the_default_budget_is_that_of_the_command_line() -> None:
-    asked = [inspect.signature(f).parameters[n] for f, n in ((ampopt.compare, "budget_s"), (run, "budget"))]
-    assert [parameter.default for parameter in asked] == [60.0, 60.0]
+def test_the_default_budget_is_that_of_the_command_line_and_of_optimize() -> None:
+    functions = (ampopt.compare, "budget_s"), (ampopt.optimize, "budget_s"), (run, "budget")
+    asked = [inspect.signature(function).parameters[name] for function, name in functions]
+    assert [parameter.default for parameter in asked] == [None, None, None]
 
 
 def test_a_model_that_is_no_single_graph_is_refused() -> None:

@@ -52,7 +52,6 @@ class _Never:
         ("budget_s", -1, "budget_s=-1: give a positive number"),
         ("budget_s", float("nan"), "budget_s=nan: give a positive number"),
         ("budget_s", float("inf"), "budget_s=inf: give a positive number"),
-        ("budget_s", None, "budget_s=None: give a positive number"),
         ("budget_s", [5], r"budget_s=\[5\]: give a positive number"),
         ("tolerance", "x", "tolerance='x': give a relative error, 0 or more"),
         ("tolerance", False, "tolerance=False: give a relative error"),
