@@ -9,7 +9,6 @@ runs as it was.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -125,7 +124,7 @@ class Between:
                 yield part, None, "the time budget was spent"
                 continue
             share = left * part.seconds / sum(each.seconds for each in worth[index:])
-            mine = dataclasses.replace(options, budget_s=share)
+            mine = options.within(share)
             try:
                 with torch.no_grad():
                     compiled = compile_graph(part.graph, part.inputs, part.weights, mine, progress, sandbox)

@@ -79,11 +79,11 @@ class _Graph(nn.Module):
 
     def only(self, places: Sequence[int]) -> _Graph:
         """A graph with the same buffers that gives the results at these places; itself if they are all."""
+        if len(places) == len(cast(Sequence[fx.Node], self.graph.graph.output_node().args[0])):
+            return self
         graph = copy.deepcopy(self.graph)
         output = graph.graph.output_node()
-        results = list(cast(Sequence[fx.Node], output.args[0]))
-        if len(places) == len(results):
-            return self
+        results = cast(Sequence[fx.Node], output.args[0])
         output.args = (tuple(results[place] for place in places),)
         graph.recompile()
         weights = {place: getattr(self, name) for place, name in enumerate(self.names) if name is not None}

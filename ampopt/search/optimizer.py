@@ -209,7 +209,7 @@ class Optimizer:
 
         for _ in range(1 if self.interrupted else 2):
             if self.interrupted:
-                self._options = dataclasses.replace(self._options, budget_s=BRIEFLY_S)
+                self._options = self._options.within(BRIEFLY_S)
             try:
                 if self._finishes(compare, "interrupted in the last comparison"):
                     return chosen[0]

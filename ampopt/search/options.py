@@ -100,6 +100,10 @@ class Options:
         """The dtype of floating-point inputs and outputs; None: the original's."""
         return None if self.io == "original" else lanes_for(self.precision, device, self.amp_dtype)[0].dtype
 
+    def within(self, seconds: float) -> Options:
+        """These options for a part of the work that has a share of the time."""
+        return dataclasses.replace(self, budget_s=seconds, is_budget_given=True)
+
     def with_time_for(self, call_s: float) -> Options:
         """These options with the default budget for a model whose call takes `call_s`, if none was given."""
         if self.is_budget_given:

@@ -186,7 +186,7 @@ class PartwiseOptimizer:
             was_cut_off = self._optimize_between()
         if was_cut_off:
             self._ledger.notes.append("interrupted: this is the best so far")
-            self._options = dataclasses.replace(self._options, budget_s=BRIEFLY_S)
+            self._options = self._options.within(BRIEFLY_S)
         if not self._ledger.regions:
             self._ledger.notes.append("no part of it can be captured: the model runs as it was")
         self._compare_or_leave()
@@ -222,7 +222,7 @@ class PartwiseOptimizer:
                 )
                 return False
             share = max(left * took[index] / sum(took[index:]), 0.1)
-            options = dataclasses.replace(self._options, budget_s=share)
+            options = self._options.within(share)
             try:
                 module, was_cut_off = _optimize_region(region, options, self._progress, self._sandbox)
             except KeyboardInterrupt:
