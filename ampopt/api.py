@@ -170,12 +170,17 @@ def optimize(
             progress = flag("progress", progress)
         refuse_more(more)
         given = {} if example_kwargs is None else example_kwargs
-        original, args, kwargs, note = prepare_call(model, example_inputs, given, device, options)
-        call_s = _seconds_of_a_slow_call(original, args, kwargs, options, started)
-        options = options.with_time_for(call_s or 0.0)
-    where = device_of(original, flatten_call(args, kwargs)[0])
-    with progress_line(progress, started, options.budget_s) as tell, Sandbox(where) as sandbox:
-        result = _optimize(original, args, kwargs, options, started, tell, sandbox, call_s)
+        sandbox = Sandbox(target_of(model, example_inputs, given, device))
+    with sandbox:
+        with interruptible():
+            if _rehearses(options):
+                sandbox.prepare()  # it loads its libraries during the first call and the capture
+            original, args, kwargs, note = prepare_call(model, example_inputs, given, device, options)
+            call_s = _seconds_of_a_slow_call(original, args, kwargs, options, started)
+            options = options.with_time_for(call_s or 0.0)
+        where = sandbox.device
+        with progress_line(progress, started, options.budget_s) as tell:
+            result = _optimize(original, args, kwargs, options, started, tell, sandbox, call_s)
     result.strict = strict
     notes = note, mode_note(model), io_note(original), _budget_note(options, call_s)
     result.report.notes[:0] = [told for told in notes if told]
@@ -193,15 +198,10 @@ def _optimize(
     sandbox: Sandbox,
     call_s: float | None,
 ) -> OptimizedModule | PartlyOptimizedModule:
-    rehearses = (
-        any(engine.risky for engine in options.pipeline().engines) and options.budget_s >= WORTH_A_STAGE_S
-    )
     with interruptible():
         reason = None if call_s is None else _why_nothing_fits(original, call_s, options, started)
         if reason is not None:
             return as_it_was(original, args, kwargs, reason, started=started)
-        if rehearses:
-            sandbox.prepare()  # it loads its libraries during the capture
         try:
             captured = capture(original, args, kwargs, sandbox.device)
         except CaptureError as error:
@@ -226,6 +226,10 @@ def _optimize(
         original, args, kwargs, options, reason, started=started, progress=tell, sandbox=sandbox
     )
     return parts.run()
+
+
+def _rehearses(options: Options) -> bool:
+    return any(engine.risky for engine in options.pipeline().engines) and options.budget_s >= WORTH_A_STAGE_S
 
 
 CALLS_FOR_ONE_PASS = (
@@ -286,6 +290,28 @@ def io_note(original: nn.Module) -> str | None:
     return f'io="lane": it takes and gives {name}; "{CALLED_NOW}" is the original in its own dtypes'
 
 
+def target_of(
+    model: nn.Module, example_inputs: Any, kwargs: Mapping[str, Any], device: torch.device | str | None
+) -> torch.device:
+    """The device that a model is optimized for. Raises InputError as `prepare_call` does."""
+    return _checked(model, example_inputs, kwargs, device)[-1]
+
+
+def _checked(
+    model: nn.Module, example_inputs: Any, kwargs: Mapping[str, Any], device: torch.device | str | None
+) -> tuple[nn.Module, tuple[Any, ...], str | None, torch.device]:
+    """The module and the example call as they were given, a note on the module, and the device."""
+    model, note = as_module(model)
+    if isinstance(model, (OptimizedModule, PartlyOptimizedModule)):
+        raise InputError("the model is optimized already: pass the original")
+    args = as_call(example_inputs, kwargs)
+    leaves = flatten_call(args, kwargs)[0]
+    for leaf in leaves:
+        check_example(leaf)
+    target = as_device(device) or device_of(model, leaves)
+    return model, args, note, as_cuda(target) if target.type == "cuda" else target
+
+
 def prepare_call(
     model: nn.Module,
     example_inputs: Any,
@@ -298,16 +324,7 @@ def prepare_call(
     The copy itself is never called; further copies of it are. With an `io_dtype` in the options, the copy is
     in a `LaneIO`, and the call is one of that.
     """
-    model, note = as_module(model)
-    if isinstance(model, (OptimizedModule, PartlyOptimizedModule)):
-        raise InputError("the model is optimized already: pass the original")
-    args = as_call(example_inputs, kwargs)
-    leaves = flatten_call(args, kwargs)[0]
-    for leaf in leaves:
-        check_example(leaf)
-    target = as_device(device) or device_of(model, leaves)
-    if target.type == "cuda":
-        target = as_cuda(target)
+    model, args, note, target = _checked(model, example_inputs, kwargs, device)
     original = private_copy(model, target)
     if example_inputs is None and not kwargs:
         args, inferred = infer_inputs(original, target)

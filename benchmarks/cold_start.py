@@ -55,7 +55,7 @@ def default_call(
         return {**row, **known, **end}
 
 
-IMPORTED = "ampopt.search.rehearsal, torch.export, torch._inductor.compile_fx, torch._inductor.async_compile"
+IMPORTED = "ampopt.search.worker, torch.export, torch._inductor.compile_fx, torch._inductor.async_compile"
 """What a default call imports, and with it nearly everything else."""
 
 

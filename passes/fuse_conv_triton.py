@@ -41,6 +41,9 @@ SHARE = 0.5
 COMPILING = 0.6
 """Share of this pass's time for compiling; the rest is for measuring."""
 
+FILLING_S = 30.0
+"""Most seconds of compiling in another process, which is ended where this one does not wait any longer."""
+
 
 @dataclasses.dataclass(frozen=True)
 class FuseConvTriton(Pass):
@@ -68,6 +71,7 @@ class FuseConvTriton(Pass):
     numerics = Numerics.REASSOCIATED
     family = Family.KERNEL
     portable = False
+    fills_caches = True
 
     choices: tuple[tuple[str, str], ...] | None = None
     least_gain: float = 1.03
@@ -88,6 +92,12 @@ class FuseConvTriton(Pass):
         if self.choices is not None:
             return self
         return dataclasses.replace(self, seconds=min(self.seconds, SHARE * seconds))
+
+    def fill_caches(self, program: Program) -> None:
+        """Compile the tiles of all chains, without a run of the program, which may load libraries first."""
+        module = record_shapes(in_channels_last(program).program, run=False)
+        chains, _ = find_chains(module, program.settings.tf32, merges=True)
+        conv_timing.compile_all(_sorted_sites(chains), program.device, FILLING_S)
 
     def apply(self, program: Program) -> Result:
         """Match, measure (or use `choices`), rewrite; see the class."""
@@ -116,8 +126,7 @@ class FuseConvTriton(Pass):
     ) -> tuple[dict[str, str], list[Declined]]:
         """The fastest tile of each chain for which one is faster than what is there."""
         declined, chosen, known = list[Declined](), dict[str, str](), dict[Site, Timed]()
-        counts = Counter(chain.site for chain in chains)
-        sites = sorted(counts, key=lambda site: -counts[site] * site.least_seconds)
+        sites = _sorted_sites(chains)
         ready = conv_timing.compile_all(sites, program.device, COMPILING * (end - time.perf_counter()))
         end = max(
             end, time.perf_counter() + (1 - COMPILING) * self.seconds
@@ -142,6 +151,12 @@ class FuseConvTriton(Pass):
                 text = f"{1e6 * ours[best]:.1f} µs" if best is not None else f"fails: {reason}"
                 declined.append(Declined(name, f"as it is {1e6 * now:.1f} µs, the best tile {text}"))
         return chosen, declined
+
+
+def _sorted_sites(chains: Sequence[Chain]) -> list[Site]:
+    """The sites of chains, those first that take most of the time."""
+    counts = Counter(chain.site for chain in chains)
+    return sorted(counts, key=lambda site: -counts[site] * site.least_seconds)
 
 
 def _that_fit(choices: dict[str, str], chains: Sequence[Chain]) -> tuple[dict[str, str], list[Declined]]:

@@ -57,19 +57,23 @@ class LaneSearch:
         self._opening = opening_of(state.lane, state.base.device)
         self._rewrites = in_order(state, pipeline.rewrites)
         self._handled = {step.name for step in state.graph.program.recipe}
+        self.opened = state.best
+        """What the opening came to, which is compared with that of other lanes."""
         self._launched: Subject | None = None
         self._engine_tried = False
         self._hurried: list[Engine] = []
         self._late = frozenset(self._opening.late)
         self._kernels_gain = 1.0
-        self._made: dict[tuple[Pass, ...], Program] = {}
 
     @staticmethod
-    def expected(state: LaneState, pipeline: Pipeline) -> Program:
-        """What a lane's opening should come to, without native kernels, if all of it is right and a gain."""
-        opening = opening_of(state.lane, state.base.device)
-        steps = [step for step in in_order(state, pipeline.rewrites) if step.name in opening.rewrites]
-        return replay(tuple(step for step in steps if step.family is not Family.KERNEL), state.base)
+    def expected(program: Program, pipeline: Pipeline) -> Program:
+        """What the opening of a lane's first program should come to, if all of it is right and a gain.
+
+        It is without native kernels, which need measurements.
+        """
+        names = {*opening_of(program.lane, program.device).rewrites} - {step.name for step in program.recipe}
+        steps = (step for step in pipeline.rewrites if step.name in names)
+        return replay(tuple(step for step in steps if step.family is not Family.KERNEL), program)
 
     @property
     def name(self) -> str:
@@ -92,6 +96,7 @@ class LaneSearch:
         self.state.graph = self._launched = Subject(replay(mine, self.state.base))
         self._handled, self._engine_tried = {step.name for step in mine}, True
         self._note_outdone()
+        self.opened = self.state.best
         return True
 
     def leave_rewrites(self, reason: str) -> None:
@@ -120,6 +125,12 @@ class LaneSearch:
         self.launch(self._manager.deadline)  # without it lanes cannot be compared
         if with_engine:
             self._run_first(deadline)
+        self.opened = self.state.best
+
+    def fuse(self, deadline: float) -> None:
+        """Try the kernels for which another process has filled the caches, and launch the result."""
+        self._rewrite([step for step in self._left() if step.fills_caches], deadline)
+        self.launch(deadline)
 
     def _open_with(self, name: str, steps: Sequence[Pass], deadline: float) -> Trial | None:
         """Try passes as one; the trial if it was one and lost."""
@@ -136,15 +147,22 @@ class LaneSearch:
 
         The latter are left out when `until` says so: what that waits for is likelier to gain.
         """
-        rewrites = self._rewrites
-        left = [step for step in rewrites if step.name not in self._handled]
-        self._handled |= {step.name for step in left}
-        for step in sorted(left, key=self._is_late):
+        self._rewrite(sorted(self._left(), key=self._is_late), deadline, until)
+
+    def _left(self) -> list[Pass]:
+        """The rewrites that were not tried yet."""
+        return [step for step in self._rewrites if step.name not in self._handled]
+
+    def _rewrite(
+        self, steps: Sequence[Pass], deadline: float, until: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._handled |= {step.name for step in steps}
+        for step in steps:
             has_time = time.perf_counter() <= deadline
             if self._is_late(step) and has_time and (self._is_too_late(deadline) or until()):
                 self._manager.leave_out(self.state, step.name, UNLIKELY)
                 continue
-            later = rewrites[rewrites.index(step) + 1 :]
+            later = self._rewrites[self._rewrites.index(step) + 1 :]
             entry = self._manager.try_in_place(self.state, step, later, deadline).entry
             if step.family is Family.KERNEL and entry.verdict is Verdict.KEPT and entry.gain is not None:
                 self._kernels_gain *= entry.gain.ratio
@@ -234,6 +252,19 @@ class LaneSearch:
                     trials.append(self._manager.try_passes(self.state, name, [engine], program, deadline))
                 if any(trial.hurried and not trial.is_wrong for trial in trials):
                     self._hurried.append(engine)
+
+    def begin(self) -> None:
+        """Let compilers start, in a process of their own, on the program without kernels.
+
+        The one with kernels follows it where these have gained much.
+        """
+        sandbox = self._manager.sandbox
+        if sandbox is None or not sandbox.works_beside:
+            return
+        forms = [self.unfused(), *([self.state.graph.program] if self._kernels_gain > MUCH else [])]
+        for engine in self._pipeline.engines:
+            for program in forms:
+                sandbox.begin(engine, program)
 
     def unfused(self) -> Program:
         """The rewritten program without its native kernels."""
@@ -331,11 +362,7 @@ class LaneSearch:
         return sorted(forms, key=lambda form: (not form.is_begun, not form.is_likely))
 
     def _without(self, missing: Sequence[Pass]) -> Program:
-        """The rewritten program without some of its passes; each is made once."""
+        """The rewritten program without some of its passes."""
         rewritten = self.state.graph.program
         recipe = tuple(step for step in rewritten.recipe if step not in missing)
-        if recipe == rewritten.recipe:
-            return rewritten
-        if recipe not in self._made:
-            self._made[recipe] = replay(recipe, self.state.base)
-        return self._made[recipe]
+        return rewritten if recipe == rewritten.recipe else self.state.replayed(recipe)

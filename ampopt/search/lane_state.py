@@ -9,8 +9,11 @@ import statistics
 from ampopt.ir.lanes import Lane
 from ampopt.ir.numerics import Check
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Pass
+from ampopt.ir.transform import Pass, replay
 from ampopt.search.subject import Subject
+
+MOST_MADE = 6
+"""Programs of a lane that are kept to build others on: each may have weights of its own."""
 
 
 @dataclasses.dataclass
@@ -42,8 +45,24 @@ class LaneState:
     """Largest error with which the lane may be chosen, beside the verification's limits."""
     check: Check | None = None
     """The final check of the best program by `PassManager.settle`; None before."""
+    made: dict[tuple[Pass, ...], Program] = dataclasses.field(default_factory=dict)
+    """The latest programs by the recipes that give them."""
 
     @property
     def judging_s(self) -> float:
         """Expected time in seconds to verify and time a program, from the trials so far; 0 before them."""
         return statistics.median(self.judging) if self.judging else 0.0
+
+    def remember(self, recipe: tuple[Pass, ...], program: Program) -> Program:
+        """Keep the program that a recipe makes of `base`, for `replayed`."""
+        self.made.pop(recipe, None)
+        self.made[recipe] = program
+        while len(self.made) > MOST_MADE:
+            del self.made[next(iter(self.made))]
+        return program
+
+    def replayed(self, recipe: tuple[Pass, ...]) -> Program:
+        """What a recipe makes of `base`; what was made of its first passes is not made again."""
+        known = next((n for n in range(len(recipe), 0, -1) if recipe[:n] in self.made), 0)
+        start = self.made[recipe[:known]] if known else self.base
+        return self.remember(recipe, replay(recipe[known:], start))

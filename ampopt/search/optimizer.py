@@ -27,7 +27,7 @@ from ampopt.search.last_comparison import LANES, LastComparison
 from ampopt.search.options import Options
 from ampopt.search.pass_manager import PassManager, Progress
 from ampopt.search.rehearsal import Sandbox
-from ampopt.search.search_plan import TRYING, Search
+from ampopt.search.search_plan import TRYING, Search, begin_ahead
 from ampopt.search.tuning_cache import default_cache, key_of
 from ampopt.system.budget import (
     CALLS_OF_A_TRIAL,
@@ -112,6 +112,8 @@ class Optimizer:
         Where not even the examples can be verified within the budget, the reason is noted instead.
         """
         options, captured = self._options, self._captured
+        if not self.is_tuned:
+            begin_ahead(self._candidates[-1].start(captured.program), self._pipeline, self._sandbox)
         after = CALLS_TO_COMPARE + (0 if self.is_tuned else CALLS_OF_A_TRIAL)
         for draws in range(effort.draws, -1, -1):
             needed_s = self._call_s * (calls_to_verify(draws) + after)

@@ -150,7 +150,7 @@ class PassManager:
                 state.check = check
                 return
             wrong = recipe[self._right_until(state, recipe)]
-            state.best = Subject(replay(tuple(step for step in recipe if step is not wrong), state.base))
+            state.best = Subject(state.replayed(tuple(step for step in recipe if step is not wrong)))
             row = Entry(
                 state.lane.name, wrong.name, Verdict.NOT_TRIED, "", error=check.error, limit=check.limit
             )
@@ -162,7 +162,7 @@ class PassManager:
         right, wrong = state.founded, len(recipe)
         while wrong - right > 1:
             middle = (right + wrong) // 2
-            program = replay(recipe[:middle], state.base)
+            program = state.replayed(recipe[:middle])
             check = self._verifier.check(executable(program), state.lane, everywhere=True)
             right, wrong = (middle, wrong) if check.passed else (right, middle)
         return right
@@ -204,7 +204,7 @@ class PassManager:
             return self.try_passes(state, name or step.name, [step], state.graph.program, deadline)
 
         def work(trial: Trial) -> None:
-            before = replay(tuple(each for each in recipe if each not in after), state.base)
+            before = state.replayed(tuple(each for each in recipe if each not in after))
             changed = self._apply(trial, step, before, self._judging_s(state, step))
             if changed is not None:
                 self._judge(trial, state, Subject(replay(after, changed)), step)
@@ -239,6 +239,7 @@ class PassManager:
                 before, began = program, time.perf_counter()
                 program, row = self._part(trial, step, before, state.lane)
                 rows.append(dataclasses.replace(row, took_s=time.perf_counter() - began))
+                state.remember(program.recipe, program)
             changed = [row for row in rows if row.verdict is Verdict.KEPT]
             trial.note(rewrites=sum(row.rewrites for row in changed), seconds=trial.seconds)
             if not changed:
@@ -449,7 +450,7 @@ def _replayed(trial: Trial, recipe: tuple[Pass, ...], state: LaneState) -> Progr
     They follow each other, but few take any.
     """
     left = trial.deadline - trial.began - state.call_s * CALLS_OF_A_TRIAL
-    program = replay(tuple(step.within(left) for step in recipe), state.base)
+    program = state.replayed(tuple(step.within(left) for step in recipe))
     trial.note(rewrites=max(1, len(program.recipe)), seconds=trial.seconds)  # without any it is one, too
     return program
 

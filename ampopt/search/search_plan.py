@@ -8,6 +8,7 @@ from collections.abc import Container, Mapping, Sequence
 
 from ampopt.ir.lanes import Lane
 from ampopt.ir.pipeline import Pipeline
+from ampopt.ir.program import Program
 from ampopt.ir.transform import Pass
 from ampopt.measure.clocks import latency
 from ampopt.measure.ledger import Ledger
@@ -52,6 +53,22 @@ TOO_FAR_AHEAD = 1.5
 """Rewrites are left out if an engine that does not see them is faster than the graph by this factor."""
 
 
+def begin_ahead(program: Program, pipeline: Pipeline, sandbox: Sandbox | None) -> None:
+    """Let compilers start, in processes of their own, on what the opening of a program should come to.
+
+    If that comes to something else, or another lane is searched first, they get that instead.
+    """
+    if sandbox is None or not sandbox.works_beside:
+        return
+    try:
+        expected = LaneSearch.expected(program, pipeline)
+    except Exception as error:  # the opening is going to tell
+        check_interrupted(error)
+        return
+    for step in (*pipeline.rewrites, *pipeline.engines):
+        sandbox.begin(step, expected)
+
+
 class Search:
     """The search over the lanes of one captured model; `states` holds what it has found."""
 
@@ -75,13 +92,15 @@ class Search:
         `begun` has the recipes at which an earlier search was cut off: they take the openings' place.
         """
         searches: list[LaneSearch] = []
-        began = time.perf_counter()
+        began, sandbox = time.perf_counter(), self._manager.sandbox
         left = self._manager.deadline - began
         for place, lane in enumerate(self._likeliest_first(list(lanes), begun), start=1):
             state, notes = self._manager.open(lane, lanes[lane]), self._ledger.notes
             rewrites = self._pipeline.rewrites
             if not rescued(self._manager, state, self._verifier, rewrites, notes, self._bound):
                 continue
+            if state.founded:
+                begin_ahead(state.best.program, self._pipeline, sandbox)
             if lane.is_mixed and self._bound is not None and self._is_usable(state):
                 state.bound = self._bound
             self.states.append(state)
@@ -91,6 +110,9 @@ class Search:
             if not recipe or not search.resume(recipe):
                 share = OPENINGS * place / len(lanes) if len(lanes) > 1 else 1.0
                 search.open(began + share * left, with_engine=self._is_usable(state) or len(lanes) == 1)
+                if place == 1 and lane.is_mixed and len(lanes) > 1:
+                    search.fuse(began + share * left)
+                    search.begin()
         self.states.sort(key=lambda state: list(lanes).index(state.lane))
         contenders = self._contenders(searches)
         for place, search in enumerate(contenders):
@@ -100,29 +122,15 @@ class Search:
             self._deepen(search, 1.0 if place == len(contenders) - 1 else LEADERS_SHARE)
 
     def _likeliest_first(self, lanes: Sequence[Lane], begun: Container[str]) -> Sequence[Lane]:
-        """The lanes in the order of their openings; a compiler starts on the first one's.
+        """The lanes in the order of their openings.
 
-        On a GPU the lowest precision comes first, unless it has to be rescued: it wins most often.
+        Where compilers work beside measurements, the lowest precision comes first, unless it has to be
+        rescued: it wins most often.
         """
         sandbox, last = self._manager.sandbox, lanes[-1]
         if sandbox is None or not sandbox.works_beside or not self._is_exact_enough(last):
             return lanes
-        if last.name not in begun:
-            self._compile_ahead(last, sandbox)
         return [last, *lanes[:-1]]
-
-    def _compile_ahead(self, lane: Lane, sandbox: Sandbox) -> None:
-        """Let a compiler start, in its own process, on what a lane's opening should come to.
-
-        If that comes to something else, or another lane is searched first, the compiler gets that instead.
-        """
-        try:
-            program = LaneSearch.expected(self._manager.open(lane), self._pipeline)
-        except Exception as error:  # the opening is going to tell
-            check_interrupted(error)
-            return
-        for engine in self._pipeline.engines:
-            sandbox.begin(engine, program)
 
     def note_what_was_cut_off(self) -> bool:
         """Note how many trials there was no time for, and what budget they need; True if there are none."""
@@ -153,7 +161,7 @@ class Search:
         if len(searches) < 2:
             return list(searches)
         device = searches[0].state.base.device
-        calls = {search.name: latency(search.state.best.call, device) for search in searches}
+        calls = {search.name: latency(search.opened.call, device) for search in searches}
         timed = interleave(calls, seconds=0.2, least=3)
         took = {name: measured.median for name, measured in timed.items()}
         usable = [search for search in searches if self._is_usable(search.state)] or list(searches)
@@ -201,13 +209,11 @@ class Search:
         for the engine that takes longest, up to a limit.
         """
         now, sandbox, program = time.perf_counter(), self._manager.sandbox, search.unfused()
+        search.begin()
         deadline = now + share * (self._manager.deadline - now)
         engines = [engine for engine in self._pipeline.engines if engine.why_not(program) is None]
         longest = max((self._manager.needed_s(search.state, e, program) for e in engines), default=0.0)
         rewriting = max(now + LEAST_REWRITING * (deadline - now), deadline - longest)
-        if sandbox is not None:
-            for engine in engines:
-                sandbox.begin(engine, program)
         if (ahead := search.engines_lead) > TOO_FAR_AHEAD:
             search.leave_rewrites(f"the graph itself takes {ahead:.1f}x the time of the best engine")
         else:
@@ -217,6 +223,7 @@ class Search:
                 return ready or deadline - time.perf_counter() < ENGINES_FIRST * longest
 
             search.rewrite(rewriting, until)
+            search.begin()
             search.launch(deadline)
             search.vary(rewriting, until)
             search.launch(deadline)

@@ -17,6 +17,9 @@ HOST_SHARE = 0.25
 DEVICE_S = 0.15
 """Time in seconds of a comparison on the device clock, whose samples agree within a thousandth."""
 
+PLAIN, ENOUGH = 1.25, 10
+"""Where an interval of so many rounds lies on one side of this factor, more samples change no verdict."""
+
 LARGE_GAIN, MORE_ROUNDS = 1.1, 3
 """A gain of 1.1x or more that lies inside the noise is sampled again, at most 3 times."""
 
@@ -57,7 +60,7 @@ class TrialTimer:
         self, calls: Mapping[str, Sampler], seconds: float, deadline: float
     ) -> dict[str, Measurement]:
         """`before` and `after`, in turn; until `deadline` for longer where a large gain lies in the noise."""
-        timed = interleave(calls, seconds=seconds)
+        timed = interleave(calls, seconds=seconds, until=_is_plain)
         for _ in range(MORE_ROUNDS):
             found = gain(timed["before"], timed["after"])
             if time.perf_counter() > deadline or found.is_real or found.ratio < LARGE_GAIN:
@@ -65,6 +68,11 @@ class TrialTimer:
             more = interleave(calls, seconds=seconds)
             timed = {name: joined(first, more[name]) for name, first in timed.items()}
         return timed
+
+
+def _is_plain(timed: Mapping[str, Measurement]) -> bool:
+    found = gain(timed["before"], timed["after"])
+    return len(timed["before"].samples) >= ENOUGH and (found.low > PLAIN or found.high < 1 / PLAIN)
 
 
 def _sampler(subject: Subject, runs: bool) -> Sampler:

@@ -16,11 +16,12 @@ from torch import nn
 import ampopt
 from ampopt.errors import PassError
 from ampopt.ir.graph import aten
+from ampopt.ir.lanes import lanes_for
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Pass, Rehearsed, Result
 from ampopt.measure.entry import Verdict
-from ampopt.search.rehearsal import Sandbox, TooLongError
-from tests.support.planted import Bench, captured_of, rewritten
+from ampopt.search.rehearsal import MANY_CORES, Sandbox, TooLongError
+from tests.support.planted import Bench, PlantedKernel, captured_of, rewritten
 
 X = torch.ones(1, 3)
 CPU = torch.device("cpu")
@@ -96,7 +97,7 @@ def test_a_pass_that_works_is_rehearsed_in_another_process(program: Program, tmp
 def test_on_a_cpu_nothing_is_begun_beside_what_is_timed(device: str) -> None:
     with Sandbox(torch.device(device)) as sandbox:
         sandbox.prepare()
-        assert (sandbox._process is None) == (device == "cpu")
+        assert (sandbox.compiler.process is None) == (device == "cpu")
 
 
 def test_a_failure_there_is_a_reason_here_and_the_next_one_has_a_new_process(program: Program) -> None:
@@ -179,35 +180,123 @@ def test_a_rehearsal_that_was_begun_ahead_is_taken_up_by_its_trial(program: Prog
 
 
 @pytest.mark.usefixtures("beside")
-def test_a_failure_ahead_is_told_to_its_trial_alone(program: Program) -> None:
+def test_a_failure_ahead_is_told_to_its_trial_alone(program: Program, tmp_path: Path) -> None:
+    note = tmp_path / "note"
     with Sandbox(CPU) as sandbox:
-        sandbox.begin(Risky("crash"), program)
+        sandbox.begin(Risky("crash", note=str(note)), program)
         rehearse(sandbox, Risky(), program, seconds=60)  # it waits, and has a process of its own
-        assert not sandbox.is_rehearsing(Risky("crash"), program)
+        done = note.read_text()
         with pytest.raises(PassError, match="signal SIGSEGV"):
-            rehearse(sandbox, Risky("crash"), program, seconds=60)
+            rehearse(sandbox, Risky("crash", note=str(note)), program, seconds=60)
+        assert note.read_text() == done  # it did not crash a second time
 
 
 @pytest.mark.usefixtures("beside")
-def test_another_one_ahead_takes_the_place_of_the_first(program: Program, tmp_path: Path) -> None:
-    note = tmp_path / "note"
-    first, second = Risky("nothing", os.getpid(), str(note)), Risky("nothing", os.getpid(), str(note) + "2")
+def test_what_is_begun_on_one_lane_follows_each_other_in_one_process(
+    program: Program, tmp_path: Path
+) -> None:
+    notes = [str(tmp_path / name) for name in ("a", "b")]
+    steps = [Risky("nothing", os.getpid(), note) for note in notes]
     with Sandbox(CPU) as sandbox:
-        sandbox.begin(first, program)
+        for step in (*steps, steps[0]):  # what was begun is not begun again
+            sandbox.begin(step, program)
+        assert all(sandbox.is_rehearsing(step, program) for step in steps)
+        rehearse(sandbox, steps[1], program, seconds=60)
+        assert sandbox.is_ready  # the first one was before it
+        rehearse(sandbox, steps[0], program, seconds=60)
+        assert not sandbox.is_ready
+    (first, _), (second, _) = (Path(note).read_text().split() for note in notes)
+    assert first == second
+
+
+@pytest.mark.usefixtures("beside")
+def test_what_is_begun_on_another_lane_takes_the_place_of_the_first(program: Program) -> None:
+    other = program.replace(lane=lanes_for("bf16", CPU)[0])
+    with Sandbox(CPU) as sandbox:
+        sandbox.begin(Risky(), program)
         deadline = time.perf_counter() + 60
         while not sandbox.is_ready and time.perf_counter() < deadline:
             time.sleep(0.05)
-        process = sandbox._process
-        sandbox.begin(second, program)
-        assert sandbox._process is process  # the first one was over
-        assert not sandbox.is_rehearsing(first, program)
-        rehearse(sandbox, second, program, seconds=60)
-        assert note.exists()
+        process = sandbox.compiler.process
+        sandbox.begin(Risky(), other)
+        assert sandbox.compiler.process is process  # the first one was over
+        assert not sandbox.is_rehearsing(Risky(), program)
+        rehearse(sandbox, Risky(), other, seconds=60)
         sandbox.begin(Risky("hang"), program)
-        sandbox.begin(first, program)
+        sandbox.begin(Risky(), other)
         assert process is not None
         assert process.poll() is not None  # that one had to be killed
-        rehearse(sandbox, first, program, seconds=60)
+        rehearse(sandbox, Risky(), other, seconds=60)
+
+
+@pytest.mark.usefixtures("beside")
+def test_what_waits_behind_one_that_is_killed_gets_another_process(program: Program) -> None:
+    with Sandbox(CPU) as sandbox:
+        sandbox.begin(Risky("hang"), program)
+        sandbox.begin(Risky(), program)
+        with pytest.raises(TooLongError):
+            rehearse(sandbox, Risky("hang"), program, seconds=1)
+        assert not sandbox.is_rehearsing(Risky(), program)
+        rehearse(sandbox, Risky(), program, seconds=60)
+
+
+@dataclasses.dataclass(frozen=True)
+class Filling(PlantedKernel):
+    """Writes its process into a file where caches are filled, after a while."""
+
+    fills_caches = True
+
+    note: str = ""
+    wait_s: float = 0.0
+
+    def fill_caches(self, program: Program) -> None:
+        """See the class."""
+        time.sleep(self.wait_s)
+        Path(self.note).write_text(f"{os.getpid()}")
+
+
+@pytest.mark.usefixtures("beside")
+def test_caches_are_filled_in_a_process_of_their_own_and_waited_for(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ampopt.search.rehearsal.FILLING_S", 60.0)
+    monkeypatch.setattr("os.cpu_count", lambda: MANY_CORES)
+    step = Filling("filling", note=str(tmp_path / "note"))
+    with Sandbox(CPU) as sandbox:
+        sandbox.begin(step, program)
+        sandbox.begin(Risky("hang"), program)  # it is not waited for
+        _, unrehearsed = sandbox.apply(step, program, seconds=120)
+        assert unrehearsed is None
+        assert sandbox.compiler.process is not None
+        assert int((tmp_path / "note").read_text()) not in (os.getpid(), sandbox.compiler.process.pid)
+
+
+@pytest.mark.usefixtures("beside")
+def test_caches_are_not_waited_for_any_longer_than_the_pass_may_take(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: MANY_CORES)
+    step = Filling("filling", note=str(tmp_path / "note"), wait_s=600.0)
+    with Sandbox(CPU) as sandbox:
+        sandbox.begin(step, program)
+        began = time.perf_counter()
+        result, _ = sandbox.apply(step, program, seconds=1.0)
+        assert time.perf_counter() - began < 5
+        assert result.modified
+
+
+@pytest.mark.usefixtures("beside")
+def test_with_few_cores_caches_are_filled_by_the_pass_alone(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: MANY_CORES - 1)
+    note = tmp_path / "note"
+    with Sandbox(CPU) as sandbox:
+        sandbox.begin(Filling("filling", note=str(note)), program)
+        assert sandbox.compiler.process is None
+        result, _ = sandbox.apply(Filling("filling", note=str(note)), program, seconds=60.0)
+    assert result.modified
+    assert not note.exists()
 
 
 @pytest.mark.usefixtures("beside")
@@ -216,7 +305,7 @@ def test_what_was_begun_ahead_and_hangs_ends_with_the_sandbox(program: Program) 
     with Sandbox(CPU) as sandbox:
         sandbox.begin(Risky("hang"), program)
         assert not sandbox.is_ready
-        process = sandbox._process
+        process = sandbox.compiler.process
     assert process is not None
     assert process.poll() is not None
     assert time.perf_counter() - began < 30

@@ -19,7 +19,7 @@ from ampopt.measure.entry import Entry, Verdict
 from ampopt.measure.sampling import Measurement
 from ampopt.search.lane_search import LaneSearch
 from ampopt.search.openings import Opening
-from ampopt.search.search_plan import Search
+from ampopt.search.search_plan import Search, begin_ahead
 from ampopt.system.budget import Budget
 from tests.helpers import BF16
 from tests.support.planted import Bench, Planted, PlantedKernel
@@ -183,25 +183,81 @@ class Compiler(Engine):
         return Result(program.replace(engine=program.graph), 1)
 
 
-@pytest.mark.parametrize("bound", [None, 1e-9])
-def test_where_a_compiler_works_beside_it_starts_on_the_lowest_precision_whose_opening_is_first(
-    monkeypatch: pytest.MonkeyPatch, bound: float | None
-) -> None:
-    """Where that is too inexact, and so may have to be rescued, FP32 is the first."""
-    bench = Bench(monkeypatch, nn.Linear(4, 4).eval(), X, cost=lambda names: 0.9 ** len(names))
-    monkeypatch.setattr("ampopt.search.lane_search.opening_of", lambda *_: Opening(("one", "kernel")))
+@dataclasses.dataclass(frozen=True)
+class Filled(PlantedKernel):
+    """A kernel whose caches another process fills."""
+
+    fills_caches = True
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Every pass gains a fifth, and a kernel half."""
+
+    def cost(names: frozenset[str]) -> float:
+        return 0.8 ** len(names) * (0.5 if "kernel" in names else 1.0)
+
+    def latency(call: Any, _: torch.device) -> Callable[[], float]:
+        return lambda: cost(frozenset(step.name for step in call.__self__.program.recipe))
+
+    monkeypatch.setattr("ampopt.search.search_plan.latency", latency)
+    monkeypatch.setattr("ampopt.search.lane_search.opening_of", lambda *_: Opening(("one", "two")))
+    return Bench(monkeypatch, nn.Linear(4, 4).eval(), X, cost=cost)
+
+
+@pytest.fixture
+def beside(bench: Bench) -> Beside:
     sandbox = Beside()
     sandbox.entries = bench.ledger.entries
     bench.manager.sandbox = sandbox  # type: ignore[assignment]
-    pipeline = Pipeline((Planted("one"), PlantedKernel("kernel")), (Compiler(),))
+    return sandbox
+
+
+BESIDE = Pipeline((Planted("one"), Planted("two"), Filled("kernel")), (Compiler(),))
+
+
+@pytest.mark.parametrize("bound", [None, 1e-9])
+def test_where_a_compiler_works_beside_the_lowest_precision_is_first_and_gets_its_kernels_at_once(
+    bench: Bench, beside: Beside, bound: float | None
+) -> None:
+    """Where that is too inexact, and so may have to be rescued, FP32 is the first."""
     budget = Budget(time.perf_counter(), 1e6)
-    search = Search(bench.manager, bench.verifier, bench.ledger, pipeline, budget, bound)
+    search = Search(bench.manager, bench.verifier, bench.ledger, BESIDE, budget, bound)
     search.run({FP32: 1e-3, BF16: 1e-3}, {})
-    first, last = ("amp", "fp32") if bound is None else ("fp32", "amp")
-    openings = [entry.lane for entry in bench.ledger.entries if entry.name == "the opening"]
-    assert openings == [first, last]
-    assert ((first, ["one"], 0) in sandbox.begun) == (bound is None)
+    rows = [(e.lane, e.name) for e in bench.ledger.entries if e.name in ("the opening", "kernel")]
+    if bound is None:
+        assert rows[:3] == [("amp", "the opening"), ("amp", "kernel"), ("fp32", "the opening")]
+    else:
+        assert rows[:2] == [("fp32", "the opening"), ("amp", "the opening")]
     assert [state.lane.name for state in search.states] == ["fp32", "amp"]
+
+
+def test_a_compiler_gets_the_program_without_kernels_and_after_it_the_one_with_them(
+    bench: Bench, beside: Beside
+) -> None:
+    budget = Budget(time.perf_counter(), 1e6)
+    search = Search(bench.manager, bench.verifier, bench.ledger, BESIDE, budget, None)
+    search.run({FP32: 1e-3, BF16: 1e-3}, {})
+    begun = list(dict.fromkeys((lane, *names) for lane, names, _ in beside.begun if lane == "amp"))
+    assert begun == [("amp", "one", "two"), ("amp", "one", "two", "kernel")]
+
+
+def test_lanes_are_compared_after_the_same_passes(bench: Bench, beside: Beside) -> None:
+    """What one of them has gained by its kernels until then does not count."""
+    budget = Budget(time.perf_counter(), 1e6)
+    search = Search(bench.manager, bench.verifier, bench.ledger, BESIDE, budget, None)
+    search.run({FP32: 1e-3, BF16: 1e-3}, {})
+    assert not any("after its opening" in note for note in bench.ledger.notes), bench.ledger.notes
+
+
+def test_compilers_begin_with_what_the_opening_should_come_to(bench: Bench, beside: Beside) -> None:
+    program = bench.manager.open(BF16).base
+    begin_ahead(program, BESIDE, beside)  # type: ignore[arg-type]
+    assert beside.begun == [("amp", ["one", "two"], 0)] * (len(BESIDE.rewrites) + 1)
+    beside.works_beside = False
+    begin_ahead(program, BESIDE, beside)  # type: ignore[arg-type]
+    begin_ahead(program, BESIDE, None)
+    assert len(beside.begun) == len(BESIDE.rewrites) + 1
 
 
 @pytest.mark.parametrize(("bound", "engines"), [(None, ["amp", "fp32"]), (1e-9, ["fp32"])])

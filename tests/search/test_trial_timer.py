@@ -16,7 +16,7 @@ from ampopt.measure.sampling import Measurement
 from ampopt.search import trial_timer
 from ampopt.search.subject import Subject, rest_s
 from ampopt.search.trial import Trial
-from ampopt.search.trial_timer import MORE_ROUNDS, TrialTimer
+from ampopt.search.trial_timer import ENOUGH, MORE_ROUNDS, TrialTimer
 from tests.helpers import program_of
 
 X = torch.ones(1, 3)
@@ -99,3 +99,20 @@ def test_a_large_gain_in_the_noise_is_sampled_again_while_it_decides_and_there_i
     count = looks(monkeypatch, after)
     TrialTimer(0.0).time(trial(deadline), subject, subject, True, matters)
     assert len(count) == times
+
+
+@pytest.mark.parametrize(
+    ("after_s", "is_plain"),
+    [(0.5, True), (0.79, True), (0.81, False), (1.0, False), (1.2, False), (2.0, True)],
+)
+def test_what_a_few_samples_leave_no_doubt_of_is_not_sampled_on(
+    after_s: float, is_plain: bool, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {id(subject): 1.0}
+    monkeypatch.setattr(trial_timer, "_sampler", lambda each, _: lambda: times.get(id(each), after_s))
+    done = trial()
+    TrialTimer(0.05).time(done, subject, Subject(subject.program), True, True)
+    assert done.entry.before is not None
+    rounds = len(done.entry.before.latency.samples)
+    assert rounds >= ENOUGH
+    assert (rounds < 2 * ENOUGH) == is_plain

@@ -22,7 +22,7 @@ import ampopt
 from ampopt.errors import CaptureError
 from ampopt.ir.transform import Pass
 from ampopt.passes import PIPELINE, Compile, FoldConvBn, OnnxRuntime, Script
-from ampopt.search.rehearsal import Sandbox
+from ampopt.search.worker import Worker
 from ampopt.system.inductor_cache import inductor_folder
 from ampopt.system.process_state import imports_kept, process_kept
 from tests.helpers import Model, with_statistics
@@ -221,8 +221,8 @@ def test_later_compilations_and_rehearsals_use_the_same_cache(monkeypatch: pytes
     captured_of(net(), image())
     assert inductor_folder() == folder
     assert FOLDER not in os.environ
-    monkeypatch.setattr("ampopt.search.rehearsal.subprocess.Popen", Begun)
-    Sandbox(torch.device("cpu"))._begin().close()
+    monkeypatch.setattr("ampopt.search.worker.subprocess.Popen", Begun)
+    Worker(torch.device("cpu"), "plain").start().close()
     assert given[0][FOLDER] == str(folder)
 
 

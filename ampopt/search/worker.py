@@ -1,0 +1,294 @@
+"""A process of our own that applies passes, one after another, and answers what came of each.
+
+What crashes or hangs there does no harm here: the process is killed, and the next pass gets a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ampopt.engines.graph_capture import ReplayedProgram
+from ampopt.errors import AmpoptError, PassError, first_line
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Engine, Pass, Rehearsed
+from ampopt.kernels.cudnn_shapes import know_shapes
+from ampopt.kernels.fused_conv import fused_conv
+from ampopt.measure.clocks import synchronize
+from ampopt.system.inductor_cache import inductor_folder
+
+PROGRAM, SENT_BACK = "program.pickle", "sent.pt"
+"""The files of a job, in a folder of its own."""
+
+Kind = Literal["compiler", "plain"]
+"""What a worker loads before its first job: inductor, where there is a GPU, or nothing more."""
+
+
+class TooLongError(PassError):
+    """A job was stopped at its time limit."""
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """A pass and a program that were sent to a worker, and what came of them.
+
+    `began`: when the worker could begin with it, on `time.perf_counter`'s clock.
+    """
+
+    step: Pass
+    program: Program
+    folder: tempfile.TemporaryDirectory[str]
+    began: float
+    told: dict[str, str] | PassError | None = None
+
+    def is_of(self, step: Pass, program: Program) -> bool:
+        """Whether it is this step, on a program made from the same capture in the same way."""
+        return self.goes_with(program) and self.program.recipe == program.recipe and self.step == step
+
+    def goes_with(self, program: Program) -> bool:
+        """Whether both programs are of the same lane of the same capture."""
+        return self.program.lane == program.lane and self.program.examples is program.examples
+
+
+class Worker:
+    """A process that takes jobs in turn: started on first use, replaced after a failure, killed at the end.
+
+    `device` is the device of the programs.
+    """
+
+    def __init__(self, device: torch.device, kind: Kind) -> None:
+        self.device, self._kind = device, kind
+        self._jobs: deque[Job] = deque()
+        """Those that were sent and are not answered yet."""
+        self.process: subprocess.Popen[bytes] | None = None
+        self._line: Connection | None = None
+
+    def send(self, step: Pass, program: Program) -> Job | str:
+        """The job, which the process does after those before it; or why the program cannot be sent."""
+        folder = tempfile.TemporaryDirectory(prefix="ampopt-", ignore_cleanup_errors=True)
+        try:
+            with Path(folder.name, PROGRAM).open("wb") as file:
+                pickle.dump((torch.get_num_threads(), step, program), file)
+        except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
+            folder.cleanup()
+            return f"the program cannot be sent to another process: {first_line(error)}"
+        job = Job(step, program, folder, time.perf_counter())
+        self._give(job)
+        return job
+
+    def _give(self, job: Job) -> None:
+        line, job.began = self.start(), time.perf_counter()
+        with contextlib.suppress(OSError):  # it has ended: its answer will say so
+            line.send_bytes(job.folder.name.encode())  # short: it never waits for the other side
+        self._jobs.append(job)
+
+    def has_come(self, job: Job) -> bool:
+        """Whether `wait` would not wait."""
+        while job.told is None and job in self._jobs and self._receive(0.0):
+            pass
+        return job.told is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job is not answered yet."""
+        while self._jobs and self._receive(0.0):
+            pass
+        return bool(self._jobs)
+
+    def is_lost(self, job: Job) -> bool:
+        """Whether the process has ended before it came to this job; `wait` gives it to a new one."""
+        return job.told is None and job not in self._jobs
+
+    def wait(self, job: Job, deadline: float, seconds: float) -> Rehearsed:
+        """What came of a job, waited for until a time on `time.perf_counter`'s clock.
+
+        Raises PassError where it failed, and TooLongError, which names the `seconds`, where it takes longer.
+        """
+        while job.told is None:
+            if self.is_lost(job):
+                self._give(job)
+            if not self._receive(max(deadline - time.perf_counter(), 0.0)):
+                job.told = TooLongError(
+                    f"it took longer than the {seconds:.0f} s that were left of the budget"
+                )
+                self.close()
+        if isinstance(job.told, PassError):
+            raise job.told
+        return Rehearsed(job.told.get("unloadable"), self._received(job))
+
+    def _receive(self, seconds: float) -> bool:
+        """Take the next answer, the end of the process being one; False if none comes in time."""
+        assert self._line is not None
+        try:
+            if not self._line.poll(seconds if math.isfinite(seconds) else None):
+                return False
+            answer: dict[str, str] = json.loads(self._line.recv_bytes())
+        except (EOFError, OSError) as error:
+            job = self._jobs.popleft()
+            job.told = PassError(f"it brought down a process of its own ({self._how_it_ended()})")
+            job.told.__cause__ = error
+            self.close()
+            return True
+        job = self._jobs.popleft()
+        if self._jobs:
+            self._jobs[0].began = time.perf_counter()
+        job.told = answer
+        if (reason := answer.get("failed")) is not None:
+            job.told = PassError(f"it failed in a process of its own: {reason}")
+            self.close()  # whatever failed there may have broken that process's CUDA context
+        return True
+
+    def _received(self, job: Job) -> dict[str, Any] | None:
+        """What was sent back; None where that is nothing, or is incomplete: a full disk costs only time."""
+        try:
+            sent: dict[str, Any] = torch.load(Path(job.folder.name, SENT_BACK), map_location=self.device)
+        except (OSError, RuntimeError, pickle.UnpicklingError):
+            return None
+        return sent
+
+    def end(self, job: Job) -> None:
+        """Forget a job; the process is killed if it has not answered it."""
+        if job in self._jobs:
+            self.close()
+        job.folder.cleanup()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop the process and its children during the block, so that they take no time from timings here."""
+        self._signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
+    def start(self) -> Connection:
+        """Start the process, if there is none."""
+        if self._line is None:
+            ours, theirs = multiprocessing.Pipe()
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno()), str(self.device), self._kind],
+                pass_fds=[theirs.fileno()],
+                env={
+                    **os.environ,
+                    "TORCHINDUCTOR_CACHE_DIR": str(inductor_folder()),  # not a default of its own
+                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for us
+            )
+            theirs.close()
+            self._line = ours
+        return self._line
+
+    def _how_it_ended(self) -> str:
+        assert self.process is not None
+        try:
+            status = self.process.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            return "it hung up"
+        return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+    def close(self) -> None:
+        """Kill the process and all its child processes; jobs that it has not answered are lost."""
+        if self._line is not None:
+            self._line.close()
+        if self.process is not None:
+            self._signal(signal.SIGKILL)
+            self.process.wait()
+        self.process = self._line = None
+        self._jobs.clear()
+
+
+def _load_inductor(device: torch.device, line: Connection) -> None:
+    """Load inductor, and start the processes in which it compiles, before the first program comes.
+
+    If none is there then, something small is compiled, so that nothing is left to be loaded. Where any of it
+    fails, so will the first program, and then the reason is told.
+    """
+    with contextlib.suppress(Exception), torch.no_grad():
+        from torch._inductor.async_compile import AsyncCompile
+        from torch._inductor.compile_fx import compile_fx  # noqa: F401 - it is loaded while those start
+
+        AsyncCompile.use_process_pool()
+        if not line.poll(0):
+            small = torch.fx.symbolic_trace(torch.nn.ReLU())
+            example = torch.ones(8, device=device)
+            torch._inductor.compile(small, [example], options={"freezing": True})(example)
+
+
+def _perform(step: Pass, program: Program) -> dict[str, Any] | None:
+    """Everything that the pass manager will do with the outcome; what is to be sent back."""
+    if not isinstance(step, Engine):
+        step.fill_caches(program)
+        return None
+    program = step.apply(program).program
+    program.run(*program.examples)
+    if program.device.type == "cuda":
+        with contextlib.suppress(AmpoptError):  # the pass manager finds out, and tells, that it has no graph
+            ReplayedProgram(program).replay()
+    synchronize(program.device)
+    return step.send(program)
+
+
+def _answer(folder: Path) -> dict[str, str]:
+    """Do what was asked for: nothing to say, or `failed` or `unloadable` with the reason."""
+    try:
+        with (folder / PROGRAM).open("rb") as file:
+            threads, step, program = pickle.load(file)  # it comes from our own parent
+    except Exception as error:
+        return {"unloadable": f"another process cannot load the program: {first_line(error)}"}
+    try:
+        torch.set_num_threads(threads)
+        sent = _perform(step, program)
+    except Exception as error:
+        return {"failed": first_line(error)}
+    if sent is not None:
+        with contextlib.suppress(OSError, RuntimeError):  # a full disk: nothing is received
+            torch.save(sent, folder / SENT_BACK)
+    return {}
+
+
+def _main(line: Connection) -> None:
+    """Answer requests until the other side hangs up.
+
+    Garbage is collected between them only: looking for it takes a tenth of a compiler's time.
+    """
+    gc.disable()
+    with contextlib.suppress(EOFError):
+        while True:
+            line.send_bytes(json.dumps(_answer(Path(line.recv_bytes().decode()))).encode())
+            gc.collect()
+
+
+if __name__ == "__main__":
+    know_shapes()
+    fused_conv()  # programs that come may call it
+    _device, _line = torch.device(sys.argv[2]), Connection(int(sys.argv[1]))
+    if sys.argv[3] == "compiler" and _device.type != "cpu":  # where the first program is waiting
+        _load_inductor(_device, _line)
+    _main(_line)
