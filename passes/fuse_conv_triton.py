@@ -26,7 +26,7 @@ from ampopt.ir.graph import (
 from ampopt.ir.origin import carry_on
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
-from ampopt.kernels import conv_timing
+from ampopt.kernels import conv_timing, tile_compilers
 from ampopt.kernels.conv_chains import Chain, find_chains
 from ampopt.kernels.conv_tiles import Site
 from ampopt.kernels.conv_timing import BY_CUDNN, PLAIN, Timed
@@ -40,9 +40,6 @@ SHARE = 0.5
 
 COMPILING = 0.6
 """Share of this pass's time for compiling; the rest is for measuring."""
-
-FILLING_S = 30.0
-"""Most seconds of compiling in another process, which is ended where this one does not wait any longer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +92,10 @@ class FuseConvTriton(Pass):
 
     def fill_caches(self, program: Program) -> None:
         """Compile the tiles of all chains, without a run of the program, which may load libraries first."""
-        module = record_shapes(in_channels_last(program).program, run=False)
-        chains, _ = find_chains(module, program.settings.tf32, merges=True)
-        conv_timing.compile_all(_sorted_sites(chains), program.device, FILLING_S)
+        if (compilers := tile_compilers.started()) is not None:
+            module = record_shapes(in_channels_last(program).program, run=False)
+            chains, _ = find_chains(module, program.settings.tf32, merges=True)
+            compilers.compile_all(_sorted_sites(chains), torch.cuda.get_device_capability(program.device))
 
     def apply(self, program: Program) -> Result:
         """Match, measure (or use `choices`), rewrite; see the class."""

@@ -32,6 +32,12 @@ MUCH = 1.1
 UNLIKELY = "it seldom gains, and the time for that was over: a larger time budget tries it"
 """The reason of what was not tried after the time for unlikely trials."""
 
+LESS_LIKELY = "it seldom gains, and would have taken longer than a compiler that is likelier to"
+"""The reason of an unlikely trial for which the result of a compiler would have had to wait."""
+
+Until = Callable[[float], bool]
+"""Whether a trial of so many seconds is to be left out for the sake of something likelier."""
+
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
@@ -142,10 +148,11 @@ class LaneSearch:
         self._handled = self._handled | {step.name for step in steps}
         return None
 
-    def rewrite(self, deadline: float, until: Callable[[], bool] = lambda: False) -> None:
+    def rewrite(self, deadline: float, until: Until = lambda _: False) -> None:
         """Try the rewrites that the opening has not tried, each in its place, those that seldom win last.
 
-        The latter are left out when `until` says so: what that waits for is likelier to gain.
+        The latter are left out when `until` says so of the seconds that one takes: what that waits for is
+        likelier to gain.
         """
         self._rewrite(sorted(self._left(), key=self._is_late), deadline, until)
 
@@ -153,27 +160,29 @@ class LaneSearch:
         """The rewrites that were not tried yet."""
         return [step for step in self._rewrites if step.name not in self._handled]
 
-    def _rewrite(
-        self, steps: Sequence[Pass], deadline: float, until: Callable[[], bool] = lambda: False
-    ) -> None:
+    def _rewrite(self, steps: Sequence[Pass], deadline: float, until: Until = lambda _: False) -> None:
         self._handled |= {step.name for step in steps}
         for step in steps:
-            has_time = time.perf_counter() <= deadline
-            if self._is_late(step) and has_time and (self._is_too_late(deadline) or until()):
-                self._manager.leave_out(self.state, step.name, UNLIKELY)
-                continue
+            if self._is_late(step) and time.perf_counter() <= deadline:
+                needed_s = self._manager.needed_s(self.state, step, self.state.graph.program)
+                if self._would_be_late(needed_s):
+                    self._manager.leave_out(self.state, step.name, UNLIKELY)
+                    continue
+                if until(needed_s):
+                    self._manager.leave_out(self.state, step.name, LESS_LIKELY)
+                    continue
             later = self._rewrites[self._rewrites.index(step) + 1 :]
             entry = self._manager.try_in_place(self.state, step, later, deadline).entry
             if step.family is Family.KERNEL and entry.verdict is Verdict.KEPT and entry.gain is not None:
                 self._kernels_gain *= entry.gain.ratio
 
-    def vary(self, deadline: float, until: Callable[[], bool] = lambda: False) -> None:
+    def vary(self, deadline: float, until: Until = lambda _: False) -> None:
         """Try what may help in company: the recipe without some pass, and passes that gained nothing, again.
 
         It ends when `until` says so: what that waits for is likelier to gain.
         """
         for attempt in (self._without_losses, self._without_openers, self._again):
-            if not until():
+            if not until(0.0):
                 attempt(deadline)
 
     def launch(self, deadline: float) -> None:
@@ -238,7 +247,8 @@ class LaneSearch:
             for form in self._readable_forms(engine):
                 name, program = engine.name + form.suffix + again, form.program
                 unlikely = self._is_late(engine) or not (form.is_begun or form.is_likely)
-                if unlikely and self._would_be_late(engine, program):
+                needed_s = self._manager.needed_s(self.state, engine, program)
+                if unlikely and self._would_be_late(needed_s):
                     self._manager.leave_out(self.state, name, UNLIKELY)
                     continue
                 usable = [step for step in self._pipeline.launches if step.why_not(program) is None]
@@ -277,9 +287,9 @@ class LaneSearch:
         """Whether the time for unlikely trials is over, and only that."""
         return self._patience < time.perf_counter() <= deadline
 
-    def _would_be_late(self, engine: Engine, program: Program) -> bool:
-        """Whether an unlikely engine would be tried after the time for such trials."""
-        return time.perf_counter() + self._manager.needed_s(self.state, engine, program) > self._patience
+    def _would_be_late(self, needed_s: float) -> bool:
+        """Whether an unlikely trial that takes so many seconds would end after the time for such trials."""
+        return time.perf_counter() + needed_s > self._patience
 
     def _vary(self, name: str, recipe: tuple[Pass, ...], deadline: float) -> None:
         if self._is_too_late(deadline):

@@ -41,7 +41,7 @@ class Sandbox:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.compiler, self._filler = Worker(device, "compiler"), Worker(device, "plain")
+        self.compiler, self._filler = Worker(device, "compiler"), Worker(device, "tiles")
         self._begun: list[Job] = []
         """What was begun ahead and not taken up yet, in the order of the process."""
         self._filling: list[Job] = []

@@ -28,6 +28,9 @@ TRYING = 0.85
 OPENINGS = 0.4
 """Share of the search's time for the openings of all lanes together."""
 
+FUSING = 0.6
+"""Share of the search's time in which kernels of the first lane may be tried before the others' openings."""
+
 PATIENCE = 0.4
 """Share of the search's time after which nothing that is unlikely to gain is begun."""
 
@@ -111,7 +114,7 @@ class Search:
                 share = OPENINGS * place / len(lanes) if len(lanes) > 1 else 1.0
                 search.open(began + share * left, with_engine=self._is_usable(state) or len(lanes) == 1)
                 if place == 1 and lane.is_mixed and len(lanes) > 1:
-                    search.fuse(began + share * left)
+                    search.fuse(began + FUSING * left)
                     search.begin()
         self.states.sort(key=lambda state: list(lanes).index(state.lane))
         contenders = self._contenders(searches)
@@ -218,9 +221,10 @@ class Search:
             search.leave_rewrites(f"the graph itself takes {ahead:.1f}x the time of the best engine")
         else:
 
-            def until() -> bool:
-                ready = sandbox is not None and sandbox.is_ready
-                return ready or deadline - time.perf_counter() < ENGINES_FIRST * longest
+            def until(needed_s: float) -> bool:
+                if sandbox is not None and (sandbox.is_ready or needed_s > self._compiling_s(search)):
+                    return True
+                return deadline - time.perf_counter() < ENGINES_FIRST * longest
 
             search.rewrite(rewriting, until)
             search.begin()
@@ -228,6 +232,12 @@ class Search:
             search.vary(rewriting, until)
             search.launch(deadline)
         search.run(deadline)
+
+    def _compiling_s(self, search: LaneSearch) -> float:
+        """Seconds until the first result that a compiler was asked for ahead; infinite where none was."""
+        sandbox, program = self._manager.sandbox, search.unfused()
+        asked = [e for e in self._pipeline.engines if sandbox and sandbox.is_rehearsing(e, program)]
+        return min((self._manager.needed_s(search.state, e, program) for e in asked), default=math.inf)
 
 
 def _may_gain(search: LaneSearch) -> float:

@@ -30,6 +30,7 @@ from ampopt.engines.graph_capture import ReplayedProgram
 from ampopt.errors import AmpoptError, PassError, first_line
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Pass, Rehearsed
+from ampopt.kernels import tile_compilers
 from ampopt.kernels.cudnn_shapes import know_shapes
 from ampopt.kernels.fused_conv import fused_conv
 from ampopt.measure.clocks import synchronize
@@ -38,8 +39,8 @@ from ampopt.system.inductor_cache import inductor_folder
 PROGRAM, SENT_BACK = "program.pickle", "sent.pt"
 """The files of a job, in a folder of its own."""
 
-Kind = Literal["compiler", "plain"]
-"""What a worker loads before its first job: inductor, where there is a GPU, or nothing more."""
+Kind = Literal["compiler", "tiles"]
+"""What a worker prepares before its first job: inductor, where there is a GPU, or compilers of tiles."""
 
 
 class TooLongError(PassError):
@@ -291,4 +292,6 @@ if __name__ == "__main__":
     _device, _line = torch.device(sys.argv[2]), Connection(int(sys.argv[1]))
     if sys.argv[3] == "compiler" and _device.type != "cpu":  # where the first program is waiting
         _load_inductor(_device, _line)
+    if sys.argv[3] == "tiles":
+        tile_compilers.start()
     _main(_line)

@@ -394,7 +394,7 @@ def test_what_another_process_compiles_is_what_the_pass_measures(monkeypatch: py
     """It needs no run of the program: that may load libraries for seconds."""
     compiled: list[list[Site]] = []
 
-    def compile_all(sites: Iterable[Site], device: torch.device, seconds: float) -> set[object]:
+    def compile_all(sites: Sequence[Site], *_: object) -> set[object]:
         compiled.append(list(sites))
         return set()
 
@@ -402,9 +402,13 @@ def test_what_another_process_compiles_is_what_the_pass_measures(monkeypatch: py
     model = _model(lambda m, x: m.s(m.a(m.a(x).relu()).relu()))
     program = program_of(model, torch.randn(2, 16, 8, 8))  # it is laid out anew in both
     FuseConvTriton().apply(program)
-    with monkeypatch.context() as patch:
-        patch.setattr("torch.fx.passes.shape_prop.ShapeProp.call_function", _only_fake)
-        FuseConvTriton().fill_caches(program)
+    monkeypatch.setattr("torch.fx.passes.shape_prop.ShapeProp.call_function", _only_fake)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
+    FuseConvTriton().fill_caches(program)  # nothing was started
+    assert len(compiled) == 1
+    started = SimpleNamespace(compile_all=compile_all)
+    monkeypatch.setattr("ampopt.kernels.tile_compilers.started", lambda: started)
+    FuseConvTriton().fill_caches(program)
     assert len(compiled[0]) == 2
     assert compiled[0] == compiled[1]
 

@@ -212,8 +212,8 @@ def test_nothing_unlikely_is_begun_when_something_likelier_is_ready(
     lane = search(
         monkeypatch, bench, Pipeline((Planted("slow"), Planted("late"))), Opening((), None, ("late",))
     )
-    lane.rewrite(bench.deadline, until=lambda: True)
-    lane.vary(bench.deadline, until=lambda: True)
+    lane.rewrite(bench.deadline, until=lambda _: True)
+    lane.vary(bench.deadline, until=lambda _: True)
     assert rows(bench) == [("slow", REVERTED), ("late", NOT_TRIED)]
 
 
