@@ -26,7 +26,7 @@ from ampopt.ir.graph import (
 from ampopt.ir.origin import carry_on
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
-from ampopt.kernels import conv_timing, tile_compilers
+from ampopt.kernels import conv_timing
 from ampopt.kernels.conv_chains import Chain, find_chains
 from ampopt.kernels.conv_tiles import Site
 from ampopt.kernels.conv_timing import BY_CUDNN, PLAIN, Timed
@@ -68,7 +68,6 @@ class FuseConvTriton(Pass):
     numerics = Numerics.REASSOCIATED
     family = Family.KERNEL
     portable = False
-    fills_caches = True
 
     choices: tuple[tuple[str, str], ...] | None = None
     least_gain: float = 1.03
@@ -89,13 +88,6 @@ class FuseConvTriton(Pass):
         if self.choices is not None:
             return self
         return dataclasses.replace(self, seconds=min(self.seconds, SHARE * seconds))
-
-    def fill_caches(self, program: Program) -> None:
-        """Compile the tiles of all chains, without a run of the program, which may load libraries first."""
-        if (compilers := tile_compilers.started()) is not None:
-            module = record_shapes(in_channels_last(program).program, run=False)
-            chains, _ = find_chains(module, program.settings.tf32, merges=True)
-            compilers.compile_all(_sorted_sites(chains), torch.cuda.get_device_capability(program.device))
 
     def apply(self, program: Program) -> Result:
         """Match, measure (or use `choices`), rewrite; see the class."""
@@ -124,7 +116,8 @@ class FuseConvTriton(Pass):
     ) -> tuple[dict[str, str], list[Declined]]:
         """The fastest tile of each chain for which one is faster than what is there."""
         declined, chosen, known = list[Declined](), dict[str, str](), dict[Site, Timed]()
-        sites = _sorted_sites(chains)
+        counts = Counter(chain.site for chain in chains)
+        sites = sorted(counts, key=lambda site: -counts[site] * site.least_seconds)
         ready = conv_timing.compile_all(sites, program.device, COMPILING * (end - time.perf_counter()))
         end = max(
             end, time.perf_counter() + (1 - COMPILING) * self.seconds
@@ -149,12 +142,6 @@ class FuseConvTriton(Pass):
                 text = f"{1e6 * ours[best]:.1f} µs" if best is not None else f"fails: {reason}"
                 declined.append(Declined(name, f"as it is {1e6 * now:.1f} µs, the best tile {text}"))
         return chosen, declined
-
-
-def _sorted_sites(chains: Sequence[Chain]) -> list[Site]:
-    """The sites of chains, those first that take most of the time."""
-    counts = Counter(chain.site for chain in chains)
-    return sorted(counts, key=lambda site: -counts[site] * site.least_seconds)
 
 
 def _that_fit(choices: dict[str, str], chains: Sequence[Chain]) -> tuple[dict[str, str], list[Declined]]:

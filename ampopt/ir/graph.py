@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
 
 from ampopt.ir.origin import carry_on, place_of
@@ -248,16 +247,15 @@ def constant_outputs(module: fx.GraphModule) -> frozenset[int]:
     return frozenset(place for place, node in enumerate(results) if node not in computed)
 
 
-def record_shapes(program: Program, *, run: bool = True) -> fx.GraphModule:
+def record_shapes(program: Program) -> fx.GraphModule:
     """A copy of the program's graph whose nodes have their tensors' shape, dtype and strides recorded.
 
-    One real run on the example inputs fills `node.meta["tensor_meta"]`; see `shape_of` and `dtype_of`. Not
-    `run`: it is derived without one, and strides may differ from those of the kernels that would run.
+    One real run on the example inputs fills `node.meta["tensor_meta"]`; see `shape_of` and `dtype_of`.
     """
     module = copy_of(program.graph)
     with program.scope():
         entered = [border.convert(t) for border, t in zip(program.entry, program.examples, strict=True)]
-        ShapeProp(module, fake_mode=None if run else FakeTensorMode()).propagate(*entered)
+        ShapeProp(module).propagate(*entered)
     return module
 
 

@@ -92,8 +92,6 @@ class Pass(abc.ABC):
     """True: it depends on the example's sizes, so that it is left out of exports with dynamic sizes."""
     enables_others: ClassVar[bool] = False
     """True: kept without a gain, unless it is slower, because later passes build on it."""
-    fills_caches: ClassVar[bool] = False
-    """True: compiling takes most of its time, and another process may do that before, see `fill_caches`."""
 
     @property
     def name(self) -> str:
@@ -124,9 +122,6 @@ class Pass(abc.ABC):
     @abc.abstractmethod
     def apply(self, program: Program) -> Result:
         """Rewrite every place where the pass is valid, and list the places that it declines."""
-
-    def fill_caches(self, program: Program) -> None:  # noqa: B027 - most passes compile nothing
-        """Compile what `apply` may need of this program or one like it, into a compiler's disk cache."""
 
 
 @dataclasses.dataclass(frozen=True)

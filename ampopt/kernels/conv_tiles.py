@@ -100,7 +100,7 @@ class Site:
 
     def random_operands(self, device: torch.device) -> Operands:
         """Random x, w, b, z, s of this shape, dtype and layout, with magnitudes typical of networks."""
-        generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)
         random = functools.partial(torch.randn, generator=generator, device=device, dtype=self.dtype)
 
         def pixels(shape: Sequence[int], pixel: int) -> Tensor:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 
 import torch
@@ -18,7 +18,6 @@ from ampopt.ir.numerics import relative_error
 from ampopt.ir.settings import Settings
 from ampopt.kernels.conv_tiles import Operands, Site
 from ampopt.kernels.fused_conv import Tile, fused_conv, reference
-from ampopt.kernels.tile_compilers import jobs_of
 from ampopt.measure.clocks import device_time
 from ampopt.measure.sampling import interleave
 
@@ -53,13 +52,20 @@ def launch(site: Site, operands: Operands, tile: Tile) -> Tensor:
     return result
 
 
-def compile_all(sites: Sequence[Site], device: torch.device, seconds: float) -> set[object]:
+def compile_all(sites: Iterable[Site], device: torch.device, seconds: float) -> set[object]:
     """Compile the tiles of all sites, several in parallel, for at most this many seconds.
 
-    Returns the `Site.compile_key` of the compiled ones; a failure here is repeated and reported when
+    The first tile of every site is compiled before the second of any, so that each site has some if time is
+    short. Returns the `Site.compile_key` of the compiled ones; a failure here is repeated and reported when
     timed.
     """
-    jobs = {key: functools.partial(_launch_random, site, tile, device) for key, site, tile in jobs_of(sites)}
+    jobs: dict[object, Callable[[], Tensor]] = {}
+    tiles = [(site, site.tiles()) for site in sites]
+    for rank in range(max((len(found) for _, found in tiles), default=0)):
+        for site, found in tiles:
+            if rank < len(found):
+                job = functools.partial(_launch_random, site, found[rank], device)
+                jobs.setdefault(site.compile_key(found[rank]), job)
     done: set[object] = set()
 
     def quietly(key: object) -> None:

@@ -78,7 +78,7 @@ def fused_conv() -> torch._ops.OpOverload:
     """
     made = torch.library.custom_op(
         "ampopt::fused_conv",
-        compute,
+        _compute,
         mutates_args=(),
         schema="(Tensor x, Tensor w, Tensor? b, Tensor? z, Tensor? s, int[] geometry, int groups, "
         "str act1, str act2, str tile) -> Tensor",
@@ -123,7 +123,7 @@ def reference(
     return y if z is None else ACTIVATIONS[act2](y + z)
 
 
-def compute(
+def _compute(
     x: Tensor,
     w: Tensor,
     b: Tensor | None,
@@ -135,7 +135,6 @@ def compute(
     act2: str,
     tile: str,
 ) -> Tensor:
-    """The result on a GPU; of tensors on the device "meta", which have no data, kernels are compiled only."""
     how, is_image = Tile.parse(tile), bool(geometry)
     y = _empty_result(x, w, b, z, s, geometry)
     x, pixel = pixels(x, is_image=is_image)
@@ -148,14 +147,6 @@ def compute(
     with torch.cuda.device_of(x):  # Triton launches on the current device
         {"dense": _dense, "depthwise": _depthwise, "vector": _vector}[how.kind](call)
     return y
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], target: Tensor, *arguments: Any, **options: Any) -> None:
-    """Run a Triton kernel, or only compile it, where its result has no storage."""
-    if target.is_meta:
-        kernel.warmup(*arguments, grid=grid, **options)
-    else:
-        kernel[grid](*arguments, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,10 +189,7 @@ def _dense(call: _Call) -> None:
     # A replay may meet a larger shape than the one whose sums were worth splitting.
     parts = tile.parts if tile.parts * y.numel() < _LARGEST_OFFSET else 1
     target = y if parts == 1 else x.new_empty((parts, rows, w.shape[0]), dtype=torch.float32)
-    _launch(
-        dense,
-        (-(-rows // tile.rows), -(-outs // tile.cols), call.groups * parts),
-        y,
+    dense[-(-rows // tile.rows), -(-outs // tile.cols), call.groups * parts](
         *(x, w, *call.added, call.s, target, rows, *sizes),
         *(call.pixel // unit, channels // unit, outs // unit, call.groups, parts, *geometry),
         KH=taps[0],
@@ -220,10 +208,7 @@ def _dense(call: _Call) -> None:
     )
     if parts > 1:
         height, width, unit = combine_block(w.shape[0])
-        _launch(
-            combine,
-            (-(-rows // height), -(-w.shape[0] // width)),
-            y,
+        combine[-(-rows // height), -(-w.shape[0] // width)](
             *(target, *call.added, y, rows, w.shape[0] // unit, parts),
             UNIT=unit,
             BM=height,
@@ -244,10 +229,7 @@ def _depthwise(call: _Call) -> None:
     tile, x, w, channels = call.tile, call.x, call.w, call.w.shape[0]
     assert call.groups == channels == x.shape[1]
     unit = unit_of(channels, call.pixel)
-    _launch(
-        depthwise,
-        (-(-call.rows // tile.rows), -(-channels // tile.cols)),
-        call.y,
+    depthwise[-(-call.rows // tile.rows), -(-channels // tile.cols)](
         *(x, w, *call.added, call.y, call.rows, *x.shape[2:], *call.y.shape[2:]),
         *(call.pixel // unit, channels // unit, *call.geometry),
         KH=w.shape[2],
@@ -266,10 +248,7 @@ def _vector(call: _Call) -> None:
     assert call.s is None or call.rows == call.s.shape[0]
     tile, (outs, channels) = call.tile, call.w.shape[:2]
     unit = unit_of(channels, outs, call.pixel)
-    _launch(
-        vector,
-        (call.rows, -(-outs // tile.cols)),
-        call.y,
+    vector[call.rows, -(-outs // tile.cols)](
         *(call.x, call.w, *call.added, call.s, call.y, call.pixel // unit, channels // unit, outs // unit),
         UNIT=unit,
         BN=tile.cols,

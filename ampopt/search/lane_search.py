@@ -134,8 +134,9 @@ class LaneSearch:
         self.opened = self.state.best
 
     def fuse(self, deadline: float) -> None:
-        """Try the kernels for which another process has filled the caches, and launch the result."""
-        self._rewrite([step for step in self._left() if step.fills_caches], deadline)
+        """Try the native kernels that are not in the opening, and launch the result."""
+        kernels = [step for step in self._left() if step.family is Family.KERNEL]
+        self._rewrite([step for step in kernels if not self._is_late(step)], deadline)
         self.launch(deadline)
 
     def _open_with(self, name: str, steps: Sequence[Pass], deadline: float) -> Trial | None:

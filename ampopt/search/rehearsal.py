@@ -19,32 +19,21 @@ from types import TracebackType
 
 import torch
 
-from ampopt.errors import PassError
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Pass, Rehearsed, Result
 from ampopt.search.worker import Job, TooLongError, Worker
 
 __all__ = ["Sandbox", "TooLongError"]
 
-MANY_CORES = 8
-"""From this number on, caches are filled in a second process: with fewer, both would take twice as long."""
-
-FILLING_S = 5.0
-"""Most seconds to wait until caches are filled in another process: the pass does what is left."""
-
 
 class Sandbox:
-    """Where passes are rehearsed: a process for compilers, and one that fills caches.
-
-    `device` is the device of the rehearsed programs.
-    """
+    """A process in which passes are rehearsed. `device` is the device of their programs."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.compiler, self._filler = Worker(device, "compiler"), Worker(device, "tiles")
+        self.compiler = Worker(device)
         self._begun: list[Job] = []
         """What was begun ahead and not taken up yet, in the order of the process."""
-        self._filling: list[Job] = []
 
     def __enter__(self) -> Sandbox:
         return self
@@ -55,42 +44,34 @@ class Sandbox:
         self.close()
 
     def prepare(self) -> None:
-        """Start the processes now, so that they load their libraries during other work.
+        """Start the process now, so that it loads its libraries during other work.
 
-        Not on a CPU, where they start on first use: while one loads, a call of a network on two cores takes
-        up to 15 times as long, and timings in this process are noise.
+        Not on a CPU, where it starts on first use: while it loads, a call of a network on two cores takes up
+        to 15 times as long, and timings in this process are noise.
         """
         if self.works_beside:
             self.compiler.start()
-            if self._fills:
-                self._filler.start()
 
     @property
     def works_beside(self) -> bool:
         """Whether a rehearsal may run beside measurements: not on a CPU, see `prepare`."""
         return _possible() and self.device.type != "cpu"
 
-    @property
-    def _fills(self) -> bool:
-        return self.works_beside and (os.cpu_count() or 1) >= MANY_CORES
-
     def begin(self, step: Pass, program: Program) -> None:
-        """Start to rehearse a step, after those that were begun on programs of the same lane.
+        """Start to rehearse a risky step, after those that were begun on programs of the same lane.
 
         `apply` takes it up later. It does nothing where that would disturb measurements, where the program
-        cannot be sent, where there is no need to rehearse the step, or where this was begun already. What was
-        begun on other lanes or captures, and was not taken up, is given up.
+        cannot be sent, or where this was begun already. What was begun on other lanes or captures, and was
+        not taken up, is given up.
         """
-        if step.why_not(program) is not None:
+        if not isinstance(step, Engine) or not step.risky or step.why_not(program) is not None:
             return
-        if step.fills_caches and self._fills and not any(job.is_of(step, program) for job in self._filling):
-            if isinstance(job := self._filler.send(step, program), Job):
-                self._filling.append(job)
-        elif _is_risky(step) and self.works_beside and not self.is_rehearsing(step, program):
-            for job in [job for job in self._begun if not job.goes_with(program)]:
-                self._give_up(job)
-            if isinstance(job := self.compiler.send(step, program), Job):
-                self._begun.append(job)
+        if not self.works_beside or self.is_rehearsing(step, program):
+            return
+        for job in [job for job in self._begun if not job.goes_with(program)]:
+            self._give_up(job)
+        if isinstance(sent := self.compiler.send(step, program), Job):
+            self._begun.append(sent)
 
     def _give_up(self, job: Job) -> None:
         """Forget what was begun ahead; the process is killed only if it still works on that."""
@@ -126,20 +107,9 @@ class Sandbox:
         process, for example because its operators are registered in this one only.
         """
         if not isinstance(step, Engine) or not step.risky:
-            if step.fills_caches:
-                self._await_caches(seconds)
             return step.apply(program), None
         with self.rehearsing(step, program, seconds=seconds) as rehearsed:
             return step.apply_beside(program, rehearsed), rehearsed().why_not
-
-    def _await_caches(self, seconds: float) -> None:
-        """Wait for a while until the caches that were begun are filled; what goes on after it ends."""
-        deadline = time.perf_counter() + min(seconds / 2, FILLING_S)
-        jobs, self._filling = self._filling, []
-        for job in jobs:
-            with contextlib.suppress(PassError):  # the pass itself will tell
-                self._filler.wait(job, deadline, seconds)
-            self._filler.end(job)
 
     @contextlib.contextmanager
     def rehearsing(
@@ -181,20 +151,15 @@ class Sandbox:
         return not self.compiler.is_busy
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        """Stop the compilers' process and its children during the block: they take no time from timings."""
+        """Stop the process and its children during the block, so that they take no time from timings here."""
         return self.compiler.paused()
 
     def close(self) -> None:
-        """Kill the processes and all their child processes."""
+        """Kill the process and all its child processes."""
         self.compiler.close()
-        self._filler.close()
-        for job in (*self._begun, *self._filling):
+        for job in self._begun:
             job.folder.cleanup()
-        self._begun, self._filling = [], []
-
-
-def _is_risky(step: Pass) -> bool:
-    return isinstance(step, Engine) and step.risky
+        self._begun = []
 
 
 def _possible() -> bool:

@@ -68,8 +68,8 @@ def begin_ahead(program: Program, pipeline: Pipeline, sandbox: Sandbox | None) -
     except Exception as error:  # the opening is going to tell
         check_interrupted(error)
         return
-    for step in (*pipeline.rewrites, *pipeline.engines):
-        sandbox.begin(step, expected)
+    for engine in pipeline.engines:
+        sandbox.begin(engine, expected)
 
 
 class Search:

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -30,7 +30,6 @@ from ampopt.engines.graph_capture import ReplayedProgram
 from ampopt.errors import AmpoptError, PassError, first_line
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Pass, Rehearsed
-from ampopt.kernels import tile_compilers
 from ampopt.kernels.cudnn_shapes import know_shapes
 from ampopt.kernels.fused_conv import fused_conv
 from ampopt.measure.clocks import synchronize
@@ -38,9 +37,6 @@ from ampopt.system.inductor_cache import inductor_folder
 
 PROGRAM, SENT_BACK = "program.pickle", "sent.pt"
 """The files of a job, in a folder of its own."""
-
-Kind = Literal["compiler", "tiles"]
-"""What a worker prepares before its first job: inductor, where there is a GPU, or compilers of tiles."""
 
 
 class TooLongError(PassError):
@@ -75,8 +71,8 @@ class Worker:
     `device` is the device of the programs.
     """
 
-    def __init__(self, device: torch.device, kind: Kind) -> None:
-        self.device, self._kind = device, kind
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._jobs: deque[Job] = deque()
         """Those that were sent and are not answered yet."""
         self.process: subprocess.Popen[bytes] | None = None
@@ -190,7 +186,7 @@ class Worker:
         if self._line is None:
             ours, theirs = multiprocessing.Pipe()
             self.process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), str(self.device), self._kind],
+                [sys.executable, "-m", __name__, str(theirs.fileno()), str(self.device)],
                 pass_fds=[theirs.fileno()],
                 env={
                     **os.environ,
@@ -242,11 +238,8 @@ def _load_inductor(device: torch.device, line: Connection) -> None:
             torch._inductor.compile(small, [example], options={"freezing": True})(example)
 
 
-def _perform(step: Pass, program: Program) -> dict[str, Any] | None:
+def _perform(step: Engine, program: Program) -> dict[str, Any] | None:
     """Everything that the pass manager will do with the outcome; what is to be sent back."""
-    if not isinstance(step, Engine):
-        step.fill_caches(program)
-        return None
     program = step.apply(program).program
     program.run(*program.examples)
     if program.device.type == "cuda":
@@ -290,8 +283,6 @@ if __name__ == "__main__":
     know_shapes()
     fused_conv()  # programs that come may call it
     _device, _line = torch.device(sys.argv[2]), Connection(int(sys.argv[1]))
-    if sys.argv[3] == "compiler" and _device.type != "cpu":  # where the first program is waiting
+    if _device.type != "cpu":  # where the first program is waiting
         _load_inductor(_device, _line)
-    if sys.argv[3] == "tiles":
-        tile_compilers.start()
     _main(_line)

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ampopt.ir.graph import aten, calls, record_shapes
 from ampopt.ir.program import Program
@@ -388,35 +387,6 @@ def test_tiles_that_were_not_compiled_in_time_are_not_measured(monkeypatch: pyte
     result = _measured_by(clock, monkeypatch, FuseConvTriton())
     assert clock.measured == []
     assert {declined.reason for declined in result.declined} == {"the time for measurements was spent"}
-
-
-def test_what_another_process_compiles_is_what_the_pass_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It needs no run of the program: that may load libraries for seconds."""
-    compiled: list[list[Site]] = []
-
-    def compile_all(sites: Sequence[Site], *_: object) -> set[object]:
-        compiled.append(list(sites))
-        return set()
-
-    monkeypatch.setattr("ampopt.kernels.conv_timing.compile_all", compile_all)
-    model = _model(lambda m, x: m.s(m.a(m.a(x).relu()).relu()))
-    program = program_of(model, torch.randn(2, 16, 8, 8))  # it is laid out anew in both
-    FuseConvTriton().apply(program)
-    monkeypatch.setattr("torch.fx.passes.shape_prop.ShapeProp.call_function", _only_fake)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
-    FuseConvTriton().fill_caches(program)  # nothing was started
-    assert len(compiled) == 1
-    started = SimpleNamespace(compile_all=compile_all)
-    monkeypatch.setattr("ampopt.kernels.tile_compilers.started", lambda: started)
-    FuseConvTriton().fill_caches(program)
-    assert len(compiled[0]) == 2
-    assert compiled[0] == compiled[1]
-
-
-def _only_fake(self: fx.Interpreter, target: Any, args: Any, kwargs: Any) -> Any:
-    result = fx.Interpreter.call_function(self, target, args, kwargs)
-    assert isinstance(result, FakeTensor)
-    return result
 
 
 class _ForgetsTheAddition(OnCpu):

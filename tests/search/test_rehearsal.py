@@ -20,8 +20,8 @@ from ampopt.ir.lanes import lanes_for
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Pass, Rehearsed, Result
 from ampopt.measure.entry import Verdict
-from ampopt.search.rehearsal import MANY_CORES, Sandbox, TooLongError
-from tests.support.planted import Bench, PlantedKernel, captured_of, rewritten
+from ampopt.search.rehearsal import Sandbox, TooLongError
+from tests.support.planted import Bench, captured_of, rewritten
 
 X = torch.ones(1, 3)
 CPU = torch.device("cpu")
@@ -238,65 +238,6 @@ def test_what_waits_behind_one_that_is_killed_gets_another_process(program: Prog
             rehearse(sandbox, Risky("hang"), program, seconds=1)
         assert not sandbox.is_rehearsing(Risky(), program)
         rehearse(sandbox, Risky(), program, seconds=60)
-
-
-@dataclasses.dataclass(frozen=True)
-class Filling(PlantedKernel):
-    """Writes its process into a file where caches are filled, after a while."""
-
-    fills_caches = True
-
-    note: str = ""
-    wait_s: float = 0.0
-
-    def fill_caches(self, program: Program) -> None:
-        """See the class."""
-        time.sleep(self.wait_s)
-        Path(self.note).write_text(f"{os.getpid()}")
-
-
-@pytest.mark.usefixtures("beside")
-def test_caches_are_filled_in_a_process_of_their_own_and_waited_for(
-    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ampopt.search.rehearsal.FILLING_S", 60.0)
-    monkeypatch.setattr("os.cpu_count", lambda: MANY_CORES)
-    step = Filling("filling", note=str(tmp_path / "note"))
-    with Sandbox(CPU) as sandbox:
-        sandbox.begin(step, program)
-        sandbox.begin(Risky("hang"), program)  # it is not waited for
-        _, unrehearsed = sandbox.apply(step, program, seconds=120)
-        assert unrehearsed is None
-        assert sandbox.compiler.process is not None
-        assert int((tmp_path / "note").read_text()) not in (os.getpid(), sandbox.compiler.process.pid)
-
-
-@pytest.mark.usefixtures("beside")
-def test_caches_are_not_waited_for_any_longer_than_the_pass_may_take(
-    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: MANY_CORES)
-    step = Filling("filling", note=str(tmp_path / "note"), wait_s=600.0)
-    with Sandbox(CPU) as sandbox:
-        sandbox.begin(step, program)
-        began = time.perf_counter()
-        result, _ = sandbox.apply(step, program, seconds=1.0)
-        assert time.perf_counter() - began < 5
-        assert result.modified
-
-
-@pytest.mark.usefixtures("beside")
-def test_with_few_cores_caches_are_filled_by_the_pass_alone(
-    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: MANY_CORES - 1)
-    note = tmp_path / "note"
-    with Sandbox(CPU) as sandbox:
-        sandbox.begin(Filling("filling", note=str(note)), program)
-        assert sandbox.compiler.process is None
-        result, _ = sandbox.apply(Filling("filling", note=str(note)), program, seconds=60.0)
-    assert result.modified
-    assert not note.exists()
 
 
 @pytest.mark.usefixtures("beside")
