@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ampopt.ir.graph import aten
+from ampopt.ir.numerics import is_rounded, widened
 from ampopt.ir.program import Program
 
 LOW = frozenset((torch.float16, torch.bfloat16))
@@ -166,8 +167,7 @@ class _Beside(fx.Interpreter):
 
     def _in_its_dtypes(self, source: fx.Node) -> Any:
         def rounded(leaf: Any, dtype: Any) -> Any:
-            is_number = isinstance(leaf, Tensor) and leaf.is_floating_point()
-            return leaf.detach().to(dtype) if is_number else leaf
+            return leaf.detach().to(dtype) if _is_rounded(leaf) else leaf
 
         return pytree.tree_map(rounded, self.env[source], self._kinds[source])
 
@@ -207,8 +207,12 @@ def _magnitude(value: Any) -> float:
     return largest
 
 
+def _is_rounded(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and is_rounded(leaf)
+
+
 def _wide(leaf: Any) -> Any:
-    """A floating-point tensor in float64, and float64 for the name of a lower dtype; others stay."""
+    """A tensor in float64, or complex128, and these for the name of a lower dtype; others stay."""
     if isinstance(leaf, torch.dtype):
-        return torch.float64 if leaf.is_floating_point else leaf
-    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        return torch.complex128 if leaf.is_complex else torch.float64 if leaf.is_floating_point else leaf
+    return widened(leaf) if isinstance(leaf, Tensor) else leaf

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ampopt.errors import InputError
 from ampopt.ir.lane_io import LaneIO
+from ampopt.ir.numerics import is_rounded
 from ampopt.ir.signature import tensors_of
 
 
@@ -66,7 +67,7 @@ def same_tensor(a: Tensor, b: Tensor) -> bool:
             return False
         if a.layout is not torch.strided:
             return same_tensor(a.to_dense(), b.to_dense())
-        if a.is_floating_point() or a.is_complex():
+        if is_rounded(a):
             return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
         return torch.equal(a, b)
     except (RuntimeError, NotImplementedError):  # quantized, fake: no such comparison

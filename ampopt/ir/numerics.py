@@ -11,6 +11,18 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
+def is_rounded(tensor: Tensor) -> bool:
+    """Whether a tensor has real or complex numbers with a fraction."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """A tensor in float64, or complex128; integers and booleans as they are."""
+    if not is_rounded(tensor):
+        return tensor
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
 def least_error(dtype: torch.dtype) -> float:
     """The relative error that results in a dtype may always have; 0 for integers, booleans and float64.
 
@@ -30,7 +42,7 @@ def relative_error(actual: Tensor, reference: Tensor, *, least_norm: float = 0.0
     """
     if actual.shape != reference.shape:
         return float("inf")
-    if not reference.dtype.is_floating_point and not reference.dtype.is_complex:
+    if not is_rounded(reference):
         return float((actual != reference).double().mean()) if reference.numel() else 0.0
     wide = torch.complex128 if reference.dtype.is_complex else torch.float64
     a, r = actual.detach().to(wide), reference.detach().to(wide)
@@ -86,10 +98,14 @@ def fresh_draw(example: Tensor, generator: torch.Generator) -> Tensor:
 def rounded_anew(
     tensor: Tensor, dtype: torch.dtype, generator: torch.Generator, roundings: float = 1.0
 ) -> Tensor:
-    """A floating-point tensor with every element changed at random by up to `roundings` roundings to `dtype`.
+    """A tensor with every real or imaginary part changed at random by up to `roundings` roundings to `dtype`.
 
-    The result has the tensor's own dtype; one rounding is at most machine epsilon / 2 of the value.
+    The result has the tensor's own dtype; one rounding is at most machine epsilon / 2 of the value. Integers
+    and booleans stay.
     """
+    if tensor.is_complex():
+        parts = torch.view_as_real(tensor.resolve_conj())
+        return torch.view_as_complex(rounded_anew(parts, dtype, generator, roundings))
     if not tensor.is_floating_point():
         return tensor
     half = roundings * torch.finfo(dtype).eps / 2
@@ -126,7 +142,7 @@ class ResultsRoundedAnew(TorchDispatchMode):
         return pytree.tree_map_only(Tensor, self._moved, result)
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
+        if not is_rounded(tensor):
             return tensor
         coarser = max(self.dtype, tensor.dtype, key=lambda dtype: torch.finfo(dtype).eps)
         return rounded_anew(tensor, coarser, self.generator, self.roundings)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ampopt.ir.numerics import fresh_draw
+from ampopt.ir.numerics import fresh_draw, is_rounded
 
 Tensors = tuple[Tensor, ...]
 
@@ -78,7 +78,7 @@ def _draws(examples: Tensors, ways: dict[str, Callable[[Tensor], Tensor]], in_a_
 
 
 def _can_vary(example: Tensor) -> bool:
-    return example.is_floating_point() and example.numel() > 0
+    return is_rounded(example) and example.numel() > 0
 
 
 def _largest(example: Tensor) -> float:

@@ -29,9 +29,11 @@ from ampopt.ir.model_state import set_buffer
 from ampopt.ir.numerics import (
     Check,
     ResultsRoundedAnew,
+    is_rounded,
     relative_error,
     rounded_anew,
     roundings_of_sums,
+    widened,
 )
 from ampopt.ir.settings import Settings
 from ampopt.ir.signature import flatten_outputs
@@ -142,7 +144,7 @@ class Verifier:
         """The original in float64; None where it fails there."""
         with Settings().scope(self.device):
             try:
-                exact = private_copy(original_of(self._model)).double()
+                exact: nn.Module = private_copy(original_of(self._model))._apply(widened)
                 self.call_original(exact, _widened(self.captured.program.examples))
             except Exception as error:
                 reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" …")
@@ -433,11 +435,10 @@ class Verifier:
 
 
 def _widened(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors)
+    return tuple(widened(tensor) for tensor in tensors)
 
 
 def _norm(tensor: Tensor) -> float:
-    if not tensor.is_floating_point() and not tensor.is_complex():
+    if not is_rounded(tensor):
         return 0.0
-    finite = torch.isfinite(tensor)
-    return float(torch.linalg.vector_norm(tensor[finite].double().abs()))
+    return float(torch.linalg.vector_norm(widened(tensor[torch.isfinite(tensor)])))

@@ -35,6 +35,23 @@ def test_a_dtype_argument_does_not_lower_the_reference() -> None:
     assert torch.allclose(found, 3 * X.double().softmax(-1), rtol=1e-12)
 
 
+def test_complex_numbers_between_real_ones_are_rounded_as_the_graph_does() -> None:
+    """Their magnitudes were in float64, which no product in float16 takes."""
+
+    def spectrum(m: Any, x: Tensor) -> Any:
+        return m.b((torch.fft.rfft(m.a(x)) * m.filter).abs())
+
+    factors = torch.randn(9, dtype=torch.complex64)
+    model = Model(spectrum, a=nn.Linear(16, 16), b=nn.Linear(9, 4), filter=factors)
+    program = baked(model, X[0, 0])
+    (exact,), (found,) = exact_outputs(program, [X[0, 0]]), program.run(X[0, 0])
+    assert exact.dtype is torch.float64
+    assert 0 < torch.linalg.vector_norm(found - exact) / torch.linalg.vector_norm(exact) < 1e-2
+    seen = observe(program, [(X[0, 0],)])
+    assert seen["abs_1"].gives == {torch.float32}
+    assert 0 < seen["abs_1"].error < 1e-6
+
+
 def test_the_largest_value_is_that_of_float64_where_the_call_overflows() -> None:
     linear = nn.Linear(4, 1, bias=False)
     with torch.no_grad():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ampopt.ir.numerics import fresh_draw, relative_error, rounded_anew
+from ampopt.ir.numerics import fresh_draw, relative_error, rounded_anew, widened
 
 INF, NAN = float("inf"), float("nan")
 
@@ -94,3 +94,20 @@ def test_rounding_anew_moves_by_at_most_one_rounding(dtype: torch.dtype) -> None
     assert moved.dtype is x.dtype
     whole = torch.arange(3)
     assert rounded_anew(whole, dtype, torch.Generator()) is whole
+
+
+def test_both_parts_of_a_complex_number_are_rounded_anew() -> None:
+    x = torch.randn(64, dtype=torch.complex64)
+    moved = rounded_anew(x.conj(), torch.float16, torch.Generator().manual_seed(0))
+    assert moved.dtype is torch.complex64
+    for before, after in ((x.real, moved.real), (-x.imag, moved.imag)):
+        change = ((after - before) / before).abs()
+        assert 0 < float(change.max()) <= torch.finfo(torch.float16).eps / 2 * (1 + 1e-3)
+        assert float(change.median()) > 0
+
+
+def test_what_has_a_fraction_is_widened_and_the_rest_stays() -> None:
+    kinds = (torch.float16, torch.float64, torch.complex64, torch.int8, torch.bool)
+    found = [widened(torch.ones(2, dtype=dtype)) for dtype in kinds]
+    wide = (torch.float64, torch.float64, torch.complex128, torch.int8, torch.bool)
+    assert tuple(tensor.dtype for tensor in found) == wide

@@ -113,3 +113,13 @@ def test_without_a_state_every_call_gets_its_own_inputs_alone() -> None:
     draw = Draw("", ((torch.tensor(2.0), torch.tensor(5.0)), (torch.tensor(3.0), torch.tensor(7.0))))
     found = steps_of(draw, lambda x, y: (x * y,), ())
     assert [[float(output) for output in outputs] for outputs in found] == [[10], [21]]
+
+
+def test_complex_inputs_vary_as_real_ones_do() -> None:
+    example = torch.randn(3, dtype=torch.complex64)
+    ranges = {draw.name: draw.calls[0][0] for draw in range_draws((example,), in_a_row=1)}
+    assert torch.equal(ranges["inputs x10"], example * 10)
+    assert torch.equal(ranges["constant inputs"], torch.full_like(example, float(example.abs().max())))
+    faults = {draw.name: draw.calls[0][0] for draw in fault_draws((example,), in_a_row=1)}
+    assert [bool(found.isnan()[1]) for found in faults.values()] == [True, False]
+    assert [bool(found.isinf()[1]) for found in faults.values()] == [False, True]

@@ -130,6 +130,22 @@ def test_a_model_that_fails_in_float64_is_compared_with_itself_in_float32() -> N
     assert verifier.check(lambda x: [original(x)], FP32).passed
 
 
+def test_complex_weights_inputs_and_outputs_are_compared_with_complex128() -> None:
+    def mixed(m: Any, x: Tensor, factors: Tensor) -> Any:
+        return torch.fft.rfft(m.l(x)) @ m.weight * factors
+
+    torch.manual_seed(0)
+    weight, factors = torch.randn(9, 9, dtype=torch.complex64), torch.randn(9, dtype=torch.complex64)
+    verifier, original = verifier_of(Model(mixed, l=nn.Linear(16, 16), weight=weight), X, factors)
+    assert verifier.note is None
+    (reference,) = verifier.reference(verifier.draws[0])[0]
+    assert reference.dtype is torch.complex128
+    assert 0 < verifier.own_error(FP32) < 1e-6
+    assert verifier.check(lambda *each: [original(*each)], FP32, everywhere=True).passed
+    for wrong in (lambda y: y.real + 0j, torch.conj, lambda y: y * (1 + 1e-3j)):
+        assert not verifier.check(lambda *each, wrong=wrong: [wrong(original(*each))], FP32).passed
+
+
 def test_integer_outputs_count_by_the_share_that_differs() -> None:
     verifier, original = verifier_of(Model(lambda m, x: m.l(x).argmax(1), l=nn.Linear(16, 5)), X)
     assert verifier.check(lambda x: [original(x)], FP32).passed
