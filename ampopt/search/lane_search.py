@@ -26,6 +26,9 @@ PLAIN_OPENING = "the opening without layouts and kernels"
 UNFUSED = " (unfused)"
 """What is added to the name of an engine that gets the program without native kernels."""
 
+EARLIER = " (begun ahead)"
+"""What is added to it where a compiler had begun on the graph before its last changes."""
+
 MUCH = 1.1
 """From this gain of kernels on, an engine is likely to be faster with them than without, and else without."""
 
@@ -349,8 +352,9 @@ class LaneSearch:
         """The rewritten program as the engine can take it: with native kernels, or else without them.
 
         An engine that is worth more time is tried without them all the same, and without each kind of them:
-        where it fuses by itself, a kernel that was faster before it may not be so any more. A form that is
-        being rehearsed already comes first, then the likely one.
+        where it fuses by itself, a kernel that was faster before it may not be so any more. Forms that are
+        being rehearsed already come first, also those of a graph before its last changes: then another one
+        is not worth the time of a compiler. Before them is what has ended, the likely one first.
         """
         rewritten, sandbox = self.state.graph.program, self._manager.sandbox
         kernels = [step for step in rewritten.recipe if step.family is Family.KERNEL]
@@ -368,9 +372,21 @@ class LaneSearch:
             return [_Form("", rewritten, is_begun=False, is_likely=True)]
         wanted = UNFUSED if kernels and self._kernels_gain <= MUCH else ""
         likely = wanted if wanted in readable else next(iter(readable))
-        begun = {s for s, p in readable.items() if sandbox is not None and sandbox.is_rehearsing(engine, p)}
-        forms = [_Form(s, p, s in begun, s == likely) for s, p in readable.items()]
-        return sorted(forms, key=lambda form: (not form.is_begun, not form.is_likely))
+        begun = [] if sandbox is None else sandbox.begun(engine, rewritten)
+        places = {program.recipe: place for place, program in enumerate(begun)}
+        earlier = places.keys() - {program.recipe for program in readable.values()}
+        forms = [
+            _Form(suffix, program, program.recipe in places, suffix == likely and not earlier)
+            for suffix, program in readable.items()
+        ]
+        forms += [_Form(EARLIER, p, is_begun=True, is_likely=False) for p in begun if p.recipe in earlier]
+
+        def order(form: _Form) -> tuple[bool, bool, int, bool]:
+            is_ended = sandbox is not None and sandbox.has_ended(engine, form.program)
+            place = 0 if is_ended else places.get(form.program.recipe, 0)
+            return not form.is_begun, not is_ended, place, not form.is_likely
+
+        return sorted(forms, key=order)
 
     def _without(self, missing: Sequence[Pass]) -> Program:
         """The rewritten program without some of its passes."""

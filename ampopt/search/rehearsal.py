@@ -81,13 +81,27 @@ class Sandbox:
 
     def _find(self, step: Pass, program: Program) -> Job | None:
         """What was begun of this step on this program, and was not taken up yet."""
-        for job in [job for job in self._begun if self.compiler.is_lost(job)]:
-            self._give_up(job)  # its process has ended by the fault of another
+        self._drop_lost()
         return next((job for job in self._begun if job.is_of(step, program)), None)
+
+    def _drop_lost(self) -> None:
+        """Forget those whose process has ended by the fault of another."""
+        for job in [job for job in self._begun if self.compiler.is_lost(job)]:
+            self._give_up(job)
 
     def is_rehearsing(self, step: Pass, program: Program) -> bool:
         """Whether this step on this program was begun ahead, and was not taken up yet."""
         return self._find(step, program) is not None
+
+    def begun(self, step: Pass, program: Program) -> list[Program]:
+        """The programs of a program's lane on which a step was begun ahead and not taken up yet, in order."""
+        self._drop_lost()
+        return [job.program for job in self._begun if job.step == step and job.goes_with(program)]
+
+    def has_ended(self, step: Pass, program: Program) -> bool:
+        """Whether a step that was begun ahead has ended on this program, well or not."""
+        job = self._find(step, program)
+        return job is not None and self.compiler.has_come(job)
 
     def ahead_s(self, step: Pass, program: Program) -> float:
         """How many seconds ago this step on this program was begun ahead; 0 if it was not."""

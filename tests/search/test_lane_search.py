@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -282,12 +283,18 @@ def test_rewrites_that_are_left_out_say_why(monkeypatch: pytest.MonkeyPatch, net
 
 
 class Ahead:
-    """A sandbox that has rehearsed, or is rehearsing, the program without kernels."""
+    """A sandbox that is rehearsing programs, of which some have ended, in this order."""
 
     is_ready = False
 
-    def is_rehearsing(self, step: Pass, program: Program) -> bool:
-        return not any(each.family is Family.KERNEL for each in program.recipe)
+    def __init__(self, *begun: Program, ended: Sequence[Program] = ()) -> None:
+        self.programs, self.ended = begun, [program.recipe for program in ended]
+
+    def begun(self, _step: Pass, _program: Program) -> list[Program]:
+        return [*self.programs]
+
+    def has_ended(self, _step: Pass, program: Program) -> bool:
+        return program.recipe in self.ended
 
     def ahead_s(self, step: Pass, program: Program) -> float:
         return 0.0
@@ -321,9 +328,9 @@ def test_the_form_that_was_begun_comes_first_then_the_likely_one(
     """With kernels that gained much an engine is likely to be faster with them, and else without."""
     bench = Bench(monkeypatch, net, X, cost={"kernel": cost})
     lane = search(monkeypatch, bench, Pipeline((PlantedKernel("kernel"),), (Compiler(),)), Opening(()))
-    if begun:
-        bench.manager.sandbox = Ahead()  # type: ignore[assignment]
     lane.rewrite(bench.deadline)
+    if begun:
+        bench.manager.sandbox = Ahead(lane.unfused())  # type: ignore[assignment]
     lane.run(bench.deadline)
     assert [name for name, _ in rows(bench) if name.startswith("compiler")] == forms
 
@@ -343,9 +350,9 @@ def test_late_in_the_search_an_unlikely_form_is_tried_only_if_it_was_begun(
     bench = Bench(monkeypatch, net, X, cost={"kernel": cost})
     pipeline = Pipeline((PlantedKernel("kernel"),), (Compiler(),))
     lane = search(monkeypatch, bench, pipeline, Opening(()), patience=0.0)
-    if begun:
-        bench.manager.sandbox = Ahead()  # type: ignore[assignment]
     lane.rewrite(bench.deadline)
+    if begun:
+        bench.manager.sandbox = Ahead(lane.unfused())  # type: ignore[assignment]
     lane.run(bench.deadline)
     entries = [entry for entry in bench.ledger.entries if entry.name.startswith("compiler")]
     assert [e.name for e in entries if e.verdict is not Verdict.NOT_TRIED] == tried
@@ -353,6 +360,46 @@ def test_late_in_the_search_an_unlikely_form_is_tried_only_if_it_was_begun(
     assert {(e.name, e.reason) for e in entries if e.verdict is Verdict.NOT_TRIED} == {
         (name, UNLIKELY) for name in left_out
     }
+
+
+@pytest.mark.parametrize(
+    ("ended", "forms"),
+    [
+        ((), ["compiler (unfused)", "compiler"]),
+        (("kernel",), ["compiler", "compiler (unfused)"]),
+        (("", "kernel"), ["compiler", "compiler (unfused)"]),
+        (("",), ["compiler (unfused)", "compiler"]),
+    ],
+)
+def test_what_has_ended_comes_first_and_of_that_the_likely_form(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module, ended: tuple[str, ...], forms: list[str]
+) -> None:
+    bench = Bench(monkeypatch, net, X, cost={"kernel": 0.5})
+    lane = search(monkeypatch, bench, Pipeline((PlantedKernel("kernel"),), (Compiler(),)), Opening(()))
+    lane.rewrite(bench.deadline)
+    programs = {"": lane.unfused(), "kernel": lane.state.graph.program}
+    ahead = Ahead(*programs.values(), ended=[programs[name] for name in ended])
+    bench.manager.sandbox = ahead  # type: ignore[assignment]
+    lane.run(bench.deadline)
+    assert [name for name, _ in rows(bench) if name.startswith("compiler")] == forms
+
+
+@pytest.mark.parametrize(("patience", "tried"), [(0.0, 1), (float("inf"), 2)])
+def test_what_a_compiler_has_begun_on_is_tried_also_where_the_graph_has_changed_since(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module, patience: float, tried: int
+) -> None:
+    """A small gain of a rewrite is not worth the time of another compilation."""
+    bench = Bench(monkeypatch, net, X, cost={"layout": 0.98, "compiler": 0.3})
+    pipeline = Pipeline((Planted("layout"),), (Compiler(),))
+    lane = search(monkeypatch, bench, pipeline, Opening(()), patience=patience)
+    bench.manager.sandbox = Ahead(lane.state.graph.program)  # type: ignore[assignment]
+    lane.rewrite(bench.deadline)
+    lane.run(bench.deadline)
+    assert bench.kept == (["compiler"] if tried == 1 else ["layout", "compiler"])
+    names = ["compiler (begun ahead)", "compiler"]
+    assert [(e.name, e.verdict is NOT_TRIED) for e in bench.ledger.entries if e.name in names] == [
+        (name, place >= tried) for place, name in enumerate(names)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -201,8 +201,11 @@ def test_what_is_begun_on_one_lane_follows_each_other_in_one_process(
         for step in (*steps, steps[0]):  # what was begun is not begun again
             sandbox.begin(step, program)
         assert all(sandbox.is_rehearsing(step, program) for step in steps)
+        assert sandbox.begun(steps[0], program) == [program]
         rehearse(sandbox, steps[1], program, seconds=60)
         assert sandbox.is_ready  # the first one was before it
+        assert sandbox.has_ended(steps[0], program)
+        assert not sandbox.has_ended(steps[1], program)
         rehearse(sandbox, steps[0], program, seconds=60)
         assert not sandbox.is_ready
     (first, _), (second, _) = (Path(note).read_text().split() for note in notes)

@@ -158,14 +158,20 @@ class Beside:
     is_ready = False
 
     def __init__(self) -> None:
-        self.begun: list[tuple[str, list[str], int]] = []
+        self.told: list[tuple[str, list[str], int]] = []
         self.entries: list[Entry] = []
 
     def begin(self, step: Pass, program: Program) -> None:
         names = [each.name for each in program.recipe]
-        self.begun.append((program.lane.name, names, len(self.entries)))
+        self.told.append((program.lane.name, names, len(self.entries)))
 
     def is_rehearsing(self, _step: Pass, _program: Program) -> bool:
+        return False
+
+    def begun(self, _step: Pass, _program: Program) -> list[Program]:
+        return []
+
+    def has_ended(self, _step: Pass, _program: Program) -> bool:
         return False
 
     def ahead_s(self, _step: Pass, _program: Program) -> float:
@@ -231,7 +237,7 @@ def test_a_compiler_gets_the_program_without_kernels_and_after_it_the_one_with_t
     budget = Budget(time.perf_counter(), 1e6)
     search = Search(bench.manager, bench.verifier, bench.ledger, BESIDE, budget, None)
     search.run({FP32: 1e-3, BF16: 1e-3}, {})
-    begun = list(dict.fromkeys((lane, *names) for lane, names, _ in beside.begun if lane == "amp"))
+    begun = list(dict.fromkeys((lane, *names) for lane, names, _ in beside.told if lane == "amp"))
     assert begun == [("amp", "one", "two"), ("amp", "one", "two", "kernel")]
 
 
@@ -246,11 +252,11 @@ def test_lanes_are_compared_after_the_same_passes(bench: Bench, beside: Beside) 
 def test_compilers_begin_with_what_the_opening_should_come_to(bench: Bench, beside: Beside) -> None:
     program = bench.manager.open(BF16).base
     begin_ahead(program, BESIDE, beside)  # type: ignore[arg-type]
-    assert beside.begun == [("amp", ["one", "two"], 0)]
+    assert beside.told == [("amp", ["one", "two"], 0)]
     beside.works_beside = False
     begin_ahead(program, BESIDE, beside)  # type: ignore[arg-type]
     begin_ahead(program, BESIDE, None)
-    assert len(beside.begun) == 1
+    assert len(beside.told) == 1
 
 
 @pytest.mark.parametrize(("bound", "engines"), [(None, ["amp", "fp32"]), (1e-9, ["fp32"])])
