@@ -19,6 +19,7 @@ from ampopt.ir.arguments import (
     as_cuda,
     as_device,
     as_module,
+    as_tensors_say,
     check_example,
     flag,
     refuse_more,
@@ -309,7 +310,7 @@ def _checked(
     for leaf in leaves:
         check_example(leaf)
     target = as_device(device) or device_of(model, leaves)
-    return model, args, note, as_cuda(target) if target.type == "cuda" else target
+    return model, args, note, as_cuda(target) if target.type == "cuda" else as_tensors_say(target)
 
 
 def prepare_call(

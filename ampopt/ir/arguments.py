@@ -75,6 +75,14 @@ def as_cuda(target: torch.device) -> torch.device:
     return torch.device("cuda", index)
 
 
+def as_tensors_say(target: torch.device) -> torch.device:
+    """A device as its tensors name it: "cpu:0" is "cpu". Raises InputError where there is no such one."""
+    try:
+        return torch.empty(0, device=target).device
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        raise InputError(f"this machine has no {target}: choose 'cpu' or 'cuda'") from error
+
+
 def refuse_more(more: tuple[Any, ...]) -> None:
     """Raise InputError if example inputs were passed as separate arguments."""
     if more:

@@ -95,7 +95,7 @@ def _reaching_the_outputs(run: _Beside, outputs: Sequence[Any]) -> dict[fx.Node,
     for _ in range(PROBES):
         directions = []
         for end in ends:
-            noise = torch.randn(end.shape, generator=generator, dtype=torch.float64).to(end.device)
+            noise = torch.randn(end.shape, generator=generator, dtype=end.dtype).to(end.device)
             norm = float(torch.linalg.vector_norm(end.detach()))
             directions.append((noise / norm if norm > 0 else noise).to(end.dtype))
         slopes = torch.autograd.grad(
@@ -103,7 +103,7 @@ def _reaching_the_outputs(run: _Beside, outputs: Sequence[Any]) -> dict[fx.Node,
         )
         for node, slope in zip(nodes, slopes, strict=True):
             if slope is not None:
-                squares[node] += float((slope * run.errors[node]).sum()) ** 2 / PROBES
+                squares[node] += float((slope.conj() * run.errors[node]).real.sum()) ** 2 / PROBES
     return {node: square**0.5 for node, square in squares.items() if square > 0}
 
 
@@ -143,10 +143,10 @@ class _Beside(fx.Interpreter):
             )
         self._kinds[n] = pytree.tree_map(lambda leaf: getattr(leaf, "dtype", None), own)
         self._compare(n, own, exact, given)
-        if self._keep and isinstance(exact, Tensor) and exact.is_floating_point():
+        if self._keep and _is_rounded(exact):
             if not exact.requires_grad:
                 exact = exact.detach().requires_grad_()
-            error = own.double() - given.detach()
+            error = widened(own) - given.detach()
             self.values[n] = exact  # what overflows stays in FP32, and makes no error
             self.errors[n] = torch.where(torch.isfinite(error), error, 0.0)
         return exact
@@ -174,7 +174,7 @@ class _Beside(fx.Interpreter):
     def _compare(self, node: fx.Node, own: Any, exact: Any, given: Any) -> None:
         seen = Seen(reads=frozenset().union(*map(self._dtypes, node.all_input_nodes)))
         for a, r in zip(pytree.tree_leaves(own), pytree.tree_leaves(given), strict=True):
-            if isinstance(r, Tensor) and r.is_floating_point():
+            if _is_rounded(r):
                 seen = seen.joined(_compared(a, r.detach()))
         low = [source for source in node.all_input_nodes if self._dtypes(source) & LOW]
         read = max((_magnitude(self.env[source]) for source in low), default=0.0)
@@ -189,7 +189,7 @@ def _compared(own: Tensor, exact: Tensor) -> Seen:
     spoilt = finite & ~torch.isfinite(own)
     both = finite & ~spoilt
     norm = float(torch.linalg.vector_norm(exact[both]))
-    error = float(torch.linalg.vector_norm(own.double()[both] - exact[both]))
+    error = float(torch.linalg.vector_norm(widened(own)[both] - exact[both]))
     return Seen(
         error=error / norm if norm > 0 else error,
         overflows=bool(spoilt.any()),
@@ -201,7 +201,7 @@ def _magnitude(value: Any) -> float:
     """The largest finite magnitude among the tensors of a value; 0 where there is none."""
     largest = 0.0
     for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        if _is_rounded(leaf):
             finite = leaf.detach()[torch.isfinite(leaf)]
             largest = max(largest, float(finite.abs().max())) if finite.numel() else largest
     return largest

@@ -20,7 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt.errors import CaptureError
 from ampopt.ir.lanes import FP32
-from ampopt.ir.model_copy import exact_copy, private_copy, same_tensor, untouched_rng, working_copy
+from ampopt.ir.model_copy import (
+    device_of,
+    exact_copy,
+    private_copy,
+    same_tensor,
+    untouched_rng,
+    working_copy,
+)
 from ampopt.ir.numerics import fresh_draw, least_error, relative_error, rounded_anew
 from ampopt.ir.signature import flatten_call, flatten_outputs
 
@@ -267,8 +274,8 @@ def _moved_by_rounding(model: nn.Module, first: Sequence[Any], answer: Call) -> 
     """How far an answer moves where the weights are rounded anew, in the same units, at most 2 % of it."""
     worst = 0.0
     for seed in range(ROUNDINGS):
-        generator = torch.Generator().manual_seed(seed)
         moved = private_copy(model)
+        generator = torch.Generator(device_of(moved, ())).manual_seed(seed)
         with torch.no_grad():
             for tensor in moved.parameters():
                 tensor.copy_(rounded_anew(tensor, torch.float32, generator))

@@ -83,6 +83,8 @@ def fresh_draw(example: Tensor, generator: torch.Generator) -> Tensor:
 
     Integers and booleans are a permutation of the example's values, so that indices stay valid.
     """
+    if example.is_complex():
+        return torch.view_as_complex(fresh_draw(torch.view_as_real(example.resolve_conj()), generator))
     if not example.dtype.is_floating_point:
         order = torch.randperm(example.numel(), generator=generator)
         return example.flatten()[order.to(example.device)].reshape(example.shape)
@@ -101,7 +103,8 @@ def rounded_anew(
     """A tensor with every real or imaginary part changed at random by up to `roundings` roundings to `dtype`.
 
     The result has the tensor's own dtype; one rounding is at most machine epsilon / 2 of the value. Integers
-    and booleans stay.
+    and booleans stay. The random numbers are made on the generator's device: for all weights of a network a
+    processor needs seconds.
     """
     if tensor.is_complex():
         parts = torch.view_as_real(tensor.resolve_conj())
@@ -109,7 +112,8 @@ def rounded_anew(
     if not tensor.is_floating_point():
         return tensor
     half = roundings * torch.finfo(dtype).eps / 2
-    noise = (torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1) * half
+    where = generator.device
+    noise = (torch.rand(tensor.shape, generator=generator, dtype=torch.float64, device=where) * 2 - 1) * half
     return (tensor.double() * (1 + noise.to(tensor.device))).to(tensor.dtype)
 
 
@@ -125,9 +129,9 @@ def roundings_of_sums(dtype: torch.dtype, seed: int) -> float:
 class ResultsRoundedAnew(TorchDispatchMode):
     """A mode in which operators' results are changed at random by up to `roundings` roundings to `dtype`.
 
-    The roundings are those of the result's own dtype if it is coarser. Sums of many numbers are as uncertain
-    as their partial sums, which rounding their terms does not show, see `roundings_of_sums`. Results written
-    in place, or sharing memory with an argument, are not changed.
+    The roundings are those of the result's own dtype if it is coarser, or complex: no lane lowers that. Sums
+    of many numbers are as uncertain as their partial sums, which rounding their terms does not show, see
+    `roundings_of_sums`. Results written in place, or sharing memory with an argument, are not changed.
     """
 
     def __init__(self, dtype: torch.dtype, generator: torch.Generator, roundings: float = 1.0) -> None:
@@ -144,5 +148,6 @@ class ResultsRoundedAnew(TorchDispatchMode):
     def _moved(self, tensor: Tensor) -> Tensor:
         if not is_rounded(tensor):
             return tensor
-        coarser = max(self.dtype, tensor.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        own = tensor.dtype
+        coarser = own if tensor.is_complex() else max(self.dtype, own, key=lambda d: torch.finfo(d).eps)
         return rounded_anew(tensor, coarser, self.generator, self.roundings)

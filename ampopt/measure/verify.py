@@ -240,11 +240,11 @@ class Verifier:
         `unlimited`: it computes in FP32, so that nothing overflows in the lane's dtype.
         """
         for seed in range(times):
-            generator = torch.Generator().manual_seed(seed)
+            generator = torch.Generator(self.device).manual_seed(seed)
             model = private_copy(self._model)
             with torch.no_grad():
                 for tensor in (*model.parameters(), *model.buffers()):
-                    tensor.copy_(rounded_anew(tensor, lane.dtype, generator))
+                    tensor.copy_(rounded_anew(tensor, _lowered(tensor, lane), generator))
             eager = self.eager(FP32 if unlimited else lane, model)
 
             def moved(
@@ -253,7 +253,7 @@ class Verifier:
                 seeded: torch.Generator = generator,
                 sums: float = roundings_of_sums(lane.dtype, seed),
             ) -> Any:
-                inputs = [rounded_anew(tensor, lane.dtype, seeded) for tensor in tensors]
+                inputs = [rounded_anew(tensor, _lowered(tensor, lane), seeded) for tensor in tensors]
                 with ResultsRoundedAnew(lane.dtype, seeded, sums) if within else contextlib.nullcontext():
                     return run(*inputs)
 
@@ -436,6 +436,11 @@ class Verifier:
 
 def _widened(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(widened(tensor) for tensor in tensors)
+
+
+def _lowered(tensor: Tensor, lane: Lane) -> torch.dtype:
+    """The dtype that a lane rounds a weight or an input to: complex numbers keep theirs."""
+    return tensor.dtype if tensor.is_complex() else lane.dtype
 
 
 def _norm(tensor: Tensor) -> float:

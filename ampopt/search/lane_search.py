@@ -29,6 +29,9 @@ UNFUSED = " (unfused)"
 EARLIER = " (begun ahead)"
 """What is added to it where a compiler had begun on the graph before its last changes."""
 
+AGAIN = ", again"
+"""What ends it where the machine was too busy to tell how fast the engine is."""
+
 MUCH = 1.1
 """From this gain of kernels on, an engine is likely to be faster with them than without, and else without."""
 
@@ -71,6 +74,7 @@ class LaneSearch:
         self._launched: Subject | None = None
         self._engine_tried = False
         self._hurried: list[Engine] = []
+        self._doubtful: list[Engine] = []
         self._late = frozenset(self._opening.late)
         self._kernels_gain = 1.0
 
@@ -136,11 +140,31 @@ class LaneSearch:
             self._run_first(deadline)
         self.opened = self.state.best
 
+    def look_again(self, deadline: float) -> None:
+        """Where a busy machine has left open how fast engines are, tune and time those once more."""
+        doubtful, self._doubtful = self._doubtful, []
+        self.run_in(doubtful, deadline, AGAIN)
+        self._manager.play_off(self.state)
+        self._doubtful = []
+
+    def reopen(self, deadline: float) -> None:
+        """Look again, before lanes are compared, at what the opening has come to."""
+        before = self.state.best
+        self.look_again(deadline)
+        if self.state.best is not before:
+            self.opened = self.state.best
+
     def fuse(self, deadline: float) -> None:
         """Try the native kernels that are not in the opening, and launch the result."""
-        kernels = [step for step in self._left() if step.family is Family.KERNEL]
-        self._rewrite([step for step in kernels if not self._is_late(step)], deadline)
-        self.launch(deadline)
+        for step in [step for step in self._left() if not self._is_late(step)]:
+            program = self.state.graph.program
+            if step.family is Family.KERNEL:
+                if time.perf_counter() + self._manager.needed_s(self.state, step, program) > deadline:
+                    break
+                self._rewrite([step], deadline)
+            elif step.why_not(program) is None:
+                break  # kernels may build on it
+        self.launch(self._manager.deadline)
 
     def _open_with(self, name: str, steps: Sequence[Pass], deadline: float) -> Trial | None:
         """Try passes as one; the trial if it was one and lost."""
@@ -185,7 +209,8 @@ class LaneSearch:
 
         It ends when `until` says so: what that waits for is likelier to gain.
         """
-        for attempt in (self._without_losses, self._without_openers, self._again):
+        self._without_losses(deadline)
+        for attempt in (self._without_openers, self._again):
             if not until(0.0):
                 attempt(deadline)
 
@@ -219,6 +244,7 @@ class LaneSearch:
         self.run_in(hurried, deadline, ", in full")
         others = [engine for engine in self._pipeline.engines if engine not in self._first_engines]
         self.run_in(sorted(others, key=self._is_late), deadline)
+        self.look_again(deadline)
 
     @property
     def is_hurried(self) -> bool:
@@ -248,9 +274,11 @@ class LaneSearch:
         without them. It is tried without a launch pass only if it cannot be launched, or if launching fails.
         """
         for engine in engines:
+            is_outdone = False  # by one that was begun on the graph before its last changes
             for form in self._readable_forms(engine):
                 name, program = engine.name + form.suffix + again, form.program
-                unlikely = self._is_late(engine) or not (form.is_begun or form.is_likely)
+                is_worth_it = form.is_begun or (form.is_likely and not is_outdone)
+                unlikely = self._is_late(engine) or not is_worth_it
                 needed_s = self._manager.needed_s(self.state, engine, program)
                 if unlikely and self._would_be_late(needed_s):
                     self._manager.leave_out(self.state, name, UNLIKELY)
@@ -264,8 +292,12 @@ class LaneSearch:
                 ]
                 if not trials or (trials[-1].is_wrong and all(trial.program is None for trial in trials)):
                     trials.append(self._manager.try_passes(self.state, name, [engine], program, deadline))
+                is_right = any(trial.program is not None for trial in trials)
+                is_outdone = is_outdone or (form.suffix == EARLIER and is_right)
                 if any(trial.hurried and not trial.is_wrong for trial in trials):
                     self._hurried.append(engine)
+                elif any(trial.is_doubtful for trial in trials) and engine not in self._doubtful:
+                    self._doubtful.append(engine)
 
     def begin(self) -> None:
         """Let compilers start, in a process of their own, on the program without kernels.
@@ -372,21 +404,35 @@ class LaneSearch:
             return [_Form("", rewritten, is_begun=False, is_likely=True)]
         wanted = UNFUSED if kernels and self._kernels_gain <= MUCH else ""
         likely = wanted if wanted in readable else next(iter(readable))
-        begun = [] if sandbox is None else sandbox.begun(engine, rewritten)
+        begun = self._begun(engine)
         places = {program.recipe: place for place, program in enumerate(begun)}
         earlier = places.keys() - {program.recipe for program in readable.values()}
         forms = [
-            _Form(suffix, program, program.recipe in places, suffix == likely and not earlier)
+            _Form(suffix, program, program.recipe in places, suffix == likely)
             for suffix, program in readable.items()
         ]
         forms += [_Form(EARLIER, p, is_begun=True, is_likely=False) for p in begun if p.recipe in earlier]
 
         def order(form: _Form) -> tuple[bool, bool, int, bool]:
-            is_ended = sandbox is not None and sandbox.has_ended(engine, form.program)
-            place = 0 if is_ended else places.get(form.program.recipe, 0)
-            return not form.is_begun, not is_ended, place, not form.is_likely
+            is_made = sandbox is not None and sandbox.has_made(engine, form.program)
+            place = 0 if is_made else places.get(form.program.recipe, 0)
+            return not form.is_begun, not is_made, place, not form.is_likely
 
         return sorted(forms, key=order)
+
+    def _begun(self, engine: Engine) -> list[Program]:
+        """The lane's programs on which a compiler was begun, and which have what makes the lane right."""
+        rewritten, founded = self.state.graph.program, self.state.founded
+        begun = [] if (sandbox := self._manager.sandbox) is None else sandbox.begun(engine, rewritten)
+        return [p for p in begun if p.recipe[:founded] == rewritten.recipe[:founded]]
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a compiler that was begun ahead has made something of the lane that was not tried yet."""
+        sandbox, engines = self._manager.sandbox, self._pipeline.engines
+        return sandbox is not None and any(
+            sandbox.has_made(engine, program) for engine in engines for program in self._begun(engine)
+        )
 
     def _without(self, missing: Sequence[Pass]) -> Program:
         """The rewritten program without some of its passes."""

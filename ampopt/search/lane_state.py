@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import statistics
@@ -45,6 +46,8 @@ class LaneState:
     """Largest error with which the lane may be chosen, beside the verification's limits."""
     check: Check | None = None
     """The final check of the best program by `PassManager.settle`; None before."""
+    rivals: list[Subject] = dataclasses.field(default_factory=list)
+    """Right programs that noise may have cost the place of the best, see `search.play_off`."""
     made: dict[tuple[Pass, ...], Program] = dataclasses.field(default_factory=dict)
     """The latest programs by the recipes that give them."""
 
@@ -54,15 +57,18 @@ class LaneState:
         return statistics.median(self.judging) if self.judging else 0.0
 
     def remember(self, recipe: tuple[Pass, ...], program: Program) -> Program:
-        """Keep the program that a recipe makes of `base`, for `replayed`."""
-        self.made.pop(recipe, None)
-        self.made[recipe] = program
+        """Keep the program that a recipe makes of `base`, for `replayed`; not of passes without a hash."""
+        with contextlib.suppress(TypeError):
+            self.made.pop(recipe, None)
+            self.made[recipe] = program
         while len(self.made) > MOST_MADE:
             del self.made[next(iter(self.made))]
         return program
 
     def replayed(self, recipe: tuple[Pass, ...]) -> Program:
         """What a recipe makes of `base`; what was made of its first passes is not made again."""
-        known = next((n for n in range(len(recipe), 0, -1) if recipe[:n] in self.made), 0)
+        known = 0
+        with contextlib.suppress(TypeError):
+            known = next((n for n in range(len(recipe), 0, -1) if recipe[:n] in self.made), 0)
         start = self.made[recipe[:known]] if known else self.base
         return self.remember(recipe, replay(recipe[known:], start))

@@ -112,8 +112,9 @@ class Optimizer:
         Where not even the examples can be verified within the budget, the reason is noted instead.
         """
         options, captured = self._options, self._captured
-        if not self.is_tuned:
-            begin_ahead(self._candidates[-1].start(captured.program), self._pipeline, self._sandbox)
+        likeliest = self._candidates[-1]
+        if self._known is None or likeliest.name not in self._known.recipes:
+            begin_ahead(likeliest.start(captured.program), self._pipeline, self._sandbox)
         after = CALLS_TO_COMPARE + (0 if self.is_tuned else CALLS_OF_A_TRIAL)
         for draws in range(effort.draws, -1, -1):
             needed_s = self._call_s * (calls_to_verify(draws) + after)

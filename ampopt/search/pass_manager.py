@@ -21,6 +21,7 @@ from ampopt.measure.ledger import BestSoFar, Ledger
 from ampopt.measure.verifiers_judge import VerifiersJudge
 from ampopt.measure.verify import Verifier
 from ampopt.search.lane_state import LaneState
+from ampopt.search.play_off import PLAY_OFF, note_rival
 from ampopt.search.rehearsal import Sandbox
 from ampopt.search.subject import Subject
 from ampopt.search.trial import Trial
@@ -412,6 +413,9 @@ class PassManager:
             if mine is not None and mine.family in (Family.REWRITE, Family.PLACEMENT):
                 state.too_slow.append(mine)
         trial.program = candidate.program
+        if runs or state.best is state.graph:
+            before = state.best if runs else state.graph
+            note_rival(state, before, candidate, found, kept=verdict is Verdict.KEPT)
         state.judging.append(time.perf_counter() - began)
         with held():  # the programs and the row belong together
             if verdict is Verdict.KEPT:
@@ -419,6 +423,33 @@ class PassManager:
                 self._keep(state, candidate, trial.entry, runs)
             pace = f"{what}: {found.ratio:.3f}x ({found.low:.3f} to {found.high:.3f})"
             self._end(trial, verdict, pace)
+
+    def play_off(self, state: LaneState) -> None:
+        """Let those that may have lost by noise alone meet the lane's best, if there are any."""
+        rivals = [rival for rival in state.rivals if rival is not state.best]
+        state.rivals = []
+
+        def work(trial: Trial) -> None:
+            fastest, state.rivals = self._timer.fastest(trial, state.best, rivals)
+            found, after = trial.entry.gain, trial.entry.after
+            assert found is not None
+            assert after is not None
+            pace = f"{found.ratio:.3f}x ({found.low:.3f} to {found.high:.3f})"
+            if fastest is state.best:
+                self._end(trial, Verdict.REVERTED, f"none of what had lost in noise is faster: {pace}")
+                return
+            with held():
+                state.best, state.best_s = fastest, after.latency.median
+                self._note_best(state.lane, PLAY_OFF, state.best_s)
+                recipe = ", ".join(step.name for step in fastest.program.recipe)
+                self._end(trial, Verdict.KEPT, f"it had lost in noise, and is faster: {pace}: {recipe}")
+
+        if rivals:
+            self._run(state, PLAY_OFF, self.deadline, work)
+
+    def _note_best(self, lane: Lane, name: str, seconds: float) -> None:
+        at = time.perf_counter() - self._started
+        self._ledger.best_so_far.append(BestSoFar(at, lane.name, name, seconds))
 
     def _keep(self, state: LaneState, candidate: Subject, entry: Entry, runs: bool) -> None:
         """The candidate is the lane's best, or its graph, which may be the best itself."""
@@ -428,8 +459,7 @@ class PassManager:
             state.graph, state.call_s = candidate, seconds
         if is_best:
             state.best, state.best_s = candidate, seconds
-            at = time.perf_counter() - self._started
-            self._ledger.best_so_far.append(BestSoFar(at, entry.lane, entry.name, seconds))
+            self._note_best(state.lane, entry.name, seconds)
 
     def _check_device(self, name: str) -> None:
         """Say so at once where a failed pass has left the CUDA context unusable."""

@@ -98,20 +98,15 @@ class Sandbox:
         self._drop_lost()
         return [job.program for job in self._begun if job.step == step and job.goes_with(program)]
 
-    def has_ended(self, step: Pass, program: Program) -> bool:
-        """Whether a step that was begun ahead has ended on this program, well or not."""
+    def has_made(self, step: Pass, program: Program) -> bool:
+        """Whether a step that was begun ahead has ended well on this program, and was not taken up yet."""
         job = self._find(step, program)
-        return job is not None and self.compiler.has_come(job)
+        return job is not None and self.compiler.has_come(job) and isinstance(job.told, Rehearsed)
 
     def ahead_s(self, step: Pass, program: Program) -> float:
-        """How many seconds ago this step on this program was begun ahead; 0 if it was not."""
+        """How many seconds ago this step on this program was begun ahead; 0 if it was not, or waits."""
         job = self._find(step, program)
-        return 0.0 if job is None else time.perf_counter() - job.began
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether something that was begun ahead has ended, well or not, and was not taken up yet."""
-        return any(self.compiler.has_come(job) for job in self._begun)
+        return 0.0 if job is None or not self.compiler.has_begun(job) else time.perf_counter() - job.began
 
     def apply(self, step: Pass, program: Program, *, seconds: float) -> tuple[Result, str | None]:
         """Apply `step` to `program`; a risky step runs in the sandbox first, then here.

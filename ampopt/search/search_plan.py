@@ -28,6 +28,9 @@ TRYING = 0.85
 OPENINGS = 0.4
 """Share of the search's time for the openings of all lanes together."""
 
+REOPENED = 0.6
+"""Share of the search's time until which engines are tried again whose trial in an opening was noise."""
+
 FUSING = 0.6
 """Share of the search's time in which kernels of the first lane may be tried before the others' openings."""
 
@@ -65,11 +68,10 @@ def begin_ahead(program: Program, pipeline: Pipeline, sandbox: Sandbox | None) -
         return
     try:
         expected = LaneSearch.expected(program, pipeline)
-    except Exception as error:  # the opening is going to tell
+        for engine in pipeline.engines:
+            sandbox.begin(engine, expected)
+    except Exception as error:  # the opening, or the engine's trial, is going to tell
         check_interrupted(error)
-        return
-    for engine in pipeline.engines:
-        sandbox.begin(engine, expected)
 
 
 class Search:
@@ -111,11 +113,14 @@ class Search:
             searches.append(search)
             recipe = begun.get(lane.name, ())
             if not recipe or not search.resume(recipe):
-                share = OPENINGS * place / len(lanes) if len(lanes) > 1 else 1.0
-                search.open(began + share * left, with_engine=self._is_usable(state) or len(lanes) == 1)
+                share = OPENINGS / len(lanes) if len(lanes) > 1 else 1.0
+                until = max(began + place * share * left, time.perf_counter() + share * left)
+                search.open(until, with_engine=self._is_usable(state) or len(lanes) == 1)
                 if place == 1 and lane.is_mixed and len(lanes) > 1:
                     search.fuse(began + FUSING * left)
                     search.begin()
+        for search in searches:
+            search.reopen(began + REOPENED * left)
         self.states.sort(key=lambda state: list(lanes).index(state.lane))
         contenders = self._contenders(searches)
         for place, search in enumerate(contenders):
@@ -123,6 +128,7 @@ class Search:
                 self._leave_behind(search, f"it was {behind:.2f}x slower than what was found until then")
                 continue
             self._deepen(search, 1.0 if place == len(contenders) - 1 else LEADERS_SHARE)
+            search.state.made.clear()
 
     def _likeliest_first(self, lanes: Sequence[Lane], begun: Container[str]) -> Sequence[Lane]:
         """The lanes in the order of their openings.
@@ -211,7 +217,7 @@ class Search:
         A compiler starts in its own process first, if it may work beside measurements. Rewrites leave time
         for the engine that takes longest, up to a limit.
         """
-        now, sandbox, program = time.perf_counter(), self._manager.sandbox, search.unfused()
+        now, program = time.perf_counter(), search.unfused()
         search.begin()
         deadline = now + share * (self._manager.deadline - now)
         engines = [engine for engine in self._pipeline.engines if engine.why_not(program) is None]
@@ -222,7 +228,7 @@ class Search:
         else:
 
             def until(needed_s: float) -> bool:
-                if sandbox is not None and (sandbox.is_ready or needed_s > self._compiling_s(search)):
+                if search.is_compiled or needed_s > self._compiling_s(search):
                     return True
                 return deadline - time.perf_counter() < ENGINES_FIRST * longest
 

@@ -32,6 +32,11 @@ class Trial:
         return self.program is None and self.entry.verdict in (Verdict.FAILED, Verdict.REVERTED)
 
     @property
+    def is_doubtful(self) -> bool:
+        """Whether other load has left open how fast the changed program is."""
+        return self.entry.gain is not None and self.entry.gain.is_vague
+
+    @property
     def seconds(self) -> float:
         """Elapsed time of the trial in seconds."""
         return time.perf_counter() - self.began

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ampopt.measure.clocks import device_time, engine_latency, latency, peak_memory
 from ampopt.measure.entry import Timing
@@ -56,6 +57,29 @@ class TrialTimer:
         )
         return found
 
+    def fastest(
+        self, trial: Trial, best: Subject, rivals: Sequence[Subject]
+    ) -> tuple[Subject, list[Subject]]:
+        """The fastest of some programs, on latency, and the rivals of which it stays open.
+
+        It is `best` where no rival is faster outside the noise. They are sampled in random order, so that
+        other load is as likely to meet each of them, and for longer where it is open who is faster.
+        """
+        subjects, order = [best, *rivals], random.Random(0)
+        calls = {f"{place}": _sampler(subject, True) for place, subject in enumerate(subjects)}
+        seconds = self._sample_s * len(subjects)
+        timed = interleave(calls, seconds=seconds, order=order)
+        for _ in range(MORE_ROUNDS):
+            if time.perf_counter() > trial.deadline or not _still_open(timed):
+                break
+            more = interleave(calls, seconds=seconds, order=order)
+            timed = {name: joined(first, more[name]) for name, first in timed.items()}
+        place = min(timed, key=lambda name: timed[name].median)
+        found = gain(timed["0"], timed[place])
+        trial.note(before=Timing(timed["0"]), after=Timing(timed[place]), gain=found)
+        left = [subjects[int(name)] for name in _still_open(timed)]
+        return (subjects[int(place)], []) if found.is_real else (best, left)
+
     def _on_host(
         self, calls: Mapping[str, Sampler], seconds: float, deadline: float
     ) -> dict[str, Measurement]:
@@ -68,6 +92,12 @@ class TrialTimer:
             more = interleave(calls, seconds=seconds)
             timed = {name: joined(first, more[name]) for name, first in timed.items()}
         return timed
+
+
+def _still_open(timed: Mapping[str, Measurement]) -> list[str]:
+    """What may be faster than "0", as far as the samples tell."""
+    gains = {name: gain(timed["0"], other) for name, other in timed.items() if name != "0"}
+    return [name for name, found in gains.items() if found.is_vague and found.high > 1]
 
 
 def _is_plain(timed: Mapping[str, Measurement]) -> bool:

@@ -34,6 +34,7 @@ from ampopt.kernels.cudnn_shapes import know_shapes
 from ampopt.kernels.fused_conv import fused_conv
 from ampopt.measure.clocks import synchronize
 from ampopt.system.inductor_cache import inductor_folder
+from ampopt.system.interrupts import check_interrupted
 
 PROGRAM, SENT_BACK = "program.pickle", "sent.pt"
 """The files of a job, in a folder of its own."""
@@ -54,7 +55,7 @@ class Job:
     program: Program
     folder: tempfile.TemporaryDirectory[str]
     began: float
-    told: dict[str, str] | PassError | None = None
+    told: Rehearsed | PassError | None = None
 
     def is_of(self, step: Pass, program: Program) -> bool:
         """Whether it is this step, on a program made from the same capture in the same way."""
@@ -80,16 +81,19 @@ class Worker:
 
     def send(self, step: Pass, program: Program) -> Job | str:
         """The job, which the process does after those before it; or why the program cannot be sent."""
-        folder = tempfile.TemporaryDirectory(prefix="ampopt-", ignore_cleanup_errors=True)
-        try:
-            with Path(folder.name, PROGRAM).open("wb") as file:
-                pickle.dump((torch.get_num_threads(), step, program), file)
-        except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
-            folder.cleanup()
-            return f"the program cannot be sent to another process: {first_line(error)}"
-        job = Job(step, program, folder, time.perf_counter())
-        self._give(job)
-        return job
+        with contextlib.ExitStack() as undo:
+            try:
+                folder = tempfile.TemporaryDirectory(prefix="ampopt-", ignore_cleanup_errors=True)
+                undo.callback(folder.cleanup)
+                with Path(folder.name, PROGRAM).open("wb") as file:
+                    pickle.dump((torch.get_num_threads(), step, program), file)
+                job = Job(step, program, folder, time.perf_counter())
+                self._give(job)
+            except Exception as error:  # what pickle cannot take, a full disk, no process or memory left
+                check_interrupted(error)
+                return f"the program cannot be sent to another process: {first_line(error)}"
+            undo.pop_all()
+            return job
 
     def _give(self, job: Job) -> None:
         line, job.began = self.start(), time.perf_counter()
@@ -110,6 +114,10 @@ class Worker:
             pass
         return bool(self._jobs)
 
+    def has_begun(self, job: Job) -> bool:
+        """Whether the process has come to a job: those before it are answered."""
+        return self.has_come(job) or (bool(self._jobs) and self._jobs[0] is job)
+
     def is_lost(self, job: Job) -> bool:
         """Whether the process has ended before it came to this job; `wait` gives it to a new one."""
         return job.told is None and job not in self._jobs
@@ -129,7 +137,7 @@ class Worker:
                 self.close()
         if isinstance(job.told, PassError):
             raise job.told
-        return Rehearsed(job.told.get("unloadable"), self._received(job))
+        return job.told
 
     def _receive(self, seconds: float) -> bool:
         """Take the next answer, the end of the process being one; False if none comes in time."""
@@ -147,10 +155,11 @@ class Worker:
         job = self._jobs.popleft()
         if self._jobs:
             self._jobs[0].began = time.perf_counter()
-        job.told = answer
         if (reason := answer.get("failed")) is not None:
             job.told = PassError(f"it failed in a process of its own: {reason}")
             self.close()  # whatever failed there may have broken that process's CUDA context
+        else:
+            job.told = Rehearsed(answer.get("unloadable"), self._received(job))
         return True
 
     def _received(self, job: Job) -> dict[str, Any] | None:

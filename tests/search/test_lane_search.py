@@ -285,15 +285,13 @@ def test_rewrites_that_are_left_out_say_why(monkeypatch: pytest.MonkeyPatch, net
 class Ahead:
     """A sandbox that is rehearsing programs, of which some have ended, in this order."""
 
-    is_ready = False
-
     def __init__(self, *begun: Program, ended: Sequence[Program] = ()) -> None:
         self.programs, self.ended = begun, [program.recipe for program in ended]
 
     def begun(self, _step: Pass, _program: Program) -> list[Program]:
         return [*self.programs]
 
-    def has_ended(self, _step: Pass, program: Program) -> bool:
+    def has_made(self, _step: Pass, program: Program) -> bool:
         return program.recipe in self.ended
 
     def ahead_s(self, step: Pass, program: Program) -> float:
@@ -400,6 +398,70 @@ def test_what_a_compiler_has_begun_on_is_tried_also_where_the_graph_has_changed_
     assert [(e.name, e.verdict is NOT_TRIED) for e in bench.ledger.entries if e.name in names] == [
         (name, place >= tried) for place, name in enumerate(names)
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Crashing(Compiler):
+    """It fails on the graph before its last changes."""
+
+    def apply(self, program: Program) -> Result:
+        if not program.recipe:
+            raise RuntimeError("no such kernel")
+        return super().apply(program)
+
+    @property
+    def name(self) -> str:
+        return "compiler"
+
+
+def test_the_present_graph_gets_its_compiler_where_that_failed_on_the_one_before(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module
+) -> None:
+    bench = Bench(monkeypatch, net, X, cost={"layout": 0.98, "compiler": 0.3})
+    pipeline = Pipeline((Planted("layout"),), (Crashing(),))
+    lane = search(monkeypatch, bench, pipeline, Opening(()), patience=0.0)
+    bench.manager.sandbox = Ahead(lane.state.graph.program)  # type: ignore[assignment]
+    lane.rewrite(bench.deadline)
+    lane.run(bench.deadline)
+    assert bench.kept == ["layout", "compiler"]
+
+
+def test_what_lacks_what_makes_the_lane_right_is_not_tried(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module
+) -> None:
+    bench = Bench(monkeypatch, net, X, cost={"rescue": 0.98, "compiler": 0.3})
+    pipeline = Pipeline((Planted("rescue"),), (Compiler(),))
+    lane = search(monkeypatch, bench, pipeline, Opening(()))
+    bench.manager.sandbox = Ahead(lane.state.graph.program, ended=[lane.state.graph.program])  # type: ignore[assignment]
+    assert lane.is_compiled
+    lane.rewrite(bench.deadline)
+    lane.state.founded = 1
+    assert not lane.is_compiled
+    lane.run(bench.deadline)
+    assert [name for name, _ in rows(bench)] == ["rescue", "compiler"]
+
+
+@pytest.mark.parametrize(("passes", "fused"), [(("kernel",), True), (("base", "kernel"), False)])
+def test_kernels_are_fused_at_once_only_where_nothing_that_they_may_build_on_is_left(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module, passes: tuple[str, ...], fused: bool
+) -> None:
+    bench = Bench(monkeypatch, net, X, cost={"kernel": 0.5, "base": 0.9})
+    made = [PlantedKernel(name) if name == "kernel" else Planted(name) for name in passes]
+    lane = search(monkeypatch, bench, Pipeline(tuple(made)), Opening(()))
+    lane.open(bench.deadline)
+    lane.fuse(bench.deadline)
+    assert ("kernel" in bench.kept) == fused
+    lane.rewrite(bench.deadline)
+    assert bench.kept == [*passes]
+
+
+def test_without_time_kernels_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch, net: nn.Module) -> None:
+    bench = Bench(monkeypatch, net, X, cost={"kernel": 0.5})
+    lane = search(monkeypatch, bench, Pipeline((PlantedKernel("kernel"),)), Opening(()))
+    lane.fuse(time.perf_counter() - 1)
+    assert rows(bench) == []
+    lane.rewrite(bench.deadline)
+    assert bench.kept == ["kernel"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -169,9 +169,9 @@ def test_a_rehearsal_that_was_begun_ahead_is_taken_up_by_its_trial(program: Prog
         assert not sandbox.is_rehearsing(Risky("raise"), program)
         assert sandbox.ahead_s(Risky("raise"), program) == 0.0 < sandbox.ahead_s(step, program)
         deadline = time.perf_counter() + 60
-        while not sandbox.is_ready and time.perf_counter() < deadline:
+        while not sandbox.has_made(step, program) and time.perf_counter() < deadline:
             time.sleep(0.05)
-        assert sandbox.is_ready
+        assert sandbox.has_made(step, program)
         done = (tmp_path / "note").read_text()
         with sandbox.rehearsing(step, program, seconds=60) as rehearsed:
             assert rehearsed().why_not is None
@@ -203,11 +203,10 @@ def test_what_is_begun_on_one_lane_follows_each_other_in_one_process(
         assert all(sandbox.is_rehearsing(step, program) for step in steps)
         assert sandbox.begun(steps[0], program) == [program]
         rehearse(sandbox, steps[1], program, seconds=60)
-        assert sandbox.is_ready  # the first one was before it
-        assert sandbox.has_ended(steps[0], program)
-        assert not sandbox.has_ended(steps[1], program)
+        assert sandbox.has_made(steps[0], program)  # it was before that one
+        assert not sandbox.has_made(steps[1], program)
         rehearse(sandbox, steps[0], program, seconds=60)
-        assert not sandbox.is_ready
+        assert not sandbox.has_made(steps[0], program)
     (first, _), (second, _) = (Path(note).read_text().split() for note in notes)
     assert first == second
 
@@ -218,7 +217,7 @@ def test_what_is_begun_on_another_lane_takes_the_place_of_the_first(program: Pro
     with Sandbox(CPU) as sandbox:
         sandbox.begin(Risky(), program)
         deadline = time.perf_counter() + 60
-        while not sandbox.is_ready and time.perf_counter() < deadline:
+        while not sandbox.has_made(Risky(), program) and time.perf_counter() < deadline:
             time.sleep(0.05)
         process = sandbox.compiler.process
         sandbox.begin(Risky(), other)
@@ -230,6 +229,71 @@ def test_what_is_begun_on_another_lane_takes_the_place_of_the_first(program: Pro
         assert process is not None
         assert process.poll() is not None  # that one had to be killed
         rehearse(sandbox, Risky(), other, seconds=60)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sending(Risky):
+    """Sends a tensor back."""
+
+    def send(self, program: Program) -> dict[str, object] | None:
+        """See the class."""
+        return {"weight": torch.ones(2)}
+
+
+def test_what_is_sent_back_is_loaded_once_and_told_as_often_as_asked_for(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[object] = []
+    load = torch.load
+
+    def noted(file: object, **options: object) -> object:
+        loaded.append(file)
+        return load(file, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("torch.load", noted)
+    with Sandbox(CPU) as sandbox:
+        with sandbox.rehearsing(Sending(), program, seconds=60) as rehearsed:
+            first = rehearsed()
+        assert rehearsed() is first  # its folder is gone by now
+    assert first.sent is not None
+    assert torch.equal(first.sent["weight"], torch.ones(2))
+    assert len(loaded) == 1
+
+
+@pytest.mark.usefixtures("beside")
+def test_what_waits_in_the_queue_was_not_begun(program: Program) -> None:
+    with Sandbox(CPU) as sandbox:
+        sandbox.begin(Risky("hang"), program)
+        sandbox.begin(Risky(), program)
+        time.sleep(0.01)
+        assert sandbox.ahead_s(Risky("hang"), program) > 0
+        assert sandbox.ahead_s(Risky(), program) == 0.0
+
+
+@pytest.mark.usefixtures("beside")
+def test_a_failure_ahead_has_made_nothing(program: Program) -> None:
+    with Sandbox(CPU) as sandbox:
+        sandbox.begin(Risky("raise"), program)
+        sandbox.begin(Risky(), program)
+        with pytest.raises(PassError):
+            rehearse(sandbox, Risky("raise"), program, seconds=60)
+        sandbox.begin(Risky("raise"), program)
+        rehearse(sandbox, Risky(), program, seconds=60)
+        assert not sandbox.has_made(Risky("raise"), program)
+
+
+@pytest.mark.usefixtures("beside")
+def test_a_full_disk_costs_the_rehearsal_alone(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Sandbox(CPU) as sandbox:
+        monkeypatch.setattr("ampopt.search.worker.pickle.dump", full)
+        sandbox.begin(Risky(), program)
+        assert not sandbox.is_rehearsing(Risky(), program)
+        said = rehearse(sandbox, Risky(), program, seconds=60)
+        assert said is not None
+        assert "No space left on device" in said
 
 
 @pytest.mark.usefixtures("beside")
@@ -248,7 +312,7 @@ def test_what_was_begun_ahead_and_hangs_ends_with_the_sandbox(program: Program) 
     began = time.perf_counter()
     with Sandbox(CPU) as sandbox:
         sandbox.begin(Risky("hang"), program)
-        assert not sandbox.is_ready
+        assert not sandbox.has_made(Risky("hang"), program)
         process = sandbox.compiler.process
     assert process is not None
     assert process.poll() is not None

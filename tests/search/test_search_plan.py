@@ -155,7 +155,6 @@ class Beside:
     """A sandbox that works beside measurements; it notes what is begun in it."""
 
     works_beside = True
-    is_ready = False
 
     def __init__(self) -> None:
         self.told: list[tuple[str, list[str], int]] = []
@@ -171,7 +170,7 @@ class Beside:
     def begun(self, _step: Pass, _program: Program) -> list[Program]:
         return []
 
-    def has_ended(self, _step: Pass, _program: Program) -> bool:
+    def has_made(self, _step: Pass, _program: Program) -> bool:
         return False
 
     def ahead_s(self, _step: Pass, _program: Program) -> float:
