@@ -116,7 +116,7 @@ def test_who_is_a_rival(found: Gain, kept: bool, loser: str | None, monkeypatch:
     bench = Bench(monkeypatch, nn.Linear(4, 4), X, cost={})
     subjects = {name: Subject(program_of(nn.ReLU(), X)) for name in ("before", "candidate")}
     for _ in range(2):
-        note_rival(bench.state, *subjects.values(), found, kept=kept)
+        note_rival(bench.state, subjects["before"], subjects["candidate"], found, kept=kept)
     assert bench.state.rivals == ([subjects[loser]] if loser else [])
 
 
