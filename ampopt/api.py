@@ -37,10 +37,10 @@ from ampopt.search.named_passes import Passes
 from ampopt.search.optimizer import Optimizer
 from ampopt.search.options import Options
 from ampopt.search.partly_optimized import PartlyOptimizedModule, as_it_was
-from ampopt.search.pass_manager import Progress
 from ampopt.search.progress import progress_line
 from ampopt.search.regions import PartwiseOptimizer
 from ampopt.search.rehearsal import Sandbox
+from ampopt.search.trials import Progress
 from ampopt.system.budget import (
     CALLS_OF_A_TRIAL,
     CALLS_TO_CAPTURE,

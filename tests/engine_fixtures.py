@@ -7,13 +7,14 @@ import math
 from collections.abc import Iterator, Mapping
 
 import pytest
+import torch
 from torch import nn
 
 import ampopt
 from ampopt.measure import headline, rounds, sampling
 from ampopt.measure.sampling import Gain, Measurement, Sampler
 from ampopt.search import last_comparison, search_plan, trial_timer
-from tests.support.planted import KEEP, module_of
+from tests.support.planted import KEEP, keep_the_patched, module_of
 from tests.support.small_net import PASSES, image, net
 
 TIMED = (trial_timer, search_plan, last_comparison, headline, rounds)
@@ -52,6 +53,16 @@ def _all_kept() -> Iterator[None]:
 def all_kept() -> contextlib.AbstractContextManager[None]:
     """Within this context every pass that is right is kept, as if it were faster; it may be entered again."""
     return _AllKept()
+
+
+@pytest.fixture
+def through_dynamo(all_kept: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+    """Every right pass is kept, and every result found faster; Dynamo forgets what it has captured."""
+    torch._dynamo.reset()
+    with all_kept, torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        keep_the_patched(patch)
+        yield
+    torch._dynamo.reset()
 
 
 class _AllKept(contextlib.AbstractContextManager[None]):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,20 +14,13 @@ from torch import Tensor, nn
 from ampopt.system.turns import optimizing
 from ampopt.torch_compile import backend, compiled_graphs
 from tests.helpers import Model, with_statistics
-from tests.support.planted import NO_ENGINES, keep_the_patched
+from tests.support.planted import NO_ENGINES
 
 OPTIONS: dict[str, Any] = {"exclude": NO_ENGINES, "budget_s": 20.0, "cache": False, "progress": False}
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(autouse=True)
-def _kept(all_kept: AbstractContextManager[None], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every right pass is kept, and every result found faster; Dynamo forgets what it has captured."""
-    torch._dynamo.reset()
-    with all_kept, torch.no_grad():
-        keep_the_patched(monkeypatch)
-        yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("through_dynamo")
 
 
 class InTwoGraphs(nn.Module):

@@ -144,7 +144,9 @@ class Verifier:
         """The original in float64; None where it fails there."""
         with Settings().scope(self.device):
             try:
-                exact: nn.Module = private_copy(original_of(self._model))._apply(widened)
+                exact = private_copy(original_of(self._model)).double()
+                for tensor in (*exact.parameters(), *exact.buffers()):
+                    tensor.data = widened(tensor.data)  # complex ones, too
                 self.call_original(exact, _widened(self.captured.program.examples))
             except Exception as error:
                 reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" …")

@@ -23,8 +23,8 @@ from ampopt.measure.clocks import synchronize
 from ampopt.measure.ledger import Ledger
 from ampopt.search.compiled_graph import CompiledGraph, compile_graph, is_weight, size_of
 from ampopt.search.options import Options
-from ampopt.search.pass_manager import Progress
 from ampopt.search.rehearsal import Sandbox
+from ampopt.search.trials import Progress
 from ampopt.system.interrupts import check_interrupted
 
 LEAST = 0.02

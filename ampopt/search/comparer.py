@@ -21,8 +21,8 @@ from ampopt.search.cell_builder import CellBuilder
 from ampopt.search.choices import STARTING_S, is_risky
 from ampopt.search.compare_plan import Cell, Plan
 from ampopt.search.pair_timer import PairTimer, Timed
-from ampopt.search.pass_manager import Progress
 from ampopt.search.program_store import NoTimeError, ProgramStore
+from ampopt.search.trials import Progress
 from ampopt.system.interrupts import check_interrupted, interruptible
 
 _T = TypeVar("_T")

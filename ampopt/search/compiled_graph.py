@@ -25,8 +25,8 @@ from ampopt.measure.ledger import Ledger
 from ampopt.search.aliases import Layout, layout_of
 from ampopt.search.optimizer import optimize_captured
 from ampopt.search.options import Options
-from ampopt.search.pass_manager import Progress
 from ampopt.search.rehearsal import Sandbox
+from ampopt.search.trials import Progress
 from ampopt.system.interrupts import interruptible
 
 logger = logging.getLogger("ampopt")

@@ -25,9 +25,10 @@ from ampopt.search.lane_probe import judgeable, seconds_of_a_call
 from ampopt.search.lane_state import LaneState
 from ampopt.search.last_comparison import LANES, LastComparison
 from ampopt.search.options import Options
-from ampopt.search.pass_manager import PassManager, Progress
+from ampopt.search.pass_manager import PassManager
 from ampopt.search.rehearsal import Sandbox
 from ampopt.search.search_plan import TRYING, Search, begin_ahead
+from ampopt.search.trials import Progress
 from ampopt.search.tuning_cache import default_cache, key_of
 from ampopt.system.budget import (
     CALLS_OF_A_TRIAL,

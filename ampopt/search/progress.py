@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from ampopt.search.pass_manager import Progress, silent
+from ampopt.search.trials import Progress, silent
 
 
 @contextlib.contextmanager

@@ -31,8 +31,8 @@ from ampopt.search.last_comparison import HEADLINE
 from ampopt.search.optimizer import BRIEFLY_S, optimize_captured
 from ampopt.search.options import AUTO_TOLERANCE, Options
 from ampopt.search.partly_optimized import PartlyOptimizedModule, patched
-from ampopt.search.pass_manager import Progress
 from ampopt.search.rehearsal import Sandbox
+from ampopt.search.trials import Progress
 from ampopt.system.budget import Budget
 from ampopt.system.environment import environment
 from ampopt.system.interrupts import interruptible

@@ -84,10 +84,13 @@ def test_a_fresh_draw_of_a_constant_is_finite(example: Tensor) -> None:
     assert torch.isfinite(drawn).all()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_rounding_anew_moves_by_at_most_one_rounding(dtype: torch.dtype) -> None:
-    x = torch.randn(1000, dtype=torch.float64)
-    moved = rounded_anew(x, dtype, torch.Generator().manual_seed(0))
+def test_rounding_anew_moves_by_at_most_one_rounding(dtype: torch.dtype, device: str) -> None:
+    x = torch.randn(1000, dtype=torch.float64, device=device)
+    moved = rounded_anew(x, dtype, torch.Generator(device).manual_seed(0))
+    assert moved.device == x.device
+    assert torch.equal(moved, rounded_anew(x, dtype, torch.Generator(device).manual_seed(0)))
     steps = ((moved - x) / x).abs() / (torch.finfo(dtype).eps / 2)
     assert steps.max() <= 1.0
     assert steps.mean() > 0.4

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -15,19 +13,18 @@ from ampopt.measure.sampling import Gain
 from ampopt.search.partly_optimized import PartlyOptimizedModule
 from tests.helpers import with_statistics
 from tests.support import snapshot
-from tests.support.planted import keep_the_patched, optimize
+from tests.support.planted import optimize
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
+pytestmark = pytest.mark.usefixtures("through_dynamo")
+
+
 @pytest.fixture(autouse=True)
-def _kept(all_kept: AbstractContextManager[None], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every right pass is kept, however little time its part takes; Dynamo forgets what it has captured."""
+def _all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are optimized however little time they take."""
     monkeypatch.setattr("ampopt.search.between.LEAST", 0.0)
-    with all_kept, torch.no_grad():
-        keep_the_patched(monkeypatch)
-        yield
-    torch._dynamo.reset()
 
 
 class Finder(nn.Module):

@@ -16,8 +16,9 @@ from ampopt.ir.program import Program
 from ampopt.ir.transform import Declined, Result
 from ampopt.measure.entry import Verdict
 from ampopt.search.lane_search import LaneSearch
-from ampopt.search.pass_manager import PassManager, _differing_bits
+from ampopt.search.pass_manager import PassManager
 from ampopt.search.subject import Subject
+from ampopt.search.trials import differing_bits
 from tests.helpers import FP16, Model, program_of
 from tests.support.planted import Bench, Planted, PlantedBitwise, PlantedFoundation, PlantedKernel, rewritten
 
@@ -366,5 +367,5 @@ def test_bits_that_differ_are_told_from_nan(value: float) -> None:
     x = torch.tensor([[1.0, float("nan"), -2.0]])
     same = program_of(Model(lambda m, x: x * 1), x)
     other = program_of(Model(lambda m, x: torch.nan_to_num(x, nan=value)), x)
-    assert _differing_bits(same, Subject(program_of(Model(lambda m, x: x + 0), x))) is None
-    assert _differing_bits(same, Subject(other)) is not None
+    assert differing_bits(same, Subject(program_of(Model(lambda m, x: x + 0), x))) is None
+    assert differing_bits(same, Subject(other)) is not None

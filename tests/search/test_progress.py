@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from ampopt.search.pass_manager import silent
 from ampopt.search.progress import progress_line
+from ampopt.search.trials import silent
 
 
 class _Terminal(io.StringIO):
