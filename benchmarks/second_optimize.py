@@ -37,14 +37,15 @@ BUDGET_S = 60.0
 
 
 def optimize_once(network: str, lane: str, device: torch.device, budget_s: float) -> Facts:
-    """The seconds of one `optimize`, and what it kept."""
+    """The seconds of one `optimize`, what it kept, and whether an earlier call had tuned that."""
     model, inputs = racer(network)
     model, inputs = model.to(device), tuple(tensor.to(device) for tensor in inputs)
     start = time.perf_counter()
     fast = ampopt.optimize(model, inputs, precision=lane, budget_s=budget_s, progress=False)
     seconds = time.perf_counter() - start
     assert isinstance(fast, ampopt.OptimizedModule)
-    return {"seconds": seconds, "passes": [step.name for step in fast.program.recipe]}
+    tuned = any(note.startswith("tuned by an earlier call") for note in fast.report.notes)
+    return {"seconds": seconds, "passes": [step.name for step in fast.program.recipe], "tuned": tuned}
 
 
 def measure(network: str, lane: str, device: torch.device, budget_s: float = BUDGET_S) -> Row:
