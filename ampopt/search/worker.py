@@ -191,7 +191,9 @@ class Worker:
                 os.killpg(self.process.pid, number)
 
     def start(self) -> Connection:
-        """Start the process, if there is none."""
+        """Start the process, if there is none, or if it has ended while it had nothing to do."""
+        if self.process is not None and not self._jobs and self.process.poll() is not None:
+            self.close()
         if self._line is None:
             ours, theirs = multiprocessing.Pipe()
             self.process = subprocess.Popen(

@@ -93,6 +93,17 @@ def test_a_pass_that_works_is_rehearsed_in_another_process(program: Program, tmp
         os.kill(pid, 0)
 
 
+def test_a_process_that_has_ended_while_it_was_idle_is_replaced(program: Program) -> None:
+    with Sandbox(CPU) as sandbox:
+        rehearse(sandbox, Risky(), program, seconds=60)
+        first = sandbox.compiler.process
+        assert first is not None
+        first.kill()
+        first.wait()
+        rehearse(sandbox, Risky(), program, seconds=60)
+        assert sandbox.compiler.process is not first
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_on_a_cpu_nothing_is_begun_beside_what_is_timed(device: str) -> None:
     with Sandbox(torch.device(device)) as sandbox:
