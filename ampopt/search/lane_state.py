@@ -46,6 +46,8 @@ class LaneState:
     """Largest error with which the lane may be chosen, beside the verification's limits."""
     check: Check | None = None
     """The final check of the best program by `PassManager.settle`; None before."""
+    former: list[Subject] = dataclasses.field(default_factory=list)
+    """Programs that were the best before the present one, the latest last."""
     rivals: list[Subject] = dataclasses.field(default_factory=list)
     """Right programs that noise may have cost the place of the best, see `search.play_off`."""
     made: dict[tuple[Pass, ...], Program] = dataclasses.field(default_factory=dict)

@@ -84,16 +84,22 @@ class PassManager(Trials):
         """Verify a lane's winner also far outside of the examples' range; remove passes that are wrong there.
 
         The check of the remaining program is stored in `state.check`. Bisection of the recipe finds the wrong
-        pass: the first one with which the recipe is wrong.
+        pass: the first one with which the recipe is wrong. An engine gives way to what was the best before
+        it: the same with other choices, or another one.
         """
         while True:
             began, recipe = time.perf_counter(), state.best.program.recipe
             check = self.verifier.check(state.best.run, state.lane, everywhere=True)
             if check.passed or len(recipe) <= state.founded:
-                state.check = check
+                state.check, state.former = check, []
                 return
             wrong = recipe[self._right_until(state, recipe)]
-            state.best = Subject(state.replayed(tuple(step for step in recipe if step is not wrong)))
+            before = None
+            if isinstance(wrong, Engine):
+                state.former = [each for each in state.former if wrong not in each.program.recipe]
+                before = state.former.pop() if state.former else None
+            rest = tuple(step for step in recipe if step is not wrong)
+            state.best = before or Subject(state.replayed(rest))
             row = Entry(
                 state.lane.name, wrong.name, Verdict.NOT_TRIED, "", error=check.error, limit=check.limit
             )
@@ -225,8 +231,7 @@ class PassManager(Trials):
                 self.end(trial, Verdict.REVERTED, f"none of what had lost in noise is faster: {pace}")
                 return
             with held():
-                state.best, state.best_s = fastest, after.latency.median
-                self.note_best(state.lane, PLAY_OFF, state.best_s)
+                self.lead(state, fastest, PLAY_OFF, after.latency.median)
                 recipe = ", ".join(step.name for step in fastest.program.recipe)
                 self.end(trial, Verdict.KEPT, f"it had lost in noise, and is faster: {pace}: {recipe}")
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from ampopt.errors import AmpoptError, first_line
 from ampopt.ir.graph import where
 from ampopt.ir.judged import Judged
-from ampopt.ir.lanes import Lane
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Declined, Engine, Family, Pass, Result
 from ampopt.measure.clocks import synchronize
@@ -44,6 +43,9 @@ On a CPU they include an untimed call before each timed one, and a repeated comp
 
 OWN_SHARE = 0.4
 """Share of a compiler's time that it takes in this process, after its rehearsal."""
+
+MOST_FORMER = 3
+"""Programs that were the best before the present one and are kept, the latest: engines hold memory."""
 
 SEARCHING = 0.25
 """The share of the time that is left in which a pass that searches may make programs."""
@@ -238,9 +240,12 @@ class Trials:
             pace = f"{what}: {found.ratio:.3f}x ({found.low:.3f} to {found.high:.3f})"
             self.end(trial, verdict, pace)
 
-    def note_best(self, lane: Lane, name: str, seconds: float) -> None:
+    def lead(self, state: LaneState, subject: Subject, name: str, seconds: float) -> None:
+        """A program that a call takes so many seconds of is the lane's best now; `name` is its trial's."""
+        state.former = [*state.former, state.best][-MOST_FORMER:]
+        state.best, state.best_s = subject, seconds
         at = time.perf_counter() - self._started
-        self.ledger.best_so_far.append(BestSoFar(at, lane.name, name, seconds))
+        self.ledger.best_so_far.append(BestSoFar(at, state.lane.name, name, seconds))
 
     def _keep(self, state: LaneState, candidate: Subject, entry: Entry, runs: bool) -> None:
         """The candidate is the lane's best, or its graph, which may be the best itself."""
@@ -249,8 +254,7 @@ class Trials:
         if not runs:
             state.graph, state.call_s = candidate, seconds
         if is_best:
-            state.best, state.best_s = candidate, seconds
-            self.note_best(state.lane, entry.name, seconds)
+            self.lead(state, candidate, entry.name, seconds)
 
     def _check_device(self, name: str) -> None:
         """Say so at once where a failed pass has left the CUDA context unusable."""
