@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 
-from ampopt.engines.inductor_code import OPTIONS, InductorCode, is_whole, static_shapes
+from ampopt.engines.inductor_code import InductorCode, is_whole, options, static_shapes
 from ampopt.errors import first_line
 from ampopt.ir.capturing import capturing
 from ampopt.ir.graph import arguments, aten, calls, finish, insert_call, is_opaque, replace, where
@@ -135,7 +135,7 @@ class Compile(Engine):
             with tracing(TracingContext(mode := static_shapes())):
                 described = [mode.from_tensor(tensor, static_shapes=True) for tensor in entered]
                 try:
-                    engine: Any = compile_fx(module, described, compile_trace, config_patches=OPTIONS)
+                    engine: Any = compile_fx(module, described, compile_trace, config_patches=options())
                 except Exception:
                     rehearsed()  # where it failed, that is the reason, and not what inductor makes of it
                     raise

@@ -8,6 +8,7 @@ and frozen into it: they come from the process that compiled.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -19,8 +20,33 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 logger = logging.getLogger("ampopt")
 
-OPTIONS: dict[str, Any] = {"triton.cudagraphs": False, "freezing": True}
-"""How inductor compiles for inference, without CUDA graphs of its own."""
+
+@functools.cache
+def options() -> dict[str, Any]:
+    """How inductor compiles for inference, without CUDA graphs of its own.
+
+    Its first passes may change strides: they pad the sizes of matrix products where that is faster. After
+    them it looks at what its graph gives, and a view that such strides do not allow fails there, if the
+    device's speed has decided so. It makes reshapes of all views itself, but later.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass  # inductor takes a second to load
+
+    class ReshapesForViews(CustomGraphPass):
+        """Gives each view the freedom to be a copy."""
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+                node.target = torch.ops.aten.reshape.default
+
+        def uuid(self) -> str:
+            """What stands for this pass in the keys of inductor's cache."""
+            return "ampopt: reshapes for views, 1"
+
+    return {
+        "triton.cudagraphs": False,
+        "freezing": True,
+        "joint_custom_post_pass": ReshapesForViews(),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +78,7 @@ class InductorCode:
         from torch._inductor.utils import BoxedBool
 
         constants: Any = _Sent(self.constants)
-        with tracing(TracingContext(static_shapes())), config.patch(OPTIONS):
+        with tracing(TracingContext(static_shapes())), config.patch(options()):
             graph, _ = FxGraphCache._lookup_graph(self.key, [], True, None, constants)
             if graph is None:
                 raise LookupError(f"inductor's cache has no entry {self.key}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ampopt.ort.options import CPU, CUDA, SessionOptions
+from ampopt.system.cores import usable_cpus
 
 Knob = Mapping[str, Mapping[str, Any]]
 """Settings that exclude each other: their names in a report, and the fields that they change."""
@@ -44,13 +45,6 @@ def knobs_for(start: SessionOptions) -> list[Knob]:
             {"parallel": {"parallel": True}},
         ]
     return []
-
-
-def usable_cpus() -> Sequence[int]:
-    """The hardware threads on which this process may run."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return range(os.cpu_count() or 1)
 
 
 def cores_to_pin(options: SessionOptions) -> Sequence[int]:

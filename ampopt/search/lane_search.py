@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 
 from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Engine, Family, Pass, is_slow, replay
+from ampopt.ir.transform import Family, Pass, replay
 from ampopt.measure.entry import Verdict
+from ampopt.search.lane_engines import LaneEngines
 from ampopt.search.lane_state import LaneState
-from ampopt.search.openings import opening_of
+from ampopt.search.openings import UNLIKELY, opening_of
 from ampopt.search.pass_manager import PassManager
 from ampopt.search.rescue import in_order
 from ampopt.search.subject import Subject
@@ -23,21 +24,6 @@ OPENING = "the opening"
 PLAIN_OPENING = "the opening without layouts and kernels"
 """The row of those that are tried together if that loses."""
 
-UNFUSED = " (unfused)"
-"""What is added to the name of an engine that gets the program without native kernels."""
-
-EARLIER = " (begun ahead)"
-"""What is added to it where a compiler had begun on the graph before its last changes."""
-
-AGAIN = ", again"
-"""What ends it where the machine was too busy to tell how fast the engine is."""
-
-MUCH = 1.1
-"""From this gain of kernels on, an engine is likely to be faster with them than without, and else without."""
-
-UNLIKELY = "it seldom gains, and the time for that was over: a larger time budget tries it"
-"""The reason of what was not tried after the time for unlikely trials."""
-
 LESS_LIKELY = "it seldom gains, and would have taken longer than a compiler that is likelier to"
 """The reason of an unlikely trial for which the result of a compiler would have had to wait."""
 
@@ -45,24 +31,11 @@ Until = Callable[[float], bool]
 """Whether a trial of so many seconds is to be left out for the sake of something likelier."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Form:
-    """A form of the rewritten program for an engine; `suffix` is added to the engine's name.
-
-    `is_begun`: the engine is being rehearsed, or was, with it. `is_likely`: it is the likeliest to gain.
-    """
-
-    suffix: str
-    program: Program
-    is_begun: bool
-    is_likely: bool
-
-
 class LaneSearch:
     """The search in one lane; `state` holds what it has found."""
 
     def __init__(
-        self, manager: PassManager, state: LaneState, pipeline: Pipeline, patience: float = float("inf")
+        self, manager: PassManager, state: LaneState, pipeline: Pipeline, patience: float = math.inf
     ) -> None:
         """`patience` is on `time.perf_counter`'s clock: what is unlikely to gain is not begun after it."""
         self.state, self._manager, self._pipeline, self._patience = state, manager, pipeline, patience
@@ -71,12 +44,8 @@ class LaneSearch:
         self._handled = {step.name for step in state.graph.program.recipe}
         self.opened = state.best
         """What the opening came to, which is compared with that of other lanes."""
+        self.engines = LaneEngines(manager, state, pipeline, self._opening, patience)
         self._launched: Subject | None = None
-        self._engine_tried = False
-        self._hurried: list[Engine] = []
-        self._doubtful: list[Engine] = []
-        self._late = frozenset(self._opening.late)
-        self._kernels_gain = 1.0
 
     @staticmethod
     def expected(program: Program, pipeline: Pipeline) -> Program:
@@ -93,13 +62,6 @@ class LaneSearch:
         """The lane's name."""
         return self.state.lane.name
 
-    @property
-    def engines_lead(self) -> float:
-        """How many times longer a call of the rewritten graph takes than one of the best engine's program."""
-        if self.state.best.program.engine is None or self.state.best_s is None:
-            return 1.0
-        return self.state.call_s / self.state.best_s
-
     def resume(self, recipe: tuple[Pass, ...]) -> bool:
         """Go on from a recipe at which an earlier search was cut off; False if it is not right any more."""
         rewrites = {step.name for step in self._rewrites}
@@ -107,8 +69,8 @@ class LaneSearch:
             return False
         mine = tuple(step for step in recipe if step.name in rewrites)
         self.state.graph = self._launched = Subject(replay(mine, self.state.base))
-        self._handled, self._engine_tried = {step.name for step in mine}, True
-        self._note_outdone()
+        self._handled = {step.name for step in mine}
+        self.engines.note_first()
         self.opened = self.state.best
         return True
 
@@ -122,36 +84,35 @@ class LaneSearch:
     def open(self, deadline: float, *, with_engine: bool = True) -> None:
         """Try the passes that won most often as one, then launch and run the result.
 
-        If they are right and slower together, they are tried with the opening's helpers; if that loses, too,
-        or they are wrong, those that others build on are tried without layouts and kernels. What was not kept
-        `rewrite` tries one by one. Not `with_engine`: the engine waits for `run`.
+        If they lose, those that others build on are tried without layouts and kernels; if they were right and
+        slower, layouts and kernels follow with the opening's helpers, where there is time for these. What was
+        not kept `rewrite` tries one by one. Not `with_engine`: the engine waits for its turn.
         """
-        left = [step for step in self._rewrites if step.name not in self._handled]
-        steps = [step for step in left if step.name in self._opening.rewrites]
-        helped = [step for step in left if step in steps or step.name in self._opening.helpers]
+        steps = [step for step in self._left() if step.name in self._opening.rewrites]
         plain = [step for step in steps if step.family is Family.REWRITE or step.enables_others]
         trial = self._open_with(OPENING, steps, deadline)
-        if trial is not None and trial.program is not None and len(helped) > len(steps):
-            trial = self._open_with(f"{OPENING} with {', '.join(self._opening.helpers)}", helped, deadline)
         if trial is not None:
             self._open_with(PLAIN_OPENING, plain, deadline)
+            if trial.program is not None:
+                self._open_with_helpers(deadline)
         self.launch(self._manager.deadline)  # without it lanes cannot be compared
         if with_engine:
-            self._run_first(deadline)
+            self.engines.run_first(deadline)
         self.opened = self.state.best
 
-    def look_again(self, deadline: float) -> None:
-        """Where a busy machine has left open how fast engines are, tune and time those once more."""
-        doubtful, self._doubtful = self._doubtful, []
-        self.run_in(doubtful, deadline, AGAIN)
-        self._manager.play_off(self.state)
-        self._doubtful = []
+    def _open_with_helpers(self, deadline: float) -> None:
+        program, helpers = self.state.graph.program, self._opening.helpers
+        left = [step for step in self._left() if step.name in (*self._opening.rewrites, *helpers)]
+        helping = [step for step in left if step.name in helpers and step.why_not(program) is None]
+        needed_s = sum(self._manager.needed_s(self.state, step, program) for step in helping)
+        if helping and time.perf_counter() + needed_s <= deadline:
+            self._open_with(f"{OPENING} with {', '.join(helpers)}", left, deadline)
 
     def reopen(self, deadline: float) -> None:
         """Look again, before lanes are compared, at what the opening has come to."""
         before = self.state.best
-        self.look_again(deadline)
-        if self.state.best is not before:
+        self.engines.look_again(deadline)
+        if self.opened is before:
             self.opened = self.state.best
 
     def fuse(self, deadline: float) -> None:
@@ -180,7 +141,7 @@ class LaneSearch:
         """Try the rewrites that the opening has not tried, each in its place, those that seldom win last.
 
         The latter are left out when `until` says so of the seconds that one takes: what that waits for is
-        likelier to gain.
+        likelier to gain. What compilers have made by then comes first.
         """
         self._rewrite(sorted(self._left(), key=self._is_late), deadline, until)
 
@@ -191,6 +152,7 @@ class LaneSearch:
     def _rewrite(self, steps: Sequence[Pass], deadline: float, until: Until = lambda _: False) -> None:
         self._handled |= {step.name for step in steps}
         for step in steps:
+            self.engines.take_made(deadline)
             if self._is_late(step) and time.perf_counter() <= deadline:
                 needed_s = self._manager.needed_s(self.state, step, self.state.graph.program)
                 if self._would_be_late(needed_s):
@@ -202,15 +164,17 @@ class LaneSearch:
             later = self._rewrites[self._rewrites.index(step) + 1 :]
             entry = self._manager.try_in_place(self.state, step, later, deadline).entry
             if step.family is Family.KERNEL and entry.verdict is Verdict.KEPT and entry.gain is not None:
-                self._kernels_gain *= entry.gain.ratio
+                self.engines.kernels_gain *= entry.gain.ratio
 
     def vary(self, deadline: float, until: Until = lambda _: False) -> None:
         """Try what may help in company: the recipe without some pass, and passes that gained nothing, again.
 
-        It ends when `until` says so: what that waits for is likelier to gain.
+        It ends when `until` says so: what that waits for is likelier to gain. What compilers have made by
+        then comes first.
         """
         self._without_losses(deadline)
         for attempt in (self._without_openers, self._again):
+            self.engines.take_made(deadline)
             if not until(0.0):
                 attempt(deadline)
 
@@ -233,91 +197,8 @@ class LaneSearch:
         """Whether there was time to launch the rewritten graph."""
         return self._launched is not None
 
-    def run(self, deadline: float) -> None:
-        """Try the engines that were not tried in the opening: its own first, those that seldom win last.
-
-        One for which there was little time in the opening is tried in full.
-        """
-        if not self._engine_tried:
-            self._run_first(deadline)
-        hurried, self._hurried = self._hurried, []
-        self.run_in(hurried, deadline, ", in full")
-        others = [engine for engine in self._pipeline.engines if engine not in self._first_engines]
-        self.run_in(sorted(others, key=self._is_late), deadline)
-        self.look_again(deadline)
-
-    @property
-    def is_hurried(self) -> bool:
-        """Whether a right engine was applied in its form for little time, and may be faster in full."""
-        return bool(self._hurried)
-
-    @property
-    def _first_engines(self) -> list[Engine]:
-        """The opening's engine, if the pipeline has it."""
-        return [engine for engine in self._pipeline.engines if engine.name == self._opening.engine]
-
-    def _run_first(self, deadline: float) -> None:
-        """Try the opening's engine."""
-        self._engine_tried = True
-        self.run_in(self._first_engines, deadline)
-        self._note_outdone()
-
-    def _note_outdone(self) -> None:
-        """Where the opening's engine can be tried, some others are seldom faster."""
-        if any(engine.why_not(self.unfused()) is None for engine in self._first_engines):
-            self._late |= {*self._opening.outdone}
-
-    def run_in(self, engines: Sequence[Engine], deadline: float, again: str = "") -> None:
-        """Try engines, with each launch pass, against the best program so far.
-
-        `again` ends the name of a second trial. An engine that cannot read native kernels gets the program
-        without them. It is tried without a launch pass only if it cannot be launched, or if launching fails.
-        """
-        for engine in engines:
-            is_outdone = False  # by one that was begun on the graph before its last changes
-            for form in self._readable_forms(engine):
-                name, program = engine.name + form.suffix + again, form.program
-                is_worth_it = form.is_begun or (form.is_likely and not is_outdone)
-                unlikely = self._is_late(engine) or not is_worth_it
-                needed_s = self._manager.needed_s(self.state, engine, program)
-                if unlikely and self._would_be_late(needed_s):
-                    self._manager.leave_out(self.state, name, UNLIKELY)
-                    continue
-                usable = [step for step in self._pipeline.launches if step.why_not(program) is None]
-                trials = [
-                    self._manager.try_passes(
-                        self.state, f"{name} + {each.name}", [engine, each], program, deadline
-                    )
-                    for each in usable
-                ]
-                if not trials or (trials[-1].is_wrong and all(trial.program is None for trial in trials)):
-                    trials.append(self._manager.try_passes(self.state, name, [engine], program, deadline))
-                is_right = any(trial.program is not None for trial in trials)
-                is_outdone = is_outdone or (form.suffix == EARLIER and is_right)
-                if any(trial.hurried and not trial.is_wrong for trial in trials):
-                    self._hurried.append(engine)
-                elif any(trial.is_doubtful for trial in trials) and engine not in self._doubtful:
-                    self._doubtful.append(engine)
-
-    def begin(self) -> None:
-        """Let compilers start, in a process of their own, on the program without kernels.
-
-        The one with kernels follows it where these have gained much.
-        """
-        sandbox = self._manager.sandbox
-        if sandbox is None or not sandbox.works_beside:
-            return
-        forms = [self.unfused(), *([self.state.graph.program] if self._kernels_gain > MUCH else [])]
-        for engine in self._pipeline.engines:
-            for program in forms:
-                sandbox.begin(engine, program)
-
-    def unfused(self) -> Program:
-        """The rewritten program without its native kernels."""
-        return self._without([s for s in self.state.graph.program.recipe if s.family is Family.KERNEL])
-
     def _is_late(self, step: Pass) -> bool:
-        return step.name in self._late
+        return step.name in self._opening.late
 
     def _is_too_late(self, deadline: float) -> bool:
         """Whether the time for unlikely trials is over, and only that."""
@@ -379,63 +260,3 @@ class LaneSearch:
             return
         for step in slow:
             attempt(f"{step.name} (again)", with_added([step]))
-
-    def _readable_forms(self, engine: Engine) -> list[_Form]:
-        """The rewritten program as the engine can take it: with native kernels, or else without them.
-
-        An engine that is worth more time is tried without them all the same, and without each kind of them:
-        where it fuses by itself, a kernel that was faster before it may not be so any more. Forms that are
-        being rehearsed already come first, also those of a graph before its last changes: then another one
-        is not worth the time of a compiler. Before them is what has ended, the likely one first.
-        """
-        rewritten, sandbox = self.state.graph.program, self._manager.sandbox
-        kernels = [step for step in rewritten.recipe if step.family is Family.KERNEL]
-        left_out = {"": list[Pass]()} | ({UNFUSED: kernels} if kernels else {})
-        if is_slow(engine) and len(kernels) > 1:
-            left_out |= {f" (without {kernel.name})": [kernel] for kernel in kernels}
-        readable: dict[str, Program] = {}
-        for suffix, missing in left_out.items():
-            program = self._without(missing)
-            if engine.why_not(program) is None:
-                readable[suffix] = program
-                if not is_slow(engine):
-                    break
-        if not readable:
-            return [_Form("", rewritten, is_begun=False, is_likely=True)]
-        wanted = UNFUSED if kernels and self._kernels_gain <= MUCH else ""
-        likely = wanted if wanted in readable else next(iter(readable))
-        begun = self._begun(engine)
-        places = {program.recipe: place for place, program in enumerate(begun)}
-        earlier = places.keys() - {program.recipe for program in readable.values()}
-        forms = [
-            _Form(suffix, program, program.recipe in places, suffix == likely)
-            for suffix, program in readable.items()
-        ]
-        forms += [_Form(EARLIER, p, is_begun=True, is_likely=False) for p in begun if p.recipe in earlier]
-
-        def order(form: _Form) -> tuple[bool, bool, int, bool]:
-            is_made = sandbox is not None and sandbox.has_made(engine, form.program)
-            place = 0 if is_made else places.get(form.program.recipe, 0)
-            return not form.is_begun, not is_made, place, not form.is_likely
-
-        return sorted(forms, key=order)
-
-    def _begun(self, engine: Engine) -> list[Program]:
-        """The lane's programs on which a compiler was begun, and which have what makes the lane right."""
-        rewritten, founded = self.state.graph.program, self.state.founded
-        begun = [] if (sandbox := self._manager.sandbox) is None else sandbox.begun(engine, rewritten)
-        return [p for p in begun if p.recipe[:founded] == rewritten.recipe[:founded]]
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether a compiler that was begun ahead has made something of the lane that was not tried yet."""
-        sandbox, engines = self._manager.sandbox, self._pipeline.engines
-        return sandbox is not None and any(
-            sandbox.has_made(engine, program) for engine in engines for program in self._begun(engine)
-        )
-
-    def _without(self, missing: Sequence[Pass]) -> Program:
-        """The rewritten program without some of its passes."""
-        rewritten = self.state.graph.program
-        recipe = tuple(step for step in rewritten.recipe if step not in missing)
-        return rewritten if recipe == rewritten.recipe else self.state.replayed(recipe)

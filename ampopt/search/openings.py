@@ -14,6 +14,9 @@ import torch
 
 from ampopt.ir.lanes import Lane
 
+UNLIKELY = "it seldom gains, and the time for that was over: a larger time budget tries it"
+"""The reason of what was not tried after the time for unlikely trials."""
+
 EXACT = ("remove-inference-noops", "fold-constants", "fold-conv-bn", "merge-linear-chain")
 """Algebra that removes work; it takes no time to try, and does nothing where there is nothing to remove."""
 

@@ -104,7 +104,8 @@ class Search:
             rewrites = self._pipeline.rewrites
             if not rescued(self._manager, state, self._verifier, rewrites, notes, self._bound):
                 continue
-            if state.founded:
+            if state.founded and sandbox is not None:
+                sandbox.give_up(state.base)
                 begin_ahead(state.best.program, self._pipeline, sandbox)
             if lane.is_mixed and self._bound is not None and self._is_usable(state):
                 state.bound = self._bound
@@ -117,12 +118,17 @@ class Search:
                 until = max(began + place * share * left, time.perf_counter() + share * left)
                 search.open(until, with_engine=self._is_usable(state) or len(lanes) == 1)
                 if place == 1 and lane.is_mixed and len(lanes) > 1:
+                    search.engines.begin()
                     search.fuse(began + FUSING * left)
-                    search.begin()
+                    search.engines.begin()
+            for each in searches:
+                each.engines.take_made(self._manager.deadline)
         for search in searches:
             search.reopen(began + REOPENED * left)
         self.states.sort(key=lambda state: list(lanes).index(state.lane))
         contenders = self._contenders(searches)
+        for search in contenders:
+            search.engines.begin()
         for place, search in enumerate(contenders):
             if place and (behind := self._behind(search.state)) > FAR_BEHIND * _may_gain(search):
                 self._leave_behind(search, f"it was {behind:.2f}x slower than what was found until then")
@@ -217,35 +223,27 @@ class Search:
         A compiler starts in its own process first, if it may work beside measurements. Rewrites leave time
         for the engine that takes longest, up to a limit.
         """
-        now, program = time.perf_counter(), search.unfused()
-        search.begin()
+        now, engines = time.perf_counter(), search.engines
+        engines.begin()
         deadline = now + share * (self._manager.deadline - now)
-        engines = [engine for engine in self._pipeline.engines if engine.why_not(program) is None]
-        longest = max((self._manager.needed_s(search.state, e, program) for e in engines), default=0.0)
+        longest = engines.longest_s()
         rewriting = max(now + LEAST_REWRITING * (deadline - now), deadline - longest)
-        if (ahead := search.engines_lead) > TOO_FAR_AHEAD:
+        if (ahead := engines.lead) > TOO_FAR_AHEAD:
             search.leave_rewrites(f"the graph itself takes {ahead:.1f}x the time of the best engine")
         else:
 
             def until(needed_s: float) -> bool:
-                if search.is_compiled or needed_s > self._compiling_s(search):
-                    return True
-                return deadline - time.perf_counter() < ENGINES_FIRST * longest
+                late = deadline - time.perf_counter() < ENGINES_FIRST * longest
+                return late or needed_s > engines.compiling_s()
 
             search.rewrite(rewriting, until)
-            search.begin()
+            engines.begin()
             search.launch(deadline)
             search.vary(rewriting, until)
             search.launch(deadline)
-        search.run(deadline)
-
-    def _compiling_s(self, search: LaneSearch) -> float:
-        """Seconds until the first result that a compiler was asked for ahead; infinite where none was."""
-        sandbox, program = self._manager.sandbox, search.unfused()
-        asked = [e for e in self._pipeline.engines if sandbox and sandbox.is_rehearsing(e, program)]
-        return min((self._manager.needed_s(search.state, e, program) for e in asked), default=math.inf)
+        engines.run(deadline)
 
 
 def _may_gain(search: LaneSearch) -> float:
     """How many times faster a lane may become by what it had no time for in its opening."""
-    return IN_FULL if search.is_hurried else 1.0
+    return IN_FULL if search.engines.is_hurried else 1.0

@@ -1,6 +1,6 @@
 """A process of our own that applies passes, one after another, and answers what came of each.
 
-What crashes or hangs there does no harm here: the process is killed, and the next pass gets a new one.
+What crashes or hangs there does no harm here: the process is killed, and what waited in it gets a new one.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Job:
     program: Program
     folder: tempfile.TemporaryDirectory[str]
     began: float
+    worker: Worker
     told: Rehearsed | PassError | None = None
 
     def is_of(self, step: Pass, program: Program) -> bool:
@@ -67,7 +68,7 @@ class Job:
 
 
 class Worker:
-    """A process that takes jobs in turn: started on first use, replaced after a failure, killed at the end.
+    """A process that takes jobs in turn: started on first use, replaced where it ends, killed at the end.
 
     `device` is the device of the programs.
     """
@@ -87,7 +88,7 @@ class Worker:
                 undo.callback(folder.cleanup)
                 with Path(folder.name, PROGRAM).open("wb") as file:
                     pickle.dump((torch.get_num_threads(), step, program), file)
-                job = Job(step, program, folder, time.perf_counter())
+                job = Job(step, program, folder, time.perf_counter(), self)
                 self._give(job)
             except Exception as error:  # what pickle cannot take, a full disk, no process or memory left
                 check_interrupted(error)
@@ -108,19 +109,15 @@ class Worker:
         return job.told is not None
 
     @property
-    def is_busy(self) -> bool:
-        """Whether a job is not answered yet."""
+    def queue_length(self) -> int:
+        """The number of jobs that are not answered yet."""
         while self._jobs and self._receive(0.0):
             pass
-        return bool(self._jobs)
+        return len(self._jobs)
 
     def has_begun(self, job: Job) -> bool:
         """Whether the process has come to a job: those before it are answered."""
         return self.has_come(job) or (bool(self._jobs) and self._jobs[0] is job)
-
-    def is_lost(self, job: Job) -> bool:
-        """Whether the process has ended before it came to this job; `wait` gives it to a new one."""
-        return job.told is None and job not in self._jobs
 
     def wait(self, job: Job, deadline: float, seconds: float) -> Rehearsed:
         """What came of a job, waited for until a time on `time.perf_counter`'s clock.
@@ -128,13 +125,11 @@ class Worker:
         Raises PassError where it failed, and TooLongError, which names the `seconds`, where it takes longer.
         """
         while job.told is None:
-            if self.is_lost(job):
-                self._give(job)
             if not self._receive(max(deadline - time.perf_counter(), 0.0)):
+                self.end(job)
                 job.told = TooLongError(
                     f"it took longer than the {seconds:.0f} s that were left of the budget"
                 )
-                self.close()
         if isinstance(job.told, PassError):
             raise job.told
         return job.told
@@ -150,17 +145,28 @@ class Worker:
             job = self._jobs.popleft()
             job.told = PassError(f"it brought down a process of its own ({self._how_it_ended()})")
             job.told.__cause__ = error
-            self.close()
+            self._start_anew()
             return True
         job = self._jobs.popleft()
         if self._jobs:
             self._jobs[0].began = time.perf_counter()
         if (reason := answer.get("failed")) is not None:
             job.told = PassError(f"it failed in a process of its own: {reason}")
-            self.close()  # whatever failed there may have broken that process's CUDA context
-        else:
+            if "broken" in answer:
+                self._start_anew()
+        elif job.told is None:
             job.told = Rehearsed(answer.get("unloadable"), self._received(job))
         return True
+
+    def _start_anew(self) -> None:
+        """Kill the process, and give what it has not answered to another one."""
+        waiting = list(self._jobs)
+        self.close()
+        for job in waiting:
+            try:
+                self._give(job)
+            except OSError as error:  # no memory or no process left
+                job.told = PassError(f"no process could be started for it: {first_line(error)}")
 
     def _received(self, job: Job) -> dict[str, Any] | None:
         """What was sent back; None where that is nothing, or is incomplete: a full disk costs only time."""
@@ -171,9 +177,10 @@ class Worker:
         return sent
 
     def end(self, job: Job) -> None:
-        """Forget a job; the process is killed if it has not answered it."""
-        if job in self._jobs:
-            self.close()
+        """Forget a job: a process that works on it is killed, one that has not come to it passes it by."""
+        if not self.has_come(job) and self.has_begun(job):
+            self._jobs.popleft()
+            self._start_anew()
         job.folder.cleanup()
 
     @contextlib.contextmanager
@@ -222,7 +229,7 @@ class Worker:
         return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
     def close(self) -> None:
-        """Kill the process and all its child processes; jobs that it has not answered are lost."""
+        """Kill the process and all its child processes, and forget what it has not answered."""
         if self._line is not None:
             self._line.close()
         if self.process is not None:
@@ -261,7 +268,10 @@ def _perform(step: Engine, program: Program) -> dict[str, Any] | None:
 
 
 def _answer(folder: Path) -> dict[str, str]:
-    """Do what was asked for: nothing to say, or `failed` or `unloadable` with the reason."""
+    """Do what was asked for: nothing to say, or `failed` or `unloadable` with the reason.
+
+    `broken` says what does not work in this process since a failure.
+    """
     try:
         with (folder / PROGRAM).open("rb") as file:
             threads, step, program = pickle.load(file)  # it comes from our own parent
@@ -271,11 +281,25 @@ def _answer(folder: Path) -> dict[str, str]:
         torch.set_num_threads(threads)
         sent = _perform(step, program)
     except Exception as error:
-        return {"failed": first_line(error)}
+        return {"failed": first_line(error)} | _broken(program)
     if sent is not None:
         with contextlib.suppress(OSError, RuntimeError):  # a full disk: nothing is received
             torch.save(sent, folder / SENT_BACK)
     return {}
+
+
+def _broken(program: Program) -> dict[str, str]:
+    """Whether a failure has left a CUDA context in which nothing more can be computed or captured."""
+    if program.device.type != "cuda":
+        return {}
+    try:
+        ones = torch.ones(8, device=program.device)
+        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+            twos = ones + ones
+        graph.replay()
+        return {} if bool((twos == 2).all()) else {"broken": "a CUDA graph gives wrong values"}
+    except Exception as error:
+        return {"broken": first_line(error)}
 
 
 def _main(line: Connection) -> None:

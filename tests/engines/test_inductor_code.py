@@ -12,8 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from ampopt.engines.inductor_code import InductorCode, LoadedCode, is_whole
+from ampopt.ir.graph import aten
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.program import Program
 from ampopt.passes import BakeAutocast, ChannelsLast, Compile, CudaGraph, FoldConvBn
@@ -54,6 +57,55 @@ def test_what_is_sent_is_loaded_with_the_weights_that_were_sent_and_nothing_is_t
             assert torch.equal(one, two)
         found.append(sent["key"])
     assert found[0] == found[1]
+
+
+class Pads(CustomGraphPass):
+    """Pads each batched product, as inductor's first passes do on a GPU where they find that faster."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
+            value = node.meta["val"]
+            with graph.inserting_after(node):
+                padded = graph.call_function(aten.constant_pad_nd.default, (node, [0, 4]))
+            with graph.inserting_after(padded):
+                same = graph.call_function(aten.slice.Tensor, (padded, 2, 0, value.shape[-1]))
+            padded.meta["val"] = aten.constant_pad_nd.default(value, [0, 4])
+            same.meta["val"] = padded.meta["val"][..., : value.shape[-1]]
+            node.replace_all_uses_with(same)
+            padded.args = (node, [0, 4])
+
+    def uuid(self) -> str:
+        return "pads"
+
+
+@needs_compiler
+@pytest.mark.parametrize("with_reshapes", [True, False])
+def test_a_view_of_what_inductor_has_padded_is_a_copy(
+    monkeypatch: pytest.MonkeyPatch, with_reshapes: bool
+) -> None:
+    """Inductor alone fails there, where it looks for a layout of its own."""
+    torch.manual_seed(0)
+
+    def tokens(m: Any, x: Tensor) -> Tensor:
+        return torch.matmul(m.conv(x).flatten(2).transpose(1, 2), m.w).reshape(1, -1)
+
+    model = Model(tokens, conv=nn.Conv2d(3, 8, 3), w=nn.Parameter(torch.randn(1, 8, 12)))
+    x = torch.randn(1, 3, 10, 10)
+    program = program_of(model, x)
+    if not with_reshapes:
+        monkeypatch.setattr("ampopt.passes.compile.options", lambda: {"freezing": True})
+    patches = {
+        "joint_custom_pre_pass": Pads(),
+        "force_layout_optimization": True,
+        "force_disable_caches": True,
+    }
+    with config.patch(patches):
+        if with_reshapes:
+            after = Compile().apply(program).program
+            check_outputs(Compile.numerics, program, after, model, [x], FP32)
+        else:
+            with pytest.raises(ValueError, match="Cannot view"):
+                Compile().apply(program)
 
 
 IN_A_NEW_PROCESS = """

@@ -18,9 +18,9 @@ from onnx import helper
 
 from ampopt.errors import InputError
 from ampopt.ort import session
-from ampopt.ort.knobs import usable_cpus
 from ampopt.ort.options import CPU, CUDA, LEVELS
 from ampopt.ort.session import Node, OnnxRunner, SessionError, SessionOptions, native_options, relative_error
+from ampopt.system.cores import usable_cpus
 from tests.support.onnx_models import convolution, image, model, sum_and_product
 
 HAS_CUDA = CUDA in onnxruntime.get_available_providers()

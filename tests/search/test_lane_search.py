@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Family, Numerics, Pass, Result
 from ampopt.measure.entry import Verdict
-from ampopt.search.lane_search import OPENING, PLAIN_OPENING, UNLIKELY, LaneSearch
-from ampopt.search.openings import Opening
+from ampopt.search.lane_search import OPENING, PLAIN_OPENING, LaneSearch
+from ampopt.search.openings import UNLIKELY, Opening
 from tests.support.planted import Bench, Planted, PlantedKernel
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
@@ -127,14 +126,15 @@ def test_where_an_opening_is_slower_it_is_tried_without_layouts_and_kernels(
 
 
 HELPED = f"{OPENING} with helper"
+PLAIN = [(OPENING, REVERTED), (PLAIN_OPENING, KEPT), ("one", KEPT), ("two", KEPT)]
 
 
 @pytest.mark.parametrize(
     ("factor", "cost", "expected"),
     [
-        (1.0, 0.1, [(OPENING, REVERTED), (HELPED, KEPT), ("one", KEPT), ("layout", KEPT), ("helper", KEPT)]),
-        (1.0, 0.5, [(OPENING, REVERTED), (HELPED, REVERTED), (PLAIN_OPENING, KEPT)]),
-        (2.0, 0.1, [(OPENING, REVERTED), (PLAIN_OPENING, KEPT)]),
+        (1.0, 0.1, [*PLAIN, (HELPED, KEPT), ("layout", KEPT), ("helper", KEPT)]),
+        (1.0, 0.5, [*PLAIN, (HELPED, REVERTED)]),
+        (2.0, 0.1, [*PLAIN]),
     ],
     ids=["faster with it", "slower all the same", "wrong"],
 )
@@ -146,7 +146,23 @@ def test_where_an_opening_is_right_and_slower_it_is_tried_with_its_helper(
     opening = Opening(("one", "layout", "two"), helpers=("helper",))
     lane = search(monkeypatch, bench, Pipeline(passes), opening)
     lane.open(bench.deadline)
-    assert rows(bench)[: len(expected)] == expected
+    assert rows(bench) == expected
+
+
+def test_a_helper_that_takes_too_long_for_an_opening_waits_for_its_turn(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module
+) -> None:
+    bench = Bench(
+        monkeypatch, net, X, cost={"one": 0.9, "two": 0.9, "layout": 5.0, "helper": 0.1}, seconds_left=1000.0
+    )
+    helper = PlantedLayout("helper", seconds=100.0)
+    passes = (Planted("one"), PlantedLayout("layout"), helper, Planted("two"))
+    opening = Opening(("one", "layout", "two"), helpers=("helper",))
+    lane = search(monkeypatch, bench, Pipeline(passes), opening)
+    lane.open(time.perf_counter() + 50.0)
+    assert rows(bench) == PLAIN
+    lane.rewrite(bench.deadline)
+    assert bench.kept == ["one", "helper", "two"]
 
 
 def test_a_launch_that_there_was_no_time_for_is_tried_again(
@@ -200,7 +216,7 @@ def test_the_unlikely_is_left_out_with_the_reason_once_the_patience_for_it_is_ov
     opening = Opening((), None, ("late", "fast"))
     lane = search(monkeypatch, bench, pipeline, opening, patience=time.perf_counter() - 1)
     lane.rewrite(bench.deadline)
-    lane.run(bench.deadline)
+    lane.engines.run(bench.deadline)
     assert rows(bench) == [("usual", REVERTED), ("late", NOT_TRIED), ("fast", NOT_TRIED)]
     left = [entry for entry in bench.ledger.entries if entry.verdict is NOT_TRIED]
     assert {(entry.reason, entry.needs_s) for entry in left} == {(UNLIKELY, None)}
@@ -242,7 +258,7 @@ def test_a_graph_that_has_become_faster_than_an_engine_is_served(
     lane.open(bench.deadline)
     assert bench.kept == ["fast"]
     bench.state.call_s = 1.0
-    assert lane.engines_lead == pytest.approx(1.25)
+    assert lane.engines.lead == pytest.approx(1.25)
     lane.rewrite(bench.deadline)
     lane.launch(bench.deadline)
     assert bench.kept == ["kernel"]
@@ -282,165 +298,6 @@ def test_rewrites_that_are_left_out_say_why(monkeypatch: pytest.MonkeyPatch, net
     ]
 
 
-class Ahead:
-    """A sandbox that is rehearsing programs, of which some have ended, in this order."""
-
-    def __init__(self, *begun: Program, ended: Sequence[Program] = ()) -> None:
-        self.programs, self.ended = begun, [program.recipe for program in ended]
-
-    def begun(self, _step: Pass, _program: Program) -> list[Program]:
-        return [*self.programs]
-
-    def has_made(self, _step: Pass, program: Program) -> bool:
-        return program.recipe in self.ended
-
-    def ahead_s(self, step: Pass, program: Program) -> float:
-        return 0.0
-
-    def apply(self, step: Pass, program: Program, *, seconds: float) -> tuple[Result, str | None]:
-        return step.apply(program), None
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiler(Engine):
-    """A slow engine that reads kernels."""
-
-    slow_to_apply = True
-
-    def apply(self, program: Program) -> Result:
-        return Result(program.replace(engine=program.graph), 1)
-
-
-@pytest.mark.parametrize(
-    ("cost", "begun", "forms"),
-    [
-        (0.5, True, ["compiler (unfused)", "compiler"]),
-        (0.5, False, ["compiler", "compiler (unfused)"]),
-        (0.97, True, ["compiler (unfused)", "compiler"]),
-        (0.97, False, ["compiler (unfused)", "compiler"]),
-    ],
-)
-def test_the_form_that_was_begun_comes_first_then_the_likely_one(
-    monkeypatch: pytest.MonkeyPatch, net: nn.Module, cost: float, begun: bool, forms: list[str]
-) -> None:
-    """With kernels that gained much an engine is likely to be faster with them, and else without."""
-    bench = Bench(monkeypatch, net, X, cost={"kernel": cost})
-    lane = search(monkeypatch, bench, Pipeline((PlantedKernel("kernel"),), (Compiler(),)), Opening(()))
-    lane.rewrite(bench.deadline)
-    if begun:
-        bench.manager.sandbox = Ahead(lane.unfused())  # type: ignore[assignment]
-    lane.run(bench.deadline)
-    assert [name for name, _ in rows(bench) if name.startswith("compiler")] == forms
-
-
-@pytest.mark.parametrize(
-    ("cost", "begun", "tried"),
-    [
-        (0.5, True, ["compiler (unfused)", "compiler"]),
-        (0.5, False, ["compiler"]),
-        (0.97, True, ["compiler (unfused)"]),
-        (0.97, False, ["compiler (unfused)"]),
-    ],
-)
-def test_late_in_the_search_an_unlikely_form_is_tried_only_if_it_was_begun(
-    monkeypatch: pytest.MonkeyPatch, net: nn.Module, cost: float, begun: bool, tried: list[str]
-) -> None:
-    bench = Bench(monkeypatch, net, X, cost={"kernel": cost})
-    pipeline = Pipeline((PlantedKernel("kernel"),), (Compiler(),))
-    lane = search(monkeypatch, bench, pipeline, Opening(()), patience=0.0)
-    lane.rewrite(bench.deadline)
-    if begun:
-        bench.manager.sandbox = Ahead(lane.unfused())  # type: ignore[assignment]
-    lane.run(bench.deadline)
-    entries = [entry for entry in bench.ledger.entries if entry.name.startswith("compiler")]
-    assert [e.name for e in entries if e.verdict is not Verdict.NOT_TRIED] == tried
-    left_out = {"compiler", "compiler (unfused)"} - {*tried}
-    assert {(e.name, e.reason) for e in entries if e.verdict is Verdict.NOT_TRIED} == {
-        (name, UNLIKELY) for name in left_out
-    }
-
-
-@pytest.mark.parametrize(
-    ("ended", "forms"),
-    [
-        ((), ["compiler (unfused)", "compiler"]),
-        (("kernel",), ["compiler", "compiler (unfused)"]),
-        (("", "kernel"), ["compiler", "compiler (unfused)"]),
-        (("",), ["compiler (unfused)", "compiler"]),
-    ],
-)
-def test_what_has_ended_comes_first_and_of_that_the_likely_form(
-    monkeypatch: pytest.MonkeyPatch, net: nn.Module, ended: tuple[str, ...], forms: list[str]
-) -> None:
-    bench = Bench(monkeypatch, net, X, cost={"kernel": 0.5})
-    lane = search(monkeypatch, bench, Pipeline((PlantedKernel("kernel"),), (Compiler(),)), Opening(()))
-    lane.rewrite(bench.deadline)
-    programs = {"": lane.unfused(), "kernel": lane.state.graph.program}
-    ahead = Ahead(*programs.values(), ended=[programs[name] for name in ended])
-    bench.manager.sandbox = ahead  # type: ignore[assignment]
-    lane.run(bench.deadline)
-    assert [name for name, _ in rows(bench) if name.startswith("compiler")] == forms
-
-
-@pytest.mark.parametrize(("patience", "tried"), [(0.0, 1), (float("inf"), 2)])
-def test_what_a_compiler_has_begun_on_is_tried_also_where_the_graph_has_changed_since(
-    monkeypatch: pytest.MonkeyPatch, net: nn.Module, patience: float, tried: int
-) -> None:
-    """A small gain of a rewrite is not worth the time of another compilation."""
-    bench = Bench(monkeypatch, net, X, cost={"layout": 0.98, "compiler": 0.3})
-    pipeline = Pipeline((Planted("layout"),), (Compiler(),))
-    lane = search(monkeypatch, bench, pipeline, Opening(()), patience=patience)
-    bench.manager.sandbox = Ahead(lane.state.graph.program)  # type: ignore[assignment]
-    lane.rewrite(bench.deadline)
-    lane.run(bench.deadline)
-    assert bench.kept == (["compiler"] if tried == 1 else ["layout", "compiler"])
-    names = ["compiler (begun ahead)", "compiler"]
-    assert [(e.name, e.verdict is NOT_TRIED) for e in bench.ledger.entries if e.name in names] == [
-        (name, place >= tried) for place, name in enumerate(names)
-    ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Crashing(Compiler):
-    """It fails on the graph before its last changes."""
-
-    def apply(self, program: Program) -> Result:
-        if not program.recipe:
-            raise RuntimeError("no such kernel")
-        return super().apply(program)
-
-    @property
-    def name(self) -> str:
-        return "compiler"
-
-
-def test_the_present_graph_gets_its_compiler_where_that_failed_on_the_one_before(
-    monkeypatch: pytest.MonkeyPatch, net: nn.Module
-) -> None:
-    bench = Bench(monkeypatch, net, X, cost={"layout": 0.98, "compiler": 0.3})
-    pipeline = Pipeline((Planted("layout"),), (Crashing(),))
-    lane = search(monkeypatch, bench, pipeline, Opening(()), patience=0.0)
-    bench.manager.sandbox = Ahead(lane.state.graph.program)  # type: ignore[assignment]
-    lane.rewrite(bench.deadline)
-    lane.run(bench.deadline)
-    assert bench.kept == ["layout", "compiler"]
-
-
-def test_what_lacks_what_makes_the_lane_right_is_not_tried(
-    monkeypatch: pytest.MonkeyPatch, net: nn.Module
-) -> None:
-    bench = Bench(monkeypatch, net, X, cost={"rescue": 0.98, "compiler": 0.3})
-    pipeline = Pipeline((Planted("rescue"),), (Compiler(),))
-    lane = search(monkeypatch, bench, pipeline, Opening(()))
-    bench.manager.sandbox = Ahead(lane.state.graph.program, ended=[lane.state.graph.program])  # type: ignore[assignment]
-    assert lane.is_compiled
-    lane.rewrite(bench.deadline)
-    lane.state.founded = 1
-    assert not lane.is_compiled
-    lane.run(bench.deadline)
-    assert [name for name, _ in rows(bench)] == ["rescue", "compiler"]
-
-
 @pytest.mark.parametrize(("passes", "fused"), [(("kernel",), True), (("base", "kernel"), False)])
 def test_kernels_are_fused_at_once_only_where_nothing_that_they_may_build_on_is_left(
     monkeypatch: pytest.MonkeyPatch, net: nn.Module, passes: tuple[str, ...], fused: bool
@@ -462,107 +319,3 @@ def test_without_time_kernels_wait_for_their_turn(monkeypatch: pytest.MonkeyPatc
     assert rows(bench) == []
     lane.rewrite(bench.deadline)
     assert bench.kept == ["kernel"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Missing(Fast):
-    """An engine that is not installed."""
-
-    def why_not(self, program: Program) -> str | None:
-        return "it is not installed"
-
-
-@pytest.mark.parametrize(("engine", "verdict"), [(Fast(), NOT_TRIED), (Missing(), KEPT)])
-@pytest.mark.parametrize("with_engine", [True, False])
-def test_an_engine_that_another_outdoes_is_late_only_where_that_one_can_be_tried(
-    monkeypatch: pytest.MonkeyPatch, net: nn.Module, engine: Engine, verdict: Verdict, with_engine: bool
-) -> None:
-    bench = Bench(monkeypatch, net, X, cost={"one": 0.9, engine.name: 0.8, "compiler": 0.5})
-    opening = Opening(("one",), engine.name, (), ("compiler",))
-    lane = search(
-        monkeypatch, bench, Pipeline((Planted("one"),), (Compiler(), engine)), opening, patience=0.0
-    )
-    lane.open(bench.deadline, with_engine=with_engine)
-    assert (engine.name in dict(rows(bench))) == with_engine
-    lane.rewrite(bench.deadline)
-    lane.run(bench.deadline)
-    assert [name for name, _ in rows(bench) if name != "one"] == [engine.name, "compiler"]
-    assert dict(rows(bench))["compiler"] is verdict
-
-
-@dataclasses.dataclass(frozen=True)
-class Taking(Compiler):
-    """One that takes so many seconds."""
-
-    seconds: float = 0.0
-
-    def expected_seconds(self, program: Program) -> float:
-        return self.seconds
-
-
-@pytest.mark.parametrize(("seconds", "verdict"), [(10.0, KEPT), (1000.0, NOT_TRIED)])
-def test_an_unlikely_engine_is_begun_only_if_it_ends_in_the_time_for_such(
-    monkeypatch: pytest.MonkeyPatch, net: nn.Module, seconds: float, verdict: Verdict
-) -> None:
-    bench = Bench(monkeypatch, net, X, cost={"taking": 0.5})
-    opening = Opening((), None, ("taking",))
-    pipeline = Pipeline((), (Taking(seconds=seconds),))
-    lane = search(monkeypatch, bench, pipeline, opening, patience=time.perf_counter() + 100.0)
-    lane.run(bench.deadline)
-    assert rows(bench) == [("taking", verdict)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Thorough(Planted, Engine):
-    """Takes long, unless it is hurried."""
-
-    family = Family.ENGINE
-
-    def hurried(self) -> Engine:
-        return dataclasses.replace(self, label="hurried", seconds=1.0)
-
-
-@pytest.mark.parametrize(
-    ("factor", "opened", "found"),
-    [
-        (1.0, [("thorough", KEPT)], ["thorough"]),
-        (2.0, [("thorough", REVERTED)], []),
-    ],
-    ids=["right", "wrong"],
-)
-def test_an_engine_that_the_opening_had_little_time_for_is_tried_in_full(
-    monkeypatch: pytest.MonkeyPatch, net: nn.Module, factor: float, opened: Rows, found: list[str]
-) -> None:
-    bench = Bench(monkeypatch, net, X, cost={"hurried": 0.8, "thorough": 0.4}, seconds_left=1000.0)
-    pipeline = Pipeline((), (Thorough("thorough", seconds=100.0, factor=factor),))
-    lane = search(monkeypatch, bench, pipeline, Opening((), "thorough"))
-    lane.open(time.perf_counter() + 50.0)
-    assert rows(bench) == opened
-    assert lane.is_hurried == (factor == 1.0)
-    assert bench.kept == (["hurried"] if found else [])
-    lane.run(bench.deadline)
-    assert rows(bench)[1:] == ([("thorough, in full", KEPT)] if found else [])
-    assert bench.kept == found
-    assert not lane.is_hurried
-
-
-def test_an_engine_that_the_opening_had_the_time_for_is_not_tried_again(
-    monkeypatch: pytest.MonkeyPatch, net: nn.Module
-) -> None:
-    bench = Bench(monkeypatch, net, X, cost={"thorough": 0.4}, seconds_left=1000.0)
-    pipeline = Pipeline((), (Thorough("thorough", seconds=100.0),))
-    lane = search(monkeypatch, bench, pipeline, Opening((), "thorough"))
-    lane.open(time.perf_counter() + 500.0)
-    lane.run(bench.deadline)
-    assert rows(bench) == [("thorough", KEPT)]
-
-
-def test_each_form_of_the_program_is_made_once(monkeypatch: pytest.MonkeyPatch, net: nn.Module) -> None:
-    bench = Bench(monkeypatch, net, X, cost={"kernel": 0.9})
-    lane = search(monkeypatch, bench, Pipeline((PlantedKernel("kernel"),)), Opening(()))
-    lane.rewrite(bench.deadline)
-    assert lane.unfused() is lane.unfused()
-    assert lane.unfused() is not bench.state.graph.program
-    forms = lane._readable_forms(Compiler())
-    assert [form.suffix for form in forms] == ["", " (unfused)"]
-    assert (forms[0].program, forms[1].program) == (bench.state.graph.program, lane.unfused())

@@ -50,7 +50,7 @@ def test_a_rewrite_that_lost_in_noise_is_the_best_after_the_play_off(monkeypatch
     lane = lane_of(bench, Planted("good"), monkeypatch=monkeypatch)
     lane.rewrite(bench.deadline)
     assert rows(bench) == [("good", REVERTED)]
-    lane.run(bench.deadline)
+    lane.engines.run(bench.deadline)
     assert rows(bench) == [("good", REVERTED), (PLAY_OFF, KEPT)]
     assert bench.kept == ["good"]
     assert bench.state.best_s == 0.5
@@ -66,7 +66,7 @@ def test_what_is_not_faster_in_calm_either_does_not_replace_the_best(monkeypatch
     bench = Bench(monkeypatch, nn.Linear(4, 4), X, cost=at_first_noisy("bad", 7, 2.0))
     lane = lane_of(bench, Planted("bad"), monkeypatch=monkeypatch)
     lane.rewrite(bench.deadline)
-    lane.run(bench.deadline)
+    lane.engines.run(bench.deadline)
     assert rows(bench) == [("bad", REVERTED), (PLAY_OFF, REVERTED)]
     assert bench.kept == []
 
@@ -75,7 +75,7 @@ def test_on_a_quiet_machine_there_is_no_play_off(monkeypatch: pytest.MonkeyPatch
     bench = Bench(monkeypatch, nn.Linear(4, 4), X, cost={"good": 0.5, "bad": 2.0, "same": 1.0})
     lane = lane_of(bench, *(Planted(name) for name in ("good", "bad", "same")), monkeypatch=monkeypatch)
     lane.rewrite(bench.deadline)
-    lane.run(bench.deadline)
+    lane.engines.run(bench.deadline)
     assert rows(bench) == [("good", KEPT), ("bad", REVERTED), ("same", REVERTED)]
 
 
@@ -83,7 +83,7 @@ def test_an_engine_whose_trial_was_noise_is_tuned_and_timed_again(monkeypatch: p
     """What it has measured to choose its options was noise, too."""
     bench = Bench(monkeypatch, nn.Linear(4, 4), X, cost=at_first_noisy("fast", 7, 0.5))
     lane = lane_of(bench, Fast(), monkeypatch=monkeypatch)
-    lane.run(bench.deadline)
+    lane.engines.run(bench.deadline)
     assert rows(bench)[:2] == [("fast", REVERTED), ("fast, again", KEPT)]
     assert bench.kept == ["fast"]
 
@@ -91,7 +91,7 @@ def test_an_engine_whose_trial_was_noise_is_tuned_and_timed_again(monkeypatch: p
 def test_it_is_not_tried_a_third_time(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, nn.Linear(4, 4), X, cost=at_first_noisy("fast", 10_000, 0.5))
     lane = lane_of(bench, Fast(), monkeypatch=monkeypatch)
-    lane.run(bench.deadline)
+    lane.engines.run(bench.deadline)
     names = [name for name, _ in rows(bench)]
     assert names == ["fast", "fast, again", PLAY_OFF]
     assert bench.state.rivals  # another play-off may come, on a quieter machine

@@ -20,7 +20,7 @@ from ampopt.ir.lanes import lanes_for
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Pass, Rehearsed, Result
 from ampopt.measure.entry import Verdict
-from ampopt.search.rehearsal import Sandbox, TooLongError
+from ampopt.search.rehearsal import Sandbox, TooLongError, how_many
 from tests.support.planted import Bench, captured_of, rewritten
 
 X = torch.ones(1, 3)
@@ -69,6 +69,14 @@ class Waiting(Risky):
         return super().apply_beside(program, rehearsed)
 
 
+def made(sandbox: Sandbox, step: Pass, program: Program) -> bool:
+    """Whether a step that was begun ahead ends well within a minute."""
+    deadline = time.perf_counter() + 60
+    while not sandbox.has_made(step, program) and time.perf_counter() < deadline:
+        time.sleep(0.05)
+    return sandbox.has_made(step, program)
+
+
 def rehearse(sandbox: Sandbox, step: Pass, program: Program, *, seconds: float) -> str | None:
     with sandbox.rehearsing(step, program, seconds=seconds) as rehearsed:
         return rehearsed().why_not
@@ -96,19 +104,19 @@ def test_a_pass_that_works_is_rehearsed_in_another_process(program: Program, tmp
 def test_a_process_that_has_ended_while_it_was_idle_is_replaced(program: Program) -> None:
     with Sandbox(CPU) as sandbox:
         rehearse(sandbox, Risky(), program, seconds=60)
-        first = sandbox.compiler.process
+        first = sandbox.workers[0].process
         assert first is not None
         first.kill()
         first.wait()
         rehearse(sandbox, Risky(), program, seconds=60)
-        assert sandbox.compiler.process is not first
+        assert sandbox.workers[0].process is not first
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_on_a_cpu_nothing_is_begun_beside_what_is_timed(device: str) -> None:
     with Sandbox(torch.device(device)) as sandbox:
         sandbox.prepare()
-        assert (sandbox.compiler.process is None) == (device == "cpu")
+        assert (sandbox.workers[0].process is None) == (device == "cpu")
 
 
 def test_a_failure_there_is_a_reason_here_and_the_next_one_has_a_new_process(program: Program) -> None:
@@ -179,10 +187,7 @@ def test_a_rehearsal_that_was_begun_ahead_is_taken_up_by_its_trial(program: Prog
         assert sandbox.is_rehearsing(step, program)
         assert not sandbox.is_rehearsing(Risky("raise"), program)
         assert sandbox.ahead_s(Risky("raise"), program) == 0.0 < sandbox.ahead_s(step, program)
-        deadline = time.perf_counter() + 60
-        while not sandbox.has_made(step, program) and time.perf_counter() < deadline:
-            time.sleep(0.05)
-        assert sandbox.has_made(step, program)
+        assert made(sandbox, step, program)
         done = (tmp_path / "note").read_text()
         with sandbox.rehearsing(step, program, seconds=60) as rehearsed:
             assert rehearsed().why_not is None
@@ -223,23 +228,86 @@ def test_what_is_begun_on_one_lane_follows_each_other_in_one_process(
 
 
 @pytest.mark.usefixtures("beside")
-def test_what_is_begun_on_another_lane_takes_the_place_of_the_first(program: Program) -> None:
+def test_what_is_begun_on_a_lane_stays_until_that_lane_is_given_up(program: Program) -> None:
     other = program.replace(lane=lanes_for("bf16", CPU)[0])
     with Sandbox(CPU) as sandbox:
         sandbox.begin(Risky(), program)
-        deadline = time.perf_counter() + 60
-        while not sandbox.has_made(Risky(), program) and time.perf_counter() < deadline:
-            time.sleep(0.05)
-        process = sandbox.compiler.process
+        assert made(sandbox, Risky(), program)
         sandbox.begin(Risky(), other)
-        assert sandbox.compiler.process is process  # the first one was over
+        sandbox.give_up(program)
         assert not sandbox.is_rehearsing(Risky(), program)
-        rehearse(sandbox, Risky(), other, seconds=60)
-        sandbox.begin(Risky("hang"), program)
+        assert made(sandbox, Risky(), other)
+
+
+@pytest.mark.usefixtures("beside")
+def test_what_is_begun_on_another_capture_takes_the_place_of_the_first(
+    program: Program, tmp_path: Path
+) -> None:
+    other = captured_of(nn.Linear(3, 2), X)[1].program
+    note = tmp_path / "note"
+    with Sandbox(CPU) as sandbox:
+        sandbox.begin(Risky("hang", note=str(note)), program)
+        sandbox.begin(Risky(), program)
+        while not note.exists() or not note.read_text():
+            time.sleep(0.05)
+        process = sandbox.workers[0].process
         sandbox.begin(Risky(), other)
+        assert sandbox.begun(Risky(), program) == []
         assert process is not None
-        assert process.poll() is not None  # that one had to be killed
-        rehearse(sandbox, Risky(), other, seconds=60)
+        assert process.poll() is not None  # it worked on what is not wanted any more
+        assert made(sandbox, Risky(), other)
+
+
+@pytest.mark.usefixtures("beside")
+def test_what_is_given_up_before_its_turn_is_passed_by(program: Program, tmp_path: Path) -> None:
+    other = program.replace(lane=lanes_for("bf16", CPU)[0])
+    first, note = str(tmp_path / "first"), tmp_path / "note"
+    with Sandbox(CPU) as sandbox:
+        sandbox.begin(Waiting("nothing", os.getpid(), first), program)
+        sandbox.begin(Risky(note=str(note)), other)
+        sandbox.begin(Risky(), program)
+        process = sandbox.workers[0].process
+        sandbox.give_up(other)
+        Path(first).touch()
+        assert made(sandbox, Risky(), program)
+        assert sandbox.workers[0].process is process
+    assert not note.exists()
+
+
+@pytest.mark.usefixtures("beside")
+def test_two_processes_work_at_once_where_the_machine_is_large(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one begins although the first does not end before that."""
+    monkeypatch.setattr("ampopt.search.rehearsal.how_many", lambda _: 2)
+    first, second = (str(tmp_path / name) for name in ("first", "second"))
+    waiting, step = Waiting("nothing", os.getpid(), first), Risky("nothing", os.getpid(), second)
+    with Sandbox(CPU) as sandbox:
+        sandbox.prepare()
+        processes = [worker.process for worker in sandbox.workers]
+        sandbox.begin(waiting, program)
+        sandbox.begin(step, program)
+        assert made(sandbox, step, program)
+        assert not sandbox.has_made(waiting, program)
+        assert not sandbox.has_answered()
+        Path(first).touch()
+        assert made(sandbox, waiting, program)
+        assert sandbox.has_answered()
+        assert Path(first).read_text().split()[0] != Path(second).read_text().split()[0]
+    assert len(processes) == 2
+    assert all(process is not None and process.poll() is not None for process in processes)
+
+
+@pytest.mark.parametrize(
+    ("device", "cpus", "free", "expected"),
+    [("cpu", 64, 80, 1), ("cuda", 4, 80, 1), ("cuda", 16, 4, 1), ("cuda", 16, 80, 2)],
+)
+def test_a_second_process_needs_cores_and_memory(
+    device: str, cpus: int, free: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ampopt.search.rehearsal.usable_cpus", lambda: range(cpus))
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (free << 30, 80 << 30))
+    assert how_many(torch.device(device)) == expected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,14 +376,20 @@ def test_a_full_disk_costs_the_rehearsal_alone(program: Program, monkeypatch: py
 
 
 @pytest.mark.usefixtures("beside")
-def test_what_waits_behind_one_that_is_killed_gets_another_process(program: Program) -> None:
+@pytest.mark.parametrize(("elsewhere", "is_kept"), [("hang", False), ("crash", False), ("raise", True)])
+def test_what_waits_behind_one_that_fails_has_its_turn_all_the_same(
+    program: Program, elsewhere: str, is_kept: bool
+) -> None:
+    """The process goes on where nothing in it is broken, else another one takes its place."""
     with Sandbox(CPU) as sandbox:
-        sandbox.begin(Risky("hang"), program)
+        sandbox.begin(Risky(elsewhere), program)
         sandbox.begin(Risky(), program)
-        with pytest.raises(TooLongError):
-            rehearse(sandbox, Risky("hang"), program, seconds=1)
-        assert not sandbox.is_rehearsing(Risky(), program)
-        rehearse(sandbox, Risky(), program, seconds=60)
+        process = sandbox.workers[0].process
+        if elsewhere == "hang":
+            with pytest.raises(TooLongError):
+                rehearse(sandbox, Risky(elsewhere), program, seconds=1)
+        assert made(sandbox, Risky(), program)
+        assert (sandbox.workers[0].process is process) == is_kept
 
 
 @pytest.mark.usefixtures("beside")
@@ -324,7 +398,7 @@ def test_what_was_begun_ahead_and_hangs_ends_with_the_sandbox(program: Program) 
     with Sandbox(CPU) as sandbox:
         sandbox.begin(Risky("hang"), program)
         assert not sandbox.has_made(Risky("hang"), program)
-        process = sandbox.compiler.process
+        process = sandbox.workers[0].process
     assert process is not None
     assert process.poll() is not None
     assert time.perf_counter() - began < 30

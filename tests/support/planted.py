@@ -190,7 +190,7 @@ class Bench:
 
     def run_in(self, engines: Sequence[Engine], launches: Sequence[Pass]) -> None:
         """Try these engines with these launches on what was kept."""
-        self.search(*launches).run_in(engines, self.deadline)
+        self.search(*launches).engines.run_in(engines, self.deadline)
 
     @property
     def kept(self) -> list[str]:
