@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 
+from ampopt.engines.divided import Chain, divided
 from ampopt.engines.inductor_code import InductorCode, is_whole, options, static_shapes
 from ampopt.errors import first_line
 from ampopt.ir.capturing import capturing
@@ -42,9 +44,11 @@ class Compile(Engine):
     happen here, outside any capture: a first call inside a capture has broken whole processes. The pass
     manager rehearses the engine in another process, so that a compiler crash or hang does no harm here;
     what the rehearsal has compiled is loaded here with the weights that it folded, so that nothing is traced
-    again; on a CPU, where these are in oneDNN's own layout, this process traces meanwhile, which runs no
-    compiler and no compiled kernel. A cache entry of inductor was compiled from an equal graph; a cached
-    library whose compiler was killed is built again.
+    again. Where several processes rehearse, each gets a piece of the graph, and the pieces' code follows each
+    other, with the shapes, strides and dtypes of the graph at the cuts. On a CPU, where the weights are in
+    oneDNN's own layout, this process traces meanwhile, which runs no compiler and no compiled kernel. A cache
+    entry of inductor was compiled from an equal graph; a cached library whose compiler was killed is built
+    again.
     Cost: seconds to a minute of compilation in another process, and some seconds to load the result; where it
     is compiled here, with a warm cache, some seconds to trace, in large networks ten and more.
     """
@@ -53,6 +57,8 @@ class Compile(Engine):
     slow_to_apply = True
 
     warm_ups: int = 3
+    pieces: int = 1
+    """How many pieces of the graph are compiled one by one, at the most."""
 
     def why_not(self, program: Program) -> str | None:
         """Declines autocast and opaque operators: inductor needs plain ATen and explicit casts."""
@@ -64,6 +70,12 @@ class Compile(Engine):
     def expected_seconds(self, program: Program) -> float:
         """A few seconds for compilation to start, plus a time for each operator."""
         return 4.0 + 0.03 * sum(1 for _ in calls(program.graph))
+
+    def divided(self, program: Program, count: int) -> Sequence[Program]:
+        """Pieces that follow each other, on a GPU: on a CPU the compilers' own processes take all cores."""
+        if program.device.type == "cpu" or (division := divided(program, count)) is None:
+            return [program]
+        return division.programs
 
     def apply(self, program: Program) -> Result:
         """Compile and warm up; see the class."""
@@ -79,12 +91,25 @@ class Compile(Engine):
             return Result(program, 0)
         with capturing():
             hints = list[str]()
-            engine: Callable[..., Any] | None = None
-            if program.device.type != "cpu":
-                engine = self._load(program, rehearsed().sent, hints)
-            if engine is None:
-                engine = self._compile(program, rehearsed)
-            return Result(program.replace(engine=engine), 1, hints=tuple(hints))
+            if program.device.type == "cpu":
+                return self._made(program, self._compile(program, rehearsed), hints)
+            sent = rehearsed().sent
+            division = divided(program, len(sent) or self.pieces)
+            programs = [program] if division is None else division.programs
+            each = zip(programs, sent or itertools.repeat(None), strict=bool(sent))
+            functions = [self._loaded(piece, its, hints) for piece, its in each]
+            engine = functions[0] if division is None else Chain(division, functions)
+            return self._made(program, engine, hints, len(functions))
+
+    def _made(
+        self, program: Program, engine: Callable[..., Any], hints: list[str], pieces: int = 1
+    ) -> Result:
+        replay = dataclasses.replace(self, pieces=pieces)
+        return Result(program.replace(engine=engine), 1, hints=tuple(hints), replay=replay)
+
+    def _loaded(self, program: Program, sent: dict[str, Any] | None, hints: list[str]) -> Callable[..., Any]:
+        """What another process has compiled, or else what is compiled here."""
+        return self._load(program, sent, hints) or self._compile(program, Rehearsed)
 
     def send(self, program: Program) -> dict[str, Any] | None:
         """The key and the constants of inductor's code, if the program's engine is nothing but that code."""

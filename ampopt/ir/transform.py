@@ -8,7 +8,7 @@ import enum
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 from ampopt.ir.lanes import Lane
@@ -128,11 +128,12 @@ class Pass(abc.ABC):
 class Rehearsed:
     """What came of applying an engine in another process first.
 
-    `why_not`: why that was not possible. `sent`: what the engine's `send` gave there.
+    `why_not`: why that was not possible. `sent`: what the engine's `send` gave there, for each of those that
+    its `divided` gave.
     """
 
     why_not: str | None = None
-    sent: dict[str, Any] | None = None
+    sent: tuple[dict[str, Any] | None, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +171,13 @@ class Engine(Pass):
     def hurried(self) -> Engine:
         """The engine to apply when less time is left than it expects to need."""
         return self
+
+    def divided(self, program: Program, count: int) -> Sequence[Program]:
+        """Up to `count` programs that may be rehearsed at once in place of a program: by default itself.
+
+        What the engine makes of them, one after the other, is what it makes of the program.
+        """
+        return [program]
 
     def send(self, program: Program) -> dict[str, Any] | None:
         """What lets another process make the engine of this program sooner: tensors and plain values by name.

@@ -92,7 +92,7 @@ class LaneSearch:
         plain = [step for step in steps if step.family is Family.REWRITE or step.enables_others]
         trial = self._open_with(OPENING, steps, deadline)
         if trial is not None:
-            self._open_with(PLAIN_OPENING, plain, deadline)
+            self._open_with(PLAIN_OPENING, plain, self._manager.deadline)  # it takes little time
             if trial.program is not None:
                 self._open_with_helpers(deadline)
         self.launch(self._manager.deadline)  # without it lanes cannot be compared

@@ -10,6 +10,7 @@ run in this process at the same time.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import os
 import sys
@@ -27,15 +28,47 @@ from ampopt.system.cores import usable_cpus
 __all__ = ["Sandbox", "TooLongError"]
 
 
-MANY_CORES = 8
-"""From this number of cores on two processes compile at once: each takes one, and measurements another.
+MOST_PROCESSES = 4
+"""Processes that compile at once."""
 
-A compiler works in Python on one core for 9 to 22 s, and both lanes, or a graph with kernels and the same one
-without them, may be worth that.
-"""
+CORES_EACH = 4
+"""Cores for each of them. A compiler works in Python on one, and gives kernels to processes of its own."""
 
-AMPLE_MEMORY = 8 << 30
-"""Free memory in bytes of a GPU on which a second process is no burden: a context takes up to 0.6 GiB."""
+MEMORY_EACH = 4 << 30
+"""Free memory in bytes of the GPU for each of them: a context takes up to 0.6 GiB, beside the weights."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Rehearsal:
+    """A step on a program, as jobs of processes that may work on them at once."""
+
+    step: Engine
+    program: Program
+    jobs: list[Job]
+
+    def is_of(self, step: Pass, program: Program) -> bool:
+        """Whether it is this step, on a program made from the same capture in the same way."""
+        return self.goes_with(program) and self.program.recipe == program.recipe and self.step == step
+
+    def goes_with(self, program: Program) -> bool:
+        """Whether both programs are of the same lane of the same capture."""
+        return self.program.lane == program.lane and self.program.examples is program.examples
+
+    @property
+    def has_ended_well(self) -> bool:
+        """Whether all of it is made."""
+        return all(job.worker.has_come(job) and isinstance(job.told, Rehearsed) for job in self.jobs)
+
+    def wait(self, deadline: float, seconds: float) -> Rehearsed:
+        """What came of it, see `Worker.wait`."""
+        told = [job.worker.wait(job, deadline, seconds) for job in self.jobs]
+        why_not = next((each.why_not for each in told if each.why_not is not None), None)
+        return Rehearsed(why_not, tuple(sent for each in told for sent in each.sent))
+
+    def end(self) -> None:
+        """Forget it, see `Worker.end`."""
+        for job in self.jobs:
+            job.worker.end(job)
 
 
 class Sandbox:
@@ -43,8 +76,9 @@ class Sandbox:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.workers = [Worker(device) for _ in range(how_many(device))]
-        self._begun: list[Job] = []
+        count = how_many(device)
+        self.workers = [Worker(device, len(usable_cpus()) // count) for _ in range(count)]
+        self._begun: list[_Rehearsal] = []
         """What was begun ahead and not taken up yet, in this order."""
 
     def __enter__(self) -> Sandbox:
@@ -81,28 +115,35 @@ class Sandbox:
             return
         if not self.works_beside or self.is_rehearsing(step, program):
             return
-        for job in [job for job in self._begun if job.program.examples is not program.examples]:
-            self._give_up(job)
-        if isinstance(sent := self._freest.send(step, program), Job):
+        for begun in [each for each in self._begun if each.program.examples is not program.examples]:
+            self._give_up(begun)
+        if isinstance(sent := self._send(step, program), _Rehearsal):
             self._begun.append(sent)
+
+    def _send(self, step: Engine, program: Program) -> _Rehearsal | str:
+        """Give a step to the processes, in pieces if it has any; or why the program cannot be sent."""
+        rehearsal = _Rehearsal(step, program, [])
+        for piece in step.divided(program, len(self.workers)):
+            freest = min(self.workers, key=lambda worker: worker.queue_length)
+            if isinstance(sent := freest.send(step, piece), str):
+                rehearsal.end()
+                return sent
+            rehearsal.jobs.append(sent)
+        return rehearsal
 
     def give_up(self, program: Program) -> None:
         """Forget what was begun ahead on programs of the lane of this one."""
-        for job in [job for job in self._begun if job.goes_with(program)]:
-            self._give_up(job)
+        for begun in [each for each in self._begun if each.goes_with(program)]:
+            self._give_up(begun)
 
-    @property
-    def _freest(self) -> Worker:
-        return min(self.workers, key=lambda worker: worker.queue_length)
-
-    def _give_up(self, job: Job) -> None:
+    def _give_up(self, begun: _Rehearsal) -> None:
         """Forget what was begun ahead; a process is killed only if it works on that."""
-        self._begun.remove(job)
-        job.worker.end(job)
+        self._begun.remove(begun)
+        begun.end()
 
-    def _find(self, step: Pass, program: Program) -> Job | None:
+    def _find(self, step: Pass, program: Program) -> _Rehearsal | None:
         """What was begun of this step on this program, and was not taken up yet."""
-        return next((job for job in self._begun if job.is_of(step, program)), None)
+        return next((each for each in self._begun if each.is_of(step, program)), None)
 
     def is_rehearsing(self, step: Pass, program: Program) -> bool:
         """Whether this step on this program was begun ahead, and was not taken up yet."""
@@ -110,17 +151,19 @@ class Sandbox:
 
     def begun(self, step: Pass, program: Program) -> list[Program]:
         """The programs of a program's lane on which a step was begun ahead and not taken up yet, in order."""
-        return [job.program for job in self._begun if job.step == step and job.goes_with(program)]
+        return [each.program for each in self._begun if each.step == step and each.goes_with(program)]
 
     def has_made(self, step: Pass, program: Program) -> bool:
         """Whether a step that was begun ahead has ended well on this program, and was not taken up yet."""
-        job = self._find(step, program)
-        return job is not None and job.worker.has_come(job) and isinstance(job.told, Rehearsed)
+        found = self._find(step, program)
+        return found is not None and found.has_ended_well
 
     def ahead_s(self, step: Pass, program: Program) -> float:
         """How many seconds ago this step on this program was begun ahead; 0 if it was not, or waits."""
-        job = self._find(step, program)
-        return 0.0 if job is None or not job.worker.has_begun(job) else time.perf_counter() - job.began
+        found = self._find(step, program)
+        if found is None or not all(job.worker.has_begun(job) for job in found.jobs):
+            return 0.0
+        return time.perf_counter() - max(job.began for job in found.jobs)
 
     def apply(self, step: Pass, program: Program, *, seconds: float) -> tuple[Result, str | None]:
         """Apply `step` to `program`; a risky step runs in the sandbox first, then here.
@@ -136,7 +179,7 @@ class Sandbox:
 
     @contextlib.contextmanager
     def rehearsing(
-        self, step: Pass, program: Program, *, seconds: float
+        self, step: Engine, program: Program, *, seconds: float
     ) -> Iterator[Callable[[], Rehearsed]]:
         """Apply `step` to `program` in the sandbox, and run the result, during the block.
 
@@ -147,27 +190,30 @@ class Sandbox:
             yield lambda: Rehearsed("this system has no POSIX processes to rehearse in")
             return
         deadline = time.perf_counter() + seconds
-        job = self._find(step, program)
-        if job is not None:
-            self._begun.remove(job)
+        rehearsal = self._find(step, program)
+        if rehearsal is not None:
+            self._begun.remove(rehearsal)
         else:
-            sent = self._freest.send(step, program)
+            sent = self._send(step, program)
             if isinstance(sent, str):
                 why_not = Rehearsed(sent)
                 yield lambda: why_not
                 return
-            job = sent
-        taken = job
+            rehearsal = sent
+        taken = rehearsal
+        told: list[Rehearsed] = []
 
         def rehearsed() -> Rehearsed:
-            if taken.told is None:
+            if not taken.has_ended_well:
                 _load_compiler()
-            return taken.worker.wait(taken, deadline, seconds)
+            if not told:
+                told.append(taken.wait(deadline, seconds))
+            return told[0]
 
         try:
             yield rehearsed
         finally:  # Ctrl-C, too: nothing is to go on over there
-            taken.worker.end(taken)
+            taken.end()
 
     def has_answered(self) -> bool:
         """Whether nothing is being rehearsed: the last one has ended, well or not."""
@@ -185,16 +231,17 @@ class Sandbox:
         """Kill the processes and all their child processes."""
         for worker in self.workers:
             worker.close()
-        for job in self._begun:
-            job.folder.cleanup()
+        for begun in self._begun:
+            begun.end()
         self._begun = []
 
 
 def how_many(device: torch.device) -> int:
-    """The number of processes that may compile at once for a device: two beside a GPU of a large machine."""
-    if device.type != "cuda" or len(usable_cpus()) < MANY_CORES:
+    """The number of processes that may compile at once for a device: one, or more beside a GPU."""
+    if device.type != "cuda":
         return 1
-    return 2 if torch.cuda.mem_get_info(device)[0] >= AMPLE_MEMORY else 1
+    room = min(len(usable_cpus()) // CORES_EACH, torch.cuda.mem_get_info(device)[0] // MEMORY_EACH)
+    return max(1, min(room, MOST_PROCESSES))
 
 
 def _possible() -> bool:

@@ -48,7 +48,7 @@ class TooLongError(PassError):
 class Job:
     """A pass and a program that were sent to a worker, and what came of them.
 
-    `began`: when the worker could begin with it, on `time.perf_counter`'s clock.
+    `began`: when the worker could begin with it, on `time.perf_counter`'s clock. `worker`: which has it.
     """
 
     step: Pass
@@ -58,23 +58,15 @@ class Job:
     worker: Worker
     told: Rehearsed | PassError | None = None
 
-    def is_of(self, step: Pass, program: Program) -> bool:
-        """Whether it is this step, on a program made from the same capture in the same way."""
-        return self.goes_with(program) and self.program.recipe == program.recipe and self.step == step
-
-    def goes_with(self, program: Program) -> bool:
-        """Whether both programs are of the same lane of the same capture."""
-        return self.program.lane == program.lane and self.program.examples is program.examples
-
 
 class Worker:
     """A process that takes jobs in turn: started on first use, replaced where it ends, killed at the end.
 
-    `device` is the device of the programs.
+    `device` is the device of the programs, `cores` the number of processes that may compile kernels for it.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, cores: int) -> None:
+        self.device, self._cores = device, cores
         self._jobs: deque[Job] = deque()
         """Those that were sent and are not answered yet."""
         self.process: subprocess.Popen[bytes] | None = None
@@ -155,7 +147,7 @@ class Worker:
             if "broken" in answer:
                 self._start_anew()
         elif job.told is None:
-            job.told = Rehearsed(answer.get("unloadable"), self._received(job))
+            job.told = Rehearsed(answer.get("unloadable"), (self._received(job),))
         return True
 
     def _start_anew(self) -> None:
@@ -207,6 +199,7 @@ class Worker:
                 [sys.executable, "-m", __name__, str(theirs.fileno()), str(self.device)],
                 pass_fds=[theirs.fileno()],
                 env={
+                    "TORCHINDUCTOR_COMPILE_THREADS": str(self._cores),
                     **os.environ,
                     "TORCHINDUCTOR_CACHE_DIR": str(inductor_folder()),  # not a default of its own
                     "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),

@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import compile_fx
 from torch._inductor.utils import clear_caches
 
+from ampopt.engines.divided import Chain
 from ampopt.errors import PassError
 from ampopt.ir.graph import aten, calls, copy_of
 from ampopt.ir.lanes import FP32, Lane
@@ -25,6 +26,7 @@ from ampopt.ir.transform import Pass, Rehearsed, Result, replay
 from ampopt.kernels.fused_conv import fused_conv
 from ampopt.passes import BakeAutocast, ChannelsLast, Compile, CudaGraph, FoldConvBn
 from ampopt.passes.compile import keep_nan
+from ampopt.search.rehearsal import Sandbox
 from tests.helpers import (
     BF16,
     FP16,
@@ -340,3 +342,41 @@ def test_of_several_nan_in_a_window_it_takes_the_one_that_eager_takes(device: st
         spoilt[:, :, rows, columns] = float("nan")
         expected, found = eager_of(model, [spoilt], FP32)[0], result.program.run(spoilt)[0]
         assert torch.equal(expected.isnan(), found.isnan())
+
+
+class Residual(nn.Module):
+    """Blocks of a convolution, activations and a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(40))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = x + conv(x).sigmoid().tanh()
+        return x
+
+
+@pytest.mark.gpu
+def test_pieces_that_were_rehearsed_at_once_are_loaded_and_a_replay_makes_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ampopt.search.rehearsal.how_many", lambda _: 3)
+    device = torch.device("cuda", 0)
+    model, x = Residual().to(device).eval(), torch.randn(1, 8, 32, 32, device=device)
+    program = program_of(model, x)
+    with Sandbox(device) as sandbox:
+        counters.clear()
+        result, why_not = sandbox.apply(Compile(), program, seconds=120)
+        assert counters["aot_autograd"]["total"] == 0  # nothing was traced here
+    assert why_not is None
+    assert result.hints == ()
+    assert result.replay == Compile(pieces=3)
+    assert isinstance(result.program.engine, Chain)
+    check_outputs(Compile.numerics, program, result.program, model, [x], FP32)
+    captured = CudaGraph().apply(result.program).program
+    check_outputs(Compile.numerics, program, captured, model, [x], FP32)
+    again = Compile(pieces=3).apply(program)
+    assert again.replay == Compile(pieces=3)
+    for one, two in zip(again.program.run(x), result.program.run(x), strict=True):
+        assert torch.equal(one, two)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ampopt
 from ampopt.errors import PassError
@@ -77,7 +77,7 @@ def made(sandbox: Sandbox, step: Pass, program: Program) -> bool:
     return sandbox.has_made(step, program)
 
 
-def rehearse(sandbox: Sandbox, step: Pass, program: Program, *, seconds: float) -> str | None:
+def rehearse(sandbox: Sandbox, step: Engine, program: Program, *, seconds: float) -> str | None:
     with sandbox.rehearsing(step, program, seconds=seconds) as rehearsed:
         return rehearsed().why_not
 
@@ -298,11 +298,54 @@ def test_two_processes_work_at_once_where_the_machine_is_large(
     assert all(process is not None and process.poll() is not None for process in processes)
 
 
+@dataclasses.dataclass(frozen=True)
+class InHalves(Risky):
+    """It is rehearsed as two programs, of which the second one has other examples."""
+
+    def divided(self, program: Program, count: int) -> list[Program]:
+        """See the class."""
+        return [program, program.replace(examples=(2 * X,))] if count > 1 else [program]
+
+    def send(self, program: Program) -> dict[str, object] | None:
+        """See the class."""
+        return {"example": program.examples[0]}
+
+
+@pytest.mark.usefixtures("beside")
+@pytest.mark.parametrize("is_begun", [True, False])
+@pytest.mark.parametrize(("count", "expected"), [(1, [X]), (2, [X, 2 * X])])
+def test_the_pieces_of_a_program_are_rehearsed_at_once_and_told_together(
+    program: Program, count: int, expected: list[Tensor], is_begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ampopt.search.rehearsal.how_many", lambda _: count)
+    with Sandbox(CPU) as sandbox:
+        if is_begun:
+            sandbox.begin(InHalves(), program)
+            assert made(sandbox, InHalves(), program)
+        with sandbox.rehearsing(InHalves(), program, seconds=60) as rehearsed:
+            sent = rehearsed().sent
+        assert sandbox.begun(InHalves(), program) == []
+    assert [torch.equal(each["example"], x) for each, x in zip(sent, expected, strict=True) if each] == [
+        True
+    ] * count
+
+
+@pytest.mark.usefixtures("beside")
+def test_where_one_piece_fails_the_whole_does(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ampopt.search.rehearsal.how_many", lambda _: 2)
+    with Sandbox(CPU) as sandbox:
+        sandbox.begin(InHalves("raise"), program)
+        with pytest.raises(PassError, match="no such kernel"):
+            rehearse(sandbox, InHalves("raise"), program, seconds=60)
+        assert not sandbox.has_made(InHalves("raise"), program)
+        assert rehearse(sandbox, InHalves(), program, seconds=60) is None
+
+
 @pytest.mark.parametrize(
     ("device", "cpus", "free", "expected"),
-    [("cpu", 64, 80, 1), ("cuda", 4, 80, 1), ("cuda", 16, 4, 1), ("cuda", 16, 80, 2)],
+    [("cpu", 64, 80, 1), ("cuda", 4, 80, 1), ("cuda", 16, 2, 1), ("cuda", 8, 80, 2), ("cuda", 64, 80, 4)],
 )
-def test_a_second_process_needs_cores_and_memory(
+def test_more_processes_need_cores_and_memory(
     device: str, cpus: int, free: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ampopt.search.rehearsal.usable_cpus", lambda: range(cpus))
@@ -334,8 +377,9 @@ def test_what_is_sent_back_is_loaded_once_and_told_as_often_as_asked_for(
         with sandbox.rehearsing(Sending(), program, seconds=60) as rehearsed:
             first = rehearsed()
         assert rehearsed() is first  # its folder is gone by now
-    assert first.sent is not None
-    assert torch.equal(first.sent["weight"], torch.ones(2))
+    (sent,) = first.sent
+    assert sent is not None
+    assert torch.equal(sent["weight"], torch.ones(2))
     assert len(loaded) == 1
 
 

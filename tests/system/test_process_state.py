@@ -222,7 +222,7 @@ def test_later_compilations_and_rehearsals_use_the_same_cache(monkeypatch: pytes
     assert inductor_folder() == folder
     assert FOLDER not in os.environ
     monkeypatch.setattr("ampopt.search.worker.subprocess.Popen", Begun)
-    Worker(torch.device("cpu")).start().close()
+    Worker(torch.device("cpu"), 1).start().close()
     assert given[0][FOLDER] == str(folder)
 
 

@@ -1,0 +1,257 @@
+"""Divides a program into pieces that can be compiled at once, and chains what was made of them.
+
+A compiler works on one core. Pieces that follow each other keep several of them busy, and cost what it could
+have fused across a cut: so cuts are where little crosses, before a convolution or a product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from ampopt.ir.casting import is_product
+from ampopt.ir.graph import calls, copy_of
+from ampopt.ir.program import CHANNELS_LAST, Border, Program
+from ampopt.system.interrupts import check_interrupted
+
+logger = logging.getLogger("ampopt")
+
+LEAST_CALLS = 30
+"""Calls in a piece: for fewer the fixed time of a compilation outweighs what the pieces save."""
+
+MOST_CROSSING = 3
+"""Tensors that may cross a cut, beside the program's inputs."""
+
+Function = Callable[..., Sequence[Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a program: a program of its own, and the names of its inputs and outputs in the whole."""
+
+    program: Program
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """A program in pieces, in order. `inputs` and `outputs` are the names of those of the whole."""
+
+    pieces: tuple[Piece, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def programs(self) -> list[Program]:
+        """The pieces' programs."""
+        return [piece.program for piece in self.pieces]
+
+
+class Chain:
+    """Functions of the pieces of a program, one after the other: flat inputs in, flat outputs out."""
+
+    def __init__(self, division: Division, functions: Sequence[Function]) -> None:
+        self._division = division
+        self._steps = list(zip(division.pieces, functions, strict=True))
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run them. What crosses a cut gets the strides for which the next piece was compiled."""
+        values = dict(zip(self._division.inputs, tensors, strict=True))
+        for piece, function in self._steps:
+            wanted = zip(piece.inputs, piece.program.examples, strict=True)
+            given = [_like(values[name], example) for name, example in wanted]
+            values.update(zip(piece.outputs, function(*given), strict=True))
+        return tuple([values[name] for name in self._division.outputs])
+
+
+def _like(tensor: Tensor, example: Tensor) -> Tensor:
+    """The tensor with the strides of the example, where these matter."""
+    strides = zip(tensor.shape, tensor.stride(), example.stride(), strict=True)
+    if all(mine == its for size, mine, its in strides if size > 1):
+        return tensor
+    return torch.empty_strided(
+        example.shape, example.stride(), dtype=tensor.dtype, device=tensor.device
+    ).copy_(tensor)
+
+
+_known: weakref.WeakKeyDictionary[fx.GraphModule, dict[int, Division | None]] = weakref.WeakKeyDictionary()
+
+
+def divided(program: Program, count: int) -> Division | None:
+    """A program in up to `count` pieces of about as many calls; None where there is no good cut.
+
+    Nothing runs: shapes and strides are propagated. As many pieces as there are give the same ones again.
+    """
+    count = min(count, sum(1 for _ in calls(program.graph)) // LEAST_CALLS)
+    known = _known.setdefault(program.graph, {})
+    if count >= 2 and count not in known and program.engine is None:
+        try:
+            known[count] = _in_pieces(program, count)
+        except Exception as error:  # an operator whose shapes depend on values
+            check_interrupted(error)
+            logger.debug("ampopt: a program is not divided", exc_info=True)
+            known[count] = None
+    return known.get(count)
+
+
+def _in_pieces(program: Program, count: int) -> Division | None:
+    whole = _described(program)
+    cuts = _cuts(whole, count) if _has_plain_outputs(whole) else []
+    return _divide(program, whole, cuts) if len(cuts) + 1 == count else divided(program, len(cuts) + 1)
+
+
+def _has_plain_outputs(whole: fx.GraphModule) -> bool:
+    """Whether everything that the graph returns is an input or the result of a call."""
+    [output] = whole.graph.find_nodes(op="output")
+    returned: Any = output.args[0]
+    return all(isinstance(node, fx.Node) and node.op != "get_attr" for node in returned)
+
+
+def _described(program: Program) -> fx.GraphModule:
+    """A copy of the graph whose nodes have their values, as far as shapes and strides go."""
+    whole = copy_of(program.graph)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with program.scope(), torch.no_grad():
+        entered = [border.convert(t) for border, t in zip(program.entry, program.examples, strict=True)]
+        FakeTensorProp(whole, mode).propagate(*entered)
+    return whole
+
+
+def _cuts(whole: fx.GraphModule, count: int) -> list[int]:
+    """The places in the list of nodes before which to cut, in order; fewer than asked for, or none."""
+    nodes, varying = list(whole.graph.nodes), set[fx.Node]()
+    for node in nodes:
+        if node.op == "placeholder" or varying.intersection(node.all_input_nodes):
+            varying.add(node)
+    done = list(itertools.accumulate(int(node.op == "call_function") for node in nodes))
+    good = {
+        place: crossing
+        for place, crossing in _crossings(nodes)
+        if varying.issuperset(crossing) and _may_cross(crossing, nodes)  # what is constant is folded
+    }
+    cuts: list[int] = []
+    for part in range(1, count):
+        ideal, reach = part * done[-1] / count, done[-1] / count / 2
+        near = [place for place in good if abs(done[place] - ideal) < reach and place not in cuts]
+        if near:
+            cuts.append(
+                min(near, key=lambda p: (len(good[p]), not is_product(nodes[p]), abs(done[p] - ideal)))
+            )
+    return sorted(cuts)
+
+
+def _crossings(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, list[fx.Node]]]:
+    """For each place before a call: the results of calls before it that calls from there on read."""
+    places = {node: place for place, node in enumerate(nodes)}
+    last = {
+        node: max((places[user] for user in node.users if user.op != "output"), default=-1)
+        for node in nodes
+        if node.op == "call_function"
+    }
+    alive: list[fx.Node] = []
+    for place, node in enumerate(nodes):
+        if node.op == "call_function":
+            alive = [each for each in alive if last[each] >= place]
+            if alive:
+                yield place, list(alive)
+            alive.append(node)
+
+
+def _may_cross(crossing: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> bool:
+    """Whether these are few tensors with memory of their own, in an order that a border can keep."""
+    values = [node.meta.get("val") for node in crossing]
+    if len(values) > MOST_CROSSING or not all(_is_plain(value) for value in values):
+        return False
+    inputs = [node.meta.get("val") for node in nodes if node.op == "placeholder"]
+    places = [v.untyped_storage()._cdata for v in (*values, *inputs) if isinstance(v, Tensor)]
+    return all(places.count(place) == 1 for place in places[: len(values)])
+
+
+def _is_plain(value: object) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and _border(value).convert(value).stride() == value.stride()
+    )
+
+
+def _border(value: Tensor) -> Border:
+    last = CHANNELS_LAST.get(value.dim())
+    if last is not None and value.is_contiguous(memory_format=last) and not value.is_contiguous():
+        return Border(value.dtype, last)
+    return Border(value.dtype)
+
+
+def _divide(program: Program, whole: fx.GraphModule, cuts: Sequence[int]) -> Division:
+    nodes, described = list(program.graph.graph.nodes), list(whole.graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    [output] = [node for node in nodes if node.op == "output"]
+    results: Any = output.args[0]
+    values = {node: its.meta.get("val") for node, its in zip(nodes, described, strict=True)}
+    given = dict(zip(inputs, zip(program.entry, program.examples, strict=True), strict=True))
+    pieces = []
+    for start, end in itertools.pairwise((0, *cuts, len(nodes))):
+        mine = [node for node in nodes[start:end] if node.op == "call_function"]
+        inside = set(mine)
+        needed = dict.fromkeys(
+            source
+            for node in mine
+            for source in node.all_input_nodes
+            if source not in inside and source.op != "get_attr"
+        )
+        later = {user for node in mine for user in node.users} - inside
+        kept = [node for node in mine if later.intersection(node.users)]
+        for node in needed:
+            if node not in given:
+                given[node] = _border(values[node]), _stand_in(values[node])
+        pieces.append(
+            Piece(
+                program.replace(
+                    graph=_extracted(program.graph, mine, list(needed), kept),
+                    entry=tuple(given[node][0] for node in needed),
+                    examples=tuple(given[node][1] for node in needed),
+                    exit=tuple(_border(values[node]) for node in kept),
+                ),
+                tuple(node.name for node in needed),
+                tuple(node.name for node in kept),
+            )
+        )
+    return Division(tuple(pieces), tuple(node.name for node in inputs), tuple(node.name for node in results))
+
+
+def _stand_in(value: Tensor) -> Tensor:
+    """A tensor that looks like a result of a piece; its values do not matter to what is compiled."""
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return made.zero_()
+
+
+def _extracted(
+    whole: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> fx.GraphModule:
+    """A graph of some calls of another one, with the weights that they read."""
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in inputs}
+
+    def own(node: fx.Node) -> fx.Node:
+        if node not in made:
+            made[node] = graph.node_copy(node)  # a weight
+        return made[node]
+
+    for node in nodes:
+        for source in node.all_input_nodes:
+            own(source)
+        made[node] = graph.node_copy(node, own)
+    graph.output(tuple(made[node] for node in outputs))
+    piece = fx.GraphModule(whole, graph)
+    piece.eval()
+    return piece

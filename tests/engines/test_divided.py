@@ -1,0 +1,192 @@
+"""divided: a program in pieces gives what the whole gives."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from ampopt.engines.divided import LEAST_CALLS, Chain, divided
+from ampopt.ir.graph import aten, calls
+from ampopt.ir.program import Program
+from ampopt.passes import ChannelsLast
+from tests.helpers import Model, program_of
+
+
+class Residual(nn.Module):
+    """Blocks of a convolution, an activation and a sum with their input."""
+
+    def __init__(self, blocks: int, width: int = 8) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = x + conv(x).sigmoid().tanh()
+        return x
+
+
+def image(width: int = 8) -> Tensor:
+    return torch.randn(1, width, 6, 6, generator=torch.Generator().manual_seed(0))
+
+
+def chained(program: Program, count: int) -> Chain:
+    division = divided(program, count)
+    assert division is not None
+    return Chain(division, [piece.graph for piece in division.programs])
+
+
+def check(program: Program, count: int, *tensors: Tensor) -> None:
+    with torch.no_grad():
+        wholes, pieces = program.graph(*tensors), chained(program, count)(*tensors)
+        for one, other in zip(wholes, pieces, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_pieces_follow_each_other_and_each_is_a_program(count: int) -> None:
+    program = program_of(Residual(40), image())
+    division = divided(program, count)
+    assert division is not None
+    assert len(division.pieces) == count
+    sizes = [sum(1 for _ in calls(piece.graph)) for piece in division.programs]
+    assert sum(sizes) == sum(1 for _ in calls(program.graph))
+    assert min(sizes) > 0.7 * max(sizes)
+    for piece in division.pieces:
+        outputs = piece.program.run(*piece.program.examples)
+        assert len(outputs) == len(piece.outputs)
+    check(program, count, image())
+    assert all(len(piece.inputs) == 1 for piece in division.pieces)  # a cut is between blocks
+
+
+def test_a_division_is_made_once_and_by_the_number_of_its_pieces() -> None:
+    program = program_of(Residual(20), image())  # 80 calls: enough for two
+    division = divided(program, 4)
+    assert division is not None
+    assert len(division.pieces) == 2
+    assert divided(program, 2) is division
+    assert divided(program.replace(cuda_graph=True), 2) is division
+
+
+def test_a_graph_that_is_short_or_wide_everywhere_is_not_divided() -> None:
+    assert divided(program_of(Residual(LEAST_CALLS // 4), image()), 4) is None
+
+    def wide(m: Any, x: Tensor) -> Tensor:
+        rows = [x * k for k in range(2, 40)]
+        return torch.stack([row.exp() for row in rows]).sum(0)
+
+    assert divided(program_of(Model(wide), image()), 2) is None
+
+
+def test_weights_stay_shared_and_what_only_depends_on_them_does_not_cross() -> None:
+    def scaled(m: Any, x: Tensor) -> Tensor:
+        weight = (m.w * 2).exp()
+        for _ in range(40):
+            x = x * weight + 1
+        return x
+
+    model = Model(scaled, w=nn.Parameter(torch.randn(8, 1, 1) * 0.01))
+    assert divided(program_of(model, image()), 2) is None
+    program = program_of(Residual(40), image())
+    division = divided(program, 2)
+    assert division is not None
+    whole = {tensor.data_ptr() for tensor in program.graph.state_dict().values()}
+    parts = [tensor.data_ptr() for piece in division.programs for tensor in piece.graph.state_dict().values()]
+    assert sorted(parts) == sorted(whole)
+
+
+class TwoEnds(nn.Module):
+    """An early result and a late one, and an input that is read late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Residual(20), Residual(20)
+
+    def forward(self, x: Tensor, late: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        early = self.first(x)
+        return early.mean((2, 3)), self.last(early) * late, x
+
+
+def test_early_results_and_late_inputs_go_around_the_pieces() -> None:
+    x, late = image(), torch.full((1, 8, 6, 6), 3.0)
+    program = program_of(TwoEnds(), x, late)
+    check(program, 3, x, late)
+    check(program, 3, -x, x)
+
+
+def shapes_by_value(m: Any, x: Tensor) -> Tensor:
+    for _ in range(LEAST_CALLS * 3):
+        x = x + 1
+    return x
+
+
+def views(m: Any, x: Tensor) -> Tensor:
+    y = x.exp()
+    for _ in range(LEAST_CALLS):
+        y = y.transpose(2, 3).sigmoid()
+        y = y[:, :, ::2].repeat(1, 1, 2, 1)
+    return y
+
+
+@pytest.mark.parametrize("forward", [shapes_by_value, views])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_shapes_strides_and_views_are_those_of_the_whole(
+    forward: Callable[[Any, Tensor], Tensor], count: int
+) -> None:
+    check(program_of(Model(forward), image()), count, image())
+
+
+def test_channels_last_crosses_a_cut_and_other_strides_are_brought_into_it() -> None:
+    program = ChannelsLast().apply(program_of(Residual(40), image())).program
+    division = divided(program, 2)
+    assert division is not None
+    (example,) = division.programs[1].examples
+    assert example.is_contiguous(memory_format=torch.channels_last)
+    seen: list[tuple[int, ...]] = []
+
+    def first(x: Tensor) -> tuple[Tensor, ...]:
+        return (division.programs[0].graph(x)[0].contiguous(),)
+
+    def second(x: Tensor) -> tuple[Tensor, ...]:
+        seen.append(x.stride())
+        return (x,)
+
+    with torch.no_grad():
+        Chain(division, [first, second])(program.entry[0].convert(image()))
+    assert seen == [example.stride()]
+
+
+def test_a_graph_whose_shapes_depend_on_values_is_not_divided() -> None:
+    program = program_of(Residual(40), image())
+    last = list(calls(program.graph))[-1]
+    with program.graph.graph.inserting_after(last):
+        found = program.graph.graph.call_function(aten.nonzero.default, (last,))
+    last.replace_all_uses_with(found, delete_user_cb=lambda user: user is not found)
+    program.graph.recompile()
+    assert divided(program, 2) is None
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=70, max_size=110), st.integers(2, 4))
+def test_any_chain_of_calls_with_skips(kinds: list[int], count: int) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        kept = [x]
+        for kind in kinds:
+            y = kept[-1]
+            new = (y + 1, y * kept[-min(kind + 1, len(kept))], y.sigmoid(), y.flip(2))[kind]
+            kept.append(new.tanh() if kind == 1 else new)
+        return kept[-1]
+
+    program = program_of(Model(forward), image())
+    division = divided(program, count)
+    assume(division is not None)
+    assert division is not None
+    names = [piece.outputs for piece in division.pieces]
+    assert len(set(itertools.chain.from_iterable(names))) == sum(map(len, names))
+    check(program, count, image())
