@@ -7,6 +7,7 @@ have fused across a cut: so cuts are where little crosses, before a convolution 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import weakref
@@ -42,6 +43,12 @@ class Piece:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
+    @functools.cached_property
+    def strides(self) -> tuple[tuple[int, ...], ...]:
+        """Those of its inputs."""
+        borders = zip(self.program.entry, self.program.examples, strict=True)
+        return tuple(border.convert(example).stride() for border, example in borders)
+
 
 @dataclasses.dataclass(frozen=True)
 class Division:
@@ -68,20 +75,19 @@ class Chain:
         """Run them. What crosses a cut gets the strides for which the next piece was compiled."""
         values = dict(zip(self._division.inputs, tensors, strict=True))
         for piece, function in self._steps:
-            wanted = zip(piece.inputs, piece.program.examples, strict=True)
-            given = [_like(values[name], example) for name, example in wanted]
+            wanted = zip(piece.inputs, piece.strides, strict=True)
+            given = [_with_strides(values[name], strides) for name, strides in wanted]
             values.update(zip(piece.outputs, function(*given), strict=True))
         return tuple([values[name] for name in self._division.outputs])
 
 
-def _like(tensor: Tensor, example: Tensor) -> Tensor:
-    """The tensor with the strides of the example, where these matter."""
-    strides = zip(tensor.shape, tensor.stride(), example.stride(), strict=True)
-    if all(mine == its for size, mine, its in strides if size > 1):
+def _with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """The tensor, or a copy that has these strides where they matter."""
+    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    if all(mine == its for size, mine, its in pairs if size > 1):
         return tensor
-    return torch.empty_strided(
-        example.shape, example.stride(), dtype=tensor.dtype, device=tensor.device
-    ).copy_(tensor)
+    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
 
 
 _known: weakref.WeakKeyDictionary[fx.GraphModule, dict[int, Division | None]] = weakref.WeakKeyDictionary()

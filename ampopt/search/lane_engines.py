@@ -175,7 +175,7 @@ class LaneEngines:
         The one with kernels follows it where these have gained much.
         """
         sandbox = self._manager.sandbox
-        if sandbox is None or not sandbox.works_beside:
+        if sandbox is None or not sandbox.works_beside or time.perf_counter() > self._manager.deadline:
             return
         forms = [self.unfused(), *([self.state.graph.program] if self.kernels_gain > MUCH else [])]
         for engine in self._pipeline.engines:

@@ -116,6 +116,7 @@ class Search:
             if not recipe or not search.resume(recipe):
                 share = OPENINGS / len(lanes) if len(lanes) > 1 else 1.0
                 until = max(began + place * share * left, time.perf_counter() + share * left)
+                until = min(until, self._manager.deadline)
                 search.open(until, with_engine=self._is_usable(state) or len(lanes) == 1)
                 if place == 1 and lane.is_mixed and len(lanes) > 1:
                     search.engines.begin()

@@ -149,8 +149,10 @@ def test_channels_last_crosses_a_cut_and_other_strides_are_brought_into_it() -> 
     (example,) = division.programs[1].examples
     assert example.is_contiguous(memory_format=torch.channels_last)
     seen: list[tuple[int, ...]] = []
+    entered = program.entry[0].convert(image())
 
     def first(x: Tensor) -> tuple[Tensor, ...]:
+        assert x is entered
         return (division.programs[0].graph(x)[0].contiguous(),)
 
     def second(x: Tensor) -> tuple[Tensor, ...]:
@@ -158,7 +160,7 @@ def test_channels_last_crosses_a_cut_and_other_strides_are_brought_into_it() -> 
         return (x,)
 
     with torch.no_grad():
-        Chain(division, [first, second])(program.entry[0].convert(image()))
+        Chain(division, [first, second])(entered)
     assert seen == [example.stride()]
 
 

@@ -358,13 +358,18 @@ class Residual(nn.Module):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("lane", "before"),
+    [(FP32, []), (FP16, [BakeAutocast(), ChannelsLast()])],
+    ids=["fp32", "baked channels_last"],
+)
 def test_pieces_that_were_rehearsed_at_once_are_loaded_and_a_replay_makes_the_same(
-    monkeypatch: pytest.MonkeyPatch,
+    lane: Lane, before: list[Pass], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ampopt.search.rehearsal.how_many", lambda _: 3)
     device = torch.device("cuda", 0)
     model, x = Residual().to(device).eval(), torch.randn(1, 8, 32, 32, device=device)
-    program = program_of(model, x)
+    program = program_of(model, x, lane=lane, on_top_of=before)
     with Sandbox(device) as sandbox:
         counters.clear()
         result, why_not = sandbox.apply(Compile(), program, seconds=120)
@@ -373,9 +378,9 @@ def test_pieces_that_were_rehearsed_at_once_are_loaded_and_a_replay_makes_the_sa
     assert result.hints == ()
     assert result.replay == Compile(pieces=3)
     assert isinstance(result.program.engine, Chain)
-    check_outputs(Compile.numerics, program, result.program, model, [x], FP32)
+    check_outputs(Compile.numerics, program, result.program, model, [x], lane)
     captured = CudaGraph().apply(result.program).program
-    check_outputs(Compile.numerics, program, captured, model, [x], FP32)
+    check_outputs(Compile.numerics, program, captured, model, [x], lane)
     again = Compile(pieces=3).apply(program)
     assert again.replay == Compile(pieces=3)
     for one, two in zip(again.program.run(x), result.program.run(x), strict=True):
