@@ -127,7 +127,7 @@ class Openvino(Engine):
 
 
 def _declined(program: Program) -> Declined | None:
-    """The first node whose numbers need more than 32 bits."""
+    """The first node whose numbers OpenVINO keeps otherwise."""
     for node in record_shapes(program).graph.nodes:
         if (reason := _why_wider(node)) is not None:
             return Declined(node.name, reason)
@@ -142,6 +142,8 @@ def _why_wider(node: fx.Node) -> str | None:
         return "it is empty, which OpenVINO computes otherwise"
     if meta.dtype is torch.float64:
         return "OpenVINO computes float64 in float32"
+    if meta.dtype in (torch.int8, torch.uint8, torch.int16) and node.op == "call_function":
+        return "OpenVINO ends integers of 8 and 16 bits at their bounds, where PyTorch's go around"
     source = node.all_input_nodes[0] if node.target is operator.getitem else node
     if meta.dtype is torch.int64 and node.op != "get_attr" and source.target not in INDICES:
         return "OpenVINO computes int64 in int32"

@@ -26,6 +26,7 @@ from ampopt.ir.graph import (
     record_shapes,
     where,
 )
+from ampopt.ir.integer_forms import with_integer_forms
 from ampopt.ir.origin import hand_on
 from ampopt.ir.program import Program
 from ampopt.ir.stable_forms import with_stable_forms
@@ -68,13 +69,14 @@ def model_of(
 ) -> Any:
     """Convert a graph of plain ATen operators to an `onnx_ir.Model`; raises ExportError as `to_onnx`.
 
-    Operators whose usual ONNX form overflows or cancels are written in a stable form, see `stable_forms`.
+    Operators whose usual ONNX form overflows or cancels are written in a stable form, see `stable_forms`;
+    indices and divisions of integers are as in `integer_forms`.
     """
     shapes = tuple(dict.fromkeys(named, torch.export.Dim.DYNAMIC) for named in dims)
     dynamic = shapes if any(dims) else None
     try:
         with capturing(), torch.no_grad(), EmulatedHalf():
-            stable = copy_of(with_stable_forms(graph))
+            stable = copy_of(with_integer_forms(with_stable_forms(graph, examples), examples))
             hand_on(stable)  # for `_explain`
             exported = torch.export.export(stable, examples, dynamic_shapes=dynamic, strict=False)
         with capturing(), torch.no_grad(), _last_match_freed():

@@ -13,12 +13,13 @@ give the number that it should have been.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
+from torch.fx.passes.shape_prop import ShapeProp
 
-from ampopt.ir.graph import arguments, aten, calls, copy_of, finish, insert_call, replace
+from ampopt.ir.graph import arguments, aten, calls, copy_of, dtype_of, finish, insert_call, replace
 
 Call = Callable[..., Any]
 """Makes the node of a new call from an operator and its arguments."""
@@ -27,11 +28,15 @@ SERIES = 0.03
 """Limit of the argument up to which log1p uses its series; both forms are within about 2e-6 of it there."""
 
 
-def with_stable_forms(module: fx.GraphModule) -> fx.GraphModule:
-    """The graph with every operator of `FORMS` in its stable form; unchanged if there is none."""
+def with_stable_forms(module: fx.GraphModule, examples: Sequence[Tensor]) -> fx.GraphModule:
+    """The graph with every operator of `FORMS` in its stable form; unchanged if there is none.
+
+    `examples` are inputs of the graph: a run on them tells dtypes.
+    """
     if not any(calls(module, FORMS)):
         return module
     changed = copy_of(module)
+    ShapeProp(changed).propagate(*examples)
     for node in calls(changed, FORMS):
 
         def call(target: Callable[..., Any], *args: Any, at: fx.Node = node, **kwargs: Any) -> fx.Node:
@@ -106,10 +111,24 @@ def _one_bound(call: Call, node: fx.Node) -> Any:
     """With infinity for the other bound: ONNX's Clip takes the largest finite number where none is given."""
     values = arguments(node)
     low, high = values.get("min"), values.get("max")
-    if low is not None and high is not None:
+    if (low is not None and high is not None) or not dtype_of(node).is_floating_point:
         return None
     low, high = (-math.inf if low is None else low), (math.inf if high is None else high)
     return call(aten.hardtanh.default, values["self"], low, high)
+
+
+def _sampled(call: Call, node: fx.Node) -> Any:
+    """The samples, plus 0 or the NaN that they are where the grid is not finite: ONNX Runtime has pixels.
+
+    The mode is 0 for bilinear, 2 for bicubic; a bilinear one with padding has pixels there in PyTorch, too.
+    """
+    values = arguments(node)
+    padded = values["padding_mode"] != 0
+    if values["interpolation_mode"] == 1 or (values["interpolation_mode"] == 0 and padded):
+        return None
+    place = call(aten.sum.dim_IntList, call(aten.mul.Tensor, values["grid"], 0.0), [-1])
+    samples = call(node.target, *node.args, **node.kwargs)
+    return call(aten.add.Tensor, samples, call(aten.unsqueeze.default, place, 1))
 
 
 def _mean_of_pixels(call: Call, node: fx.Node) -> Any:
@@ -138,6 +157,7 @@ FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.clamp.default: _one_bound,
     aten.atan2.default: _keeping_nan,
     aten.logit.default: _keeping_nan,
+    aten.grid_sampler.default: _sampled,
     aten.adaptive_avg_pool2d.default: _mean_of_pixels,
 }
 """For each operator, a function of (call, node) that makes its stable form; None: no change needed."""

@@ -1,4 +1,4 @@
-"""Verification inputs: like the examples, far outside of their range, and with a fault in one element.
+"""Verification inputs: like the examples, outside of their range, and with a fault in one element.
 
 A model that keeps a state is called several times in a row, so a draw is a sequence of calls.
 """
@@ -6,6 +6,7 @@ A model that keeps a state is called several times in a row, so a draw is a sequ
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,6 +18,12 @@ Tensors = tuple[Tensor, ...]
 
 CALLS_IN_A_ROW = 8
 """Number of successive calls, from one initial state, that verify a model with a state."""
+
+CHANNELS = 3
+"""Channels of an input with a NaN in one of them: the first, the last, and one between."""
+
+LARGE = 2**31 + 1
+"""An integer that float32 and int32 do not have."""
 
 FAULTS = {"NaN": float("nan"), "infinity": float("inf")}
 """The values written to one element of each input, in turn, to test that faults reach the outputs."""
@@ -67,6 +74,45 @@ def fault_draws(examples: Tensors, *, in_a_row: int) -> list[Draw]:
     return _draws(examples, ways, in_a_row)
 
 
+def faults_elsewhere(examples: Tensors, *, in_a_row: int) -> list[Draw]:
+    """The examples with NaN in one element of one input: in each of up to `CHANNELS` of its channels.
+
+    Inputs put together of several things have these in channels, and each may take another way.
+    """
+    draws = []
+    for place, example in enumerate(examples):
+        if not _can_vary(example):
+            continue
+        channels = example.shape[1] if example.dim() > 2 else 1
+        for channel in sorted({round(n * (channels - 1) / (CHANNELS - 1)) for n in range(CHANNELS)}):
+            spoilt = _with_element(example, math.nan, channel if channels > 1 else None)
+            tensors = (*examples[:place], spoilt, *examples[place + 1 :])
+            where = f" of channel {channel}" if channels > 1 else ""
+            draws.append(Draw(f"NaN in one element{where} of input {place}", (tensors,) * in_a_row))
+    return draws if len(draws) > 1 else []  # one alone is the first of `fault_draws`
+
+
+def integer_draws(examples: Tensors, *, in_a_row: int) -> list[Draw]:
+    """The examples with one integer that they do not have: a negative, a larger and a large one."""
+    whole = [example for example in examples if _is_whole(example)]
+    if not whole:
+        return []
+    values = {"an integer above all others": max(int(example.max()) for example in whole) + 1}
+    if all(example.dtype.is_signed for example in whole):
+        values["-1"] = -1
+    values["a large integer"] = LARGE
+
+    def changed(example: Tensor, value: int) -> Tensor:
+        if not _is_whole(example):
+            return example
+        return _with_element(example, min(value, torch.iinfo(example.dtype).max))
+
+    return [
+        Draw(name, (tuple(changed(example, value) for example in examples),) * in_a_row)
+        for name, value in values.items()
+    ]
+
+
 def _draws(examples: Tensors, ways: dict[str, Callable[[Tensor], Tensor]], in_a_row: int) -> list[Draw]:
     if not any(_can_vary(example) for example in examples):
         return []
@@ -75,6 +121,11 @@ def _draws(examples: Tensors, ways: dict[str, Callable[[Tensor], Tensor]], in_a_
         for name, way in ways.items()
     }
     return [Draw(name, (tensors,) * in_a_row) for name, tensors in made.items()]
+
+
+def _is_whole(example: Tensor) -> bool:
+    """Whether a tensor is of integers, and has any; `is_rounded` has numbers with fractions."""
+    return not is_rounded(example) and example.dtype is not torch.bool and example.numel() > 0
 
 
 def _can_vary(example: Tensor) -> bool:
@@ -87,10 +138,13 @@ def _largest(example: Tensor) -> float:
     return float(finite.max()) if finite.numel() and float(finite.max()) > 0 else 1.0
 
 
-def _with_element(tensor: Tensor, value: float) -> Tensor:
-    """A tensor of its own with its middle element set: the centre pixel of the middle channel."""
+def _with_element(tensor: Tensor, value: float, channel: int | None = None) -> Tensor:
+    """A tensor of its own with its middle element set: the centre pixel of the middle channel, or of one."""
     made = torch.empty_like(tensor).copy_(tensor)
-    made[tuple(size // 2 for size in made.shape)] = value
+    middle = [size // 2 for size in made.shape]
+    if channel is not None:
+        middle[1] = channel
+    made[tuple(middle)] = value
     return made
 
 

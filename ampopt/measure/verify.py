@@ -37,7 +37,16 @@ from ampopt.ir.numerics import (
 )
 from ampopt.ir.settings import Settings
 from ampopt.ir.signature import flatten_outputs
-from ampopt.measure.draws import CALLS_IN_A_ROW, Draw, fault_draws, plain_draws, range_draws, steps_of
+from ampopt.measure.draws import (
+    CALLS_IN_A_ROW,
+    Draw,
+    fault_draws,
+    faults_elsewhere,
+    integer_draws,
+    plain_draws,
+    range_draws,
+    steps_of,
+)
 from ampopt.measure.fault_masks import Bools, Masks, joined_elements, lost_elements, not_finite, share
 
 Metric = Callable[[Any, Any], float]
@@ -111,7 +120,9 @@ class Verifier:
         in_a_row, inputs = CALLS_IN_A_ROW if captured.state else 1, captured.inputs
         self.draws = self._accepted(plain_draws(inputs, draws, seed, in_a_row=in_a_row))
         self._range_draws = range_draws(inputs, in_a_row=in_a_row)
+        self._integer_draws = integer_draws(inputs, in_a_row=in_a_row)
         self._fault_draws = fault_draws(inputs, in_a_row=in_a_row)
+        self._faults_elsewhere = faults_elsewhere(inputs, in_a_row=in_a_row)
 
     def call_original(self, model: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The original's flat outputs for flat input tensors, from a copy; the state is last in both."""
@@ -284,11 +295,16 @@ class Verifier:
     def check(self, run: Run, lane: Lane, *, everywhere: bool = False) -> Check:
         """Verify a function of flat tensors as a program of the lane.
 
-        `everywhere`: also on the draws outside of the examples' range; the reported error is that inside the
-        range.
+        `everywhere`: also on the draws outside of the examples' range, with faults in other places, and with
+        other integers; the reported error is that inside the range.
         """
         worst = self.check_errors(run, lane, everywhere=everywhere)
-        return self._check_faults(run, lane, worst) if worst.passed else worst
+        if worst.passed and everywhere:
+            worst = self._check_integers(run, lane, worst)
+        if not worst.passed or self.faults == "ignore":
+            return worst
+        draws = [*self._fault_draws, *(self._faults_elsewhere if everywhere else ())]
+        return self._check_faults(run, lane, worst, draws)
 
     def check_errors(self, run: Run, lane: Lane, *, everywhere: bool = False) -> Check:
         """The part of `check` that is about errors, without what becomes of faults."""
@@ -360,12 +376,39 @@ class Verifier:
 
     def lost_fault(self, run: Run, lane: Lane) -> str | None:
         """Why NaN or infinity of an input is lost; None if it is not lost, or if `faults` is "ignore"."""
-        return self._check_faults(run, lane, Check(0.0, math.inf, None)).reason
+        draws = self._fault_draws if self.faults != "ignore" else ()
+        return self._check_faults(run, lane, Check(0.0, math.inf, None), draws).reason
 
-    def _check_faults(self, run: Run, lane: Lane, check: Check) -> Check:
+    def _check_integers(self, run: Run, lane: Lane, check: Check) -> Check:
+        """The check with what becomes of integers that the examples do not have.
+
+        What eager refuses, an index out of range, the program has to refuse. On a GPU that would end the
+        CUDA context, so there it is not tried.
+        """
+        for draw in self._integer_draws if self.device.type == "cpu" and self.metric is None else ():
+            try:
+                self.own_errors(lane, draw)
+            except Exception as refused:
+                try:
+                    self._steps(run, draw)
+                except Exception:
+                    continue
+                why = textwrap.shorten(str(refused), 120, placeholder=" …")
+                reason = f"with {draw.name} in the inputs it answers, and eager does not: {why}"
+                return Check(check.error, check.limit, reason)
+            try:
+                found = self._check_draw(run, lane, draw)
+            except Exception as failed:
+                why = textwrap.shorten(str(failed), 120, placeholder=" …")
+                return Check(check.error, check.limit, f"with {draw.name} in the inputs it fails: {why}")
+            if not found.passed:
+                return found
+        return check
+
+    def _check_faults(self, run: Run, lane: Lane, check: Check, draws: Sequence[Draw]) -> Check:
         """The check with what becomes of NaN and infinities in one element of the inputs."""
         spread = None
-        for draw in self._fault_draws if self.faults != "ignore" else ():
+        for draw in draws:
             if (masks := self._masks_of(lane, draw)) is None:
                 continue
             found = not_finite(self._steps(run, draw))

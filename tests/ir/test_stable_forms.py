@@ -23,6 +23,14 @@ _ENDS = [1e-20, 1e-4, 1e-3, 0.02, 0.04, 0.5, 0.99, 1.0, 3.0, 10.0, 17.0, 20.5, 3
 POINTS = torch.tensor([0.0, *_ENDS, *(-e for e in _ENDS)])
 SPOILT = torch.tensor([float("nan"), float("inf"), -float("inf")])
 
+
+def _sampled(v: Tensor, mode: str, padding: str) -> Tensor:
+    """A row for each number: pixels at this place of an image."""
+    grid = torch.stack([v * 1e-2, v * 2e-2], -1).view(-1, 1, 1, 2)
+    image = torch.arange(25, dtype=v.dtype).view(1, 1, 5, 5).expand(len(v), 1, 5, 5)
+    return F.grid_sample(image, grid, mode, padding, align_corners=False)
+
+
 OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "logsigmoid": F.logsigmoid,
     "log of sigmoid": lambda v: torch.log(torch.sigmoid(v)),
@@ -56,6 +64,10 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "leaky_relu": F.leaky_relu,
     "mean of pixels": lambda v: F.adaptive_avg_pool2d(torch.stack([v, v + 1], -1).view(-1, 1, 1, 2), 1),
     "gelu": lambda v: F.gelu(v.clamp_min(-3)),
+    "samples": lambda v: _sampled(v, "bilinear", "zeros"),
+    "bicubic samples with padding": lambda v: _sampled(v, "bicubic", "border"),
+    "nearest samples": lambda v: _sampled(v, "nearest", "zeros"),
+    "samples with padding": lambda v: _sampled(v, "bilinear", "border"),
 }
 """Those that have a form of their own, and others of which the usual form has been found right."""
 
@@ -105,15 +117,15 @@ def test_every_form_is_used_by_one_of_these() -> None:
 
 def test_other_graphs_are_left_alone() -> None:
     graph = program_of(Model(lambda m, v: torch.log(v.abs() + 1)), POINTS).graph
-    changed = with_stable_forms(graph)
+    changed = with_stable_forms(graph, (POINTS,))
     assert changed.code == graph.code
     plain = program_of(Model(lambda m, v: v.relu()), POINTS).graph
-    assert with_stable_forms(plain) is plain
+    assert with_stable_forms(plain, (POINTS,)) is plain
 
 
 def test_the_graph_that_is_given_stays_as_it_is() -> None:
     graph = program_of(Model(lambda m, v: F.logsigmoid(v)), POINTS).graph
-    changed = with_stable_forms(graph)
+    changed = with_stable_forms(graph, (POINTS,))
     assert any(calls(graph, [aten.log_sigmoid.default]))
     assert not any(calls(changed, [aten.log_sigmoid.default]))
 
@@ -122,7 +134,7 @@ def test_the_graph_that_is_given_stays_as_it_is() -> None:
 def test_pooling_to_one_pixel_is_a_mean_and_any_other_stays(size: int | tuple[int, int], left: int) -> None:
     x = torch.randn(2, 8, 4, 6).to(memory_format=torch.channels_last)
     graph = program_of(Model(lambda m, v: F.adaptive_avg_pool2d(v, size)), x).graph
-    changed = with_stable_forms(graph)
+    changed = with_stable_forms(graph, (x,))
     assert len(list(calls(changed, [aten.adaptive_avg_pool2d.default]))) == left
     (found,), (expected,) = changed(x), graph(x)
     assert torch.equal(found, expected)

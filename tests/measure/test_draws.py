@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from ampopt.measure.draws import Draw, fault_draws, plain_draws, range_draws, steps_of
+from ampopt.measure.draws import (
+    LARGE,
+    Draw,
+    fault_draws,
+    faults_elsewhere,
+    integer_draws,
+    plain_draws,
+    range_draws,
+    steps_of,
+)
 
 SIGNED = torch.tensor([1.0, -4.0, 2.0])
 IDS = torch.tensor([3, 1, 2])
@@ -98,6 +107,54 @@ def test_a_fault_is_in_the_middle_element_of_every_floating_point_input_and_nowh
 def test_inputs_that_cannot_vary_give_no_draws_of_ranges_and_faults(examples: tuple[Tensor, ...]) -> None:
     assert range_draws(examples, in_a_row=1) == []
     assert fault_draws(examples, in_a_row=1) == []
+
+
+def test_a_fault_is_in_each_of_a_few_channels_of_each_input_alone() -> None:
+    image, few, vector = torch.zeros(2, 9, 5, 4), torch.zeros(1, 2, 3), torch.zeros(1, 7)
+    draws = faults_elsewhere((image, IDS, few, vector), in_a_row=2)
+    places = {
+        draw.name: [
+            (place, *found)
+            for place, tensor in enumerate(draw.calls[1])
+            if tensor.is_floating_point()
+            for found in tensor.isnan().nonzero().tolist()
+        ]
+        for draw in draws
+    }
+    assert places == {
+        "NaN in one element of channel 0 of input 0": [(0, 1, 0, 2, 2)],
+        "NaN in one element of channel 4 of input 0": [(0, 1, 4, 2, 2)],
+        "NaN in one element of channel 8 of input 0": [(0, 1, 8, 2, 2)],
+        "NaN in one element of channel 0 of input 2": [(2, 0, 0, 1)],
+        "NaN in one element of channel 1 of input 2": [(2, 0, 1, 1)],
+        "NaN in one element of input 3": [(3, 0, 3)],
+    }
+    assert not image.isnan().any()
+    assert faults_elsewhere((vector, IDS), in_a_row=1) == []  # `fault_draws` has that one
+
+
+def test_an_integer_is_one_that_the_examples_do_not_have() -> None:
+    image, small = torch.zeros(2), torch.tensor([3, 250, 7], dtype=torch.uint8)
+    found = {
+        draw.name: [tensor.tolist() for tensor in draw.calls[1]]
+        for draw in integer_draws((image, IDS, IDS > 1), in_a_row=2)
+    }
+    middle, largest = len(IDS) // 2, int(IDS.max())
+
+    def with_middle(value: int) -> list[int]:
+        return [value if place == middle else number for place, number in enumerate(IDS.tolist())]
+
+    rest = [0.0, 0.0], (IDS > 1).tolist()
+    assert found == {
+        "an integer above all others": [rest[0], with_middle(largest + 1), rest[1]],
+        "-1": [rest[0], with_middle(-1), rest[1]],
+        "a large integer": [rest[0], with_middle(LARGE), rest[1]],
+    }
+    assert [draw.calls[0][0].tolist() for draw in integer_draws((small,), in_a_row=1)] == [
+        [3, 251, 7],
+        [3, 255, 7],
+    ]
+    assert integer_draws((image, IDS > 1, IDS[:0]), in_a_row=1) == []
 
 
 def test_what_a_call_leaves_of_the_state_is_given_to_the_next() -> None:

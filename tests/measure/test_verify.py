@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -309,3 +310,43 @@ def test_where_eager_overflows_or_is_no_yardstick_nothing_is_decided() -> None:
     assert verifier.check(lambda x: [original(x)], FP32, everywhere=True).passed
     normalized, model = verifier_of(Model(lambda m, x: F.layer_norm(x, (16,), eps=1e-12)), X)
     assert normalized.check(lambda x: [model(x + 1e-7)], FP32, everywhere=True).passed
+
+
+IDS = torch.tensor([[1, 5, 2], [0, 3, 4]])
+
+
+def looked_up(m: Any, ids: Tensor) -> Tensor:
+    return F.embedding(ids, m.rows)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (
+            lambda rows, ids: rows[ids],
+            "with -1 in the inputs it answers, and eager does not: index out of range",
+        ),
+        (lambda rows, ids: rows[ids % 6], "with an integer above all others in the inputs it answers"),
+    ],
+    ids=["from the end", "around"],
+)
+def test_an_index_that_eager_refuses_is_refused(
+    run: Callable[[Tensor, Tensor], Tensor], reason: str, everywhere: bool
+) -> None:
+    rows = torch.randn(6, 4)
+    verifier, original = verifier_of(Model(looked_up, rows=nn.Parameter(rows)), IDS)
+    assert verifier.check(lambda ids: [original(ids)], FP32, everywhere=True).passed
+    check = verifier.check(lambda ids: [run(rows, ids)], FP32, everywhere=everywhere)
+    assert check.passed is not everywhere
+    if everywhere:
+        assert str(check.reason).startswith(reason)
+
+
+def test_integers_that_the_examples_do_not_have_are_computed_with_exactly() -> None:
+    verifier, original = verifier_of(Model(lambda m, ids: torch.div(ids, 3, rounding_mode="floor")), IDS)
+    by_float = verifier.check(lambda ids: [(ids.float() / 3).floor().long()], FP32, everywhere=True)
+    assert "with a large integer" in str(by_float.reason)
+    cautious = verifier.check(lambda ids: [original(ids[ids < 6].reshape(2, 3))], FP32, everywhere=True)
+    assert "with an integer above all others in the inputs it fails" in str(cautious.reason)
+    assert verifier.check(lambda ids: [original(ids)], FP32, everywhere=True).passed

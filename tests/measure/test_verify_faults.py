@@ -49,6 +49,22 @@ def test_a_fault_counts_in_every_lane_with_a_metric_and_with_a_tolerance() -> No
             assert not verifier.check(swallowing, lane).passed
 
 
+def test_a_fault_of_another_channel_counts_outside_of_trials() -> None:
+    """What is put together of several things may lose a fault of one of them."""
+    flow = Model(lambda m, x: x[:, 2:] * 2 + x[:, :2].sum(1, keepdim=True))
+
+    def loses(x: Tensor) -> list[Tensor]:
+        return [x[:, 2:] * 2 + x[:, :2].nan_to_num().sum(1, keepdim=True)]
+
+    verifier, original = verifier_of(flow, torch.randn(1, 5, 4, 4))
+    assert verifier.check(loses, FP32).passed
+    check = verifier.check(loses, FP32, everywhere=True)
+    assert "NaN in one element of channel 0 of input 0" in str(check.reason)
+    assert verifier.check(lambda x: [original(x)], FP32, everywhere=True).passed
+    ignoring, _ = verifier_of(flow, torch.randn(1, 5, 4, 4), faults="ignore")
+    assert ignoring.check(loses, FP32, everywhere=True).passed
+
+
 def test_a_fault_that_eager_hides_itself_need_not_be_kept() -> None:
     verifier, _ = verifier_of(Model(lambda m, x: torch.nan_to_num(x, 0.0, 0.0, 0.0)), X)
     assert verifier.check(lambda x: [torch.nan_to_num(x, 0.0, 0.0, 0.0)], FP32).passed

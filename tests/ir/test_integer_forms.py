@@ -1,0 +1,112 @@
+"""Integers in ONNX files, in ONNX Runtime: what eager refuses is refused, and large numbers are exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ampopt.engines.onnx_graph import OPSETS, model_of
+from ampopt.ir.graph import aten, calls
+from ampopt.ir.integer_forms import DIVISIONS, INDEXED, with_integer_forms
+from ampopt.ort.session import OnnxRunner, SessionError, SessionOptions
+from tests.helpers import Model, program_of
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+W = torch.randn(10, 3, generator=torch.Generator().manual_seed(0))
+IDS = torch.tensor([1, 2, 3])
+
+LOOK_UPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "embedding": lambda i: F.embedding(i, W),
+    "index_select": lambda i: W.index_select(0, i),
+    "gather": lambda i: W.gather(0, i[:, None].expand(3, 3)),
+    "scatter": lambda i: W.scatter(0, i[:, None], W[:3, :1]),
+    "scatter of a value": lambda i: W.scatter(0, i[:, None], 1.0),
+    "scatter_add": lambda i: W.scatter_add(0, i[:, None], W[:3, :1]),
+    "scatter_reduce": lambda i: W.scatter_reduce(0, i[:, None], W[:3, :1], "amax"),
+    "index_add": lambda i: W.index_add(0, i, W[:3]),
+    "index_copy": lambda i: W.index_copy(0, i, W[:3]),
+    "places": lambda i: W[i],
+    "places to be written": lambda i: W.index_put((i,), torch.zeros(3, 3)),
+    "take_along_dim": lambda i: W.take_along_dim(i[:, None], 0),
+}
+
+ARITHMETIC: dict[str, Callable[[Tensor], Tensor]] = {
+    "divided, down": lambda i: torch.div(i, 3, rounding_mode="floor"),
+    "divided, to zero": lambda i: torch.div(i, -3, rounding_mode="trunc"),
+    "divided by another, down": lambda i: torch.div(i, i.flip(0), rounding_mode="floor"),
+    "divided by another, to zero": lambda i: torch.div(i, -i.flip(0), rounding_mode="trunc"),
+    "divided by the operator": lambda i: i // 3,
+    "remainder": lambda i: i % 7,
+    "product": lambda i: i * 3 + 1,
+    "bounded below": lambda i: i.clamp(min=2),
+    "bounded above": lambda i: i.clamp_max(2),
+    "floats, down": lambda i: torch.div(i.float(), 3, rounding_mode="floor"),
+}
+
+
+def runner_of(function: Callable[[Tensor], Tensor], ids: Tensor) -> OnnxRunner:
+    import onnx_ir
+
+    graph = program_of(Model(lambda m, i: function(i)), ids).graph
+    model = model_of(graph, (ids,), OPSETS["onnxruntime"], ["x"], ["y"], ({},))
+    return OnnxRunner(onnx_ir.to_proto(model).SerializeToString(), SessionOptions())
+
+
+def answer_of(call: Callable[[], Tensor]) -> Tensor | None:
+    try:
+        return call()
+    except (IndexError, RuntimeError, SessionError):
+        return None
+
+
+@pytest.mark.parametrize("name", LOOK_UPS)
+def test_an_index_that_eager_refuses_is_refused(name: str) -> None:
+    runner, function = runner_of(LOOK_UPS[name], IDS), LOOK_UPS[name]
+    for value in (0, 9, 10, -1, -10, -11, 2**40):
+        ids = torch.tensor([1, value, 3])
+        expected = answer_of(lambda ids=ids: function(ids))  # type: ignore[misc]
+        found = answer_of(lambda ids=ids: torch.from_numpy(runner(ids.numpy())[0]))  # type: ignore[misc]
+        assert (found is None) == (expected is None), value
+        if expected is not None and found is not None:
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_integers_are_exact(name: str, dtype: torch.dtype) -> None:
+    function = ARITHMETIC[name]
+    runner = runner_of(function, IDS.to(dtype))
+    large = [2**24 + 1, 3 * (2**24 + 1)] + [2**53 + 1, -(2**40) - 1] * (dtype is torch.int64)
+    for value in (-7, -1, 5, *large):
+        ids = torch.tensor([1, value, -4], dtype=dtype)
+        torch.testing.assert_close(torch.from_numpy(runner(ids.numpy())[0]), function(ids), rtol=0, atol=0)
+
+
+def test_every_form_is_used_by_one_of_these() -> None:
+    functions: list[Any] = [*LOOK_UPS.values(), *ARITHMETIC.values()]
+    graph = program_of(Model(lambda m, i: tuple(f(i) for f in functions)), IDS).graph
+    used = {node.target for node in calls(graph, [*INDEXED, *DIVISIONS])}
+    assert INDEXED.keys() - used <= {aten.scatter.reduce, aten.scatter.value_reduce}  # PyTorch warns of them
+
+
+def test_other_graphs_and_constant_indices_are_left_alone() -> None:
+    plain = program_of(Model(lambda m, i: i + 1), IDS).graph
+    assert with_integer_forms(plain, (IDS,)) is plain
+    constant = program_of(Model(lambda m, x: x.index_select(0, m.i), i=IDS), W).graph
+    assert not any(calls(with_integer_forms(constant, (W,)), [aten.masked_fill.Scalar]))
+    floats = program_of(Model(lambda m, x: torch.div(x, 3, rounding_mode="floor")), W).graph
+    assert any(calls(with_integer_forms(floats, (W,)), DIVISIONS))
+
+
+def test_the_graph_that_is_given_stays_as_it_is() -> None:
+    graph = program_of(Model(lambda m, i: LOOK_UPS["embedding"](i)), IDS).graph
+    before = graph.code
+    with_integer_forms(graph, (IDS,))
+    assert graph.code == before
