@@ -30,8 +30,8 @@ from ampopt.system.turns import optimizing
 
 logger = logging.getLogger("ampopt")
 
-_OPTIONS = {field.name for field in dataclasses.fields(Options)} - {"outputs", "io"}
-"""Names of the options: a graph's results stay the caller's, and have the dtypes that they had."""
+_OPTIONS = {field.name for field in dataclasses.fields(Options)} - {"outputs", "io", "is_budget_given"}
+"""Names of the user's options: a graph's results stay the caller's, and have the dtypes that they had."""
 
 _graphs: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
 

@@ -212,9 +212,12 @@ def rename_dims(model: Any, dims: Dims) -> None:
     for value in _values(model.graph):
         if value.shape is None:
             continue
-        for index, size in enumerate(value.shape):
-            if isinstance(size, onnx_ir.SymbolicDim) and size.value is not None:
-                value.shape[index] = re.sub(r"\w+", lambda m: names.get(m[0], m[0]), str(size.value))
+        value.shape = onnx_ir.Shape(  # the one there may be frozen
+            re.sub(r"\w+", lambda m: names.get(m[0], m[0]), str(size.value))
+            if isinstance(size, onnx_ir.SymbolicDim) and size.value is not None
+            else size
+            for size in value.shape
+        )
 
 
 def _values(graph: Any) -> list[Any]:

@@ -81,7 +81,9 @@ class Check:
 def fresh_draw(example: Tensor, generator: torch.Generator) -> Tensor:
     """A new random tensor like an example: its shape, dtype, memory format, mean, deviation and range.
 
-    Integers and booleans are a permutation of the example's values, so that indices stay valid.
+    These are of the example's finite elements, and so are all that are drawn: a sensor's NaN and infinities
+    would spread, and nothing could be told of what they spoil. Integers and booleans are a permutation of the
+    example's values, so that indices stay valid.
     """
     if example.is_complex():
         return torch.view_as_complex(fresh_draw(torch.view_as_real(example.resolve_conj()), generator))
@@ -90,8 +92,9 @@ def fresh_draw(example: Tensor, generator: torch.Generator) -> Tensor:
         return example.flatten()[order.to(example.device)].reshape(example.shape)
     noise = torch.randn(example.shape, generator=generator, dtype=torch.float64).to(example.device)
     values = example.double()
+    values = values[torch.isfinite(values)]
     deviation = values.std() if values.numel() > 1 else torch.ones((), dtype=torch.float64)
-    drawn = noise * (deviation if deviation > 0 else 1.0) + values.mean()
+    drawn = noise * (deviation if deviation > 0 else 1.0) + (values.mean() if values.numel() else 0.0)
     if deviation > 0 and values.numel() > 1:
         drawn = drawn.clamp(values.min(), values.max())
     return torch.empty_like(example).copy_(drawn)  # it lies in memory as the example does

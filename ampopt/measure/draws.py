@@ -85,7 +85,7 @@ def faults_elsewhere(examples: Tensors, *, in_a_row: int) -> list[Draw]:
             continue
         channels = example.shape[1] if example.dim() > 2 else 1
         for channel in sorted({round(n * (channels - 1) / (CHANNELS - 1)) for n in range(CHANNELS)}):
-            spoilt = _with_element(example, math.nan, channel if channels > 1 else None)
+            spoilt = _with_element(_finite(example), math.nan, channel if channels > 1 else None)
             tensors = (*examples[:place], spoilt, *examples[place + 1 :])
             where = f" of channel {channel}" if channels > 1 else ""
             draws.append(Draw(f"NaN in one element{where} of input {place}", (tensors,) * in_a_row))
@@ -117,10 +117,16 @@ def _draws(examples: Tensors, ways: dict[str, Callable[[Tensor], Tensor]], in_a_
     if not any(_can_vary(example) for example in examples):
         return []
     made = {
-        name: tuple(way(example) if _can_vary(example) else example for example in examples)
+        name: tuple(way(_finite(example)) if _can_vary(example) else example for example in examples)
         for name, way in ways.items()
     }
     return [Draw(name, (tensors,) * in_a_row) for name, tensors in made.items()]
+
+
+def _finite(example: Tensor) -> Tensor:
+    """The example with 0 for NaN and infinities, which would spread, so that nothing could be told."""
+    spoilt = ~torch.isfinite(example)
+    return torch.empty_like(example).copy_(example).masked_fill_(spoilt, 0) if spoilt.any() else example
 
 
 def _is_whole(example: Tensor) -> bool:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ampopt.errors import InputError, first_line
 from ampopt.ir.capture import Captured
 from ampopt.ir.graph import decides_by_values, where
 from ampopt.ir.lane_io import original_of
@@ -123,6 +124,20 @@ class Verifier:
         self._integer_draws = integer_draws(inputs, in_a_row=in_a_row)
         self._fault_draws = fault_draws(inputs, in_a_row=in_a_row)
         self._faults_elsewhere = faults_elsewhere(inputs, in_a_row=in_a_row)
+        if metric is not None:
+            self._try_metric()
+
+    def _try_metric(self) -> None:
+        """Raise InputError where the user's metric cannot compare the original's own outputs."""
+        run = self.eager(FP32)
+        try:
+            self.check_metric(run)
+        except Exception as error:
+            raise InputError(
+                f"metric={self.metric!r} fails on the original's own outputs: {type(error).__name__}: "
+                f"{first_line(error)}. It gets the outputs and those of the original in float64, and returns "
+                "a number"
+            ) from error
 
     def call_original(self, model: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The original's flat outputs for flat input tensors, from a copy; the state is last in both."""
@@ -369,7 +384,8 @@ class Verifier:
                 if any(bool((torch.isfinite(r) & ~torch.isfinite(o)).any()) for o, r in pairs):
                     return Check(float("inf"), limit, "NaN or Inf where the original has none")
                 count = len(reference) - len(self.captured.state)
-                value = float(self.metric(restore(list(outputs[:count])), restore(reference[:count])))
+                mine, its = ([t.clone() for t in tensors[:count]] for tensors in (outputs, reference))
+                value = float(self.metric(restore(mine), restore(its)))  # it may write into them
                 worst = max(worst, value if value == value else float("inf"))
         reason = None if worst <= limit else f"the metric gives {worst:.3g}, over the tolerance {limit:.3g}"
         return Check(worst, limit, reason)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ampopt.deploy.runtime import OptimizedModule
-from ampopt.errors import AmpoptError, first_line
+from ampopt.errors import AmpoptError, InputError, first_line
 from ampopt.ir.capture import Captured
 from ampopt.ir.lanes import FP32, Lane, lanes_for
 from ampopt.ir.signature import describe
@@ -140,6 +140,8 @@ class Optimizer:
                 faults=options.nan,
             )
             found = notes_on(self._verifier)
+        except InputError:
+            raise  # of the user's metric
         except Exception as error:
             check_interrupted(error)
             self._why_not = f"nothing can be verified: {first_line(error)}"

@@ -17,9 +17,10 @@ from ampopt.search.trials import Progress, silent
 def progress_line(shown: bool | None, started: float, budget_s: float) -> Iterator[Progress]:
     """A callback that shows the present step in a line on standard error; the line is removed at the end.
 
-    `shown` None: only if standard error is a terminal.
+    `shown` None: only if standard error is a terminal. A program may have none, or a logger in its place.
     """
-    if shown is False or (shown is None and not sys.stderr.isatty()):
+    is_terminal = getattr(sys.stderr, "isatty", lambda: False)
+    if shown is False or sys.stderr is None or (shown is None and not is_terminal()):
         yield silent
         return
     with Console(stderr=True).status("capturing …") as status:

@@ -67,7 +67,6 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "samples": lambda v: _sampled(v, "bilinear", "zeros"),
     "bicubic samples with padding": lambda v: _sampled(v, "bicubic", "border"),
     "nearest samples": lambda v: _sampled(v, "nearest", "zeros"),
-    "samples with padding": lambda v: _sampled(v, "bilinear", "border"),
 }
 """Those that have a form of their own, and others of which the usual form has been found right."""
 

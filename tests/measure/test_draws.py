@@ -74,6 +74,13 @@ def test_ranges_are_the_scaled_the_constant_and_the_one_hot_example() -> None:
     }
 
 
+def test_ranges_of_a_spoilt_example_are_finite() -> None:
+    spoilt = torch.tensor([2.0, -math.inf, math.nan])
+    found = first_inputs(range_draws((spoilt,), in_a_row=1))
+    assert found["inputs x10"] == [20, 0, 0]
+    assert all(math.isfinite(number) for numbers in found.values() for number in numbers)
+
+
 @pytest.mark.parametrize(
     ("example", "largest"),
     [([2.0, -math.inf, math.nan], 2.0), ([0.0, 0.0, 0.0], 1.0), ([math.nan, math.inf, math.nan], 1.0)],

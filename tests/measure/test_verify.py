@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ampopt.errors import InputError
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.measure.verify import Verifier
 from tests.helpers import BF16, FP16, Model
-from tests.support.planted import captured_of
+from tests.support.planted import captured_of, optimize
 
 X = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
 
@@ -116,6 +118,42 @@ def test_a_metric_gets_the_models_own_structure_and_decides() -> None:
     wrong = verifier.check(lambda x: [-original(x)["logits"]], FP32)
     assert wrong.reason == "the metric gives 1, over the tolerance 0"
     assert not verifier.check(lambda x: [original(x)["logits"] * float("nan")], FP32).passed
+
+
+def test_a_metric_may_write_into_what_it_gets() -> None:
+    def in_place(outputs: Tensor, reference: Tensor) -> float:
+        reference -= outputs
+        return float(reference.abs().max())
+
+    verifier, original = verifier_of(deep(), X, metric=in_place, tolerance=1e-3)
+    for _ in range(3):
+        assert verifier.check(lambda x: [original(x)], FP32).passed
+
+
+@pytest.mark.parametrize(
+    ("metric", "reason"),
+    [
+        (lambda outputs, reference: outputs.flatten() @ reference.flatten(), "RuntimeError: .*dtype"),
+        (lambda outputs, reference: None, "TypeError: float.. argument must be"),
+        (lambda outputs, reference: outputs["logits"], "fails on the original's own outputs"),
+    ],
+)
+def test_a_metric_that_fails_is_the_users_to_mend(metric: Any, reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        verifier_of(deep(), X, metric=metric)
+    with pytest.raises(InputError, match="those of the original in float64"):
+        optimize(deep(), X, metric=metric)
+
+
+def test_a_spoilt_example_spoils_no_other_draw() -> None:
+    """A depth image has pixels without a number; where all depends on all, nothing else could be told."""
+    mixing = Model(lambda m, x: (x / (x.mean() + 3) * 60).cos())
+    spoilt = torch.randn(1, 1, 8, 8)
+    spoilt[0, 0, 3, 3], spoilt[0, 0, 4, 4] = math.nan, math.inf
+    verifier, original = verifier_of(mixing, spoilt)
+    assert all(torch.isfinite(draw.calls[0][0]).all() for draw in verifier.draws[1:])
+    assert not verifier.check(lambda x: [original(x * 1.01)], FP32).passed
+    assert verifier.check(lambda x: [original(x)], FP32, everywhere=True).passed
 
 
 def test_a_metric_that_gives_nan_is_not_passed() -> None:

@@ -30,3 +30,21 @@ def test_nothing_is_shown_where_nobody_looks(shown: bool | None, monkeypatch: py
     with progress_line(shown, 0.0, 60.0) as tell:
         tell("fp32", "compile")
     assert said.getvalue() == ""
+
+
+class _Logger:
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("shown", [True, None])
+@pytest.mark.parametrize("stream", [None, _Logger()])
+def test_a_program_may_have_no_standard_error_or_one_that_is_no_file(
+    shown: bool | None, stream: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    with progress_line(shown, 0.0, 60.0) as tell:
+        tell("fp32", "compile")
