@@ -135,12 +135,15 @@ class _Beside(fx.Interpreter):
             value = super().run_node(n)
             self._kinds[n] = value.dtype if isinstance(value, Tensor) else None
             return _wide(n.meta.get("exact", value))
-        exact = self._call(n, lambda source: pytree.tree_map(_wide, self.env[source]))
         with torch.no_grad():
             own = self._call(n, self._in_its_dtypes)
-            given = (
-                self._call(n, self._as_it_comes) if any(map(self._comes_low, n.all_input_nodes)) else exact
-            )
+        if _is_empty(own):  # of which float64's kernels may not be capable
+            exact = given = pytree.tree_map(_wide, own)
+        else:
+            exact = given = self._call(n, lambda source: pytree.tree_map(_wide, self.env[source]))
+            with torch.no_grad():
+                if any(map(self._comes_low, n.all_input_nodes)):
+                    given = self._call(n, self._as_it_comes)
         self._kinds[n] = pytree.tree_map(lambda leaf: getattr(leaf, "dtype", None), own)
         self._compare(n, own, exact, given)
         if self._keep and _is_rounded(exact):
@@ -205,6 +208,11 @@ def _magnitude(value: Any) -> float:
             finite = leaf.detach()[torch.isfinite(leaf)]
             largest = max(largest, float(finite.abs().max())) if finite.numel() else largest
     return largest
+
+
+def _is_empty(value: Any) -> bool:
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return bool(tensors) and all(tensor.numel() == 0 for tensor in tensors)
 
 
 def _is_rounded(leaf: Any) -> bool:

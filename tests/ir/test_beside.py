@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,21 @@ def test_complex_numbers_between_real_ones_are_rounded_as_the_graph_does() -> No
     seen = observe(program, [(X[0, 0],)])
     assert seen["abs_1"].gives == {torch.float32}
     assert 0 < seen["abs_1"].error < 1e-6
+
+
+def test_a_result_without_elements_is_not_asked_for_in_float64() -> None:
+    """Whose kernels refuse some that float32's give."""
+    x = torch.randn(2, 4, 2, 7)
+    conv = nn.ConvTranspose2d(4, 4, 1, padding=(1, 0))
+    model = Model(lambda m, x: (m.linear(x), m.conv(x)), linear=nn.Linear(7, 3), conv=conv)
+    assert model(x)[1].shape == (2, 4, 0, 7)
+    with pytest.raises(RuntimeError, match="Output size is too small"):
+        copy.deepcopy(model).double()(x.double())
+    program = baked(model, x)
+    exact, empty = exact_outputs(program, [x])
+    assert exact.dtype is empty.dtype is torch.float64
+    assert empty.shape == (2, 4, 0, 7)
+    assert contributions(program, [(x,)]).keys() == {"linear"}
 
 
 def test_the_largest_value_is_that_of_float64_where_the_call_overflows() -> None:
