@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
@@ -179,7 +181,7 @@ def behaviour_of(
         for name, buffer in buffers.items():
             set_buffer(module, name, buffer.detach().clone())
         with untouched_rng(device):
-            _seed(seed, device)
+            seed_all(seed, device)
             tensors, layout = flatten_outputs(module(*called_args, **called_kwargs))
         for place, (value, now) in enumerate(zip(values, given, strict=True)):
             if isinstance(value, Tensor) and not same_tensor(value, now):
@@ -238,7 +240,10 @@ class _Noting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _seed(seed: int, device: torch.device) -> None:
+def seed_all(seed: int, device: torch.device) -> None:
+    """Seed the generators that `untouched_rng` keeps: PyTorch's, Python's and NumPy's."""
+    random.seed(seed)
+    np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
