@@ -97,7 +97,7 @@ def capture(
     if isinstance(model, LaneIO):
         entered, named = model.entered(args, kwargs)
         inside = capture(model.model, entered, named, device, lift_state=lift_state)
-        return _from_outside(inside, model, flatten_call(args, kwargs)[0])
+        return _from_outside(inside, model, normal_form(flatten_call(args, kwargs)[0]))
     leaves, spec = flatten_call(args, kwargs)
     kind = type(model).__name__
     try:

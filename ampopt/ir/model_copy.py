@@ -111,7 +111,8 @@ def device_of(model: nn.Module, leaves: Sequence[Any]) -> torch.device:
 def untouched_rng(device: torch.device) -> Iterator[None]:
     """Restore the random generators after the block: PyTorch's of the CPU and the device, Python's, NumPy's.
 
-    If blocks overlap in several threads, the last one to end restores the state before the first.
+    If blocks overlap in several threads, the last one to end restores the state before the first. Numbers
+    that other threads draw meanwhile may be drawn again.
     """
     generators = [_PYTHONS, _NUMPYS, _of_torch(torch.default_generator)]
     if device.type == "cuda":

@@ -138,6 +138,19 @@ def test_a_lane_io_keeps_a_tensor_that_is_given_twice() -> None:
 
 
 @pytest.mark.parametrize("example", [(X, X), (X, Y)], ids=["once", "twice"])
+def test_a_program_in_a_lanes_dtype_answers_both_however_they_are_given(
+    example: tuple[Tensor, Tensor],
+) -> None:
+    model = Stereo()
+    args, _ = (around := LaneIO.of_call(model, example, {}, torch.bfloat16)).outside(example, {})
+    fast, low = module_of(around, *args), (X.bfloat16(), Y.bfloat16())
+    for a, b in ((low[0], low[1]), (low[0], low[0])):
+        assert torch.allclose(fast(a, b).float(), model(a.float(), b.float()), atol=0.05)
+    health = fast.health
+    assert (health.late_captures, health.served_by_original) == (0, 0)
+
+
+@pytest.mark.parametrize("example", [(X, X), (X, Y)], ids=["once", "twice"])
 def test_a_model_that_uses_both_is_answered_by_one_program_however_they_are_given(
     example: tuple[Tensor, Tensor],
 ) -> None:
@@ -232,7 +245,10 @@ MASK = torch.ones(1, 1, 8, 8, dtype=torch.bool)
         (torch.tensor(2.0), 3.0),
         (None, nn.Parameter(torch.ones(1))),
     ],
-    ids=str,
+    ids=[
+        *("a mask", "no mask", "a tensor", "a tensor for an int", "a float for an int", "a bool for an int"),
+        *("NumPy's double", "NumPy's single", "a number for a tensor", "a parameter"),
+    ],
 )
 def test_an_argument_of_another_kind_makes_another_call(example: Any, other: Any) -> None:
     model = Masked()
