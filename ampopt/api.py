@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.engines.cuda_graphs import Outputs
@@ -28,7 +27,7 @@ from ampopt.ir.capture import capture
 from ampopt.ir.lane_io import LaneIO, original_of, with_own_dtypes
 from ampopt.ir.model_copy import device_of, exact_copy, note_writes, private_copy, untouched_rng
 from ampopt.ir.settings import autocast_scope
-from ampopt.ir.signature import flatten_call
+from ampopt.ir.signature import flatten_call, map_tensors
 from ampopt.measure.report import CALLED_NOW
 from ampopt.measure.verify import Faults, Metric
 from ampopt.search.infer import infer_inputs
@@ -333,16 +332,16 @@ def prepare_call(
 
     dtype = None if options is None else options.io_dtype(target)
 
-    def own(leaf: Any) -> Any:
-        return leaf.detach().to(target).clone() if isinstance(leaf, Tensor) else leaf
+    def own(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(target).clone()
 
     try:
         with torch.inference_mode(mode=False), torch.no_grad():  # what is made in that mode stays so
-            args, kwargs = pytree.tree_map(own, (args, dict(kwargs)))
+            args, kwargs = map_tensors(own, args, kwargs)
             if dtype is not None:
                 args, kwargs = with_own_dtypes(original, args, kwargs, dtype)
             with untouched_rng(target), autocast_scope(target, None):
-                seen_args, seen_kwargs = pytree.tree_map(own, (args, kwargs))  # the model may write to them
+                seen_args, seen_kwargs = map_tensors(own, args, kwargs)  # the model may write to them
                 called = exact_copy(original)
                 called(*seen_args, **seen_kwargs)
                 note_writes(original, called)

@@ -29,8 +29,10 @@ from ampopt.deploy.runtime import OptimizedModule
 from ampopt.engines.executable import executable
 from ampopt.errors import AmpoptError, BundleError, InputError
 from ampopt.ir.capture import Captured
+from ampopt.ir.keywords import in_order
 from ampopt.ir.lane_io import FLOATING, LaneIO
 from ampopt.ir.lanes import lane_of
+from ampopt.ir.normal_form import is_normal
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.plain_tensors import check_plain
 from ampopt.ir.program import Program
@@ -91,6 +93,7 @@ class LoadedModel:
 
         Raises InputError for calls of another signature.
         """
+        kwargs = in_order(kwargs, self.captured.by_name)
         leaves, spec = flatten_call(args, kwargs)
         try:
             check_plain(tensors_of(leaves))
@@ -125,6 +128,8 @@ class LoadedModel:
         own = self.captured
         if spec != own.spec:
             return f"its arguments are {own.spec}, and these are {spec}"
+        if own.all_differ and not is_normal(leaves):
+            return "it takes no tensor twice: its results depend on which of its arguments are the same"
         for mine, theirs in zip(own.leaves, leaves, strict=True):
             if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
                 if (mine.shape, mine.dtype, mine.device) != (theirs.shape, theirs.dtype, theirs.device):

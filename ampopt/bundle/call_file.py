@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from ampopt.bundle.stored_values import array, decode_value, encode_value, members, named, refuse, tagged
 from ampopt.errors import BundleError, ExportError
 from ampopt.ir.capture import Captured
+from ampopt.ir.keywords import in_order
 from ampopt.ir.program import Program
 from ampopt.ir.signature import OutputLayout, flatten_call, flatten_outputs
 
@@ -40,15 +41,22 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 def write_call(captured: Captured) -> dict[str, Any]:
     """The structure of a model's call and result as JSON, with every value that is not a tensor.
 
+    Keyword arguments whose order the model sees are a third part of the arguments. `all_differ` is there,
+    and true, only where no tensor may be given twice.
     The written data is read back as a check. Raises ExportError for containers and values that a file cannot
     hold.
     """
     device, mark = captured.program.device, torch.empty(0)
     result = [mark if leaf is OutputLayout.TENSOR else leaf for leaf in captured.layout.template]
+    args, kwargs = pytree.tree_unflatten(captured.leaves, captured.spec)
+    rest = {name: value for name, value in kwargs.items() if name not in captured.by_name}
+    named = {name: value for name, value in kwargs.items() if name in captured.by_name}
     data = {
-        "arguments": _encode(pytree.tree_unflatten(captured.leaves, captured.spec), device, "arguments"),
+        "arguments": _encode((args, named, rest) if len(rest) > 1 else (args, kwargs), device, "arguments"),
         "result": _encode(pytree.tree_unflatten(result, captured.layout.spec), device, "result"),
     }
+    if captured.all_differ:
+        data["all_differ"] = True
     try:
         read_call(data, captured.program)
     except BundleError as error:
@@ -86,12 +94,19 @@ def read_call(data: object, program: Program, types: Sequence[type] = ()) -> Cap
     `types` are the caller's own namedtuples, known by name and fields. Raises BundleError for data that
     `write_call` does not write, and if the number of tensors differs from the program's.
     """
-    arguments, result = members(data, ("arguments", "result"), FILE)
+    all_differ = isinstance(data, dict) and data.get("all_differ") is True
+    arguments, result, *_ = members(data, ("arguments", "result", *(["all_differ"] * all_differ)), FILE)
     call = _decode(arguments, program.device, types, f"{FILE}, arguments")
-    args, kwargs = call if type(call) is tuple and len(call) == 2 else (None, None)
-    if type(args) is not tuple or type(kwargs) is not dict or not all(type(key) is str for key in kwargs):
+    args, *parts = call if type(call) is tuple and call else (None,)
+    names = [name for part in parts if type(part) is dict for name in part]
+    are_dicts = len(parts) in (1, 2) and all(type(part) is dict for part in parts)
+    if type(args) is not tuple or not are_dicts or not all(type(name) is str for name in names):
         refuse(f"{FILE}, arguments", "expected positional and keyword arguments")
-    leaves, spec = flatten_call(args, kwargs)
+    if len(set(names)) != len(names):
+        refuse(f"{FILE}, arguments", "an argument with two values")
+    by_name = frozenset(parts[0])
+    kwargs = {name: value for part in parts for name, value in part.items()}
+    leaves, spec = flatten_call(args, in_order(kwargs, by_name))
     tensors, layout = flatten_outputs(_decode(result, program.device, types, f"{FILE}, result"))
     for what, marks, own in (
         ("arguments", [leaf for leaf in leaves if isinstance(leaf, Tensor)], program.examples),
@@ -101,7 +116,7 @@ def read_call(data: object, program: Program, types: Sequence[type] = ()) -> Cap
             refuse(f"{FILE}, {what}", f"{len(marks)} tensors, while the program has {len(own)}")
     examples = iter(program.examples)
     leaves = [next(examples) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return Captured(program, spec, tuple(leaves), layout)
+    return Captured(program, spec, tuple(leaves), layout, by_name=by_name, all_differ=all_differ)
 
 
 def _decode(data: object, device: torch.device, types: Sequence[type], where: str, depth: int = 0) -> Any:

@@ -35,6 +35,7 @@ from ampopt.errors import ExportError, InputError
 from ampopt.ir.capture import Captured
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.model_hash import model_hash
+from ampopt.ir.normal_form import tells_equal_from_same
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Family, Recipe, replay
 from ampopt.measure.clocks import latency
@@ -99,6 +100,7 @@ def save_bundle(
     lanes = {recipe.lane, *([HALF] if precision == "fp16" else [])}
     tolerance = recipe.tolerance if recipe.metric is None else None
     test = _self_test(verifier, inputs, outputs, lanes, tolerance)
+    all_differ = tells_equal_from_same(original, captured.leaves, captured.spec, captured.program.device)
     data, weights = write_program(captured.program)
     program = {"program": data, "recipe": write_recipe(recipe.passes)}
     files: dict[str, bytes | Path] = {
@@ -120,7 +122,7 @@ def save_bundle(
         "tolerance": test.tolerance,
         "latency": _latency(module, captured),
         "fingerprint": environment(captured.program.device),
-        "call": write_call(captured),
+        "call": write_call(dataclasses.replace(captured, all_differ=all_differ)),
     }
     with tempfile.TemporaryDirectory(prefix="ampopt-") as folder:
         if precision is not None:

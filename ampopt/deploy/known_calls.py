@@ -163,7 +163,7 @@ class KnownCalls:
         key = self.key(leaves, spec)
         self._served[key] = served
         self.failures.pop(key, None)
-        single = len(leaves) == 1 and isinstance(leaves[0], Tensor) and spec == _ONE_TENSOR
+        single = len(leaves) == 1 and type(leaves[0]) is Tensor and spec == _ONE_TENSOR
         if single and served.layout is not None and not self._has_layout_keys:
             self._single[tensor_key(leaves[0])] = _Single(_way(served, leaves[0]), served.layout.restore, key)
         while self.programs > self.max_programs:

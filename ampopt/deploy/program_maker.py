@@ -22,10 +22,11 @@ from ampopt.ir.capture import Captured, capture
 from ampopt.ir.graph import forget_unrounded
 from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.ir.narrow_convs import why_it_may_crash
+from ampopt.ir.normal_form import true_copy, why_not_normal
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.program import Program
 from ampopt.ir.settings import Settings
-from ampopt.ir.signature import flatten_outputs, tensors_of
+from ampopt.ir.signature import flatten_outputs, map_tensors, tensors_of
 from ampopt.ir.transform import Pass, replay
 from ampopt.measure.verify import Verifier
 from ampopt.system.process_state import process_kept
@@ -76,9 +77,13 @@ class ProgramMaker:
 
     def try_original(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise the original's own error if the original cannot run a call."""
-        args, kwargs = detached(args, kwargs)
+        args, kwargs = map_tensors(true_copy, args, kwargs)  # it may write to them
         with torch.no_grad(), untouched_rng(self._device):
             self.original()(*args, **kwargs)
+
+    def why_not_normal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+        """Why a program cannot answer a call that is not in normal form; see `ampopt.ir.normal_form`."""
+        return why_not_normal(self._optimized.original, args, kwargs, self._device)
 
     def executable(self, program: Program) -> Executable:
         """The program's executable on this machine."""
@@ -171,10 +176,7 @@ class ProgramMaker:
 def detached(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, detached from autograd."""
 
-    def detach(leaf: Any) -> Any:
-        return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
-
-    return pytree.tree_map(detach, args), pytree.tree_map(detach, dict(kwargs))
+    return map_tensors(lambda tensor: tensor.detach() if tensor.requires_grad else tensor, args, kwargs)
 
 
 def _ordinary(tensor: Tensor) -> Tensor:
@@ -188,7 +190,4 @@ def _ordinary(tensor: Tensor) -> Tensor:
 
 
 def _all_ordinary(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def ordinary(leaf: Any) -> Any:
-        return _ordinary(leaf) if isinstance(leaf, Tensor) else leaf
-
-    return pytree.tree_map(ordinary, args), pytree.tree_map(ordinary, dict(kwargs))
+    return map_tensors(_ordinary, args, kwargs)

@@ -23,6 +23,8 @@ from ampopt.engines.cuda_graphs import Outputs
 from ampopt.engines.executable import Executable
 from ampopt.errors import AmpoptError, InputError, StrictError, is_passing
 from ampopt.ir.capture import Captured
+from ampopt.ir.keywords import in_order
+from ampopt.ir.normal_form import is_normal, normal_form
 from ampopt.ir.plain_tensors import (
     check_no_derivatives,
     check_plain,
@@ -69,9 +71,13 @@ class OptimizedModule(Deployable):
     With `io="lane"` floating-point tensors have the lane's dtype instead, whoever answers: `original` is then
     a `LaneIO`.
 
-    A call is answered by a program made for its shapes, dtypes, device and other arguments. The first call
-    with other ones makes a new program (same passes, except those that take seconds to apply; verified again)
-    and logs this. At most `max_shapes` programs are kept, and the least recently used is removed first. After
+    A call is answered by a program made for its shapes, dtypes, device and other arguments, and for their
+    order where the model's code can see it (`**sensors`, a dict). A call that gives one tensor twice, or one
+    of a class of its own, is answered by the program for separate plain tensors, if copies of the original
+    give the same result for both; else by the original. The first call with other ones makes a new program
+    (same passes, except those that take seconds to apply; verified again) and logs this.
+
+    At most `max_shapes` programs are kept, and the least recently used is removed first. After
     `max_captures` such first calls the original model answers instead, and the reason is logged. `prepare`
     makes programs ahead of time. State in the model's buffers is kept between calls by the module, for all
     programs together, see `reset_state`. Thread-safe. `report` lists each decision with its reason, `health`
@@ -198,6 +204,8 @@ class OptimizedModule(Deployable):
         return without_derivatives(result, flatten_call(args, kwargs)[0])
 
     def _general(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if kwargs:
+            kwargs = in_order(kwargs, self._optimized.captured.by_name)
         leaves, spec = flatten_call(args, kwargs)
         tensors = tensors_of(leaves)
         self._refusing(lambda: check_plain(tensors), "a tensor that is not plain")
@@ -266,16 +274,25 @@ class OptimizedModule(Deployable):
         return found
 
     def _check(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> None:
-        """Raise InputError where the tensors are on another device; or of other dtypes, if places agree."""
+        """Raise InputError where tensors are on another device, or of other dtypes at the same places."""
         own = self._optimized.captured
-        check_same_call(
-            tensors_of(own.leaves), tensors_of(leaves), self.program.device, dtypes=spec == own.spec
-        )
+        check_same_call(own.leaves if spec == own.spec else (), leaves, self.program.device)
 
     def _serve(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Any], spec: pytree.TreeSpec
     ) -> Served | _Refusal:
-        """Find or make what answers a call that was not seen before."""
+        """Find or make what answers a call that was not seen before.
+
+        A program answers a call as it answers its normal form, where the original does so, too.
+        """
+        if not is_normal(leaves):
+            self._maker.try_original(args, kwargs)  # its own error is raised
+            if reason := self._maker.why_not_normal(args, kwargs):
+                return _Refusal(reason, may_pass=False)
+            plain = normal_form(leaves)
+            args, kwargs = pytree.tree_unflatten(plain, spec)
+            found = self._calls.find(plain, spec) or self._serve(args, kwargs, plain, spec)
+            return found if isinstance(found, _Refusal) else self._calls.remember(leaves, spec, found)
         known = self._calls.of_any_strides(leaves, spec)
         if known is not None:
             if self._maker.holds(known, leaves):
@@ -331,6 +348,7 @@ class OptimizedModule(Deployable):
 
     def prepare_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """`prepare` for one call with positional and keyword arguments."""
+        kwargs = in_order(kwargs, self._optimized.captured.by_name)
         leaves, spec = flatten_call(args, kwargs)
         check_plain(tensors_of(leaves))
         self._check(leaves, spec)
@@ -343,7 +361,17 @@ class OptimizedModule(Deployable):
         calls = self._calls
         with calls.lock:
             served = calls.find(leaves, spec)
-            if served is None or served.layout is None:
+            if served is not None and served.layout is not None:
+                return
+            if not is_normal(leaves):
+                if reason := self._maker.why_not_normal(args, kwargs):
+                    raise InputError(f"only the original can answer the call to prepare: {reason}")
+                plain = normal_form(leaves)
+                self.prepare_call(*pytree.tree_unflatten(plain, spec))
+                found = calls.find(plain, spec)
+                assert found is not None
+                calls.remember(leaves, spec, found)
+            else:
                 made = self._maker.make(args, kwargs, self._optimized.recipe.passes)
                 calls.max_programs = max(calls.max_programs, calls.programs + 1)
                 calls.admit(made)

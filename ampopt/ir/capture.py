@@ -19,10 +19,12 @@ from torch.utils import _pytree as pytree
 
 from ampopt.errors import CaptureError
 from ampopt.ir.capturing import capturing
-from ampopt.ir.lane_io import LaneIO
+from ampopt.ir.keywords import in_order, taken_by_name
+from ampopt.ir.lane_io import LaneIO, original_of
 from ampopt.ir.lowering import lower
 from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.ir.model_state import Behaviour, behaviour_of
+from ampopt.ir.normal_form import is_normal, normal_form, why_not_normal
 from ampopt.ir.program import Border, Program
 from ampopt.ir.settings import autocast_scope
 from ampopt.ir.signature import OutputLayout, flatten_call, flatten_outputs, tensors_of
@@ -43,6 +45,10 @@ class Captured:
     """The example call's leaves; a call whose leaves differ, except tensors, needs another program."""
     layout: OutputLayout
     state: tuple[str, ...] = ()
+    by_name: frozenset[str] = frozenset()
+    """Keyword arguments whose order the model cannot see, see `ampopt.ir.keywords`."""
+    all_differ: bool = False
+    """Of a program without the original: whether it answers only calls that give no tensor twice."""
 
     @property
     def initial_state(self) -> tuple[Tensor, ...]:
@@ -83,16 +89,23 @@ def capture(
     With `lift_state`, buffers that the call writes become inputs and outputs. Raises CaptureError with the
     reason if the model cannot be one graph, or if its results depend on more than its inputs: it keeps a
     state elsewhere, or draws random numbers. A `LaneIO` is captured as the model inside it, with its
-    conversions as the program's borders.
+    conversions as the program's borders. The captured call is the normal form of this one (see
+    `ampopt.ir.normal_form`), with its keyword arguments in order (`ampopt.ir.keywords`).
     """
+    by_name = taken_by_name(original_of(model))
+    kwargs = in_order(kwargs, by_name)
     if isinstance(model, LaneIO):
         entered, named = model.entered(args, kwargs)
         inside = capture(model.model, entered, named, device, lift_state=lift_state)
-        return _from_outside(inside, model, flatten_call(args, kwargs)[0])
+        return _from_outside(inside, model, normal_form(flatten_call(args, kwargs)[0]))
     leaves, spec = flatten_call(args, kwargs)
-    positional, named, kind = tuple(args), dict(sorted(kwargs.items())), type(model).__name__
+    kind = type(model).__name__
     try:
         with capturing(), _plain_world(device), untouched_rng(device), older_flags_readable():
+            if not is_normal(leaves) and (reason := why_not_normal(model, args, kwargs, device)):
+                raise CaptureError(f"{kind} is more than its graph: {reason}")
+            leaves = normal_form(leaves)
+            positional, named = pytree.tree_unflatten(leaves, spec)
             behaviour = behaviour_of(model, positional, named, device)
             _check_behaviour(model, behaviour, lift_state=lift_state)  # an export may leave fakes in a global
             exported = _export(working_copy(model), positional, named)
@@ -103,7 +116,7 @@ def capture(
     try:
         with capturing(), _plain_world(device), untouched_rng(device), older_flags_readable():
             graph, state = lower(exported)
-            result = working_copy(model)(*args, **kwargs)
+            result = working_copy(model)(*positional, **named)
     except CaptureError:
         raise
     except Exception as error:
@@ -124,7 +137,7 @@ def capture(
         exit=tuple(Border(t.dtype) for t in (*outputs, *buffers)),
         device=device,
     )
-    return Captured(program, spec, tuple(leaves), layout, state)
+    return Captured(program, spec, tuple(leaves), layout, state, by_name)
 
 
 def _from_outside(captured: Captured, border: LaneIO, leaves: Sequence[Any]) -> Captured:

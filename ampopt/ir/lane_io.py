@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ampopt.errors import InputError
-from ampopt.ir.signature import flatten_call, flatten_outputs
+from ampopt.ir.keywords import in_order, taken_by_name
+from ampopt.ir.signature import flatten_call, flatten_outputs, map_tensors
 
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """The dtypes that are converted: complex numbers, integers and quantized ones are not."""
@@ -44,6 +45,7 @@ class LaneIO(nn.Module):
         self.model, self.dtype, self.spec, self.own = model, dtype, spec, tuple(own)
         known = [each for each in self.own if each is not None]
         self._widest = functools.reduce(torch.promote_types, known) if known else None
+        self._by_name = taken_by_name(model)
         self.training = model.training
 
     @classmethod
@@ -51,7 +53,7 @@ class LaneIO(nn.Module):
         cls, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
     ) -> LaneIO:
         """Around a model that takes the dtypes of this call."""
-        leaves, spec = flatten_call(args, kwargs)
+        leaves, spec = flatten_call(args, in_order(kwargs, taken_by_name(model)))
         return cls(model, dtype, spec, [leaf.dtype if _is_floating(leaf) else None for leaf in leaves])
 
     def around(self, model: nn.Module) -> LaneIO:
@@ -69,13 +71,20 @@ class LaneIO(nn.Module):
 
     def entered(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """A call with the tensors in `dtype` converted to the dtypes that the model itself takes."""
-        leaves, spec = flatten_call(args, kwargs)
+        leaves, spec = flatten_call(args, in_order(kwargs, self._by_name))
         own = self.own if spec == self.spec else (self._widest,) * len(leaves)
-        converted = [
-            leaf.to(wanted) if wanted is not None and _has_dtype(leaf, self.dtype) else leaf
-            for leaf, wanted in zip(leaves, own, strict=True)
-        ]
-        return pytree.tree_unflatten(converted, spec)  # type: ignore[no-any-return]
+        made: dict[object, Tensor] = {}  # what is given twice stays one tensor
+
+        def converted(leaf: Any, wanted: torch.dtype | None) -> Any:
+            if wanted is None or not _has_dtype(leaf, self.dtype):
+                return leaf
+            key = id(leaf), wanted
+            if key not in made:
+                made[key] = leaf.to(wanted)
+            return made[key]
+
+        entered = [converted(leaf, wanted) for leaf, wanted in zip(leaves, own, strict=True)]
+        return pytree.tree_unflatten(entered, spec)  # type: ignore[no-any-return]
 
     def outside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """A call of the model itself as a call of this module, with every floating-point tensor in `dtype`.
@@ -83,7 +92,7 @@ class LaneIO(nn.Module):
         Raises InputError for numbers that are beyond the range of `dtype`.
         """
 
-        def lowered(leaf: Any) -> Any:
+        def lowered(leaf: Tensor) -> Tensor:
             if not _is_floating(leaf):
                 return leaf
             low = leaf.to(self.dtype)
@@ -96,7 +105,7 @@ class LaneIO(nn.Module):
                 )
             return low
 
-        return pytree.tree_map(lowered, (tuple(args), dict(kwargs)))  # type: ignore[no-any-return]
+        return map_tensors(lowered, args, kwargs)
 
     def border(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that an output of the model's `dtype` leaves in."""
@@ -130,10 +139,10 @@ def with_own_dtypes(
     weights = (t.dtype for t in (*model.parameters(), *model.buffers()) if _is_floating(t))
     own = next(weights, dtype)
 
-    def raised(leaf: Any) -> Any:
+    def raised(leaf: Tensor) -> Tensor:
         return leaf.to(own) if _has_dtype(leaf, dtype) else leaf
 
-    return pytree.tree_map(raised, (tuple(args), dict(kwargs)))  # type: ignore[no-any-return]
+    return map_tensors(raised, args, kwargs)
 
 
 def _is_floating(value: Any) -> bool:

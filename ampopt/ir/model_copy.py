@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import random
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -106,18 +109,36 @@ def device_of(model: nn.Module, leaves: Sequence[Any]) -> torch.device:
 
 @contextlib.contextmanager
 def untouched_rng(device: torch.device) -> Iterator[None]:
-    """Restore PyTorch's random generators, of the CPU and the device, after the block.
+    """Restore the random generators after the block: PyTorch's of the CPU and the device, Python's, NumPy's.
 
-    If blocks overlap in several threads, the last one to end restores the state before the first.
+    If blocks overlap in several threads, the last one to end restores the state before the first. Numbers
+    that other threads draw meanwhile may be drawn again.
     """
-    generators = [torch.default_generator]
+    generators = [_PYTHONS, _NUMPYS, _of_torch(torch.default_generator)]
     if device.type == "cuda":
         torch.cuda.init()
-        generators.append(torch.cuda.default_generators[_index(device)])
+        generators.append(_of_torch(torch.cuda.default_generators[_index(device)]))
     with contextlib.ExitStack() as stack:
         for generator in generators:
             stack.enter_context(_untouched(generator))
         yield
+
+
+@dataclasses.dataclass(frozen=True)
+class _Generator:
+    """A random generator of the process: what it is known by, and how its state is read and set."""
+
+    key: object
+    get_state: Callable[[], Any] = dataclasses.field(compare=False)
+    set_state: Callable[[Any], object] = dataclasses.field(compare=False)
+
+
+_PYTHONS = _Generator("random", random.getstate, random.setstate)
+_NUMPYS = _Generator("numpy.random", np.random.get_state, np.random.set_state)
+
+
+def _of_torch(generator: torch.Generator) -> _Generator:
+    return _Generator(generator, generator.get_state, generator.set_state)
 
 
 def _index(device: torch.device) -> int:
@@ -125,12 +146,12 @@ def _index(device: torch.device) -> int:
 
 
 _lock = threading.Lock()
-_blocks: dict[torch.Generator, tuple[int, Tensor]] = {}
+_blocks: dict[_Generator, tuple[int, Any]] = {}
 """For each generator that is put back: how many blocks go on, and its state before the first of them."""
 
 
 @contextlib.contextmanager
-def _untouched(generator: torch.Generator) -> Iterator[None]:
+def _untouched(generator: _Generator) -> Iterator[None]:
     with _lock:
         state = generator.get_state()
         count, first = _blocks.get(generator, (0, state))

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
@@ -29,7 +31,7 @@ from ampopt.ir.model_copy import (
     working_copy,
 )
 from ampopt.ir.numerics import fresh_draw, least_error, relative_error, rounded_anew
-from ampopt.ir.signature import flatten_call, flatten_outputs
+from ampopt.ir.signature import copied, flatten_call, flatten_outputs, map_tensors
 
 _DEEPEST = 40
 """Nesting of objects that is looked into."""
@@ -174,12 +176,12 @@ def behaviour_of(
     others, buffers = _other_leaves(leaves), dict(model.named_buffers(remove_duplicate=False))
 
     def answers(module: nn.Module, values: Sequence[Any], seed: int) -> list[Any]:
-        given = [_copied(value) for value in values]
-        called_args, called_kwargs = pytree.tree_unflatten(given, spec)
+        called_args, called_kwargs = map_tensors(copied, *pytree.tree_unflatten(list(values), spec))
+        given = flatten_call(called_args, called_kwargs)[0]
         for name, buffer in buffers.items():
             set_buffer(module, name, buffer.detach().clone())
         with untouched_rng(device):
-            _seed(seed, device)
+            seed_all(seed, device)
             tensors, layout = flatten_outputs(module(*called_args, **called_kwargs))
         for place, (value, now) in enumerate(zip(values, given, strict=True)):
             if isinstance(value, Tensor) and not same_tensor(value, now):
@@ -201,8 +203,8 @@ def behaviour_of(
     repeated = [answers(one, leaves, 3), answers(other, leaves, 4), answers(other, leaves, 5)]
     written |= {*differences(model, one), *differences(model, other)}
     places = sorted(place for place in written if str(place) not in buffers)
-    apart = max(_apart(first, answer) for answer in repeated)
-    if apart > 1.0 and apart > _moved_by_rounding(model, first, lambda m: answers(m, leaves, 1)):
+    worst = max(apart(first, answer) for answer in repeated)
+    if worst > 1.0 and worst > moved_by_rounding(model, first, lambda m: answers(m, leaves, 1)):
         return Behaviour(_accuse(first, repeated, places, noted.operator))
     if places:
         third = working_copy(model)
@@ -238,7 +240,10 @@ class _Noting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _seed(seed: int, device: torch.device) -> None:
+def seed_all(seed: int, device: torch.device) -> None:
+    """Seed the generators that `untouched_rng` keeps: PyTorch's, Python's and NumPy's."""
+    random.seed(seed)
+    np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
@@ -249,18 +254,17 @@ def _other_leaves(leaves: Sequence[Any]) -> list[Any]:
     return [fresh_draw(leaf, generator) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
 def set_buffer(module: nn.Module, name: str, value: Tensor) -> None:
     """Replace the buffer with the dotted name `name` by a tensor."""
     owner, _, attribute = name.rpartition(".")
     module.get_submodule(owner)._buffers[attribute] = value
 
 
-def _apart(first: Sequence[Any], second: Sequence[Any]) -> float:
-    """How far two answers are apart, in units of what one rounding may do to an output."""
+def apart(first: Sequence[Any], second: Sequence[Any]) -> float:
+    """How far two answers are apart, in units of what one rounding may do to an output.
+
+    An answer is a model's output tensors, and last whatever else is in its result.
+    """
     if len(first) != len(second) or repr(first[-1]) != repr(second[-1]):
         return math.inf
     worst = 0.0
@@ -270,7 +274,7 @@ def _apart(first: Sequence[Any], second: Sequence[Any]) -> float:
     return worst
 
 
-def _moved_by_rounding(model: nn.Module, first: Sequence[Any], answer: Call) -> float:
+def moved_by_rounding(model: nn.Module, first: Sequence[Any], answer: Call) -> float:
     """How far an answer moves where the weights are rounded anew, in the same units, at most 2 % of it."""
     worst = 0.0
     for seed in range(ROUNDINGS):
@@ -279,7 +283,7 @@ def _moved_by_rounding(model: nn.Module, first: Sequence[Any], answer: Call) -> 
         with torch.no_grad():
             for tensor in moved.parameters():
                 tensor.copy_(rounded_anew(tensor, torch.float32, generator))
-        worst = max(worst, _apart(first, answer(moved)))
+        worst = max(worst, apart(first, answer(moved)))
     return min(worst, FP32.limits.largest / FP32.limits.always)
 
 
@@ -299,8 +303,8 @@ def _accuse(
 
 def _reads_first(model: nn.Module, place: Place, call: Call) -> bool:
     """Whether a call reads an attribute before it sets it, and so what an earlier one has left there."""
-    copied = working_copy(model)
-    module = copied.get_submodule(place.module)
+    duplicate = working_copy(model)
+    module = duplicate.get_submodule(place.module)
     seen: list[str] = []
 
     class Watched(type(module)):  # type: ignore[misc]
@@ -316,7 +320,7 @@ def _reads_first(model: nn.Module, place: Place, call: Call) -> bool:
 
     try:
         module.__class__ = Watched
-        call(copied)
+        call(duplicate)
     except Exception:  # a class that cannot be watched
         return True
     return seen[:1] != ["written"]

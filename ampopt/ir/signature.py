@@ -46,7 +46,8 @@ def describe(tensor: Tensor) -> str:
 class CallKey:
     """The signature of a call: its structure, every tensor's `tensor_key`, every other argument's value.
 
-    `leaves` may omit strides, for programs that do not depend on them.
+    A tensor's class counts, too, and which arguments are the same tensor. `leaves` may omit strides, for
+    programs that do not depend on them.
     """
 
     spec: pytree.TreeSpec
@@ -57,25 +58,52 @@ class CallKey:
 
 
 def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of a call in order, and its structure, with keyword arguments sorted by name."""
-    return pytree.tree_flatten((tuple(args), dict(sorted(kwargs.items()))))
+    """The leaves of a call in order, and its structure; keyword arguments and dicts keep their order."""
+    return pytree.tree_flatten((tuple(args), kwargs if type(kwargs) is dict else dict(kwargs)))
+
+
+def map_tensors(
+    function: Callable[[Tensor], Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call with `function` of every tensor; a tensor that is given twice stays one tensor."""
+    made: dict[int, Tensor] = {}
+
+    def once(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in made:
+            made[id(leaf)] = function(leaf)
+        return made[id(leaf)]
+
+    return pytree.tree_map(once, (tuple(args), dict(kwargs)))  # type: ignore[no-any-return]
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A tensor of its own, without gradients."""
+    return tensor.detach().clone()
 
 
 def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec, *, strides: bool = True) -> CallKey:
     """The key of a call's leaves; unhashable values are represented by their type and identity."""
     parts: list[object] = []
+    tensors: list[int] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
+            tensors.append(id(leaf))
             parts.append(tensor_key(leaf) if strides else (leaf.shape, leaf.dtype, leaf.device))
+            if leaf.__class__ is not Tensor:
+                parts.append(leaf.__class__)
             continue
-        if isinstance(leaf, float):
-            parts.append((float, leaf.hex()))  # 0.0 is not -0.0, and NaN is itself
+        if isinstance(leaf, (float, complex)):
+            parts.append((type(leaf), repr(leaf)))  # 0.0 is not -0.0, and NaN is itself
             continue
         try:
             hash(leaf)
             parts.append((type(leaf), leaf))
         except TypeError:
             parts.append((type(leaf), id(leaf)))
+    if len(tensors) > 1 and len(set(tensors)) < len(tensors):
+        parts.append(tuple([tensors.index(tensor) for tensor in tensors]))  # where each of them is first
     return CallKey(spec, tuple(parts))
 
 
@@ -139,19 +167,22 @@ def flatten_outputs(result: Any) -> tuple[list[Tensor], OutputLayout]:
     return list(tensors_of(leaves)), OutputLayout(spec, template)
 
 
-def check_same_call(
-    expected: Sequence[Any], actual: Sequence[Any], device: torch.device, *, dtypes: bool = True
-) -> None:
-    """Raise InputError if a call's tensors differ in dtype or device from those of the program.
+def check_same_call(expected: Sequence[Any], actual: Sequence[Any], device: torch.device) -> None:
+    """Raise InputError if a call's tensors are on another device, or have other dtypes than a program's.
 
-    `dtypes`: the tensors are at the same positions, so their dtypes must be equal.
+    `expected` are the leaves of the program's own call, or none where the structure of this one is another.
+    Dtypes are compared where both have a tensor: what has become one, or is none any more, makes another
+    call.
     """
-    for index, (want, got) in enumerate(zip(expected, actual, strict=False)):
-        if not isinstance(want, Tensor) or not isinstance(got, Tensor):
+    index = 0
+    for want, got in zip(expected or (None,) * len(actual), actual, strict=True):
+        if not isinstance(got, Tensor):
             continue
-        if (dtypes and got.dtype != want.dtype) or got.device != device:
+        dtype = want.dtype if isinstance(want, Tensor) else got.dtype
+        if got.dtype != dtype or got.device != device:
             raise InputError(
                 f"tensor {index} of the call is {describe(got)}; this program was made for "
-                f"{str(want.dtype).removeprefix('torch.')} on {device}: convert it with "
-                f".to(device={str(device)!r}, dtype={want.dtype})"
+                f"{str(dtype).removeprefix('torch.')} on {device}: convert it with "
+                f".to(device={str(device)!r}, dtype={dtype})"
             )
+        index += 1

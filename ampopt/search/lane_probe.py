@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+import torch
+from torch import nn
 
 from ampopt.errors import first_line
 from ampopt.ir.capture import Captured
@@ -16,7 +16,7 @@ from ampopt.ir.lanes import Lane
 from ampopt.ir.model_copy import device_of, untouched_rng, working_copy
 from ampopt.ir.narrow_convs import why_it_may_crash
 from ampopt.ir.settings import Settings
-from ampopt.ir.signature import flatten_call
+from ampopt.ir.signature import flatten_call, map_tensors
 from ampopt.measure.clocks import seconds_once_loaded, synchronize
 from ampopt.measure.verify import Verifier
 from ampopt.system.budget import CALLS_OF_A_TRIAL, CALLS_TO_LOOK
@@ -48,16 +48,13 @@ def seconds_of_a_call(
     repeated within `LOADING`. Each call gets its own tensors, as it may write to them.
     """
 
-    def own(leaf: Any) -> Any:
-        return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
     device, times = device_of(model, flatten_call(args, kwargs)[0]), list[float]()
     model = working_copy(model)
     while len(times) < CALLS_TO_LOOK and (
         sum(times) < LOOKING * budget_s or (len(times) == 1 and times[0] < LOADING * budget_s)
     ):
         with Settings().scope(device), untouched_rng(device):
-            own_args, own_kwargs = pytree.tree_map(own, (args, dict(kwargs)))  # no inference tensors
+            own_args, own_kwargs = map_tensors(torch.clone, args, kwargs)  # no inference tensors
             synchronize(device)
             began = time.perf_counter()
             model(*own_args, **own_kwargs)

@@ -19,7 +19,15 @@ from ampopt.ir.lanes import FP32, lanes_for
 from ampopt.ir.model_copy import device_of, private_copy, untouched_rng, working_copy
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.settings import Settings
-from ampopt.ir.signature import call_key, describe, flatten_call, flatten_outputs, tensors_of
+from ampopt.ir.signature import (
+    call_key,
+    copied,
+    describe,
+    flatten_call,
+    flatten_outputs,
+    map_tensors,
+    tensors_of,
+)
 from ampopt.measure.clocks import latency
 from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.headline import compare_fairly
@@ -65,8 +73,8 @@ def _record_calls(
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             leaves, spec = flatten_call(args, kwargs)
             if all(isinstance(leaf, _PLAIN) for leaf in leaves):
-                copied = torch.utils._pytree.tree_map(_copied, (args, kwargs))
-                calls.setdefault(name, {}).setdefault(call_key(leaves, spec), copied)
+                call = map_tensors(copied, args, kwargs)
+                calls.setdefault(name, {}).setdefault(call_key(leaves, spec), call)
 
         return hook
 
@@ -76,14 +84,10 @@ def _record_calls(
             if name and not isinstance(module, torch.jit.ScriptModule):  # it takes no such hook
                 handle = module.register_forward_pre_hook(note(name), with_kwargs=True)
                 stack.callback(handle.remove)
-        args, kwargs = torch.utils._pytree.tree_map(_copied, (args, dict(kwargs)))  # it may write to them
+        args, kwargs = map_tensors(copied, args, kwargs)  # it may write to them
         with torch.no_grad(), untouched_rng(device_of(model, flatten_call(args, kwargs)[0])):
             model(*args, **kwargs)
     return {name: list(found.values()) for name, found in calls.items()}
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,7 +283,7 @@ class PartwiseOptimizer:
     def _call(self, model: Callable[..., Any]) -> list[Tensor]:
         """The outputs for the example call, as it is served."""
         with Settings().scope(self._device), untouched_rng(self._device):
-            args, kwargs = torch.utils._pytree.tree_map(_copied, (self._args, dict(self._kwargs)))
+            args, kwargs = map_tensors(copied, self._args, self._kwargs)
             return flatten_outputs(model(*args, **kwargs))[0]
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import json
 import math
 import random
@@ -90,6 +91,42 @@ def test_a_call_and_its_result_come_back(name: str) -> None:
     outputs = captured.program.run(*captured.program.examples)
     here, there = captured.layout.restore(outputs), read.layout.restore(outputs)
     assert pytree.tree_structure(here) == pytree.tree_structure(there)
+
+
+def test_an_order_of_keyword_arguments_that_the_model_sees_is_kept() -> None:
+    read = check_round_trip(captured_of(lambda **kwargs: torch.cat([*kwargs.values()]), z=X, a=X + 1))
+    assert list(pytree.tree_unflatten(list(read.leaves), read.spec)[1]) == ["z", "a"]
+    assert not read.by_name
+
+
+class _Named(nn.Module):
+    def forward(self, z: Tensor, a: Tensor, **rest: Tensor) -> Tensor:
+        return torch.cat([z, a, *rest.values()])
+
+
+@pytest.mark.parametrize("rest", [{}, {"b": X - 1}])
+def test_an_order_of_keyword_arguments_that_it_does_not_see_is_none(rest: dict[str, Tensor]) -> None:
+    captured = capture(_Named().eval(), (), {"z": X, "a": X + 1, **rest}, CPU)
+    data = write_call(captured)
+    assert "dict" in data["arguments"]["tuple"][1], "as in the bundles that there are"
+    assert check_round_trip(captured).by_name == {"z", "a", *rest}
+
+
+def test_names_and_an_order_that_is_seen_are_kept_together() -> None:
+    captured = capture(_Named().eval(), (), {"y": X, "z": X + 1, "b": X, "a": X + 2}, CPU)
+    read = check_round_trip(captured)
+    assert list(pytree.tree_unflatten(list(read.leaves), read.spec)[1]) == ["a", "z", "y", "b"]
+    assert read.by_name == {"a", "z"}
+
+
+def test_that_no_tensor_may_be_given_twice_is_kept() -> None:
+    captured = dataclasses.replace(captured_of(lambda x: x + 1, X), all_differ=True)
+    assert check_round_trip(captured).all_differ
+    data = write_call(captured)
+    for word in (False, 1, "yes"):
+        with pytest.raises(BundleError, match="expected an object of arguments, result"):
+            read_call({**data, "all_differ": word}, captured.program)
+    assert "all_differ" not in write_call(captured_of(lambda x: x + 1, X))
 
 
 def test_values_that_export_does_not_take_come_back_too() -> None:
@@ -195,11 +232,31 @@ def test_an_attack_is_refused(part: str, attack: str) -> None:
         read_call(data, captured.program)
 
 
-@pytest.mark.parametrize("arguments", [T, {"tuple": [T]}, {"tuple": [{"list": [T]}, {"dict": []}]}])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        T,
+        {"tuple": []},
+        {"tuple": [T]},
+        {"tuple": [{"tuple": []}]},
+        {"tuple": [{"list": [T]}, {"dict": []}]},
+        {"tuple": [{"tuple": [T]}, {"ordered_dict": []}]},
+        {"tuple": [{"tuple": [T]}, {"dict": []}, {"list": []}]},
+        {"tuple": [{"tuple": [T]}, {"dict": [[1, T]]}, {"dict": []}]},
+        {"tuple": [{"tuple": [T]}, {"dict": []}, {"dict": []}, {"dict": []}]},
+    ],
+)
 def test_arguments_that_are_not_positional_and_keyword_are_refused(arguments: object) -> None:
     captured = captured_of(lambda x: x + 1, X)
     with pytest.raises(BundleError, match="expected positional and keyword arguments"):
         read_call({"arguments": arguments, "result": T}, captured.program)
+
+
+def test_an_argument_with_two_values_is_refused() -> None:
+    captured = captured_of(lambda x: x + 1, X)
+    twice = [{"dict": [["a", T]]}, {"dict": [["a", T]]}]
+    with pytest.raises(BundleError, match="two values"):
+        read_call({"arguments": {"tuple": [{"tuple": []}, *twice]}, "result": T}, captured.program)
 
 
 def test_containers_nested_without_end_are_refused() -> None:

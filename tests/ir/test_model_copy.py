@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -187,6 +189,17 @@ def test_random_numbers_go_on_after_a_block_as_if_it_had_not_been() -> None:
     with pytest.raises(RuntimeError, match="negative dimension"), untouched_rng(CPU):
         torch.rand(int(torch.randint(-3, -1, ())))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_pythons_and_numpys_numbers_go_on_after_a_block_too() -> None:
+    random.seed(3)
+    np.random.seed(3)
+    expected = random.random(), float(np.random.rand())
+    random.seed(3)
+    np.random.seed(3)
+    with untouched_rng(CPU):
+        assert (random.random(), float(np.random.rand())) == expected
+    assert (random.random(), float(np.random.rand())) == expected
 
 
 def test_the_last_of_overlapping_blocks_puts_back_what_was_there_before_the_first() -> None:

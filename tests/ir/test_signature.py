@@ -7,6 +7,7 @@ import pickle
 from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,14 +17,20 @@ from ampopt.errors import InputError
 from ampopt.ir.signature import (
     call_key,
     check_same_call,
+    copied,
     describe,
     flatten_call,
     flatten_outputs,
+    map_tensors,
     recognizer,
     tensor_key,
 )
 
-X = torch.zeros(2, 3)
+X, Y = torch.zeros(2, 3), torch.ones(2, 3)
+
+
+class _Named(torch.Tensor):
+    """A tensor of another class."""
 
 
 def key(*args: Any, strides: bool = True, **kwargs: Any) -> object:
@@ -44,6 +51,23 @@ def key(*args: Any, strides: bool = True, **kwargs: Any) -> object:
         ((X, None), (X,)),
         (([X],), ((X,),)),
         (({"a": X, "b": 1},), ({"a": X, "c": 1},)),
+        (({"a": X, "b": 1},), ({"b": 1, "a": X},)),
+        ((OrderedDict(a=X, b=X),), (OrderedDict(b=X, a=X),)),
+        ((OrderedDict(a=X),), ({"a": X},)),
+        ((defaultdict(list, a=X, b=1),), (defaultdict(list, b=1, a=X),)),
+        (([X, X],), ([X, X, X],)),
+        ((X, X), (X, X.clone())),
+        ((X, X, Y), (X, Y, X)),
+        ((X, X, Y, Y), (X, X, Y, Y + 1)),
+        (([X], {"a": X}), ([X], {"a": X + 1})),
+        ((X, None), (X, X)),
+        ((X, 3), (X, torch.tensor(3))),
+        ((X, 3.0), (X, np.float64(3.0))),
+        ((X, 3), (X, np.int64(3))),
+        ((X, 0j), (X, complex(0.0, -0.0))),
+        ((X,), (nn.Parameter(X),)),
+        ((X,), (X.as_subclass(_Named),)),
+        ((X, "a"), (X, "b")),
     ],
 )
 def test_calls_that_may_need_another_program_have_another_key(one: Any, other: Any) -> None:
@@ -51,9 +75,38 @@ def test_calls_that_may_need_another_program_have_another_key(one: Any, other: A
 
 
 def test_equal_calls_have_one_key() -> None:
-    assert key(X, flag=True, scale=2) == key(X + 1, scale=2, flag=True)
-    assert hash(key(X, flag=True, scale=2)) == hash(key(X + 1, scale=2, flag=True))
+    assert key(X, flag=True, scale=2) == key(X + 1, flag=True, scale=2)
+    assert hash(key(X, flag=True, scale=2)) == hash(key(X + 1, flag=True, scale=2))
+    assert key(X, X + 1, None, None) == key(X + 1, X, None, None)
+    assert key([X, X], X + 1) == key([Y, Y], X) != key([X, Y], X + 1)
     assert key(X, float("nan")) == key(X, float("nan")), "every call with NaN would be captured anew"
+
+
+def test_the_order_of_keywords_is_kept() -> None:
+    assert key(flag=True, scale=2) != key(scale=2, flag=True)
+    leaves, spec = flatten_call((), {"b": 1, "a": 2})
+    assert list(pytree.tree_unflatten(leaves, spec)[1]) == ["b", "a"]
+
+
+def test_a_tensor_that_is_given_twice_is_mapped_once() -> None:
+    made: list[torch.Tensor] = []
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        made.append(tensor + 1)
+        return made[-1]
+
+    args, kwargs = map_tensors(noted, (X, [X, 3]), {"b": X + 1, "a": X})
+    assert len(made) == 2
+    assert args[0] is args[1][0] is kwargs["a"] is made[0]
+    assert kwargs["b"] is made[1]
+    assert (args[1][1], list(kwargs)) == (3, ["b", "a"])
+
+
+def test_a_copy_is_its_own_and_has_no_gradients() -> None:
+    tensor = torch.zeros(2, requires_grad=True)
+    made = copied(tensor)
+    assert not made.requires_grad
+    assert made.data_ptr() != tensor.data_ptr()
 
 
 def test_a_keyword_is_not_a_position() -> None:
@@ -124,10 +177,21 @@ def test_another_dtype_or_device_is_refused_with_what_was_expected() -> None:
         check_same_call([X], [X.double()], X.device)
     with pytest.raises(InputError, match=r"tensor 1 of the call is float32\[2, 3\] on meta; .*on cpu"):
         check_same_call([X, X], [X, X.to("meta")], X.device)
+    with pytest.raises(InputError, match=r"tensor 1 of the call is float64.*float64 on cpu"):
+        check_same_call([], [X, None, X.double().to("meta")], X.device)
 
 
-class _Named(torch.Tensor):
-    """A tensor of another class."""
+@pytest.mark.parametrize(
+    ("expected", "actual"),
+    [
+        ([X, None, X], [X, X.bool(), X]),
+        ([X, X.bool(), X], [X, None, X]),
+        ([2, X], [torch.tensor(3), X]),
+        ([], [X, X.double()]),
+    ],
+)
+def test_what_has_become_a_tensor_or_none_is_compared_with_nothing(expected: Any, actual: Any) -> None:
+    check_same_call(expected, actual, X.device)
 
 
 EXAMPLES = {"full": X, "empty": torch.zeros(0, 3), "on meta": X.to("meta"), "a parameter": nn.Parameter(X)}

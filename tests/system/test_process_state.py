@@ -65,6 +65,25 @@ def test_optimize_leaves_the_process_as_it_was() -> None:
         assert ampopt.optimize(model, image(), exclude=ALL_BUT_ONE, progress=False).report.entries
 
 
+class Draws(nn.Module):
+    """Draws from every generator that code may draw from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x * random.random() * np.random.rand()) + torch.rand(1)
+        return out
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_model_that_draws_changes_no_generator_while_it_is_optimized() -> None:
+    model = Draws().eval()
+    with snapshot.unchanged():
+        ampopt.optimize(model, image(), exclude=ALL_BUT_ONE, progress=False)
+
+
 @pytest.mark.usefixtures("quick")
 def test_compare_leaves_the_process_as_it_was() -> None:
     model = net()

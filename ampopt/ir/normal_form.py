@@ -1,0 +1,125 @@
+"""The normal form of a call: every tensor in it is a plain `torch.Tensor`, and given once.
+
+Programs are made for calls in normal form. Python code can tell more: whether two arguments are the same
+tensor (`a is b`), and of which class a tensor is (`isinstance(x, nn.Parameter)`). Whether a model's does is
+seen by calling it both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ampopt.ir.model_copy import untouched_rng, working_copy
+from ampopt.ir.model_state import apart, moved_by_rounding, seed_all
+from ampopt.ir.numerics import fresh_draw
+from ampopt.ir.signature import copied, flatten_call, flatten_outputs, map_tensors, tensor_key, tensors_of
+
+
+def is_normal(leaves: Sequence[Any]) -> bool:
+    """Whether every tensor of a call is a plain one, and none is given twice."""
+    tensors = tensors_of(leaves)
+    return len(set(map(id, tensors))) == len(tensors) and all(type(tensor) is Tensor for tensor in tensors)
+
+
+def normal_form(leaves: Sequence[Any]) -> list[Any]:
+    """The leaves of a call in normal form: a copy for each tensor of another class, or that came before."""
+    seen, found = set[int](), list[Any]()
+    for leaf in leaves:
+        is_fine = not isinstance(leaf, Tensor) or (type(leaf) is Tensor and id(leaf) not in seen)
+        seen.add(id(leaf))
+        found.append(leaf if is_fine else _plain_copy(leaf))
+    return found
+
+
+def true_copy(tensor: Tensor) -> Tensor:
+    """A copy of a tensor with its class; a parameter is one, with or without gradients."""
+    return _of_class(_plain_copy(tensor), tensor)
+
+
+def _of_class(plain: Tensor, tensor: Tensor) -> Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(plain, requires_grad=tensor.requires_grad)
+    return plain.as_subclass(type(tensor))
+
+
+def _plain_copy(tensor: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():  # which would give it its class again
+        return copied(tensor)
+
+
+def why_not_normal(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+) -> str | None:
+    """Why a model does not answer a call as it answers the normal form; None if it does.
+
+    Copies of the model are called, with the call's tensors and with fresh draws of them; draws that it
+    refuses are left out. Results must have the same classes, and agree within the rounding of an
+    output, or what rounding the weights anew changes: attention multiplies by one matrix or by three.
+    """
+    generator = torch.Generator().manual_seed(11)
+    if _answers_alike(model, args, kwargs, device):
+        try:
+            drawn = map_tensors(lambda tensor: _like(tensor, generator), args, kwargs)
+            if _answers_alike(model, *drawn, device):
+                return None
+        except Exception:  # indices or offsets cannot be drawn
+            return None
+    tensors = tensors_of(flatten_call(args, kwargs)[0])
+    if kinds := sorted({type(tensor).__name__ for tensor in tensors if type(tensor) is not Tensor}):
+        return f"its results depend on the class of its arguments ({', '.join(kinds)})"
+    return "its results depend on which of its arguments are the same tensor"
+
+
+def tells_equal_from_same(
+    model: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec, device: torch.device
+) -> bool:
+    """Whether a model answers otherwise where one tensor is given at all places that could take it.
+
+    Tensors of equal shapes, dtypes and strides could be one. A model that refuses such a call tells them
+    apart, too.
+    """
+    first: dict[object, Tensor] = {}
+    same = [first.setdefault(tensor_key(leaf), leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    if is_normal(same):
+        return False
+    try:
+        args, kwargs = pytree.tree_unflatten(same, spec)
+        return why_not_normal(model, args, kwargs, device) is not None
+    except Exception:
+        return True
+
+
+def _like(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """A fresh draw of the tensor's class."""
+    with torch._C.DisableTorchFunctionSubclass():
+        drawn = fresh_draw(tensor.detach(), generator)
+    return _of_class(drawn, tensor)
+
+
+def _answers_alike(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+) -> bool:
+    leaves, spec = flatten_call(args, kwargs)
+    normal_args, normal_kwargs = pytree.tree_unflatten(normal_form(leaves), spec)
+    given = map_tensors(true_copy, args, kwargs)
+    normal = map_tensors(copied, normal_args, normal_kwargs)
+    first, second = _answer(model, *given, device), _answer(model, *normal, device)
+    worst = apart(first, second)
+    return worst <= 1.0 or worst <= moved_by_rounding(model, first, lambda m: _answer(m, *given, device))
+
+
+def _answer(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+) -> list[Any]:
+    """The tensors of a copy's result, and last what else tells results apart: classes and other leaves."""
+    with torch.no_grad(), untouched_rng(device):
+        seed_all(1, device)
+        tensors, layout = flatten_outputs(working_copy(model)(*args, **kwargs))
+    kinds = [type(tensor).__name__ for tensor in tensors]
+    rest = [leaf for leaf in layout.template if leaf is not layout.TENSOR]
+    return [*map(_plain_copy, tensors), [layout.spec, kinds, rest]]
