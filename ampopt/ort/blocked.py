@@ -173,17 +173,24 @@ class _Blocked:
         return None
 
     def _as_pool(self, node: Any) -> list[Any] | None:
-        """The mean over all pixels is a pooling, which there is for blocks."""
+        """The mean over all pixels, or over those of each row, is a pooling, which there is for blocks."""
         from onnx import helper
 
         if node.domain or node.op_type != "ReduceMean" or not self._in_whole_blocks(node.output[0]):
             return None
         source, result = node.input[0], node.output[0]
-        if source not in self.twin or self.shapes[result] != [*self.shapes[source][:2], 1, 1]:
+        if source not in self.twin or len(self.shapes[source]) != 4:
+            return None
+        *outer, height, width = self.shapes[source]
+        pools: dict[tuple[int, ...], tuple[str, dict[str, Any]]] = {
+            (*outer, height, 1): ("AveragePool", {"kernel_shape": [1, width]}),
+            (*outer, 1, 1): ("GlobalAveragePool", {}),
+        }
+        if (pool := pools.get(tuple(self.shapes[result]))) is None:
             return None
         self.twin[result] = self._new(f"{result}_blocked")
-        ends = [self.twin[source]], [self.twin[result]]
-        return [helper.make_node("GlobalAveragePool", *ends, name=self.twin[result], domain=DOMAIN)]
+        ends, (operator, attributes) = ([self.twin[source]], [self.twin[result]]), pool
+        return [helper.make_node(operator, *ends, name=self.twin[result], domain=DOMAIN, **attributes)]
 
     def _as_concat(self, node: Any) -> list[Any] | None:
         """Channels behind channels, which are blocks behind blocks. One of them may have to be reordered.

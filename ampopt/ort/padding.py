@@ -165,12 +165,13 @@ class _Padding:
         return name in self.numbers and self.numbers[name].size == 1
 
     def _is_of_pixels(self, node: Any) -> bool:
-        """Whether a mean is over the height and the width, which stay as dimensions of size 1."""
+        """Whether a mean is over the height, the width or both, which stay as dimensions of size 1."""
         from onnx import helper
 
         has = {each.name: helper.get_attribute_value(each) for each in node.attribute}
         axes = has.get("axes", self.numbers.get(node.input[1], []) if len(node.input) > 1 else [])
-        return has.get("keepdims", 1) == 1 and sorted(int(axis) % 4 for axis in axes) == [2, 3]
+        over = {int(axis) % 4 for axis in axes}
+        return has.get("keepdims", 1) == 1 and bool(over) and over <= {2, 3}
 
     def _widen(self, conv: _Conv, widths: Mapping[str, tuple[int, int]]) -> None:
         """Give a convolution the weights of its wider operands: zeros."""

@@ -38,11 +38,12 @@ def check(model: bytes, blocked: bytes) -> None:
             assert relative_error(found, wanted) < 1e-5
 
 
-def test_squeeze_and_excite_stays_in_blocks() -> None:
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_squeeze_and_excite_stays_in_blocks(by_rows: bool) -> None:
     block = block_size()
     graph = Graph()
     x = graph.add("Relu", graph.conv("x", block, 2 * block, 3))
-    x = graph.squeeze(x, 2 * block, block)
+    x = graph.squeeze(x, 2 * block, block, by_rows=by_rows)
     model = graph.model(block, [graph.conv(x, 2 * block, block)])
     blocked = keep_blocked(model, OPTIONS)
     assert blocked is not None

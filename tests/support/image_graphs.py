@@ -36,8 +36,10 @@ class Graph:
     def mean(self, x: str) -> str:
         return self.add("ReduceMean", x, self.constant(np.array([2, 3])), keepdims=1)
 
-    def squeeze(self, x: str, channels: int, inner: int = 8) -> str:
-        factors = self.add("Relu", self.conv(self.mean(x), channels, inner))
+    def squeeze(self, x: str, channels: int, inner: int = 8, *, by_rows: bool = False) -> str:
+        """Squeeze and excite; `by_rows`: the mean is that of the means of rows."""
+        rows = self.add("ReduceMean", x, self.constant(np.array([-1])), keepdims=1) if by_rows else x
+        factors = self.add("Relu", self.conv(self.mean(rows), channels, inner))
         return self.add("Mul", self.add("Sigmoid", self.conv(factors, inner, channels)), x)
 
     def activated(self, x: str, kind: int) -> str:
