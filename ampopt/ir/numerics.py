@@ -78,16 +78,24 @@ class Check:
         return self.reason is None
 
 
+_ALL = {torch.bool: 2, torch.uint8: 256}
+"""How many values there are."""
+
+
 def fresh_draw(example: Tensor, generator: torch.Generator) -> Tensor:
     """A new random tensor like an example: its shape, dtype, memory format, mean, deviation and range.
 
     These are of the example's finite elements, and so are all that are drawn: a sensor's NaN and infinities
     would spread, and nothing could be told of what they spoil. Integers and booleans are a permutation of the
-    example's values, so that indices stay valid.
+    example's values, so that indices stay valid. Where these are all the same, booleans and bytes, which are
+    pixels, are drawn from all that there are.
     """
     if example.is_complex():
         return torch.view_as_complex(fresh_draw(torch.view_as_real(example.resolve_conj()), generator))
     if not example.dtype.is_floating_point:
+        if example.dtype in _ALL and example.numel() and bool((example == example.flatten()[0]).all()):
+            drawn = torch.randint(_ALL[example.dtype], example.shape, generator=generator)
+            return torch.empty_like(example).copy_(drawn)
         order = torch.randperm(example.numel(), generator=generator)
         return example.flatten()[order.to(example.device)].reshape(example.shape)
     noise = torch.randn(example.shape, generator=generator, dtype=torch.float64).to(example.device)

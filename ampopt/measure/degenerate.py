@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from ampopt.ir.beside import exact_outputs, observe
 from ampopt.ir.graph import aten, copy_of, finish
 from ampopt.ir.program import Program
-from ampopt.measure.draws import Tensors
+from ampopt.measure.draws import Tensors, single_valued
 from ampopt.measure.verify import Verifier
 from ampopt.system.interrupts import check_interrupted
 
@@ -46,15 +46,19 @@ _SATURATING = {
 
 
 def notes_on(verifier: Verifier) -> list[str]:
-    """A note for each output that hardly depends on the inputs, or vanishes beside the activations before it.
+    """A note for each input of integers that has one value, and for each output that tells little.
 
-    References that are there anyway give the suspicion; two runs of the graph confirm it, before a saturating
-    operator at the output. Outputs of integers, states, and outputs that no input reaches are left out.
+    That is one which hardly depends on the inputs, or vanishes beside the activations before it. References
+    that are there anyway give the suspicion; two runs of the graph confirm it, before a saturating operator
+    at the output. Outputs of integers, states, and outputs that no input reaches are left out.
     """
     captured, draws = verifier.captured, verifier.draws
     firsts = [verifier.reference(draw)[0] for draw in draws]
     inputs = [draw.calls[0] for draw in draws]
-    notes = []
+    notes = [
+        f"input {place} is {value} everywhere in the example: what depends on other values was not verified"
+        for place, value in single_valued(draws)
+    ]
     for index in range(len(firsts[0]) - len(captured.state)):
         outputs = [first[index] for first in firsts]
         if not outputs[0].is_floating_point() or outputs[0].numel() == 0:

@@ -113,6 +113,17 @@ def integer_draws(examples: Tensors, *, in_a_row: int) -> list[Draw]:
     ]
 
 
+def single_valued(draws: Sequence[Draw]) -> list[tuple[int, int]]:
+    """The inputs of integers that have one value in all draws: their places, and that value."""
+    found = []
+    for place, example in enumerate(draws[0].calls[0]):
+        if _is_whole(example):
+            first = int(example.flatten()[0])
+            if all(bool((tensors[place] == first).all()) for draw in draws for tensors in draw.calls):
+                found.append((place, first))
+    return found
+
+
 def _draws(examples: Tensors, ways: dict[str, Callable[[Tensor], Tensor]], in_a_row: int) -> list[Draw]:
     if not any(_can_vary(example) for example in examples):
         return []

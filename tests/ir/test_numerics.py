@@ -114,3 +114,23 @@ def test_what_has_a_fraction_is_widened_and_the_rest_stays() -> None:
     found = [widened(torch.ones(2, dtype=dtype)) for dtype in kinds]
     wide = (torch.float64, torch.float64, torch.complex128, torch.int8, torch.bool)
     assert tuple(tensor.dtype for tensor in found) == wide
+
+
+@pytest.mark.parametrize(("value", "dtype", "most"), [(False, torch.bool, 1), (7, torch.uint8, 255)])
+def test_booleans_and_bytes_of_one_value_are_drawn_from_all(
+    value: int, dtype: torch.dtype, most: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    example = torch.full((4, 64), value, dtype=dtype).t()
+    drawn = fresh_draw(example, generator)
+    assert (drawn.dtype, drawn.shape, drawn.stride()) == (dtype, example.shape, example.stride())
+    assert drawn.unique().numel() > most // 3
+    mixed = example.clone()
+    mixed[0, 0] = not value
+    assert sorted(fresh_draw(mixed, generator).flatten().tolist()) == sorted(mixed.flatten().tolist())
+    assert fresh_draw(example[:0], generator).shape == (0, 4)
+
+
+def test_integers_of_one_value_stay_so_that_indices_stay_valid() -> None:
+    example = torch.full((8,), 5)
+    assert torch.equal(fresh_draw(example, torch.Generator()), example)

@@ -104,7 +104,8 @@ def test_outputs_that_no_input_reaches_and_integers_are_nobodys_business() -> No
 def test_inputs_that_cannot_differ_prove_nothing() -> None:
     """A permutation of equal integers is the same input."""
     model = Model(lambda m, x, mask: (m.linear(x), mask.float() * 2), linear=nn.Linear(8, 4))
-    assert notes(model, torch.randn(2, 8), torch.ones(2, 8, dtype=torch.int64)) == []
+    (note,) = notes(model, torch.randn(2, 8), torch.ones(2, 8, dtype=torch.int64))
+    assert note.startswith("input 1 is 1 everywhere in the example")
 
 
 def test_small_outputs_are_not_nothing() -> None:
@@ -129,3 +130,12 @@ def test_states_and_several_kinds_of_operators_are_no_hindrance() -> None:
 def test_the_report_of_optimize_has_the_note_once() -> None:
     fast = optimize(_with_bias(1e-8).eval(), torch.randn(2, 8), precision="fp32", budget_s=5.0, cache=False)
     assert sum("hardly depends on the input" in note for note in fast.report.notes) == 1
+
+
+def test_integers_of_one_value_are_named() -> None:
+    model = Model(lambda m, x, ids, mask: m.rows[ids] * x * mask, rows=nn.Parameter(torch.randn(9, 4)))
+    mask = torch.zeros(3, 4, dtype=torch.bool)
+    x = torch.randn(3, 4)
+    (note,) = notes(model, x, torch.full((3,), 2), mask)
+    assert note.startswith("input 1 is 2 everywhere in the example")
+    assert notes(model, x, torch.tensor([2, 2, 3]), mask) == []
