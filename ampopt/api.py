@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ampopt.deploy.inference_module import InferenceModule
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.engines.cuda_graphs import Outputs
 from ampopt.errors import CaptureError, InputError
@@ -302,8 +303,10 @@ def _checked(
 ) -> tuple[nn.Module, tuple[Any, ...], str | None, torch.device]:
     """The module and the example call as they were given, a note on the module, and the device."""
     model, note = as_module(model)
-    if isinstance(model, (OptimizedModule, PartlyOptimizedModule)):
-        raise InputError("the model is optimized already: pass the original")
+    for name, module in model.named_modules():
+        if isinstance(module, InferenceModule):
+            which = f"submodule {name} of the model" if name else "the model"
+            raise InputError(f"{which} is optimized already: pass the original")
     args = as_call(example_inputs, kwargs)
     leaves = flatten_call(args, kwargs)[0]
     for leaf in leaves:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from torch import nn
-
 from ampopt.bundle.destinations import check_bundle, check_onnx
 from ampopt.deploy.bundle_save import save_bundle
+from ampopt.deploy.inference_module import InferenceModule
 from ampopt.deploy.onnx_dynamic import Dynamic
 from ampopt.deploy.onnx_export import OnnxReport, export_onnx
 from ampopt.deploy.optimized import Optimized
@@ -17,7 +16,7 @@ from ampopt.measure.ledger import Ledger
 from ampopt.system.process_state import process_kept
 
 
-class Deployable(nn.Module):
+class Deployable(InferenceModule):
     """A captured and optimized model that can be exported to ONNX and saved as a bundle."""
 
     report: Ledger

@@ -132,7 +132,6 @@ class OptimizedModule(Deployable):
             self.forward = self._call_original  # type: ignore[method-assign]
         else:
             self._calls.admit(self._maker.first(ready))
-        self.training = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`nn.Module.__call__`, with a fast path for a call like the last one if no hooks are registered.
@@ -387,19 +386,8 @@ class OptimizedModule(Deployable):
             return call
         raise InputError(f"prepare takes shapes, tensors or tuples of arguments, not {type(call).__name__}")
 
-    def train(self, mode: bool = True) -> OptimizedModule:
-        """Raises an error for training mode: the weights are folded and shared between programs."""
-        if mode:
-            raise InputError(
-                "an optimized module cannot be trained: train the original and optimize it again"
-            )
-        return self
-
-    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
-        raise InputError(
-            "an optimized module stays where it was made: optimize the original again, "
-            "with device= for another device"
-        )
+    def _private_original(self) -> nn.Module:
+        return self._optimized.original
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OptimizedModule:
         """A separate module. Programs are immutable, so the copy shares them; it captures its own graphs."""

@@ -104,9 +104,14 @@ def as_call(example_inputs: Any, kwargs: object) -> tuple[Any, ...]:
 
 
 def check_example(leaf: object) -> None:
-    """Raise InputError for an example tensor without its own data."""
+    """Raise InputError for an example tensor without its own data, or with rows of several lengths."""
     if not isinstance(leaf, Tensor):
         return
+    if leaf.is_nested:
+        raise InputError(
+            "an example input is a nested tensor, whose rows have lengths of their own: no program has fixed "
+            "sizes for it; pass one padded to the longest row, x.to_padded_tensor(0.0)"
+        )
     if torch._C._functorch.is_functorch_wrapped_tensor(leaf):
         raise InputError("an example input belongs to a torch.func transform: call optimize outside of it")
     if leaf.is_meta or isinstance(leaf, FakeTensor):

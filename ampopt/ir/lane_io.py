@@ -83,7 +83,8 @@ class LaneIO(nn.Module):
                 made[key] = leaf.to(wanted)
             return made[key]
 
-        entered = [converted(leaf, wanted) for leaf, wanted in zip(leaves, own, strict=True)]
+        pairs = zip(leaves, own, strict=True)  # a tensor may come where the example had None
+        entered = [converted(leaf, self._widest if wanted is None else wanted) for leaf, wanted in pairs]
         return pytree.tree_unflatten(entered, spec)  # type: ignore[no-any-return]
 
     def outside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:

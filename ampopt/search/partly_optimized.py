@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ampopt.deploy.health import Callback, Event, Health, Monitor
+from ampopt.deploy.inference_module import InferenceModule
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import InputError
 from ampopt.ir.lane_io import original_of
@@ -27,7 +28,7 @@ from ampopt.search.between import Between
 from ampopt.system.environment import environment
 
 
-class PartlyOptimizedModule(nn.Module):
+class PartlyOptimizedModule(InferenceModule):
     """A model of which some parts are optimized; calls, results and dtypes are the original's.
 
     Parts are submodules, and graphs of the code between them. A submodule called with shapes that it was not
@@ -51,10 +52,10 @@ class PartlyOptimizedModule(nn.Module):
         super().__init__()
         self._between = between
         self.report, self._device = report, device
+        self._why = report.notes[0] if report.notes else "nothing of it was tried"
         self._original, self._optimized = [model], dict(optimized)  # in a list: `.to()` leaves it alone
         self._monitor, self._strict = Monitor(chose_original=report.chosen == ORIGINAL), False
         self.reset_state()
-        self.training = False
 
     def reset_state(self) -> None:
         """Reset the state in the model's buffers to its value when the model was optimized."""
@@ -110,18 +111,28 @@ class PartlyOptimizedModule(nn.Module):
 
         return stop
 
-    def train(self, mode: bool = True) -> PartlyOptimizedModule:
-        """Refuse training mode, as `OptimizedModule` does."""
-        if mode:
-            raise InputError(
-                "an optimized module cannot be trained: train the original and optimize it again"
-            )
-        return self
+    def _private_original(self) -> nn.Module:
+        return self._original[0]
 
-    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
+    def prepare(self, *calls: object) -> None:
+        """Nothing, where the original answers; else InputError: parts are prepared by a call of the whole."""
+        if self.report.chosen != ORIGINAL:
+            raise InputError(
+                "prepare takes models that are one graph: call this one once with inputs of these sizes, "
+                "before they are needed"
+            )
+
+    def save(self, *_: object, **__: object) -> NoReturn:
+        """Raises InputError, with the reason why the model is not one graph."""
+        self._refuse("a bundle")
+
+    def export_onnx(self, *_: object, **__: object) -> NoReturn:
+        """Raises InputError, with the reason why the model is not one graph."""
+        self._refuse("an ONNX file")
+
+    def _refuse(self, what: str) -> NoReturn:
         raise InputError(
-            "an optimized module stays where it was made: optimize the original again, "
-            "with device= for another device"
+            f"{what} holds a model that is optimized as one graph, and this one is not: {self._why}"
         )
 
     def __reduce__(self) -> NoReturn:

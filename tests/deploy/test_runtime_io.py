@@ -352,3 +352,24 @@ def test_on_a_gpu_an_input_in_channels_last_is_read_where_it_is() -> None:
     y = moved.half()
     assert right(fast(y), model(x), torch.float16)
     assert (y.data_ptr(),) in fast._calls.answers[0].bare._forms  # type: ignore[union-attr]
+
+
+class Optional(nn.Module):
+    """It takes a second tensor, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        result: Tensor = self.a(x)
+        return result if y is None else result + self.b(y)
+
+
+def test_a_tensor_where_the_example_had_none_is_converted_too() -> None:
+    model, x = Optional().eval(), torch.randn(2, 8)
+    fast: Any = optimize(model, (x, None), precision="amp", io="lane", budget_s=3)
+    found = fast(x.to(LOW), x.to(LOW))
+    assert found.dtype is LOW
+    with torch.no_grad():
+        assert torch.allclose(found.float(), model(x, x), atol=0.1)
