@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from ampopt.deploy.runtime import OptimizedModule
-from ampopt.errors import AmpoptError, first_line
+from ampopt.errors import AmpoptError, CaptureError, first_line
 from ampopt.ir.capture import Captured, capture
 from ampopt.ir.lane_io import original_call, original_of
 from ampopt.ir.lanes import FP32, lanes_for
 from ampopt.ir.model_copy import device_of, private_copy, untouched_rng, working_copy
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.settings import Settings
-from ampopt.ir.signature import call_key, describe, flatten_call, flatten_outputs, tensors_of
+from ampopt.ir.signature import describe, flatten_call, flatten_outputs, tensors_of
 from ampopt.measure.clocks import latency
 from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.headline import compare_fairly
@@ -30,6 +29,7 @@ from ampopt.search.lane_probe import seconds_of_a_call
 from ampopt.search.last_comparison import HEADLINE
 from ampopt.search.optimizer import BRIEFLY_S, optimize_captured
 from ampopt.search.options import AUTO_TOLERANCE, Options
+from ampopt.search.part_calls import Call, PartCalls, calls_of_parts, copied
 from ampopt.search.partly_optimized import PartlyOptimizedModule, patched
 from ampopt.search.rehearsal import Sandbox
 from ampopt.search.trials import Progress
@@ -49,42 +49,6 @@ MOST_BETWEEN = 0.5
 COMPARING_S = 1.0
 """Time in seconds of comparing calls with and without optimized code between the submodules."""
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-_PLAIN = (Tensor, int, float, bool, str, type(None))
-"""Arguments whose whole value stands in a call's key; a region that takes others is not captured."""
-
-
-def _record_calls(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, list[Call]]:
-    """The different calls that each submodule gets in one call of the model, by the submodule's name."""
-    calls: dict[str, dict[object, Call]] = {}
-
-    def note(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            leaves, spec = flatten_call(args, kwargs)
-            if all(isinstance(leaf, _PLAIN) for leaf in leaves):
-                copied = torch.utils._pytree.tree_map(_copied, (args, kwargs))
-                calls.setdefault(name, {}).setdefault(call_key(leaves, spec), copied)
-
-        return hook
-
-    model = working_copy(model)
-    with contextlib.ExitStack() as stack:
-        for name, module in model.named_modules():
-            if name and not isinstance(module, torch.jit.ScriptModule):  # it takes no such hook
-                handle = module.register_forward_pre_hook(note(name), with_kwargs=True)
-                stack.callback(handle.remove)
-        args, kwargs = torch.utils._pytree.tree_map(_copied, (args, dict(kwargs)))  # it may write to them
-        with torch.no_grad(), untouched_rng(device_of(model, flatten_call(args, kwargs)[0])):
-            model(*args, **kwargs)
-    return {name: list(found.values()) for name, found in calls.items()}
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-
 
 @dataclasses.dataclass(frozen=True)
 class _Region:
@@ -101,37 +65,53 @@ def _drop_hooks(module: nn.Module) -> None:
 
 def _find_regions(
     model: nn.Module,
-    calls: Mapping[str, list[Call]],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
     device: torch.device,
     notes: list[str],
     is_over: Callable[[], bool],
 ) -> Iterator[_Region]:
-    """The largest submodules that can be captured, from the top down; why others cannot goes to `notes`.
+    """The largest submodules that can be captured, level by level; why others cannot goes to `notes`.
 
     None is looked at any more once `is_over`.
     """
-
-    def visit(prefix: str, module: nn.Module) -> Iterator[_Region]:
-        for child_name, child in module.named_children():
-            name = f"{prefix}.{child_name}".removeprefix(".")
-            if not any(True for _ in child.parameters()):
-                continue
+    level = _children("", model)
+    while level:
+        if is_over():
+            notes += [f"submodule {name} was not looked at: the time budget was spent" for name in level]
+            return
+        seen, inside = calls_of_parts(model, list(level), args, kwargs), dict[str, nn.Module]()
+        for name, module in level.items():
             if is_over():
                 notes.append(f"submodule {name} was not looked at: the time budget was spent")
                 continue
-            if name in calls:
-                args, kwargs = calls[name][0]
+            if name in seen:
                 try:
-                    original = private_copy(child)
-                    _drop_hooks(original)  # the submodule that calls it runs them
-                    captured = capture(original, args, kwargs, device, lift_state=False)
-                    yield _Region(name, original, captured, calls[name])
+                    yield _region(name, module, seen[name], device)
                     continue
                 except AmpoptError as error:
                     notes.append(f"submodule {name} is not one graph: {error}")
-            yield from visit(name, child)
+            inside |= _children(name, module)
+        level = inside
 
-    yield from visit("", model)
+
+def _children(prefix: str, module: nn.Module) -> dict[str, nn.Module]:
+    """The submodules with weights, by their full names."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): child
+        for name, child in module.named_children()
+        if next(child.parameters(), None) is not None
+    }
+
+
+def _region(name: str, module: nn.Module, seen: PartCalls, device: torch.device) -> _Region:
+    if seen.why_not is not None:
+        raise CaptureError(seen.why_not)
+    args, kwargs = seen.calls[0]
+    original = private_copy(module)
+    _drop_hooks(original)  # the submodule that calls it runs them
+    captured = capture(original, args, kwargs, device, lift_state=False)
+    return _Region(name, original, captured, seen.calls)
 
 
 class PartwiseOptimizer:
@@ -198,8 +178,8 @@ class PartwiseOptimizer:
     def _find(self, inside: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Region]:
         """The submodules to optimize."""
         reasons = list[str]()
-        calls = _record_calls(inside, args, kwargs)
-        found = list(_find_regions(inside, calls, self._device, reasons, lambda: self._budget.left_s <= 0))
+        is_over = lambda: self._budget.left_s <= 0  # noqa: E731
+        found = list(_find_regions(inside, args, kwargs, self._device, reasons, is_over))
         self._note(reasons, "more submodules are no single graph either")
         return found
 
@@ -279,7 +259,7 @@ class PartwiseOptimizer:
     def _call(self, model: Callable[..., Any]) -> list[Tensor]:
         """The outputs for the example call, as it is served."""
         with Settings().scope(self._device), untouched_rng(self._device):
-            args, kwargs = torch.utils._pytree.tree_map(_copied, (self._args, dict(self._kwargs)))
+            args, kwargs = torch.utils._pytree.tree_map(copied, (self._args, dict(self._kwargs)))
             return flatten_outputs(model(*args, **kwargs))[0]
 
     @property
