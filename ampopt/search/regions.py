@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import AmpoptError, CaptureError, first_line
@@ -16,9 +16,8 @@ from ampopt.ir.capture import Captured, capture
 from ampopt.ir.lane_io import original_call, original_of
 from ampopt.ir.lanes import FP32, lanes_for
 from ampopt.ir.model_copy import device_of, private_copy, untouched_rng, working_copy
-from ampopt.ir.numerics import relative_error
 from ampopt.ir.settings import Settings
-from ampopt.ir.signature import describe, flatten_call, flatten_outputs, tensors_of
+from ampopt.ir.signature import describe, flatten_call, tensors_of
 from ampopt.measure.clocks import latency
 from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.headline import compare_fairly
@@ -29,10 +28,11 @@ from ampopt.search.lane_probe import seconds_of_a_call
 from ampopt.search.last_comparison import HEADLINE
 from ampopt.search.optimizer import BRIEFLY_S, optimize_captured
 from ampopt.search.options import AUTO_TOLERANCE, Options
-from ampopt.search.part_calls import Call, PartCalls, calls_of_parts, copied
+from ampopt.search.part_calls import Call, PartCalls, calls_of_parts
 from ampopt.search.partly_optimized import PartlyOptimizedModule, patched
 from ampopt.search.rehearsal import Sandbox
 from ampopt.search.trials import Progress
+from ampopt.search.whole_check import WholeCheck
 from ampopt.system.budget import Budget
 from ampopt.system.environment import environment
 from ampopt.system.interrupts import interruptible
@@ -151,6 +151,8 @@ class PartwiseOptimizer:
                 f"submodules were optimized in {self._lane.name}; precision={other.name!r} asks for the other"
             )
         self._options = dataclasses.replace(options, precision=self._lane.name)
+        limit = AUTO_TOLERANCE if options.tolerance is None else options.tolerance
+        self._check = WholeCheck(original, args, kwargs, self._device, limit, self._lane)
         self._modules: dict[str, OptimizedModule] = {}
         self._between: Between | None = None
 
@@ -220,7 +222,7 @@ class PartwiseOptimizer:
         """Optimize the code between submodules, and keep it if that is faster; whether Ctrl-C ended it."""
         try:
             with interruptible():
-                between = Between(self._call, patched(self._original, self._modules))
+                between = Between(self._check.call, patched(self._original, self._modules))
                 reports, reasons = dict[str, Ledger](), list[str]()
                 for part, report, reason in between.optimize(
                     self._options, self._end - time.perf_counter(), self._progress, self._sandbox
@@ -244,33 +246,16 @@ class PartwiseOptimizer:
     def _why_not_between(self, between: Between) -> str | None:
         """Why the submodules alone are better; None where the code between them is a gain."""
         without, inside = patched(self._original, self._modules), patched(self._original, self._modules)
-        error = self._error(self._call(without), self._call(between.serve(inside)))
-        if error > self._limit:
-            return f"its error {error:.2g} is over {self._limit:g}"
-        return None if self._gain_between(without, between.served).is_real else "it is not faster"
+        if why_wrong := self._check.judge(between.serve(inside))[1]:
+            return why_wrong
+        return None if self._gain_between(without, between.serve(inside)).is_real else "it is not faster"
 
     def _gain_between(self, without: Callable[..., Any], served: Callable[..., Any]) -> Gain:
         return compare_fairly(
-            latency(lambda: self._call(without), self._device),
-            latency(lambda: self._call(served), self._device),
+            latency(lambda: self._check.call(without), self._device),
+            latency(lambda: self._check.call(served), self._device),
             seconds=min(COMPARING_S, max(self._budget.left_s, 0.0)),
         ).gain
-
-    def _call(self, model: Callable[..., Any]) -> list[Tensor]:
-        """The outputs for the example call, as it is served."""
-        with Settings().scope(self._device), untouched_rng(self._device):
-            args, kwargs = torch.utils._pytree.tree_map(copied, (self._args, dict(self._kwargs)))
-            return flatten_outputs(model(*args, **kwargs))[0]
-
-    @property
-    def _limit(self) -> float:
-        return AUTO_TOLERANCE if self._options.tolerance is None else self._options.tolerance
-
-    @staticmethod
-    def _error(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
-        if len(before) != len(after):
-            return float("inf")
-        return max(map(relative_error, after, before), default=0.0)
 
     def _compare_or_leave(self) -> None:
         """`_compare`; where it fails or is interrupted, the original is chosen, and a note says why."""
@@ -291,9 +276,8 @@ class PartwiseOptimizer:
         """Compare and time the whole model; the ledger's choice becomes the lane, or `ORIGINAL`."""
         model, ledger = patched(self._original, self._modules), self._ledger
         answer: Callable[..., Any] = model if self._between is None else self._between.serve(model)
-        original = working_copy(self._original)
-        error = self._error(self._call(original), self._call(answer))
-        inside, own_args, own_kwargs = original_call(original, self._args, self._kwargs)
+        error, refused = self._check.judge(answer)
+        inside, own_args, own_kwargs = original_call(working_copy(self._original), self._args, self._kwargs)
 
         def serve() -> object:
             with Settings().scope(self._device):
@@ -305,9 +289,6 @@ class PartwiseOptimizer:
                 latency(serve, self._device),
                 seconds=HEADLINE * self._options.budget_s,
             )
-        refused = (
-            None if error <= self._limit else f"the whole model's error {error:.2g} is over {self._limit:g}"
-        )
         if not ledger.regions:
             refused = "nothing was optimized"
         ledger.baseline, ledger.gain, ledger.load = found.before, found.gain, found.load
