@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampopt.errors import InputError
+from ampopt.errors import InputError, UncopyableError
 from ampopt.ir.deep_copy import deep_copy, shared_with
 from ampopt.ir.lane_io import LaneIO
 from ampopt.ir.numerics import is_rounded
@@ -21,11 +21,11 @@ from ampopt.ir.signature import tensors_of
 def private_copy(model: nn.Module, device: torch.device | None = None) -> nn.Module:
     """A deep copy of a model in evaluation mode, without gradients, on `device` (None: unchanged device).
 
-    Raises InputError if the model cannot be copied, or if its copy would still reach the model.
+    Raises UncopyableError if the model cannot be copied, or if its copy would still reach the model.
     """
     duplicate = exact_copy(model)
     if (shared := shared_with(model, duplicate)) is not None:
-        raise InputError(
+        raise UncopyableError(
             f"the model cannot be copied: in its copy {shared}; ampopt works on a copy so that yours stays "
             "as it is: let hooks and functions get at the model by their arguments, or by a closure"
         )
@@ -92,7 +92,7 @@ def exact_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
             copied: nn.Module = deep_copy(model, {} if memo is None else memo)
             return copied
     except Exception as error:
-        raise InputError(
+        raise UncopyableError(
             f"the model cannot be copied ({error}); ampopt works on a copy so that yours stays as it is: "
             "remove what cannot be deep-copied from its attributes"
         ) from error

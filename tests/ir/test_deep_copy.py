@@ -231,6 +231,23 @@ def test_a_hook_that_names_the_model_as_a_global_variable_is_refused(monkeypatch
         private_copy(model)
 
 
+def test_a_model_that_a_method_of_a_class_reaches_by_its_closure_answers_itself() -> None:
+    model = Seeing(lambda model: None).eval()
+
+    class Keeper:
+        def keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
+            model.feats["f"] = output
+
+    model.body[0].register_forward_hook(Keeper().keep)
+    with torch.no_grad():
+        model(X)
+        kept = dict(model.feats)
+        fast = optimize(model, X, cache=False, budget_s=2.0)
+        assert all(model.feats[name] is kept[name] for name in kept)
+        assert "is the original's Seeing" in fast.report.notes[0]
+        assert torch.equal(fast(X + 1), model(X + 1))
+
+
 def test_a_graph_module_keeps_its_hooks_and_those_inside() -> None:
     def doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         return output * scale["by"]
