@@ -43,11 +43,11 @@ def deep_copy(root: Any, memo: Memo) -> Any:
 def shared_with(original: nn.Module, duplicate: nn.Module) -> str | None:
     """The path in a copy to a module of the original, which the copy should not reach; None if there is none.
 
-    Global variables and class attributes count, too: a hook that names the user's `model`.
+    Global variables that `forward` and hooks name count, too: the user's `model`.
     """
     own = set(map(id, duplicate.modules()))  # one that copies itself as itself is shared on purpose
     ids = {id(each): name for name, each in original.named_modules() if id(each) not in own}
-    for path, value in walk(duplicate):
+    for path, value in walk(duplicate, classes=False):
         if isinstance(value, nn.Module) and id(value) in ids:
             return f"{path.removeprefix('.')} is the original's {ids[id(value)] or type(original).__name__}"
     return None
@@ -106,7 +106,7 @@ def _copy_or_share(value: Any, memo: Memo) -> Any:
     try:
         made = _copied(value, trial)
     except Exception:
-        if any(isinstance(part, (nn.Module, Tensor)) for _, part in walk(value, code=False)):
+        if any(isinstance(part, (nn.Module, Tensor)) for _, part in walk(value, code=False, classes=False)):
             raise
         return value
     memo.update(trial)

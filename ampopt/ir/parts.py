@@ -7,6 +7,7 @@ bound method, a `functools.partial` or a weak reference are what it is bound to.
 from __future__ import annotations
 
 import collections
+import dis
 import enum
 import functools
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import fx
+from torch import fx, nn
 
 ATOMS = (
     *(bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), slice, range),
@@ -39,16 +40,17 @@ _OF_THE_PROCESS = frozenset(
 Part = tuple[str, Any]
 
 
-def parts_of(value: Any, *, code: bool = True) -> Iterator[Part]:
+def parts_of(value: Any, *, code: bool = True, classes: bool = True) -> Iterator[Part]:
     """The parts of a value, each with the step that leads to it, such as `.feats` or `['f']`.
 
-    With `code`, a class has parts, its attributes, and a function has the global variables that it names;
-    classes and functions of Python, PyTorch and NumPy have none.
+    With `code`, a function has the global variables that it names, and a module the function `forward` of its
+    class. With `classes`, an object has its class, and that its attributes. Classes and functions of Python,
+    PyTorch and NumPy have none.
     """
     if isinstance(value, _WITHOUT) or _root(type(value)) in _OF_THE_PROCESS:
         return
     if isinstance(value, type):
-        if code and not is_foreign(value):
+        if classes and not is_foreign(value):
             bases = [each for each in value.__mro__ if not is_foreign(each)]
             yield from ((f".{name}", part) for each in bases for name, part in _attributes(each))
         return
@@ -64,8 +66,10 @@ def parts_of(value: Any, *, code: bool = True) -> Iterator[Part]:
     elif isinstance(value, np.ndarray) and value.dtype.hasobject:
         yield from ((f"[{index}]", part) for index, part in enumerate(value.flat))
     yield from attributes_of(value)
-    if code and not is_foreign(type(value)):
+    if classes and not is_foreign(type(value)):
         yield "", type(value)
+    elif code and isinstance(value, nn.Module) and not is_foreign(type(value)):
+        yield ".forward", type(value).forward
 
 
 def attributes_of(value: Any) -> Iterator[Part]:
@@ -138,9 +142,10 @@ def _parts_of_function(function: types.FunctionType, code: bool) -> Iterator[Par
 
 @functools.lru_cache(maxsize=4096)
 def _names(code: types.CodeType) -> frozenset[str]:
-    """The global variables, and the attributes, that code and the functions inside it name."""
+    """The global variables that code, and the functions inside it, name."""
+    own = (each.argval for each in dis.get_instructions(code) if each.opname.endswith(("_GLOBAL", "_NAME")))
     inner = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
-    return frozenset(code.co_names).union(*inner)
+    return frozenset(own).union(*inner)
 
 
 _OF_A_CLASS = frozenset(
@@ -154,7 +159,13 @@ def _attributes(of: type) -> Iterator[Part]:
             yield name, part
 
 
-def walk(root: Any, *, code: bool = True, leave_out: Callable[[Any], bool] | None = None) -> Iterator[Part]:
+def walk(
+    root: Any,
+    *,
+    code: bool = True,
+    classes: bool = True,
+    leave_out: Callable[[Any], bool] | None = None,
+) -> Iterator[Part]:
     """Every value that a value is made of, itself included, once each, with the path to it."""
     seen, waiting = set[int](), [("", root)]
     kept = []
@@ -166,4 +177,4 @@ def walk(root: Any, *, code: bool = True, leave_out: Callable[[Any], bool] | Non
             seen.add(id(value))
             kept.append(value)  # an identity is one only as long as the object lives
         yield path, value
-        waiting += [(path + step, part) for step, part in parts_of(value, code=code)]
+        waiting += [(path + step, part) for step, part in parts_of(value, code=code, classes=classes)]

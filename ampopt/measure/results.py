@@ -92,7 +92,11 @@ def _error_of_leaves(path: str, a: Any, b: Any) -> float | None:
         return 0.0 if is_same else math.inf
     if isinstance(a, _WHOLE):
         return 0.0 if a == b else math.inf
-    if isinstance(a, _WITH_PARTS) or hasattr(a, "__dict__") or next(parts_of(a, code=False), None):
+    if (
+        isinstance(a, _WITH_PARTS)
+        or hasattr(a, "__dict__")
+        or next(parts_of(a, code=False, classes=False), None)
+    ):
         return None
     if type(a) is object:
         return 0.0
@@ -137,7 +141,7 @@ def _pairs(a: Any, b: Any) -> list[tuple[str, Any, Any]] | None:
         return None
     if isinstance(a, np.ndarray) and (a.shape, a.dtype) != (b.shape, b.dtype):
         return None
-    mine, yours = dict(parts_of(a, code=False)), dict(parts_of(b, code=False))
+    mine, yours = dict(parts_of(a, code=False, classes=False)), dict(parts_of(b, code=False, classes=False))
     if mine.keys() != yours.keys():
         return None
     return [(step, part, yours[step]) for step, part in mine.items()]

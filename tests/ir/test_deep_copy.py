@@ -231,6 +231,22 @@ def test_a_hook_that_names_the_model_as_a_global_variable_is_refused(monkeypatch
         private_copy(model)
 
 
+def test_an_attribute_with_the_name_of_a_global_variable_is_not_that_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Wrapping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.MODEL = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.MODEL(x)
+
+    model = Wrapping()
+    monkeypatch.setattr(this, "MODEL", model)
+    assert shared_with(model, private_copy(model)) is None
+
+
 def test_a_model_that_a_method_of_a_class_reaches_by_its_closure_answers_itself() -> None:
     model = Seeing(lambda model: None).eval()
 
