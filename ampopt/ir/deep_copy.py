@@ -175,12 +175,19 @@ _HOOKS = (
 
 
 def _copy_graph_module(module: fx.GraphModule, memo: Memo) -> Any:
-    """An `fx.GraphModule`, whose own method loses its hooks and copies those inside of it as constants."""
+    """An `fx.GraphModule`, whose own method loses its hooks and copies those inside of it as constants.
+
+    That of torchvision's feature extractors, a subclass, also begins in training mode.
+    """
     hooks = {name: _copied(vars(module)[name], memo) for name in _HOOKS}
     for child in module.children():
         _copied(child, memo)
     made: Any = module.__deepcopy__(memo)  # it finds the children's copies in the memo
     vars(made).update(hooks)
+    made.train(module.training)
+    modes = {name: each.training for name, each in module.named_modules()}
+    for name, each in made.named_modules():
+        each.training = modes.get(name, each.training)
     return made
 
 

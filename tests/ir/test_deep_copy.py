@@ -279,6 +279,18 @@ def test_a_graph_module_keeps_its_hooks_and_those_inside() -> None:
     assert torch.equal(duplicate(x), expected)
 
 
+def test_a_feature_extractor_stays_in_its_mode() -> None:
+    extraction = pytest.importorskip("torchvision.models.feature_extraction")
+    body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout())
+    model = extraction.create_feature_extractor(body, return_nodes={"2": "out"}).eval()
+    model.get_submodule("2").train()
+    duplicate = exact_copy(model)
+    assert [each.training for each in duplicate.modules()] == [each.training for each in model.modules()]
+    model.eval()
+    assert torch.equal(private_copy(model)(X)["out"], model(X)["out"])
+    assert torch.equal(exact_copy(private_copy(model))(X)["out"], model(X)["out"])
+
+
 def test_results_that_autograd_has_left_in_a_container_are_copied() -> None:
     model = Seeing(BOUND["closure"])
     model(X)  # not under no_grad

@@ -233,3 +233,71 @@ def test_a_container_that_it_is_called_with_and_changes() -> None:
 
     seen = calls_of_parts(Giving().eval(), ["bb"], (X,), {})
     assert seen["bb"].why_not == "it changes a container that it is called with"
+
+
+class Returning(nn.Module):
+    """Returns a table that it holds, and its input as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.table = torch.ones(3, 1, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The features, the table, the input."""
+        return self.conv(x), self.table, x
+
+
+class Around(nn.Module):
+    """A model that is no single graph around a submodule, with what `use` makes of that."""
+
+    def __init__(self, body: nn.Module, use: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.bb, self.use = body, [use]
+
+    def forward(self, x: Tensor) -> Any:
+        """What `use` makes of it."""
+        y = self.use[0](self.bb, x * 1)
+        return y * 2 if y.sum().item() > 1e9 else y
+
+
+def _called_twice(body: Any, x: Tensor) -> Tensor:
+    out: Tensor = body(body(x) * 2) + body(x[..., :6]).mean()
+    return out
+
+
+def _writes_to_its_table(body: Any, x: Tensor) -> Tensor:
+    y, table, _ = body(x)
+    table.add_(x.mean().item())
+    out: Tensor = y * body.table
+    return out
+
+
+def _writes_to_its_input(body: Any, x: Tensor) -> Tensor:
+    y, _, same = body(x)
+    same.mul_(2)
+    out: Tensor = x + y
+    return out
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("body", "use", "parts"),
+    [
+        (nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU()), _called_twice, ["bb"]),
+        (Returning(), _writes_to_its_table, ["bb.conv"]),
+        (Returning(), _writes_to_its_input, ["bb"]),
+    ],
+    ids=["called twice", "its table is written to", "its input is written to"],
+)
+def test_results_that_are_used_in_other_ways(
+    body: nn.Module, use: Any, parts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_the_patched(monkeypatch)
+    model = Around(body, use).eval()
+    twin = private_copy(model)
+    with torch.no_grad():
+        fast = optimize(model, X, precision="fp32", cache=False)
+        assert list(fast.report.regions) == parts
+        for x in (X + 1, X * 2, X):
+            assert torch.allclose(fast(x), twin(x), atol=1e-5)
