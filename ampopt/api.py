@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ampopt.deploy.inference_module import InferenceModule
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.engines.cuda_graphs import Outputs
-from ampopt.errors import CaptureError, InputError
+from ampopt.errors import CaptureError, InputError, UncopyableError
 from ampopt.ir.arguments import (
     advice_on_failure,
     as_call,
@@ -176,7 +176,10 @@ def optimize(
         with interruptible():
             if _rehearses(options):
                 sandbox.prepare()  # it loads its libraries during the first call and the capture
-            original, args, kwargs, note = prepare_call(model, example_inputs, given, device, options)
+            try:
+                original, args, kwargs, note = prepare_call(model, example_inputs, given, device, options)
+            except UncopyableError as error:
+                return _served_itself(model, example_inputs, given, device, options, error, started)
             call_s = _seconds_of_a_slow_call(original, args, kwargs, options, started)
             options = options.with_time_for(call_s or 0.0)
         where = sandbox.device
@@ -187,6 +190,30 @@ def optimize(
     result.report.notes[:0] = [told for told in notes if told]
     release(where)  # of what was tried and lost
     return result
+
+
+def _served_itself(
+    model: nn.Module,
+    example_inputs: Any,
+    given: Mapping[str, Any],
+    device: torch.device | str | None,
+    options: Options,
+    error: UncopyableError,
+    started: float,
+) -> PartlyOptimizedModule:
+    """The user's model under the interface of an optimized module, for what cannot be copied.
+
+    Raises the error, with what can be done, where it would have to be changed: it is in training mode, or on
+    another device, or takes and gives other dtypes.
+    """
+    model, args, note, target = _checked(model, example_inputs, given, device)
+    if any(module.training for module in model.modules()):
+        raise UncopyableError(f"{error}; after model.eval() it is served as it is") from error
+    if target != device_of(model, flatten_call(args, given)[0]) or options.io_dtype(target) is not None:
+        raise error
+    served = as_it_was(model, args, given, str(error), started=started, is_copy=False)
+    served.report.notes[:0] = [note] if note else []
+    return served
 
 
 def _optimize(

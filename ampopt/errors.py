@@ -15,6 +15,10 @@ class InputError(AmpoptError):
     """An argument, an example input or a call does not fit the model."""
 
 
+class UncopyableError(InputError):
+    """The model cannot be copied, or a copy of it would still reach the model."""
+
+
 class CaptureError(AmpoptError):
     """The model, or one submodule of it, cannot be turned into one graph."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -304,3 +305,24 @@ def test_a_wrong_way_to_give_outputs_is_refused_before_the_work(monkeypatch: pyt
 def test_what_is_no_module_is_refused() -> None:
     with pytest.raises(InputError, match=r"takes a torch\.nn\.Module, not function"):
         ampopt.optimize(expected, X)  # type: ignore[arg-type]
+
+
+def test_a_model_that_cannot_be_copied_is_served_itself() -> None:
+    model = nn.Linear(4, 4)
+    vars(model)["lock"] = threading.Lock()
+    with pytest.raises(InputError, match=r"cannot be copied .*lock.*after model.eval\(\) it is served"):
+        ampopt.optimize(model, torch.randn(1, 4), budget_s=2.0)
+    model.eval()
+    served = ampopt.optimize(model, torch.randn(1, 4), budget_s=2.0)
+    assert served.report.chosen == "original"
+    assert "cannot be copied" in served.report.notes[0]
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        assert torch.equal(served(x), model(x))
+        model.weight.mul_(2.0)
+        assert torch.equal(served(x), model(x))
+    assert not served(x).requires_grad
+    with pytest.raises(InputError, match="its state is yours"):
+        served.reset_state()
+    with pytest.raises(InputError, match="cannot be copied"):
+        ampopt.optimize(model, torch.randn(1, 4), precision="amp", io="lane")

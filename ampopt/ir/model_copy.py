@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import random
 import threading
@@ -15,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ampopt.errors import InputError
+from ampopt.errors import InputError, UncopyableError
+from ampopt.ir.deep_copy import deep_copy, shared_with
 from ampopt.ir.lane_io import LaneIO
 from ampopt.ir.numerics import is_rounded
 from ampopt.ir.signature import tensors_of
@@ -24,10 +24,14 @@ from ampopt.ir.signature import tensors_of
 def private_copy(model: nn.Module, device: torch.device | None = None) -> nn.Module:
     """A deep copy of a model in evaluation mode, without gradients, on `device` (None: unchanged device).
 
-    Tensors that autograd computed from other tensors (an old-style `weight_norm`) are cloned, because PyTorch
-    refuses to copy them. Raises InputError if the model cannot be copied.
+    Raises UncopyableError if the model cannot be copied, or if its copy would still reach the model.
     """
     duplicate = exact_copy(model)
+    if (shared := shared_with(model, duplicate)) is not None:
+        raise UncopyableError(
+            f"the model cannot be copied: in its copy {shared}; ampopt works on a copy so that yours stays "
+            "as it is: let hooks and functions get at the model by their arguments, or by a closure"
+        )
     for parameter in duplicate.parameters():
         parameter.requires_grad_(False)
     duplicate.eval()
@@ -78,20 +82,20 @@ def same_tensor(a: Tensor, b: Tensor) -> bool:
 
 
 def exact_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A deep copy including gradients and mode; `memo` is that of `copy.deepcopy`."""
-    memo = {} if memo is None else memo
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().clone()
+    """A deep copy including gradients and mode; `memo` is that of `copy.deepcopy`.
+
+    Functions that are bound to the model (hooks) are bound to the copy, see `deep_copy`. Tensors that
+    autograd computed from other tensors (an old-style `weight_norm`) are cloned.
+    """
     try:
         with (
             torch.inference_mode(mode=False),
             torch.no_grad(),
         ):  # a TorchScript's parameters are clones
-            return copy.deepcopy(model, memo)
+            copied: nn.Module = deep_copy(model, {} if memo is None else memo)
+            return copied
     except Exception as error:
-        raise InputError(
+        raise UncopyableError(
             f"the model cannot be copied ({error}); ampopt works on a copy so that yours stays as it is: "
             "remove what cannot be deep-copied from its attributes"
         ) from error

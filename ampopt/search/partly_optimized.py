@@ -44,10 +44,13 @@ class PartlyOptimizedModule(InferenceModule):
         between: Between | None,
         report: Ledger,
         device: torch.device,
+        *,
+        is_copy: bool = True,
     ) -> None:
         """`model` is a private copy, which is not called; `optimized` are its submodules' replacements.
 
-        `between`: the optimized code between them, if that is faster.
+        `between`: the optimized code between them, if that is faster. Without `is_copy` the model is the
+        user's own, and is called itself.
         """
         super().__init__()
         self._between = between
@@ -55,12 +58,16 @@ class PartlyOptimizedModule(InferenceModule):
         self._why = report.notes[0] if report.notes else "nothing of it was tried"
         self._original, self._optimized = [model], dict(optimized)  # in a list: `.to()` leaves it alone
         self._monitor, self._strict = Monitor(chose_original=report.chosen == ORIGINAL), False
-        self.reset_state()
+        self._is_copy, self._answer = is_copy, list[Callable[..., Any]]([model])
+        if is_copy:
+            self.reset_state()
 
     def reset_state(self) -> None:
-        """Reset the state in the model's buffers to its value when the model was optimized."""
+        """Reset the state of the model to what it was when the model was optimized."""
+        if not self._is_copy:
+            raise InputError("your own model answers, because it cannot be copied: its state is yours")
         model = patched(self._original[0], self._optimized)
-        self._answer: list[Callable[..., Any]] = [self._between.serve(model) if self._between else model]
+        self._answer = [self._between.serve(model) if self._between else model]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Answer one call, in the caller's autocast, and in inference mode if the caller is in it.
@@ -152,9 +159,18 @@ def patched(original: nn.Module, optimized: Mapping[str, OptimizedModule]) -> nn
 
 
 def as_it_was(
-    original: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], reason: str, *, started: float
+    original: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    reason: str,
+    *,
+    started: float,
+    is_copy: bool = True,
 ) -> PartlyOptimizedModule:
-    """A private copy with the interface of an optimized module, not optimized for the reason."""
+    """A private copy with the interface of an optimized module, not optimized for the reason.
+
+    Without `is_copy` it is the user's own model, and answers itself.
+    """
     leaves = flatten_call(args, kwargs)[0]
     device = device_of(original, leaves)
     notes = [reason, "the original answers every call: nothing was tried"]
@@ -162,4 +178,4 @@ def as_it_was(
     name = type(original_of(original)).__name__
     ledger = Ledger(name, environment(device), inputs, notes=notes, chosen=ORIGINAL)
     ledger.seconds = time.perf_counter() - started
-    return PartlyOptimizedModule(original, {}, None, ledger, device)
+    return PartlyOptimizedModule(original, {}, None, ledger, device, is_copy=is_copy)

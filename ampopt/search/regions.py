@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ampopt.deploy.runtime import OptimizedModule
-from ampopt.errors import AmpoptError, first_line
+from ampopt.errors import AmpoptError, CaptureError, first_line
 from ampopt.ir.capture import Captured, capture
 from ampopt.ir.lane_io import original_call, original_of
 from ampopt.ir.lanes import FP32, lanes_for
 from ampopt.ir.model_copy import device_of, private_copy, untouched_rng, working_copy
-from ampopt.ir.numerics import relative_error
 from ampopt.ir.settings import Settings
-from ampopt.ir.signature import (
-    call_key,
-    copied,
-    describe,
-    flatten_call,
-    flatten_outputs,
-    map_tensors,
-    tensors_of,
-)
+from ampopt.ir.signature import describe, flatten_call, tensors_of
 from ampopt.measure.clocks import latency
 from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.headline import compare_fairly
@@ -38,9 +28,11 @@ from ampopt.search.lane_probe import seconds_of_a_call
 from ampopt.search.last_comparison import HEADLINE
 from ampopt.search.optimizer import BRIEFLY_S, optimize_captured
 from ampopt.search.options import AUTO_TOLERANCE, Options
+from ampopt.search.part_calls import Call, PartCalls, calls_of_parts
 from ampopt.search.partly_optimized import PartlyOptimizedModule, patched
 from ampopt.search.rehearsal import Sandbox
 from ampopt.search.trials import Progress
+from ampopt.search.whole_check import WholeCheck
 from ampopt.system.budget import Budget
 from ampopt.system.environment import environment
 from ampopt.system.interrupts import interruptible
@@ -56,38 +48,6 @@ MOST_BETWEEN = 0.5
 
 COMPARING_S = 1.0
 """Time in seconds of comparing calls with and without optimized code between the submodules."""
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-_PLAIN = (Tensor, int, float, bool, str, type(None))
-"""Arguments whose whole value stands in a call's key; a region that takes others is not captured."""
-
-
-def _record_calls(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, list[Call]]:
-    """The different calls that each submodule gets in one call of the model, by the submodule's name."""
-    calls: dict[str, dict[object, Call]] = {}
-
-    def note(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            leaves, spec = flatten_call(args, kwargs)
-            if all(isinstance(leaf, _PLAIN) for leaf in leaves):
-                call = map_tensors(copied, args, kwargs)
-                calls.setdefault(name, {}).setdefault(call_key(leaves, spec), call)
-
-        return hook
-
-    model = working_copy(model)
-    with contextlib.ExitStack() as stack:
-        for name, module in model.named_modules():
-            if name and not isinstance(module, torch.jit.ScriptModule):  # it takes no such hook
-                handle = module.register_forward_pre_hook(note(name), with_kwargs=True)
-                stack.callback(handle.remove)
-        args, kwargs = map_tensors(copied, args, kwargs)  # it may write to them
-        with torch.no_grad(), untouched_rng(device_of(model, flatten_call(args, kwargs)[0])):
-            model(*args, **kwargs)
-    return {name: list(found.values()) for name, found in calls.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,37 +65,53 @@ def _drop_hooks(module: nn.Module) -> None:
 
 def _find_regions(
     model: nn.Module,
-    calls: Mapping[str, list[Call]],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
     device: torch.device,
     notes: list[str],
     is_over: Callable[[], bool],
 ) -> Iterator[_Region]:
-    """The largest submodules that can be captured, from the top down; why others cannot goes to `notes`.
+    """The largest submodules that can be captured, level by level; why others cannot goes to `notes`.
 
     None is looked at any more once `is_over`.
     """
-
-    def visit(prefix: str, module: nn.Module) -> Iterator[_Region]:
-        for child_name, child in module.named_children():
-            name = f"{prefix}.{child_name}".removeprefix(".")
-            if not any(True for _ in child.parameters()):
-                continue
+    level = _children("", model)
+    while level:
+        if is_over():
+            notes += [f"submodule {name} was not looked at: the time budget was spent" for name in level]
+            return
+        seen, inside = calls_of_parts(model, list(level), args, kwargs), dict[str, nn.Module]()
+        for name, module in level.items():
             if is_over():
                 notes.append(f"submodule {name} was not looked at: the time budget was spent")
                 continue
-            if name in calls:
-                args, kwargs = calls[name][0]
+            if name in seen:
                 try:
-                    original = private_copy(child)
-                    _drop_hooks(original)  # the submodule that calls it runs them
-                    captured = capture(original, args, kwargs, device, lift_state=False)
-                    yield _Region(name, original, captured, calls[name])
+                    yield _region(name, module, seen[name], device)
                     continue
                 except AmpoptError as error:
                     notes.append(f"submodule {name} is not one graph: {error}")
-            yield from visit(name, child)
+            inside |= _children(name, module)
+        level = inside
 
-    yield from visit("", model)
+
+def _children(prefix: str, module: nn.Module) -> dict[str, nn.Module]:
+    """The submodules with weights, by their full names."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): child
+        for name, child in module.named_children()
+        if next(child.parameters(), None) is not None
+    }
+
+
+def _region(name: str, module: nn.Module, seen: PartCalls, device: torch.device) -> _Region:
+    if seen.why_not is not None:
+        raise CaptureError(seen.why_not)
+    args, kwargs = seen.calls[0]
+    original = private_copy(module)
+    _drop_hooks(original)  # the submodule that calls it runs them
+    captured = capture(original, args, kwargs, device, lift_state=False)
+    return _Region(name, original, captured, seen.calls)
 
 
 class PartwiseOptimizer:
@@ -175,6 +151,8 @@ class PartwiseOptimizer:
                 f"submodules were optimized in {self._lane.name}; precision={other.name!r} asks for the other"
             )
         self._options = dataclasses.replace(options, precision=self._lane.name)
+        limit = AUTO_TOLERANCE if options.tolerance is None else options.tolerance
+        self._check = WholeCheck(original, args, kwargs, self._device, limit, self._lane)
         self._modules: dict[str, OptimizedModule] = {}
         self._between: Between | None = None
 
@@ -202,8 +180,8 @@ class PartwiseOptimizer:
     def _find(self, inside: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Region]:
         """The submodules to optimize."""
         reasons = list[str]()
-        calls = _record_calls(inside, args, kwargs)
-        found = list(_find_regions(inside, calls, self._device, reasons, lambda: self._budget.left_s <= 0))
+        is_over = lambda: self._budget.left_s <= 0  # noqa: E731
+        found = list(_find_regions(inside, args, kwargs, self._device, reasons, is_over))
         self._note(reasons, "more submodules are no single graph either")
         return found
 
@@ -244,7 +222,7 @@ class PartwiseOptimizer:
         """Optimize the code between submodules, and keep it if that is faster; whether Ctrl-C ended it."""
         try:
             with interruptible():
-                between = Between(self._call, patched(self._original, self._modules))
+                between = Between(self._check.call, patched(self._original, self._modules))
                 reports, reasons = dict[str, Ledger](), list[str]()
                 for part, report, reason in between.optimize(
                     self._options, self._end - time.perf_counter(), self._progress, self._sandbox
@@ -268,33 +246,16 @@ class PartwiseOptimizer:
     def _why_not_between(self, between: Between) -> str | None:
         """Why the submodules alone are better; None where the code between them is a gain."""
         without, inside = patched(self._original, self._modules), patched(self._original, self._modules)
-        error = self._error(self._call(without), self._call(between.serve(inside)))
-        if error > self._limit:
-            return f"its error {error:.2g} is over {self._limit:g}"
-        return None if self._gain_between(without, between.served).is_real else "it is not faster"
+        if why_wrong := self._check.judge(between.serve(inside))[1]:
+            return why_wrong
+        return None if self._gain_between(without, between.serve(inside)).is_real else "it is not faster"
 
     def _gain_between(self, without: Callable[..., Any], served: Callable[..., Any]) -> Gain:
         return compare_fairly(
-            latency(lambda: self._call(without), self._device),
-            latency(lambda: self._call(served), self._device),
+            latency(lambda: self._check.call(without), self._device),
+            latency(lambda: self._check.call(served), self._device),
             seconds=min(COMPARING_S, max(self._budget.left_s, 0.0)),
         ).gain
-
-    def _call(self, model: Callable[..., Any]) -> list[Tensor]:
-        """The outputs for the example call, as it is served."""
-        with Settings().scope(self._device), untouched_rng(self._device):
-            args, kwargs = map_tensors(copied, self._args, self._kwargs)
-            return flatten_outputs(model(*args, **kwargs))[0]
-
-    @property
-    def _limit(self) -> float:
-        return AUTO_TOLERANCE if self._options.tolerance is None else self._options.tolerance
-
-    @staticmethod
-    def _error(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
-        if len(before) != len(after):
-            return float("inf")
-        return max(map(relative_error, after, before), default=0.0)
 
     def _compare_or_leave(self) -> None:
         """`_compare`; where it fails or is interrupted, the original is chosen, and a note says why."""
@@ -315,9 +276,8 @@ class PartwiseOptimizer:
         """Compare and time the whole model; the ledger's choice becomes the lane, or `ORIGINAL`."""
         model, ledger = patched(self._original, self._modules), self._ledger
         answer: Callable[..., Any] = model if self._between is None else self._between.serve(model)
-        original = working_copy(self._original)
-        error = self._error(self._call(original), self._call(answer))
-        inside, own_args, own_kwargs = original_call(original, self._args, self._kwargs)
+        error, refused = self._check.judge(answer)
+        inside, own_args, own_kwargs = original_call(working_copy(self._original), self._args, self._kwargs)
 
         def serve() -> object:
             with Settings().scope(self._device):
@@ -329,9 +289,6 @@ class PartwiseOptimizer:
                 latency(serve, self._device),
                 seconds=HEADLINE * self._options.budget_s,
             )
-        refused = (
-            None if error <= self._limit else f"the whole model's error {error:.2g} is over {self._limit:g}"
-        )
         if not ledger.regions:
             refused = "nothing was optimized"
         ledger.baseline, ledger.gain, ledger.load = found.before, found.gain, found.load

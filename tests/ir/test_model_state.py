@@ -254,3 +254,10 @@ def test_buffers_that_cannot_be_lifted_are_refused_by_name() -> None:
     buffer = torch.zeros(2, 8)
     with pytest.raises(CaptureError, match="buffer h, also the memory of view"):
         captured_of(Model(_shares, conv=conv, h=buffer, view=buffer[0]).eval(), X)
+
+
+@pytest.mark.parametrize("made", [lambda y: str(y.sum()), repr], ids=["text of a sum", "text of a tensor"])
+def test_what_is_no_tensor_and_depends_on_the_inputs_values_is_no_constant(made: Any) -> None:
+    model = Model(lambda m, x: (m.linear(x), made(x), "word"), linear=nn.Linear(3, 3))
+    with pytest.raises(CaptureError, match="its result holds what is no tensor and depends"):
+        captured_of(model, torch.randn(2, 3))

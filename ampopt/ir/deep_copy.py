@@ -1,0 +1,219 @@
+"""Deep copies that have nothing in common with the original: functions that are bound to it are copied, too.
+
+`copy.deepcopy` takes functions, bound methods of lists and dicts, and weak references for constants. A hook
+`lambda *_: self.feats.append(1)` of a copied model would write to the original's list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib.util
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from ampopt.ir.parts import LRU_CACHED, referent_of, walk
+
+Memo = dict[Any, Any]
+
+_ROOT = "ampopt: the root of the copy"
+"""The memo's key for the root; the others are identities, integers."""
+
+
+def deep_copy(root: Any, memo: Memo) -> Any:
+    """A deep copy of a model; `memo` is that of `copy.deepcopy`.
+
+    A function that is no global of its module is copied with its closure, its defaults and its attributes;
+    a variable that several functions share is one variable of their copies. What a closure holds and cannot
+    be copied (a file, a lock) is shared, unless it leads to the model: then the error is raised.
+    """
+    memo[_ROOT] = root
+    try:
+        return _copies.deepcopy(root, memo)
+    finally:
+        del memo[_ROOT]
+
+
+def shared_with(original: nn.Module, duplicate: nn.Module) -> str | None:
+    """The path in a copy to a module of the original, which the copy should not reach; None if there is none.
+
+    Global variables that `forward` and hooks name count, too: the user's `model`.
+    """
+    own = set(map(id, duplicate.modules()))  # one that copies itself as itself is shared on purpose
+    ids = {id(each): name for name, each in original.named_modules() if id(each) not in own}
+    for path, value in walk(duplicate, classes=False):
+        if isinstance(value, nn.Module) and id(value) in ids:
+            return f"{path.removeprefix('.')} is the original's {ids[id(value)] or type(original).__name__}"
+    return None
+
+
+def _own_copy_module() -> Any:
+    """Another instance of the standard library's module, whose table of copiers is ours alone."""
+    spec = importlib.util.find_spec("copy")
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.Error = copy.Error
+    return module
+
+
+def _copied(value: Any, memo: Memo) -> Any:
+    return _copies.deepcopy(value, memo)
+
+
+def _copy_function(function: types.FunctionType, memo: Memo) -> Any:
+    closure, own = function.__closure__ or (), vars(function)
+    if not (closure or own or function.__defaults__ or function.__kwdefaults__) or _is_global(function):
+        return function
+    cells = tuple(_copied(cell, memo) for cell in closure)
+    if id(function) in memo:  # its closure led back to it
+        return memo[id(function)]
+    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells or None)
+    memo[id(function)] = made
+    made.__defaults__ = _copied(function.__defaults__, memo)
+    made.__kwdefaults__ = _copied(function.__kwdefaults__, memo)
+    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+    made.__doc__, made.__annotations__ = function.__doc__, function.__annotations__
+    vars(made).update(_copied(own, memo))
+    return made
+
+
+def _is_global(function: types.FunctionType) -> bool:
+    """Whether a function is found by its name in its module, and so is code, not a part of a model."""
+    found: Any = sys.modules.get(function.__module__ or "")
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)
+    by_name = getattr(sys.modules.get(function.__module__ or ""), function.__name__, None)
+    return function in (found, by_name)
+
+
+def _copy_cell(cell: types.CellType, memo: Memo) -> types.CellType:
+    made = memo[id(cell)] = types.CellType()
+    with contextlib.suppress(ValueError):  # nothing was assigned to the variable yet
+        made.cell_contents = _copy_or_share(cell.cell_contents, memo)
+    return made
+
+
+def _copy_or_share(value: Any, memo: Memo) -> Any:
+    trial = dict(memo)
+    try:
+        made = _copied(value, trial)
+    except Exception:
+        if any(isinstance(part, (nn.Module, Tensor)) for _, part in walk(value, code=False, classes=False)):
+            raise
+        return value
+    memo.update(trial)
+    memo.setdefault(id(memo), []).append(trial)  # whose identity is a key of it now
+    return made
+
+
+def _copy_method(method: types.MethodType, memo: Memo) -> Any:
+    function, owner = method.__func__, _copied(method.__self__, memo)
+    name = getattr(function, "__name__", "")
+    if isinstance(function, types.FunctionType) and getattr(type(owner), name, None) is not function:
+        function = _copied(function, memo)
+    return types.MethodType(function, owner)
+
+
+def _copy_builtin(function: Any, memo: Memo) -> Any:
+    """`self.items.append` as the method of the copied list."""
+    if function.__self__ is None or isinstance(function.__self__, (type, types.ModuleType)):
+        return function
+    owner = _copied(function.__self__, memo)
+    return function if owner is function.__self__ else getattr(owner, function.__name__)
+
+
+def _copy_reference(reference: Any, memo: Memo) -> Any:
+    """A weak reference to a part of the model as one to its copy, which something else keeps alive."""
+    target = reference()
+    return weakref.ref(_copied(target, memo)) if _is_part(target, memo) else reference
+
+
+def _copy_proxy(proxy: Any, memo: Memo) -> Any:
+    target = referent_of(proxy)
+    return weakref.proxy(_copied(target, memo)) if _is_part(target, memo) else proxy
+
+
+def _is_part(target: Any, memo: Memo) -> bool:
+    if target is None or id(target) in memo:
+        return target is not None
+    root = memo.get(_ROOT)
+    return isinstance(root, nn.Module) and any(target is part for part in _tensors_and_modules(root))
+
+
+def _tensors_and_modules(root: nn.Module) -> Iterator[Any]:
+    yield from root.modules()
+    yield from root.parameters()
+    yield from root.buffers()
+
+
+def _copy_cached(function: Any, memo: Memo) -> Any:
+    """A function of `functools.lru_cache`; that of a copied one begins with an empty cache."""
+    inside = _copied(function.__wrapped__, memo)
+    if inside is function.__wrapped__:
+        return function
+    return functools.lru_cache(**function.cache_parameters())(inside)
+
+
+def _copy_tensor(tensor: Tensor, memo: Memo) -> Tensor:
+    """PyTorch refuses to copy what autograd has computed from other tensors."""
+    made: Tensor = tensor.__deepcopy__(memo) if tensor.is_leaf else tensor.detach().clone()
+    return made
+
+
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
+
+
+def _copy_graph_module(module: fx.GraphModule, memo: Memo) -> Any:
+    """An `fx.GraphModule`, whose own method loses its hooks and copies those inside of it as constants.
+
+    That of torchvision's feature extractors, a subclass, also begins in training mode.
+    """
+    hooks = {name: _copied(vars(module)[name], memo) for name in _HOOKS}
+    for child in module.children():
+        _copied(child, memo)
+    made: Any = module.__deepcopy__(memo)  # it finds the children's copies in the memo
+    vars(made).update(hooks)
+    made.train(module.training)
+    modes = {name: each.training for name, each in module.named_modules()}
+    for name, each in made.named_modules():
+        each.training = modes.get(name, each.training)
+    return made
+
+
+_COPIERS: dict[type, Callable[[Any, Memo], Any]] = {
+    types.FunctionType: _copy_function,
+    types.CellType: _copy_cell,
+    types.MethodType: _copy_method,
+    types.BuiltinMethodType: _copy_builtin,
+    types.ModuleType: lambda module, _: module,
+    weakref.ref: _copy_reference,
+    weakref.ProxyType: _copy_proxy,
+    weakref.CallableProxyType: _copy_proxy,
+    LRU_CACHED: _copy_cached,
+}
+
+
+class _Copiers(dict[type, Callable[[Any, Memo], Any]]):
+    """The table in which `copy.deepcopy` looks a class up; some copiers are for all subclasses."""
+
+    def get(self, key: type, default: Any = None) -> Any:
+        if issubclass(key, Tensor):
+            return _copy_tensor
+        return _copy_graph_module if issubclass(key, fx.GraphModule) else super().get(key, default)
+
+
+_copies = _own_copy_module()
+_copies._deepcopy_dispatch = _Copiers({**_copies._deepcopy_dispatch, **_COPIERS})
+if hasattr(_copies, "_atomic_types"):  # Python 3.14 looks there first
+    _copies._atomic_types = frozenset(_copies._atomic_types) - _COPIERS.keys()

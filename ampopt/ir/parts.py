@@ -1,0 +1,180 @@
+"""What an object is made of: the one walk by which state, sharing and results are looked through.
+
+The parts of a function are its closure, its defaults and the global variables that its code names; those of a
+bound method, a `functools.partial` or a weak reference are what it is bound to.
+"""
+
+from __future__ import annotations
+
+import collections
+import dis
+import enum
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+ATOMS = (
+    *(bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), slice, range),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum, np.generic),
+)
+"""Values without parts that cannot change."""
+
+LRU_CACHED = type(functools.lru_cache(lambda: None))
+
+_WITHOUT = (*ATOMS, types.ModuleType, types.CodeType, torch.jit.ScriptModule, np.dtype, fx.Graph)
+_FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "ampopt"})
+_SEQUENCES = (list, tuple, set, frozenset, collections.deque)
+_OF_THE_PROCESS = frozenset(
+    {"logging", "threading", "_thread", "multiprocessing", "asyncio", "concurrent", "io", "_io", "socket"}
+    | {"subprocess", "importlib", "re", "os", "pathlib", "inspect", "ast", "unittest", "warnings"}
+)
+"""Modules of Python whose objects belong to the process: a logger leads to every other."""
+
+Part = tuple[str, Any]
+
+
+def parts_of(value: Any, *, code: bool = True, classes: bool = True) -> Iterator[Part]:
+    """The parts of a value, each with the step that leads to it, such as `.feats` or `['f']`.
+
+    With `code`, a function has the global variables that it names, and a module the function `forward` of its
+    class. With `classes`, an object has its class, and that its attributes. Classes and functions of Python,
+    PyTorch and NumPy have none.
+    """
+    if isinstance(value, _WITHOUT) or _root(type(value)) in _OF_THE_PROCESS:
+        return
+    if isinstance(value, type):
+        if classes and not is_foreign(value):
+            bases = [each for each in value.__mro__ if not is_foreign(each)]
+            yield from ((f".{name}", part) for each in bases for name, part in _attributes(each))
+        return
+    if isinstance(value, types.FunctionType):
+        yield from _parts_of_function(value, code)
+        return
+    yield from _bound(value)
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", part) for key, part in list(value.items()))
+        yield from ((f" key {key!r}", key) for key in list(value) if not isinstance(key, ATOMS))
+    elif isinstance(value, _SEQUENCES):
+        yield from ((f"[{index}]", part) for index, part in enumerate(list(value)))
+    elif isinstance(value, np.ndarray) and value.dtype.hasobject:
+        yield from ((f"[{index}]", part) for index, part in enumerate(value.flat))
+    yield from attributes_of(value)
+    if classes and not is_foreign(type(value)):
+        yield "", type(value)
+    elif code and isinstance(value, nn.Module) and not is_foreign(type(value)):
+        yield ".forward", type(value).forward
+
+
+def attributes_of(value: Any) -> Iterator[Part]:
+    """An object's own attributes, in its `__dict__` and its `__slots__`."""
+    own = getattr(value, "__dict__", None)
+    if isinstance(own, dict):
+        yield from ((f".{name}", part) for name, part in list(own.items()))
+    for each in type(value).__mro__:
+        slots = each.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield f".{name}", getattr(value, name)
+
+
+def is_foreign(thing: type | types.FunctionType) -> bool:
+    """Whether a class or a function belongs to Python, PyTorch or NumPy, which keep no state of a model."""
+    return _root(thing) in _FOREIGN
+
+
+def _root(thing: Any) -> str:
+    return str(getattr(thing, "__module__", "") or "").partition(".")[0]
+
+
+def referent_of(proxy: Any) -> Any:
+    """What a `weakref.proxy` stands for; None if that is gone."""
+    try:
+        return proxy.__reduce_ex__.__self__
+    except ReferenceError:
+        return None
+
+
+def _bound(value: Any) -> Iterator[Part]:
+    if isinstance(value, (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)):
+        if not isinstance(value.__self__, (type, types.ModuleType)):
+            yield ".__self__", value.__self__
+        if isinstance(value, types.MethodType):
+            yield "", value.__func__
+    elif isinstance(value, functools.partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif isinstance(value, weakref.ref):
+        yield "()", value()
+    elif type(value) in weakref.ProxyTypes:
+        yield "", referent_of(value)
+    elif isinstance(value, (staticmethod, classmethod, LRU_CACHED)):
+        yield "", value.__wrapped__
+    elif isinstance(value, property):
+        yield from ((f".{name}", getattr(value, name)) for name in ("fget", "fset") if getattr(value, name))
+    elif isinstance(value, types.CellType):
+        yield from (("", part) for part in _contents(value))
+
+
+def _contents(cell: types.CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # nothing was assigned to the variable yet
+        return []
+
+
+def _parts_of_function(function: types.FunctionType, code: bool) -> Iterator[Part]:
+    named = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    yield from ((f"<{name}>", part) for name, cell in named for part in _contents(cell))
+    yield from ((f"<default {i}>", part) for i, part in enumerate(function.__defaults__ or ()))
+    yield from ((f"<{name}>", part) for name, part in (function.__kwdefaults__ or {}).items())
+    yield from ((f".{name}", part) for name, part in list(vars(function).items()))
+    if code and not is_foreign(function):
+        for name in sorted(_names(function.__code__)):
+            if name in function.__globals__:
+                yield f"<global {name}>", function.__globals__[name]
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> frozenset[str]:
+    """The global variables that code, and the functions inside it, name."""
+    own = (each.argval for each in dis.get_instructions(code) if each.opname.endswith(("_GLOBAL", "_NAME")))
+    inner = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return frozenset(own).union(*inner)
+
+
+_OF_A_CLASS = frozenset(
+    {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__slots__", "_abc_impl"}
+)
+
+
+def _attributes(of: type) -> Iterator[Part]:
+    for name, part in list(vars(of).items()):
+        if name not in _OF_A_CLASS and not isinstance(part, types.MemberDescriptorType):
+            yield name, part
+
+
+def walk(
+    root: Any,
+    *,
+    code: bool = True,
+    classes: bool = True,
+    leave_out: Callable[[Any], bool] | None = None,
+) -> Iterator[Part]:
+    """Every value that a value is made of, itself included, once each, with the path to it."""
+    seen, waiting = set[int](), [("", root)]
+    kept = []
+    while waiting:
+        path, value = waiting.pop()
+        if id(value) in seen or (leave_out is not None and leave_out(value)):
+            continue
+        if not isinstance(value, ATOMS):
+            seen.add(id(value))
+            kept.append(value)  # an identity is one only as long as the object lives
+        yield path, value
+        waiting += [(path + step, part) for step, part in parts_of(value, code=code, classes=classes)]

@@ -1,0 +1,163 @@
+"""The calls that submodules get in a call of a model, and whether they are all that there is between them.
+
+An optimized submodule takes the arguments and gives the results of a call, and does nothing else: it writes
+no attribute, runs no hook inside of it, and its constants stay what they are. So a submodule can be a part
+only if nothing that it reaches (attributes of its modules, what its hooks and closures hold, class
+attributes, global variables that its code names) is ever another than it was before the first call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ampopt.ir.model_copy import device_of, same_tensor, untouched_rng, working_copy
+from ampopt.ir.moments import Moment
+from ampopt.ir.numerics import fresh_draw
+from ampopt.ir.signature import call_key, copied, flatten_call, map_tensors
+from ampopt.system.interrupts import check_interrupted
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+MOST_LOOKS = 32
+"""Number of calls of one submodule, in one call of the model, around which is looked for changes."""
+
+_PLAIN = (Tensor, int, float, bool, str, type(None))
+"""Arguments whose whole value stands in a call's key; a region that takes others is not captured."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PartCalls:
+    """The different calls of a submodule, and why it cannot be a part; None if it can."""
+
+    calls: list[Call]
+    why_not: str | None
+
+
+def calls_of_parts(
+    model: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, PartCalls]:
+    """What is seen of these submodules, none inside of another, in two calls of a copy of the model.
+
+    The second call gets other inputs, so that what depends on them is told from what is computed anew in
+    every call. Where the model fails with them, or has no inputs that can vary, everything that is computed
+    anew counts as a change.
+    """
+    leaves, spec = flatten_call(args, kwargs)
+    generator = torch.Generator().manual_seed(11)
+    others = map_tensors(lambda tensor: fresh_draw(tensor, generator), leaves, {})[0]
+    vary = any(isinstance(a, Tensor) and not same_tensor(a, b) for a, b in zip(leaves, others, strict=True))
+    if vary:
+        with contextlib.suppress(_OtherInputsError):
+            return _watched(model, names, [leaves, others], spec, by_value=True)
+    return _watched(model, names, [leaves, leaves], spec, by_value=False)
+
+
+class _OtherInputsError(Exception):
+    """The model fails with other inputs than its example."""
+
+
+def _watched(
+    model: nn.Module,
+    names: Sequence[str],
+    rows: list[Sequence[Any]],
+    spec: pytree.TreeSpec,
+    *,
+    by_value: bool,
+) -> dict[str, PartCalls]:
+    model = working_copy(model)
+    device = device_of(model, rows[0])
+    with contextlib.ExitStack() as stack:
+        modules = {name: model.get_submodule(name) for name in names}
+        watches = {
+            name: _Watch(module, stack, by_value)
+            for name, module in modules.items()
+            if not isinstance(module, torch.jit.ScriptModule)  # it takes no such hook
+        }
+        for watch in watches.values():
+            watch.begin()
+        for number, leaves in enumerate(rows):
+            called_args, called_kwargs = pytree.tree_unflatten(map_tensors(copied, leaves, {})[0], spec)
+            try:
+                with torch.no_grad(), untouched_rng(device):
+                    model(*called_args, **called_kwargs)
+            except Exception as error:
+                check_interrupted(error)
+                if number == 0:
+                    raise
+                raise _OtherInputsError from error
+            for watch in watches.values():
+                watch.end_of_call()
+    return {name: PartCalls(list(w.calls.values()), w.why_not) for name, w in watches.items() if w.calls}
+
+
+class _Watch:
+    """Hooks around one submodule, which record its calls and look at what it reaches."""
+
+    def __init__(self, module: nn.Module, stack: contextlib.ExitStack, by_value: bool) -> None:
+        self._module, self._by_value = module, by_value
+        self.calls: dict[object, Call] = {}
+        self.why_not: str | None = None
+        self._is_first, self._looks = True, 0
+        self._given: tuple[list[Any], pytree.TreeSpec] | None = None
+        # Hooks of its own run before and after the optimized code: this looks between them and that.
+        before = module.register_forward_pre_hook(_Look(self.before), with_kwargs=True)
+        after = module.register_forward_hook(_Look(self.after), with_kwargs=True, prepend=True)
+        stack.callback(before.remove)
+        stack.callback(after.remove)
+
+    def begin(self) -> None:
+        """Look at what the submodule reaches before the first call."""
+        self._first = self._now()
+
+    def before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record a call that begins."""
+        leaves, spec = flatten_call(args, kwargs)
+        self._given = leaves, spec
+        if self._is_first and all(isinstance(leaf, _PLAIN) for leaf in leaves):
+            self.calls.setdefault(call_key(leaves, spec), map_tensors(copied, args, kwargs))
+        self._looks += 1
+        if self._looks <= MOST_LOOKS:
+            self._look("before it is called")
+
+    def after(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Look at what a call has left."""
+        leaves, spec = flatten_call(args, kwargs)
+        if self._given is not None and self.why_not is None:
+            given, as_given = self._given
+            if spec != as_given or any(a is not b for a, b in zip(leaves, given, strict=True)):
+                self.why_not = "it changes a container that it is called with"
+        if self._looks <= MOST_LOOKS:
+            self._look("when it is called")
+
+    def end_of_call(self) -> None:
+        """Look at what a call of the whole model has left."""
+        self._look("after it is called")
+        self._is_first, self._looks = False, 0
+
+    def _look(self, when: str) -> None:
+        if self.why_not is None:
+            changed = self._first.change_until(self._now(), by_value=self._by_value)
+            if changed is not None:
+                self.why_not = f"{changed} changes {when}"
+
+    def _now(self) -> Moment:
+        own = (self._module._forward_hooks, self._module._forward_pre_hooks)
+        return Moment(self._module, lambda part: isinstance(part, _Look) or any(part is each for each in own))
+
+
+class _Look:
+    """A hook of this module, which is no part of what it looks at."""
+
+    def __init__(self, hook: Any) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        """Look."""
+        self._hook(*args)
