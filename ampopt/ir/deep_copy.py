@@ -177,13 +177,17 @@ _HOOKS = (
 def _copy_graph_module(module: fx.GraphModule, memo: Memo) -> Any:
     """An `fx.GraphModule`, whose own method loses its hooks and copies those inside of it as constants.
 
-    That of torchvision's feature extractors, a subclass, also begins in training mode.
+    It loses attributes, too, that hooks may read: `torch.export`'s check of inputs does, in a module that has
+    a `train` and an `eval` which only raise. That of torchvision's feature extractors, a subclass, begins in
+    training mode.
     """
     hooks = {name: _copied(vars(module)[name], memo) for name in _HOOKS}
     for child in module.children():
         _copied(child, memo)
     made: Any = module.__deepcopy__(memo)  # it finds the children's copies in the memo
     vars(made).update(hooks)
+    for name in vars(module).keys() - vars(made).keys() - {"train", "eval"}:
+        vars(made)[name] = _copied(vars(module)[name], memo)
     made.train(module.training)
     modes = {name: each.training for name, each in module.named_modules()}
     for name, each in made.named_modules():

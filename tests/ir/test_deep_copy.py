@@ -298,3 +298,14 @@ def test_results_that_autograd_has_left_in_a_container_are_copied() -> None:
     duplicate: Any = exact_copy(model)
     assert torch.equal(duplicate.feats["f"], model.feats["f"])
     assert duplicate.feats["f"] is not model.feats["f"]
+
+
+def test_an_exported_module_keeps_what_its_check_of_inputs_reads() -> None:
+    x = torch.ones(1, 4)
+    exported = torch.export.export(nn.Linear(4, 2), (x,)).module()
+    duplicate = exact_copy(exported)
+    assert torch.equal(duplicate(x), exported(x))
+    with pytest.raises(AssertionError, match="Guard failed"):
+        exported(torch.ones(2, 4))
+    with pytest.raises(AssertionError, match="Guard failed"):
+        duplicate(torch.ones(2, 4))
