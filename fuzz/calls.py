@@ -36,7 +36,7 @@ class Call:
     @property
     def tensors(self) -> list[Tensor]:
         """Its tensors, in the order in which ampopt counts them."""
-        leaves = pytree.tree_leaves((self.args, dict(sorted(self.kwargs.items()))))
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
