@@ -51,7 +51,7 @@ class ProgramMaker:
         """The entry for the call that the model was optimized for; `ready`: its executable, if one exists."""
         optimized = self._optimized
         run = ready if ready is not None and self._outputs == "copy" else self.executable(optimized.program)
-        asked = self._asked(self.original(), optimized.captured)
+        asked = self._asked(optimized.captured)
         return self._served(optimized.captured, optimized.program, run, asked)
 
     @process_kept()
@@ -64,7 +64,7 @@ class ProgramMaker:
             raise VerificationError(f"it cannot be verified below FP32: {crash}")
         program = replay(passes, lane.start(captured.program))
         run = self.executable(program)
-        asked = self._asked(original, captured)
+        asked = self._asked(captured)
         draws = 0 if asked.layout else 1  # a draw lies in memory as it likes
         if reason := self.why_wrong(original, captured, run, draws=draws):
             raise VerificationError(f"the optimized program is wrong for this call: {reason}")
@@ -86,7 +86,7 @@ class ProgramMaker:
 
     def _served(self, captured: Captured, program: Program, run: Executable, asked: Asked) -> Served:
         forget_unrounded(program.graph)  # it is finished
-        return Served(self._state.bound(run), captured.layout, captured, program, asked, run)
+        return Served(self._state.bound(captured.lifted, run), captured.layout, captured, program, asked, run)
 
     def why_wrong(
         self, original: nn.Module, captured: Captured, run: Executable, *, draws: int
@@ -103,10 +103,11 @@ class ProgramMaker:
         )
         return verifier.check(run, recipe.lane).reason
 
-    def _asked(self, model: nn.Module, captured: Captured) -> Asked:
+    def _asked(self, captured: Captured) -> Asked:
         """What the model's code asks in the captured call; everything where that cannot be known."""
         args, kwargs = pytree.tree_unflatten(list(captured.leaves), captured.spec)
-        device = self._device
+        device, lifted = self._device, captured.lifted
+        model = self.original() if lifted is None else working_copy(lifted.model)
         try:
             with Settings().scope(device), untouched_rng(device), noting_what_is_asked(model) as asked:
                 model(*args, **kwargs)

@@ -73,10 +73,11 @@ class OptimizedModule(Deployable):
     with other ones makes a new program (same passes, except those that take seconds to apply; verified again)
     and logs this. At most `max_shapes` programs are kept, and the least recently used is removed first. After
     `max_captures` such first calls the original model answers instead, and the reason is logged. `prepare`
-    makes programs ahead of time. State in the model's buffers is kept between calls by the module, for all
-    programs together, see `reset_state`. Thread-safe. `report` lists each decision with its reason, `health`
-    counts how calls were answered; with `strict` a call that only the original could answer raises
-    StrictError.
+    makes programs ahead of time. The model's state, tensors in buffers and attributes, is kept between calls
+    by the module, for all programs together, see `reset_state`. Where the first calls make the state (it is
+    None before), the original answers them, with `strict`, too. Thread-safe. `report` lists each decision
+    with its reason, `health` counts how calls were answered; with `strict` a call that only the original
+    could answer raises StrictError.
 
     Results are those of the original under `torch.no_grad()`, for inputs without gradients, in every grad
     mode of the caller. If an input requires gradients, computing the gradient of a result raises InputError.
@@ -117,7 +118,7 @@ class OptimizedModule(Deployable):
         self._optimized = Optimized(original, captured, program, recipe, report)
         self._outputs: Outputs = outputs
         self._max_captures, self._captures = max_captures, 0
-        self._state = State(original, captured.state, captured.initial_state)
+        self._state = State(original, one_at_a_time=captured.lifted is not None)
         self._calls = KnownCalls(max_shapes)
         self._maker = ProgramMaker(self._optimized, self._state, outputs)
         self._monitor = Monitor(chose_original=serve_original)
@@ -183,7 +184,7 @@ class OptimizedModule(Deployable):
         return self._monitor.tell(callback)
 
     def reset_state(self) -> None:
-        """Reset the state in the model's buffers to its value when the model was optimized."""
+        """Reset the model's state to what it was when the model was optimized."""
         self._state.reset()
 
     def _call_original(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,9 +210,12 @@ class OptimizedModule(Deployable):
             served = found
         if served.layout is None:
             return self._by_original(served.reason, args, kwargs, tensors)
-        if self._optimized.captured.state and autocast_now(self.program.device) is not None:
+        if served.keeps_state and autocast_now(self.program.device) is not None:
             return self._by_original("it keeps a state, and is called under autocast", args, kwargs, tensors)
         outputs = served.run(*tensors)
+        if outputs is None:
+            reason = "its state has no structure yet that a program takes"
+            return self._by_original(reason, args, kwargs, tensors, allowed=True)
         if (dtype := autocast_now(self.program.device)) is not None:
             with self._calls.lock:
                 casts = self._maker.casts(served, dtype, outputs, args, kwargs)
@@ -222,11 +226,17 @@ class OptimizedModule(Deployable):
         return without_derivatives(served.layout.restore(outputs), tensors)
 
     def _by_original(
-        self, reason: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+        self,
+        reason: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        tensors: Sequence[Tensor],
+        *,
+        allowed: bool = False,
     ) -> Any:
-        """The original's answer, which is counted; StrictError where that is not wanted."""
+        """The original's answer, which is counted; StrictError where that is not wanted, unless `allowed`."""
         shown = _shown(tensors)
-        if self.strict:
+        if self.strict and not allowed:
             self._monitor.note(Event("refusal", reason, shown))
             raise StrictError(
                 f"only the original model could answer a call with {shown}, because {reason}: call "

@@ -57,7 +57,7 @@ class PartlyOptimizedModule(nn.Module):
         self.training = False
 
     def reset_state(self) -> None:
-        """Reset the state in the model's buffers to its value when the model was optimized."""
+        """Reset the model's state to what it was when the model was optimized."""
         model = patched(self._original[0], self._optimized)
         self._answer: list[Callable[..., Any]] = [self._between.serve(model) if self._between else model]
 
