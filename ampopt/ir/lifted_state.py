@@ -29,6 +29,9 @@ _ABSENT = object()
 _ATOMS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 """What may lie beside tensors in a container whose tensors are state."""
 
+_REGISTERED = ("_modules", "_parameters", "_buffers")
+"""Attributes that hold what a module has registered."""
+
 Kind = tuple[torch.Size, torch.dtype, torch.device]
 
 Attribute = tuple[str, str]
@@ -116,6 +119,7 @@ class LiftedState:
     `model`, a private copy that is never called, holds an example of it; everything else in it is as the
     program has it. `called` is the same after calls. What differs in `ignored` attributes (submodule, name)
     is never read. `from_start`: the model as it was given has this state; otherwise its first calls make it.
+    `writes`: a call writes to these tensors in place, `shares`: it leaves some of them in the same memory.
     """
 
     slots: tuple[Slot, ...]
@@ -123,6 +127,8 @@ class LiftedState:
     called: nn.Module
     ignored: frozenset[Attribute]
     from_start: bool
+    writes: bool = False
+    shares: bool = False
 
     @functools.cached_property
     def places(self) -> tuple[str, ...]:
@@ -173,13 +179,34 @@ class LiftedState:
                 return False
         except CaptureError:
             return False
+        if self.writes and self.shared_memory(held) is not None:
+            return False
         lifted = {(slot.module, slot.attribute) for slot in self.slots}
         apart = attributes(differences(own, held)) - lifted - self.ignored
         return not apart or apart.isdisjoint(attributes(differences(original_of(self.called), held)))
 
+    def shared_memory(self, model: nn.Module) -> tuple[str, str] | None:
+        """A tensor of the state and another one that have memory in common; None where no two have."""
+        lifted = {(slot.module, slot.attribute): slot for slot in self.slots}
+        memory = [(place, t.untyped_storage().data_ptr()) for place, t in memory_of(original_of(model))]
+        for (one, its), (other, their) in itertools.permutations(memory, 2):
+            if its == their and (slot := lifted.get((one.module, one.attribute))) is not None:
+                return slot.name + one.rest, str(other)
+        return None
+
     def is_like(self, other: LiftedState) -> bool:
         """Whether two states are one, so that a call of one kind goes on where one of the other ended."""
         return self.slots == other.slots and self.fits(other.model) and other.fits(self.model)
+
+
+def memory_of(model: nn.Module) -> Iterator[tuple[Place, Tensor]]:
+    """Each tensor in the buffers, parameters and attributes of a model, and where it is."""
+    for name, module in model.named_modules():
+        own = {key: value for key, value in vars(module).items() if key not in _REGISTERED}
+        for attribute, value in {**own, **module._buffers, **module._parameters}.items():
+            for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+                if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel():
+                    yield Place(name, attribute, pytree.keystr(path)), leaf
 
 
 def attributes(places: Iterable[Place]) -> set[Attribute]:

@@ -8,23 +8,20 @@ draws random numbers. Tensors in buffers, attributes and containers can be input
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt.ir.calls_of_copies import Calls, after_first_calls, check_unchanged, read_first
 from ampopt.ir.lanes import FP32
 from ampopt.ir.lifted_state import Attribute, LiftedState, Slot, attributes, change, value_at
-from ampopt.ir.model_copy import device_of, exact_copy, private_copy, working_copy
+from ampopt.ir.model_copy import device_of, exact_copy, private_copy, same_tensor, working_copy
 from ampopt.ir.model_differences import Place, differences
 from ampopt.ir.numerics import least_error, relative_error, rounded_anew
-from ampopt.ir.signature import tensors_of
 
 ROUNDINGS = 3
 """Number of runs with other rounding if a model's results for equal inputs differ by more than usual."""
@@ -95,10 +92,14 @@ def _examined(model: nn.Module, calls: Calls, began: Mapping[Place, bool]) -> Be
     if state is None:
         return Behaviour(reason)
     places = sorted(place for place in found if (place.module, place.attribute) not in state.ignored)
-    reason = _why_apart(model, calls, succession.repeated(state, calls), places, noted.operator)
+    pairs, writes = succession.repeated(state, calls)
+    reason = _why_apart(model, calls, pairs, places, noted.operator)
     if reason is not None:
         return Behaviour(_why_shared(state, [model, *succession.held]) or reason)
-    return Behaviour(None, dataclasses.replace(state, from_start=not began) if state.slots else None)
+    if not state.slots:
+        return Behaviour(None)
+    shares = any(state.shared_memory(copied) is not None for copied in succession.held)
+    return Behaviour(None, dataclasses.replace(state, from_start=not began, writes=writes, shares=shares))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,21 +125,27 @@ class _Succession:
             check_unchanged(calls.in_turn(number), given, "in a later call")
         return cls(model, answers, held, found)
 
-    def repeated(self, state: LiftedState, calls: Calls) -> list[tuple[list[Any], list[Any]]]:
+    def repeated(self, state: LiftedState, calls: Calls) -> tuple[list[tuple[list[Any], list[Any]]], bool]:
         """For every call, its results and the state it leaves: those of the succession, and those of another
-        copy, in which only this state is set. The first call is also repeated by copies that were called."""
-        pairs = []
+        copy, in which only this state is set. The first call is also repeated by a copy that was called.
+
+        Also whether a call writes to the tensors of its state in place.
+        """
+        pairs, writes = [], False
         numbers = [*range(IN_SUCCESSION), 0, 0]
         copies = [*(working_copy(self.model) for _ in self.held), working_copy(self.held[-1])]
         for index, number in enumerate(numbers):
             copied = copies[min(index, len(copies) - 1)]
             before = self.held[number - 1] if number else self.model
-            state.write(copied, [tensor.detach().clone() for tensor in state.read(before)])
+            given = [tensor.detach().clone() for tensor in state.read(before)]
+            state.write(copied, given)
             answer = calls.answer(copied, calls.in_turn(number), 101 + index)
             left = [tensor.detach().clone() for tensor in state.read(copied)]
             expected = [*state.read(self.held[number]), *self.answers[number]]
             pairs.append((expected, [*left, *answer]))
-        return pairs
+            writes |= any(tensor._version > 0 for tensor in given)
+            writes |= not all(map(same_tensor, given, state.read(before)))
+        return pairs, writes
 
 
 def _lifted(
@@ -199,28 +206,8 @@ def _why_not_lifted(model: nn.Module, called: nn.Module, place: Attribute, found
 
 def _why_shared(state: LiftedState, models: Iterable[nn.Module]) -> str | None:
     """That a tensor of the state has its memory in common with another one in the model; None: it has not."""
-    for model in models:
-        memory = list(_memory(model))
-        lifted = {(slot.module, slot.attribute): slot for slot in state.slots}
-        for (one, its), (other, their) in itertools.permutations(memory, 2):
-            if one in lifted and its == their:
-                return f"it changes its {lifted[one].name}, also the memory of {Place(*other)}"
-    return None
-
-
-def _memory(model: nn.Module) -> Iterable[tuple[Attribute, int]]:
-    """Where each tensor of a model lies, by its place."""
-    for name, module in model.named_modules():
-        for attribute, value in (
-            *vars(module).items(),
-            *module._buffers.items(),
-            *module._parameters.items(),
-        ):
-            if attribute in ("_buffers", "_parameters"):
-                continue
-            for tensor in tensors_of(pytree.tree_leaves(value)):
-                if tensor.layout is torch.strided and tensor.numel():
-                    yield (name, attribute), tensor.untyped_storage().data_ptr()
+    pair = next(filter(None, map(state.shared_memory, models)), None)
+    return None if pair is None else f"it changes its {pair[0]}, also the memory of {pair[1]}"
 
 
 def _why_apart(
