@@ -188,10 +188,11 @@ class LiftedState:
     def shared_memory(self, model: nn.Module) -> tuple[str, str] | None:
         """A tensor of the state and another one that have memory in common; None where no two have."""
         lifted = {(slot.module, slot.attribute): slot for slot in self.slots}
-        memory = [(place, t.untyped_storage().data_ptr()) for place, t in memory_of(original_of(model))]
-        for (one, its), (other, their) in itertools.permutations(memory, 2):
-            if its == their and (slot := lifted.get((one.module, one.attribute))) is not None:
-                return slot.name + one.rest, str(other)
+        memory = [(place, _addresses(tensor)) for place, tensor in memory_of(original_of(model))]
+        own = [(place, its) for place, its in memory if (place.module, place.attribute) in lifted]
+        for (place, its), (other, their) in itertools.product(own, memory):
+            if place != other and its.start < their.stop and their.start < its.stop:
+                return lifted[place.module, place.attribute].name + place.rest, str(other)
         return None
 
     def is_like(self, other: LiftedState) -> bool:
@@ -207,6 +208,13 @@ def memory_of(model: nn.Module) -> Iterator[tuple[Place, Tensor]]:
             for path, leaf in pytree.tree_flatten_with_path(value)[0]:
                 if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel():
                     yield Place(name, attribute, pytree.keystr(path)), leaf
+
+
+def _addresses(tensor: Tensor) -> range:
+    """The addresses from a tensor's first element to its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = 1 + sum((size - 1) * stride for size, stride in steps)
+    return range(tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size())
 
 
 def attributes(places: Iterable[Place]) -> set[Attribute]:

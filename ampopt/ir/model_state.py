@@ -60,8 +60,7 @@ def behaviour_of(
         return found
     called, twin = made
     began, depends = differences(model, called), attributes(differences(called, twin))
-    again = _examined(called, calls, {place: (place.module, place.attribute) in depends for place in began})
-    return again if again.reason is None else found
+    return _examined(called, calls, {place: (place.module, place.attribute) in depends for place in began})
 
 
 def _examined(model: nn.Module, calls: Calls, began: Mapping[Place, bool]) -> Behaviour:
@@ -94,11 +93,12 @@ def _examined(model: nn.Module, calls: Calls, began: Mapping[Place, bool]) -> Be
     places = sorted(place for place in found if (place.module, place.attribute) not in state.ignored)
     pairs, writes = succession.repeated(state, calls)
     reason = _why_apart(model, calls, pairs, places, noted.operator)
-    if reason is not None:
-        return Behaviour(_why_shared(state, [model, *succession.held]) or reason)
+    shared = _why_shared(state, succession.held if reason is None else [model, *succession.held])
+    if reason is not None or (shared is not None and writes):
+        return Behaviour(shared or reason)
     if not state.slots:
         return Behaviour(None)
-    shares = any(state.shared_memory(copied) is not None for copied in succession.held)
+    shares = shared is not None
     return Behaviour(None, dataclasses.replace(state, from_start=not began, writes=writes, shares=shares))
 
 
