@@ -27,7 +27,7 @@ class Calls:
         self.leaves, self._spec = flatten_call(args, kwargs)
         generator = torch.Generator().manual_seed(7)
         self.others = [fresh_draw(x, generator) if isinstance(x, Tensor) else x for x in self.leaves]
-        self._device = device
+        self.device = device
 
     def answer(self, model: nn.Module, values: Sequence[Any], seed: int) -> list[Any]:
         """The results of a call, with this random seed: the tensors, then a list of all else."""
@@ -39,10 +39,10 @@ class Calls:
         """The same, and the copies of the values that the model was given."""
         given = [value.detach().clone() if isinstance(value, Tensor) else value for value in values]
         args, kwargs = pytree.tree_unflatten(given, self._spec)
-        with untouched_rng(self._device):
+        with untouched_rng(self.device):
             torch.default_generator.manual_seed(seed)
-            if self._device.type == "cuda":
-                torch.cuda.default_generators[self._device.index or 0].manual_seed(seed)
+            if self.device.type == "cuda":
+                torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
             tensors, layout = flatten_outputs(model(*args, **kwargs))
         check_unchanged(values, given, "when it is called")
         rest = [leaf for leaf in layout.template if leaf is not layout.TENSOR]

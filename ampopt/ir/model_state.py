@@ -8,6 +8,7 @@ draws random numbers. Tensors in buffers, attributes and containers can be input
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -65,7 +66,7 @@ def behaviour_of(
 
 def _examined(model: nn.Module, calls: Calls, began: Mapping[Place, bool]) -> Behaviour:
     """The behaviour of a model; `began`: what its first calls, if any, changed, and if by their inputs."""
-    one, other = exact_copy(model), working_copy(model)
+    one, other, third = exact_copy(model), working_copy(model), working_copy(model)
     with _Noting() as noted:
         first = calls.answer(one, calls.leaves, 1)
     found = {*began, *differences(model, one)}
@@ -76,30 +77,68 @@ def _examined(model: nn.Module, calls: Calls, began: Mapping[Place, bool]) -> Be
         calls.answer(one, calls.others, 2)
     except Exception:  # indices or offsets cannot be drawn
         calls.others = calls.leaves
-    if not found:
-        again = [
-            calls.answer(copied, calls.leaves, seed) for copied, seed in ((one, 3), (other, 4), (other, 5))
+    found.update(differences(model, one))
+    pairs = [(first, calls.answer(other, calls.leaves, 3))]
+    if found:
+        calls.answer(third, calls.others, 4)
+    depending = attributes(place for place in began if began[place])
+    kept, ignored = _kept(model, calls, found, (one, other, third), depending)
+    if not kept:
+        pairs += [
+            (first, calls.answer(copied, calls.leaves, seed)) for copied, seed in ((one, 5), (other, 6))
         ]
-        found.update(differences(model, one), differences(model, other))
-        if not found:
-            return Behaviour(
-                _why_apart(model, calls, [(first, answer) for answer in again], [], noted.operator)
-            )
+        later = {*differences(model, one), *differences(model, other)}
+        if attributes(later) <= attributes(found):
+            return Behaviour(_why_apart(model, calls, pairs, _without(found, ignored), noted.operator))
     succession = _Succession.of(model, calls)
     found |= succession.found
-    state, reason = _lifted(model, calls, succession, found, attributes(p for p in began if began[p]))
-    if state is None:
-        return Behaviour(reason)
-    places = sorted(place for place in found if (place.module, place.attribute) not in state.ignored)
+    kept, ignored = _kept(model, calls, found, (succession.held[-1], other, third), depending)
+    slots: list[Slot] = []
+    for place in kept:
+        slot = Slot.of(model, *place)
+        for copied in (*succession.held, other, third):
+            if slot is None or Slot.of(copied, *place) != slot:
+                return Behaviour(_why_not_lifted(model, copied, place, found))
+        assert slot is not None
+        if stray := [kind for kind in slot.kinds if kind[2] != calls.device]:
+            return Behaviour(
+                f"it keeps a state in its {slot.name} on {stray[0][2]}, and not on {calls.device}"
+            )
+        slots.append(slot)
+    state = LiftedState(tuple(slots), model, succession.held[-1], ignored, from_start=not began)
     pairs, writes = succession.repeated(state, calls)
-    reason = _why_apart(model, calls, pairs, places, noted.operator)
+    reason = _why_apart(model, calls, pairs, _without(found, ignored), noted.operator)
     shared = _why_shared(state, succession.held if reason is None else [model, *succession.held])
     if reason is not None or (shared is not None and writes):
         return Behaviour(shared or reason)
-    if not state.slots:
-        return Behaviour(None)
-    shares = shared is not None
-    return Behaviour(None, dataclasses.replace(state, from_start=not began, writes=writes, shares=shares))
+    found_state = dataclasses.replace(state, writes=writes, shares=shared is not None)
+    return Behaviour(None, found_state if slots else None)
+
+
+def _kept(
+    model: nn.Module,
+    calls: Calls,
+    found: Collection[Place],
+    called: Sequence[nn.Module],
+    depending: Collection[Attribute],
+) -> tuple[list[Attribute], frozenset[Attribute]]:
+    """What is state of all that calls change: buffers, and what they read and have left in different ways.
+
+    `called` are copies that were called in different ways, and `depending` is what first calls have set by
+    their inputs. Also returns what calls change, and do not read before.
+    """
+    changed = _in_order(model, attributes(found))
+    buffers = {each for each in changed if each[1] in model.get_submodule(each[0])._buffers}
+    if not (rest := set(changed) - buffers):
+        return changed, frozenset()
+    pairs = itertools.combinations(called, 2)
+    drifting = attributes(place for pair in pairs for place in differences(*pair)).union(depending)
+    read = read_first(model, rest, lambda copied: calls.answer(copied, calls.leaves, 7))
+    return [each for each in changed if each in buffers | (read & drifting)], frozenset(rest - read)
+
+
+def _without(places: Iterable[Place], ignored: Collection[Attribute]) -> list[Place]:
+    return sorted(place for place in places if (place.module, place.attribute) not in ignored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,40 +185,6 @@ class _Succession:
             writes |= any(tensor._version > 0 for tensor in given)
             writes |= not all(map(same_tensor, given, state.read(before)))
         return pairs, writes
-
-
-def _lifted(
-    model: nn.Module,
-    calls: Calls,
-    succession: _Succession,
-    found: set[Place],
-    depending: Collection[Attribute],
-) -> tuple[LiftedState | None, str | None]:
-    """What calls change, as a state; None, with the reason, where that is more than tensors.
-
-    `depending`: what first calls have set by their inputs.
-    """
-    other, third = working_copy(model), working_copy(model)
-    calls.answer(other, calls.leaves, 21)
-    calls.answer(third, calls.others, 22)
-    last = succession.held[-1]
-    pairs = ((other, last), (third, last), (other, third))
-    drifting = attributes(place for pair in pairs for place in differences(*pair)).union(depending)
-    changed = _in_order(model, attributes(found))
-    buffers = {each for each in changed if each[1] in model.get_submodule(each[0])._buffers}
-    read = read_first(model, set(changed) - buffers, lambda copied: calls.answer(copied, calls.leaves, 23))
-    slots: list[Slot] = []
-    for place in changed:
-        if place not in buffers and place not in read & drifting:
-            continue
-        slot = Slot.of(model, *place)
-        for copied in (*succession.held, other, third):
-            if slot is None or Slot.of(copied, *place) != slot:
-                return None, _why_not_lifted(model, copied, place, found)
-        assert slot is not None
-        slots.append(slot)
-    ignored = frozenset(changed) - read - buffers
-    return LiftedState(tuple(slots), model, last, ignored, from_start=True), None
 
 
 def _in_order(model: nn.Module, places: Collection[Attribute]) -> list[Attribute]:
