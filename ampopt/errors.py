@@ -15,6 +15,10 @@ class InputError(AmpoptError):
     """An argument, an example input or a call does not fit the model."""
 
 
+class KindError(InputError):
+    """A call depends on what calls of another kind leave in the model, and their program leaves out."""
+
+
 class CaptureError(AmpoptError):
     """The model, or one submodule of it, cannot be turned into one graph."""
 

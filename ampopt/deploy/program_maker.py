@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ampopt.deploy.kinds_of_calls import KindsOfCalls
 from ampopt.deploy.known_calls import Served
 from ampopt.deploy.optimized import Optimized
 from ampopt.deploy.served_state import State
@@ -46,20 +47,26 @@ class ProgramMaker:
         """`state` is the state that the programs keep between calls; `outputs`: see `ampopt.optimize`."""
         self._optimized, self._state, self._outputs = optimized, state, outputs
         self._device = optimized.program.device
+        self._kinds = KindsOfCalls(optimized.original, self._device)
 
     def first(self, ready: Executable | None) -> Served:
         """The entry for the call that the model was optimized for; `ready`: its executable, if one exists."""
         optimized = self._optimized
         run = ready if ready is not None and self._outputs == "copy" else self.executable(optimized.program)
         asked = self._asked(optimized.captured)
+        self._kinds.add(optimized.captured)
         return self._served(optimized.captured, optimized.program, run, asked)
 
     @process_kept()
     def make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], passes: tuple[Pass, ...]) -> Served:
-        """Capture a call, replay the passes, verify. Raises VerificationError, and the errors of capture."""
+        """Capture a call, replay the passes, verify.
+
+        Raises VerificationError, KindError and the errors of capture.
+        """
         original, lane = self.original(), self._optimized.recipe.lane
         args, kwargs = _all_ordinary(args, kwargs)
-        captured = capture(original, args, kwargs, self._device)
+        self._kinds.check_call(args, kwargs)
+        captured = capture(original, args, kwargs, self._device, also=self._kinds.state)
         if lane.is_mixed and (crash := why_it_may_crash(captured.program)):
             raise VerificationError(f"it cannot be verified below FP32: {crash}")
         program = replay(passes, lane.start(captured.program))
@@ -68,6 +75,7 @@ class ProgramMaker:
         draws = 0 if asked.layout else 1  # a draw lies in memory as it likes
         if reason := self.why_wrong(original, captured, run, draws=draws):
             raise VerificationError(f"the optimized program is wrong for this call: {reason}")
+        self._kinds.add(captured)
         return self._served(captured, program, run, asked)
 
     def original(self) -> nn.Module:

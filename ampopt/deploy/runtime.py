@@ -21,7 +21,7 @@ from ampopt.deploy.program_maker import ProgramMaker, detached
 from ampopt.deploy.served_state import State
 from ampopt.engines.cuda_graphs import Outputs
 from ampopt.engines.executable import Executable
-from ampopt.errors import AmpoptError, InputError, StrictError, is_passing
+from ampopt.errors import AmpoptError, InputError, KindError, StrictError, is_passing
 from ampopt.ir.capture import Captured
 from ampopt.ir.plain_tensors import (
     check_no_derivatives,
@@ -265,10 +265,14 @@ class OptimizedModule(Deployable):
         """Find or make what answers a call that was not seen before; tell of it once the lock is free."""
         tensors = tensors_of(leaves)
         self._refusing(lambda: self._check(leaves, spec), _shown(tensors))
-        with self._calls.lock:
-            before = self._captures
-            found = self._calls.find(leaves, spec) or self._serve(args, kwargs, leaves, spec)
-            is_new = self._captures > before and isinstance(found, Served)
+        try:
+            with self._calls.lock:
+                before = self._captures
+                found = self._calls.find(leaves, spec) or self._serve(args, kwargs, leaves, spec)
+                is_new = self._captures > before and isinstance(found, Served)
+        except KindError as error:
+            self._monitor.note(Event("refusal", str(error), _shown(tensors)))
+            raise
         if is_new:
             shown = _shown(tensors)
             logger.warning("ampopt: captured and verified a program for a call not seen before: %s", shown)
@@ -300,6 +304,8 @@ class OptimizedModule(Deployable):
         quick_passes = tuple(step for step in self._optimized.recipe.passes if not is_slow(step))
         try:
             served = self._maker.make(args, kwargs, quick_passes)
+        except KindError:
+            raise  # the original would not have what a program leaves out
         except Exception as error:  # whatever it is: the original answers, and the log says why
             reason = str(error) if isinstance(error, AmpoptError) else f"{type(error).__name__}: {error}"
             return _Refusal(textwrap.shorten(reason, 300), is_passing(error))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ampopt.errors import CaptureError
-from ampopt.ir.lifted_state import Attribute, attributes, kind_of, value_at
+from ampopt.ir.lifted_state import Attribute, attributes, kind_of, memory_of, value_at
 from ampopt.ir.model_copy import same_tensor, untouched_rng, working_copy
 from ampopt.ir.model_differences import differences
 from ampopt.ir.numerics import fresh_draw
@@ -58,6 +58,26 @@ def check_unchanged(values: Sequence[Any], given: Sequence[Any], when: str) -> N
     for place, (value, now) in enumerate(zip(values, given, strict=True)):
         if isinstance(value, Tensor) and not same_tensor(value, now):
             raise CaptureError(f"the model changes its input {place} {when}")
+
+
+def rewritten(model: nn.Module, call: Callable[[nn.Module], Any]) -> set[Attribute]:
+    """The attributes and buffers whose tensors a call replaces or writes to, by others of equal values, too.
+
+    Values alone do not tell what a call does to state: two states of zeros may have changed places.
+    """
+    before = {place: (tensor, _version(tensor)) for place, tensor in memory_of(model)}
+    call(model)
+    after = {place: (tensor, _version(tensor)) for place, tensor in memory_of(model)}
+    same = {
+        place
+        for place, (tensor, version) in before.items()
+        if place in after and after[place][0] is tensor and after[place][1] == version
+    }
+    return attributes((before.keys() | after.keys()) - same)
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 def read_first(

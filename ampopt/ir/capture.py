@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ampopt.errors import CaptureError
 from ampopt.ir.capturing import capturing
 from ampopt.ir.lane_io import LaneIO
-from ampopt.ir.lifted_state import ARGUMENT, LiftedState, with_state
+from ampopt.ir.lifted_state import ARGUMENT, Attribute, LiftedState, with_state
 from ampopt.ir.lowering import lower
 from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.ir.model_state import Behaviour, behaviour_of
@@ -44,6 +44,8 @@ class Captured:
     """The example call's leaves; a call whose leaves differ, except tensors, needs another program."""
     layout: OutputLayout
     lifted: LiftedState | None = None
+    ignored: frozenset[Attribute] = frozenset()
+    """What the captured call writes and no call like it reads, so that the program leaves it out."""
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -87,23 +89,25 @@ def capture(
     device: torch.device,
     *,
     lift_state: bool = True,
+    also: Collection[Attribute] = (),
 ) -> Captured:
     """Capture one call of a model (a private copy, on `device`) as a Program.
 
     With `lift_state`, tensors that a call leaves for the next become inputs and outputs. Raises CaptureError
     with the reason if the model cannot be one graph, or if its results depend on more than its inputs: its
-    state is more than tensors, or it draws random numbers. A `LaneIO` is captured as the model inside it,
+    state is more than tensors, or it draws random numbers. What is in
+    `also` is state in any case. A `LaneIO` is captured as the model inside it,
     with its conversions as the program's borders.
     """
     if isinstance(model, LaneIO):
         entered, named = model.entered(args, kwargs)
-        inside = capture(model.model, entered, named, device, lift_state=lift_state)
+        inside = capture(model.model, entered, named, device, lift_state=lift_state, also=also)
         return _from_outside(inside, model, flatten_call(args, kwargs)[0])
     leaves, spec = flatten_call(args, kwargs)
     positional, named, kind = tuple(args), dict(sorted(kwargs.items())), type(model).__name__
     try:
         with capturing(), _plain_world(device), untouched_rng(device), older_flags_readable():
-            behaviour = behaviour_of(model, positional, named, device)
+            behaviour = behaviour_of(model, positional, named, device, also)
             _check_behaviour(model, behaviour, lift_state=lift_state)  # an export may leave fakes in a global
             state = behaviour.state
             exported = _export(working_copy(model), positional, named, state)
@@ -133,7 +137,7 @@ def capture(
         exit=tuple(Border(t.dtype) for t in (*outputs, *held)),
         device=device,
     )
-    return Captured(program, spec, tuple(leaves), layout, state)
+    return Captured(program, spec, tuple(leaves), layout, state, behaviour.ignored)
 
 
 def _from_outside(captured: Captured, border: LaneIO, leaves: Sequence[Any]) -> Captured:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampopt.ir.calls_of_copies import Calls, after_first_calls, check_unchanged, read_first
+from ampopt.ir.calls_of_copies import Calls, after_first_calls, check_unchanged, read_first, rewritten
 from ampopt.ir.lanes import FP32
 from ampopt.ir.lifted_state import Attribute, LiftedState, Slot, attributes, change, value_at
 from ampopt.ir.model_copy import device_of, exact_copy, private_copy, same_tensor, working_copy
@@ -36,15 +36,21 @@ class Behaviour:
     """How a model's results depend on earlier calls.
 
     `reason` says why a graph cannot represent the model, and is None if it can. `state` is what can be inputs
-    and outputs of the graph; None if a call leaves nothing for the next.
+    and outputs of the graph; None if a call leaves nothing for the next. What a call writes to the `ignored`
+    attributes, no call like it reads.
     """
 
     reason: str | None
     state: LiftedState | None = None
+    ignored: frozenset[Attribute] = frozenset()
 
 
 def behaviour_of(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    also: Collection[Attribute] = (),
 ) -> Behaviour:
     """Call copies of a model to find whether the graph of one call represents all calls.
 
@@ -53,18 +59,21 @@ def behaviour_of(
     tensors in a structure that stays as it is, every one of several successive calls is repeated by a copy in
     which that state alone is set, and with another random seed: results and state must agree within the FP32
     rounding of an output. If they do not, the same is tried from where the first calls bring the model (a
-    state that is None before the first).
+    state that is None before the first). What calls of another kind keep, in `also`, is state in any case.
     """
     calls = Calls(args, kwargs, device)
-    found = _examined(model, calls, {})
+    found = _examined(model, calls, also, {})
     if found.reason is None or (made := after_first_calls(model, calls)) is None:
         return found
     called, twin = made
     began, depends = differences(model, called), attributes(differences(called, twin))
-    return _examined(called, calls, {place: (place.module, place.attribute) in depends for place in began})
+    depending = {place: (place.module, place.attribute) in depends for place in began}
+    return _examined(called, calls, also, depending)
 
 
-def _examined(model: nn.Module, calls: Calls, began: Mapping[Place, bool]) -> Behaviour:
+def _examined(
+    model: nn.Module, calls: Calls, also: Collection[Attribute], began: Mapping[Place, bool]
+) -> Behaviour:
     """The behaviour of a model; `began`: what its first calls, if any, changed, and if by their inputs."""
     one, other, third = exact_copy(model), working_copy(model), working_copy(model)
     with _Noting() as noted:
@@ -73,26 +82,32 @@ def _examined(model: nn.Module, calls: Calls, began: Mapping[Place, bool]) -> Be
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if weights := sorted(place for place in found if str(place) in parameters):
         return Behaviour(f"it changes its parameter {weights[0]} when it is called")
+    written = set[Attribute]()
     try:
-        calls.answer(one, calls.others, 2)
+        written |= rewritten(one, lambda copied: calls.answer(copied, calls.others, 2))
     except Exception:  # indices or offsets cannot be drawn
         calls.others = calls.leaves
+        written |= rewritten(one, lambda copied: calls.answer(copied, calls.leaves, 2))
     found.update(differences(model, one))
+    found.update(Place(*attribute) for attribute in written - attributes(found))
     pairs = [(first, calls.answer(other, calls.leaves, 3))]
     if found:
         calls.answer(third, calls.others, 4)
     depending = attributes(place for place in began if began[place])
-    kept, ignored = _kept(model, calls, found, (one, other, third), depending)
+    kept, ignored = _kept(model, calls, found, (one, other, third), {*depending, *written}, also)
     if not kept:
         pairs += [
             (first, calls.answer(copied, calls.leaves, seed)) for copied, seed in ((one, 5), (other, 6))
         ]
         later = {*differences(model, one), *differences(model, other)}
         if attributes(later) <= attributes(found):
-            return Behaviour(_why_apart(model, calls, pairs, _without(found, ignored), noted.operator))
+            reason = _why_apart(model, calls, pairs, _without(found, ignored), noted.operator)
+            return Behaviour(reason, None, ignored)
     succession = _Succession.of(model, calls)
     found |= succession.found
-    kept, ignored = _kept(model, calls, found, (succession.held[-1], other, third), depending)
+    depending |= written | succession.written
+    found.update(Place(*attribute) for attribute in succession.written - attributes(found))
+    kept, ignored = _kept(model, calls, found, (succession.held[-1], other, third), depending, also)
     slots: list[Slot] = []
     for place in kept:
         slot = Slot.of(model, *place)
@@ -112,7 +127,7 @@ def _examined(model: nn.Module, calls: Calls, began: Mapping[Place, bool]) -> Be
     if reason is not None or (shared is not None and writes):
         return Behaviour(shared or reason)
     found_state = dataclasses.replace(state, writes=writes, shares=shared is not None)
-    return Behaviour(None, found_state if slots else None)
+    return Behaviour(None, found_state if slots else None, ignored)
 
 
 def _kept(
@@ -121,20 +136,22 @@ def _kept(
     found: Collection[Place],
     called: Sequence[nn.Module],
     depending: Collection[Attribute],
+    also: Collection[Attribute],
 ) -> tuple[list[Attribute], frozenset[Attribute]]:
     """What is state of all that calls change: buffers, and what they read and have left in different ways.
 
-    `called` are copies that were called in different ways, and `depending` is what first calls have set by
-    their inputs. Also returns what calls change, and do not read before.
+    `called` are copies that were called in different ways, `depending` is what every call writes or first
+    calls have set by their inputs, and `also` is state in any case. Also returns what calls change, and do
+    not read before.
     """
-    changed = _in_order(model, attributes(found))
-    buffers = {each for each in changed if each[1] in model.get_submodule(each[0])._buffers}
-    if not (rest := set(changed) - buffers):
+    changed = _in_order(model, attributes(found).union(also))
+    certain = {each for each in changed if each[1] in model.get_submodule(each[0])._buffers}.union(also)
+    if not (rest := set(changed) - certain):
         return changed, frozenset()
     pairs = itertools.combinations(called, 2)
     drifting = attributes(place for pair in pairs for place in differences(*pair)).union(depending)
     read = read_first(model, rest, lambda copied: calls.answer(copied, calls.leaves, 7))
-    return [each for each in changed if each in buffers | (read & drifting)], frozenset(rest - read)
+    return [each for each in changed if each in certain | (read & drifting)], frozenset(rest - read)
 
 
 def _without(places: Iterable[Place], ignored: Collection[Attribute]) -> list[Place]:
@@ -149,20 +166,28 @@ class _Succession:
     answers: list[list[Any]]
     held: list[nn.Module]
     found: set[Place]
+    written: set[Attribute]
+    """What calls after the first write, see `rewritten`."""
 
     @classmethod
     def of(cls, model: nn.Module, calls: Calls) -> _Succession:
         copied, inputs = exact_copy(model), list[list[Any]]()
-        answers, held, found = list[list[Any]](), list[nn.Module](), set[Place]()
-        for number in range(IN_SUCCESSION):
-            answer, given = calls.answer_and_given(copied, calls.in_turn(number), 11 + number)
+        answers, held = list[list[Any]](), list[nn.Module]()
+        found, written = set[Place](), set[Attribute]()
+
+        def call(called: nn.Module) -> None:
+            answer, given = calls.answer_and_given(called, calls.in_turn(number), 11 + number)
             answers.append(answer)
             inputs.append(given)
+
+        for number in range(IN_SUCCESSION):
+            changed = rewritten(copied, call)
+            written |= changed if number else set()
             held.append(working_copy(copied))
             found.update(differences(model, copied))
         for number, given in enumerate(inputs):
             check_unchanged(calls.in_turn(number), given, "in a later call")
-        return cls(model, answers, held, found)
+        return cls(model, answers, held, found, written)
 
     def repeated(self, state: LiftedState, calls: Calls) -> tuple[list[tuple[list[Any], list[Any]]], bool]:
         """For every call, its results and the state it leaves: those of the succession, and those of another
@@ -202,7 +227,7 @@ def _in_order(model: nn.Module, places: Collection[Attribute]) -> list[Attribute
 def _why_not_lifted(model: nn.Module, called: nn.Module, place: Attribute, found: Iterable[Place]) -> str:
     """Why an attribute that calls change and read cannot be lifted."""
     before, after = value_at(model, *place), value_at(called, *place)
-    shown = next(each for each in sorted(found) if (each.module, each.attribute) == place)
+    shown = next((each for each in sorted(found) if (each.module, each.attribute) == place), Place(*place))
     if place[1] in model.get_submodule(place[0])._buffers and isinstance(before, Tensor):
         changes = change(before, after) if isinstance(after, Tensor) else "to nothing"
         return f"it changes its buffer {shown} {changes} when it is called"
