@@ -17,7 +17,7 @@ from ampopt.deploy.optimized import Optimized
 from ampopt.deploy.served_state import State
 from ampopt.engines.cuda_graphs import Outputs
 from ampopt.engines.executable import Executable, executable
-from ampopt.errors import VerificationError, is_passing
+from ampopt.errors import CaptureError, VerificationError, is_passing
 from ampopt.ir.asked import Asked, noting_what_is_asked
 from ampopt.ir.capture import Captured, capture
 from ampopt.ir.graph import forget_unrounded
@@ -66,7 +66,11 @@ class ProgramMaker:
         original, lane = self.original(), self._optimized.recipe.lane
         args, kwargs = _all_ordinary(args, kwargs)
         self._kinds.check_call(args, kwargs)
-        captured = capture(original, args, kwargs, self._device, also=self._kinds.state)
+        try:
+            captured = capture(original, args, kwargs, self._device, also=self._kinds.state)
+        except CaptureError:
+            self._kinds.check_refused(args, kwargs)
+            raise
         if lane.is_mixed and (crash := why_it_may_crash(captured.program)):
             raise VerificationError(f"it cannot be verified below FP32: {crash}")
         program = replay(passes, lane.start(captured.program))
@@ -83,8 +87,8 @@ class ProgramMaker:
         return working_copy(self._optimized.original)
 
     def try_original(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raise the original's own error if the original cannot run a call."""
-        args, kwargs = detached(args, kwargs)
+        """Raise the original's own error if it cannot run the call; it gets copies, which it may write to."""
+        args, kwargs = pytree.tree_map(_cloned, (args, dict(kwargs)))
         with torch.no_grad(), untouched_rng(self._device):
             self.original()(*args, **kwargs)
 
@@ -184,6 +188,10 @@ def detached(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[An
         return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
     return pytree.tree_map(detach, args), pytree.tree_map(detach, dict(kwargs))
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _ordinary(tensor: Tensor) -> Tensor:

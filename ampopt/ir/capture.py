@@ -30,7 +30,7 @@ from ampopt.ir.signature import OutputLayout, flatten_call, flatten_outputs, ten
 from ampopt.system.flags import older_flags_readable
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Captured:
     """A captured model: its program, and the structure of its calls and results.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -132,7 +132,14 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=25, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=20,
+    derandomize=True,
+    phases=(Phase.generate,),
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
 @given(few=steps, many=steps, seed=st.integers(0, 1000), kinds=st.sampled_from([(2,), (2, 5)]))
 def test_no_machine_is_served_wrongly(
     few: list[Step], many: list[Step], seed: int, kinds: tuple[int, ...]
