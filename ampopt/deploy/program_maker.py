@@ -17,7 +17,7 @@ from ampopt.deploy.optimized import Optimized
 from ampopt.deploy.served_state import State
 from ampopt.engines.cuda_graphs import Outputs
 from ampopt.engines.executable import Executable, executable
-from ampopt.errors import CaptureError, VerificationError, is_passing
+from ampopt.errors import AmpoptError, KindError, VerificationError, is_passing
 from ampopt.ir.asked import Asked, noting_what_is_asked
 from ampopt.ir.capture import Captured, capture
 from ampopt.ir.graph import forget_unrounded
@@ -61,16 +61,21 @@ class ProgramMaker:
     def make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], passes: tuple[Pass, ...]) -> Served:
         """Capture a call, replay the passes, verify.
 
-        Raises VerificationError, KindError and the errors of capture.
+        Raises VerificationError and the errors of capture where the original has to answer, and KindError
+        where it would be wrong, too.
         """
-        original, lane = self.original(), self._optimized.recipe.lane
         args, kwargs = _all_ordinary(args, kwargs)
         self._kinds.check_call(args, kwargs)
         try:
-            captured = capture(original, args, kwargs, self._device, also=self._kinds.state)
-        except CaptureError:
-            self._kinds.check_refused(args, kwargs)
+            return self._make(args, kwargs, passes)
+        except AmpoptError as error:
+            if not isinstance(error, KindError):
+                self._kinds.check_refused(args, kwargs)
             raise
+
+    def _make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], passes: tuple[Pass, ...]) -> Served:
+        original, lane = self.original(), self._optimized.recipe.lane
+        captured = capture(original, args, kwargs, self._device, also=self._kinds.state)
         if lane.is_mixed and (crash := why_it_may_crash(captured.program)):
             raise VerificationError(f"it cannot be verified below FP32: {crash}")
         program = replay(passes, lane.start(captured.program))

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampopt.errors import VerificationError
 from ampopt.ir.lifted_state import LiftedState
 from ampopt.ir.model_copy import working_copy
 
@@ -106,17 +105,7 @@ class State:
         return result
 
     def _form_of(self, lifted: LiftedState) -> _Form:
-        """The form for a state; a new one where none is like it, in which the present state may be.
-
-        Raises VerificationError where calls of one kind leave tensors in the same memory, to which calls of
-        another write in place: no two tensors of a form share memory.
-        """
-        for other in (form.lifted for form in self._forms):
-            if (lifted.writes and other.shares) or (other.writes and lifted.shares):
-                raise VerificationError(
-                    f"calls of one kind write in place to the model's {lifted.named}, and calls of another "
-                    "leave several of its tensors in the same memory"
-                )
+        """The form for a state; a new one where none is like it, in which the present state may be."""
         for form in self._forms:
             if form.lifted is lifted or form.lifted.is_like(lifted):
                 return form
