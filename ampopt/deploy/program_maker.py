@@ -68,10 +68,18 @@ class ProgramMaker:
         self._kinds.check_call(args, kwargs)
         try:
             return self._make(args, kwargs, passes)
-        except AmpoptError as error:
-            if not isinstance(error, KindError):
-                self._kinds.check_refused(args, kwargs)
+        except KindError:
             raise
+        except AmpoptError:
+            self._kinds.check_refused(args, kwargs)
+            raise
+
+    def check_without_program(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise KindError where the original cannot answer a call beside the programs that there are."""
+        if self._kinds.have_effects:
+            args, kwargs = _all_ordinary(args, kwargs)
+            self._kinds.check_call(args, kwargs)
+            self._kinds.check_refused(args, kwargs)
 
     def _make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], passes: tuple[Pass, ...]) -> Served:
         original, lane = self.original(), self._optimized.recipe.lane

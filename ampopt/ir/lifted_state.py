@@ -203,6 +203,8 @@ class LiftedState:
 def memory_of(model: nn.Module) -> Iterator[tuple[Place, Tensor]]:
     """Each tensor in the buffers, parameters and attributes of a model, and where it is."""
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # its attributes live in C++
         own = {key: value for key, value in vars(module).items() if key not in _REGISTERED}
         for attribute, value in {**own, **module._buffers, **module._parameters}.items():
             for path, leaf in pytree.tree_flatten_with_path(value)[0]:
