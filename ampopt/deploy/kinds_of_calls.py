@@ -99,11 +99,6 @@ class KindsOfCalls:
         self._check_with_known(new)
         self._known.append(new)
 
-    @property
-    def have_effects(self) -> bool:
-        """Whether calls of any kind so far change the model."""
-        return any(kind.changes for kind in self._known)
-
     def check_refused(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise KindError where a call that the original answers changes a constant of another program.
 

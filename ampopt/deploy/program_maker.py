@@ -76,10 +76,9 @@ class ProgramMaker:
 
     def check_without_program(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise KindError where the original cannot answer a call beside the programs that there are."""
-        if self._kinds.have_effects:
-            args, kwargs = _all_ordinary(args, kwargs)
-            self._kinds.check_call(args, kwargs)
-            self._kinds.check_refused(args, kwargs)
+        args, kwargs = _all_ordinary(args, kwargs)
+        self._kinds.check_call(args, kwargs)
+        self._kinds.check_refused(args, kwargs)
 
     def _make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], passes: tuple[Pass, ...]) -> Served:
         original, lane = self.original(), self._optimized.recipe.lane

@@ -296,7 +296,8 @@ class OptimizedModule(Deployable):
                 return self._calls.remember(leaves, spec, known)
             self._calls.distinguish_strides(leaves, spec)
         if self._captures >= self._max_captures:
-            self._maker.check_without_program(args, kwargs)
+            if self._max_captures:  # a submodule with a program of its own has no state
+                self._maker.check_without_program(args, kwargs)
             reason = (
                 f"no program was made for them ahead of time, and {self._max_captures} later ones at most are"
             )

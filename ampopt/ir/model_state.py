@@ -217,7 +217,7 @@ def _in_order(model: nn.Module, places: Collection[Attribute]) -> list[Attribute
     own = (
         (name, attribute)
         for name, module in model.named_modules()
-        for attribute in (*module._buffers, *vars(module))
+        for attribute in (*module._buffers.keys(), *vars(module))  # a TorchScript's are no dict
     )
     known = [place for place in own if place in places]
     first = dict(model.named_modules())
