@@ -19,6 +19,10 @@ class UncopyableError(InputError):
     """The model cannot be copied, or a copy of it would still reach the model."""
 
 
+class KindError(InputError):
+    """A call depends on what calls of another kind leave in the model, and their program leaves out."""
+
+
 class CaptureError(AmpoptError):
     """The model, or one submodule of it, cannot be turned into one graph."""
 

@@ -88,9 +88,9 @@ def save_bundle(
     if onnx not in ("auto", "fp32", "fp16", None):
         raise InputError(f"onnx={onnx!r}: choose 'auto', 'fp32', 'fp16', or None for a bundle without ONNX")
     captured, original, recipe = optimized.captured, optimized.original, optimized.recipe
-    if captured.state:
+    if captured.lifted is not None:
         raise ExportError(
-            f"the model keeps a state from call to call in its buffer {captured.state[0]}, which a bundle "
+            f"the model keeps a state from call to call in its {captured.lifted.named}, which a bundle "
             "cannot hold: export_onnx writes it as an input and an output of the file"
         )
     inputs = input_names_of(captured)

@@ -45,6 +45,11 @@ class Served:
     compared: int = 0
     reason: str = ""
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether its program keeps a state between calls."""
+        return self.captured is not None and self.captured.lifted is not None
+
 
 @dataclasses.dataclass(frozen=True)
 class _Single:
@@ -194,4 +199,4 @@ def _way(served: Served, tensor: Tensor) -> Quick:
     """The shortest way from a tensor to a program's flat outputs; a state's goes through Python."""
     assert served.captured is not None
     assert served.program is not None
-    return plain(served.run) if served.captured.state else quick(served.program, served.run, tensor)
+    return plain(served.run) if served.keeps_state else quick(served.program, served.run, tensor)

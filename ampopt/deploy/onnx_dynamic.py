@@ -31,9 +31,9 @@ def dims_of(dynamic: Dynamic, captured: Captured, names: Sequence[str]) -> Dims:
     examples = dict(zip(names, captured.program.examples, strict=True))
     if dynamic is None:
         return tuple({} for _ in names)
-    if captured.state:
+    if captured.lifted is not None:
         raise InputError(
-            f"dynamic: the model keeps a state in its buffer {captured.state[0]}, whose sizes are fixed: "
+            f"dynamic: the model keeps a state in its {captured.lifted.named}, whose sizes are fixed: "
             "export it with static shapes"
         )
     if isinstance(dynamic, str):
@@ -70,7 +70,7 @@ def capture_dynamic(model: nn.Module, captured: Captured, dims: Dims) -> Capture
         with capturing(), Settings().scope(device), untouched_rng(device):
             specification = shapes.dynamic_shapes(model, args, kwargs)
             exported = torch.export.export(model, args, kwargs, dynamic_shapes=specification, strict=False)
-            graph, _ = lower(exported)
+            graph = lower(exported)
     except Exception as error:
         raise refusal(model, dims, error) from error
     for node in calls(graph, [aten._assert_scalar.default]):

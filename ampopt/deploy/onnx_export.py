@@ -135,6 +135,11 @@ def export_onnx(
         raise ExportError(
             f"{type(original_of(original)).__name__} returns no tensors: there is nothing to export"
         )
+    if captured.lifted is not None and not captured.lifted.from_start:
+        raise ExportError(
+            f"the model makes a state in its {captured.lifted.named} in its first calls, which the graph of "
+            "one call cannot do: let it begin with tensors, of zeros perhaps"
+        )
     dims = dims_of(dynamic, captured, inputs)
     is_dynamic = any(dims)
     traced = capture_dynamic(original, captured, dims) if is_dynamic else captured

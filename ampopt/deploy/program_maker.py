@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ampopt.deploy.kinds_of_calls import KindsOfCalls
 from ampopt.deploy.known_calls import Served
 from ampopt.deploy.optimized import Optimized
 from ampopt.deploy.served_state import State
 from ampopt.engines.cuda_graphs import Outputs
 from ampopt.engines.executable import Executable, executable
-from ampopt.errors import VerificationError, is_passing
+from ampopt.errors import AmpoptError, KindError, VerificationError, is_passing
 from ampopt.ir.asked import Asked, noting_what_is_asked
 from ampopt.ir.capture import Captured, capture
 from ampopt.ir.graph import forget_unrounded
@@ -47,28 +48,51 @@ class ProgramMaker:
         """`state` is the state that the programs keep between calls; `outputs`: see `ampopt.optimize`."""
         self._optimized, self._state, self._outputs = optimized, state, outputs
         self._device = optimized.program.device
+        self._kinds = KindsOfCalls(optimized.original, self._device)
 
     def first(self, ready: Executable | None) -> Served:
         """The entry for the call that the model was optimized for; `ready`: its executable, if one exists."""
         optimized = self._optimized
         run = ready if ready is not None and self._outputs == "copy" else self.executable(optimized.program)
-        asked = self._asked(self.original(), optimized.captured)
+        asked = self._asked(optimized.captured)
+        self._kinds.add(optimized.captured)
         return self._served(optimized.captured, optimized.program, run, asked)
 
     @process_kept()
     def make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], passes: tuple[Pass, ...]) -> Served:
-        """Capture a call, replay the passes, verify. Raises VerificationError, and the errors of capture."""
-        original, lane = self.original(), self._optimized.recipe.lane
+        """Capture a call, replay the passes, verify.
+
+        Raises VerificationError and the errors of capture where the original has to answer, and KindError
+        where it would be wrong, too.
+        """
         args, kwargs = _all_ordinary(args, kwargs)
-        captured = capture(original, args, kwargs, self._device)
+        self._kinds.check_call(args, kwargs)
+        try:
+            return self._make(args, kwargs, passes)
+        except KindError:
+            raise
+        except AmpoptError:
+            self._kinds.check_refused(args, kwargs)
+            raise
+
+    def check_without_program(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise KindError where the original cannot answer a call beside the programs that there are."""
+        args, kwargs = _all_ordinary(args, kwargs)
+        self._kinds.check_call(args, kwargs)
+        self._kinds.check_refused(args, kwargs)
+
+    def _make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], passes: tuple[Pass, ...]) -> Served:
+        original, lane = self.original(), self._optimized.recipe.lane
+        captured = capture(original, args, kwargs, self._device, also=self._kinds.state)
         if lane.is_mixed and (crash := why_it_may_crash(captured.program)):
             raise VerificationError(f"it cannot be verified below FP32: {crash}")
         program = replay(passes, lane.start(captured.program))
         run = self.executable(program)
-        asked = self._asked(original, captured)
+        asked = self._asked(captured)
         draws = 0 if asked.layout else 1  # a draw lies in memory as it likes
         if reason := self.why_wrong(original, captured, run, draws=draws):
             raise VerificationError(f"the optimized program is wrong for this call: {reason}")
+        self._kinds.add(captured)
         return self._served(captured, program, run, asked)
 
     def original(self) -> nn.Module:
@@ -91,7 +115,7 @@ class ProgramMaker:
 
     def _served(self, captured: Captured, program: Program, run: Executable, asked: Asked) -> Served:
         forget_unrounded(program.graph)  # it is finished
-        return Served(self._state.bound(run), captured.layout, captured, program, asked, run)
+        return Served(self._state.bound(captured.lifted, run), captured.layout, captured, program, asked, run)
 
     def why_wrong(
         self, original: nn.Module, captured: Captured, run: Executable, *, draws: int
@@ -108,10 +132,11 @@ class ProgramMaker:
         )
         return verifier.check(run, recipe.lane).reason
 
-    def _asked(self, model: nn.Module, captured: Captured) -> Asked:
+    def _asked(self, captured: Captured) -> Asked:
         """What the model's code asks in the captured call; everything where that cannot be known."""
         args, kwargs = pytree.tree_unflatten(list(captured.leaves), captured.spec)
-        device = self._device
+        device, lifted = self._device, captured.lifted
+        model = self.original() if lifted is None else working_copy(lifted.model)
         try:
             with Settings().scope(device), untouched_rng(device), noting_what_is_asked(model) as asked:
                 model(*args, **kwargs)

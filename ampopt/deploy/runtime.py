@@ -21,7 +21,7 @@ from ampopt.deploy.program_maker import ProgramMaker, detached
 from ampopt.deploy.served_state import State
 from ampopt.engines.cuda_graphs import Outputs
 from ampopt.engines.executable import Executable
-from ampopt.errors import AmpoptError, InputError, StrictError, is_passing
+from ampopt.errors import AmpoptError, InputError, KindError, StrictError, is_passing
 from ampopt.ir.capture import Captured
 from ampopt.ir.keywords import in_order
 from ampopt.ir.normal_form import is_normal, normal_form
@@ -79,10 +79,11 @@ class OptimizedModule(Deployable):
 
     At most `max_shapes` programs are kept, and the least recently used is removed first. After
     `max_captures` such first calls the original model answers instead, and the reason is logged. `prepare`
-    makes programs ahead of time. State in the model's buffers is kept between calls by the module, for all
-    programs together, see `reset_state`. Thread-safe. `report` lists each decision with its reason, `health`
-    counts how calls were answered; with `strict` a call that only the original could answer raises
-    StrictError.
+    makes programs ahead of time. The model's state, tensors in buffers and attributes, is kept between calls
+    by the module, for all programs together, see `reset_state`. Where the first calls make the state (it is
+    None before), the original answers them, with `strict`, too. Thread-safe. `report` lists each decision
+    with its reason, `health` counts how calls were answered; with `strict` a call that only the original
+    could answer raises StrictError.
 
     Results are those of the original under `torch.no_grad()`, for inputs without gradients, in every grad
     mode of the caller. If an input requires gradients, computing the gradient of a result raises InputError.
@@ -123,7 +124,7 @@ class OptimizedModule(Deployable):
         self._optimized = Optimized(original, captured, program, recipe, report)
         self._outputs: Outputs = outputs
         self._max_captures, self._captures = max_captures, 0
-        self._state = State(original, captured.state, captured.initial_state)
+        self._state = State(original, one_at_a_time=captured.lifted is not None)
         self._calls = KnownCalls(max_shapes)
         self._maker = ProgramMaker(self._optimized, self._state, outputs)
         self._monitor = Monitor(chose_original=serve_original)
@@ -188,7 +189,7 @@ class OptimizedModule(Deployable):
         return self._monitor.tell(callback)
 
     def reset_state(self) -> None:
-        """Reset the state in the model's buffers to its value when the model was optimized."""
+        """Reset the model's state to what it was when the model was optimized."""
         self._state.reset()
 
     def _call_original(self, *args: Any, **kwargs: Any) -> Any:
@@ -216,9 +217,12 @@ class OptimizedModule(Deployable):
             served = found
         if served.layout is None:
             return self._by_original(served.reason, args, kwargs, tensors)
-        if self._optimized.captured.state and autocast_now(self.program.device) is not None:
+        if served.keeps_state and autocast_now(self.program.device) is not None:
             return self._by_original("it keeps a state, and is called under autocast", args, kwargs, tensors)
         outputs = served.run(*tensors)
+        if outputs is None:
+            reason = "its state has no structure yet that a program takes"
+            return self._by_original(reason, args, kwargs, tensors, allowed=True)
         if (dtype := autocast_now(self.program.device)) is not None:
             with self._calls.lock:
                 casts = self._maker.casts(served, dtype, outputs, args, kwargs)
@@ -229,11 +233,17 @@ class OptimizedModule(Deployable):
         return without_derivatives(served.layout.restore(outputs), tensors)
 
     def _by_original(
-        self, reason: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+        self,
+        reason: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        tensors: Sequence[Tensor],
+        *,
+        allowed: bool = False,
     ) -> Any:
-        """The original's answer, which is counted; StrictError where that is not wanted."""
+        """The original's answer, which is counted; StrictError where that is not wanted, unless `allowed`."""
         shown = _shown(tensors)
-        if self.strict:
+        if self.strict and not allowed:
             self._monitor.note(Event("refusal", reason, shown))
             raise StrictError(
                 f"only the original model could answer a call with {shown}, because {reason}: call "
@@ -262,10 +272,14 @@ class OptimizedModule(Deployable):
         """Find or make what answers a call that was not seen before; tell of it once the lock is free."""
         tensors = tensors_of(leaves)
         self._refusing(lambda: self._check(leaves, spec), _shown(tensors))
-        with self._calls.lock:
-            before = self._captures
-            found = self._calls.find(leaves, spec) or self._serve(args, kwargs, leaves, spec)
-            is_new = self._captures > before and isinstance(found, Served)
+        try:
+            with self._calls.lock:
+                before = self._captures
+                found = self._calls.find(leaves, spec) or self._serve(args, kwargs, leaves, spec)
+                is_new = self._captures > before and isinstance(found, Served)
+        except KindError as error:
+            self._monitor.note(Event("refusal", str(error), _shown(tensors)))
+            raise
         if is_new:
             shown = _shown(tensors)
             logger.warning("ampopt: captured and verified a program for a call not seen before: %s", shown)
@@ -298,6 +312,8 @@ class OptimizedModule(Deployable):
                 return self._calls.remember(leaves, spec, known)
             self._calls.distinguish_strides(leaves, spec)
         if self._captures >= self._max_captures:
+            if self._max_captures:  # a submodule with a program of its own has no state
+                self._maker.check_without_program(args, kwargs)
             reason = (
                 f"no program was made for them ahead of time, and {self._max_captures} later ones at most are"
             )
@@ -306,6 +322,8 @@ class OptimizedModule(Deployable):
         quick_passes = tuple(step for step in self._optimized.recipe.passes if not is_slow(step))
         try:
             served = self._maker.make(args, kwargs, quick_passes)
+        except KindError:
+            raise  # the original would not have what a program leaves out
         except Exception as error:  # whatever it is: the original answers, and the log says why
             reason = str(error) if isinstance(error, AmpoptError) else f"{type(error).__name__}: {error}"
             return _Refusal(textwrap.shorten(reason, 300), is_passing(error))

@@ -50,12 +50,13 @@ MOST_OUTPUTS = 31
 """Largest number of flat outputs that the C++ code supports."""
 
 
-def plain(run: Callable[[Tensor], tuple[Tensor, ...]]) -> Quick:
-    """The `Quick` that calls `run`."""
+def plain(run: Callable[[Tensor], tuple[Tensor, ...] | None]) -> Quick:
+    """The `Quick` that calls `run`, which returns None for a call that it does not handle."""
 
     def make(same: Callable[[object], bool], restore: Callable[[tuple[Tensor, ...]], Any]) -> Answer:
         def answer(thing: Any) -> Any:
-            return restore(run(thing)) if same(thing) else NotImplemented
+            outputs = run(thing) if same(thing) else None
+            return NotImplemented if outputs is None else restore(outputs)
 
         return answer
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ampopt.errors import CaptureError
 from ampopt.ir.capturing import capturing
 from ampopt.ir.keywords import in_order, taken_by_name
 from ampopt.ir.lane_io import LaneIO, original_of
+from ampopt.ir.lifted_state import ARGUMENT, Attribute, LiftedState, with_state
 from ampopt.ir.lowering import lower
 from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.ir.model_state import Behaviour, behaviour_of
@@ -31,12 +32,12 @@ from ampopt.ir.signature import OutputLayout, flatten_call, flatten_outputs, ten
 from ampopt.system.flags import older_flags_readable
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Captured:
     """A captured model: its program, and the structure of its calls and results.
 
-    The program's inputs are the tensors of `leaves`, then the buffers in `state` (dotted names); its outputs
-    are the tensors of the result, then the new values of these buffers.
+    The program's inputs are the tensors of `leaves`, then those of the model's state; its outputs are the
+    tensors of the result, then the state for the next call.
     """
 
     program: Program
@@ -44,15 +45,22 @@ class Captured:
     leaves: tuple[Any, ...]
     """The example call's leaves; a call whose leaves differ, except tensors, needs another program."""
     layout: OutputLayout
-    state: tuple[str, ...] = ()
     by_name: frozenset[str] = frozenset()
     """Keyword arguments whose order the model cannot see, see `ampopt.ir.keywords`."""
     all_differ: bool = False
     """Of a program without the original: whether it answers only calls that give no tensor twice."""
+    lifted: LiftedState | None = None
+    ignored: frozenset[Attribute] = frozenset()
+    """What the captured call writes and no call like it reads, so that the program leaves it out."""
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """The place in the model of each tensor of its state."""
+        return () if self.lifted is None else self.lifted.places
 
     @property
     def initial_state(self) -> tuple[Tensor, ...]:
-        """The values of the buffers in `state` before the first call."""
+        """The state before the captured call."""
         return self.program.examples[len(self.program.examples) - len(self.state) :]
 
     @property
@@ -68,8 +76,12 @@ def _plain_world(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
-    if isinstance(model, torch.jit.ScriptModule):  # which torch.export itself refuses
+def _export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: LiftedState | None
+) -> torch.export.ExportedProgram:
+    if state is not None:
+        model, kwargs = with_state(working_copy(state.model), state), {**kwargs, ARGUMENT: state.initial}
+    elif isinstance(model, torch.jit.ScriptModule):  # which torch.export itself refuses
         from torch._export.converter import TS2EPConverter
 
         return TS2EPConverter(model, args, kwargs).convert()
@@ -83,20 +95,22 @@ def capture(
     device: torch.device,
     *,
     lift_state: bool = True,
+    also: Collection[Attribute] = (),
 ) -> Captured:
     """Capture one call of a model (a private copy, on `device`) as a Program.
 
-    With `lift_state`, buffers that the call writes become inputs and outputs. Raises CaptureError with the
-    reason if the model cannot be one graph, or if its results depend on more than its inputs: it keeps a
-    state elsewhere, or draws random numbers. A `LaneIO` is captured as the model inside it, with its
-    conversions as the program's borders. The captured call is the normal form of this one (see
-    `ampopt.ir.normal_form`), with its keyword arguments in order (`ampopt.ir.keywords`).
+    With `lift_state`, tensors that a call leaves for the next become inputs and outputs. Raises CaptureError
+    with the reason if the model cannot be one graph, or if its results depend on more than its inputs: its
+    state is more than tensors, or it draws random numbers. What is in `also` is state in any case. A `LaneIO`
+    is captured as the model inside it, with its conversions as the borders. The captured call is the
+    normal form of this one (see `ampopt.ir.normal_form`), with its keyword arguments in order
+    (`ampopt.ir.keywords`).
     """
     by_name = taken_by_name(original_of(model))
     kwargs = in_order(kwargs, by_name)
     if isinstance(model, LaneIO):
         entered, named = model.entered(args, kwargs)
-        inside = capture(model.model, entered, named, device, lift_state=lift_state)
+        inside = capture(model.model, entered, named, device, lift_state=lift_state, also=also)
         return _from_outside(inside, model, normal_form(flatten_call(args, kwargs)[0]))
     leaves, spec = flatten_call(args, kwargs)
     kind = type(model).__name__
@@ -106,38 +120,37 @@ def capture(
                 raise CaptureError(f"{kind} is more than its graph: {reason}")
             leaves = normal_form(leaves)
             positional, named = pytree.tree_unflatten(leaves, spec)
-            behaviour = behaviour_of(model, positional, named, device)
+            behaviour = behaviour_of(model, positional, named, device, also)
             _check_behaviour(model, behaviour, lift_state=lift_state)  # an export may leave fakes in a global
-            exported = _export(working_copy(model), positional, named)
+            state = behaviour.state
+            exported = _export(working_copy(model), positional, named, state)
     except CaptureError:
         raise
     except Exception as error:
         raise CaptureError(f"torch.export cannot capture {kind}: {_short(error)}") from error
     try:
         with capturing(), _plain_world(device), untouched_rng(device), older_flags_readable():
-            graph, state = lower(exported)
-            result = working_copy(model)(*positional, **named)
+            graph = lower(exported, () if state is None else state.identifiers)
+            result = working_copy(model if state is None else state.model)(*positional, **named)
     except CaptureError:
         raise
     except Exception as error:
         raise CaptureError(f"the graph of {kind} cannot be made functional: {_short(error)}") from error
-    if unseen := set(behaviour.buffers) - set(state):
-        raise CaptureError(f"{kind} changes its buffer {min(unseen)}, and its graph does not")
     outputs, layout = flatten_outputs(result)
-    produced = len(graph.graph.output_node().args[0]) - len(state)  # type: ignore[arg-type]
+    held = () if state is None else tuple(state.initial)
+    produced = len(graph.graph.output_node().args[0]) - len(held)  # type: ignore[arg-type]
     if produced != len(outputs):
         raise CaptureError(f"{kind} returns {len(outputs)} tensors, its graph {produced}")
     _check_shapes(kind, exported, outputs)
-    buffers = [model.get_buffer(name).detach().clone() for name in state]
-    examples = (*(t.detach() for t in tensors_of(leaves)), *buffers)
+    examples = (*(t.detach() for t in tensors_of(leaves)), *held)
     program = Program(
         graph=graph,
         examples=examples,
         entry=tuple(Border(t.dtype) for t in examples),
-        exit=tuple(Border(t.dtype) for t in (*outputs, *buffers)),
+        exit=tuple(Border(t.dtype) for t in (*outputs, *held)),
         device=device,
     )
-    return Captured(program, spec, tuple(leaves), layout, state, by_name)
+    return Captured(program, spec, tuple(leaves), layout, by_name, lifted=state, ignored=behaviour.ignored)
 
 
 def _from_outside(captured: Captured, border: LaneIO, leaves: Sequence[Any]) -> Captured:
@@ -146,7 +159,10 @@ def _from_outside(captured: Captured, border: LaneIO, leaves: Sequence[Any]) -> 
     examples = (*(tensor.detach() for tensor in tensors_of(leaves)), *captured.initial_state)
     given = tuple(Border(border.border(own.dtype)) for own in program.exit[:count])
     outside = program.replace(examples=examples, exit=(*given, *program.exit[count:]))
-    return dataclasses.replace(captured, program=outside, leaves=tuple(leaves))
+    lifted = captured.lifted
+    if lifted is not None:
+        lifted = dataclasses.replace(lifted, model=border.around(lifted.model))
+    return dataclasses.replace(captured, program=outside, leaves=tuple(leaves), lifted=lifted)
 
 
 def _check_shapes(kind: str, exported: torch.export.ExportedProgram, outputs: Sequence[Tensor]) -> None:
@@ -179,14 +195,8 @@ def _short(error: Exception) -> str:
 
 def _check_behaviour(model: nn.Module, behaviour: Behaviour, *, lift_state: bool) -> None:
     """Raise CaptureError where a graph cannot stand for the model, as it behaves from call to call."""
-    kind, state = type(model).__name__, behaviour.buffers
+    kind, state = type(model).__name__, behaviour.state
     if behaviour.reason is not None:
         raise CaptureError(f"{kind} is more than its graph: {behaviour.reason}")
-    if state and not lift_state:
-        raise CaptureError(f"{kind} changes its buffer {state[0]} when it is called")
-    tensors = [*model.named_buffers(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)]
-    places = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors}
-    for name in state:
-        shared = [other for other, place in places.items() if place == places[name] != 0 and other != name]
-        if shared:
-            raise CaptureError(f"{kind} changes its buffer {name}, also the memory of {shared[0]}")
+    if state is not None and not lift_state:
+        raise CaptureError(f"{kind} changes its {state.named} when it is called")

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
 
 from ampopt.errors import CaptureError, first_line
 from ampopt.ir.aliasing import never_written, overlapping_write
@@ -192,30 +192,29 @@ def _keep_casts(exported: ExportedProgram) -> None:
             )
 
 
-def _lift_weights(exported: ExportedProgram, state: Mapping[str, fx.Node] | None = None) -> fx.GraphModule:
+def _lift_weights(exported: ExportedProgram, states: Sequence[str] = ()) -> fx.GraphModule:
     """The exported graph with weights as attributes, flat inputs and a flat tuple of tensors.
 
-    Parameters are shared with the exported model where they are plain tensors; all others are cloned.
-
-    The buffers in `state`, and what the call leaves in them, are further inputs and outputs, in its order.
+    Parameters are shared with the exported model where they are plain tensors; all others are cloned. The
+    last inputs have the names in `states`.
     """
-    state = state or {}
     graph, root = fx.Graph(), torch.nn.Module()
     specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
     shared: dict[str, str] = {}
     mapping: dict[fx.Node, Any] = {}
-    states: dict[str, fx.Node] = {}
+    inputs = [spec.arg.name for spec in exported.graph_signature.input_specs if _is_tensor_input(spec)]
+    own = inputs[: len(inputs) - len(states)]
+    names = dict(
+        zip(inputs, [*own, *(name if name not in own else f"{name}_" for name in states)], strict=True)
+    )
     for node in exported.graph.nodes:
         if node.op == "placeholder":
             spec = specs[node.name]
             if spec.kind is InputKind.USER_INPUT:
-                if isinstance(node.meta.get("val"), Tensor):
-                    mapping[node] = graph.placeholder(node.name)
+                if node.name in names:
+                    mapping[node] = graph.placeholder(names[node.name])
                     mapping[node].meta["val"] = node.meta["val"]
                 continue  # other arguments are constants of the graph: the call's key holds their values
-            if spec.target in state:
-                states[spec.target] = node
-                continue  # after the user's inputs
             value = _weight(exported, spec)
             name = shared.setdefault(str(spec.target), node.name)
             if not hasattr(root, name):
@@ -224,20 +223,15 @@ def _lift_weights(exported: ExportedProgram, state: Mapping[str, fx.Node] | None
             mapping[node] = graph.get_attr(name)
             mapping[node].meta["val"] = value
             continue
-        for name in [name for name in state if name in states]:
-            old = states.pop(name)
-            own, taken = name.replace(".", "_"), {str(placed.target) for placed in graph.nodes}
-            is_free = own.isidentifier() and own not in taken  # "0.seen" gives none
-            mapping[old] = graph.placeholder(own if is_free else old.name)
-            mapping[old].meta["val"] = old.meta["val"]
         if node.op == "output":
-            results = zip(exported.graph_signature.output_specs, node.args[0], strict=True)
-            flat = [arg for spec, arg in results if spec.kind is OutputKind.USER_OUTPUT or not state]
-            kept = [mapping[arg] for arg in (*flat, *state.values()) if isinstance(arg, fx.Node)]
-            graph.output(tuple(kept))
+            graph.output(tuple(mapping[arg] for arg in node.args[0] if isinstance(arg, fx.Node)))
         else:
             _copy_into(graph, node, mapping, full_precision=False)
     return fx.GraphModule(root, graph)
+
+
+def _is_tensor_input(spec: InputSpec) -> bool:
+    return spec.kind is InputKind.USER_INPUT and isinstance(spec.arg, TensorArgument)
 
 
 def _is_plain(weight: Tensor) -> bool:
@@ -293,29 +287,22 @@ def _weight(exported: ExportedProgram, spec: Any) -> Tensor:
     raise CaptureError(f"the model holds {spec.target}, which is not a tensor; ampopt cannot carry it")
 
 
-def _state_of(exported: ExportedProgram) -> dict[str, fx.Node]:
-    """What the functional graph leaves in each buffer that the model writes, by the buffer's dotted name.
-
-    Raises CaptureError where it writes to its inputs, or leaves a tensor of another kind in a buffer.
-    """
-    state: dict[str, fx.Node] = {}
-    results = exported.graph.output_node().args[0]
-    buffers = {spec.target: spec.arg.name for spec in exported.graph_signature.input_specs}
-    nodes = {node.name: node for node in exported.graph.nodes}
-    for spec, result in zip(exported.graph_signature.output_specs, results, strict=True):
+def _check_writes(exported: ExportedProgram) -> None:
+    """Raise CaptureError where the functional graph writes to an input or a buffer."""
+    for spec in exported.graph_signature.output_specs:
         if spec.kind is OutputKind.USER_INPUT_MUTATION:
             raise CaptureError(f"the model changes its input {spec.target} when it is called")
-        if spec.kind is not OutputKind.BUFFER_MUTATION:
-            continue
-        name = str(spec.target)
-        before, after = nodes[buffers[name]].meta["val"], result.meta["val"]
-        if (before.shape, before.dtype) != (after.shape, after.dtype):
-            raise CaptureError(
-                f"the model changes its buffer {name} from {before.dtype} {list(before.shape)} to "
-                f"{after.dtype} {list(after.shape)} when it is called"
-            )
-        state[name] = result
-    return state
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            raise CaptureError(f"the model changes its buffer {spec.target}, in which calls show no state")
+
+
+def _drop_copies_of_state(module: fx.GraphModule, count: int) -> None:
+    """Let what reads a copy of the state, the last inputs, read the state: nothing writes to it any more."""
+    inputs = module.graph.find_nodes(op="placeholder")
+    for state in inputs[len(inputs) - count :]:
+        for node in [user for user in state.users if user.target is aten.clone.default]:
+            node.replace_all_uses_with(state)
+            module.graph.erase_node(node)
 
 
 def _restore_vocabulary(module: fx.GraphModule) -> None:
@@ -354,16 +341,15 @@ def _restore_vocabulary(module: fx.GraphModule) -> None:
             replace(node, insert_call(module, node, plain[rank], *new[:7]))
 
 
-def lower(exported: ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
+def lower(exported: ExportedProgram, states: Sequence[str] = ()) -> fx.GraphModule:
     """The exported program as a functional `fx.GraphModule`: flat tensors in, a flat tuple of tensors out.
 
-    Also returns the dotted names of the buffers that the model writes. They are additional inputs, after the
-    user's, and their new values are additional outputs. Raises CaptureError if the model writes to its
-    inputs, holds an object that is not a tensor, draws random numbers, or cannot be functionalized by PyTorch
-    (with PyTorch's reason).
+    `states` are names for the last inputs, the model's state. Raises CaptureError if the model writes to its
+    inputs or buffers, holds an object that is not a tensor, draws random numbers, or cannot be functionalized
+    by PyTorch (with PyTorch's reason).
     """
     try:
-        return _lower(exported)
+        return _lower(exported, states)
     except CaptureError:
         raise
     except Exception as error:
@@ -372,9 +358,9 @@ def lower(exported: ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
         raise CaptureError(f"its graph cannot be lowered{place}: {first_line(error)}") from error
 
 
-def _lower(exported: ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
+def _lower(exported: ExportedProgram, states: Sequence[str]) -> fx.GraphModule:
     note_exported(exported.graph_module)
-    module, state = _lift_weights(exported), dict[str, fx.Node]()
+    module = _lift_weights(exported, states)
     if not _rename_in_place(module):
         if (node := overlapping_write(module.graph.nodes)) is not None:
             raise CaptureError(
@@ -383,9 +369,10 @@ def _lower(exported: ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
         _drop_idle_dropouts(exported)
         _keep_casts(exported)
         exported = exported.run_decompositions({})
-        state = _state_of(exported)
-        module = _lift_weights(exported, state)
+        _check_writes(exported)
+        module = _lift_weights(exported, states)
         _restore_vocabulary(module)
+    _drop_copies_of_state(module, len(states))
     for node in calls(module):
         node.target = _ANY_LAYOUT.get(node.target, node.target)
     for node in calls(module, _PADDED):
@@ -404,4 +391,4 @@ def _lower(exported: ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
     for node in calls(module):
         if draws_random_numbers(node):
             raise CaptureError(f"the model draws random numbers when it is called: {where(node)}")
-    return finish(module), tuple(state)
+    return finish(module)

@@ -111,6 +111,15 @@ def device_of(model: nn.Module, leaves: Sequence[Any]) -> torch.device:
     return next(iter(devices)) if devices else (tensors[0].device if tensors else torch.device("cpu"))
 
 
+def seed_all(seed: int, device: torch.device) -> None:
+    """Seed the generators that `untouched_rng` keeps: PyTorch's, Python's and NumPy's."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+
+
 @contextlib.contextmanager
 def untouched_rng(device: torch.device) -> Iterator[None]:
     """Restore the random generators after the block: PyTorch's of the CPU and the device, Python's, NumPy's.

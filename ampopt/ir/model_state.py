@@ -2,230 +2,267 @@
 
 A graph computes results from inputs alone. A model gives other results in the next call if it reads a value
 that an earlier call wrote to a buffer, an attribute, a list, an object, an iterator or a global, or if it
-draws random numbers.
+draws random numbers. Tensors in buffers, attributes and containers can be inputs and outputs of the graph.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-import random
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampopt.errors import CaptureError
+from ampopt.ir.calls_of_copies import Calls, after_first_calls, check_unchanged, read_first, rewritten
 from ampopt.ir.lanes import FP32
-from ampopt.ir.model_copy import (
-    device_of,
-    exact_copy,
-    private_copy,
-    same_tensor,
-    untouched_rng,
-    working_copy,
-)
-from ampopt.ir.numerics import fresh_draw, least_error, relative_error, rounded_anew
-from ampopt.ir.signature import copied, flatten_call, flatten_outputs, map_tensors
-
-_DEEPEST = 40
-"""Nesting of objects that is looked into."""
+from ampopt.ir.lifted_state import Attribute, LiftedState, Slot, attributes, change, value_at
+from ampopt.ir.model_copy import device_of, exact_copy, private_copy, same_tensor, working_copy
+from ampopt.ir.model_differences import Place, differences
+from ampopt.ir.numerics import least_error, relative_error, rounded_anew
 
 ROUNDINGS = 3
 """Number of runs with other rounding if a model's results for equal inputs differ by more than usual."""
 
-Call = Callable[[nn.Module], Any]
-
-
-@dataclasses.dataclass(frozen=True, order=True)
-class Place:
-    """A difference of two copies of a model: a submodule's name, its attribute, and the path inside it."""
-
-    module: str
-    attribute: str
-    rest: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.attribute}".removeprefix(".") + self.rest
-
-
-def differences(one: nn.Module, other: nn.Module) -> list[Place]:
-    """The differences of two copies of a model: in tensors, numbers, containers, objects, iterators."""
-    found: dict[Place, None] = {}
-    others = dict(other.named_modules())
-    for name, module in one.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) or name not in others:
-            continue  # its attributes live in C++
-        for key, mine, yours in _members(vars(module), vars(others[name])):
-            if key in ("_modules", "_parameters", "_buffers"):
-                continue
-            if (rest := _differing(mine, yours, "", set(), 0)) is not None:
-                found[Place(name, key, rest)] = None
-    for tensors in (nn.Module.named_parameters, nn.Module.named_buffers):
-        theirs = dict(tensors(other, remove_duplicate=False))
-        mine = dict(tensors(one, remove_duplicate=False))
-        for path in mine.keys() | theirs.keys():
-            if path not in mine or path not in theirs or not same_tensor(mine[path], theirs[path]):
-                module_name, _, attribute = path.rpartition(".")
-                found[Place(module_name, attribute)] = None
-    return sorted(found)
-
-
-_ABSENT = object()
-
-
-def _members(mine: Mapping[str, Any], yours: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    for key in mine.keys() | yours.keys():
-        yield key, mine.get(key, _ABSENT), yours.get(key, _ABSENT)
-
-
-def _differing(a: Any, b: Any, path: str, seen: set[tuple[int, int]], depth: int) -> str | None:
-    """The path to the first place where two values differ; None where they are alike."""
-    if a is b or (id(a), id(b)) in seen or isinstance(a, (nn.Module, fx.Graph)):
-        return None  # named_modules comes to modules; a copy of an fx.GraphModule is of a class of its own
-    seen.add((id(a), id(b)))
-    if type(a) is not type(b):
-        return path
-    if isinstance(a, Tensor):
-        return None if same_tensor(a, b) else path
-    if isinstance(a, float) and math.isnan(a) and math.isnan(b):
-        return None
-    if isinstance(a, _ATOMS):
-        return None if a == b else path
-    if depth > _DEEPEST:
-        return None
-    if isinstance(a, torch.Generator):
-        return _differing(a.get_state(), b.get_state(), path, seen, depth + 1)
-    if isinstance(a, (set, frozenset)):
-        return None if sorted(map(repr, a)) == sorted(map(repr, b)) else path
-    parts: list[tuple[str, Any, Any]]
-    if isinstance(a, Mapping):
-        if [*map(repr, a)] != [*map(repr, b)]:
-            return path
-        parts = [(f"[{key!r}]", x, y) for (key, x), y in zip(a.items(), b.values(), strict=True)]
-    elif isinstance(a, Sequence):
-        if len(a) != len(b):
-            return path
-        parts = [(f"[{index}]", x, y) for index, (x, y) in enumerate(zip(a, b, strict=True))]
-    else:
-        parts = list(_contents(a, b))
-    for step, x, y in parts:
-        if (rest := _differing(x, y, path + step, seen, depth + 1)) is not None:
-            return rest
-    return None
-
-
-_ATOMS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, range)
-_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
-
-
-def _contents(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The parts of two objects of one class: what they would be put together of again."""
-    if isinstance(a, _CODE):
-        return
-    if isinstance(a, types.MethodType):
-        yield "", a.__self__, b.__self__
-        return
-    if hasattr(a, "__dict__"):
-        yield from ((f".{key}", x, y) for key, x, y in _members(vars(a), vars(b)))
-    try:
-        mine, yours = a.__reduce_ex__(4), b.__reduce_ex__(4)
-    except Exception:  # it cannot be taken apart: what it prints tells
-        yield "", _printed(a), _printed(b)
-        return
-    if isinstance(mine, tuple) and isinstance(yours, tuple):  # (class, arguments, state, items, …)
-        listed = [tuple(part) if isinstance(part, Iterator) else part for part in mine[1:]]
-        theirs = [tuple(part) if isinstance(part, Iterator) else part for part in yours[1:]]
-        yield "", listed, theirs
-
-
-def _printed(thing: Any) -> str:
-    text = repr(thing)
-    return "" if hex(id(thing))[2:] in text.lower() else text  # nothing but its address
+IN_SUCCESSION = 8
+"""Number of successive calls in which a state is looked for, and shown to be all that a call needs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Behaviour:
     """How a model's results depend on earlier calls.
 
-    `reason` says why a graph cannot represent the model, and is None if it can. `buffers` are those that a
-    call writes, by their dotted names: they can be inputs and outputs of the graph.
+    `reason` says why a graph cannot represent the model, and is None if it can. `state` is what can be inputs
+    and outputs of the graph; None if a call leaves nothing for the next. What a call writes to the `ignored`
+    attributes, no call like it reads.
     """
 
     reason: str | None
-    buffers: tuple[str, ...] = ()
+    state: LiftedState | None = None
+    ignored: frozenset[Attribute] = frozenset()
 
 
 def behaviour_of(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    also: Collection[Attribute] = (),
 ) -> Behaviour:
     """Call copies of a model to find whether the graph of one call represents all calls.
 
-    The model, a private copy, is not called itself. One copy is called with the inputs, with other inputs,
-    and with the first ones again, another copy twice with the first ones, each from the initial buffers and
-    with different random seeds. Results for equal inputs must agree within the FP32 rounding of an output,
-    and only buffers may have changed. A value that every call writes before it reads it, or that is the same
-    after any calls (a table that the first call makes), is not a state.
+    The model, a private copy, is not called itself. What a call changes, and reads before it sets it, is
+    state, unless it is the same after any calls (a table that the first call makes). If all of that is
+    tensors in a structure that stays as it is, every one of several successive calls is repeated by a copy in
+    which that state alone is set, and with another random seed: results and state must agree within the FP32
+    rounding of an output. If they do not, the same is tried from where the first calls bring the model (a
+    state that is None before the first). What calls of another kind keep, in `also`, is state in any case.
     """
-    leaves, spec = flatten_call(args, kwargs)
-    others, buffers = _other_leaves(leaves), dict(model.named_buffers(remove_duplicate=False))
+    calls = Calls(args, kwargs, device)
+    found = _examined(model, calls, also, {})
+    if found.reason is None or (made := after_first_calls(model, calls)) is None:
+        return found
+    called, twin = made
+    began, depends = differences(model, called), attributes(differences(called, twin))
+    depending = {place: (place.module, place.attribute) in depends for place in began}
+    return _examined(called, calls, also, depending)
 
-    def answers(module: nn.Module, values: Sequence[Any], seed: int) -> list[Any]:
-        called_args, called_kwargs = map_tensors(copied, *pytree.tree_unflatten(list(values), spec))
-        given = flatten_call(called_args, called_kwargs)[0]
-        for name, buffer in buffers.items():
-            set_buffer(module, name, buffer.detach().clone())
-        with untouched_rng(device):
-            seed_all(seed, device)
-            tensors, layout = flatten_outputs(module(*called_args, **called_kwargs))
-        for place, (value, now) in enumerate(zip(values, given, strict=True)):
-            if isinstance(value, Tensor) and not same_tensor(value, now):
-                raise CaptureError(f"the model changes its input {place} when it is called")
-        rest = [leaf for leaf in layout.template if leaf is not layout.TENSOR]
-        return [*(tensor.detach().clone() for tensor in tensors), rest]
 
-    one, other = exact_copy(model), working_copy(model)
+def _examined(
+    model: nn.Module, calls: Calls, also: Collection[Attribute], began: Mapping[Place, bool]
+) -> Behaviour:
+    """The behaviour of a model; `began`: what its first calls, if any, changed, and if by their inputs."""
+    one, other, third = exact_copy(model), working_copy(model), working_copy(model)
     with _Noting() as noted:
-        first = answers(one, leaves, 1)
-    written = set(differences(model, one))
+        first = calls.answer(one, calls.leaves, 1)
+    found = {*began, *differences(model, one)}
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    if weights := [place for place in written if str(place) in parameters]:
+    if weights := sorted(place for place in found if str(place) in parameters):
         return Behaviour(f"it changes its parameter {weights[0]} when it is called")
-    elsewhere = first
+    written, elsewhere = set[Attribute](), list[list[Any]]()
     try:
-        elsewhere = answers(one, others, 2)
+        written |= rewritten(one, lambda copied: elsewhere.append(calls.answer(copied, calls.others, 2)))
     except Exception:  # indices or offsets cannot be drawn
-        others = leaves
-    repeated = [answers(one, leaves, 3), answers(other, leaves, 4), answers(other, leaves, 5)]
-    written |= {*differences(model, one), *differences(model, other)}
-    places = sorted(place for place in written if str(place) not in buffers)
-    worst = max(apart(first, answer) for answer in repeated)
-    if worst > 1.0 and worst > moved_by_rounding(model, first, lambda m: answers(m, leaves, 1)):
-        return Behaviour(_accuse(first, repeated, places, noted.operator))
-    if repr(first[-1]) != repr(elsewhere[-1]):
-        return Behaviour("its result holds what is no tensor and depends on the inputs' values")
-    if places:
-        third = working_copy(model)
-        answers(one, others, 6)
-        answers(third, others, 7)
-        drifting = {(p.module, p.attribute) for c in (other, third) for p in differences(one, c)}
-        for place in places:
-            drifts = (place.module, place.attribute) in drifting
-            if drifts and _reads_first(model, place, lambda m: answers(m, leaves, 1)):
-                return Behaviour(f"it changes its attribute {place} when it is called, and reads it")
-    state = sorted(str(place) for place in written if str(place) in buffers)
-    for name in state:
-        before, after = buffers[name], dict(one.named_buffers(remove_duplicate=False)).get(name)
-        if after is None or (before.shape, before.dtype) != (after.shape, after.dtype):
-            now = "nothing" if after is None else f"{after.dtype} {list(after.shape)}"
-            was = f"{before.dtype} {list(before.shape)}"
-            return Behaviour(f"it changes its buffer {name} from {was} to {now} when it is called")
-    return Behaviour(None, tuple(state))
+        calls.others = calls.leaves
+        written |= rewritten(one, lambda copied: calls.answer(copied, calls.leaves, 2))
+    found.update(differences(model, one))
+    found.update(Place(*attribute) for attribute in written - attributes(found))
+    pairs = [(first, calls.answer(other, calls.leaves, 3))]
+    if found:
+        calls.answer(third, calls.others, 4)
+    depending = attributes(place for place in began if began[place])
+    kept, ignored = _kept(model, calls, found, (one, other, third), {*depending, *written}, also)
+    if not kept:
+        pairs += [
+            (first, calls.answer(copied, calls.leaves, seed)) for copied, seed in ((one, 5), (other, 6))
+        ]
+        later = {*differences(model, one), *differences(model, other)}
+        if attributes(later) <= attributes(found):
+            reason = _why_apart(model, calls, pairs, _without(found, ignored), noted.operator)
+            return Behaviour(reason or _why_other([first, *elsewhere]), None, ignored)
+    succession = _Succession.of(model, calls)
+    found |= succession.found
+    depending |= written | succession.written
+    found.update(Place(*attribute) for attribute in succession.written - attributes(found))
+    kept, ignored = _kept(model, calls, found, (succession.held[-1], other, third), depending, also)
+    slots: list[Slot] = []
+    for place in kept:
+        slot = Slot.of(model, *place)
+        for copied in (*succession.held, other, third):
+            if slot is None or Slot.of(copied, *place) != slot:
+                return Behaviour(_why_not_lifted(model, copied, place, found))
+        assert slot is not None
+        if stray := [kind for kind in slot.kinds if kind[2] != calls.device]:
+            return Behaviour(
+                f"it keeps a state in its {slot.name} on {stray[0][2]}, and not on {calls.device}"
+            )
+        slots.append(slot)
+    state = LiftedState(tuple(slots), model, succession.held[-1], ignored, from_start=not began)
+    pairs, writes = succession.repeated(state, calls)
+    reason = _why_apart(model, calls, pairs, _without(found, ignored), noted.operator)
+    reason = reason or _why_other([first, *elsewhere, *succession.answers])
+    shared = _why_shared(state, succession.held if reason is None else [model, *succession.held])
+    if reason is not None or (shared is not None and writes):
+        return Behaviour(shared or reason)
+    found_state = dataclasses.replace(state, writes=writes, shares=shared is not None)
+    return Behaviour(None, found_state if slots else None, ignored)
+
+
+def _kept(
+    model: nn.Module,
+    calls: Calls,
+    found: Collection[Place],
+    called: Sequence[nn.Module],
+    depending: Collection[Attribute],
+    also: Collection[Attribute],
+) -> tuple[list[Attribute], frozenset[Attribute]]:
+    """What is state of all that calls change: buffers, and what they read and have left in different ways.
+
+    `called` are copies that were called in different ways, `depending` is what every call writes or first
+    calls have set by their inputs, and `also` is state in any case. Also returns what calls change, and do
+    not read before.
+    """
+    changed = _in_order(model, attributes(found).union(also))
+    certain = {each for each in changed if each[1] in model.get_submodule(each[0])._buffers}.union(also)
+    if not (rest := set(changed) - certain):
+        return changed, frozenset()
+    pairs = itertools.combinations(called, 2)
+    drifting = attributes(place for pair in pairs for place in differences(*pair)).union(depending)
+    read = read_first(model, rest, lambda copied: calls.answer(copied, calls.leaves, 7))
+    return [each for each in changed if each in certain | (read & drifting)], frozenset(rest - read)
+
+
+def _without(places: Iterable[Place], ignored: Collection[Attribute]) -> list[Place]:
+    return sorted(place for place in places if (place.module, place.attribute) not in ignored)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Succession:
+    """Successive calls of one copy of a model: their results, copies of it after each, what they change."""
+
+    model: nn.Module
+    answers: list[list[Any]]
+    held: list[nn.Module]
+    found: set[Place]
+    written: set[Attribute]
+    """What calls after the first write, see `rewritten`."""
+
+    @classmethod
+    def of(cls, model: nn.Module, calls: Calls) -> _Succession:
+        copied, inputs = exact_copy(model), list[list[Any]]()
+        answers, held = list[list[Any]](), list[nn.Module]()
+        found, written = set[Place](), set[Attribute]()
+
+        def call(called: nn.Module) -> None:
+            answer, given = calls.answer_and_given(called, calls.in_turn(number), 11 + number)
+            answers.append(answer)
+            inputs.append(given)
+
+        for number in range(IN_SUCCESSION):
+            changed = rewritten(copied, call)
+            written |= changed if number else set()
+            held.append(working_copy(copied))
+            found.update(differences(model, copied))
+        for number, given in enumerate(inputs):
+            check_unchanged(calls.in_turn(number), given, "in a later call")
+        return cls(model, answers, held, found, written)
+
+    def repeated(self, state: LiftedState, calls: Calls) -> tuple[list[tuple[list[Any], list[Any]]], bool]:
+        """For every call, its results and the state it leaves: those of the succession, and those of another
+        copy, in which only this state is set. The first call is also repeated by a copy that was called.
+
+        Also whether a call writes to the tensors of its state in place.
+        """
+        pairs, writes = [], False
+        numbers = [*range(IN_SUCCESSION), 0, 0]
+        copies = [*(working_copy(self.model) for _ in self.held), working_copy(self.held[-1])]
+        for index, number in enumerate(numbers):
+            copied = copies[min(index, len(copies) - 1)]
+            before = self.held[number - 1] if number else self.model
+            given = [tensor.detach().clone() for tensor in state.read(before)]
+            state.write(copied, given)
+            answer = calls.answer(copied, calls.in_turn(number), 101 + index)
+            left = [tensor.detach().clone() for tensor in state.read(copied)]
+            expected = [*state.read(self.held[number]), *self.answers[number]]
+            pairs.append((expected, [*left, *answer]))
+            writes |= any(tensor._version > 0 for tensor in given)
+            writes |= not all(map(same_tensor, given, state.read(before)))
+        return pairs, writes
+
+
+def _in_order(model: nn.Module, places: Collection[Attribute]) -> list[Attribute]:
+    """Places in the order in which the model has them, each submodule under its first name alone."""
+    own = (
+        (name, attribute)
+        for name, module in model.named_modules()
+        for attribute in (*module._buffers.keys(), *vars(module))  # a TorchScript's are no dict
+    )
+    known = [place for place in own if place in places]
+    first = dict(model.named_modules())
+    return [*known, *sorted(place for place in places if place not in known and place[0] in first)]
+
+
+def _why_not_lifted(model: nn.Module, called: nn.Module, place: Attribute, found: Iterable[Place]) -> str:
+    """Why an attribute that calls change and read cannot be lifted."""
+    before, after = value_at(model, *place), value_at(called, *place)
+    shown = next((each for each in sorted(found) if (each.module, each.attribute) == place), Place(*place))
+    if place[1] in model.get_submodule(place[0])._buffers and isinstance(before, Tensor):
+        changes = change(before, after) if isinstance(after, Tensor) else "to nothing"
+        return f"it changes its buffer {shown} {changes} when it is called"
+    return f"it changes its attribute {shown} when it is called, and reads it"
+
+
+def _why_shared(state: LiftedState, models: Iterable[nn.Module]) -> str | None:
+    """That a tensor of the state has its memory in common with another one in the model; None: it has not."""
+    pair = next(filter(None, map(state.shared_memory, models)), None)
+    return None if pair is None else f"it changes its {pair[0]}, also the memory of {pair[1]}"
+
+
+def _why_apart(
+    model: nn.Module,
+    calls: Calls,
+    pairs: Sequence[tuple[list[Any], list[Any]]],
+    places: Sequence[Place],
+    operator: str | None,
+) -> str | None:
+    """Why results are not those of the same call with the same state; None where they are."""
+    worst = max(apart(*pair) for pair in pairs)
+    if worst <= 1.0:
+        return None
+    first = calls.answer(working_copy(model), calls.leaves, 1)
+    if worst <= moved_by_rounding(model, first, lambda moved: calls.answer(moved, calls.leaves, 1)):
+        return None
+    return _accuse(pairs, places, operator)
+
+
+def _why_other(answers: Sequence[list[Any]]) -> str | None:
+    """That a result holds what is no tensor, and is another for other inputs or in a later call."""
+    if len({repr(answer[-1]) for answer in answers}) > 1:
+        return "its result holds what is no tensor and depends on the inputs' values"
+    return None
 
 
 class _Noting(TorchDispatchMode):
@@ -243,26 +280,6 @@ class _Noting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def seed_all(seed: int, device: torch.device) -> None:
-    """Seed the generators that `untouched_rng` keeps: PyTorch's, Python's and NumPy's."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
-
-
-def _other_leaves(leaves: Sequence[Any]) -> list[Any]:
-    generator = torch.Generator().manual_seed(7)
-    return [fresh_draw(leaf, generator) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-
-def set_buffer(module: nn.Module, name: str, value: Tensor) -> None:
-    """Replace the buffer with the dotted name `name` by a tensor."""
-    owner, _, attribute = name.rpartition(".")
-    module.get_submodule(owner)._buffers[attribute] = value
-
-
 def apart(first: Sequence[Any], second: Sequence[Any]) -> float:
     """How far two answers are apart, in units of what one rounding may do to an output.
 
@@ -277,7 +294,9 @@ def apart(first: Sequence[Any], second: Sequence[Any]) -> float:
     return worst
 
 
-def moved_by_rounding(model: nn.Module, first: Sequence[Any], answer: Call) -> float:
+def moved_by_rounding(
+    model: nn.Module, first: Sequence[Any], answer: Callable[[nn.Module], list[Any]]
+) -> float:
     """How far an answer moves where the weights are rounded anew, in the same units, at most 2 % of it."""
     worst = 0.0
     for seed in range(ROUNDINGS):
@@ -291,10 +310,10 @@ def moved_by_rounding(model: nn.Module, first: Sequence[Any], answer: Call) -> f
 
 
 def _accuse(
-    first: Sequence[Any], repeated: Sequence[Sequence[Any]], places: Sequence[Place], operator: str | None
+    pairs: Sequence[tuple[list[Any], list[Any]]], places: Sequence[Place], operator: str | None
 ) -> str:
-    pairs = [pair for answer in repeated for pair in zip(first[:-1], answer[:-1], strict=False)]
-    error = max((relative_error(b, a) for a, b in pairs), default=0.0)
+    tensors = [both for a, b in pairs for both in zip(a[:-1], b[:-1], strict=False)]
+    error = max((relative_error(b, a) for a, b in tensors), default=0.0)
     what = f"equal inputs get other answers (relative error {error:.2g})"
     if operator is not None:
         return f"it draws random numbers ({operator}): {what}"
@@ -302,28 +321,3 @@ def _accuse(
         names = ", ".join(map(str, places[:3]))
         return f"it keeps a state from call to call: {what}, and calls change its attribute {names}"
     return f"{what}: it draws random numbers, or keeps a state outside of its attributes"
-
-
-def _reads_first(model: nn.Module, place: Place, call: Call) -> bool:
-    """Whether a call reads an attribute before it sets it, and so what an earlier one has left there."""
-    duplicate = working_copy(model)
-    module = duplicate.get_submodule(place.module)
-    seen: list[str] = []
-
-    class Watched(type(module)):  # type: ignore[misc]
-        def __getattribute__(self, name: str) -> Any:
-            if name == place.attribute:
-                seen.append("read")
-            return super().__getattribute__(name)
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name == place.attribute:
-                seen.append("written")
-            super().__setattr__(name, value)
-
-    try:
-        module.__class__ = Watched
-        call(duplicate)
-    except Exception:  # a class that cannot be watched
-        return True
-    return seen[:1] != ["written"]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ampopt.ir.model_copy import untouched_rng, working_copy
-from ampopt.ir.model_state import apart, moved_by_rounding, seed_all
+from ampopt.ir.model_copy import seed_all, untouched_rng, working_copy
+from ampopt.ir.model_state import apart, moved_by_rounding
 from ampopt.ir.numerics import fresh_draw
 from ampopt.ir.signature import copied, flatten_call, flatten_outputs, map_tensors, tensor_key, tensors_of
 

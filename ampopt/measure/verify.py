@@ -26,7 +26,6 @@ from ampopt.ir.graph import decides_by_values, where
 from ampopt.ir.lane_io import original_of
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.model_copy import private_copy, untouched_rng, working_copy
-from ampopt.ir.model_state import set_buffer
 from ampopt.ir.numerics import (
     Check,
     ResultsRoundedAnew,
@@ -109,7 +108,8 @@ class Verifier:
         """Compute the references. `model`, a private copy on the program's device, is not called itself."""
         self.tolerance, self.metric, self.faults = tolerance, metric, faults
         self.note: str | None = None
-        self._model, self.captured = working_copy(model), captured
+        self.captured = captured
+        self._model = working_copy(model if captured.lifted is None else captured.lifted.model)
         self.device = captured.program.device
         self._exact = self._in_float64()
         self._references: dict[str, list[list[Tensor]]] = {}
@@ -118,7 +118,7 @@ class Verifier:
         self._jumps: dict[tuple[Lane, str], list[float]] = {}
         self._masks: dict[tuple[Lane, str], Masks | None] = {}
         self._rounded: dict[tuple[Lane, str], tuple[Masks, Iterator[tuple[int, Run]]]] = {}
-        in_a_row, inputs = CALLS_IN_A_ROW if captured.state else 1, captured.inputs
+        in_a_row, inputs = CALLS_IN_A_ROW if captured.lifted else 1, captured.inputs
         self.draws = self._accepted(plain_draws(inputs, draws, seed, in_a_row=in_a_row))
         self._range_draws = range_draws(inputs, in_a_row=in_a_row)
         self._integer_draws = integer_draws(inputs, in_a_row=in_a_row)
@@ -141,15 +141,15 @@ class Verifier:
 
     def call_original(self, model: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The original's flat outputs for flat input tensors, from a copy; the state is last in both."""
-        names = self.captured.state
-        for name, value in zip(names, tensors[len(tensors) - len(names) :], strict=True):
-            set_buffer(model, name, value.clone())
+        state, count = self.captured.lifted, len(self.captured.inputs)
+        if state is not None:
+            state.write(model, [value.clone() for value in tensors[count:]])
         remaining = iter(tensors)
         leaves = [next(remaining) if isinstance(x, Tensor) else x for x in self.captured.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.captured.spec)
         with untouched_rng(self.device):
             outputs = flatten_outputs(model(*args, **kwargs))[0]
-        return [*outputs, *(model.get_buffer(name).clone() for name in names)]
+        return outputs if state is None else [*outputs, *(value.clone() for value in state.read(model))]
 
     def _accepted(self, draws: Sequence[Draw]) -> list[Draw]:
         """The draws that the original can be called with: offsets or indices may not be drawn at random."""

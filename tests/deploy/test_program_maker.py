@@ -28,7 +28,7 @@ def maker_of(model: nn.Module, *passes: Pass, lane: Lane = FP32, x: Tensor | Non
     original, captured = captured_of(model.eval(), rows() if x is None else x)
     recipe = Recipe(lane, passes)
     optimized = Optimized(original, captured, lane.start(captured.program), recipe, Ledger("m", {}, ()))
-    return ProgramMaker(optimized, State(original, captured.state, captured.initial_state), "copy")
+    return ProgramMaker(optimized, State(original, one_at_a_time=captured.lifted is not None), "copy")
 
 
 def linear() -> nn.Module:

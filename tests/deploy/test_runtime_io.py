@@ -182,8 +182,11 @@ def test_a_state_is_kept_in_its_own_dtype(serve_original: bool) -> None:
     model.load_state_dict(fast._optimized.original.model.state_dict())  # type: ignore[union-attr]
     for count in (8, 8, 5):  # the last by a program of its own
         assert right(fast(rows(count).to(LOW)), model(rows(count)))
-    assert fast._state._tensors[0].dtype is torch.float32
-    assert torch.allclose(fast._state._tensors[0], torch.tensor([1.0]))
+    lifted = fast._optimized.captured.lifted
+    assert lifted is not None
+    (seen,) = lifted.read(fast._state._serving) if serve_original else fast._state._forms[0].tensors
+    assert seen.dtype is torch.float32
+    assert torch.allclose(seen, torch.tensor([1.0]))
 
 
 @pytest.mark.parametrize("backend", ["ampopt", "onnxruntime", "original"])

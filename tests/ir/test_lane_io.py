@@ -13,7 +13,6 @@ from ampopt.errors import InputError
 from ampopt.ir.capture import capture
 from ampopt.ir.lane_io import LaneIO, original_call, original_of, with_own_dtypes
 from ampopt.ir.model_copy import note_writes, private_copy, working_copy
-from ampopt.ir.model_state import set_buffer
 from tests.helpers import Model
 
 LOW, CPU = torch.bfloat16, torch.device("cpu")
@@ -112,7 +111,8 @@ def test_a_models_state_keeps_its_name_and_its_dtype() -> None:
     assert captured.state == ("inner.mean",)
     assert [b.dtype for b in captured.program.exit] == [LOW, torch.float32]
     assert [t.dtype for t in captured.program.examples] == [LOW, torch.float32]
-    set_buffer(model, "inner.mean", torch.ones(4))
+    assert captured.lifted is not None
+    captured.lifted.write(model, [torch.ones(4)])
     assert torch.equal(model.get_buffer("inner.mean"), torch.ones(4))
     assert torch.equal(model.model.get_buffer("inner.mean"), torch.ones(4))
 

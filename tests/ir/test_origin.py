@@ -116,7 +116,7 @@ class Counter(nn.Module):
 def test_what_is_written_to_a_state_has_its_line_and_inputs_come_from_the_whole_model() -> None:
     program = program_of(nn.Sequential(Counter()), X)
     found = places(program)
-    assert found["add"] == f"0, {line_of(Counter.forward)}"
+    assert found["add_"] == f"0, {line_of(Counter.forward)}"
     assert found["mul"] == f"0, {line_of(Counter.forward, 2)}"
     inputs = program.graph.graph.find_nodes(op="placeholder")
     assert [origins_of(node) for node in inputs] == [(WHOLE_MODEL,)] * 2

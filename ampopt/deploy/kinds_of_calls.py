@@ -1,0 +1,196 @@
+"""Whether programs for calls of several kinds can serve one model: none may leave out what another reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ampopt.errors import KindError, VerificationError
+from ampopt.ir.calls_of_copies import read_first, rewritten
+from ampopt.ir.capture import Captured
+from ampopt.ir.lifted_state import Attribute, LiftedState, attributes
+from ampopt.ir.model_copy import untouched_rng, working_copy
+from ampopt.ir.model_differences import Place, differences
+from ampopt.ir.numerics import relative_error
+from ampopt.ir.signature import flatten_outputs
+
+SAME = 1e-4
+"""Largest relative error of an answer that counts as the same."""
+
+MOST_CACHES = 2
+"""Number of earlier kinds that a new one is tried with where neither has a state, but makes a table or so."""
+
+_ADVICE = "optimize the model with a call of this kind as the example"
+
+_MESSAGE = (
+    "a call of this kind and one of another kind, for which there is a program, change each other's answers, "
+    f"and not by tensors that both programs keep: {_ADVICE}"
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Kind:
+    """A call, and its capture; None where the original answers it.
+
+    `changes`: a first call changes something in the model; `state`: what each further one does.
+    """
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    captured: Captured | None
+    changes: bool = False
+    state: frozenset[Attribute] = frozenset()
+
+    @property
+    def lifted(self) -> LiftedState | None:
+        return None if self.captured is None else self.captured.lifted
+
+
+class KindsOfCalls:
+    """The kinds of calls for which programs were made, such as those of one shape, or with `reset=True`.
+
+    A program keeps the state that its own kind of calls reads and writes, and that of the kinds before it. It
+    leaves out what its calls only write, and has as a constant what they only read.
+    """
+
+    def __init__(self, original: nn.Module, device: torch.device) -> None:
+        """`original`, on a device, is never called itself."""
+        self._original, self._device = original, device
+        self._known: list[_Kind] = []
+
+    @property
+    def state(self) -> frozenset[Attribute]:
+        """Where all kinds so far keep their state."""
+        lifted = [kind.lifted for kind in self._known if kind.lifted is not None]
+        return frozenset((slot.module, slot.attribute) for state in lifted for slot in state.slots)
+
+    def check_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise KindError where a call reads what calls of another kind write, and programs leave out."""
+        left_out = frozenset(
+            place for kind in self._known if kind.captured for place in kind.captured.ignored
+        )
+        if read := self._reads(_Kind(args, kwargs, None), left_out):
+            raise KindError(
+                f"a call of this kind reads the attribute {Place(*min(read))}, which calls of another kind "
+                f"write, and whose program leaves it out: {_ADVICE}"
+            )
+
+    def add(self, captured: Captured) -> None:
+        """Take up a kind. Raises KindError where its calls and those of another kind have an effect on each
+        other that its program, or the other's, leaves out.
+
+        Raises VerificationError where the original can answer it, and its program cannot: calls of one kind
+        leave tensors in the same memory, to which those of another write in place. A program's never share.
+        """
+        args, kwargs = _call_of(captured)
+        new = self._kind(args, kwargs, captured)
+        for other in self._known:
+            for one, two in ((new.lifted, other.lifted), (other.lifted, new.lifted)):
+                if one is not None and two is not None and one.writes and two.shares:
+                    raise VerificationError(
+                        f"calls of one kind write in place to the model's {one.named}, and calls of another "
+                        "leave several of its tensors in the same memory"
+                    )
+        self._check_with_known(new)
+        self._known.append(new)
+
+    def check_refused(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise KindError where a call that the original answers changes a constant of another program.
+
+        Also where it writes in place to state of which several tensors may share memory.
+        """
+        new = self._kind(args, kwargs, None)
+        self._check_with_known(new)
+        for other in self._known if new.changes else ():
+            if other.lifted is not None and self._writes(new, other.lifted):
+                raise KindError(_MESSAGE)
+
+    def _kind(self, args: Sequence[Any], kwargs: Mapping[str, Any], captured: Captured | None) -> _Kind:
+        kind, called = _Kind(args, kwargs, captured), working_copy(self._original)
+        written = rewritten(called, lambda model: self._answer(model, kind))
+        if not written and not differences(self._original, called):
+            return kind
+        once = working_copy(called)
+        state = rewritten(called, lambda model: self._answer(model, kind))
+        state |= attributes(differences(once, called))
+        return dataclasses.replace(kind, changes=True, state=frozenset(state))
+
+    def _check_with_known(self, new: _Kind) -> None:
+        """Raise KindError where calls of a new kind and of those before would be answered wrongly."""
+        without_state = 0
+        for other in reversed(self._known):
+            if not new.changes and not other.changes:
+                continue
+            without_state += not (new.state or other.state)
+            if without_state <= MOST_CACHES or new.state or other.state:
+                self._check_together(new, other)
+
+    def _check_together(self, one: _Kind, two: _Kind) -> None:
+        """Raise KindError where calls of two kinds would not be answered as the original answers them."""
+        for kind, other in ((one, two), (two, one)):
+            if kind.captured and kind.lifted is None and self._reads(kind, other.state):
+                raise KindError(_MESSAGE)
+        plain, served = working_copy(self._original), working_copy(self._original)
+        for kind in (two, one, two, one, *((one, two, two, one) if one.state or two.state else ())):
+            try:
+                expected = self._answer(plain, kind)
+            except Exception:  # the original's own error, in this order of calls
+                return
+            answer, served = self._served(served, kind)
+            if len(answer) != len(expected) or not all(map(_is_close, answer, expected)):
+                raise KindError(_MESSAGE)
+
+    def _reads(self, kind: _Kind, places: Collection[Attribute]) -> set[Attribute]:
+        """The places that a call reads before it sets them."""
+        return (
+            read_first(self._original, places, lambda model: self._answer(model, kind)) if places else set()
+        )
+
+    def _served(self, model: nn.Module, kind: _Kind) -> tuple[list[Tensor], nn.Module]:
+        """The answer that a call gets in the state that `model` holds, and a model in the next state.
+
+        A program has everything but its state as it was captured. The original answers where there is none,
+        or where the state has another form.
+        """
+        lifted = kind.lifted
+        if kind.captured is None or (lifted is not None and not lifted.fits(model)):
+            return self._answer(model, kind), model
+        if lifted is None:
+            return self._answer(working_copy(self._original), kind), model
+        called, left = working_copy(lifted.model), working_copy(lifted.model)
+        lifted.write(called, [tensor.clone() for tensor in lifted.read(model)])
+        answer = self._answer(called, kind)
+        lifted.write(left, [tensor.clone() for tensor in lifted.read(called)])
+        return answer, left
+
+    def _answer(self, model: nn.Module, kind: _Kind) -> list[Tensor]:
+        """Copies of the tensors that a call returns."""
+        args, kwargs = pytree.tree_map(_copied, (tuple(kind.args), dict(kind.kwargs)))
+        with torch.no_grad(), untouched_rng(self._device):
+            return [tensor.clone() for tensor in flatten_outputs(model(*args, **kwargs))[0]]
+
+    def _writes(self, kind: _Kind, lifted: LiftedState) -> bool:
+        """Whether a call writes in place to a state that may share memory, before the call or after it."""
+        called, given = working_copy(lifted.model), lifted.initial
+        lifted.write(called, given)
+        self._answer(called, kind)
+        shares = lifted.shares or any(map(lifted.shared_memory, (self._original, lifted.model, called)))
+        return shares and any(tensor._version > 0 for tensor in given)
+
+
+def _call_of(captured: Captured) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a captured call, and its keyword arguments."""
+    return pytree.tree_unflatten(list(captured.leaves), captured.spec)  # type: ignore[no-any-return]
+
+
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and relative_error(a, b) <= SAME
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,127 @@
+"""Compares two copies of a model: where their attributes, buffers and parameters differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ampopt.ir.model_copy import same_tensor
+
+_DEEPEST = 40
+"""Nesting of objects that is looked into."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Place:
+    """A difference of two copies of a model: a submodule's name, its attribute, and the path inside it."""
+
+    module: str
+    attribute: str
+    rest: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.attribute}".removeprefix(".") + self.rest
+
+
+def differences(one: nn.Module, other: nn.Module) -> list[Place]:
+    """The differences of two copies of a model: in tensors, numbers, containers, objects, iterators."""
+    found: dict[Place, None] = {}
+    names, others = dict(one.named_modules()), dict(other.named_modules())
+    for name, module in one.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) or name not in others:
+            continue  # its attributes live in C++
+        for key, mine, yours in _members(vars(module), vars(others[name])):
+            if key in ("_modules", "_parameters", "_buffers"):
+                continue
+            if (rest := _differing(mine, yours, "", set(), 0)) is not None:
+                found[Place(name, key, rest)] = None
+    for tensors in (nn.Module.named_parameters, nn.Module.named_buffers):
+        theirs = dict(tensors(other, remove_duplicate=False))
+        mine = dict(tensors(one, remove_duplicate=False))
+        for path in mine.keys() | theirs.keys():
+            module_name, _, attribute = path.rpartition(".")
+            if module_name not in names:
+                continue  # a submodule's second name
+            both = path in mine and path in theirs
+            if not both or (mine[path] is not theirs[path] and not same_tensor(mine[path], theirs[path])):
+                found[Place(module_name, attribute)] = None
+    return sorted(found)
+
+
+_ABSENT = object()
+
+
+def _members(mine: Mapping[str, Any], yours: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for key in mine.keys() | yours.keys():
+        yield key, mine.get(key, _ABSENT), yours.get(key, _ABSENT)
+
+
+def _differing(a: Any, b: Any, path: str, seen: set[tuple[int, int]], depth: int) -> str | None:
+    """The path to the first place where two values differ; None where they are alike."""
+    if a is b or (id(a), id(b)) in seen or isinstance(a, (nn.Module, fx.Graph)):
+        return None  # named_modules comes to modules; a copy of an fx.GraphModule is of a class of its own
+    seen.add((id(a), id(b)))
+    if type(a) is not type(b):
+        return path
+    if isinstance(a, Tensor):
+        return None if same_tensor(a, b) else path
+    if isinstance(a, float) and math.isnan(a) and math.isnan(b):
+        return None
+    if isinstance(a, _ATOMS):
+        return None if a == b else path
+    if depth > _DEEPEST:
+        return None
+    if isinstance(a, torch.Generator):
+        return _differing(a.get_state(), b.get_state(), path, seen, depth + 1)
+    if isinstance(a, (set, frozenset)):
+        return None if sorted(map(repr, a)) == sorted(map(repr, b)) else path
+    parts: list[tuple[str, Any, Any]]
+    if isinstance(a, Mapping):
+        if [*map(repr, a)] != [*map(repr, b)]:
+            return path
+        parts = [(f"[{key!r}]", x, y) for (key, x), y in zip(a.items(), b.values(), strict=True)]
+    elif isinstance(a, Sequence):
+        if len(a) != len(b):
+            return path
+        parts = [(f"[{index}]", x, y) for index, (x, y) in enumerate(zip(a, b, strict=True))]
+    else:
+        parts = list(_contents(a, b))
+    for step, x, y in parts:
+        if (rest := _differing(x, y, path + step, seen, depth + 1)) is not None:
+            return rest
+    return None
+
+
+_ATOMS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, range)
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+
+
+def _contents(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The parts of two objects of one class: what they would be put together of again."""
+    if isinstance(a, _CODE):
+        return
+    if isinstance(a, types.MethodType):
+        yield "", a.__self__, b.__self__
+        return
+    if hasattr(a, "__dict__"):
+        yield from ((f".{key}", x, y) for key, x, y in _members(vars(a), vars(b)))
+    try:
+        mine, yours = a.__reduce_ex__(4), b.__reduce_ex__(4)
+    except Exception:  # it cannot be taken apart: what it prints tells
+        yield "", _printed(a), _printed(b)
+        return
+    if isinstance(mine, tuple) and isinstance(yours, tuple):  # (class, arguments, state, items, …)
+        listed = [tuple(part) if isinstance(part, Iterator) else part for part in mine[1:]]
+        theirs = [tuple(part) if isinstance(part, Iterator) else part for part in yours[1:]]
+        yield "", listed, theirs
+
+
+def _printed(thing: Any) -> str:
+    text = repr(thing)
+    return "" if hex(id(thing))[2:] in text.lower() else text  # nothing but its address
