@@ -29,8 +29,9 @@ from ampopt.ir.lane_io import LaneIO, original_of, with_own_dtypes
 from ampopt.ir.model_copy import device_of, exact_copy, note_writes, private_copy, untouched_rng
 from ampopt.ir.settings import autocast_scope
 from ampopt.ir.signature import flatten_call, map_tensors
+from ampopt.measure.fault_check import Faults
 from ampopt.measure.report import CALLED_NOW
-from ampopt.measure.verify import Faults, Metric
+from ampopt.measure.verify import Metric
 from ampopt.search.infer import infer_inputs
 from ampopt.search.lane_probe import seconds_of_a_call
 from ampopt.search.named_passes import Passes

@@ -18,7 +18,8 @@ from ampopt.ir.model_copy import device_of
 from ampopt.ir.signature import describe, flatten_call
 from ampopt.ir.transform import Pass
 from ampopt.measure.compared import ComparedPass, Comparison
-from ampopt.measure.verify import Faults, Verifier
+from ampopt.measure.fault_check import Faults
+from ampopt.measure.verify import Verifier
 from ampopt.search.ahead import Ahead
 from ampopt.search.choices import Choices
 from ampopt.search.compare_plan import Plan

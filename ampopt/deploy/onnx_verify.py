@@ -18,7 +18,8 @@ from ampopt.deploy.portable import autocast_program
 from ampopt.ir.capture import Captured
 from ampopt.ir.emulated_half import EmulatedHalf
 from ampopt.ir.lanes import Lane
-from ampopt.measure.verify import Metric, Run, Verifier
+from ampopt.measure.original import Run
+from ampopt.measure.verify import Metric, Verifier
 from ampopt.ort.knobs import changed
 from ampopt.ort.options import CPU, CUDA, OPENVINO, SessionError, SessionOptions
 from ampopt.ort.session import Array, Node, OnnxRunner, onnxruntime

@@ -8,35 +8,24 @@ examples' range.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import math
 import statistics
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ampopt.errors import InputError, first_line
 from ampopt.ir.capture import Captured
-from ampopt.ir.graph import decides_by_values, where
-from ampopt.ir.lane_io import original_of
 from ampopt.ir.lanes import FP32, Lane
-from ampopt.ir.model_copy import private_copy, untouched_rng, working_copy
 from ampopt.ir.numerics import (
     Check,
-    ResultsRoundedAnew,
     is_rounded,
     relative_error,
-    rounded_anew,
-    roundings_of_sums,
     widened,
 )
-from ampopt.ir.settings import Settings
-from ampopt.ir.signature import flatten_outputs
 from ampopt.measure.draws import (
     CALLS_IN_A_ROW,
     Draw,
@@ -45,22 +34,12 @@ from ampopt.measure.draws import (
     integer_draws,
     plain_draws,
     range_draws,
-    steps_of,
 )
-from ampopt.measure.fault_masks import Bools, Masks, joined_elements, lost_elements, not_finite, share
+from ampopt.measure.fault_check import FaultCheck, Faults
+from ampopt.measure.original import Original, Run
 
 Metric = Callable[[Any, Any], float]
 """A user's distance: (outputs, the original's outputs) -> number; 0 for equal, smaller is better."""
-
-Run = Callable[..., Sequence[Tensor]]
-"""Takes and returns flat tensors; a state, if there is one, is last in both."""
-
-Faults = Literal["keep", "exact", "ignore"]
-"""How NaN and infinities must propagate.
-
-Elements that are not finite in eager must stay so; others may become so ("keep"), or must not ("exact");
-"ignore": not checked.
-"""
 
 AS_FAR = 2.0
 """Largest ratio of a program's error to eager's change by rounding, if the error is over the limit.
@@ -74,14 +53,8 @@ LEAST_NORM = 1e-6
 ROUNDINGS = 6
 """Number of eager runs with changed rounding, to learn how far rounding alone can change an output."""
 
-ROUNDINGS_OF_FAULTS, ROUNDINGS_TO_SEE = 16, 8
-"""The same number for NaN, whose position can change at a tie with a probability of a half.
 
-The second: number of runs to see that something else than rounding moves it.
-"""
-
-
-class Verifier:
+class Verifier(Original):
     """Compares programs with the original model in float64, on the example inputs and on fresh draws.
 
     The limit for each output is a small multiple of eager's own error in the same lane, and at most
@@ -90,8 +63,7 @@ class Verifier:
     eager itself runs on that draw with changed rounding of weights and inputs, and the change of its outputs
     counts as eager's own error. A lane in which eager overflows, or is too inexact on most draws, has another
     yardstick, see `yardstick`. A model with a state is called several times in succession from its initial
-    state, and every output and state of every call counts. `captured` is the capture of the programs,
-    `device` their device.
+    state, and every output and state of every call counts.
     """
 
     def __init__(
@@ -107,17 +79,11 @@ class Verifier:
     ) -> None:
         """Compute the references. `model`, a private copy on the program's device, is not called itself."""
         self.tolerance, self.metric, self.faults = tolerance, metric, faults
-        self.note: str | None = None
-        self.captured = captured
-        self._model = working_copy(model if captured.lifted is None else captured.lifted.model)
-        self.device = captured.program.device
-        self._exact = self._in_float64()
-        self._references: dict[str, list[list[Tensor]]] = {}
+        super().__init__(model, captured)
         self._own: dict[tuple[Lane, str], list[float]] = {}
         self._unlimited: dict[tuple[Lane, str], list[float]] = {}
         self._jumps: dict[tuple[Lane, str], list[float]] = {}
-        self._masks: dict[tuple[Lane, str], Masks | None] = {}
-        self._rounded: dict[tuple[Lane, str], tuple[Masks, Iterator[tuple[int, Run]]]] = {}
+        self.fault_check = FaultCheck(self, faults)
         in_a_row, inputs = CALLS_IN_A_ROW if captured.lifted else 1, captured.inputs
         self.draws = self._accepted(plain_draws(inputs, draws, seed, in_a_row=in_a_row))
         self._range_draws = range_draws(inputs, in_a_row=in_a_row)
@@ -139,24 +105,12 @@ class Verifier:
                 "a number"
             ) from error
 
-    def call_original(self, model: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The original's flat outputs for flat input tensors, from a copy; the state is last in both."""
-        state, count = self.captured.lifted, len(self.captured.inputs)
-        if state is not None:
-            state.write(model, [value.clone() for value in tensors[count:]])
-        remaining = iter(tensors)
-        leaves = [next(remaining) if isinstance(x, Tensor) else x for x in self.captured.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self.captured.spec)
-        with untouched_rng(self.device):
-            outputs = flatten_outputs(model(*args, **kwargs))[0]
-        return outputs if state is None else [*outputs, *(value.clone() for value in state.read(model))]
-
     def _accepted(self, draws: Sequence[Draw]) -> list[Draw]:
         """The draws that the original can be called with: offsets or indices may not be drawn at random."""
         kept = [draws[0]]
         for draw in draws[1:]:
             try:
-                self._steps(self.eager(FP32), draw)
+                self.steps(self.eager(FP32), draw)
             except Exception as error:
                 reason = textwrap.shorten(str(error) or type(error).__name__, 120, placeholder=" …")
                 self.note = (
@@ -165,46 +119,6 @@ class Verifier:
             else:
                 kept.append(draw)
         return kept
-
-    def _in_float64(self) -> nn.Module | None:
-        """The original in float64; None where it fails there."""
-        with Settings().scope(self.device):
-            try:
-                exact = private_copy(original_of(self._model)).double()
-                for tensor in (*exact.parameters(), *exact.buffers()):
-                    tensor.data = widened(tensor.data)  # complex ones, too
-                self.call_original(exact, _widened(self.captured.program.examples))
-            except Exception as error:
-                reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" …")
-                self.note = f"the reference is the model in float32, because it fails in float64: {reason}"
-                return None
-        return exact
-
-    def reference(self, draw: Draw) -> list[list[Tensor]]:
-        """The original's outputs in float64, for each call of a draw."""
-        if draw.name not in self._references:
-            with Settings().scope(self.device):
-                self._references[draw.name] = self._reference(draw)
-        return self._references[draw.name]
-
-    def _reference(self, draw: Draw) -> list[list[Tensor]]:
-        exact, state = self._exact, self.captured.initial_state
-        if exact is None:
-            return steps_of(draw, lambda *tensors: self.call_original(self._model, tensors), state)
-        wide = Draw(draw.name, tuple(_widened(tensors) for tensors in draw.calls))
-        return steps_of(wide, lambda *tensors: self.call_original(exact, tensors), _widened(state))
-
-    def eager(self, lane: Lane, model: nn.Module | None = None) -> Run:
-        """The original model as a program of a lane: strict FP32, or under autocast."""
-
-        def run(*tensors: Tensor) -> list[Tensor]:
-            with lane.scope(self.device):
-                return self.call_original(model or self._model, tensors)
-
-        return run
-
-    def _steps(self, run: Run, draw: Draw) -> list[list[Tensor]]:
-        return steps_of(draw, run, self.captured.initial_state)
 
     def own_error(self, lane: Lane) -> float:
         """Eager's largest relative error in the lane, over outputs and draws."""
@@ -221,7 +135,7 @@ class Verifier:
         reference, usual = self.reference(draw), self.reference(self.draws[0])[0]
         norms = [LEAST_NORM * _norm(tensor) if draw not in self.draws else 0.0 for tensor in usual]
         worst = [0.0] * len(usual)
-        for outputs, expected in zip(self._steps(run, draw), reference, strict=True):
+        for outputs, expected in zip(self.steps(run, draw), reference, strict=True):
             if len(outputs) != len(expected):
                 return [float("inf")] * max(len(expected), 1)
             for index, (a, b, norm) in enumerate(zip(outputs, expected, norms, strict=True)):
@@ -253,39 +167,12 @@ class Verifier:
         """How far rounding alone changes eager's outputs on a draw; see the class. Overflow is no change."""
         if (lane, draw.name) not in self._jumps:
             worst = [0.0] * len(self.reference(draw)[0])
-            for moved in self._rounded_anew(lane, ROUNDINGS):
+            for moved in self.runs_rounded_anew(lane, ROUNDINGS):
                 with contextlib.suppress(Exception):  # PyTorch's own: what it refuses tells nothing
                     errors = [e if math.isfinite(e) else 0.0 for e in self.errors(moved, draw)]
                     worst = [max(pair) for pair in zip(worst, errors, strict=True)]
             self._jumps[lane, draw.name] = worst
         return self._jumps[lane, draw.name]
-
-    def _rounded_anew(
-        self, lane: Lane, times: int, *, within: bool = False, unlimited: bool = False
-    ) -> Iterator[Run]:
-        """Eager with weights and inputs rounded anew, and `within` all that it computes; so many times.
-
-        `unlimited`: it computes in FP32, so that nothing overflows in the lane's dtype.
-        """
-        for seed in range(times):
-            generator = torch.Generator(self.device).manual_seed(seed)
-            model = private_copy(self._model)
-            with torch.no_grad():
-                for tensor in (*model.parameters(), *model.buffers()):
-                    tensor.copy_(rounded_anew(tensor, _lowered(tensor, lane), generator))
-            eager = self.eager(FP32 if unlimited else lane, model)
-
-            def moved(
-                *tensors: Tensor,
-                run: Run = eager,
-                seeded: torch.Generator = generator,
-                sums: float = roundings_of_sums(lane.dtype, seed),
-            ) -> Any:
-                inputs = [rounded_anew(tensor, _lowered(tensor, lane), seeded) for tensor in tensors]
-                with ResultsRoundedAnew(lane.dtype, seeded, sums) if within else contextlib.nullcontext():
-                    return run(*inputs)
-
-            yield moved
 
     def yardstick(self, lane: Lane, draw: Draw, output: int) -> float | None:
         """The error in the place of eager's own on a draw where eager is no yardstick; None where it is.
@@ -301,7 +188,7 @@ class Verifier:
         most = limits.without_eager / limits.multiple
         if (lane, draw.name) not in self._unlimited:
             found = [math.inf] * len(self.reference(draw)[0])
-            for moved in self._rounded_anew(lane, 1, within=True, unlimited=True):
+            for moved in self.runs_rounded_anew(lane, 1, within=True, unlimited=True):
                 with contextlib.suppress(Exception):  # a composite kernel may not bear to be taken apart
                     found = self.errors(moved, draw)
             self._unlimited[lane, draw.name] = found
@@ -319,7 +206,7 @@ class Verifier:
         if not worst.passed or self.faults == "ignore":
             return worst
         draws = [*self._fault_draws, *(self._faults_elsewhere if everywhere else ())]
-        return self._check_faults(run, lane, worst, draws)
+        return self.fault_check.check(run, lane, worst, draws)
 
     def check_errors(self, run: Run, lane: Lane, *, everywhere: bool = False) -> Check:
         """The part of `check` that is about errors, without what becomes of faults."""
@@ -379,7 +266,7 @@ class Verifier:
         limit = self.tolerance if self.tolerance is not None else 0.0
         restore, worst = self.captured.layout.restore, 0.0
         for draw in self.draws:
-            for outputs, reference in zip(self._steps(run, draw), self.reference(draw), strict=True):
+            for outputs, reference in zip(self.steps(run, draw), self.reference(draw), strict=True):
                 pairs = zip(outputs, reference, strict=True)
                 if any(bool((torch.isfinite(r) & ~torch.isfinite(o)).any()) for o, r in pairs):
                     return Check(float("inf"), limit, "NaN or Inf where the original has none")
@@ -393,7 +280,7 @@ class Verifier:
     def lost_fault(self, run: Run, lane: Lane) -> str | None:
         """Why NaN or infinity of an input is lost; None if it is not lost, or if `faults` is "ignore"."""
         draws = self._fault_draws if self.faults != "ignore" else ()
-        return self._check_faults(run, lane, Check(0.0, math.inf, None), draws).reason
+        return self.fault_check.check(run, lane, Check(0.0, math.inf, None), draws).reason
 
     def _check_integers(self, run: Run, lane: Lane, check: Check) -> Check:
         """The check with what becomes of integers that the examples do not have.
@@ -406,7 +293,7 @@ class Verifier:
                 self.own_errors(lane, draw)
             except Exception as refused:
                 try:
-                    self._steps(run, draw)
+                    self.steps(run, draw)
                 except Exception:
                     continue
                 why = textwrap.shorten(str(refused), 120, placeholder=" …")
@@ -420,88 +307,6 @@ class Verifier:
             if not found.passed:
                 return found
         return check
-
-    def _check_faults(self, run: Run, lane: Lane, check: Check, draws: Sequence[Draw]) -> Check:
-        """The check with what becomes of NaN and infinities in one element of the inputs."""
-        spread = None
-        for draw in draws:
-            if (masks := self._masks_of(lane, draw)) is None:
-                continue
-            found = not_finite(self._steps(run, draw))
-            masks = self._explained(lane, draw, found, masks)
-            for index, lost in enumerate(lost_elements(found, masks.always)):
-                if lost:
-                    reason = (
-                        f"output {index} with {draw.name}: {lost} of the {masks.count(index)} elements that "
-                        "are not finite in eager are: a sensor's fault would be lost"
-                    )
-                    return Check(check.error, check.limit, reason)
-            for index, joined in enumerate(joined_elements(found, masks.ever)):
-                if joined and spread is None:
-                    more, less = share(found, index), share(masks.always, index)
-                    spread = (
-                        f"{draw.name} of the inputs makes {more:.1%} of output {index} not finite, "
-                        f"for {less:.1%} in eager"
-                    )
-            if spread is not None and (why_not := self._no_spreading) is not None:
-                return Check(check.error, check.limit, f"{spread}, which {why_not}")
-        return dataclasses.replace(check, spread=spread)
-
-    @functools.cached_property
-    def _no_spreading(self) -> str | None:
-        """Why no other elements than in eager may become NaN; None where they may."""
-        if self.faults == "exact":
-            return 'nan="exact" forbids'
-        if (node := decides_by_values(self.captured.program)) is not None:
-            return f"{where(node)} may take for another value and lose a fault"
-        return None
-
-    def _masks_of(self, lane: Lane, draw: Draw) -> Masks | None:
-        """What is not finite in eager of the lane and in float64; None where the model takes no faults.
-
-        In both: an algorithm of eager's own may spread a fault further.
-        """
-        if (lane, draw.name) not in self._masks:
-            try:
-                eager, exact = self._steps(self.eager(lane), draw), self.reference(draw)
-                self._masks[lane, draw.name] = Masks.of(not_finite(eager), not_finite(exact))
-            except Exception:  # the model does not take such inputs
-                self._masks[lane, draw.name] = None
-        return self._masks[lane, draw.name]
-
-    def _explained(self, lane: Lane, draw: Draw, found: Bools, masks: Masks) -> Masks:
-        """The masks with what rounding alone changes: NaN goes where the largest of a window lies.
-
-        Eager is rounded anew until that explains all of `found`, so many times at the most. What has another
-        cause is known sooner: the first times explain less than half of it.
-        """
-        first = masks.unexplained(found)
-        if not first:
-            return masks
-        rounded, runs = self._rounded.setdefault(
-            (lane, draw.name),
-            (masks, enumerate(self._rounded_anew(lane, ROUNDINGS_OF_FAULTS, within=True), start=1)),
-        )
-        while left := rounded.unexplained(found):
-            if rounded.roundings >= ROUNDINGS_TO_SEE and 2 * left > first:
-                break
-            if (after := next(runs, None)) is None:
-                break
-            times, moved = after
-            with contextlib.suppress(Exception):  # a composite kernel may not bear to be taken apart
-                rounded = rounded.joined_by(not_finite(self._steps(moved, draw)))
-            rounded = dataclasses.replace(rounded, roundings=times)
-            self._rounded[lane, draw.name] = rounded, runs
-        return rounded
-
-
-def _widened(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(widened(tensor) for tensor in tensors)
-
-
-def _lowered(tensor: Tensor, lane: Lane) -> torch.dtype:
-    """The dtype that a lane rounds a weight or an input to: complex numbers keep theirs."""
-    return tensor.dtype if tensor.is_complex() else lane.dtype
 
 
 def _norm(tensor: Tensor) -> float:

@@ -17,7 +17,8 @@ from ampopt.ir.lanes import Lane, lanes_for
 from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.precisions import check_io
 from ampopt.ir.transform import Pass
-from ampopt.measure.verify import Faults, Metric
+from ampopt.measure.fault_check import Faults
+from ampopt.measure.verify import Metric
 from ampopt.passes import PIPELINE, AllowTf32, BakeAutocast, FuseConvAct, KeepFp32
 from ampopt.search.named_passes import Passes, as_pipeline, check_listed, code_of
 from ampopt.system.budget import DEFAULT_S, default_budget_s

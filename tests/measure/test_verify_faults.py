@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampopt.ir.lanes import FP32
+from ampopt.measure.fault_check import ROUNDINGS_OF_FAULTS, ROUNDINGS_TO_SEE
 from ampopt.measure.fault_masks import Masks
-from ampopt.measure.verify import ROUNDINGS_OF_FAULTS, ROUNDINGS_TO_SEE
 from tests.helpers import BF16, Model
 from tests.measure.test_verify import SegNet, X, near_ties, permutation, verifier_of
 
@@ -168,7 +168,7 @@ def test_a_rounding_that_pytorch_refuses_tells_nothing(monkeypatch: pytest.Monke
         raise RuntimeError("expected scalar type Float but found BFloat16")
 
     verifier, original = verifier_of(nn.Softplus(), X)
-    monkeypatch.setattr(verifier, "_rounded_anew", lambda *_, **__: [refused] * 3)
+    monkeypatch.setattr(verifier, "runs_rounded_anew", lambda *_, **__: [refused] * 3)
     assert "is over" in str(verifier.check(lambda x: [original(x) * 1.1], FP32).reason)
     assert "would be lost" in str(verifier.lost_fault(lambda x: [original(x).nan_to_num()], FP32))
     assert verifier.largest_jumps(FP32, verifier.draws[0]) == [0.0]
@@ -194,12 +194,12 @@ def test_eager_is_rounded_anew_only_until_what_was_found_is_explained(
             rounded.append(seed)
             yield lambda *_, seed=seed: [torch.where((there if seed == 2 else here) > 0, torch.nan, 0.0)]
 
-    monkeypatch.setattr(verifier, "_rounded_anew", anew)
+    monkeypatch.setattr(verifier, "runs_rounded_anew", anew)
     (draw, *_) = verifier._fault_draws
     plain = Masks.of([[here > 0]], [[here > 0]])
 
     def unexplained(found: Tensor) -> int:
-        return verifier._explained(FP32, draw, [[found > 0]], plain).unexplained([[found > 0]])
+        return verifier.fault_check.explained(FP32, draw, [[found > 0]], plain).unexplained([[found > 0]])
 
     assert unexplained(here) == len(rounded) == 0
     assert unexplained(there) == 0
@@ -220,9 +220,9 @@ def test_what_rounding_explains_slowly_is_given_all_its_time(monkeypatch: pytest
         for seed in range(ROUNDINGS_OF_FAULTS):
             yield lambda *_, seed=seed: [torch.where(places[seed % count], torch.nan, 0.0)]
 
-    monkeypatch.setattr(verifier, "_rounded_anew", anew)
+    monkeypatch.setattr(verifier, "runs_rounded_anew", anew)
     (draw, *_) = verifier._fault_draws
     found = [[torch.ones(count) > 0]]
-    masks = verifier._explained(FP32, draw, found, Masks.of([[torch.zeros(count) > 0]]))
+    masks = verifier.fault_check.explained(FP32, draw, found, Masks.of([[torch.zeros(count) > 0]]))
     assert masks.unexplained(found) == 0
     assert masks.roundings == count

@@ -1,0 +1,110 @@
+"""What becomes of NaN and infinities of the inputs: they have to reach the outputs still."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from ampopt.ir.graph import decides_by_values, where
+from ampopt.ir.lanes import Lane
+from ampopt.ir.numerics import Check
+from ampopt.measure.draws import Draw
+from ampopt.measure.fault_masks import Bools, Masks, joined_elements, lost_elements, not_finite, share
+from ampopt.measure.original import Original, Run
+
+Faults = Literal["keep", "exact", "ignore"]
+"""How NaN and infinities must propagate.
+
+Elements that are not finite in eager must stay so; others may become so ("keep"), or must not ("exact");
+"ignore": not checked.
+"""
+
+ROUNDINGS_OF_FAULTS, ROUNDINGS_TO_SEE = 16, 8
+"""The same number for NaN, whose position can change at a tie with a probability of a half.
+
+The second: number of runs to see that something else than rounding moves it.
+"""
+
+
+class FaultCheck:
+    """Compares where programs and the original are not finite, for inputs with a fault in one element."""
+
+    def __init__(self, original: Original, faults: Faults) -> None:
+        self._original, self._faults = original, faults
+        self._masks: dict[tuple[Lane, str], Masks | None] = {}
+        self._rounded: dict[tuple[Lane, str], tuple[Masks, Iterator[tuple[int, Run]]]] = {}
+
+    def check(self, run: Run, lane: Lane, check: Check, draws: Sequence[Draw]) -> Check:
+        """The check with what becomes of NaN and infinities in one element of the inputs."""
+        spread = None
+        for draw in draws:
+            if (masks := self._masks_of(lane, draw)) is None:
+                continue
+            found = not_finite(self._original.steps(run, draw))
+            masks = self.explained(lane, draw, found, masks)
+            for index, lost in enumerate(lost_elements(found, masks.always)):
+                if lost:
+                    reason = (
+                        f"output {index} with {draw.name}: {lost} of the {masks.count(index)} elements that "
+                        "are not finite in eager are: a sensor's fault would be lost"
+                    )
+                    return Check(check.error, check.limit, reason)
+            for index, joined in enumerate(joined_elements(found, masks.ever)):
+                if joined and spread is None:
+                    more, less = share(found, index), share(masks.always, index)
+                    spread = (
+                        f"{draw.name} of the inputs makes {more:.1%} of output {index} not finite, "
+                        f"for {less:.1%} in eager"
+                    )
+            if spread is not None and (why_not := self._no_spreading) is not None:
+                return Check(check.error, check.limit, f"{spread}, which {why_not}")
+        return dataclasses.replace(check, spread=spread)
+
+    @functools.cached_property
+    def _no_spreading(self) -> str | None:
+        """Why no other elements than in eager may become NaN; None where they may."""
+        if self._faults == "exact":
+            return 'nan="exact" forbids'
+        if (node := decides_by_values(self._original.captured.program)) is not None:
+            return f"{where(node)} may take for another value and lose a fault"
+        return None
+
+    def _masks_of(self, lane: Lane, draw: Draw) -> Masks | None:
+        """What is not finite in eager of the lane and in float64; None where the model takes no faults.
+
+        In both: an algorithm of eager's own may spread a fault further.
+        """
+        original = self._original
+        if (lane, draw.name) not in self._masks:
+            try:
+                eager, exact = original.steps(original.eager(lane), draw), original.reference(draw)
+                self._masks[lane, draw.name] = Masks.of(not_finite(eager), not_finite(exact))
+            except Exception:  # the model does not take such inputs
+                self._masks[lane, draw.name] = None
+        return self._masks[lane, draw.name]
+
+    def explained(self, lane: Lane, draw: Draw, found: Bools, masks: Masks) -> Masks:
+        """The masks with what rounding alone changes: NaN goes where the largest of a window lies.
+
+        Eager is rounded anew until that explains all of `found`, so many times at the most. What has another
+        cause is known sooner: the first times explain less than half of it.
+        """
+        first = masks.unexplained(found)
+        if not first:
+            return masks
+        moving = self._original.runs_rounded_anew(lane, ROUNDINGS_OF_FAULTS, within=True)
+        rounded, runs = self._rounded.setdefault((lane, draw.name), (masks, enumerate(moving, start=1)))
+        while left := rounded.unexplained(found):
+            if rounded.roundings >= ROUNDINGS_TO_SEE and 2 * left > first:
+                break
+            if (after := next(runs, None)) is None:
+                break
+            times, moved = after
+            with contextlib.suppress(Exception):  # a composite kernel may not bear to be taken apart
+                rounded = rounded.joined_by(not_finite(self._original.steps(moved, draw)))
+            rounded = dataclasses.replace(rounded, roundings=times)
+            self._rounded[lane, draw.name] = rounded, runs
+        return rounded

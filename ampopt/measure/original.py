@@ -1,0 +1,129 @@
+"""The original model as what programs are compared with: in float64, in a lane, and rounded anew."""
+
+from __future__ import annotations
+
+import contextlib
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ampopt.ir.capture import Captured
+from ampopt.ir.lane_io import original_of
+from ampopt.ir.lanes import FP32, Lane
+from ampopt.ir.model_copy import private_copy, untouched_rng, working_copy
+from ampopt.ir.numerics import ResultsRoundedAnew, rounded_anew, roundings_of_sums, widened
+from ampopt.ir.settings import Settings
+from ampopt.ir.signature import flatten_outputs
+from ampopt.measure.draws import Draw, steps_of
+
+Run = Callable[..., Sequence[Tensor]]
+"""Takes and returns flat tensors; a state, if there is one, is last in both."""
+
+
+class Original:
+    """Copies of the original model, called with flat tensors as its programs are.
+
+    `captured` is the capture of the programs, `device` their device. `note` says what could not be done.
+    """
+
+    def __init__(self, model: nn.Module, captured: Captured) -> None:
+        """`model`, a private copy on the program's device, is not called itself."""
+        self.note: str | None = None
+        self.captured = captured
+        self._model = working_copy(model if captured.lifted is None else captured.lifted.model)
+        self.device = captured.program.device
+        self._exact = self._in_float64()
+        self._references: dict[str, list[list[Tensor]]] = {}
+
+    def call_original(self, model: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The original's flat outputs for flat input tensors, from a copy; the state is last in both."""
+        state, count = self.captured.lifted, len(self.captured.inputs)
+        if state is not None:
+            state.write(model, [value.clone() for value in tensors[count:]])
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(x, Tensor) else x for x in self.captured.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.captured.spec)
+        with untouched_rng(self.device):
+            outputs = flatten_outputs(model(*args, **kwargs))[0]
+        return outputs if state is None else [*outputs, *(value.clone() for value in state.read(model))]
+
+    def _in_float64(self) -> nn.Module | None:
+        """The original in float64; None where it fails there."""
+        with Settings().scope(self.device):
+            try:
+                exact = private_copy(original_of(self._model)).double()
+                for tensor in (*exact.parameters(), *exact.buffers()):
+                    tensor.data = widened(tensor.data)  # complex ones, too
+                self.call_original(exact, _widened(self.captured.program.examples))
+            except Exception as error:
+                reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder=" …")
+                self.note = f"the reference is the model in float32, because it fails in float64: {reason}"
+                return None
+        return exact
+
+    def reference(self, draw: Draw) -> list[list[Tensor]]:
+        """The original's outputs in float64, for each call of a draw."""
+        if draw.name not in self._references:
+            with Settings().scope(self.device):
+                self._references[draw.name] = self._reference(draw)
+        return self._references[draw.name]
+
+    def _reference(self, draw: Draw) -> list[list[Tensor]]:
+        exact, state = self._exact, self.captured.initial_state
+        if exact is None:
+            return steps_of(draw, lambda *tensors: self.call_original(self._model, tensors), state)
+        wide = Draw(draw.name, tuple(_widened(tensors) for tensors in draw.calls))
+        return steps_of(wide, lambda *tensors: self.call_original(exact, tensors), _widened(state))
+
+    def eager(self, lane: Lane, model: nn.Module | None = None) -> Run:
+        """The original model as a program of a lane: strict FP32, or under autocast."""
+
+        def run(*tensors: Tensor) -> list[Tensor]:
+            with lane.scope(self.device):
+                return self.call_original(model or self._model, tensors)
+
+        return run
+
+    def steps(self, run: Run, draw: Draw) -> list[list[Tensor]]:
+        """What a function of flat tensors gives for each call of a draw."""
+        return steps_of(draw, run, self.captured.initial_state)
+
+    def runs_rounded_anew(
+        self, lane: Lane, times: int, *, within: bool = False, unlimited: bool = False
+    ) -> Iterator[Run]:
+        """Eager with weights and inputs rounded anew, and `within` all that it computes; so many times.
+
+        `unlimited`: it computes in FP32, so that nothing overflows in the lane's dtype.
+        """
+        for seed in range(times):
+            generator = torch.Generator(self.device).manual_seed(seed)
+            model = private_copy(self._model)
+            with torch.no_grad():
+                for tensor in (*model.parameters(), *model.buffers()):
+                    tensor.copy_(rounded_anew(tensor, _lowered(tensor, lane), generator))
+            eager = self.eager(FP32 if unlimited else lane, model)
+
+            def moved(
+                *tensors: Tensor,
+                run: Run = eager,
+                seeded: torch.Generator = generator,
+                sums: float = roundings_of_sums(lane.dtype, seed),
+            ) -> Any:
+                inputs = [rounded_anew(tensor, _lowered(tensor, lane), seeded) for tensor in tensors]
+                with ResultsRoundedAnew(lane.dtype, seeded, sums) if within else contextlib.nullcontext():
+                    return run(*inputs)
+
+            yield moved
+
+
+def _widened(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(widened(tensor) for tensor in tensors)
+
+
+def _lowered(tensor: Tensor, lane: Lane) -> torch.dtype:
+    """The dtype that a lane rounds a weight or an input to: complex numbers keep theirs."""
+    return tensor.dtype if tensor.is_complex() else lane.dtype
