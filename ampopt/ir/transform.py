@@ -220,4 +220,4 @@ class Recipe:
     tolerance: float | None = None
     metric: Callable[[Any, Any], float] | None = None
     faults: Literal["keep", "exact", "ignore"] = "keep"
-    """How NaN and infinities must propagate, see `ampopt.measure.verify.Faults`."""
+    """How NaN and infinities must propagate, see `ampopt.measure.fault_check.Faults`."""
