@@ -378,9 +378,30 @@ def prepare_call(
                 note_writes(original, called)
     except Exception as error:
         check_interrupted(error)
+        if _derives_by_its_weights(model, args, kwargs, target):
+            raise UncopyableError(
+                "the model derives by its own weights when it is called, and programs have weights without "
+                "gradients"
+            ) from error
         advice = advice_on_failure(args)
         raise InputError(f"{type(model).__name__} fails on the example inputs: {error}{advice}") from error
     if dtype is not None:
         original = LaneIO.of_call(original, args, kwargs, dtype)
         args, kwargs = original.outside(args, kwargs)
     return original, args, dict(kwargs), note
+
+
+def _derives_by_its_weights(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: torch.device
+) -> bool:
+    """Whether a call that fails with weights without gradients succeeds with those that the model has."""
+    if not any(weight.requires_grad for weight in model.parameters()):
+        return False
+    try:
+        with torch.inference_mode(mode=False), torch.no_grad(), untouched_rng(target):
+            args, kwargs = map_tensors(lambda tensor: tensor.detach().to(target).clone(), args, kwargs)
+            exact_copy(model).eval().to(target)(*args, **kwargs)
+    except Exception as error:
+        check_interrupted(error)
+        return False
+    return True

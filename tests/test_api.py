@@ -326,3 +326,29 @@ def test_a_model_that_cannot_be_copied_is_served_itself() -> None:
         served.reset_state()
     with pytest.raises(InputError, match="cannot be copied"):
         ampopt.optimize(model, torch.randn(1, 4), precision="amp", io="lane")
+
+
+class Adapting(nn.Module):
+    """It takes a step down the gradient of its own weights before it answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            weight = self.linear.weight
+            (slope,) = torch.autograd.grad(F.linear(x, weight, self.linear.bias).square().sum(), weight)
+        return F.linear(x, weight - 0.1 * slope, self.linear.bias)
+
+
+def test_a_model_that_derives_by_its_weights_answers_itself() -> None:
+    model, x = Adapting().eval(), torch.randn(5, 8)
+    fast = ampopt.optimize(model, x, budget_s=3, progress=False)
+    assert fast.report.chosen == "original"
+    assert "derives by its own weights" in fast.report.notes[0]
+    with torch.no_grad():
+        assert torch.equal(fast(x), model(x))
+    assert all(weight.grad is None for weight in model.parameters())
+    with pytest.raises(InputError, match="fails on the example inputs"):
+        ampopt.optimize(model, torch.randn(5, 7), budget_s=3, progress=False)
