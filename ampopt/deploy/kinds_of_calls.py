@@ -16,8 +16,9 @@ from ampopt.ir.capture import Captured
 from ampopt.ir.lifted_state import Attribute, LiftedState, attributes
 from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.ir.model_differences import Place, differences
+from ampopt.ir.normal_form import true_copy
 from ampopt.ir.numerics import relative_error
-from ampopt.ir.signature import flatten_outputs
+from ampopt.ir.signature import flatten_outputs, map_tensors
 
 SAME = 1e-4
 """Largest relative error of an answer that counts as the same."""
@@ -74,7 +75,9 @@ class KindsOfCalls:
         left_out = frozenset(
             place for kind in self._known if kind.captured for place in kind.captured.ignored
         )
-        if read := self._reads(_Kind(args, kwargs, None), left_out):
+        with torch.inference_mode(mode=False):
+            read = self._reads(_Kind(args, kwargs, None), left_out)
+        if read:
             raise KindError(
                 f"a call of this kind reads the attribute {Place(*min(read))}, which calls of another kind "
                 f"write, and whose program leaves it out: {_ADVICE}"
@@ -88,7 +91,10 @@ class KindsOfCalls:
         leave tensors in the same memory, to which those of another write in place. A program's never share.
         """
         args, kwargs = _call_of(captured)
-        new = self._kind(args, kwargs, captured)
+        with torch.inference_mode(mode=False):
+            self._add(self._kind(args, kwargs, captured))
+
+    def _add(self, new: _Kind) -> None:
         for other in self._known:
             for one, two in ((new.lifted, other.lifted), (other.lifted, new.lifted)):
                 if one is not None and two is not None and one.writes and two.shares:
@@ -96,19 +102,21 @@ class KindsOfCalls:
                         f"calls of one kind write in place to the model's {one.named}, and calls of another "
                         "leave several of its tensors in the same memory"
                     )
-        self._check_with_known(new)
-        self._known.append(new)
+        self._take_up(new)
 
     def check_refused(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise KindError where a call that the original answers changes a constant of another program.
+        """Take up a kind that the original answers.
 
-        Also where it writes in place to state of which several tensors may share memory.
+        Raises KindError where it changes a constant of a program, or where it writes in place to state of
+        which several tensors may share memory.
         """
-        new = self._kind(args, kwargs, None)
+        with torch.inference_mode(mode=False):
+            self._take_up(self._kind(args, kwargs, None))
+
+    def _take_up(self, new: _Kind) -> None:
         self._check_with_known(new)
-        for other in self._known if new.changes else ():
-            if other.lifted is not None and self._writes(new, other.lifted):
-                raise KindError(_MESSAGE)
+        self._check_memory([*self._known, new])
+        self._known.append(new)
 
     def _kind(self, args: Sequence[Any], kwargs: Mapping[str, Any], captured: Captured | None) -> _Kind:
         kind, called = _Kind(args, kwargs, captured), working_copy(self._original)
@@ -170,17 +178,40 @@ class KindsOfCalls:
 
     def _answer(self, model: nn.Module, kind: _Kind) -> list[Tensor]:
         """Copies of the tensors that a call returns."""
-        args, kwargs = pytree.tree_map(_copied, (tuple(kind.args), dict(kind.kwargs)))
+        args, kwargs = map_tensors(true_copy, kind.args, kind.kwargs)
         with torch.no_grad(), untouched_rng(self._device):
             return [tensor.clone() for tensor in flatten_outputs(model(*args, **kwargs))[0]]
 
-    def _writes(self, kind: _Kind, lifted: LiftedState) -> bool:
-        """Whether a call writes in place to a state that may share memory, before the call or after it."""
+    def _check_memory(self, kinds: Sequence[_Kind]) -> None:
+        """Raise KindError where memory that the state shares may be lost, as the last kind shows.
+
+        Programs have each tensor in memory of its own. Once one of them writes in place, `State` leaves state
+        that shares memory to the original; before, it takes that apart. What programs alone do: see `add`.
+        """
+        states = [kind.lifted for kind in kinds if kind.lifted is not None]
+        others = [kind for kind in kinds if kind.captured is None and kind.changes]
+        latest = kinds[-1].lifted
+        begins = latest is not None and latest.writes and not any(each.writes for each in states[:-1])
+        for state in states if others or (begins and len(states) > 1) else ():
+            done = [self._done_to(state, kind) for kind in others]
+            writes, shares = any(w for w, _ in done), any(s for _, s in done)
+            shares |= any(map(state.shared_memory, (self._original, state.model)))
+            if (writes and (shares or state.shares)) or (begins and len(states) > 1 and shares):
+                raise KindError(_MESSAGE)
+
+    def _done_to(self, lifted: LiftedState, kind: _Kind) -> tuple[bool, bool]:
+        """Whether the original's calls write to a state in place, and whether they let it share memory."""
         called, given = working_copy(lifted.model), lifted.initial
         lifted.write(called, given)
-        self._answer(called, kind)
-        shares = lifted.shares or any(map(lifted.shared_memory, (self._original, lifted.model, called)))
-        return shares and any(tensor._version > 0 for tensor in given)
+        writes = shares = False
+        for _ in range(2):  # the second finds what the first has left
+            try:
+                self._answer(called, kind)
+            except Exception:  # the original's own error, in this order of calls
+                break
+            writes |= any(tensor._version > 0 for tensor in given)
+            shares |= lifted.shared_memory(called) is not None
+        return writes, shares
 
 
 def _call_of(captured: Captured) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -190,7 +221,3 @@ def _call_of(captured: Captured) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _is_close(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and relative_error(a, b) <= SAME
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf

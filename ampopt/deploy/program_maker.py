@@ -77,7 +77,6 @@ class ProgramMaker:
 
     def check_without_program(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise KindError where the original cannot answer a call beside the programs that there are."""
-        args, kwargs = _all_ordinary(args, kwargs)
         self._kinds.check_call(args, kwargs)
         self._kinds.check_refused(args, kwargs)
 

@@ -301,6 +301,7 @@ class OptimizedModule(Deployable):
         if not is_normal(leaves):
             self._maker.try_original(args, kwargs)  # its own error is raised
             if reason := self._maker.why_not_normal(args, kwargs):
+                self._check_without_program(args, kwargs)
                 return _Refusal(reason, may_pass=False)
             plain = normal_form(leaves)
             args, kwargs = pytree.tree_unflatten(plain, spec)
@@ -312,8 +313,7 @@ class OptimizedModule(Deployable):
                 return self._calls.remember(leaves, spec, known)
             self._calls.distinguish_strides(leaves, spec)
         if self._captures >= self._max_captures:
-            if self._max_captures:  # a submodule with a program of its own has no state
-                self._maker.check_without_program(args, kwargs)
+            self._check_without_program(args, kwargs)
             reason = (
                 f"no program was made for them ahead of time, and {self._max_captures} later ones at most are"
             )
@@ -329,6 +329,11 @@ class OptimizedModule(Deployable):
             return _Refusal(textwrap.shorten(reason, 300), is_passing(error))
         self._captures += 1
         return self._calls.admit(served)
+
+    def _check_without_program(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise KindError where the original cannot answer a call beside the programs that there are."""
+        if self._max_captures:  # a submodule with a program of its own has no state
+            self._maker.check_without_program(args, kwargs)
 
     def _without_program(
         self,

@@ -50,6 +50,7 @@ class State:
         self._forms: list[_Form] = []
         self._now: _Form | None = None
         self._served_as: LiftedState | None = None
+        self._writes = False
 
     def reset(self) -> None:
         """Reset the state to what it was before the first call."""
@@ -77,6 +78,7 @@ class State:
             return run
         with self._lock:
             self._one_at_a_time = True
+            self._writes |= lifted.writes
             form = self._form_of(lifted)
 
         def step(*tensors: Tensor) -> tuple[Tensor, ...] | None:
@@ -116,9 +118,16 @@ class State:
         return form
 
     def _find(self) -> None:
-        """Take the state from the original into the form that it has, if it has one."""
+        """Take the state from the original into the form that it has, if it has one.
+
+        It has none if tensors share memory and any program writes in place, perhaps to only one of them.
+        """
         with torch.inference_mode(mode=False):
-            self._now = next((form for form in self._forms if form.lifted.fits(self._serving)), None)
+            self._now = next((form for form in self._forms if self._fits(form.lifted)), None)
             if self._now is not None:
                 self._now.set(self._now.lifted.read(self._serving))
                 self._served_as = self._now.lifted
+
+    def _fits(self, lifted: LiftedState) -> bool:
+        apart = not self._writes or lifted.shared_memory(self._serving) is None
+        return apart and lifted.fits(self._serving)

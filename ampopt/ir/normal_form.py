@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ampopt.ir.lifted_state import attributes, memory_of
 from ampopt.ir.model_copy import seed_all, untouched_rng, working_copy
-from ampopt.ir.model_state import apart, moved_by_rounding
+from ampopt.ir.model_differences import differences
+from ampopt.ir.model_state import IN_SUCCESSION, apart, moved_by_rounding
 from ampopt.ir.numerics import fresh_draw
 from ampopt.ir.signature import copied, flatten_call, flatten_outputs, map_tensors, tensor_key, tensors_of
 
@@ -58,8 +60,9 @@ def why_not_normal(
     """Why a model does not answer a call as it answers the normal form; None if it does.
 
     Copies of the model are called, with the call's tensors and with fresh draws of them; draws that it
-    refuses are left out. Results must have the same classes, and agree within the rounding of an
-    output, or what rounding the weights anew changes: attention multiplies by one matrix or by three.
+    refuses are left out. Results, and what calls leave in the model for the next, must have the same classes,
+    and agree within the rounding of an output, or what rounding the weights anew changes: attention
+    multiplies by one matrix or by three.
     """
     generator = torch.Generator().manual_seed(11)
     if _answers_alike(model, args, kwargs, device):
@@ -106,20 +109,38 @@ def _answers_alike(
 ) -> bool:
     leaves, spec = flatten_call(args, kwargs)
     normal_args, normal_kwargs = pytree.tree_unflatten(normal_form(leaves), spec)
-    given = map_tensors(true_copy, args, kwargs)
-    normal = map_tensors(copied, normal_args, normal_kwargs)
-    first, second = _answer(model, *given, device), _answer(model, *normal, device)
-    worst = apart(first, second)
-    return worst <= 1.0 or worst <= moved_by_rounding(model, first, lambda m: _answer(m, *given, device))
+    first = _answer(model, args, kwargs, device)
+    worst = apart(first, _answer(model, normal_args, normal_kwargs, device))
+    if worst <= 1.0:
+        return True
+    return worst <= moved_by_rounding(model, first, lambda moved: _answer(moved, args, kwargs, device))
 
 
 def _answer(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
 ) -> list[Any]:
-    """The tensors of a copy's result, and last what else tells results apart: classes and other leaves."""
-    with torch.no_grad(), untouched_rng(device):
-        seed_all(1, device)
-        tensors, layout = flatten_outputs(working_copy(model)(*args, **kwargs))
-    kinds = [type(tensor).__name__ for tensor in tensors]
-    rest = [leaf for leaf in layout.template if leaf is not layout.TENSOR]
-    return [*map(_plain_copy, tensors), [layout.spec, kinds, rest]]
+    """The tensors of a copy's result, and last what else tells results apart: classes and other leaves.
+
+    A copy that a call changes is called `IN_SUCCESSION` times; what each call leaves in it is in the answer.
+    """
+    called, answer, rest = working_copy(model), list[Tensor](), list[Any]()
+    for number in range(IN_SUCCESSION):
+        given_args, given_kwargs = map_tensors(true_copy, args, kwargs)
+        try:
+            with torch.no_grad(), untouched_rng(device):
+                seed_all(1, device)
+                tensors, layout = flatten_outputs(called(*given_args, **given_kwargs))
+        except Exception as error:
+            if number == 0:
+                raise
+            return [*answer, [*rest, type(error)]]
+        changed = attributes(differences(model, called))
+        left = {place: t for place, t in memory_of(called) if (place.module, place.attribute) in changed}
+        answer += map(_plain_copy, (*tensors, *left.values()))
+        rest += [layout.spec, [leaf for leaf in layout.template if leaf is not layout.TENSOR]]
+        rest += [[type(tensor).__name__ for tensor in tensors], sorted(changed), [*left]]
+        memory = [tensor.untyped_storage().data_ptr() for tensor in left.values()]
+        rest += [[memory.index(address) for address in memory]]  # which of them a write would change together
+        if not changed:
+            break
+    return [*answer, rest]
