@@ -307,7 +307,7 @@ def test_the_original_is_timed_with_nothing_around_it_that_its_user_has_not(
                 seen[name] = any(Looking.seen)
         return {name: Measurement((1.0,) * 6) for name in samplers}
 
-    monkeypatch.setattr("ampopt.measure.verify.untouched_rng", repeatable)
+    monkeypatch.setattr("ampopt.measure.original.untouched_rng", repeatable)
     for module in ("search.last_comparison", "measure.headline"):
         monkeypatch.setattr(f"ampopt.{module}.interleave", measured)
     optimize(Looking(nn.Conv2d(3, 8, 3), nn.ReLU()), X)
