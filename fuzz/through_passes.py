@@ -107,7 +107,10 @@ def check_model(
         return Outcome("skipped", "eager gives another answer each time")
     lanes: list[Lane] = []
     try:
-        hearing = Hearing(judge, captured := _capture(model, calls[0]))
+        captured = _capture(model, calls[0])
+        if captured.lifted is not None and not captured.lifted.from_start:
+            judge = Judge(captured.lifted.model, calls)  # the original answers the first calls
+        hearing = Hearing(judge, captured)
         safe = LANES if why_it_may_crash(captured.program) is None else LANES[:1]
         lanes = [lane for lane in safe if judge.knows(lane.dtype)]
         for lane in lanes:
