@@ -18,13 +18,16 @@ from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.ir.model_differences import Place, differences
 from ampopt.ir.normal_form import true_copy
 from ampopt.ir.numerics import relative_error
-from ampopt.ir.signature import flatten_outputs, map_tensors
+from ampopt.ir.signature import flatten_call, flatten_outputs, map_tensors
 
 SAME = 1e-4
 """Largest relative error of an answer that counts as the same."""
 
 MOST_CACHES = 2
 """Number of earlier kinds that a new one is tried with where neither has a state, but makes a table or so."""
+
+MOST_REFUSED = 16
+"""Number of kinds that are kept which the original answers, and which change nothing."""
 
 _ADVICE = "optimize the model with a call of this kind as the example"
 
@@ -63,6 +66,8 @@ class KindsOfCalls:
         """`original`, on a device, is never called itself."""
         self._original, self._device = original, device
         self._known: list[_Kind] = []
+        self._harmless: set[str] = set()
+        """Calls that the original answers and that change nothing, but for the sizes of their tensors."""
 
     @property
     def state(self) -> frozenset[Attribute]:
@@ -108,10 +113,22 @@ class KindsOfCalls:
         """Take up a kind that the original answers.
 
         Raises KindError where it changes a constant of a program, or where it writes in place to state of
-        which several tensors may share memory.
+        which several tensors may share memory. Where no call has changed anything, one that differs in sizes
+        alone from one before is not tried: such calls may come all the time.
         """
+        if (form := _but_for_sizes(args, kwargs)) in self._harmless and not self._is_changed:
+            return
         with torch.inference_mode(mode=False):
             self._take_up(self._kind(args, kwargs, None))
+        if not self._is_changed and len(self._harmless) < MOST_REFUSED:
+            self._harmless.add(form)
+        refused = [kind for kind in self._known if kind.captured is None and not kind.changes]
+        for oldest in refused[:-MOST_REFUSED]:
+            self._known.remove(oldest)
+
+    @property
+    def _is_changed(self) -> bool:
+        return any(kind.changes for kind in self._known)
 
     def _take_up(self, new: _Kind) -> None:
         self._check_with_known(new)
@@ -217,6 +234,12 @@ class KindsOfCalls:
 def _call_of(captured: Captured) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a captured call, and its keyword arguments."""
     return pytree.tree_unflatten(list(captured.leaves), captured.spec)  # type: ignore[no-any-return]
+
+
+def _but_for_sizes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """A call without the sizes and the values of its tensors."""
+    leaves, spec = flatten_call(args, kwargs)
+    return repr((spec, [leaf.dtype if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
 
 
 def _is_close(a: Tensor, b: Tensor) -> bool:
