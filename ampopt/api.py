@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ampopt.deploy.inference_module import InferenceModule
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.engines.cuda_graphs import Outputs
+from ampopt.engines.quick_call import bind_ahead
 from ampopt.errors import CaptureError, InputError, UncopyableError
 from ampopt.ir.arguments import (
     advice_on_failure,
@@ -177,6 +178,8 @@ def optimize(
         with interruptible():
             if _rehearses(options):
                 sandbox.prepare()  # it loads its libraries during the first call and the capture
+                if sandbox.device.type == "cuda":
+                    bind_ahead()
             try:
                 original, args, kwargs, note = prepare_call(model, example_inputs, given, device, options)
             except UncopyableError as error:

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from ampopt.ir.graph import add_constant, calls, copy_of, draws_random_numbers, finish, own_outputs, replace
+from ampopt.ir.own_autocast import own_scope
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
 
@@ -52,7 +53,7 @@ class FoldConstants(Pass):
         for node in calls(module):
             if not _is_function(node) or any(operand not in known for operand in node.all_input_nodes):
                 continue
-            with program.scope():
+            with program.scope(), own_scope(node, program.device):
                 args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
                 result = node.target(*args, **kwargs)  # type: ignore[operator]
             if reason := self._why_keep(node, result, known):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import fx
@@ -41,6 +42,12 @@ SHARE = 0.5
 COMPILING = 0.6
 """Share of this pass's time for compiling; the rest is for measuring."""
 
+PREPARED = 0.2
+"""The same where other processes had compiled ahead of it."""
+
+AHEAD_S = 20.0
+"""Seconds of compiling in other processes, at the most, ahead of this pass."""
+
 
 @dataclasses.dataclass(frozen=True)
 class FuseConvTriton(Pass):
@@ -62,7 +69,8 @@ class FuseConvTriton(Pass):
     other's weights. z and s are computed before the fused call, which stands in the last node's place.
     Cost: seconds of compilation and measurement, in Triton's own cache afterwards.
 
-    `choices` holds the measured (node's name, tile) pairs; a replay applies them without measuring.
+    `choices` holds the measured (node's name, tile) pairs; a replay applies them without measuring. They are
+    measured within `seconds`, of which the share `compiling` is for compiling.
     """
 
     numerics = Numerics.REASSOCIATED
@@ -72,6 +80,7 @@ class FuseConvTriton(Pass):
     choices: tuple[tuple[str, str], ...] | None = None
     least_gain: float = 1.03
     seconds: float = 6.0
+    compiling: float = COMPILING
 
     def why_not(self, program: Program) -> str | None:
         """Declines other devices (Triton compiles for CUDA), and programs that read memory by strides."""
@@ -89,13 +98,24 @@ class FuseConvTriton(Pass):
             return self
         return dataclasses.replace(self, seconds=min(self.seconds, SHARE * seconds))
 
+    def preparations(self, program: Program, count: int) -> Sequence[Callable[[], object]]:
+        """Compiling the tiles that would be measured."""
+        if self.choices is not None or self.why_not(program) is not None:
+            return ()
+        sites = _dearest_first(_found(record_shapes(in_channels_last(program).program), program)[0])
+        shares = [sites[place::count] for place in range(min(count, len(sites)))]
+        return [partial(conv_timing.compile_all, share, program.device, AHEAD_S) for share in shares]
+
+    def prepared(self) -> Pass:
+        """Little is left to compile."""
+        return dataclasses.replace(self, compiling=PREPARED)
+
     def apply(self, program: Program) -> Result:
         """Match, measure (or use `choices`), rewrite; see the class."""
         end = time.perf_counter() + self.seconds
         laid = in_channels_last(program).program
         module = record_shapes(laid)
-        merges = deciding_node(module) is None
-        chains, declined = find_chains(module, program.settings.tf32, merges=merges)
+        chains, declined = _found(module, program)
         if self.choices is None:
             chosen, more = self._choose(chains, program, end)
         else:
@@ -116,12 +136,11 @@ class FuseConvTriton(Pass):
     ) -> tuple[dict[str, str], list[Declined]]:
         """The fastest tile of each chain for which one is faster than what is there."""
         declined, chosen, known = list[Declined](), dict[str, str](), dict[Site, Timed]()
-        counts = Counter(chain.site for chain in chains)
-        sites = sorted(counts, key=lambda site: -counts[site] * site.least_seconds)
-        ready = conv_timing.compile_all(sites, program.device, COMPILING * (end - time.perf_counter()))
-        end = max(
-            end, time.perf_counter() + (1 - COMPILING) * self.seconds
-        )  # what it has compiled is measured
+        sites = _dearest_first(chains)
+        compiling = self.compiling * (end - time.perf_counter())
+        ready = conv_timing.compile_all(sites, program.device, compiling)
+        rest = (1 - COMPILING) * self.seconds
+        end = max(end, time.perf_counter() + rest)  # what it has compiled is measured
         for site in sites:
             tiles = [tile for tile in site.tiles() if site.compile_key(tile) in ready]
             if tiles and time.perf_counter() < end:
@@ -142,6 +161,16 @@ class FuseConvTriton(Pass):
                 text = f"{1e6 * ours[best]:.1f} µs" if best is not None else f"fails: {reason}"
                 declined.append(Declined(name, f"as it is {1e6 * now:.1f} µs, the best tile {text}"))
         return chosen, declined
+
+
+def _found(module: fx.GraphModule, program: Program) -> tuple[list[Chain], list[Declined]]:
+    return find_chains(module, program.settings.tf32, merges=deciding_node(module) is None)
+
+
+def _dearest_first(chains: Sequence[Chain]) -> list[Site]:
+    """The sites of the chains, those first that take most of the time."""
+    counts = Counter(chain.site for chain in chains)
+    return sorted(counts, key=lambda site: -counts[site] * site.least_seconds)
 
 
 def _that_fit(choices: dict[str, str], chains: Sequence[Chain]) -> tuple[dict[str, str], list[Declined]]:

@@ -21,8 +21,8 @@ from torch._ops import OpOverload
 
 from ampopt.bundle.stored_values import array, decode_value, encode_value, members, refuse, text
 from ampopt.errors import ExportError
-from ampopt.ir.graph import FULL_PRECISION
 from ampopt.ir.operator_list import find_operator, why_not_call, why_not_operator
+from ampopt.ir.own_autocast import FULL_PRECISION
 
 MOST_NODES = 100_000
 _DEEPEST = 3

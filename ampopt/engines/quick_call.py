@@ -7,11 +7,13 @@ are cold, and every line of Python takes up to ten times as long as in a loop.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.machinery
 import importlib.util
 import logging
 import sysconfig
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -63,6 +65,26 @@ def plain(run: Callable[[Tensor], tuple[Tensor, ...] | None]) -> Quick:
     return make
 
 
+_compiling = threading.Lock()
+
+
+def _library() -> str:
+    """The compiled code; while one thread compiles it, others wait. Raises CompilerError."""
+    include = sysconfig.get_path("include")
+    with _compiling:
+        return str(library("quick_call.cpp", f"MOST_OUTPUTS={MOST_OUTPUTS}", includes=(include,)))
+
+
+def bind_ahead() -> None:
+    """Compile what `bind` needs during other work, in a thread that mostly waits for the compiler."""
+
+    def compile_it() -> None:
+        with contextlib.suppress(CompilerError):  # `bind` tells
+            _library()
+
+    threading.Thread(target=compile_it, daemon=True).start()
+
+
 @functools.cache
 def bind() -> Callable[[tuple[object, ...]], Answer] | None:
     """The C++ function in `cpp/quick_call.cpp` that makes answers, see `Part` there.
@@ -70,11 +92,7 @@ def bind() -> Callable[[tuple[object, ...]], Answer] | None:
     None if it does not compile.
     """
     try:
-        file = str(
-            library(
-                "quick_call.cpp", f"MOST_OUTPUTS={MOST_OUTPUTS}", includes=(sysconfig.get_path("include"),)
-            )
-        )
+        file = _library()
         loader = importlib.machinery.ExtensionFileLoader("quick_call", file)
         spec = importlib.machinery.ModuleSpec("quick_call", loader, origin=file)
         module = importlib.util.module_from_spec(spec)

@@ -11,7 +11,6 @@ from torch import fx
 from ampopt.errors import PassError
 from ampopt.ir.casting import Decisions, decide, record_autocast, result_dtypes
 from ampopt.ir.graph import (
-    FULL_PRECISION,
     add_rounded,
     arguments,
     aten,
@@ -22,6 +21,7 @@ from ampopt.ir.graph import (
     insert_call,
 )
 from ampopt.ir.narrow_convs import keep_narrow_convs_in_fp32
+from ampopt.ir.own_autocast import FULL_PRECISION
 from ampopt.ir.program import Border, Program
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampopt.ir.graph import CONVOLUTIONS, FULL_PRECISION, TRANSPOSED_CONVOLUTIONS, aten, constant, is_constant
+from ampopt.ir.graph import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, aten, constant, is_constant
+from ampopt.ir.own_autocast import FULL_PRECISION
 from ampopt.ir.program import Program
 from ampopt.ir.settings import autocast_scope
 

@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt.errors import ExportError
-from ampopt.ir.graph import FULL_PRECISION, aten, copy_of, finish, insert_call, where
+from ampopt.ir.graph import aten, copy_of, finish, insert_call, where
+from ampopt.ir.own_autocast import FULL_PRECISION
 from ampopt.ir.program import Program
 
 _CUDA = torch.device("cuda", 0)

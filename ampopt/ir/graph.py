@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
 
 from ampopt.ir.origin import carry_on, place_of
+from ampopt.ir.own_autocast import own_scope
 from ampopt.ir.program import Program
 
 aten = torch.ops.aten
@@ -255,8 +256,20 @@ def record_shapes(program: Program) -> fx.GraphModule:
     module = copy_of(program.graph)
     with program.scope():
         entered = [border.convert(t) for border, t in zip(program.entry, program.examples, strict=True)]
-        ShapeProp(module).propagate(*entered)
+        _Shapes(module, program.device).propagate(*entered)
     return module
+
+
+class _Shapes(ShapeProp):
+    """Runs each call as the program does, also where the model switches autocast off."""
+
+    def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
+        super().__init__(module)
+        self._device = device
+
+    def run_node(self, n: fx.Node) -> Any:
+        with own_scope(n, self._device):
+            return super().run_node(n)
 
 
 def tensor_meta(node: fx.Node) -> TensorMetadata:
@@ -285,12 +298,6 @@ def where(node: fx.Node) -> str:
     place = place_of(node)
     return f"{node.name} ({place})" if place else node.name
 
-
-FULL_PRECISION = "full_precision"
-"""Key of a node's `meta`: autocast is off for it, so its inputs are converted to FP32.
-
-The value is True, or the dtype that they are converted to.
-"""
 
 SWITCHES = {"train": False, "training": False, "dropout_p": 0.0}
 """Arguments that disable an operator's random numbers, and the value that does so."""

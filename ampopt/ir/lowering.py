@@ -22,7 +22,6 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Tenso
 from ampopt.errors import CaptureError, first_line
 from ampopt.ir.aliasing import never_written, overlapping_write
 from ampopt.ir.graph import (
-    FULL_PRECISION,
     arguments,
     aten,
     calls,
@@ -36,6 +35,7 @@ from ampopt.ir.graph import (
     where,
 )
 from ampopt.ir.origin import carry_on, note_borders, note_exported
+from ampopt.ir.own_autocast import FULL_PRECISION
 
 _ANY_LAYOUT: dict[Any, Any] = {
     aten.view.default: aten.reshape.default,

@@ -17,7 +17,6 @@ from torch import fx
 from ampopt.ir.emulated_half import EmulatedHalf
 from ampopt.ir.graph import (
     CONVOLUTIONS,
-    FULL_PRECISION,
     arguments,
     calls,
     cast_for_readers,
@@ -26,6 +25,7 @@ from ampopt.ir.graph import (
     shape_of,
     where,
 )
+from ampopt.ir.own_autocast import FULL_PRECISION
 from ampopt.ir.program import Program
 
 

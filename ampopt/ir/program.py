@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from ampopt.ir.lanes import FP32, Lane
+from ampopt.ir.own_autocast import as_under_autocast
 from ampopt.ir.settings import Settings
 
 if TYPE_CHECKING:
@@ -75,10 +77,15 @@ class Program:
         """This program with another graph; an engine built from the old graph is removed."""
         return dataclasses.replace(self, graph=graph, engine=None)
 
-    @property
+    @functools.cached_property
     def function(self) -> FlatFunction:
-        """The function from converted inputs to outputs: the engine if there is one, else the graph."""
-        return self.graph if self.engine is None else self.engine
+        """The function from converted inputs to outputs: the engine if there is one, else the graph.
+
+        Under autocast, the graph's calls for which the model switches it off run without.
+        """
+        if self.engine is not None:
+            return self.engine
+        return as_under_autocast(self.graph, self.device) if self.under_autocast else self.graph
 
     def replace(self, **changes: object) -> Program:
         """`dataclasses.replace` as a method."""

@@ -119,6 +119,17 @@ class Pass(abc.ABC):
         """The pass to apply when this many seconds of the time budget are left."""
         return self
 
+    def preparations(self, program: Program, count: int) -> Sequence[Callable[[], object]]:
+        """Up to `count` functions that other processes call ahead of `apply`, which finds what they made.
+
+        They can be pickled, need nothing of this process, and leave what they make in caches on disk.
+        """
+        return ()
+
+    def prepared(self) -> Pass:
+        """The pass to apply where other processes had time for its `preparations`."""
+        return self
+
     @abc.abstractmethod
     def apply(self, program: Program) -> Result:
         """Rewrite every place where the pass is valid, and list the places that it declines."""

@@ -8,9 +8,11 @@ widened by it. In random order every program is equally likely to be interrupted
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import random
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from ampopt.measure.sampling import Gain, Measurement, Sampler, gain, interleave
 
@@ -22,6 +24,9 @@ LEAST, ENOUGH, MOST = 6, 20, 1000
 
 With fewer than six pairs, even the smallest and largest ratio do not contain the median with 95 % confidence.
 """
+
+TELLING = 1 / 3
+"""Share of the time after which the width of an interval tells how many more rounds would make it narrow."""
 
 TRIMMED = 0.1
 """Share of samples left out at each end by a trimmed mean, because stalls are not the program's time."""
@@ -75,16 +80,34 @@ def sure_gain(before: Measurement, after: Measurement, control: Gain) -> Gain:
     return Gain(found.ratio, min(found.low / noise, means), max(found.high * noise, means))
 
 
+def told_within(seconds: float) -> Callable[[int, Sequence[Gain]], bool]:
+    """Whether so many rounds are enough to tell gains, asked while sampling, which may take so long from now.
+
+    They are where every interval is narrow, and where the widest one is not going to be: its width in
+    logarithms shrinks with the square root of the number of rounds.
+    """
+    began = time.perf_counter()
+
+    def is_told(rounds: int, gains: Sequence[Gain]) -> bool:
+        widest = max((found.high / found.low for found in gains), default=1.0)
+        if rounds >= ENOUGH and widest <= NARROW:
+            return True
+        spent, needed = time.perf_counter() - began, (math.log(widest) / math.log(NARROW)) ** 2
+        return rounds >= ENOUGH and spent >= TELLING * seconds and needed * spent > seconds
+
+    return is_told
+
+
 def compare_fairly(before: Sampler, after: Sampler, *, seconds: float) -> Compared:
-    """Sample both until the interval is narrow or `seconds` have passed; at least `LEAST` rounds."""
+    """Sample both for `seconds`, or until more would not help, see `told_within`; at least `LEAST` rounds."""
+    enough = told_within(seconds)
 
     def found(timed: Mapping[str, Measurement]) -> Gain:
         control = gain(timed["before"], timed["before again"])
         return sure_gain(timed["before"], timed["after"], control)
 
     def is_told(timed: Mapping[str, Measurement]) -> bool:
-        told, rounds = found(timed), len(timed["before"].samples)
-        return rounds >= ENOUGH and told.high <= NARROW * told.low
+        return enough(len(timed["before"].samples), [found(timed)])
 
     samplers = {"before": before, "after": after, "before again": before}
     order = random.Random(0)

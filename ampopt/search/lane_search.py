@@ -44,6 +44,8 @@ class LaneSearch:
         self._handled = {step.name for step in state.graph.program.recipe}
         self.opened = state.best
         """What the opening came to, which is compared with that of other lanes."""
+        self.is_too_inexact = False
+        """Whether the opening lost by its error alone, and nothing of it was kept."""
         self.engines = LaneEngines(manager, state, pipeline, self._opening, patience)
         self._launched: Subject | None = None
 
@@ -95,6 +97,8 @@ class LaneSearch:
             self._open_with(PLAIN_OPENING, plain, self._manager.deadline)  # it takes little time
             if trial.program is not None:
                 self._open_with_helpers(deadline)
+            has_nothing = self.state.graph.program is self.state.base
+            self.is_too_inexact = has_nothing and trial.is_too_inexact(self.state.bound)
         self.launch(self._manager.deadline)  # without it lanes cannot be compared
         if with_engine:
             self.engines.run_first(deadline)
@@ -165,6 +169,7 @@ class LaneSearch:
             entry = self._manager.try_in_place(self.state, step, later, deadline).entry
             if step.family is Family.KERNEL and entry.verdict is Verdict.KEPT and entry.gain is not None:
                 self.engines.kernels_gain *= entry.gain.ratio
+                self.engines.begin()  # what comes next takes seconds, in which a compiler can work
 
     def vary(self, deadline: float, until: Until = lambda _: False) -> None:
         """Try what may help in company: the recipe without some pass, and passes that gained nothing, again.

@@ -19,7 +19,7 @@ from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.measure.clocks import engine_latency, peak_memory
 from ampopt.measure.entry import ORIGINAL
-from ampopt.measure.headline import ENOUGH, NARROW, compare_fairly, load_now, sure_gain
+from ampopt.measure.headline import compare_fairly, load_now, sure_gain, told_within
 from ampopt.measure.ledger import LaneSummary, Ledger
 from ampopt.measure.sampling import Gain, Measurement, gain, interleave
 from ampopt.measure.verify import Verifier
@@ -75,8 +75,7 @@ class LastComparison:
         def is_told(timed: Mapping[str, Measurement]) -> bool:
             control = gain(timed["baseline"], timed["baseline again"])
             pairs = [(timed[f"eager {s.lane.name}"], timed[f"best {s.lane.name}"]) for s in states]
-            found = [sure_gain(*pair, control) for pair in pairs]
-            return len(timed["baseline"].samples) >= ENOUGH and all(g.high <= NARROW * g.low for g in found)
+            return enough(len(timed["baseline"].samples), [sure_gain(*pair, control) for pair in pairs])
 
         with torch.no_grad(), untouched_rng(self._device):
             rests = {f"best {state.lane.name}": rest_s(state.best.program) for state in states}
@@ -84,6 +83,7 @@ class LastComparison:
                 name: engine_latency(call, self._device, rest_s=rests.get(name, 0.0))
                 for name, call in calls.items()
             }
+            enough = told_within(seconds)
             timed = interleave(samplers, seconds=seconds, order=random.Random(0), until=is_told)
         self._ledger.baseline = timed["baseline"]
         self._ledger.control = control = gain(timed["baseline"], timed["baseline again"])

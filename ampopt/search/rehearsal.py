@@ -22,6 +22,7 @@ import torch
 
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Pass, Rehearsed, Result
+from ampopt.search.preparers import Preparers
 from ampopt.search.worker import Job, TooLongError, Worker
 from ampopt.system.cores import usable_cpus
 
@@ -33,6 +34,9 @@ MOST_PROCESSES = 4
 
 CORES_EACH = 4
 """Cores for each of them. A compiler works in Python on one, and gives kernels to processes of its own."""
+
+MOST_TO_PREPARE, CORES_TO_PREPARE = 2, 8
+"""Processes that prepare a pass at once, beside several that compile, and cores for the threads of each."""
 
 MEMORY_EACH = 4 << 30
 """Free memory in bytes of the GPU for each of them: a context takes up to 0.6 GiB, beside the weights."""
@@ -76,8 +80,9 @@ class Sandbox:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        count = how_many(device)
-        self.workers = [Worker(device, len(usable_cpus()) // count) for _ in range(count)]
+        count, cores = how_many(device), len(usable_cpus())
+        self.workers = [Worker(device, cores // count) for _ in range(count)]
+        self._preparers = Preparers(device, min(cores // CORES_TO_PREPARE, MOST_TO_PREPARE) * (count > 1))
         self._begun: list[_Rehearsal] = []
         """What was begun ahead and not taken up yet, in this order."""
 
@@ -98,6 +103,7 @@ class Sandbox:
         if self.works_beside:
             for worker in self.workers:
                 worker.start()
+            self._preparers.start()
 
     @property
     def works_beside(self) -> bool:
@@ -105,15 +111,18 @@ class Sandbox:
         return _possible() and self.device.type != "cpu"
 
     def begin(self, step: Pass, program: Program) -> None:
-        """Start to rehearse a risky step, in the process that has least to do.
+        """Start to rehearse a risky step, in the process that has least to do, or to prepare another one.
 
         `apply` takes it up later. It does nothing where that would disturb measurements, where the program
         cannot be sent, or where this was begun already. What was begun on other captures, and was not taken
         up, is given up.
         """
-        if not isinstance(step, Engine) or not step.risky or step.why_not(program) is not None:
+        if not self.works_beside or step.why_not(program) is not None:
             return
-        if not self.works_beside or self.is_rehearsing(step, program):
+        if not isinstance(step, Engine):
+            self._preparers.begin(step, program)
+            return
+        if not step.risky or self.is_rehearsing(step, program):
             return
         for begun in [each for each in self._begun if each.program.examples is not program.examples]:
             self._give_up(begun)
@@ -172,6 +181,7 @@ class Sandbox:
         rehearsal was possible: the system has no POSIX processes, or the program cannot be loaded in another
         process, for example because its operators are registered in this one only.
         """
+        step = self._preparers.end_for(step)
         if not isinstance(step, Engine) or not step.risky:
             return step.apply(program), None
         with self.rehearsing(step, program, seconds=seconds) as rehearsed:
@@ -229,6 +239,9 @@ class Sandbox:
 
     def close(self) -> None:
         """Kill the processes and all their child processes."""
+        self._preparers.close()
+        for worker in self.workers:
+            worker.kill()  # all of them, before any is waited for
         for worker in self.workers:
             worker.close()
         for begun in self._begun:

@@ -18,7 +18,7 @@ from ampopt.search.lane_search import LaneSearch
 from ampopt.search.lane_state import LaneState
 from ampopt.search.pass_manager import PassManager
 from ampopt.search.rehearsal import Sandbox
-from ampopt.search.rescue import rescued
+from ampopt.search.rescue import founded_anew, rescued
 from ampopt.system.budget import Budget
 from ampopt.system.interrupts import check_interrupted
 
@@ -68,8 +68,8 @@ def begin_ahead(program: Program, pipeline: Pipeline, sandbox: Sandbox | None) -
         return
     try:
         expected = LaneSearch.expected(program, pipeline)
-        for engine in pipeline.engines:
-            sandbox.begin(engine, expected)
+        for step in (*pipeline.rewrites, *pipeline.engines):
+            sandbox.begin(step, expected)
     except Exception as error:  # the opening, or the engine's trial, is going to tell
         check_interrupted(error)
 
@@ -97,31 +97,29 @@ class Search:
         `begun` has the recipes at which an earlier search was cut off: they take the openings' place.
         """
         searches: list[LaneSearch] = []
-        began, sandbox = time.perf_counter(), self._manager.sandbox
+        began = time.perf_counter()
         left = self._manager.deadline - began
         for place, lane in enumerate(self._likeliest_first(list(lanes), begun), start=1):
             state, notes = self._manager.open(lane, lanes[lane]), self._ledger.notes
             rewrites = self._pipeline.rewrites
             if not rescued(self._manager, state, self._verifier, rewrites, notes, self._bound):
                 continue
-            if state.founded and sandbox is not None:
-                sandbox.give_up(state.base)
-                begin_ahead(state.best.program, self._pipeline, sandbox)
-            if lane.is_mixed and self._bound is not None and self._is_usable(state):
-                state.bound = self._bound
-            self.states.append(state)
-            search = LaneSearch(self._manager, state, self._pipeline, began + PATIENCE * left)
-            searches.append(search)
+            search = self._begin(state, patience := began + PATIENCE * left)
             recipe = begun.get(lane.name, ())
             if not recipe or not search.resume(recipe):
                 share = OPENINGS / len(lanes) if len(lanes) > 1 else 1.0
                 until = max(began + place * share * left, time.perf_counter() + share * left)
                 until = min(until, self._manager.deadline)
                 search.open(until, with_engine=self._is_usable(state) or len(lanes) == 1)
+                if search.is_too_inexact and (anew := self._founded_anew(state, lanes[lane])) is not None:
+                    self.states.remove(state)
+                    search = self._begin(anew, patience)
+                    search.open(max(until, time.perf_counter() + share * left))
                 if place == 1 and lane.is_mixed and len(lanes) > 1:
                     search.engines.begin()
                     search.fuse(began + FUSING * left)
                     search.engines.begin()
+            searches.append(search)
             for each in searches:
                 each.engines.take_made(self._manager.deadline)
         for search in searches:
@@ -136,6 +134,24 @@ class Search:
                 continue
             self._deepen(search, 1.0 if place == len(contenders) - 1 else LEADERS_SHARE)
             search.state.made.clear()
+
+    def _begin(self, state: LaneState, patience: float) -> LaneSearch:
+        """The search in an open lane that is right; compilers begin on what makes it so."""
+        if state.founded and (sandbox := self._manager.sandbox) is not None:
+            sandbox.give_up(state.base)
+            begin_ahead(state.best.program, self._pipeline, sandbox)
+        if state.lane.is_mixed and self._bound is not None and self._is_usable(state):
+            state.bound = self._bound
+        self.states.append(state)
+        return LaneSearch(self._manager, state, self._pipeline, patience)
+
+    def _founded_anew(self, state: LaneState, call_s: float) -> LaneState | None:
+        """The lane with a few operators in FP32, if that leaves room for rewrites; see `founded_anew`."""
+        anew, bound = self._manager.open(state.lane, call_s), state.bound
+        if self._verifier.tolerance is not None:
+            bound = min(bound, self._verifier.tolerance)
+        rewrites, notes = self._pipeline.rewrites, self._ledger.notes
+        return anew if founded_anew(self._manager, anew, rewrites, notes, bound) else None
 
     def _likeliest_first(self, lanes: Sequence[Lane], begun: Container[str]) -> Sequence[Lane]:
         """The lanes in the order of their openings.

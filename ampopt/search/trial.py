@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 
 from ampopt.ir.program import Program
@@ -30,6 +31,13 @@ class Trial:
     def is_wrong(self) -> bool:
         """Whether the trial failed or gave wrong results."""
         return self.program is None and self.entry.verdict in (Verdict.FAILED, Verdict.REVERTED)
+
+    def is_too_inexact(self, bound: float) -> bool:
+        """Whether the results are wrong by a finite error over the limit or a bound."""
+        error, limit = self.entry.error, self.entry.limit
+        if not self.is_wrong or error is None or limit is None:
+            return False
+        return min(limit, bound) < error < math.inf
 
     @property
     def is_doubtful(self) -> bool:

@@ -33,7 +33,7 @@ from ampopt.ir.transform import Engine, Pass, Rehearsed
 from ampopt.kernels.cudnn_shapes import know_shapes
 from ampopt.kernels.fused_conv import fused_conv
 from ampopt.measure.clocks import synchronize
-from ampopt.system.inductor_cache import inductor_folder
+from ampopt.system.children import start_child
 from ampopt.system.interrupts import check_interrupted
 
 PROGRAM, SENT_BACK = "program.pickle", "sent.pt"
@@ -195,19 +195,9 @@ class Worker:
             self.close()
         if self._line is None:
             ours, theirs = multiprocessing.Pipe()
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), str(self.device)],
-                pass_fds=[theirs.fileno()],
-                env={
-                    "TORCHINDUCTOR_COMPILE_THREADS": str(self._cores),
-                    **os.environ,
-                    "TORCHINDUCTOR_CACHE_DIR": str(inductor_folder()),  # not a default of its own
-                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-                },
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for us
+            numbers = [theirs.fileno()]
+            self.process = start_child(
+                __name__, str(numbers[0]), str(self.device), cores=self._cores, pass_fds=numbers
             )
             theirs.close()
             self._line = ours
@@ -221,12 +211,16 @@ class Worker:
             return "it hung up"
         return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
+    def kill(self) -> None:
+        """Kill the process and all its child processes, and do not wait for their end."""
+        self._signal(signal.SIGKILL)
+
     def close(self) -> None:
         """Kill the process and all its child processes, and forget what it has not answered."""
         if self._line is not None:
             self._line.close()
         if self.process is not None:
-            self._signal(signal.SIGKILL)
+            self.kill()
             self.process.wait()
         self.process = self._line = None
         self._jobs.clear()

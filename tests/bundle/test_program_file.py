@@ -17,8 +17,9 @@ from ampopt.bundle.program_file import read_program, write_program
 from ampopt.bundle.stored_graph import read_graph
 from ampopt.bundle.stored_weights import read_weights
 from ampopt.errors import BundleError, ExportError
-from ampopt.ir.graph import FULL_PRECISION, aten, calls, copy_of, finish, insert_call
+from ampopt.ir.graph import aten, calls, copy_of, finish, insert_call
 from ampopt.ir.lanes import FP32, Lane
+from ampopt.ir.own_autocast import FULL_PRECISION
 from ampopt.ir.program import Program
 from ampopt.ir.settings import Settings
 from ampopt.ir.transform import Pass

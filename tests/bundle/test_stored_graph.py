@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 from ampopt.bundle import stored_graph
 from ampopt.bundle.stored_graph import read_graph, write_nodes
 from ampopt.errors import BundleError, ExportError
-from ampopt.ir.graph import FULL_PRECISION, aten, calls
+from ampopt.ir.graph import aten, calls
+from ampopt.ir.own_autocast import FULL_PRECISION
 from tests.helpers import Model, program_of
 
 CPU = torch.device("cpu")

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampopt.ir.casting import POLICIES, decide, own_dtype, record_autocast, result_dtypes, stays_in_fp32
-from ampopt.ir.graph import FULL_PRECISION, aten, calls, constant
+from ampopt.ir.graph import aten, calls, constant
+from ampopt.ir.own_autocast import FULL_PRECISION
 from ampopt.ir.program import Program
 from tests.helpers import Model, program_of
 

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampopt.errors import CaptureError
-from ampopt.ir.graph import FULL_PRECISION, calls
+from ampopt.ir.graph import calls
 from ampopt.ir.lowering import _is_plain
+from ampopt.ir.own_autocast import FULL_PRECISION
 from ampopt.ir.signature import flatten_outputs
 from ampopt.passes import ChannelsLast
 from tests.helpers import BF16, Model, check_graph, program_of, with_statistics

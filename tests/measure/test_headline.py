@@ -18,6 +18,7 @@ from ampopt.measure.headline import (
     compare_fairly,
     load_now,
     sure_gain,
+    told_within,
 )
 from ampopt.measure.sampling import Gain, Measurement
 
@@ -193,3 +194,15 @@ def test_the_load_is_that_of_the_machine_or_nothing(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("average", "is_high"), [(0.1, False), (2.0, False), (2.5, True), (11.0, True)])
 def test_a_load_is_high_where_more_was_to_run_than_there_are_cores(average: float, is_high: bool) -> None:
     assert Load(average, 2).is_high is is_high
+
+
+def test_more_rounds_than_there_is_time_for_are_not_begun() -> None:
+    """The width of an interval shrinks with the square root of the rounds: then it tells what is in reach."""
+    out_of_reach, narrow = Gain(2.0, 1.0, 4.0), Gain(2.0, 1.99, 2.01)
+    is_told = told_within(seconds=3600.0)
+    assert not is_told(MOST, [out_of_reach])
+    assert is_told(ENOUGH, [narrow, narrow])
+    assert not is_told(ENOUGH, [narrow, out_of_reach])
+    hopeless = told_within(seconds=0.0)
+    assert not hopeless(ENOUGH - 1, [narrow, out_of_reach])
+    assert hopeless(ENOUGH, [narrow, out_of_reach])

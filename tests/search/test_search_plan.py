@@ -17,11 +17,12 @@ from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Pass, Result
 from ampopt.measure.entry import Entry, Verdict
 from ampopt.measure.sampling import Measurement
+from ampopt.passes import BakeAutocast, KeepFp32
 from ampopt.search.lane_search import LaneSearch
 from ampopt.search.openings import Opening
 from ampopt.search.search_plan import Search, begin_ahead
 from ampopt.system.budget import Budget
-from tests.helpers import BF16
+from tests.helpers import BF16, Model
 from tests.support.planted import Bench, Planted, PlantedKernel
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
@@ -162,8 +163,9 @@ class Beside:
         self.entries: list[Entry] = []
 
     def begin(self, step: Pass, program: Program) -> None:
-        names = [each.name for each in program.recipe]
-        self.told.append((program.lane.name, names, len(self.entries)))
+        if isinstance(step, Engine):
+            names = [each.name for each in program.recipe]
+            self.told.append((program.lane.name, names, len(self.entries)))
 
     def give_up(self, program: Program) -> None:
         self.told = [told for told in self.told if told[0] != program.lane.name]
@@ -344,3 +346,28 @@ def test_how_far_a_lane_is_behind_is_known_from_its_own_trial(monkeypatch: pytes
     slow.best_s, fast.best_s = 0.9, 0.3
     assert search._behind(slow) == pytest.approx(3.0)
     assert search._behind(fast) == 1.0
+
+
+def test_a_lane_to_which_the_opening_is_too_inexact_starts_anew_with_operators_in_fp32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eager itself is within the bound; casts and another pass together are not."""
+    layers = [nn.Linear(32, 32) for _ in range(8)]
+    model = Model(lambda m, x: m.net(x).float(), net=nn.Sequential(*layers)).eval()
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    bench = Bench(monkeypatch, model, x, cost=lambda names: 0.9 ** len(names), seconds_left=1e6)
+    own = bench.verifier.own_error(BF16)
+    rounds = Planted("fold-constants", factor=1 + 0.36 * own)
+    pipeline = Pipeline((rounds, BakeAutocast(), KeepFp32()))
+    budget = Budget(time.perf_counter(), 1e6)
+    search = Search(bench.manager, bench.verifier, bench.ledger, pipeline, budget, 1.0001 * own)
+    search.run({BF16: 1e-3}, {})
+    (state,) = search.states
+    names = [step.name for step in state.best.program.recipe]
+    assert names[0] == "keep-fp32"
+    assert "fold-constants" in names
+    check = bench.verifier.check(state.best.run, BF16)
+    assert check.passed
+    assert check.error <= 1.0001 * own
+    (note,) = bench.ledger.notes
+    assert "the amp lane is right with" in note

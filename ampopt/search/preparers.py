@@ -1,0 +1,84 @@
+"""Processes that compile kernels ahead of the pass that measures them, which finds them in caches on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Pass
+from ampopt.kernels.fused_conv import fused_conv
+from ampopt.system.children import start_child
+from ampopt.system.interrupts import check_interrupted
+
+
+class Preparers:
+    """Up to `count` processes beside the GPU of a device, each of which does a share of one pass's work."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self._device, self._count = device, count
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._working_on: Pass | None = None
+
+    def start(self) -> None:
+        """Start the processes: they load their libraries until there is work."""
+        with contextlib.suppress(OSError):  # no memory or no process left: then nothing is prepared
+            while len(self._processes) < self._count:
+                self._processes.append(
+                    start_child(__name__, str(self._device), cores=1, stdin=subprocess.PIPE)
+                )
+
+    def begin(self, step: Pass, program: Program) -> None:
+        """Let them prepare a pass, if it has anything to prepare, and if they are free."""
+        if self._working_on is not None or self._count == 0:
+            return
+        try:
+            shares = step.preparations(program, self._count)
+            if shares:
+                self._give(step, shares)
+        except Exception as error:  # the pass itself is going to tell
+            check_interrupted(error)
+
+    def _give(self, step: Pass, shares: Sequence[Callable[[], Any]]) -> None:
+        self.start()
+        self._working_on = step
+        for process, share in zip(self._processes, shares, strict=False):
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it has ended: nothing is prepared
+                process.stdin.write(pickle.dumps(share))
+                process.stdin.close()
+
+    def end_for(self, step: Pass) -> Pass:
+        """End the work for a pass that is about to be applied, and goes on from there; the pass to apply."""
+        if self._working_on is None or self._working_on.name != step.name:
+            return step
+        self.close()
+        return step.prepared()
+
+    def close(self) -> None:
+        """Kill the processes, and all that they have started."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+            if process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
+        self._processes, self._working_on = [], None
+
+
+if __name__ == "__main__":
+    gc.disable()
+    torch.ones(1, device=sys.argv[1])
+    fused_conv()
+    pickle.load(sys.stdin.buffer)()
