@@ -102,7 +102,10 @@ def divided(program: Program, count: int) -> Division | None:
     known = _known.setdefault(program.graph, {})
     if count >= 2 and count not in known and program.engine is None:
         try:
-            known[count] = _in_pieces(program, count)
+            found = _in_pieces(program, count)
+            known[count] = found
+            if found is not None:
+                known[len(found.pieces)] = found
         except Exception as error:  # an operator whose shapes depend on values
             check_interrupted(error)
             logger.debug("ampopt: a program is not divided", exc_info=True)
@@ -112,8 +115,14 @@ def divided(program: Program, count: int) -> Division | None:
 
 def _in_pieces(program: Program, count: int) -> Division | None:
     whole = _described(program)
-    cuts = _cuts(whole, count) if _has_plain_outputs(whole) else []
-    return _divide(program, whole, cuts) if len(cuts) + 1 == count else divided(program, len(cuts) + 1)
+    if not _has_plain_outputs(whole):
+        return None
+    while count >= 2:
+        cuts = _cuts(whole, count)
+        if len(cuts) + 1 == count:
+            return _divide(program, whole, cuts)
+        count = len(cuts) + 1
+    return None
 
 
 def _has_plain_outputs(whole: fx.GraphModule) -> bool:

@@ -211,13 +211,22 @@ def is_slow(step: Pass) -> bool:
     return isinstance(step, Engine) and step.slow_to_apply
 
 
-def replay(recipe: tuple[Pass, ...], program: Program) -> Program:
+Applied = dict[tuple[Lane, tuple["Pass", ...], "Pass"], Result]
+"""The results of passes on programs of one capture, by the programs' lanes and recipes."""
+
+
+def replay(recipe: tuple[Pass, ...], program: Program, applied: Applied | None = None) -> Program:
     """Apply the passes of a recipe, in order, to another capture of the same model.
 
-    A pass that changes nothing there is left out of the new program's recipe.
+    A pass that changes nothing there is left out of the new program's recipe. `applied` gets all results.
     """
     for step in recipe:
-        if step.why_not(program) is None and (result := step.apply(program)).modified:
+        if step.why_not(program) is not None:
+            continue
+        result = step.apply(program)
+        if applied is not None:
+            applied[program.lane, program.recipe, step] = result
+        if result.modified:
             program = result.program.replace(recipe=(*program.recipe, result.replay or step))
     return program
 

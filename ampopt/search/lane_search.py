@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Family, Pass, replay
+from ampopt.ir.transform import Applied, Family, Pass, replay
 from ampopt.measure.entry import Verdict
 from ampopt.search.lane_engines import LaneEngines
 from ampopt.search.lane_state import LaneState
@@ -50,14 +50,14 @@ class LaneSearch:
         self._launched: Subject | None = None
 
     @staticmethod
-    def expected(program: Program, pipeline: Pipeline) -> Program:
+    def expected(program: Program, pipeline: Pipeline, applied: Applied) -> Program:
         """What the opening of a lane's first program should come to, if all of it is right and a gain.
 
-        It is without native kernels, which need measurements.
+        It is without native kernels, which need measurements. `applied` gets what each pass came to.
         """
         names = {*opening_of(program.lane, program.device).rewrites} - {step.name for step in program.recipe}
         steps = (step for step in pipeline.rewrites if step.name in names)
-        return replay(tuple(step for step in steps if step.family is not Family.KERNEL), program)
+        return replay(tuple(step for step in steps if step.family is not Family.KERNEL), program, applied)
 
     @property
     def name(self) -> str:

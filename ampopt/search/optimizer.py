@@ -15,7 +15,7 @@ from ampopt.errors import AmpoptError, InputError, first_line
 from ampopt.ir.capture import Captured
 from ampopt.ir.lanes import FP32, Lane, lanes_for
 from ampopt.ir.signature import describe
-from ampopt.ir.transform import Recipe
+from ampopt.ir.transform import Applied, Recipe
 from ampopt.measure.degenerate import notes_on
 from ampopt.measure.entry import ORIGINAL, Verdict
 from ampopt.measure.ledger import Ledger
@@ -113,9 +113,9 @@ class Optimizer:
         Where not even the examples can be verified within the budget, the reason is noted instead.
         """
         options, captured = self._options, self._captured
-        likeliest = self._candidates[-1]
+        likeliest, applied = self._candidates[-1], Applied()
         if self._known is None or likeliest.name not in self._known.recipes:
-            begin_ahead(likeliest.start(captured.program), self._pipeline, self._sandbox)
+            applied = begin_ahead(likeliest.start(captured.program), self._pipeline, self._sandbox)
         after = CALLS_TO_COMPARE + (0 if self.is_tuned else CALLS_OF_A_TRIAL)
         for draws in range(effort.draws, -1, -1):
             needed_s = self._call_s * (calls_to_verify(draws) + after)
@@ -160,6 +160,7 @@ class Optimizer:
             progress=self._progress,
             sandbox=self._sandbox,
             started=self._started,
+            applied=applied,
         )
 
     @property

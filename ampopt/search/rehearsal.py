@@ -184,6 +184,8 @@ class Sandbox:
         step = self._preparers.end_for(step)
         if not isinstance(step, Engine) or not step.risky:
             return step.apply(program), None
+        if (begun := self._find(step, program)) is not None:
+            program = begun.program  # which has been divided
         with self.rehearsing(step, program, seconds=seconds) as rehearsed:
             return step.apply_beside(program, rehearsed), rehearsed().why_not
 

@@ -9,7 +9,7 @@ from collections.abc import Container, Mapping, Sequence
 from ampopt.ir.lanes import Lane
 from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Pass
+from ampopt.ir.transform import Applied, Pass
 from ampopt.measure.clocks import latency
 from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import interleave
@@ -59,19 +59,22 @@ TOO_FAR_AHEAD = 1.5
 """Rewrites are left out if an engine that does not see them is faster than the graph by this factor."""
 
 
-def begin_ahead(program: Program, pipeline: Pipeline, sandbox: Sandbox | None) -> None:
+def begin_ahead(program: Program, pipeline: Pipeline, sandbox: Sandbox | None) -> Applied:
     """Let compilers start, in processes of their own, on what the opening of a program should come to.
 
-    If that comes to something else, or another lane is searched first, they get that instead.
+    If that comes to something else, or another lane is searched first, they get that instead. Returns what
+    was applied for it here.
     """
+    applied: Applied = {}
     if sandbox is None or not sandbox.works_beside:
-        return
+        return applied
     try:
-        expected = LaneSearch.expected(program, pipeline)
+        expected = LaneSearch.expected(program, pipeline, applied)
         for step in (*pipeline.rewrites, *pipeline.engines):
             sandbox.begin(step, expected)
     except Exception as error:  # the opening, or the engine's trial, is going to tell
         check_interrupted(error)
+    return applied
 
 
 class Search:
@@ -139,7 +142,7 @@ class Search:
         """The search in an open lane that is right; compilers begin on what makes it so."""
         if state.founded and (sandbox := self._manager.sandbox) is not None:
             sandbox.give_up(state.base)
-            begin_ahead(state.best.program, self._pipeline, sandbox)
+            self._manager.applied = begin_ahead(state.best.program, self._pipeline, sandbox)
         if state.lane.is_mixed and self._bound is not None and self._is_usable(state):
             state.bound = self._bound
         self.states.append(state)

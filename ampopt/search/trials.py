@@ -12,7 +12,7 @@ from ampopt.errors import AmpoptError, first_line
 from ampopt.ir.graph import where
 from ampopt.ir.judged import Judged
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Declined, Engine, Family, Pass, Result
+from ampopt.ir.transform import Applied, Declined, Engine, Family, Pass, Result
 from ampopt.measure.clocks import synchronize
 from ampopt.measure.entry import Entry, Verdict
 from ampopt.measure.ledger import BestSoFar, Ledger
@@ -72,11 +72,14 @@ class Trials:
         progress: Progress | None = None,
         sandbox: Sandbox | None = None,
         started: float | None = None,
+        applied: Applied | None = None,
     ) -> None:
         """`deadline` and `started` are on `time.perf_counter`'s clock; a comparison takes `sample_s`.
 
-        Risky passes are rehearsed in the `sandbox` first, if there is one.
+        Risky passes are rehearsed in the `sandbox` first, if there is one. What was `applied` ahead is taken
+        from there by the first trial that would repeat it.
         """
+        self.applied: Applied = {} if applied is None else applied
         self.captured, self.verifier, self.ledger = captured, verifier, ledger
         self.deadline, self.timer = deadline, TrialTimer(sample_s)
         self._progress, self.sandbox = progress or silent, sandbox

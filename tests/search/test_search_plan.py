@@ -264,6 +264,22 @@ def test_compilers_begin_with_what_the_opening_should_come_to(bench: Bench, besi
     assert len(beside.told) == 1
 
 
+def test_what_is_applied_for_them_is_not_applied_again(bench: Bench, beside: Beside) -> None:
+    """The opening's first trial takes it, once."""
+    program, steps = bench.manager.open(BF16).base, [Planted("one"), Planted("two")]
+    applied = begin_ahead(program, BESIDE, beside)  # type: ignore[arg-type]
+    made = list(applied.values())[-1].program.graph
+    bench.manager.applied.update(applied)
+    state = bench.manager.open(BF16)
+    bench.manager.try_together(state, "the opening", steps, bench.manager.deadline)
+    assert state.graph.program.graph is made
+    assert bench.manager.applied == {}
+    again = bench.manager.open(BF16)
+    bench.manager.try_together(again, "the opening", steps, bench.manager.deadline)
+    assert again.graph.program.recipe == state.graph.program.recipe
+    assert again.graph.program.graph is not made
+
+
 @pytest.mark.parametrize(("bound", "engines"), [(None, ["amp", "fp32"]), (1e-9, ["fp32"])])
 def test_a_lane_that_may_not_be_chosen_gets_no_engine(
     monkeypatch: pytest.MonkeyPatch, bound: float | None, engines: list[str]
