@@ -42,7 +42,7 @@ SHARE = 0.5
 COMPILING = 0.6
 """Share of this pass's time for compiling; the rest is for measuring."""
 
-PREPARED = 0.2
+PREPARED = 0.3
 """The same where other processes had compiled ahead of it."""
 
 AHEAD_S = 20.0

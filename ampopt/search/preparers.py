@@ -16,9 +16,14 @@ import torch
 
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Pass
-from ampopt.kernels.fused_conv import fused_conv
+from ampopt.kernels.conv_tiles import Site
+from ampopt.kernels.conv_timing import compile_all
+from ampopt.kernels.fused_conv import fused_conv, is_available
 from ampopt.system.children import start_child
 from ampopt.system.interrupts import check_interrupted
+
+LOADING_S = 10.0
+"""Seconds after which loading the compiler is given up: the work itself does it, then."""
 
 
 class Preparers:
@@ -77,8 +82,16 @@ class Preparers:
         self._processes, self._working_on = [], None
 
 
+def _load_compiler(device: torch.device) -> None:
+    """Compile something small, so that nothing is left to be loaded when the work comes."""
+    if device.type == "cuda" and is_available():
+        small = Site((1, 16, 4, 4), 16, (16, 16, 1, 1), (1, 1, 0, 0, 1, 1), 1, torch.float16, True, False,
+                     False, "relu", "", False)  # fmt: skip
+        compile_all([small], device, LOADING_S)
+
+
 if __name__ == "__main__":
     gc.disable()
-    torch.ones(1, device=sys.argv[1])
     fused_conv()
+    _load_compiler(torch.device(sys.argv[1]))
     pickle.load(sys.stdin.buffer)()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from ampopt.kernels.conv_tiles import Site
 from ampopt.kernels.conv_timing import Timed
 from ampopt.kernels.fused_conv import Tile, fused_conv, reference
 from ampopt.passes import (
+    BakeAutocast,
     ChannelsLast,
     FuseConvTriton,
 )
@@ -415,3 +417,48 @@ def test_where_values_decide_narrow_groups_are_not_computed_together() -> None:
     result = OnCpu().apply(program_of(model, torch.randn(1, 16, 8, 8), on_top_of=NHWC))
     assert result.rewrites == 0
     assert "NaN of one of its groups would reach others" in result.declined[0].reason
+
+
+def _sites_of(shares: Sequence[Callable[[], object]]) -> list[Site]:
+    calls = [pickle.loads(pickle.dumps(share)) for share in shares]
+    return [site for call in calls for site in call.args[0]]
+
+
+def test_other_processes_can_compile_every_tile_that_would_be_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FuseConvTriton, "why_not", lambda *_: None)
+    clock = _Clock({"as it is": 5e-6, FAST: 2e-6})
+    _measured_by(clock, monkeypatch, FuseConvTriton())
+    model = _model(lambda m, x: m.s(m.a(m.a(x).relu()).relu()))
+    program = program_of(model, torch.randn(2, 16, 8, 8), on_top_of=NHWC)
+    for count in (1, 2, 3):
+        shares = FuseConvTriton().preparations(program, count)
+        assert len(shares) == min(count, 2)
+        assert sorted(map(repr, _sites_of(shares))) == sorted(map(repr, clock.measured))
+    assert FuseConvTriton(choices=()).preparations(program, 2) == ()
+
+
+def test_after_that_it_compiles_for_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = list[float]()
+
+    def compile_all(sites: Iterable[Site], device: torch.device, seconds: float) -> set[object]:
+        given.append(seconds)
+        return set()
+
+    for step in (FuseConvTriton(), FuseConvTriton().prepared()):
+        clock = _Clock({})
+        clock.compile_all = compile_all  # type: ignore[method-assign]
+        _measured_by(clock, monkeypatch, step)  # type: ignore[arg-type]
+    assert given[1] < 0.6 * given[0]
+
+
+@pytest.mark.gpu
+def test_what_other_processes_compile_is_all_that_there_is() -> None:
+    model = _model(lambda m, x: m.s(m.a(m.a(x).relu()).relu())).cuda()
+    program = program_of(
+        model, torch.randn(2, 16, 8, 8, device="cuda"), lane=FP16, on_top_of=[BakeAutocast()]
+    )
+    shares = FuseConvTriton().preparations(program, 2)
+    keys = {site.compile_key(tile) for site in _sites_of(shares) for tile in site.tiles()}
+    assert set().union(*(share() for share in shares)) == keys  # type: ignore[arg-type]
