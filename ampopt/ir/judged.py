@@ -30,8 +30,8 @@ class Judge(Protocol):
     def check(self, program: Program) -> Check:
         """The verification of a program, with the limit that it has to keep."""
 
-    def has_time(self) -> bool:
-        """Whether another program may still be made and verified."""
+    def has_time(self, seconds: float = 0.0) -> bool:
+        """Whether more may be begun that takes so many seconds, as far as known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class OwnJudge:
         wrong = f"the error is {error:.2g}, over {self._limit:.2g}"
         return Check(error, self._limit, None if error <= self._limit else wrong)
 
-    def has_time(self) -> bool:
+    def has_time(self, seconds: float = 0.0) -> bool:
         """The search bounds itself."""
         return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -25,6 +26,9 @@ TRIALS = 8
 
 NEAR_ENOUGH = 0.1
 """A bisection ends within this share of the number that it has found."""
+
+RANKING = 3.0
+"""How many times longer `contributions` takes than `observe`: about ten runs for three."""
 
 SAFE = 0.8
 """The first guess aims at this share of the limit."""
@@ -53,6 +57,8 @@ class PrecisionSearch:
         self._nodes = {node.name: node for node in calls(program.graph)}
         self._seen: Mapping[str, Seen] = {}
         self._shares: Mapping[str, float] = {}
+        self._looking_s = 0.0
+        """Seconds in which one input was observed."""
         self.last: Check | None = None
         """The last program's check: why a search that finds nothing ends."""
 
@@ -63,7 +69,7 @@ class PrecisionSearch:
         if self.last.passed:
             return "it is right with every operator in the lane's precision"
         try:
-            self._seen = observe(plain, self._judge.calls)
+            self._seen = self._observed(plain)
         except Exception as error:
             check_interrupted(error)
             return self._find_in_order(first_line(error))
@@ -74,6 +80,28 @@ class PrecisionSearch:
             return found
         return self._find_in_rank(plain)
 
+    def _observed(self, plain: Program) -> dict[str, Seen]:
+        """What each call gives, on as many of the judge's inputs as there is time for."""
+        seen: dict[str, Seen] = {}
+        for tensors in self._judge.calls:
+            if seen and not self._judge.has_time(self._looking_s):
+                break
+            began = time.perf_counter()
+            for name, found in observe(plain, [tensors]).items():
+                seen[name] = found.joined(seen.get(name, Seen()))
+            self._looking_s = time.perf_counter() - began
+        return seen
+
+    def _contributions(self, plain: Program) -> dict[str, float]:
+        """How much each call contributes to the outputs' error; of fewer calls where there is little time."""
+        shares: dict[str, float] = {}
+        for tensors in (self._judge.calls[0], *self._judge.calls[1:][-1:]):
+            if not self._judge.has_time(RANKING * self._looking_s):
+                break
+            for name, share in contributions(plain, [tensors]).items():
+                shares[name] = max(share, shares.get(name, 0.0))
+        return shares
+
     def _find_in_rank(self, plain: Program) -> Found | str:
         """Keep those that make most of the outputs' error, as few as are enough."""
         error = self.last.error if self.last else math.inf
@@ -81,7 +109,7 @@ class PrecisionSearch:
         inexact = [n for n, s in self._seen.items() if n in self._nodes and n not in kept and s.error > 0]
         inexact = [name for name in inexact if is_low(self._seen[name], self._dtype)]
         try:
-            shares = contributions(plain, [self._judge.calls[0], *self._judge.calls[1:][-1:]])
+            shares = self._contributions(plain)
         except Exception as refused:
             check_interrupted(refused)
             shares = {}  # each operator's own error has to do
@@ -115,7 +143,8 @@ class PrecisionSearch:
             count = min(2 * count, most) if best is None else min(between, right - 1)
         if best is not None:
             return best
-        reason = self.last.reason if self.last else ""
+        reason = (self.last.reason if self.last else "") or ""
+        reason += "" if self._judge.has_time() else "; the time to look for more was over"
         more = self._too_many(self._candidate(ranked[: most + 1])) if most < len(ranked) else None
         kept = f"with {wrong} of {len(ranked)} operators in FP32 for their precision: {reason}"
         return f"{kept}; with more, {more}" if more else kept

@@ -46,6 +46,6 @@ class VerifiersJudge:
             return found
         return Check(found.error, self.bound, f"error {found.error:.2g} is over {self.bound:.2g}")
 
-    def has_time(self) -> bool:
-        """Whether the deadline is not over."""
-        return time.perf_counter() < self.deadline
+    def has_time(self, seconds: float = 0.0) -> bool:
+        """Whether the deadline will not be over in so many seconds."""
+        return time.perf_counter() + seconds < self.deadline

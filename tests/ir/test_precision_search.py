@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ class Asked:
         passed = self.accepts({name for name in kept if name.startswith("linear")})
         return Check(0.01, 0.001, None if passed else "it is wrong")
 
-    def has_time(self) -> bool:
+    def has_time(self, seconds: float = 0.0) -> bool:
         return self.asked < self.most
 
 
@@ -118,3 +119,34 @@ def test_programs_that_cannot_be_made_are_no_answer(monkeypatch: pytest.MonkeyPa
     found = PrecisionSearch(program, "amp", judge, 0.9).find()
     assert isinstance(found, str)
     assert "it fails (RuntimeError: no such kernel)" in found
+
+
+class Hurried(Asked):
+    """One that has no time for anything that takes any."""
+
+    def has_time(self, seconds: float = 0.0) -> bool:
+        return seconds == 0.0
+
+
+def test_what_would_take_longer_than_there_is_time_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One input is observed in any case; the operators' own errors rank."""
+    looked = list[str]()
+
+    def spied(name: str) -> Callable[..., Any]:
+        inner = getattr(precision_search, name)
+
+        def spy(program: Program, calls: Sequence[Sequence[Tensor]]) -> Any:
+            looked.append(name)
+            return inner(program, calls)
+
+        return spy
+
+    for name in ("observe", "contributions"):
+        monkeypatch.setattr(precision_search, name, spied(name))
+    judge = Hurried(lambda kept: len(kept) >= 2)
+    found = PrecisionSearch(linears(8), "amp", judge, 1.0).find()
+    assert isinstance(found, Found)
+    assert looked == ["observe"]
+    looked.clear()
+    PrecisionSearch(linears(8), "amp", Asked(lambda kept: len(kept) >= 2), 1.0).find()
+    assert looked == ["observe", "observe", "contributions", "contributions"]
