@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ampopt import AmpoptError, optimize
 from ampopt.ir.numerics import relative_error
-from ampopt.measure.report import to_rich
+from ampopt.measure.terminal import to_rich
 from benchmarks.models import WORKLOADS
 from benchmarks.real_data import optimize_digits, photographs
 

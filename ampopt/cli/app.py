@@ -71,7 +71,7 @@ def run(
         check_request(*source, budget, exclude, passes, written)
         check_lane_io(io, precision)
         loaded, args, kwargs, where = model_and_call(*source)
-        from ampopt.measure import report
+        from ampopt.measure import report, terminal
 
         comparing = context.info_name == "compare"
         function: Callable[..., Any] = ampopt.compare if comparing else ampopt.optimize
@@ -94,7 +94,7 @@ def run(
         if comparing and not screen.is_terminal:
             screen.print(str(found), soft_wrap=True)
         else:
-            screen.print(found.to_rich() if comparing else report.to_rich(found))
+            screen.print(found.to_rich() if comparing else terminal.to_rich(found, everything=verbose))
         if json_file is not None:
             write(json_file, json.dumps(finite(found.to_dict()), indent=2, allow_nan=False) + "\n")
         if markdown_file is not None:

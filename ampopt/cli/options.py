@@ -125,7 +125,9 @@ Cache = Annotated[
     bool, Option(help="Use what an earlier call found for this model, and keep what this one finds.")
 ]
 JsonFile = Annotated[Path | None, Option("--json", help="File to write the report to.")]
-Verbose = Annotated[bool, Option("--verbose", help="Show the whole trace of an error.")]
+Verbose = Annotated[
+    bool, Option("--verbose", "-v", help="Show every row of a report, and the whole trace of an error.")
+]
 
 
 def check_request(
@@ -219,7 +221,10 @@ def model_and_call(
 
 def console() -> Console:
     """Standard output; if it is not a terminal, with the width of `str(report)`."""
-    return Console(width=None if sys.stdout.isatty() else 170, markup=False, highlight=False, emoji=False)
+    from ampopt.measure.terminal import TEXT_WIDTH
+
+    width = None if sys.stdout.isatty() else TEXT_WIDTH
+    return Console(width=width, markup=False, highlight=False, emoji=False)
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ from typing import Any
 
 from ampopt.measure.entry import ORIGINAL, Entry, finite
 from ampopt.measure.headline import Load
-from ampopt.measure.report import to_text
 from ampopt.measure.sampling import Gain, Measurement
+from ampopt.measure.terminal import to_text
 
 
 @dataclasses.dataclass(frozen=True)

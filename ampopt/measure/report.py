@@ -1,29 +1,17 @@
-"""Formats the ledger as a table: for a terminal, as plain text, as Markdown."""
+"""Tells what a ledger holds: the cells of a row, the results in sentences, and both as Markdown."""
 
 from __future__ import annotations
 
-import io
 import math
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
-from rich.table import Table
-from rich.text import Text
-
-from ampopt.measure.entry import ORIGINAL, Entry, Timing, Verdict
+from ampopt.measure.entry import ORIGINAL, Entry, Timing
 from ampopt.measure.headline import Load
 from ampopt.measure.sampling import Gain, Measurement
 
 if TYPE_CHECKING:
     from ampopt.measure.ledger import Ledger
 
-_STYLES = {
-    Verdict.KEPT: "green",
-    Verdict.REVERTED: "yellow",
-    Verdict.DECLINED: "dim",
-    Verdict.FAILED: "red",
-    Verdict.NOT_TRIED: "magenta",
-}
 CALLED_NOW = "as you call it now"
 COLUMNS = ("lane", "pass", "verdict", "latency ms", "device ms", "gain", "error", "took", "why")
 
@@ -70,8 +58,12 @@ def row(entry: Entry) -> tuple[str, ...]:
 
 
 def summary_lines(ledger: Ledger) -> list[str]:
-    """The results in sentences: baseline, each lane, the choice, notes."""
+    """The results in sentences: the choice first, then the baseline, each lane, and notes."""
     lines = [f"{ledger.model} on {ledger.environment.get('device', '?')}, inputs {', '.join(ledger.inputs)}"]
+    if ledger.chosen == ORIGINAL:
+        lines.append("result: the original model")
+    elif ledger.chosen is not None and ledger.gain is not None:
+        lines.append(f"result: {ledger.chosen} lane, {told(ledger.gain, CALLED_NOW, ledger.load)}")
     if ledger.baseline is not None:
         lines.append(f"{CALLED_NOW}: {1e3 * ledger.baseline.median:.3f} ms{_p99(ledger.baseline)}")
     for lane in ledger.lanes.values():
@@ -87,10 +79,6 @@ def summary_lines(ledger: Ledger) -> list[str]:
         lines.append(f"    {whose}{' + '.join(lane.passes) or 'no pass helped'}")
         if lane.refused:
             lines.append(f"    REFUSED: {lane.refused}")
-    if ledger.chosen == ORIGINAL:
-        lines.append("result: the original model")
-    elif ledger.chosen is not None and ledger.gain is not None:
-        lines.append(f"result: {ledger.chosen} lane, {told(ledger.gain, CALLED_NOW, ledger.load)}")
     if steps := ledger.steps_to_best():
         shown = ", ".join(f"{1e3 * step.latency_s:.3f} ms after {step.at_s:.1f} s" for step in steps)
         lines.append(f"best so far: {shown}")
@@ -101,33 +89,6 @@ def summary_lines(ledger: Ledger) -> list[str]:
 def _p99(measured: Measurement) -> str:
     p99 = measured.quantile(0.99)
     return "" if p99 is None else f" (p99 {1e3 * p99:.3f} ms)"
-
-
-def to_rich(ledger: Ledger) -> Group:
-    """The table and the summary for a terminal."""
-    parts: list[Table | Text] = []
-    for name, region in ledger.regions.items():
-        parts += [Text(f"\nsubmodule {name}", style="bold"), *to_rich(region).renderables]  # type: ignore[list-item]
-    if ledger.entries:
-        table = Table(box=None, header_style="bold", pad_edge=False)
-        for column in COLUMNS:
-            table.add_column(column, overflow="fold", no_wrap=column != "why")
-        for entry in ledger.entries:
-            cells = map(Text, row(entry))  # what an exception says is no markup
-            table.add_row(*cells, style=_STYLES[entry.verdict])
-        parts.append(table)
-    lines = summary_lines(ledger)
-    parts += [Text(line, style="bold red" if "REFUSED" in line else "") for line in lines]
-    return Group(*parts)
-
-
-def to_text(ledger: Ledger) -> str:
-    """The table and the summary as plain text."""
-    console = Console(file=io.StringIO(), width=170, force_terminal=False, force_jupyter=False)
-    console.print(to_rich(ledger))
-    file = console.file
-    assert isinstance(file, io.StringIO)
-    return file.getvalue()
 
 
 def cell(text: str) -> str:

@@ -11,8 +11,9 @@ from ampopt.ir.transform import Declined
 from ampopt.measure.entry import ORIGINAL, Entry, Timing, Verdict
 from ampopt.measure.headline import Load
 from ampopt.measure.ledger import LaneSummary, Ledger
-from ampopt.measure.report import COLUMNS, to_markdown, to_text
+from ampopt.measure.report import COLUMNS, to_markdown
 from ampopt.measure.sampling import Gain, Measurement
+from ampopt.measure.terminal import to_text
 
 
 def measured(milliseconds: float) -> Measurement:

@@ -1,17 +1,15 @@
-"""The report: its cells, its sentences, and how a terminal, plain text and Markdown show them."""
+"""The report: its cells, its sentences, and how Markdown shows them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from rich.table import Table
-from rich.text import Text
 
 from ampopt.measure.entry import ORIGINAL, Entry, Timing, Verdict
 from ampopt.measure.headline import Load
 from ampopt.measure.ledger import LaneSummary, Ledger
-from ampopt.measure.report import COLUMNS, interval, row, summary_lines, to_markdown, to_rich, to_text, told
+from ampopt.measure.report import COLUMNS, interval, row, summary_lines, to_markdown, told
 from ampopt.measure.sampling import Gain, Measurement
 
 FASTER, BUSY = Gain(2.0, 1.8, 2.2), Load(9.0, 2)
@@ -118,6 +116,7 @@ def test_the_summary_marks_the_chosen_lane_and_says_what_became_of_the_others() 
     )
     assert found == [
         "Net on a CPU, inputs float32[1] on cpu, int64[2] on cpu",
+        "result: amp lane, at least 2.90x faster than as you call it now (3.00x in the median, 2.90 to 3.10)",
         "as you call it now: 6.000 ms",
         "  fp32 (float32): eager 4.000 ms, optimized 2.000 ms; error 1.0e-03 from eager",
         "    no pass helped",
@@ -125,7 +124,6 @@ def test_the_summary_marks_the_chosen_lane_and_says_what_became_of_the_others() 
         "→ amp (float32): eager 4.000 ms, optimized 2.000 ms, at least 1.80x faster than eager (2.00x in the "
         "median, 1.80 to 2.20); error 1.0e-03, eager's 2.0e-07",
         "    one + other",
-        "result: amp lane, at least 2.90x faster than as you call it now (3.00x in the median, 2.90 to 3.10)",
         "note: a note",
     ]
 
@@ -145,39 +143,6 @@ def test_the_summary_has_no_line_for_what_is_not_known(parts: dict[str, Any], la
     assert len(found) == 1 + (not found[0].endswith(last))
 
 
-def test_a_terminal_shows_each_verdict_in_a_style_of_its_own_and_a_refusal_in_red() -> None:
-    entries = [Entry("fp32", f"pass-{verdict.value}", verdict, "why") for verdict in Verdict]
-    table, *lines = to_rich(ledger(entries=entries, lanes={"a": lane("a", refused="wrong")})).renderables
-    assert isinstance(table, Table)
-    assert [column.header for column in table.columns] == list(COLUMNS)
-    assert len({found.style for found in table.rows}) == len(Verdict)
-    styles = {line.plain.strip(): line.style for line in lines if isinstance(line, Text)}
-    assert [text for text, style in styles.items() if style == "bold red"] == ["REFUSED: wrong"]
-
-
-def test_regions_stand_before_the_whole_on_a_terminal_and_after_it_in_markdown() -> None:
-    inner = ledger(entries=[Entry("fp32", "inner-pass", Verdict.KEPT, "why")])
-    whole = ledger(
-        entries=[Entry("fp32", "outer-pass", Verdict.KEPT, "why")],
-        regions={"neck": ledger(regions={"neck.deep": inner})},
-    )
-    text, markdown = to_text(whole), to_markdown(whole)
-    order = ["submodule neck\n", "submodule neck.deep\n", "inner-pass", "outer-pass"]
-    assert sorted(order, key=text.index) == order
-    order = ["outer-pass", "### submodule `neck`\n", "### submodule `neck.deep`\n", "inner-pass"]
-    assert sorted(order, key=markdown.index) == order
-
-
-def test_plain_text_has_no_control_codes_though_the_environment_asks_for_colours(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "40")
-    text = to_text(ledger(entries=[Entry("fp32", "a-pass", Verdict.FAILED, "long " * 10 + "end")]))
-    assert "\x1b" not in text
-    assert "long " * 10 + "end" in text
-
-
 def test_a_bar_in_a_cell_does_not_end_it_in_markdown() -> None:
     text = to_markdown(ledger(entries=[Entry("fp32", "a-pass", Verdict.DECLINED, "a|b", hints=("c|d",))]))
     lines = text.splitlines()
@@ -191,22 +156,10 @@ def test_a_bar_in_a_cell_does_not_end_it_in_markdown() -> None:
 SAID = "no file [/b] of [torch.float32] :x:\nand more | so on"
 
 
-def test_what_an_exception_says_is_no_markup() -> None:
-    ledger = Ledger("Net", {}, (), entries=[Entry("fp32", "p", Verdict.FAILED, SAID)])
-    text = " ".join(to_text(ledger).split())
-    assert "no file [/b] of [torch.float32] :x: and more | so on" in text
-
-
 def test_a_row_of_markdown_is_one_line() -> None:
     ledger = Ledger("Net", {}, (), entries=[Entry("fp32", "p", Verdict.FAILED, SAID)])
     (line,) = [line for line in to_markdown(ledger).splitlines() if line.startswith("| fp32")]
     assert line.endswith("| no file [/b] of [torch.float32] :x: and more \\| so on |")
-
-
-def test_in_a_notebook_the_text_is_given_back_and_not_displayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    ledger = Ledger("Net", {}, (), entries=[Entry("fp32", "p", Verdict.KEPT, "faster")])
-    assert "faster" in to_text(ledger)
 
 
 def test_an_interval_without_an_end_is_told() -> None:
