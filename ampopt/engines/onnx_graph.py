@@ -25,6 +25,7 @@ from ampopt.ir.graph import (
     record_shapes,
     where,
 )
+from ampopt.ir.half_numbers import with_numbers_that_fit
 from ampopt.ir.integer_forms import with_integer_forms
 from ampopt.ir.origin import hand_on
 from ampopt.ir.program import Program
@@ -69,13 +70,15 @@ def model_of(
     """Convert a graph of plain ATen operators to an `onnx_ir.Model`; raises ExportError as `to_onnx`.
 
     Operators whose usual ONNX form overflows or cancels are written in a stable form, see `stable_forms`;
-    indices and divisions of integers are as in `integer_forms`.
+    indices and divisions of integers are as in `integer_forms`, factors that float16 rounds as in
+    `half_numbers`.
     """
     shapes = tuple(dict.fromkeys(named, torch.export.Dim.DYNAMIC) for named in dims)
     dynamic = shapes if any(dims) else None
     try:
         with capturing(), torch.no_grad(), EmulatedHalf():
-            stable = copy_of(with_integer_forms(with_stable_forms(graph, examples), examples))
+            fitting = with_numbers_that_fit(graph, examples)
+            stable = copy_of(with_integer_forms(with_stable_forms(fitting, examples), examples))
             hand_on(stable)  # for `_explain`
             exported = torch.export.export(stable, examples, dynamic_shapes=dynamic, strict=False)
         with capturing(), torch.no_grad(), exact_rules(), last_match_freed():
