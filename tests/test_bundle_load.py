@@ -247,6 +247,16 @@ def test_a_mixed_precision_lane_is_saved_with_its_own_tolerance(tmp_path: Path) 
     assert torch.allclose(loaded(X), lane(X), atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_keep_the_dtype_that_the_model_has_them_in(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = Model(lambda m, x: m.linear(x.to(dtype)).to(x.dtype), linear=nn.Linear(X.shape[-1], 4).to(dtype))
+    module = module_of(model.eval(), X)
+    module.save(tmp_path / "b", onnx=None)
+    loaded = ampopt.load(tmp_path / "b", device="cpu")
+    assert loaded.backend == "ampopt"
+    assert torch.equal(loaded(X), module(X))
+
+
 def _wrong_output(manifest: dict[str, Any], files: dict[str, bytes]) -> None:
     tensors = safetensors.torch.load(files["self_test.safetensors"])
     tensors["output.output"] = tensors["output.output"] + 0.1

@@ -105,7 +105,7 @@ def save_bundle(
     program = {"program": data, "recipe": write_recipe(recipe.passes)}
     files: dict[str, bytes | Path] = {
         "program.json": json.dumps(program, allow_nan=False).encode(),
-        "weights.safetensors": safetensors.torch.save({k: _storable(t) for k, t in weights.items()}),
+        "weights.safetensors": safetensors.torch.save(weights),
         "self_test.safetensors": safetensors.torch.save(test.tensors()),
         "report.json": json.dumps(module.report.to_dict(), indent=1).encode(),
     }

@@ -6,7 +6,7 @@ import contextlib
 
 import torch
 
-from ampopt.errors import InputError
+from ampopt.errors import AmpoptError, ExportError, InputError, first_line
 from ampopt.ir.capture import Captured
 from ampopt.ir.cuda_autocast import with_widening_casts
 from ampopt.ir.emulated_half import EmulatedHalf
@@ -24,6 +24,7 @@ from ampopt.ir.lanes import FP32, LANES, Lane
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Family, Pass, replay
 from ampopt.passes import PIPELINE, BakeAutocast, KeepFp32
+from ampopt.system.interrupts import check_interrupted
 
 HALF = LANES["amp"]["cuda"]
 """The lane of a float16 export, with CUDA's autocast rules on any device."""
@@ -67,12 +68,22 @@ def autocast_program(captured: Captured) -> Program:
 
 
 def _in_half(program: Program, steps: tuple[Pass, ...]) -> Program:
-    """The program after the steps, BakeAutocast or KeepFp32 among them, by CUDA's rules of float16."""
+    """The program after the steps, BakeAutocast or KeepFp32 among them, by CUDA's rules of float16.
+
+    Raises ExportError where an operator refuses float16, or a number that float16 does not hold.
+    """
     on_cpu = program.device.type == "cpu"
     if on_cpu:
         program = with_widening_casts(program)
-    with EmulatedHalf() if on_cpu else contextlib.nullcontext():
-        return _with_uniform_norms(replay(steps, HALF.start(program)))
+    try:
+        with EmulatedHalf() if on_cpu else contextlib.nullcontext():
+            return _with_uniform_norms(replay(steps, HALF.start(program)))
+    except AmpoptError:
+        raise
+    except Exception as error:
+        check_interrupted(error)
+        cause = error.__cause__ or error  # what a run of the graph raises names the node first
+        raise ExportError(f"the model does not run in float16: {first_line(cause)}") from error
 
 
 def _rewrites(recipe: tuple[Pass, ...]) -> tuple[Pass, ...]:

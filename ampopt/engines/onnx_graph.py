@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-import sys
 import textwrap
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from ampopt.engines.onnx_rules import exact_rules, last_match_freed
 from ampopt.errors import ExportError, InputError
 from ampopt.ir.capturing import capturing
 from ampopt.ir.emulated_half import EmulatedHalf
@@ -26,6 +25,7 @@ from ampopt.ir.graph import (
     record_shapes,
     where,
 )
+from ampopt.ir.half_numbers import with_numbers_that_fit
 from ampopt.ir.integer_forms import with_integer_forms
 from ampopt.ir.origin import hand_on
 from ampopt.ir.program import Program
@@ -70,16 +70,18 @@ def model_of(
     """Convert a graph of plain ATen operators to an `onnx_ir.Model`; raises ExportError as `to_onnx`.
 
     Operators whose usual ONNX form overflows or cancels are written in a stable form, see `stable_forms`;
-    indices and divisions of integers are as in `integer_forms`.
+    indices and divisions of integers are as in `integer_forms`, factors that float16 rounds as in
+    `half_numbers`.
     """
     shapes = tuple(dict.fromkeys(named, torch.export.Dim.DYNAMIC) for named in dims)
     dynamic = shapes if any(dims) else None
     try:
         with capturing(), torch.no_grad(), EmulatedHalf():
-            stable = copy_of(with_integer_forms(with_stable_forms(graph, examples), examples))
+            fitting = with_numbers_that_fit(graph, examples)
+            stable = copy_of(with_integer_forms(with_stable_forms(fitting, examples), examples))
             hand_on(stable)  # for `_explain`
             exported = torch.export.export(stable, examples, dynamic_shapes=dynamic, strict=False)
-        with capturing(), torch.no_grad(), _last_match_freed():
+        with capturing(), torch.no_grad(), exact_rules(), last_match_freed():
             result = torch.onnx.export(
                 exported,
                 dynamo=True,
@@ -96,25 +98,6 @@ def model_of(
     rename_dims(model, dims)
     _check_vocabulary(model, opset)
     return model
-
-
-@contextlib.contextmanager
-def _last_match_freed() -> Iterator[None]:
-    """Let the exporter's rewrite rules forget the last model after the block: each keeps a node of it.
-
-    So they keep its weights.
-    """
-    try:
-        yield
-    finally:
-        for rule in getattr(sys.modules.get("onnxscript.rewriter"), "_DEFAULT_REWRITE_RULES", ()):
-            matcher = getattr(rule, "_matcher", None)
-            for name in _OF_A_MATCH & getattr(matcher, "__dict__", {}).keys():
-                setattr(matcher, name, None)
-
-
-_OF_A_MATCH = {"_graph", "_current_node", "_match", "_tracer"}
-"""The attributes that onnxscript's matcher sets anew for each match (0.5 to 0.7)."""
 
 
 def _with_border(program: Program, io: str | None) -> tuple[fx.GraphModule, tuple[Tensor, ...]]:

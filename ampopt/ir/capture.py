@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ampopt.errors import CaptureError
 from ampopt.ir.capturing import capturing
+from ampopt.ir.custom_forward import shown_as_under_autocast
 from ampopt.ir.keywords import in_order, taken_by_name
 from ampopt.ir.lane_io import LaneIO, original_of
 from ampopt.ir.lifted_state import ARGUMENT, Attribute, LiftedState, with_state
@@ -85,7 +86,8 @@ def _export(
         from torch._export.converter import TS2EPConverter
 
         return TS2EPConverter(model, args, kwargs).convert()
-    return torch.export.export(model, args, kwargs, strict=False)
+    with shown_as_under_autocast():
+        return torch.export.export(model, args, kwargs, strict=False)
 
 
 def capture(

@@ -4,11 +4,13 @@ A policy decides, `bake` rewrites. `amp` does not repeat autocast's lists, which
 versions of PyTorch: it runs the graph once under `torch.autocast` and writes down what autocast does.
 `O1` and `O2` follow apex's documentation: O1 casts by lists (matrix products and convolutions down,
 functions that need range up, mixed arguments to the widest), O2 stores everything in the lower precision
-but keeps normalization in FP32. `half` is everything in the lower precision.
+but keeps normalization in FP32. `half` is everything in the lower precision. Under both, what the model
+itself casts to FP32 is computed in it, as it is after `model.half()`.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -170,14 +172,53 @@ class _AutocastRun(_Run):
 
 
 class _PolicyRun(_Run):
-    """Runs with every input in the dtype that a policy wants; None: mixed inputs go to the widest."""
+    """Runs with every input in the dtype that a policy wants; None: mixed inputs go to the widest.
 
-    def __init__(self, module: fx.GraphModule, wants: Callable[[fx.Node], torch.dtype | None]) -> None:
+    `keeps_wide`: calls with an operand that the model itself casts to FP32 are in FP32, up to the next
+    product with another operand, or cast. A cast to FP32 of what is computed in it was one back to the dtype
+    of another tensor, `y.to(x.dtype)`; one of a cast is the same cast again, as PyTorch's export writes it.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        wants: Callable[[fx.Node], torch.dtype | None],
+        *,
+        keeps_wide: bool = False,
+    ) -> None:
         super().__init__(module)
-        self._wants = wants
+        self._wants, self._keeps_wide = wants, keeps_wide
+        self._wide = set[fx.Node]()
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if self._keeps_wide and n.op == "call_function" and self._is_wide(n):
+            self._wide.add(n)
+        return result
+
+    def _is_wide(self, node: fx.Node) -> bool:
+        """Whether the result of a call is in FP32 because the model wants it to be."""
+        if node.target is operator.getitem:
+            return node.args[0] in self._wide
+        if stays_in_fp32(node):
+            return False  # where the model switches autocast off, it says itself where that ends
+        if node.target not in _CASTS:
+            dtype = self.dtypes.get(node, torch.float32)  # several results
+            return self._takes_wide(node) and (dtype is torch.float32 or dtype.is_complex)
+        source = node.all_input_nodes[0]
+        is_up = self.dtypes.get(source) in _FLOATING and self.dtypes[node] is torch.float32
+        return is_up and (source not in self._wide or source.target in _CASTS)
+
+    def _takes_wide(self, node: fx.Node) -> bool:
+        dtypes = {source: self.dtypes.get(source) for source in node.all_input_nodes}
+        operands = [n for n, dtype in dtypes.items() if dtype and (dtype in _FLOATING or dtype.is_complex)]
+        takes = all if is_product(node) else any
+        return bool(operands) and takes(operand in self._wide for operand in operands)
 
     def decide_and_call(self, node: fx.Node) -> Any:
         dtype = self._wants(node)
+        if self._takes_wide(node) and not stays_in_fp32(node):
+            dtype = torch.float32
         if dtype is None and node.target not in _NORMALIZATIONS:
             found = {self.dtypes[n] for n in node.all_input_nodes if self.dtypes.get(n) in _FLOATING}
             dtype = torch.float32 if len(found) > 1 else None
@@ -216,7 +257,8 @@ def decide(policy: str, program: Program, module: fx.GraphModule, dtype: torch.d
     def own_or_wanted(node: fx.Node) -> torch.dtype | None:
         return own_dtype(module, node) if stays_in_fp32(node) else wants(node)
 
-    return _run(_PolicyRun(module, own_or_wanted), program).decisions
+    run = _PolicyRun(module, own_or_wanted, keeps_wide=policy in ("O2", "half"))
+    return _run(run, program).decisions
 
 
 def _o1(node: fx.Node, dtype: torch.dtype) -> torch.dtype | None:

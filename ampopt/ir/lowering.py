@@ -36,6 +36,7 @@ from ampopt.ir.graph import (
 )
 from ampopt.ir.origin import carry_on, note_borders, note_exported
 from ampopt.ir.own_autocast import FULL_PRECISION
+from ampopt.ir.own_limits import widen_limits
 
 _ANY_LAYOUT: dict[Any, Any] = {
     aten.view.default: aten.reshape.default,
@@ -382,6 +383,7 @@ def _lower(exported: ExportedProgram, states: Sequence[str]) -> fx.GraphModule:
     for node in calls(module, _ANTIALIASED):
         if _is_column(node):
             _fix_layout(module, node)
+    widen_limits(module)
     note_borders(module)
     own_outputs(module)
     for node in module.graph.nodes:

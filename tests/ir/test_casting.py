@@ -95,6 +95,42 @@ def test_casts_of_the_models_own_are_nobodys_business() -> None:
         assert LOW in decisions[linear].values()
 
 
+def _upcast(m: Any, x: Tensor) -> Tensor:
+    y = m.outer(x)
+    wide = y.float()
+    scaled = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-6)
+    back = m.scale * scaled.to(y.dtype)
+    largest, _ = back.float().max(-1, keepdim=True)
+    return m.inner(back * 2) + largest  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("policy", ["O2", "half"])
+def test_what_the_model_casts_to_fp32_is_computed_in_it_until_it_is_cast_back(policy: str) -> None:
+    model = Model(_upcast, outer=nn.Linear(6, 4), scale=torch.ones(4), inner=nn.Linear(4, 4))
+    program = program_of(model.eval(), ROWS)
+    decisions = decide(policy, program, program.graph, LOW)
+    named = {node.name: set(decisions[node].values()) for node in calls(program.graph)}
+    assert LOW not in named["mul"] | named["mean"] | named["rsqrt"] | named["mul_1"]
+    assert named["mul_2"] == named["linear"] == {LOW}
+    assert LOW in named["linear_1"]
+    assert named["max_1"] == set()
+    assert named["add_1"] == {WIDE}
+
+
+@pytest.mark.parametrize("policy", ["O2", "half"])
+def test_products_stay_wide_where_all_that_they_multiply_is(policy: str) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.linear(x)
+        gram = y.float() @ y.float().mT
+        return (gram / gram.abs().max()) @ m.linear(x)  # type: ignore[no-any-return]
+
+    program = program_of(Model(forward, linear=nn.Linear(6, 4)).eval(), ROWS)
+    first, second = calls(program.graph, [aten.matmul.default])
+    decisions = decide(policy, program, program.graph, LOW)
+    assert decisions[first] == {}
+    assert set(decisions[second].values()) == {LOW}
+
+
 RECURRENT: dict[str, Callable[[], nn.Module]] = {
     "lstm": lambda: nn.LSTM(6, 4),
     "gru": lambda: nn.GRU(6, 4),

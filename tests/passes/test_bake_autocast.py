@@ -372,3 +372,21 @@ def test_what_the_model_takes_out_of_autocast_stays_in_fp32(policy: str) -> None
     first, last = (node for node in calls(baked.graph, [aten.matmul.default]))
     assert dtypes[first.name] is torch.float32
     assert dtypes[last.name] is torch.bfloat16
+
+
+@pytest.mark.parametrize("policy", ["O2", "half"])
+def test_squares_and_spectra_that_the_model_takes_in_fp32_are_right_under_every_policy(policy: str) -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        y = 300.0 * m.linear(x)
+        wide = y.float()
+        scaled = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-6)
+        spectrum = torch.fft.rfft(y.float(), norm="ortho")  # which no CPU has in float16
+        return scaled.to(y.dtype), torch.fft.irfft(spectrum * 0.5, norm="ortho")
+
+    model = Model(forward, linear=nn.Linear(16, 16)).eval()
+    x = 30.0 * torch.randn(TOKENS)
+    program = BakeAutocast(policy=policy).apply(program_of(model, x, lane=FP16)).program
+    with torch.no_grad():
+        expected = model(x)
+    for found, wanted in zip(program.run(x), expected, strict=True):
+        assert relative_error(found, wanted) < 2e-3

@@ -1,0 +1,56 @@
+"""The rewrite rules of torch.onnx's exporter (onnxscript's, 0.5 to 0.7): what they may match, and keep."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from ampopt.errors import need
+
+_OF_A_MATCH = {"_graph", "_current_node", "_match", "_tracer"}
+"""The attributes that a rule's matcher sets anew for each match."""
+
+_TOLERANCES = ("_rel_tol", "_abs_tol")
+"""The attributes of a number in a rule's pattern."""
+
+
+@contextlib.contextmanager
+def exact_rules() -> Iterator[None]:
+    """Let the rules take a number for 0 or 1 only where it is, in the block.
+
+    They drop `x + c` up to c = 1e-8, and `x * c` up to |c - 1| = 1e-5: `y / (y.sum() + 1e-8)` became NaN
+    where `y` is 0. Enter it within `capturing`: the rules are the whole process's.
+    """
+    need("onnxscript.rewriter", "onnx")
+    before = [(number, {name: getattr(number, name) for name in _TOLERANCES}) for number in _numbers()]
+    try:
+        for number, tolerances in before:
+            vars(number).update(dict.fromkeys(tolerances, 0.0))
+        yield
+    finally:
+        for number, tolerances in before:
+            vars(number).update(tolerances)
+
+
+@contextlib.contextmanager
+def last_match_freed() -> Iterator[None]:
+    """Let the rules forget the last model after the block: each keeps a node of it, and so its weights."""
+    try:
+        yield
+    finally:
+        for rule in _rules():
+            matcher = getattr(rule, "_matcher", None)
+            for name in _OF_A_MATCH & getattr(matcher, "__dict__", {}).keys():
+                setattr(matcher, name, None)
+
+
+def _rules() -> tuple[Any, ...]:
+    return getattr(sys.modules.get("onnxscript.rewriter"), "_DEFAULT_REWRITE_RULES", ())
+
+
+def _numbers() -> list[Any]:
+    """The numbers in the patterns of all rules."""
+    nodes = (node for rule in _rules() for node in getattr(rule, "_target_pattern", ()))
+    return [each for node in nodes for each in node.inputs if {*_TOLERANCES} <= vars(each).keys()]

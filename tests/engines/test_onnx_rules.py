@@ -1,0 +1,67 @@
+"""Rules of the exporter are exact: a small number in a sum is a number, and keeps divisions by 0 finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ampopt.engines.onnx_rules import exact_rules
+from tests.helpers import Model
+from tests.support.exporting import export, run
+
+X = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(0))
+
+EPS = torch.tensor(1e-9)
+
+MODELS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a sum": lambda m, x: x / (x.relu().sum(1, keepdim=True) + 1e-8),
+    "a norm": lambda m, x: x / (x.norm(dim=1, keepdim=True) + 1e-12),
+    "a mean of squares": lambda m, x: x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-10),
+    "rms_norm": lambda m, x: F.rms_norm(x, (6,), eps=1e-9),
+    "a logarithm": lambda m, x: (x.abs() + 1e-9).log(),
+    "a difference": lambda m, x: (x.abs() - 1e-9).abs().log(),
+    "a buffer": lambda m, x: x / (x.abs() + m.eps),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_small_number_is_added(name: str, tmp_path: Path) -> None:
+    model = Model(MODELS[name], eps=EPS).eval()
+    export(model, tmp_path / "model.onnx", X)
+    for x in (X, torch.zeros_like(X)):
+        found, wanted = torch.from_numpy(run(tmp_path / "model.onnx", x)[0]), model(x)
+        assert bool(wanted.isfinite().all())
+        assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_factor_near_1_multiplies(tmp_path: Path) -> None:
+    model = Model(lambda m, x: (x * 1.000009 - x) * 1e5).eval()
+    export(model, tmp_path / "model.onnx", X)
+    (found,) = run(tmp_path / "model.onnx", X)
+    assert torch.allclose(torch.from_numpy(found), model(X))
+
+
+def test_what_does_nothing_is_left_out(tmp_path: Path) -> None:
+    export(Model(lambda m, x: ((x + 0.0) * 1.0).relu()).eval(), tmp_path / "model.onnx", X)
+    assert [node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node] == ["Relu"]
+
+
+def test_the_rules_are_as_they_were_after_it() -> None:
+    from onnxscript.rewriter.rules.common import _no_op
+
+    def tolerances() -> list[float]:
+        nodes = (node for rule in _no_op.rules for node in rule._target_pattern._nodes)
+        return [each._abs_tol for node in nodes for each in node.inputs if hasattr(each, "_abs_tol")]
+
+    before = tolerances()
+    assert max(before) > 0
+    with exact_rules():
+        assert set(tolerances()) == {0.0}
+    assert tolerances() == before
