@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,34 +17,45 @@ from torch.utils import _pytree as pytree
 
 Call = Callable[..., object]
 
+Inputs = tuple[Any, ...]
+"""The positional arguments of a call: tensors, or lists, tuples and dicts with tensors in them."""
 
-def eager(model: nn.Module, _: tuple[Tensor, ...]) -> Call:
+
+def device_of(inputs: Inputs) -> torch.device:
+    """The device of a call's first tensor."""
+    found: torch.device = next(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)).device
+    return found
+
+
+def eager(model: nn.Module, _: Inputs) -> Call:
     """The model as it is, TF32 off."""
     return model
 
 
-def autocast(dtype: torch.dtype) -> Callable[[nn.Module, tuple[Tensor, ...]], Call]:
+def autocast(dtype: torch.dtype) -> Callable[[nn.Module, Inputs], Call]:
     """The model under `torch.autocast`."""
 
-    def contestant(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
-        device = inputs[0].device.type
+    def contestant(model: nn.Module, inputs: Inputs) -> Call:
+        device = device_of(inputs).type
 
-        def call(*tensors: Tensor) -> object:
+        def call(*given: Any) -> object:
             with torch.autocast(device, dtype):
-                return as_float(model(*tensors))
+                return as_float(model(*given))
 
         return call
 
     return contestant
 
 
-def cuda_graph(model: Call, inputs: tuple[Tensor, ...], *, copied: bool = False) -> Call:
+def cuda_graph(model: Call, inputs: Inputs, *, copied: bool = False) -> Call:
     """A plain CUDA graph around a function of such inputs: they are copied (and cast) into its own.
 
     Results are in buffers that the next call overwrites; with `copied`, each call's are its caller's, and in
     float32 in place of float16.
     """
-    static = [tensor.clone() for tensor in inputs]
+    leaves, spec = pytree.tree_flatten(inputs)
+    buffers = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    static = pytree.tree_unflatten(buffers, spec)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -54,7 +66,7 @@ def cuda_graph(model: Call, inputs: tuple[Tensor, ...], *, copied: bool = False)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = model(*static)
-    return _Replayed(model, static, graph, outputs, copied)
+    return _Replayed(model, buffers, graph, outputs, copied)
 
 
 WARM_CALLS = 4
@@ -66,14 +78,15 @@ class _Replayed:
     """A captured function. It keeps the model alive, because the graph reads its weights."""
 
     model: Call
-    static: list[Tensor]
+    static: list[Any]
     graph: torch.cuda.CUDAGraph
     outputs: object
     copied: bool
 
-    def __call__(self, *tensors: Tensor) -> object:
-        for buffer, tensor in zip(self.static, tensors, strict=True):
-            buffer.copy_(tensor)
+    def __call__(self, *inputs: Any) -> object:
+        for buffer, leaf in zip(self.static, pytree.tree_leaves(inputs), strict=True):
+            if isinstance(buffer, Tensor):
+                buffer.copy_(leaf)
         self.graph.replay()
         return pytree.tree_map_only(Tensor, _copied_out, self.outputs) if self.copied else self.outputs
 
@@ -99,13 +112,13 @@ def fold(model: nn.Module) -> nn.Module:
     return folded
 
 
-def half_channels_last_fold_graph(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
+def half_channels_last_fold_graph(model: nn.Module, inputs: Inputs) -> Call:
     """FP16 weights and activations, channels_last, BN folded, a plain CUDA graph, cuDNN's search on.
 
     It takes and gives float32; results are the caller's.
     """
     folded = fold(model).half().to(memory_format=torch.channels_last)
-    entered = tuple(as_half_channels_last(tensor) for tensor in inputs)
+    entered = pytree.tree_map_only(Tensor, as_half_channels_last, inputs)
     before = torch.backends.cudnn.benchmark
     try:
         torch.backends.cudnn.benchmark = True
@@ -114,10 +127,10 @@ def half_channels_last_fold_graph(model: nn.Module, inputs: tuple[Tensor, ...]) 
         torch.backends.cudnn.benchmark = before
 
 
-def channels_last_fold(model: nn.Module, _: tuple[Tensor, ...]) -> Call:
+def channels_last_fold(model: nn.Module, _: Inputs) -> Call:
     """BN folded and channels_last, in float32."""
     folded = fold(model).to(memory_format=torch.channels_last)
-    return lambda *tensors: folded(*map(as_channels_last, tensors))
+    return lambda *given: folded(*pytree.tree_map_only(Tensor, as_channels_last, given))
 
 
 def as_channels_last(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -54,26 +54,44 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     folder, now = results_folder(options.out, device), commit()
-    rows, left = rows_in(folder / "cold.json"), TimeLeft(options.budget_left, guess_s=FIRST_GUESS_S)
+    rows = rows_in(folder / "cold.json")
     names = options.models if options.again else still_to_run(options.models, rows, now)
+
+    def write(row: Row) -> None:
+        write_row(folder, row)
+        shown = to_markdown([row]).splitlines()
+        starts = (f"| {row['network']}", f"- {row['network']}")
+        print(*(line for line in shown if line.startswith(starts)), sep="\n", flush=True)
+
+    run_each(names, device, options, write, compiled=options.compile, most_s=MOST_S)
+
+
+def run_each(
+    names: Sequence[str],
+    device: torch.device,
+    options: argparse.Namespace,
+    write: Callable[[Row], object],
+    *,
+    compiled: bool,
+    most_s: float,
+) -> None:
+    """A default call of one network after another, while there is time for one more; each row is written."""
+    left = TimeLeft(options.budget_left, guess_s=FIRST_GUESS_S)
     for place, name in enumerate(names):
         if not left.another():
             print(f"no time left for {', '.join(names[place:])}", flush=True)
             return
-        row = default_call(
-            name, device, seconds=options.seconds, compiled=options.compile, most_s=left.most_s(MOST_S)
-        )
-        write_row(folder, row)
-        shown = to_markdown([row]).splitlines()
-        print(*(line for line in shown if line.startswith((f"| {name}", f"- {name}"))), sep="\n", flush=True)
+        limit_s = left.most_s(most_s)
+        write(default_call(name, device, seconds=options.seconds, compiled=compiled, most_s=limit_s))
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that every benchmark of cold processes has."""
+def add_options(parser: argparse.ArgumentParser, *, compiles: bool = True) -> None:
+    """The options that every benchmark of cold processes has; `compiles`: `torch.compile` is optional."""
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
     parser.add_argument("--seconds", type=float, default=0.0, help="of sampling, beyond the fewest rounds")
-    parser.add_argument("--compile", action="store_true", help="torch.compile reduce-overhead beside them")
+    if compiles:
+        parser.add_argument("--compile", action="store_true", help="torch.compile beside them")
     parser.add_argument(
         "--budget-left", type=float, metavar="S", help="begin no network that may end later than this"
     )

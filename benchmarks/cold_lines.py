@@ -11,7 +11,7 @@ Row = dict[str, Any]
 
 OURS, EAGER, EAGER_AMP, BY_HAND, COMPILED = (
     *("ampopt", "eager fp32", "eager amp"),
-    *("recipe by hand", "compile reduce-overhead"),
+    *("recipe by hand", "torch.compile"),
 )
 """Who is timed in a cold process."""
 

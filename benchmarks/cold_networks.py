@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from benchmarks.race_networks import RACE, racer
+from benchmarks.race_networks import RACE
 
-_CALIBRATION_BATCH = 8
+CALIBRATION_BATCH = 8
 """Images whose statistics batch normalization takes: it needs several where the feature map is one pixel."""
 
 _SEGMENTERS = ("deeplabv3_mobilenet_v3_large",)
@@ -40,7 +42,7 @@ def stranger(name: str) -> tuple[nn.Module, Tensor]:
         model, shape = _segmenter(name) if name in _SEGMENTERS else _from_timm(name)
     generator = torch.Generator().manual_seed(1)
     model.eval()
-    take_statistics(model, torch.randn(_CALIBRATION_BATCH, *shape, generator=generator))
+    take_statistics(model, torch.randn(CALIBRATION_BATCH, *shape, generator=generator))
     return model, torch.randn(1, *shape, generator=generator)
 
 
@@ -65,26 +67,18 @@ def _from_timm(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     return model, shape
 
 
-def take_statistics(model: nn.Module, batch: Tensor) -> None:
-    """Give batch normalization the statistics of one batch; the rest of the model stays in eval mode."""
+def take_statistics(model: nn.Module, *batch: Any) -> None:
+    """Give batch normalization the statistics of one call; the rest of the model stays in eval mode."""
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.train()
         norm.momentum = 1.0
     with torch.no_grad():
-        model(batch)
+        model(*batch)
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.eval()
         norm.momentum = momentum
-
-
-def anybody(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A network of `COLD` or of any benchmark, in eval mode, with its inputs, on the CPU."""
-    if name in COLD:
-        model, image = stranger(name)
-        return model, (image,)
-    return racer(name)
 
 
 def all_names() -> tuple[str, ...]:

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from benchmarks import by_hand
-from benchmarks.by_hand import Call
+from benchmarks import by_compile, by_hand
+from benchmarks.anybody import anybody
+from benchmarks.by_hand import Call, Inputs
 from benchmarks.cold_lines import BY_HAND, COMPILED, EAGER, EAGER_AMP, OURS
-from benchmarks.cold_networks import UnknownNetworkError, anybody
+from benchmarks.cold_networks import UnknownNetworkError
 from benchmarks.race_protocol import peak_bytes
 from benchmarks.regimes import Block, Subject, block, in_turn, summary
 from benchmarks.subjects import subject_of
@@ -47,24 +48,28 @@ def measure(
 ) -> Facts:
     """Everything of one network; `known` gets what the first call gave before peers can go wrong."""
     model, inputs = anybody(network)
-    model, inputs = model.to(device), tuple(tensor.to(device) for tensor in inputs)
+    model, inputs = model.to(device), pytree.tree_map_only(Tensor, lambda t: t.to(device), inputs)
     facts, fast = first_call(model, inputs, device)
     known({**facts, "error": "its process ended while it was timed"})
     calls: dict[str, Call] = {OURS: fast}
     contestants: dict[str, Facts] = {OURS: {}}
+    first: dict[str, object] = {}
     with ThreadPoolExecutor(1) as pool, torch.no_grad():
+        expected, facts["no_reference"] = _expected(model, inputs)
+        first[OURS] = fast(*fresh(inputs))
         for name, make in peers(device, compiled).items():
             start = time.perf_counter()
             try:
-                calls[name] = of_peers(pool, functools.partial(_made, make, model, inputs))
+                calls[name], first[name] = of_peers(pool, functools.partial(_made, make, model, inputs))
                 contestants[name] = {"prepare_s": time.perf_counter() - start}
             except Exception as failure:
                 contestants[name] = {"error": f"{type(failure).__name__}: {failure}"[:300]}
-        expected = reference(model, inputs)
         blocks: dict[str, Callable[[str], Block]] = {}
         for name, call in calls.items():
             run: Callable[..., Any] = _directly if name == OURS else functools.partial(of_peers, pool)
-            contestants[name]["relative_error"] = error_of(run(functools.partial(call, *inputs)), expected)
+            contestants[name]["relative_error"] = (
+                None if expected is None else error_of(first[name], expected)
+            )
             subject = subject_of(functools.partial(call, *inputs), device)
             blocks[name] = functools.partial(_block, run, subject)
         timed = in_turn(blocks, seconds=seconds, pause_s=PAUSE_S if device.type == "cpu" else 0.0)
@@ -73,12 +78,29 @@ def measure(
     return {**facts, "contestants": contestants}
 
 
-def _made(
-    make: Callable[[nn.Module, tuple[Tensor, ...]], Call], model: nn.Module, inputs: tuple[Tensor, ...]
-) -> Call:
-    call = make(model, inputs)
-    call(*inputs)
-    return call
+Make = Callable[[nn.Module, Inputs], Call]
+
+
+def _made(make: Make, model: nn.Module, inputs: Inputs) -> tuple[Call, object]:
+    """A peer of a copy of the model, whose state is as ampopt's is, and what its first call gives."""
+    from ampopt.ir.model_copy import private_copy
+
+    call = make(private_copy(model), fresh(inputs))
+    return call, call(*fresh(inputs))
+
+
+def fresh(inputs: Inputs) -> Inputs:
+    """Inputs of a call's own, which it may write to."""
+    found: Inputs = pytree.tree_map_only(Tensor, torch.clone, inputs)
+    return found
+
+
+def _expected(model: nn.Module, inputs: Inputs) -> tuple[list[Tensor] | None, str | None]:
+    """The outputs in float64, or why there are none: some models make float32 tensors of their own."""
+    try:
+        return reference(model, inputs), None
+    except Exception as failure:
+        return None, f"{type(failure).__name__}: {failure}"[:300]
 
 
 def of_peers(pool: Executor, work: Callable[[], T]) -> T:
@@ -107,8 +129,8 @@ def _block(run: Callable[[Callable[[], Block]], Block], subject: Subject, regime
     return run(functools.partial(block, subject, regime))
 
 
-def first_call(model: nn.Module, inputs: tuple[Tensor, ...], device: torch.device) -> tuple[Facts, Call]:
-    """The call that the README shows, timed, and what came of it."""
+def first_call(model: nn.Module, inputs: Inputs, device: torch.device) -> tuple[Facts, Call]:
+    """The call that the README shows, timed, and what came of it. It does not change the model."""
     start = time.perf_counter()
     import ampopt
     from ampopt.measure.headline import load_now
@@ -137,7 +159,7 @@ def first_call(model: nn.Module, inputs: tuple[Tensor, ...], device: torch.devic
     }, fast
 
 
-def peers(device: torch.device, compiled: bool) -> dict[str, Callable[[nn.Module, tuple[Tensor, ...]], Call]]:
+def peers(device: torch.device, compiled: bool) -> dict[str, Make]:
     """What a user could have instead within minutes; all take and give float32 that stays the caller's."""
     on_gpu = device.type == "cuda"
     half = torch.float16 if on_gpu else torch.bfloat16
@@ -146,31 +168,34 @@ def peers(device: torch.device, compiled: bool) -> dict[str, Callable[[nn.Module
     return found | ({COMPILED: _compiled} if compiled else {})
 
 
-def _compiled(model: nn.Module, inputs: tuple[Tensor, ...]) -> Call:
-    """`torch.compile` as one writes it without thinking, under autocast on a GPU."""
-    if inputs[0].device.type == "cpu":
-        return torch.compile(model, dynamic=False)
+def _compiled(model: nn.Module, inputs: Inputs) -> Call:
+    """`torch.compile` with one option: freezing on a CPU; reduce-overhead under autocast on a GPU."""
+    if by_hand.device_of(inputs).type == "cpu":
+        return by_compile.compiled(model, inputs, options=by_compile.FREEZING)
     amp = by_hand.autocast(torch.float16)(model, inputs)
     inner = torch.compile(amp, mode="reduce-overhead", dynamic=False)
-    return lambda *tensors: pytree.tree_map_only(Tensor, torch.clone, inner(*tensors))
+    return lambda *given: pytree.tree_map_only(Tensor, torch.clone, inner(*given))
 
 
-def reference(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+def reference(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     """The flat outputs of the model in float64."""
     from ampopt.ir.model_copy import private_copy
     from ampopt.ir.signature import flatten_outputs
 
     double = private_copy(model).double()
-    return list(flatten_outputs(double(*(tensor.double() for tensor in inputs)))[0])
+    given = pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, fresh(inputs))
+    return list(flatten_outputs(double(*given))[0])
 
 
 def error_of(outputs: object, expected: list[Tensor]) -> float | None:
-    """The largest relative error of the outputs; None where they have NaN or infinities."""
+    """The largest relative error of the outputs; None where they have NaN, infinities or other shapes."""
     from ampopt.ir.numerics import relative_error
     from ampopt.ir.signature import flatten_outputs
 
-    pairs = zip(flatten_outputs(outputs)[0], expected, strict=True)
-    error = max(relative_error(found, wanted) for found, wanted in pairs)
+    found = flatten_outputs(outputs)[0]
+    if len(found) != len(expected):
+        return None
+    error = max(relative_error(ours, wanted) for ours, wanted in zip(found, expected, strict=True))
     return error if math.isfinite(error) else None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils import _pytree as pytree
 from ampopt.errors import CaptureError
 from ampopt.ir.capturing import capturing
 from ampopt.ir.custom_forward import shown_as_under_autocast
+from ampopt.ir.graph import aten, calls, where
 from ampopt.ir.keywords import in_order, taken_by_name
 from ampopt.ir.lane_io import LaneIO, original_of
 from ampopt.ir.lifted_state import ARGUMENT, Attribute, LiftedState, with_state
@@ -126,6 +128,7 @@ def capture(
             _check_behaviour(model, behaviour, lift_state=lift_state)  # an export may leave fakes in a global
             state = behaviour.state
             exported = _export(working_copy(model), positional, named, state)
+            _check_assertions(kind, exported)
     except CaptureError:
         raise
     except Exception as error:
@@ -182,6 +185,40 @@ def _check_shapes(kind: str, exported: torch.export.ExportedProgram, outputs: Se
                 f"{kind} returns a tensor of shape {list(output.shape)}, where PyTorch's export expects "
                 f"{list(promised.shape)}"
             )
+
+
+def _check_assertions(kind: str, exported: torch.export.ExportedProgram) -> None:
+    """Raise CaptureError where the graph asserts that a number, which values decide, is above zero.
+
+    An operator's shape function may promise too much: torchvision's says that `nms` keeps at least two boxes.
+    The export has decided branches by that, and the graph raises where the model answers.
+    """
+    for node in calls(exported.graph_module, [aten._assert_scalar.default]):
+        condition, message = node.args
+        if isinstance(condition, fx.Node) and _is_lower_bound(condition):
+            said = (
+                str(message)
+                .removeprefix("Runtime assertion failed for expression ")
+                .partition(" on node ")[0]
+            )
+            raise CaptureError(
+                f"the graph of {kind} would hold only where {said}, which the inputs' values decide: "
+                f"{where(_source(condition))}"
+            )
+
+
+def _source(condition: fx.Node) -> fx.Node:
+    """The call that gave the tensor whose size or value a condition is about."""
+    node = condition
+    while node.all_input_nodes and not isinstance(node.meta.get("val"), Tensor):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_lower_bound(condition: fx.Node) -> bool:
+    """Whether it demands a number above zero: what no size has to be."""
+    least = condition.args[1] if condition.target is operator.ge else 0
+    return isinstance(least, int) and least > 0
 
 
 def _may_be(promised: Sequence[int | torch.SymInt], shape: Sequence[int]) -> bool:

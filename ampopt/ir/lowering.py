@@ -38,6 +38,8 @@ from ampopt.ir.origin import carry_on, note_borders, note_exported
 from ampopt.ir.own_autocast import FULL_PRECISION
 from ampopt.ir.own_limits import widen_limits
 
+_hop = torch.ops.higher_order
+
 _ANY_LAYOUT: dict[Any, Any] = {
     aten.view.default: aten.reshape.default,
     aten.view_as.default: aten.reshape_as.default,
@@ -246,14 +248,17 @@ def _is_plain(weight: Tensor) -> bool:
 def _copy_into(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, Any], *, full_precision: bool) -> None:
     """Copy a call; a block under the model's own `torch.autocast` is copied call by call in its place.
 
-    Where that block switches autocast off, its calls are marked for `bake-autocast`.
+    Where that block switches autocast off, its calls are marked for `bake-autocast`. A block in which
+    gradients are on or off is copied in its place, too: that changes no value.
     """
     if node.target is aten._assert_tensor_metadata.default:
         return  # it would forbid every later change of dtype
     if node.op == "get_attr" and isinstance(block := _block(node), fx.GraphModule):
         mapping[node] = block
-    elif node.target is torch.ops.higher_order.wrap_with_autocast:
-        _, _, enabled, _, block, *operands = node.args
+    elif node.target in (_hop.wrap_with_autocast, _hop.wrap_with_set_grad_enabled):
+        is_autocast = node.target is _hop.wrap_with_autocast
+        block, *operands = node.args[4 if is_autocast else 1 :]
+        full = not node.args[2] if is_autocast else full_precision
         inside = mapping[block].graph  # type: ignore[index]
         names = inside.find_nodes(op="placeholder")
         inner = dict(zip(names, (mapping[o] for o in operands), strict=True))  # type: ignore[index]
@@ -261,7 +266,7 @@ def _copy_into(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, Any], *, f
             if own.op == "output":
                 mapping[node] = [inner[result] for result in own.args[0]]
             elif own.op != "placeholder":
-                _copy_into(graph, own, inner, full_precision=not enabled)
+                _copy_into(graph, own, inner, full_precision=full)
     elif node.target is operator.getitem and isinstance(results := mapping[node.all_input_nodes[0]], list):
         mapping[node] = results[node.args[1]]  # type: ignore[index]
     elif node.op == "call_function":

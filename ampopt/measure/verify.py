@@ -26,6 +26,7 @@ from ampopt.ir.numerics import (
     relative_error,
     widened,
 )
+from ampopt.ir.unchecked_reads import why_nan_may_crash
 from ampopt.measure.draws import (
     CALLS_IN_A_ROW,
     Draw,
@@ -88,8 +89,11 @@ class Verifier(Original):
         self.draws = self._accepted(plain_draws(inputs, draws, seed, in_a_row=in_a_row))
         self._range_draws = range_draws(inputs, in_a_row=in_a_row)
         self._integer_draws = integer_draws(inputs, in_a_row=in_a_row)
-        self._fault_draws = fault_draws(inputs, in_a_row=in_a_row)
-        self._faults_elsewhere = faults_elsewhere(inputs, in_a_row=in_a_row)
+        crash = why_nan_may_crash(captured.program)
+        self._fault_draws = [] if crash else fault_draws(inputs, in_a_row=in_a_row)
+        self._faults_elsewhere = [] if crash else faults_elsewhere(inputs, in_a_row=in_a_row)
+        if crash is not None and faults != "ignore":
+            self.note = "; ".join(filter(None, (self.note, f"what becomes of NaN is not verified: {crash}")))
         if metric is not None:
             self._try_metric()
 

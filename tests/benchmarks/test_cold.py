@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 
 import ampopt
 from benchmarks import cold, cold_lines, cold_process, cold_start, regimes
+from benchmarks.anybody import anybody
 from benchmarks.cold import still_to_run, write_row
-from benchmarks.cold_networks import COLD, UnknownNetworkError, anybody, stranger, take_statistics
+from benchmarks.cold_networks import COLD, UnknownNetworkError, stranger, take_statistics
 from benchmarks.cold_start import default_call
 from benchmarks.cold_table import by_hand_ratio, to_markdown
 from benchmarks.race_protocol import CACHES
@@ -172,6 +174,57 @@ def test_peers_search_in_a_thread_of_their_own_and_ampopt_has_the_users_switch(
     assert thread != threading.get_ident()
 
 
+class Remembering(nn.Module):
+    """Each call adds what it is given, and writes to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total: Tensor | None = None
+
+    def forward(self, given: list[Tensor]) -> Tensor:
+        """The sum of all so far."""
+        self.total = given[0] + (0 if self.total is None else self.total)
+        given[0].zero_()
+        return self.total
+
+
+def test_errors_are_those_of_a_first_call_on_inputs_that_nobody_wrote_to(
+    monkeypatch: pytest.MonkeyPatch, short_blocks: None
+) -> None:
+    x = torch.randn(3, 4)
+    monkeypatch.setattr(cold_process, "anybody", lambda _: (Remembering(), ([x],)))
+    monkeypatch.setattr(ampopt, "optimize", lambda model, given: Fast(copy.deepcopy(model)))
+    given = cold_process.peers(CPU, False)
+    monkeypatch.setattr(cold_process, "peers", lambda *_: given)
+    found = cold_process.measure("any", CPU)["contestants"]
+    assert {name: each["relative_error"] for name, each in found.items()} == dict.fromkeys(found, 0.0)
+    assert len(found) == 4
+
+
+def test_without_a_reference_in_float64_the_row_says_why_and_has_times(
+    monkeypatch: pytest.MonkeyPatch, short_blocks: None
+) -> None:
+    class Single(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ torch.ones(4, 4)
+
+    model = Fast(Single())
+    monkeypatch.setattr(cold_process, "anybody", lambda _: (model, (torch.randn(3, 4),)))
+    monkeypatch.setattr(ampopt, "optimize", lambda model, _: model)
+    monkeypatch.setattr(cold_process, "peers", lambda *_: {})
+    facts = cold_process.measure("any", CPU)
+    assert "double" in facts["no_reference"].lower()
+    assert facts["contestants"]["ampopt"]["relative_error"] is None
+    assert set(REGIMES) <= set(facts["contestants"]["ampopt"])
+
+
+def test_outputs_of_another_number_or_shape_have_no_error() -> None:
+    ones = torch.ones(3)
+    assert cold_process.error_of({"a": ones}, [ones]) == 0
+    assert cold_process.error_of([ones, ones], [ones]) is None
+    assert cold_process.error_of([torch.ones(4)], [ones]) is None
+
+
 def test_what_the_first_call_gave_is_kept_if_peers_take_the_process_with_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -239,7 +292,7 @@ def test_a_stranger_is_the_same_each_time_and_an_unknown_one_says_so(monkeypatch
     weights, same = model.state_dict(), again.state_dict()
     assert all(torch.equal(weights[name], same[name]) for name in weights)
     assert anybody("linear5x128")[1][0].shape == (20, 128)
-    monkeypatch.setattr("benchmarks.cold_networks.COLD", ("no_such_net",))
+    monkeypatch.setattr("benchmarks.anybody.COLD", ("no_such_net",))
     with pytest.raises(UnknownNetworkError, match="no no_such_net in timm"):
         anybody("no_such_net")
 

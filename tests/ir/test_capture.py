@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, namedtuple
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -185,6 +186,37 @@ def test_what_is_no_pure_function_of_its_inputs_is_declined(function: Any, reaso
     with pytest.raises(CaptureError, match=reason):
         captured_of(model, X.clone())
     assert snapshot.differences(before, snapshot.of_torch()) == []
+
+
+@pytest.fixture(scope="module")
+def keep() -> Iterator[Any]:
+    """An operator that keeps what is positive, whose shape function promises at least as many as asked."""
+    with torch.library._scoped_library("ampopt_test_capture", "FRAGMENT") as library:
+        library.define("keep(Tensor x, int least) -> Tensor")
+        library.impl("keep", lambda x, least: x[x > 0], "CPU")
+
+        def shape(x: Tensor, least: int) -> Tensor:
+            return x.new_empty(torch.library.get_ctx().new_dynamic_size(min=least))
+
+        torch.library.register_fake("ampopt_test_capture::keep", shape, lib=library)
+        yield torch.ops.ampopt_test_capture.keep
+
+
+def test_a_shape_function_that_promises_too_much_is_no_reason_to_fail(keep: Any) -> None:
+    model = Model(lambda m, x: keep(m.conv(x), 2) * 2, conv=conv()).eval()
+    with pytest.raises(
+        CaptureError, match=r"would hold only where u0 >= 2, which the inputs' values decide: keep"
+    ):
+        captured_of(model, X)
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.0, 1.0])
+def test_a_size_that_values_decide_may_be_any(keep: Any, value: float) -> None:
+    for function in (lambda m, x: keep(m.conv(x), 0) * 2, lambda m, x: torch.nonzero(m.conv(x) > 0)):
+        model = Model(function, conv=conv()).eval()
+        original, captured = captured_of(model, X)
+        x = torch.full_like(X, value)
+        assert torch.equal(captured.program.run(x)[0], original(x))
 
 
 def test_a_dropout_that_is_off_draws_nothing() -> None:

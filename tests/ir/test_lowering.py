@@ -152,6 +152,25 @@ def _with_own_autocast(m: Any, x: Tensor) -> Tensor:
     return out
 
 
+def _with_gradients_on(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        y = m.conv(x)
+        with torch.autocast("cpu", enabled=False), torch.no_grad():
+            z = y.exp()
+    return y.detach() + 1, z.detach().mul(2)
+
+
+def test_a_block_in_which_gradients_are_on_or_off_is_written_out_in_its_place() -> None:
+    original, captured = captured_of(Model(_with_gradients_on, conv=conv()), X)
+    graph = captured.program.graph.graph
+    assert not any("wrap_with" in str(node.target) for node in graph.nodes)
+    marked = {str(node.target) for node in graph.nodes if FULL_PRECISION in node.meta}
+    assert "aten.exp.default" in marked
+    assert "aten.conv2d.default" not in marked
+    for found, expected in zip(captured.program.run(X), original(X), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_a_block_under_the_models_own_autocast_is_written_out_in_its_place() -> None:
     original, captured = captured_of(Model(_with_own_autocast, conv=conv()), X)
     nodes = list(calls(captured.program.graph))

@@ -42,6 +42,43 @@ def test_a_fault_in_one_element_stays_one(run: Any, faults: Any, passes: bool) -
     assert (check.spread is not None) is (run is spreading and passes)
 
 
+class Unchecked(nn.Module):
+    """Its convolution reads where its input says, and does not look whether that is a number."""
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """The convolved input."""
+        out: Tensor = torch.ops.torchvision.deform_conv2d(
+            x,
+            torch.ones(2, 3, 1, 1),
+            offsets,
+            x.new_ones(1, 1, 4, 4),
+            x.new_zeros(2),
+            *(1, 1, 0, 0, 1, 1),
+            1,
+            1,
+            False,
+        )
+        return out
+
+
+def test_operators_that_crash_with_nan_are_never_given_any() -> None:
+    pytest.importorskip("torchvision")
+    offsets, image = torch.randn(1, 2, 4, 4), torch.randn(1, 3, 4, 4)
+    verifier, original = verifier_of(Unchecked(), image, offsets)
+    given: list[Tensor] = []
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        given.extend(tensors)
+        return [original(*tensors)]
+
+    assert verifier.check(run, FP32, everywhere=True).passed
+    assert verifier.lost_fault(run, FP32) is None
+    assert given
+    assert all(bool(tensor.isfinite().all()) for tensor in given)
+    assert verifier.note is not None
+    assert "what becomes of NaN is not verified: " in verifier.note
+
+
 def test_a_fault_counts_in_every_lane_with_a_metric_and_with_a_tolerance() -> None:
     for options in ({"metric": lambda a, b: 0.0}, {"tolerance": 0.5}):
         verifier, _ = verifier_of(nn.ReLU(), X, **options)

@@ -1,0 +1,68 @@
+"""The default call on as many kinds of networks as there are: who is slower, who fails, and why.
+
+    python -m benchmarks.breadth [--models NAME ...] [--seconds S] [--budget-left S] [--again]
+
+As `benchmarks.cold`, with `torch.compile` beside it, on the networks of `benchmarks.breadth_networks`. Adds
+a row to DIR/<device>/breadth.json after each network, and makes the table and the histogram anew. It goes on
+over many commits: networks that have figures of any commit are skipped; one that failed is run again at
+another commit, after those that never ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import operator
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.breadth_networks import BREADTH
+from benchmarks.breadth_table import draw, standing, to_markdown
+from benchmarks.cold import add_options, rows_in, run_each
+from benchmarks.results_files import Row, commit, results_folder, update
+
+MOST_S = 3600.0
+"""After which a cold process is ended: a detector takes seconds a call on a CPU, and is called 200 times."""
+
+
+def still_to_run(names: Sequence[str], rows: Sequence[Row], now: str) -> list[str]:
+    """Those that never ran, then those without figures that were last tried at another commit."""
+    known = {row["network"]: row for row in rows}
+    never = [name for name in names if name not in known]
+    return never + [
+        name
+        for name in names
+        if name in known and "contestants" not in known[name] and known[name]["commit"] != now
+    ]
+
+
+def write_row(folder: Path, row: Row) -> None:
+    """Add or replace a network's row in breadth.json; make the table and the histogram anew."""
+    kept = {key: value for key, value in row.items() if key != "report"}  # of 30 kB each
+    rows = update(folder / "breadth.json", [kept], operator.itemgetter("network"), BREADTH)
+    (folder / "breadth.md").write_text(to_markdown(rows), encoding="utf-8")
+    draw(rows, folder / "breadth.png")
+
+
+def main() -> None:
+    """Run every network asked for that has no figures yet, and write the results after each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    add_options(parser, compiles=False)
+    parser.add_argument("--models", nargs="+", choices=BREADTH, default=list(BREADTH), metavar="NAME")
+    parser.add_argument("--again", action="store_true", help="also networks that have figures")
+    options = parser.parse_args()
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    folder = results_folder(options.out, device)
+    rows = rows_in(folder / "breadth.json")
+    names = options.models if options.again else still_to_run(options.models, rows, commit())
+
+    def write(row: Row) -> None:
+        write_row(folder, row)
+        print(f"{row['network']}: {row.get('skipped') or '; '.join(standing([row])[1:])}", flush=True)
+
+    run_each(names, device, options, write, compiled=True, most_s=MOST_S)
+
+
+if __name__ == "__main__":
+    main()
