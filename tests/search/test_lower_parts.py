@@ -234,10 +234,13 @@ def test_after_an_interruption_the_best_so_far_serves(times: int, monkeypatch: p
 
 
 def test_a_submodule_that_fails_in_lower_precision_stays_in_fp32() -> None:
-    class Failing(Tolerant):
+    class Failing(OneOfTwo):
         def __init__(self) -> None:
             super().__init__()
             self.second = Inverting()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.first(x) * (1 + int(x.mean().item() > 1e6)), self.second(x)
 
     report = made(Failing().eval()).report
     assert lanes_of(report) == {"first": "amp", "second": "fp32"}
@@ -254,3 +257,39 @@ class Inverting(nn.Module):
     def forward(self, y: Tensor) -> Tensor:
         """The determinants."""
         return torch.linalg.det(self.linear(y))
+
+
+class Returning(nn.Module):
+    """Returns its input beside features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The features, and the input as it is."""
+        return self.conv(x), x
+
+
+class Writing(nn.Module):
+    """Writes to what a submodule gives back of its input, which is then its own tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Returning()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The features, beside twice the input."""
+        x = x * 1
+        y, same = self.body(x)
+        same.mul_(2 + int(y.sum().item() > 1e9))
+        return torch.cat([x, y])
+
+
+def test_what_is_given_back_as_it_is_stays_exact_and_the_same_tensor() -> None:
+    model = Writing().eval()
+    fast = made(model)
+    assert lanes_of(fast.report) == {"body": "amp"}, fast.report.notes
+    with torch.no_grad():
+        (same, _), (expected, _) = fast(X), model(X)
+    assert torch.equal(same, expected)
