@@ -54,6 +54,10 @@ COMPARING_S = 1.0
 FEWEST_CALLS = calls_to_verify(0) + CALLS_OF_A_TRIAL + CALLS_TO_COMPARE
 """Number of calls of a submodule for which its share has to last. Else FP32 keeps the whole time."""
 
+ENOUGH_S = 10.0
+"""Time in seconds that the search for the longest submodule's FP32 form keeps in any case: some passes and
+engines take seconds however short a call is."""
+
 SPENT = "the time budget was spent"
 
 
@@ -113,9 +117,13 @@ class LowerParts:
     def reserved_s(self, seconds: float) -> float:
         """The part of the submodules' time that is for lower precision; none where FP32 needs all of it."""
         tolerated = {region.name for regions in self._tolerated.values() for region in regions}
+        if not tolerated:
+            return 0.0
         needed, whole = sum(self._took[name] for name in tolerated), sum(self._took.values())
-        share = SHARE * needed / whole if whole else 0.0
-        return share * seconds if share * seconds >= FEWEST_CALLS * needed else 0.0
+        reserved_s = SHARE * seconds * needed / whole
+        longest_s = (seconds - reserved_s) * max(self._took.values()) / whole
+        is_enough = reserved_s >= FEWEST_CALLS * needed and longest_s >= ENOUGH_S
+        return reserved_s if is_enough else 0.0
 
     def optimize(
         self, modules: Mapping[str, OptimizedModule], end: float, progress: Progress, sandbox: Sandbox

@@ -17,7 +17,10 @@ from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import Gain
 from ampopt.search import lower_parts
 from ampopt.search.lower_parts import LowerParts
-from tests.helpers import with_statistics
+from ampopt.search.options import Options
+from ampopt.search.region import Region
+from ampopt.search.whole_check import WholeCheck
+from tests.helpers import BF16, with_statistics
 from tests.support import snapshot
 from tests.support.planted import keep_the_patched, optimize
 
@@ -42,7 +45,8 @@ class Tolerant(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = body(), nn.Conv2d(4, 4, 3)
+        self.first = body()
+        self.second: nn.Module = nn.Conv2d(4, 4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         """The features, shaded where they are far too bright."""
@@ -177,6 +181,24 @@ def test_where_no_time_is_left_fp32_serves(monkeypatch: pytest.MonkeyPatch) -> N
     assert notes_on(report, "first")[0].endswith("the time budget was spent")
 
 
+@pytest.mark.parametrize(
+    ("call_s", "seconds", "reserved"),
+    [(0.01, 54.0, 27.0), (0.01, 30.0, 0.0), (0.6, 54.0, 0.0), (0.6, 300.0, 150.0)],
+    ids=["enough", "short", "slow", "slow and long"],
+)
+def test_fp32_keeps_the_whole_time_where_half_of_it_is_too_short(
+    call_s: float, seconds: float, reserved: float
+) -> None:
+    model, options = Tolerant().eval(), Options(precision="auto")
+    none: Any = None
+    found = [Region(name, model.get_submodule(name), none, []) for name in ("first", "second")]
+    check = WholeCheck(model, (X,), {}, torch.device("cpu"), 1e-2)
+    lower = LowerParts(model, check, found, [call_s, call_s], options)
+    assert lower.reserved_s(seconds) == 0.0  # before anything is known to be tolerated
+    lower._tolerated = {BF16: found}
+    assert lower.reserved_s(seconds) == reserved
+
+
 def _gains(monkeypatch: pytest.MonkeyPatch, *gains: float) -> None:
     """What comparisons with lower precision say, one after another, the last again and again."""
     whole, left = headline.compare_fairly, list(gains)
@@ -256,7 +278,7 @@ class Inverting(nn.Module):
 
     def forward(self, y: Tensor) -> Tensor:
         """The determinants."""
-        return torch.linalg.det(self.linear(y))
+        return torch.linalg.det(self.linear(y))  # type: ignore[no-any-return]
 
 
 class Returning(nn.Module):
