@@ -164,6 +164,15 @@ def test_a_model_without_any_graph_runs_as_it_was() -> None:
     assert torch.equal(fast(X.abs()), X.abs() + 1)
 
 
+def test_saving_is_refused_with_the_line_that_is_in_the_way() -> None:
+    fast = optimize(with_statistics(Branching()), X.abs(), precision="fp32", budget_s=1.0)
+    line = r'because of test_regions\.py:\d+, "out: Tensor = self\.bright\(x\) if x\.mean\(\) > 0 else'
+    with pytest.raises(InputError, match=f"a bundle holds a model .* not one graph: .* {line}"):
+        fast.save("robot.ampopt")
+    with pytest.raises(InputError, match=f"an ONNX file holds a model .* not one graph: .* {line}"):
+        fast.export_onnx("model.onnx")
+
+
 def test_training_moving_and_pickling_are_refused() -> None:
     fast = optimize(with_statistics(Branching()), X.abs())
     for refused in (fast.train, fast.half, lambda: fast.to("meta"), lambda: pickle.dumps(fast)):
