@@ -35,7 +35,7 @@ from ampopt.search.region import MOST_CALLS, Region, optimize_region
 from ampopt.search.rehearsal import Sandbox
 from ampopt.search.subject import rest_s
 from ampopt.search.trials import Progress
-from ampopt.search.whole_check import WholeCheck
+from ampopt.search.whole_check import WholeCheck, all_finite
 from ampopt.system.budget import CALLS_OF_A_TRIAL, CALLS_TO_COMPARE, calls_to_verify
 from ampopt.system.interrupts import check_interrupted, interruptible
 
@@ -111,8 +111,11 @@ class LowerParts:
         end = time.perf_counter() + LOOKING * seconds
         worth = [region for region in self._regions if self._took[region.name] >= LEAST * call_s]
         for lane in self._asked:
-            quick = [r for r in worth if self._is_callable(r, lane, seconds)]
-            self._tolerated[lane] = self._accepted([], quick, lane, end)
+            answering = [r for r in worth if self._is_callable(r, lane, seconds)]
+            overflowing = [r for r in answering if self._overflows(r, lane)]
+            told = [r for r in answering if r not in overflowing]
+            found = [*self._accepted([], told, lane, end), *overflowing]
+            self._tolerated[lane] = sorted(found, key=lambda region: -self._took[region.name])
 
     def reserved_s(self, seconds: float) -> float:
         """The part of the submodules' time that is for lower precision; none where FP32 needs all of it."""
@@ -185,6 +188,15 @@ class LowerParts:
         if took > most_s:
             self.reasons.append(self._stays(region, lane, f"one call takes over {most_s:.2g} s"))
         return took <= most_s
+
+    def _overflows(self, region: Region, lane: Lane) -> bool:
+        """Whether autocast tells nothing about a submodule, because its search would have to rescue it."""
+        with untouched_rng(self._device), Settings().scope(self._device):
+            rows = [map_tensors(copied, *region.calls[0]) for _ in range(2)]
+            model = working_copy(region.original)
+            lowered = _Lowered(working_copy(region.original), lane, self._device)
+            (args, kwargs), (own_args, own_kwargs) = rows
+            return all_finite(model(*args, **kwargs)) and not all_finite(lowered(*own_args, **own_kwargs))
 
     def _accepted(self, base: list[Region], more: list[Region], lane: Lane, end: float) -> list[Region]:
         """`base` and as many more as the whole tolerates under autocast, found by halves, the first first."""

@@ -24,7 +24,7 @@ MOST_CALLS = 8
 """Number of different calls of a submodule, in a call of the model, for which programs are made."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Region:
     """A submodule that can be optimized, with its different calls in a call of the model."""
 

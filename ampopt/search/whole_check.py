@@ -111,7 +111,7 @@ class WholeCheck:
     def _distance(self, expected: Any, found: Any) -> Distance:
         if self.metric is None:
             return distance(expected, found)
-        if _is_finite(expected) and not _is_finite(found):
+        if all_finite(expected) and not all_finite(found):
             return Distance(math.inf)
         value = float(self.metric(kept(found), kept(expected)))  # it may write into them
         return Distance(value if value == value else math.inf)
@@ -155,7 +155,7 @@ class WholeCheck:
         return worst
 
 
-def _is_finite(result: Any) -> bool:
+def all_finite(result: Any) -> bool:
     """Whether all tensors of a result, as far as PyTorch finds them, have finite elements alone."""
     leaves = tensors_of(pytree.tree_leaves(result))
     return all(bool(torch.isfinite(each).all()) for each in leaves if each.layout is torch.strided)

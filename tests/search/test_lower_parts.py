@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -82,10 +82,10 @@ class OneOfTwo(Tolerant):
         return {"features": self.first(x), "level": level(self.second(x))}
 
 
-def made(model: nn.Module, **options: Any) -> Any:
+def made(model: nn.Module, keep: Sequence[str] = (), **options: Any) -> Any:
     with_statistics(model)
     before = snapshot.of_model(model), snapshot.of_torch()
-    fast = optimize(model, X, cache=False, passes=PASSES, **options)
+    fast = optimize(model, X, cache=False, passes=[*PASSES, *keep], **options)
     assert snapshot.differences(before[0], snapshot.of_model(model)) == []
     assert snapshot.differences(before[1], snapshot.of_torch()) == []
     return fast
@@ -279,6 +279,31 @@ class Inverting(nn.Module):
     def forward(self, y: Tensor) -> Tensor:
         """The determinants."""
         return torch.linalg.det(self.linear(y))  # type: ignore[no-any-return]
+
+
+class Overflowing(Tolerant):
+    """One whose first submodule leaves float16's range, and comes back into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(Scaled(3, 1e6), Scaled(4, 1e-6), nn.Conv2d(4, 4, 3, padding=1))
+
+
+class Scaled(nn.Conv2d):
+    """A convolution with large or small weights."""
+
+    def __init__(self, channels: int, factor: float) -> None:
+        super().__init__(channels, 4, 3, padding=1, bias=False)
+        with torch.no_grad():
+            self.weight.mul_(factor)
+
+
+def test_what_overflows_under_autocast_is_searched_all_the_same() -> None:
+    torch.manual_seed(0)
+    model = Overflowing().eval()
+    fast = made(model, amp_dtype=torch.float16, keep=["keep-fp32"])
+    assert lanes_of(fast.report) == {"first": "amp", "second": "amp"}, fast.report.notes
+    assert any(name.startswith("keep-fp32") for name in fast.report.regions["first"].lanes["amp"].passes)
 
 
 class Returning(nn.Module):
