@@ -39,9 +39,6 @@ from ampopt.search.whole_check import WholeCheck, all_finite
 from ampopt.system.budget import CALLS_OF_A_TRIAL, CALLS_TO_COMPARE, calls_to_verify
 from ampopt.system.interrupts import check_interrupted, interruptible
 
-SHARE = 0.5
-"""Share of the time of a submodule's search for lower precision, if the whole tolerates that."""
-
 LOOKING = 0.1
 """Share of the submodules' time for learning which of them the whole tolerates in lower precision."""
 
@@ -57,6 +54,9 @@ FEWEST_CALLS = calls_to_verify(0) + CALLS_OF_A_TRIAL + CALLS_TO_COMPARE
 ENOUGH_S = 10.0
 """Time in seconds that the search for the longest submodule's FP32 form keeps in any case: some passes and
 engines take seconds however short a call is."""
+
+LEAST_S = 5.0
+"""Time in seconds without which no search for lower precision is begun."""
 
 SPENT = "the time budget was spent"
 
@@ -117,16 +117,18 @@ class LowerParts:
             found = [*self._accepted([], told, lane, end), *overflowing]
             self._tolerated[lane] = sorted(found, key=lambda region: -self._took[region.name])
 
-    def reserved_s(self, seconds: float) -> float:
-        """The part of the submodules' time that is for lower precision; none where FP32 needs all of it."""
+    def weight_s(self, seconds: float) -> float:
+        """Time of a call of the submodules whose lower forms get as much time as their FP32 forms.
+
+        `seconds` are left for all. 0 where FP32 needs all of them.
+        """
         tolerated = {region.name for regions in self._tolerated.values() for region in regions}
         if not tolerated:
             return 0.0
-        needed, whole = sum(self._took[name] for name in tolerated), sum(self._took.values())
-        reserved_s = SHARE * seconds * needed / whole
-        longest_s = (seconds - reserved_s) * max(self._took.values()) / whole
-        is_enough = reserved_s >= FEWEST_CALLS * needed and longest_s >= ENOUGH_S
-        return reserved_s if is_enough else 0.0
+        needed = sum(self._took[name] for name in tolerated)
+        calls = seconds / (sum(self._took.values()) + needed)
+        is_enough = calls >= FEWEST_CALLS and calls * max(self._took.values()) >= ENOUGH_S
+        return needed if is_enough else 0.0
 
     def optimize(
         self, modules: Mapping[str, OptimizedModule], end: float, progress: Progress, sandbox: Sandbox
@@ -139,11 +141,11 @@ class LowerParts:
         for lane, tolerated in self._tolerated.items():
             waiting = [region for region in tolerated if region.name not in self.lanes]
             for index, region in enumerate(waiting):
-                left = end - time.perf_counter()
-                if left < FEWEST_CALLS * self._took[region.name]:
-                    self.reasons += [self._stays(each, lane, SPENT) for each in waiting[index:]]
-                    break
-                share = left * self._took[region.name] / sum(self._took[r.name] for r in waiting[index:])
+                left, took = end - time.perf_counter(), self._took[region.name]
+                share = left * took / sum(self._took[each.name] for each in waiting[index:])
+                if share < max(LEAST_S, FEWEST_CALLS * took):
+                    self.reasons.append(self._stays(region, lane, SPENT))
+                    continue
                 if self._try(region, lane, share, progress, sandbox):
                     return True
         return False
@@ -171,7 +173,7 @@ class LowerParts:
     def _is_callable(self, region: Region, lane: Lane, seconds: float) -> bool:
         """Whether a call of the original submodule in a lane gives a result, and within a trial's time."""
         whole = sum(self._took.values())
-        share = SHARE * seconds * self._took[region.name] / whole if whole else 0.0
+        share = 0.5 * seconds * self._took[region.name] / whole if whole else 0.0
         most_s = max(SLOW_CALL_S, share / CALLS_OF_A_TRIAL)
         args, kwargs = map_tensors(copied, *region.calls[0])
         call = functools.partial(_Lowered(working_copy(region.original), lane, self._device), *args, **kwargs)

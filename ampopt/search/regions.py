@@ -25,7 +25,7 @@ from ampopt.measure.sampling import Gain, Measurement
 from ampopt.search.between import Between
 from ampopt.search.lane_probe import seconds_of_a_call
 from ampopt.search.last_comparison import HEADLINE
-from ampopt.search.lower_parts import SHARE, LowerParts
+from ampopt.search.lower_parts import LowerParts
 from ampopt.search.optimizer import BRIEFLY_S
 from ampopt.search.options import AUTO_TOLERANCE, Options
 from ampopt.search.partly_optimized import PartlyOptimizedModule, patched
@@ -131,17 +131,17 @@ class PartwiseOptimizer:
         now = time.perf_counter()
         seconds = (self._end - now) * max(inside, 1 - MOST_BETWEEN)
         end, lower = now + seconds, LowerParts(self._original, self._check, regions, took, self._part_options)
-        reserved_s = 0.0
+        lower_s = 0.0
         if seconds > 0:
             try:
                 with interruptible():
                     lower.look(call_s, seconds)
-                reserved_s = lower.reserved_s(end - time.perf_counter())
+                lower_s = lower.weight_s(end - time.perf_counter())
             except KeyboardInterrupt:
                 return True
             except Exception as error:
                 self._ledger.notes.append(f"lower precision was not tried: {first_line(error)}")
-        if self._optimize_in_fp32(regions, took, end, reserved_s):
+        if self._optimize_in_fp32(regions, took, end, lower_s):
             return True
         return self._optimize_lower(lower, end)
 
@@ -163,22 +163,20 @@ class PartwiseOptimizer:
         return was_cut_off
 
     def _optimize_in_fp32(
-        self, regions: Sequence[Region], took: Sequence[float], end: float, reserved_s: float
+        self, regions: Sequence[Region], took: Sequence[float], end: float, lower_s: float
     ) -> bool:
         """Whether Ctrl-C has ended the work.
 
-        `reserved_s` before `end` are for lower precision, unless some are still needed for the first form of
-        a submodule.
+        Lower precision gets a share of the time until `end`, too, as if it were a submodule of `lower_s`.
         """
         for index, region in enumerate(regions):
             left = end - time.perf_counter()
-            left = max(left - reserved_s, (1 - SHARE) * left)
             if left <= 0 and index > 0:
                 self._ledger.notes.append(
                     f"{len(regions) - index} submodules run as they were: the time budget was spent"
                 )
                 return False
-            share = max(left * took[index] / sum(took[index:]), 0.1)
+            share = max(left * took[index] / (sum(took[index:]) + lower_s), 0.1)
             options = self._options.within(share)
             try:
                 module, was_cut_off = optimize_region(region, options, self._progress, self._sandbox)

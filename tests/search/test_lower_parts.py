@@ -182,21 +182,21 @@ def test_where_no_time_is_left_fp32_serves(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("call_s", "seconds", "reserved"),
-    [(0.01, 54.0, 27.0), (0.01, 30.0, 0.0), (0.6, 54.0, 0.0), (0.6, 300.0, 150.0)],
+    ("call_s", "seconds", "weight"),
+    [(0.01, 54.0, 0.02), (0.01, 30.0, 0.0), (0.6, 54.0, 0.0), (0.6, 300.0, 1.2)],
     ids=["enough", "short", "slow", "slow and long"],
 )
 def test_fp32_keeps_the_whole_time_where_half_of_it_is_too_short(
-    call_s: float, seconds: float, reserved: float
+    call_s: float, seconds: float, weight: float
 ) -> None:
     model, options = Tolerant().eval(), Options(precision="auto")
     none: Any = None
     found = [Region(name, model.get_submodule(name), none, []) for name in ("first", "second")]
     check = WholeCheck(model, (X,), {}, torch.device("cpu"), 1e-2)
     lower = LowerParts(model, check, found, [call_s, call_s], options)
-    assert lower.reserved_s(seconds) == 0.0  # before anything is known to be tolerated
+    assert lower.weight_s(seconds) == 0.0  # before anything is known to be tolerated
     lower._tolerated = {BF16: found}
-    assert lower.reserved_s(seconds) == reserved
+    assert lower.weight_s(seconds) == weight
 
 
 def _gains(monkeypatch: pytest.MonkeyPatch, *gains: float) -> None:
