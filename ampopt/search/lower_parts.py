@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -97,6 +98,7 @@ class LowerParts:
         self._tolerated: dict[Lane, list[Region]] = {}
         self._fp32: dict[str, OptimizedModule] = {}
         self._lower_reports: dict[str, Ledger] = {}
+        self._spent = SPENT
         self.modules: dict[str, OptimizedModule] = {}
         self.lanes: dict[str, Lane] = {}
         self.reasons: list[str] = []
@@ -127,8 +129,15 @@ class LowerParts:
             return 0.0
         needed = sum(self._took[name] for name in tolerated)
         calls = seconds / (sum(self._took.values()) + needed)
-        is_enough = calls >= FEWEST_CALLS and calls * max(self._took.values()) >= ENOUGH_S
-        return needed if is_enough else 0.0
+        lacking = (
+            max(FEWEST_CALLS / calls, ENOUGH_S / (calls * max(self._took.values()))) if calls > 0 else 1.0
+        )
+        if lacking <= 1.0:
+            return needed
+        whole = lacking * self._options.budget_s
+        unit = 10.0 ** max(math.floor(math.log10(whole)) - 1, 0)
+        self._spent = f"{SPENT}: budget_s={unit * math.ceil(whole / unit):.0f} would do"
+        return 0.0
 
     def optimize(
         self, modules: Mapping[str, OptimizedModule], end: float, progress: Progress, sandbox: Sandbox
@@ -144,7 +153,7 @@ class LowerParts:
                 left, took = end - time.perf_counter(), self._took[region.name]
                 share = left * took / sum(self._took[each.name] for each in waiting[index:])
                 if share < max(LEAST_S, FEWEST_CALLS * took):
-                    self.reasons.append(self._stays(region, lane, SPENT))
+                    self.reasons.append(self._stays(region, lane, self._spent))
                     continue
                 if self._try(region, lane, share, progress, sandbox):
                     return True

@@ -152,7 +152,7 @@ class PartwiseOptimizer:
         """
         was_cut_off = lower.optimize(self._modules, end, self._progress, self._sandbox)
         try:
-            lower.settle(0.0 if was_cut_off else end - time.perf_counter())
+            lower.settle(0.0 if was_cut_off else self._budget.left_s)
         except KeyboardInterrupt:
             was_cut_off = True
         except Exception as error:

@@ -178,7 +178,7 @@ def test_where_no_time_is_left_fp32_serves(monkeypatch: pytest.MonkeyPatch) -> N
     report = made(Tolerant().eval()).report
     assert (report.chosen, list(report.lanes)) == ("fp32", ["fp32"])
     assert lanes_of(report) == {"first": "fp32", "second": "fp32"}
-    assert notes_on(report, "first")[0].endswith("the time budget was spent")
+    assert "the time budget was spent: budget_s=" in notes_on(report, "first")[0]
 
 
 @pytest.mark.parametrize(
@@ -197,6 +197,7 @@ def test_fp32_keeps_the_whole_time_where_half_of_it_is_too_short(
     assert lower.weight_s(seconds) == 0.0  # before anything is known to be tolerated
     lower._tolerated = {BF16: found}
     assert lower.weight_s(seconds) == weight
+    assert ("budget_s=" in lower._spent) == (weight == 0.0)
 
 
 def _gains(monkeypatch: pytest.MonkeyPatch, *gains: float) -> None:
