@@ -29,6 +29,7 @@ from ampopt.ir.lowering import lower
 from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.ir.model_state import Behaviour, behaviour_of
 from ampopt.ir.normal_form import is_normal, normal_form, why_not_normal
+from ampopt.ir.place_in_code import place_in_code
 from ampopt.ir.program import Border, Program
 from ampopt.ir.settings import autocast_scope
 from ampopt.ir.signature import OutputLayout, flatten_call, flatten_outputs, tensors_of
@@ -132,7 +133,9 @@ def capture(
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(f"torch.export cannot capture {kind}: {_short(error)}") from error
+        place = place_in_code(error)
+        where = f", because of {place}" if place else ""
+        raise CaptureError(f"torch.export cannot capture {kind}{where}: {_short(error)}") from error
     try:
         with capturing(), _plain_world(device), untouched_rng(device), older_flags_readable():
             graph = lower(exported, () if state is None else state.identifiers)

@@ -80,13 +80,16 @@ class Optimizer:
         sandbox: Sandbox | None = None,
         max_captures: int = 16,
         call_s: float | None = None,
+        rival: Callable[[], object] | None = None,
     ) -> None:
         """`original` is a private copy in evaluation mode; `started` is on `time.perf_counter`'s clock.
 
-        `call_s` is the time of a call in seconds, if known.
+        `call_s` is the time of a call in seconds, if known. `rival` calls an optimized form of the model in
+        FP32 that is there already: then only the lanes asked for are searched, and none far behind it.
         """
         self._original, self._captured, self._options, self._started = original, captured, options, started
         self._progress, self._sandbox, self._max_captures = progress, sandbox, max_captures
+        self._rival = rival
         self._budget = Budget(started, options.budget_s)
         program = captured.program
         self.device = program.device
@@ -99,7 +102,8 @@ class Optimizer:
         self._lanes = lanes_for(options.precision, program.device, options.amp_dtype)
         self._bound = options.bound(self._lanes)
         self._cache = default_cache() if options.is_cacheable else None
-        self._key = key_of(program, options.cache_facts()) if self._cache else ""
+        facts = options.cache_facts() | ({"rival": True} if rival is not None else {})
+        self._key = key_of(program, facts) if self._cache else ""
         self._known = self._cache.find(self._key, self._pipeline) if self._cache else None
         if call_s is None:
             args, kwargs = pytree.tree_unflatten(list(captured.leaves), captured.spec)
@@ -171,7 +175,7 @@ class Optimizer:
     @property
     def _candidates(self) -> tuple[Lane, ...]:
         """The lanes to search: those asked for, and FP32, whose program may answer for any of them."""
-        return tuple(dict.fromkeys((FP32, *self._lanes)))
+        return tuple(dict.fromkeys((FP32, *self._lanes))) if self._rival is None else self._lanes
 
     def run(self) -> OptimizedModule:
         """Try everything that the budget allows, and return the best result.
@@ -277,7 +281,9 @@ class Optimizer:
         if not lanes:
             return
         budget = Budget(self._started, self._options.budget_s)
-        search = Search(self._manager, self._verifier, self.ledger, self._pipeline, budget, self._bound)
+        search = Search(
+            self._manager, self._verifier, self.ledger, self._pipeline, budget, self._bound, self._rival
+        )
         self._states = search.states  # they are there, too, if Ctrl-C ends the search
         search.run(lanes, {} if self._known is None else self._known.recipes)
         if FP32 not in self._lanes and [state.lane for state in self._states] == [FP32]:
@@ -347,9 +353,18 @@ class Optimizer:
 
 
 def optimize_captured(
-    original: nn.Module, captured: Captured, options: Options, name: str, progress: Progress, sandbox: Sandbox
+    original: nn.Module,
+    captured: Captured,
+    options: Options,
+    name: str,
+    progress: Progress,
+    sandbox: Sandbox,
+    rival: Callable[[], object] | None = None,
 ) -> tuple[OptimizedModule, bool]:
-    """Optimize a part of a model, for the captured call alone; also whether Ctrl-C has ended the work."""
+    """Optimize a part of a model, for the captured call alone; also whether Ctrl-C has ended the work.
+
+    `rival`: see `Optimizer`.
+    """
     with interruptible():
         optimizer = Optimizer(
             original,
@@ -360,5 +375,6 @@ def optimize_captured(
             progress=progress,
             sandbox=sandbox,
             max_captures=0,
+            rival=rival,
         )
     return optimizer.run(), optimizer.interrupted

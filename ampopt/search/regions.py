@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ampopt.deploy.runtime import OptimizedModule
-from ampopt.errors import AmpoptError, CaptureError, first_line
-from ampopt.ir.capture import Captured, capture
+from ampopt.errors import AmpoptError, first_line
 from ampopt.ir.lane_io import original_call, original_of
-from ampopt.ir.lanes import FP32, lanes_for
-from ampopt.ir.model_copy import device_of, private_copy, untouched_rng, working_copy
+from ampopt.ir.lanes import FP32, Lane, lanes_for
+from ampopt.ir.model_copy import device_of, untouched_rng, working_copy
 from ampopt.ir.settings import Settings
 from ampopt.ir.signature import describe, flatten_call, tensors_of
 from ampopt.measure.clocks import latency
 from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.headline import compare_fairly
 from ampopt.measure.ledger import LaneSummary, Ledger
-from ampopt.measure.sampling import Gain
+from ampopt.measure.sampling import Gain, Measurement
 from ampopt.search.between import Between
 from ampopt.search.lane_probe import seconds_of_a_call
 from ampopt.search.last_comparison import HEADLINE
-from ampopt.search.optimizer import BRIEFLY_S, optimize_captured
+from ampopt.search.lower_parts import LowerParts
+from ampopt.search.optimizer import BRIEFLY_S
 from ampopt.search.options import AUTO_TOLERANCE, Options
-from ampopt.search.part_calls import Call, PartCalls, calls_of_parts
 from ampopt.search.partly_optimized import PartlyOptimizedModule, patched
+from ampopt.search.region import Region, find_regions, optimize_region
 from ampopt.search.rehearsal import Sandbox
 from ampopt.search.trials import Progress
 from ampopt.search.whole_check import WholeCheck
@@ -50,79 +50,15 @@ COMPARING_S = 1.0
 """Time in seconds of comparing calls with and without optimized code between the submodules."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Region:
-    name: str
-    original: nn.Module
-    captured: Captured
-    calls: list[Call]
-
-
-def _drop_hooks(module: nn.Module) -> None:
-    for hooks in (module._forward_hooks, module._forward_pre_hooks):
-        hooks.clear()
-
-
-def _find_regions(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    device: torch.device,
-    notes: list[str],
-    is_over: Callable[[], bool],
-) -> Iterator[_Region]:
-    """The largest submodules that can be captured, level by level; why others cannot goes to `notes`.
-
-    None is looked at any more once `is_over`.
-    """
-    level = _children("", model)
-    while level:
-        if is_over():
-            notes += [f"submodule {name} was not looked at: the time budget was spent" for name in level]
-            return
-        seen, inside = calls_of_parts(model, list(level), args, kwargs), dict[str, nn.Module]()
-        for name, module in level.items():
-            if is_over():
-                notes.append(f"submodule {name} was not looked at: the time budget was spent")
-                continue
-            if name in seen:
-                try:
-                    yield _region(name, module, seen[name], device)
-                    continue
-                except AmpoptError as error:
-                    notes.append(f"submodule {name} is not one graph: {error}")
-            inside |= _children(name, module)
-        level = inside
-
-
-def _children(prefix: str, module: nn.Module) -> dict[str, nn.Module]:
-    """The submodules with weights, by their full names."""
-    return {
-        f"{prefix}.{name}".removeprefix("."): child
-        for name, child in module.named_children()
-        if next(child.parameters(), None) is not None
-    }
-
-
-def _region(name: str, module: nn.Module, seen: PartCalls, device: torch.device) -> _Region:
-    if seen.why_not is not None:
-        raise CaptureError(seen.why_not)
-    args, kwargs = seen.calls[0]
-    original = private_copy(module)
-    _drop_hooks(original)  # the submodule that calls it runs them
-    captured = capture(original, args, kwargs, device, lift_state=False)
-    return _Region(name, original, captured, seen.calls)
-
-
 class PartwiseOptimizer:
     """The work of one `optimize` call for a private copy of a model; `reason` says why it is not one graph.
 
     `original`, a private copy, is not called: copies of it are, so that the result starts with its state.
 
     The parts are the largest capturable submodules, and then the graphs of the code between them; each gets
-    the time that is its share of a call. Of several lanes they use FP32, or else the first: an error inside
-    does not show its effect on the rest of the model (thresholds, sorting). The whole model is then compared
-    with the original; if it differs by more than the tolerance, or is not faster, the original is served.
+    the time that is its share of a call. They are optimized in FP32, and submodules then in the other lanes
+    that were asked for, too, see `LowerParts`. The whole model is compared with the original; if it differs
+    by more than the tolerance, or is not faster, the original is served.
     """
 
     def __init__(
@@ -144,21 +80,19 @@ class PartwiseOptimizer:
         self._budget, self._end = Budget(started, options.budget_s), started + JUDGING * options.budget_s
         name, inputs = type(original_of(original)).__name__, tuple(map(describe, tensors_of(leaves)))
         self._ledger = Ledger(name, environment(self._device), inputs, notes=[f"not one graph: {reason}"])
-        self._lane, *others = lanes_for(options.precision, self._device, options.amp_dtype)
-        if others:
-            self._lane, other = (FP32, self._lane) if FP32 in others else (self._lane, others[0])
-            self._ledger.notes.append(
-                f"submodules were optimized in {self._lane.name}; precision={other.name!r} asks for the other"
-            )
-        self._options = dataclasses.replace(options, precision=self._lane.name)
-        limit = AUTO_TOLERANCE if options.tolerance is None else options.tolerance
-        self._check = WholeCheck(original, args, kwargs, self._device, limit, self._lane)
+        self._asked = options
+        self._part_options = options if options.metric is None else _without_metric(options)
+        self._options = dataclasses.replace(self._part_options, precision=FP32.name)
+        self._check = WholeCheck(original, args, kwargs, self._device, _limit(options), options.metric)
         self._modules: dict[str, OptimizedModule] = {}
         self._between: Between | None = None
+        self._lower: LowerParts | None = None
 
     def run(self) -> PartlyOptimizedModule:
-        """Optimize what can be, and decide what is served."""
+        """Optimize what can be, and decide what is served. Raises InputError if the user's metric fails."""
         with interruptible():
+            if self._check.metric is not None:
+                self._check.try_metric()
             inside, args, kwargs = original_call(self._original, self._args, self._kwargs)
             regions, call_s = self._find(inside, args, kwargs), 0.0
             if self._budget.left_s > 0:
@@ -177,11 +111,11 @@ class PartwiseOptimizer:
             self._modules, self._between = {}, None
         return PartlyOptimizedModule(self._original, self._modules, self._between, self._ledger, self._device)
 
-    def _find(self, inside: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Region]:
+    def _find(self, inside: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Region]:
         """The submodules to optimize."""
         reasons = list[str]()
         is_over = lambda: self._budget.left_s <= 0  # noqa: E731
-        found = list(_find_regions(inside, args, kwargs, self._device, reasons, is_over))
+        found = list(find_regions(inside, args, kwargs, self._device, reasons, is_over))
         self._note(reasons, "more submodules are no single graph either")
         return found
 
@@ -190,12 +124,51 @@ class PartwiseOptimizer:
         if len(reasons) > MOST_REASONS:
             self._ledger.notes.append(f"{len(reasons) - MOST_REASONS} {more}")
 
-    def _optimize_submodules(self, regions: Sequence[_Region], call_s: float) -> bool:
-        """Whether Ctrl-C has ended the work."""
+    def _optimize_submodules(self, regions: Sequence[Region], call_s: float) -> bool:
+        """Optimize them in FP32, then in lower precision; whether Ctrl-C has ended the work."""
         took = [seconds_of_a_call(r.original, *r.calls[0], self._options.budget_s) for r in regions]
         inside = min(sum(took) / call_s, 1.0) if call_s else 1.0
         now = time.perf_counter()
-        end = now + (self._end - now) * max(inside, 1 - MOST_BETWEEN)
+        seconds = (self._end - now) * max(inside, 1 - MOST_BETWEEN)
+        end, lower = now + seconds, LowerParts(self._original, self._check, regions, took, self._part_options)
+        lower_s = 0.0
+        if seconds > 0:
+            try:
+                with interruptible():
+                    lower.look(call_s, seconds)
+                lower_s = lower.weight_s(end - time.perf_counter())
+            except KeyboardInterrupt:
+                return True
+            except Exception as error:
+                self._ledger.notes.append(f"lower precision was not tried: {first_line(error)}")
+        if self._optimize_in_fp32(regions, took, end, lower_s):
+            return True
+        return self._optimize_lower(lower, end)
+
+    def _optimize_lower(self, lower: LowerParts, end: float) -> bool:
+        """Optimize submodules in lower precision, and keep that where it is right and faster.
+
+        Gives whether Ctrl-C has ended the work.
+        """
+        was_cut_off = lower.optimize(self._modules, end, self._progress, self._sandbox)
+        try:
+            lower.settle(0.0 if was_cut_off else self._budget.left_s)
+        except KeyboardInterrupt:
+            was_cut_off = True
+        except Exception as error:
+            lower.reasons.append(f"submodules stay in FP32: comparing the whole failed: {first_line(error)}")
+        self._lower, self._modules = lower, lower.modules
+        self._ledger.regions.update({name: module.report for name, module in self._modules.items()})
+        self._note(lower.reasons, "more submodules stay in FP32")
+        return was_cut_off
+
+    def _optimize_in_fp32(
+        self, regions: Sequence[Region], took: Sequence[float], end: float, lower_s: float
+    ) -> bool:
+        """Whether Ctrl-C has ended the work.
+
+        Lower precision gets a share of the time until `end`, too, as if it were a submodule of `lower_s`.
+        """
         for index, region in enumerate(regions):
             left = end - time.perf_counter()
             if left <= 0 and index > 0:
@@ -203,10 +176,10 @@ class PartwiseOptimizer:
                     f"{len(regions) - index} submodules run as they were: the time budget was spent"
                 )
                 return False
-            share = max(left * took[index] / sum(took[index:]), 0.1)
+            share = max(left * took[index] / (sum(took[index:]) + lower_s), 0.1)
             options = self._options.within(share)
             try:
-                module, was_cut_off = _optimize_region(region, options, self._progress, self._sandbox)
+                module, was_cut_off = optimize_region(region, options, self._progress, self._sandbox)
             except KeyboardInterrupt:
                 return True
             except Exception as error:
@@ -292,28 +265,51 @@ class PartwiseOptimizer:
         if not ledger.regions:
             refused = "nothing was optimized"
         ledger.baseline, ledger.gain, ledger.load = found.before, found.gain, found.load
-        dtype = "mixed" if self._lane.is_mixed else "float32"
-        ledger.lanes[self._lane.name] = LaneSummary(
-            self._lane.name, dtype, found.before, None, found.after, error, tuple(ledger.regions),
-            refused=refused, gain=found.gain,
-        )  # fmt: skip
-        ledger.chosen = self._lane.name if found.gain.is_real and not refused else ORIGINAL
+        served = next(iter(self._lower.lanes.values()), FP32) if self._lower is not None else FP32
+        summary = _summary(served, found.before, found.after, error, tuple(ledger.regions))
+        own = dataclasses.replace(summary, refused=refused, gain=found.gain)
+        summaries = [own, *self._other_lane(served, found.before)]
+        ledger.lanes.update(
+            {each.lane: each for each in sorted(summaries, key=lambda s: s.lane != FP32.name)}
+        )
+        ledger.chosen = served.name if found.gain.is_real and not refused else ORIGINAL
         if ledger.chosen == ORIGINAL:
             ledger.notes.append(f"the original runs: {refused or 'it is not faster'}")
+        elif served is FP32 and FP32 not in self._asked_lanes:
+            ledger.notes.append(f"precision={self._asked.precision!r} is answered in FP32")
+
+    def _other_lane(self, served: Lane, before: Measurement) -> list[LaneSummary]:
+        """The whole in FP32 where lower precision serves, or the other way round, if both were compared."""
+        if self._lower is None or self._lower.compared is None:
+            return []
+        passes, found = tuple(self._ledger.regions), self._lower.compared
+        if served is FP32:
+            return [_summary(found.lane, before, found.lower, found.lower_error, passes)]
+        return [_summary(FP32, before, found.fp32, found.error, passes)]
+
+    @property
+    def _asked_lanes(self) -> tuple[Lane, ...]:
+        return lanes_for(self._asked.precision, self._device, self._asked.amp_dtype)
+
+
+def _summary(
+    lane: Lane, before: Measurement, after: Measurement, error: float, passes: tuple[str, ...]
+) -> LaneSummary:
+    dtype = "mixed" if lane.is_mixed else "float32"
+    return LaneSummary(lane.name, dtype, before, None, after, error, passes)
+
+
+def _without_metric(options: Options) -> Options:
+    """The options of a part, where the user's metric is about results of the whole."""
+    return dataclasses.replace(options, metric=None, tolerance=None)
+
+
+def _limit(options: Options) -> float:
+    """The largest error of the whole; without a tolerance a metric has to be 0, as everywhere."""
+    if options.tolerance is not None:
+        return options.tolerance
+    return AUTO_TOLERANCE if options.metric is None else 0.0
 
 
 def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, AmpoptError) else first_line(error)
-
-
-def _optimize_region(
-    region: _Region, options: Options, progress: Progress, sandbox: Sandbox
-) -> tuple[OptimizedModule, bool]:
-    """The optimized submodule, also for its other calls, and whether Ctrl-C has ended the work on it."""
-    own = region.original, region.captured
-    module, was_cut_off = optimize_captured(*own, options, region.name, progress, sandbox)
-    if not was_cut_off:
-        with interruptible():
-            for call_args, call_kwargs in region.calls[1:8]:
-                module.prepare_call(call_args, call_kwargs)
-    return module, was_cut_off

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from ampopt.ir.lanes import Lane
 from ampopt.ir.pipeline import Pipeline
@@ -58,6 +58,9 @@ IN_FULL = 1.8
 TOO_FAR_AHEAD = 1.5
 """Rewrites are left out if an engine that does not see them is faster than the graph by this factor."""
 
+RIVAL = "rival"
+"""The name of the time of what lanes have to be faster than, beside the names of lanes."""
+
 
 def begin_ahead(program: Program, pipeline: Pipeline, sandbox: Sandbox | None) -> Applied:
     """Let compilers start, in processes of their own, on what the opening of a program should come to.
@@ -88,8 +91,13 @@ class Search:
         pipeline: Pipeline,
         budget: Budget,
         bound: float | None,
+        rival: Callable[[], object] | None = None,
     ) -> None:
-        """`bound` is the largest error of a lane of lower precision that may be chosen; None: no limit."""
+        """`bound` is the largest error of a lane of lower precision that may be chosen; None: no limit.
+
+        `rival` calls what the lanes have to be faster than, beside each other.
+        """
+        self._rival = rival
         self._manager, self._verifier, self._ledger = manager, verifier, ledger
         self._pipeline, self._budget, self._bound = pipeline, budget, bound
         self.states: list[LaneState] = []
@@ -110,7 +118,7 @@ class Search:
             search = self._begin(state, patience := began + PATIENCE * left)
             recipe = begun.get(lane.name, ())
             if not recipe or not search.resume(recipe):
-                share = OPENINGS / len(lanes) if len(lanes) > 1 else 1.0
+                share = OPENINGS / len(lanes) if len(lanes) > 1 or self._rival is not None else 1.0
                 until = max(began + place * share * left, time.perf_counter() + share * left)
                 until = min(until, self._manager.deadline)
                 search.open(until, with_engine=self._is_usable(state) or len(lanes) == 1)
@@ -193,14 +201,16 @@ class Search:
         A lane whose own error is over the limit is not going to be chosen. After the same passes a lane that
         is far behind another stays behind, because what makes one faster makes the other faster.
         """
-        if len(searches) < 2:
+        if len(searches) < 2 and (self._rival is None or not searches):
             return list(searches)
         device = searches[0].state.base.device
         calls = {search.name: latency(search.opened.call, device) for search in searches}
+        if self._rival is not None:
+            calls[RIVAL] = latency(self._rival, device)
         timed = interleave(calls, seconds=0.2, least=3)
         took = {name: measured.median for name, measured in timed.items()}
         usable = [search for search in searches if self._is_usable(search.state)] or list(searches)
-        fastest = min(took[search.name] for search in usable)
+        fastest = min(took[name] for name in (RIVAL, *(search.name for search in usable)) if name in took)
         contenders: list[LaneSearch] = []
         for search in sorted(searches, key=lambda search: took[search.name]):
             if search not in usable:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ampopt.errors import first_line
-from ampopt.ir.lanes import Lane
+from ampopt.errors import InputError, first_line
+from ampopt.ir.lanes import FP32
 from ampopt.ir.model_copy import private_copy, untouched_rng, working_copy
 from ampopt.ir.numerics import fresh_draw, rounded_anew, roundings_of_sums
 from ampopt.ir.settings import Settings
-from ampopt.ir.signature import copied, flatten_call, map_tensors
-from ampopt.measure.results import Distance, distance, kept
+from ampopt.ir.signature import copied, flatten_call, map_tensors, tensors_of
+from ampopt.measure.results import Distance, IncomparableError, distance, kept
+from ampopt.measure.verify import Metric
 from ampopt.system.interrupts import check_interrupted
 
 DRAWS = 2
@@ -38,8 +42,8 @@ Answer = Callable[..., Any]
 class WholeCheck:
     """Compares what answers calls with `original`, a private copy of the model, which is not called itself.
 
-    Results are compared whatever they are made of, see `measure.results`. `limit` is the largest relative
-    error; the parts compute in `lane`.
+    Results are compared whatever they are made of, see `measure.results`, or by the user's `metric`, which
+    gets a result and the original's. `limit` is the largest relative error, or value of the metric.
     """
 
     original: nn.Module
@@ -47,7 +51,7 @@ class WholeCheck:
     kwargs: Mapping[str, Any]
     device: torch.device
     limit: float
-    lane: Lane
+    metric: Metric | None = None
 
     def call(self, model: Answer, leaves: Sequence[Any] | None = None) -> Any:
         """The result for a call with these leaves (None: the example's), as it is served."""
@@ -62,20 +66,13 @@ class WholeCheck:
 
         `answer` is called with the example and then with random inputs, as a copy of the original is, so that
         the states of both advance. Random inputs tell nothing if the original fails with them, or if rounding
-        its weights moves its result by more than the lane's largest error. Raises IncomparableError, or
+        its weights in FP32 moves its result by more than FP32's largest error. Raises IncomparableError, or
         what `answer` raises for the example.
         """
-        original, rows, distances = working_copy(self.original), list(self._rows()), list[Distance]()
-        for leaves in rows:
+        distances = list[Distance]()
+        for leaves, expected in self._expected:
             try:
-                expected = kept(self.call(original, leaves))
-            except Exception as error:
-                check_interrupted(error)
-                if not distances:
-                    raise
-                break
-            try:
-                distances.append(distance(expected, self.call(answer, leaves)))
+                distances.append(self._distance(expected, self.call(answer, leaves)))
             except Exception as error:
                 check_interrupted(error)
                 if not distances:
@@ -83,15 +80,55 @@ class WholeCheck:
                 return distances[0].error, f"it fails on other inputs than the example: {first_line(error)}"
         first, *others = distances
         if not first.error <= self.limit:
-            return first.error, f"the whole model's error {first} is over {self.limit:g}"
+            return first.error, self._over(first)
         if any(not each.error <= self.limit for each in others):
-            moved = self._moved_by_rounding(rows[: len(distances)])
-            for each, by_rounding in zip(others, moved[1:], strict=True):
-                tells = by_rounding <= self.lane.limits.largest
+            for each, by_rounding in zip(others, self._moved_by_rounding[1:], strict=True):
+                tells = self.metric is not None or by_rounding <= FP32.limits.largest
                 if tells and not each.error <= max(self.limit, AS_FAR * by_rounding):
-                    over = f"the whole model's error {each} is over {self.limit:g}"
-                    return first.error, f"{over} on other inputs than the example"
+                    return first.error, f"{self._over(each)} on other inputs than the example"
         return first.error, None
+
+    def try_metric(self) -> None:
+        """Raise InputError where the user's metric cannot compare the original's own results."""
+        with contextlib.suppress(IncomparableError):
+            (_, expected), *_ = self._expected
+            try:
+                self._distance(expected, expected)
+            except Exception as error:
+                check_interrupted(error)
+                raise InputError(
+                    f"metric={self.metric!r} fails on the original's own results: {first_line(error)}. "
+                    "It gets a result and the original's, and returns a number"
+                ) from error
+
+    def _over(self, found: Distance) -> str:
+        if self.metric is not None:
+            return (
+                f"the metric gives {found.error:.2g} for the whole model, over the tolerance {self.limit:g}"
+            )
+        return f"the whole model's error {found} is over {self.limit:g}"
+
+    def _distance(self, expected: Any, found: Any) -> Distance:
+        if self.metric is None:
+            return distance(expected, found)
+        if all_finite(expected) and not all_finite(found):
+            return Distance(math.inf)
+        value = float(self.metric(kept(found), kept(expected)))  # it may write into them
+        return Distance(value if value == value else math.inf)
+
+    @functools.cached_property
+    def _expected(self) -> list[tuple[Sequence[Any], Any]]:
+        """The original's results for the example and then for random inputs, as far as it takes them."""
+        original, found = working_copy(self.original), list[tuple[Sequence[Any], Any]]()
+        for leaves in self._rows():
+            try:
+                found.append((leaves, kept(self.call(original, leaves))))
+            except Exception as error:
+                check_interrupted(error)
+                if not found:
+                    raise
+                break
+        return found
 
     def _rows(self) -> Iterator[Sequence[Any]]:
         leaves, _ = flatten_call(self.args, self.kwargs)
@@ -101,17 +138,24 @@ class WholeCheck:
             for _ in range(DRAWS):
                 yield map_tensors(lambda tensor: fresh_draw(tensor, generator), leaves, {})[0]
 
-    def _moved_by_rounding(self, rows: Sequence[Sequence[Any]]) -> list[float]:
-        """How far each result of the original moves where its weights are rounded anew."""
-        worst = [0.0] * len(rows)
+    @functools.cached_property
+    def _moved_by_rounding(self) -> list[float]:
+        """How far each result of the original moves where its weights are rounded anew in FP32."""
+        worst = [0.0] * len(self._expected)
         for seed in range(ROUNDINGS):
-            original, moved = working_copy(self.original), private_copy(self.original)
+            moved = private_copy(self.original)
             generator = torch.Generator(self.device).manual_seed(seed)
             with torch.no_grad():
                 for tensor in moved.parameters():
-                    roundings = roundings_of_sums(self.lane.dtype, seed)
-                    tensor.copy_(rounded_anew(tensor, self.lane.dtype, generator, roundings))
-            for place, leaves in enumerate(rows):
-                expected = kept(self.call(original, leaves))
-                worst[place] = max(worst[place], distance(expected, self.call(moved, leaves)).error)
+                    roundings = roundings_of_sums(FP32.dtype, seed)
+                    tensor.copy_(rounded_anew(tensor, FP32.dtype, generator, roundings))
+            for place, (leaves, expected) in enumerate(self._expected):
+                error = self._distance(expected, self.call(moved, leaves)).error
+                worst[place] = max(worst[place], error)
         return worst
+
+
+def all_finite(result: Any) -> bool:
+    """Whether all tensors of a result, as far as PyTorch finds them, have finite elements alone."""
+    leaves = tensors_of(pytree.tree_leaves(result))
+    return all(bool(torch.isfinite(each).all()) for each in leaves if each.layout is torch.strided)

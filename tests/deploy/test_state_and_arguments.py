@@ -246,7 +246,7 @@ def test_a_submodule_with_a_state_is_no_part_and_goes_on(monkeypatch: pytest.Mon
     keep_the_patched(monkeypatch)
     model = Around().eval()
     x, y, z, w = inputs(4)
-    fast, twin = optimize(model, (x,)), copy.deepcopy(model)
+    fast, twin = optimize(model, (x,), precision="fp32"), copy.deepcopy(model)
     assert "plain" in fast.report.regions
     assert not any(name.startswith("keeping") and "." not in name for name in fast.report.regions)
     for each in (x, y, z, w, x):

@@ -68,7 +68,7 @@ def made(model: nn.Module | None = None) -> tuple[nn.Module, PartlyOptimizedModu
     model = Finder() if model is None else model
     with_statistics(model)
     before = snapshot.of_torch()
-    fast = optimize(model, X, cache=False)
+    fast = optimize(model, X, precision="fp32", cache=False)
     assert snapshot.differences(before, snapshot.of_torch()) == []
     return model, fast
 
@@ -149,7 +149,7 @@ class Averaging(nn.Module):
 
 
 def test_a_state_in_an_attribute_is_no_weight() -> None:
-    model, fast = Averaging(), optimize(Averaging(), X, cache=False)
+    model, fast = Averaging(), optimize(Averaging(), X, precision="fp32", cache=False)
     assert graphs(fast), fast.report.notes
     for x in (X, -X, X * 2.0, X, -3.0 * X):
         assert torch.allclose(fast(x), model(x), atol=1e-5)
@@ -172,7 +172,7 @@ class Looping(nn.Module):
 
 def test_loops_of_code_without_submodules() -> None:
     model, parts = Looping(), [torch.randn(5, 4), torch.randn(3, 4)]
-    fast = optimize(model, (parts,), cache=False)
+    fast = optimize(model, (parts,), precision="fp32", cache=False)
     assert graphs(fast), fast.report.notes
     for call in (parts, [-part for part in parts], parts * 2, parts[:1]):
         assert torch.allclose(fast(call), model(call), atol=1e-5)
@@ -182,7 +182,7 @@ def test_loops_of_code_without_submodules() -> None:
 def test_on_a_gpu_the_code_between_is_right_for_other_calls() -> None:
     model = Finder().cuda()
     with_statistics(model)
-    fast = optimize(model, X.cuda(), cache=False)
+    fast = optimize(model, X.cuda(), precision="fp32", cache=False)
     assert graphs(fast), fast.report.notes
     for x in (X, -X, X * 3, X[:1], X[..., :5]):
         assert same(fast(x.cuda()), model(x.cuda()))

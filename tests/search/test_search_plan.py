@@ -37,16 +37,20 @@ def found(
     bound: float | None = None,
     cost: Callable[[frozenset[str]], float] = lambda names: 1.0,
     begun: dict[str, tuple[Pass, ...]] | None = None,
+    rival: Callable[[], object] | None = None,
 ) -> tuple[Bench, Search]:
-    """The search of an FP32 and a bfloat16 lane, which take so long after their openings."""
+    """The search of an FP32 and a bfloat16 lane, which take so long after their openings.
+
+    With a `rival`, of the bfloat16 lane alone.
+    """
     bench = Bench(monkeypatch, nn.Linear(4, 4).eval(), X, cost=cost, seconds_left=seconds_left)
     monkeypatch.setattr(
         "ampopt.search.search_plan.interleave",
         lambda calls, **_: {name: Measurement((after_openings[name],)) for name in calls},
     )
     budget = Budget(time.perf_counter(), seconds_left)
-    search = Search(bench.manager, bench.verifier, bench.ledger, pipeline, budget, bound)
-    search.run({FP32: 1e-3, BF16: 1e-3}, begun or {})
+    search = Search(bench.manager, bench.verifier, bench.ledger, pipeline, budget, bound, rival)
+    search.run({FP32: 1e-3, BF16: 1e-3} if rival is None else {BF16: 1e-3}, begun or {})
     return bench, search
 
 
@@ -65,6 +69,16 @@ def test_a_lane_that_is_far_behind_is_not_searched_further(monkeypatch: pytest.M
         "the fp32 lane was searched no further than its opening: after its opening it was 2.00x slower than "
         "another (precision='fp32' searches it)"
     )
+
+
+@pytest.mark.parametrize(("took", "searched"), [(2.0, set[str]()), (1.2, {"amp"}), (0.5, {"amp"})])
+def test_a_lane_alone_that_is_far_behind_its_rival_is_not_searched_further(
+    took: float, searched: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after = {"amp": took, "rival": 1.0}
+    bench, _ = found(monkeypatch, PLANTED, after_openings=after, rival=lambda: None)
+    assert lanes_of(bench, "one") == searched
+    assert len(bench.ledger.notes) == 1 - len(searched)
 
 
 @pytest.mark.parametrize(("behind", "searched"), [(2.0, {"fp32", "amp"}), (2.5, {"amp"})])

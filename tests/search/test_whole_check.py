@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampopt.ir.lanes import FP32
 from ampopt.ir.model_copy import private_copy
 from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.results import IncomparableError
@@ -105,7 +104,7 @@ def test_results_that_cannot_be_compared_leave_the_call_to_the_original(
 
 
 def check_of(model: nn.Module, limit: float = 1e-2) -> WholeCheck:
-    return WholeCheck(private_copy(model), (X,), {}, torch.device("cpu"), limit, FP32)
+    return WholeCheck(private_copy(model), (X,), {}, torch.device("cpu"), limit)
 
 
 def test_a_constant_of_the_example_is_found_by_other_inputs() -> None:

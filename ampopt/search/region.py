@@ -1,0 +1,110 @@
+"""Finds the submodules of a model that can be captured, and optimizes each as a model of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampopt.deploy.runtime import OptimizedModule
+from ampopt.errors import AmpoptError, CaptureError
+from ampopt.ir.capture import Captured, capture
+from ampopt.ir.model_copy import private_copy
+from ampopt.search.optimizer import optimize_captured
+from ampopt.search.options import Options
+from ampopt.search.part_calls import Call, PartCalls, calls_of_parts
+from ampopt.search.rehearsal import Sandbox
+from ampopt.search.trials import Progress
+from ampopt.system.interrupts import interruptible
+
+MOST_CALLS = 8
+"""Number of different calls of a submodule, in a call of the model, for which programs are made."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Region:
+    """A submodule that can be optimized, with its different calls in a call of the model."""
+
+    name: str
+    original: nn.Module
+    captured: Captured
+    calls: list[Call]
+
+
+def _drop_hooks(module: nn.Module) -> None:
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        hooks.clear()
+
+
+def find_regions(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    notes: list[str],
+    is_over: Callable[[], bool],
+) -> Iterator[Region]:
+    """The largest submodules that can be captured, level by level; why others cannot goes to `notes`.
+
+    None is looked at any more once `is_over`.
+    """
+    level = _children("", model)
+    while level:
+        if is_over():
+            notes += [f"submodule {name} was not looked at: the time budget was spent" for name in level]
+            return
+        seen, inside = calls_of_parts(model, list(level), args, kwargs), dict[str, nn.Module]()
+        for name, module in level.items():
+            if is_over():
+                notes.append(f"submodule {name} was not looked at: the time budget was spent")
+                continue
+            if name in seen:
+                try:
+                    yield _region(name, module, seen[name], device)
+                    continue
+                except AmpoptError as error:
+                    notes.append(f"submodule {name} is not one graph: {error}")
+            inside |= _children(name, module)
+        level = inside
+
+
+def _children(prefix: str, module: nn.Module) -> dict[str, nn.Module]:
+    """The submodules with weights, by their full names."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): child
+        for name, child in module.named_children()
+        if next(child.parameters(), None) is not None
+    }
+
+
+def _region(name: str, module: nn.Module, seen: PartCalls, device: torch.device) -> Region:
+    if seen.why_not is not None:
+        raise CaptureError(seen.why_not)
+    args, kwargs = seen.calls[0]
+    original = private_copy(module)
+    _drop_hooks(original)  # the submodule that calls it runs them
+    captured = capture(original, args, kwargs, device, lift_state=False)
+    return Region(name, original, captured, seen.calls)
+
+
+def optimize_region(
+    region: Region,
+    options: Options,
+    progress: Progress,
+    sandbox: Sandbox,
+    rival: Callable[[], object] | None = None,
+) -> tuple[OptimizedModule, bool]:
+    """The optimized submodule, also for its other calls, and whether Ctrl-C has ended the work on it.
+
+    `rival`: see `Optimizer`.
+    """
+    own = region.original, region.captured
+    module, was_cut_off = optimize_captured(*own, options, region.name, progress, sandbox, rival)
+    if not was_cut_off:
+        with interruptible():
+            for call_args, call_kwargs in region.calls[1:MOST_CALLS]:
+                module.prepare_call(call_args, call_kwargs)
+    return module, was_cut_off
