@@ -24,8 +24,11 @@ EARLIER = " (begun ahead)"
 AGAIN = ", again"
 """What ends it where the machine was too busy to tell how fast the engine is."""
 
-MUCH = 1.1
-"""From this gain of kernels on, an engine is likely to be faster with them than without, and else without."""
+MUCH = 1.05
+"""From this gain of kernels on, an engine is likely to be faster with them than without, and else without.
+
+With a gain of 1.09x EdgeNeXt-XXS compiled with its kernels was 1.25x faster than without them on an H100.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +62,8 @@ class LaneEngines:
         self._first = [engine for engine in pipeline.engines if engine.name == opening.engine]
         self._late, self._outdone = frozenset(opening.late), frozenset(opening.outdone)
         self._tried: list[tuple[Engine, tuple[Pass, ...]]] = []
+        self._put_off: list[tuple[Engine, tuple[Pass, ...]]] = []
+        """What there was no time for when it was made: it waits for the turn of its engine."""
         self._hurried: list[Engine] = []
         self._doubtful: list[Engine] = []
         self.kernels_gain = 1.0
@@ -147,8 +152,8 @@ class LaneEngines:
         ]
         if not trials or (trials[-1].is_wrong and all(trial.program is None for trial in trials)):
             trials.append(self._manager.try_passes(self.state, name, [engine], program, deadline))
-        if any(trial.entry.verdict is not Verdict.NOT_TRIED for trial in trials):
-            self._tried.append((engine, program.recipe))
+        was_tried = any(trial.entry.verdict is not Verdict.NOT_TRIED for trial in trials)
+        (self._tried if was_tried else self._put_off).append((engine, program.recipe))
         if any(trial.hurried and not trial.is_wrong for trial in trials):
             self._hurried.append(engine)
         elif any(trial.is_doubtful for trial in trials) and engine not in self._doubtful:
@@ -158,12 +163,13 @@ class LaneEngines:
     def _was_tried(self, engine: Engine, program: Program) -> bool:
         return (engine, program.recipe) in self._tried
 
-    def take_made(self, deadline: float) -> None:
+    def take_made(self) -> None:
         """Try what compilers that were begun ahead have made by now: it takes little more, and wins often."""
         for engine in self._pipeline.engines:
             if self._has_made(engine):
                 for form in [form for form in self.forms(engine) if form.is_made]:
-                    self._try(engine, form, deadline)
+                    if (engine, form.program.recipe) not in self._put_off:
+                        self._try(engine, form, self._manager.deadline)
 
     def _has_made(self, engine: Engine) -> bool:
         sandbox = self._manager.sandbox

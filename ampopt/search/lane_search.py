@@ -156,7 +156,7 @@ class LaneSearch:
     def _rewrite(self, steps: Sequence[Pass], deadline: float, until: Until = lambda _: False) -> None:
         self._handled |= {step.name for step in steps}
         for step in steps:
-            self.engines.take_made(deadline)
+            self.engines.take_made()
             if self._is_late(step) and time.perf_counter() <= deadline:
                 needed_s = self._manager.needed_s(self.state, step, self.state.graph.program)
                 if self._would_be_late(needed_s):
@@ -179,7 +179,7 @@ class LaneSearch:
         """
         self._without_losses(deadline)
         for attempt in (self._without_openers, self._again):
-            self.engines.take_made(deadline)
+            self.engines.take_made()
             if not until(0.0):
                 attempt(deadline)
 

@@ -132,7 +132,7 @@ class Search:
                     search.engines.begin()
             searches.append(search)
             for each in searches:
-                each.engines.take_made(self._manager.deadline)
+                each.engines.take_made()
         for search in searches:
             search.reopen(began + REOPENED * left)
         self.states.sort(key=lambda state: list(lanes).index(state.lane))

@@ -198,13 +198,50 @@ def test_what_a_compiler_has_made_is_tried_before_the_next_rewrite_and_only_once
     assert bench.kept == ["good", "compiler"]
 
 
+@dataclasses.dataclass(frozen=True)
+class SlowCompiler(Compiler):
+    """One that takes a million seconds."""
+
+    @property
+    def name(self) -> str:
+        """As the other one."""
+        return "compiler"
+
+    def expected_seconds(self, program: Program) -> float:
+        return 1e6
+
+
+@pytest.mark.parametrize(("ended", "verdict"), [(True, KEPT), (False, NOT_TRIED)])
+def test_what_is_made_takes_little_more_time(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module, ended: bool, verdict: Verdict
+) -> None:
+    bench = Bench(monkeypatch, net, X, cost={"compiler": 0.3}, seconds_left=2e5)
+    lane = search(monkeypatch, bench, Pipeline((), (SlowCompiler(),)), Opening(()))
+    base = lane.state.graph.program
+    bench.manager.sandbox = Ahead(base, ended=[base] if ended else [])  # type: ignore[assignment]
+    lane.engines.run(bench.deadline)
+    assert rows(bench) == [("compiler", verdict)]
+
+
+def test_what_there_was_no_time_for_is_told_once_and_waits_for_the_turn_of_its_engine(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module
+) -> None:
+    bench = Bench(monkeypatch, net, X, cost={"good": 0.9, "bad": 1.1, "compiler": 0.3}, seconds_left=1e5)
+    pipeline = Pipeline((Planted("good"), Planted("bad")), (SlowCompiler(),))
+    lane = search(monkeypatch, bench, pipeline, Opening(()))
+    base = lane.state.graph.program
+    bench.manager.sandbox = Ahead(base, ended=[base])  # type: ignore[assignment]
+    lane.rewrite(bench.deadline)
+    assert rows(bench) == [("compiler", NOT_TRIED), ("good", KEPT), ("bad", REVERTED)]
+
+
 def test_what_a_compiler_has_not_made_yet_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, net: nn.Module
 ) -> None:
     bench = Bench(monkeypatch, net, X, cost={"good": 0.9, "compiler": 0.3})
     lane = search(monkeypatch, bench, Pipeline((Planted("good"),), (Compiler(),)), Opening(()))
     bench.manager.sandbox = Ahead(lane.state.graph.program)  # type: ignore[assignment]
-    lane.engines.take_made(bench.deadline)
+    lane.engines.take_made()
     lane.rewrite(bench.deadline)
     assert rows(bench) == [("good", KEPT)]
 
