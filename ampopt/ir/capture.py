@@ -158,6 +158,7 @@ def capture(
         exit=tuple(Border(t.dtype) for t in (*outputs, *held)),
         device=device,
     )
+    _check_runs(kind, program)
     return Captured(program, spec, tuple(leaves), layout, by_name, lifted=state, ignored=behaviour.ignored)
 
 
@@ -208,6 +209,18 @@ def _check_assertions(kind: str, exported: torch.export.ExportedProgram) -> None
                 f"the graph of {kind} would hold only where {said}, which the inputs' values decide: "
                 f"{where(_source(condition))}"
             )
+
+
+def _check_runs(kind: str, program: Program) -> None:
+    """Raise CaptureError where the graph fails on the example, on which the model has just run.
+
+    An export may leave calls in it that only work while it is made, as those of `torch.vmap`.
+    """
+    try:
+        with untouched_rng(program.device):
+            program.run(*program.examples)
+    except Exception as error:
+        raise CaptureError(f"the graph of {kind} fails where the model does not: {_short(error)}") from error
 
 
 def _source(condition: fx.Node) -> fx.Node:

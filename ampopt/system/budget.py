@@ -24,10 +24,11 @@ MODULE_S = 5e-3
 CALLS_TO_LOOK = 3
 """Number of calls to measure the time of a call, see `optimizer.seconds_of_a_call`."""
 
-CALLS_TO_CAPTURE = 8
+CALLS_TO_CAPTURE = 9
 """Number of calls for a capture.
 
-Copies are called to find the model's state, one is exported, one shows the structure of the results.
+Copies are called to find the model's state, one is exported, one shows the structure of the results, and the
+graph is called once.
 """
 
 FLOAT64 = 3

@@ -266,3 +266,12 @@ def test_blocks_that_overlap_in_several_threads_leave_the_generators_as_they_wer
     for thread in threads:
         thread.join()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_graph_that_runs_only_while_it_is_made_is_no_capture() -> None:
+    """An export writes the calls inside of `torch.vmap` down one by one."""
+    model = Model(
+        lambda m, x: torch.vmap(lambda row: row * 2 + row.mean())(m.linear(x)), linear=nn.Linear(4, 4)
+    )
+    with pytest.raises(CaptureError, match="the graph of Model fails where the model does not"):
+        captured_of(model.eval(), torch.randn(2, 4))
