@@ -88,7 +88,7 @@ def fresh_draw(example: Tensor, generator: torch.Generator) -> Tensor:
     These are of the example's finite elements, and so are all that are drawn: a sensor's NaN and infinities
     would spread, and nothing could be told of what they spoil. Integers and booleans are a permutation of the
     example's values, so that indices stay valid. Where these are all the same, booleans and bytes, which are
-    pixels, are drawn from all that there are.
+    pixels, are drawn from all that there are. The first column of what `may_be_regions` stays as it is.
     """
     if example.is_complex():
         return torch.view_as_complex(fresh_draw(torch.view_as_real(example.resolve_conj()), generator))
@@ -105,7 +105,21 @@ def fresh_draw(example: Tensor, generator: torch.Generator) -> Tensor:
     drawn = noise * (deviation if deviation > 0 else 1.0) + (values.mean() if values.numel() else 0.0)
     if deviation > 0 and values.numel() > 1:
         drawn = drawn.clamp(values.min(), values.max())
+    if may_be_regions(example):
+        drawn[:, 0] = example[:, 0]
     return torch.empty_like(example).copy_(drawn)  # it lies in memory as the example does
+
+
+def may_be_regions(example: Tensor) -> bool:
+    """Whether a tensor may be torchvision's regions [K, 5], whose first column tells the image of each.
+
+    `roi_align` and its like read there without a look at how many images there are: with a random number
+    in that column they read other memory, or end the process.
+    """
+    if not example.dtype.is_floating_point or example.dim() != 2 or example.shape[1] != 5:
+        return False
+    images = example[:, 0]
+    return bool(((images >= 0) & (images == images.round()) & images.isfinite()).all())
 
 
 def rounded_anew(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ampopt.ir.numerics import fresh_draw, is_rounded
+from ampopt.ir.numerics import fresh_draw, is_rounded, may_be_regions
 
 Tensors = tuple[Tensor, ...]
 
@@ -128,10 +128,18 @@ def _draws(examples: Tensors, ways: dict[str, Callable[[Tensor], Tensor]], in_a_
     if not any(_can_vary(example) for example in examples):
         return []
     made = {
-        name: tuple(way(_finite(example)) if _can_vary(example) else example for example in examples)
+        name: tuple(_changed(example, way) if _can_vary(example) else example for example in examples)
         for name, way in ways.items()
     }
     return [Draw(name, (tensors,) * in_a_row) for name, tensors in made.items()]
+
+
+def _changed(example: Tensor, way: Callable[[Tensor], Tensor]) -> Tensor:
+    changed = way(_finite(example))
+    if may_be_regions(example):
+        changed = changed.clone()
+        changed[:, 0] = example[:, 0]
+    return changed
 
 
 def _finite(example: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ampopt.ir.numerics import fresh_draw
 from ampopt.measure.draws import (
     LARGE,
     Draw,
@@ -187,3 +188,34 @@ def test_complex_inputs_vary_as_real_ones_do() -> None:
     faults = {draw.name: draw.calls[0][0] for draw in fault_draws((example,), in_a_row=1)}
     assert [bool(found.isnan()[1]) for found in faults.values()] == [True, False]
     assert [bool(found.isinf()[1]) for found in faults.values()] == [False, True]
+
+
+def test_regions_stay_in_the_images_that_there_are() -> None:
+    """`roi_align` reads unchecked where the first column says."""
+    regions = torch.tensor([[0.0, 1.5, 2.0, 8.0, 9.0], [1.0, 0.0, 0.0, 4.0, 4.0]])
+    image = torch.randn(2, 3, 16, 16)
+    draws = [
+        *plain_draws((image, regions), 3, 0, in_a_row=1),
+        *range_draws((image, regions), in_a_row=1),
+        *fault_draws((image, regions), in_a_row=1),
+    ]
+    assert len(draws) > 8
+    for draw in draws:
+        for _, drawn in draw.calls:
+            assert torch.equal(drawn[:, 0], regions[:, 0])
+    drawn = [call[1] for draw in draws for call in draw.calls]
+    assert sum(not torch.equal(each, regions) for each in drawn) > 5
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.tensor([[0.5, 1, 2, 3, 4]]),
+        torch.tensor([[-1.0, 1, 2, 3, 4]]),
+        torch.zeros(2, 4),
+        torch.zeros(1, 2, 5),
+    ],
+)
+def test_what_cannot_be_regions_varies_in_its_first_column(other: Tensor) -> None:
+    generator = torch.Generator().manual_seed(0)
+    assert not torch.equal(fresh_draw(other, generator)[:, 0], other[:, 0])
