@@ -203,8 +203,8 @@ def test_regions_stay_in_the_images_that_there_are() -> None:
     for draw in draws:
         for _, drawn in draw.calls:
             assert torch.equal(drawn[:, 0], regions[:, 0])
-    drawn = [call[1] for draw in draws for call in draw.calls]
-    assert sum(not torch.equal(each, regions) for each in drawn) > 5
+    all_drawn = [call[1] for draw in draws for call in draw.calls]
+    assert sum(not torch.equal(each, regions) for each in all_drawn) > 5
 
 
 @pytest.mark.parametrize(
