@@ -79,7 +79,7 @@ def bind_ahead() -> None:
     """Compile what `bind` needs during other work, in a thread that mostly waits for the compiler."""
 
     def compile_it() -> None:
-        with contextlib.suppress(CompilerError):  # `bind` tells
+        with contextlib.suppress(Exception):  # `bind` meets it again, and tells
             _library()
 
     threading.Thread(target=compile_it, daemon=True).start()

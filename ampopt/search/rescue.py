@@ -66,20 +66,18 @@ def rescued(
     return False
 
 
-def founded_anew(
-    manager: PassManager, state: LaneState, passes: Sequence[Pass], notes: list[str], bound: float
-) -> bool:
-    """Whether few operators in FP32 leave room below `bound` for rewrites, each of which rounds anew.
+def founded_anew(manager: PassManager, state: LaneState, passes: Sequence[Pass], bound: float) -> str | None:
+    """Keep few operators in FP32, to leave room below `bound` for rewrites, each of which rounds anew.
 
-    For a new lane whose first program is right, and to which all rewrites together are too inexact.
+    For a new lane whose first program is right, and to which all rewrites together are too inexact. Returns
+    a note on them; None where that cannot be.
     """
     passes = [_sparing(step) for step in passes if not isinstance(step, BakeAutocast)]
     for attempt, steps in _attempts(passes):
         entry = manager.rescue(state, attempt, steps, MARGIN * bound)
         if entry.verdict is Verdict.KEPT:
-            notes.append(_kept(entry))
-            return True
-    return False
+            return _kept(entry)
+    return None
 
 
 def in_order(state: LaneState, passes: Sequence[Pass]) -> list[Pass]:

@@ -122,10 +122,8 @@ class Search:
                 until = max(began + place * share * left, time.perf_counter() + share * left)
                 until = min(until, self._manager.deadline)
                 search.open(until, with_engine=self._is_usable(state) or len(lanes) == 1)
-                if search.is_too_inexact and (anew := self._founded_anew(state, lanes[lane])) is not None:
-                    self.states.remove(state)
-                    search = self._begin(anew, patience)
-                    search.open(max(until, time.perf_counter() + share * left))
+                if search.is_too_inexact:
+                    search = self._opened_anew(search, lanes[lane], patience, share * left)
                 if place == 1 and lane.is_mixed and len(lanes) > 1:
                     search.engines.begin()
                     search.fuse(began + FUSING * left)
@@ -156,13 +154,26 @@ class Search:
         self.states.append(state)
         return LaneSearch(self._manager, state, self._pipeline, patience)
 
-    def _founded_anew(self, state: LaneState, call_s: float) -> LaneState | None:
-        """The lane with a few operators in FP32, if that leaves room for rewrites; see `founded_anew`."""
-        anew, bound = self._manager.open(state.lane, call_s), state.bound
+    def _opened_anew(self, first: LaneSearch, call_s: float, patience: float, seconds: float) -> LaneSearch:
+        """The search in the lane begun anew on few operators in FP32, see `founded_anew`.
+
+        The first one goes on where that cannot be, or where what it opens with is slower.
+        """
+        anew, bound = self._manager.open(first.state.lane, call_s), first.state.bound
         if self._verifier.tolerance is not None:
             bound = min(bound, self._verifier.tolerance)
-        rewrites, notes = self._pipeline.rewrites, self._ledger.notes
-        return anew if founded_anew(self._manager, anew, rewrites, notes, bound) else None
+        note = founded_anew(self._manager, anew, self._pipeline.rewrites, bound)
+        if note is None:
+            return first
+        second = self._begin(anew, patience)
+        second.open(min(time.perf_counter() + seconds, self._manager.deadline))
+        before, after = first.state.best_s, anew.best_s
+        if before is not None and (after is None or after > before):
+            self.states.remove(anew)
+            return first
+        self.states.remove(first.state)
+        self._ledger.notes.append(note)
+        return second
 
     def _likeliest_first(self, lanes: Sequence[Lane], begun: Container[str]) -> Sequence[Lane]:
         """The lanes in the order of their openings.

@@ -23,6 +23,7 @@ from ampopt.search.openings import Opening
 from ampopt.search.search_plan import Search, begin_ahead
 from ampopt.system.budget import Budget
 from tests.helpers import BF16, Model
+from tests.search.test_lane_search import Launch
 from tests.support.planted import Bench, Planted, PlantedKernel
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
@@ -378,26 +379,57 @@ def test_how_far_a_lane_is_behind_is_known_from_its_own_trial(monkeypatch: pytes
     assert search._behind(fast) == 1.0
 
 
-def test_a_lane_to_which_the_opening_is_too_inexact_starts_anew_with_operators_in_fp32(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Eager itself is within the bound; casts and another pass together are not."""
+def too_inexact(
+    monkeypatch: pytest.MonkeyPatch, cost: Callable[[frozenset[str]], float], launches: tuple[Pass, ...] = ()
+) -> tuple[Bench, Search, float]:
+    """A search in which eager itself is within the bound, and casts and another pass together are not."""
     layers = [nn.Linear(32, 32) for _ in range(8)]
     model = Model(lambda m, x: m.net(x).float(), net=nn.Sequential(*layers)).eval()
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
-    bench = Bench(monkeypatch, model, x, cost=lambda names: 0.9 ** len(names), seconds_left=1e6)
+    bench = Bench(monkeypatch, model, x, cost=cost, seconds_left=1e6)
     own = bench.verifier.own_error(BF16)
     rounds = Planted("fold-constants", factor=1 + 0.36 * own)
-    pipeline = Pipeline((rounds, BakeAutocast(), KeepFp32()))
-    budget = Budget(time.perf_counter(), 1e6)
-    search = Search(bench.manager, bench.verifier, bench.ledger, pipeline, budget, 1.0001 * own)
+    pipeline = Pipeline((rounds, BakeAutocast(), KeepFp32()), (), launches)
+    budget, bound = Budget(time.perf_counter(), 1e6), 1.0001 * own
+    search = Search(bench.manager, bench.verifier, bench.ledger, pipeline, budget, bound)
     search.run({BF16: 1e-3}, {})
+    return bench, search, bound
+
+
+def test_a_lane_to_which_the_opening_is_too_inexact_starts_anew_with_operators_in_fp32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, search, bound = too_inexact(monkeypatch, lambda names: 0.9 ** len(names))
     (state,) = search.states
     names = [step.name for step in state.best.program.recipe]
     assert names[0] == "keep-fp32"
     assert "fold-constants" in names
     check = bench.verifier.check(state.best.run, BF16)
     assert check.passed
-    assert check.error <= 1.0001 * own
+    assert check.error <= bound
     (note,) = bench.ledger.notes
     assert "the amp lane is right with" in note
+
+
+def test_where_that_is_slower_the_lane_goes_on_with_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cost(names: frozenset[str]) -> float:
+        return (9.0 if "keep-fp32" in names else 1.0) * (0.5 if "launch" in names else 1.0)
+
+    bench, search, _ = too_inexact(monkeypatch, cost, (Launch(),))
+    (state,) = search.states
+    assert [step.name for step in state.best.program.recipe] == ["launch"]
+    assert bench.ledger.notes == []
+
+
+def test_the_second_opening_ends_with_the_time_of_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[float]()
+    own_open = LaneSearch.open
+
+    def spy(search: LaneSearch, deadline: float, *, with_engine: bool = True) -> None:
+        seen.append(deadline)
+        own_open(search, deadline, with_engine=with_engine)
+
+    monkeypatch.setattr(LaneSearch, "open", spy)
+    bench, _, _ = too_inexact(monkeypatch, lambda names: 0.9 ** len(names))
+    assert len(seen) == 2
+    assert max(seen) <= bench.manager.deadline
