@@ -17,6 +17,7 @@ from ampopt.ir.graph import (
     aten,
     constant,
     deciding_node,
+    expected_shapes,
     finish,
     insert_call,
     reads_strides,
@@ -102,7 +103,7 @@ class FuseConvTriton(Pass):
         """Compiling the tiles that would be measured."""
         if self.choices is not None or self.why_not(program) is not None:
             return ()
-        sites = _dearest_first(_found(record_shapes(in_channels_last(program).program), program)[0])
+        sites = _dearest_first(_found(expected_shapes(in_channels_last(program).program), program)[0])
         shares = [sites[place::count] for place in range(min(count, len(sites)))]
         return [partial(conv_timing.compile_all, share, program.device, AHEAD_S) for share in shares]
 

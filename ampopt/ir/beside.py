@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from ampopt.ir.graph import aten
 from ampopt.ir.numerics import is_rounded, widened
 from ampopt.ir.program import Program
+from ampopt.system.quiet import quiet
 
 LOW = frozenset((torch.float16, torch.bfloat16))
 
@@ -98,9 +99,10 @@ def _reaching_the_outputs(run: _Beside, outputs: Sequence[Any]) -> dict[fx.Node,
             noise = torch.randn(end.shape, generator=generator, dtype=end.dtype).to(end.device)
             norm = float(torch.linalg.vector_norm(end.detach()))
             directions.append((noise / norm if norm > 0 else noise).to(end.dtype))
-        slopes = torch.autograd.grad(
-            ends, [run.values[node] for node in nodes], directions, retain_graph=True, allow_unused=True
-        )
+        with quiet():  # autograd's own thread warns that cuBLAS is its first user
+            slopes = torch.autograd.grad(
+                ends, [run.values[node] for node in nodes], directions, retain_graph=True, allow_unused=True
+            )
         for node, slope in zip(nodes, slopes, strict=True):
             if slope is not None:
                 squares[node] += float((slope.conj() * run.errors[node]).real.sum()) ** 2 / PROBES

@@ -18,6 +18,13 @@ _DEPTHWISE = [*_PLACES, "pixel_units", "units", *_STEPS]
 _COMBINE, _VECTOR = ["rows_total", "out_units", "parts"], ["pixel_units", "in_units", "out_units"]
 """Sizes that the kernels are not specialized for, whatever divides them; `UNIT` gives the divisor."""
 
+MOST_UNROLLED: tl.constexpr = tl.constexpr(25)
+"""Number of taps of a depthwise kernel up to which all are unrolled; of larger ones, one row at a time is.
+
+On an H100's host 11x11 taps take over 150 s to compile if all are unrolled, 9x9 12 s, 7x7 4 s, and 0.5 to
+0.8 s a row at a time, with kernels 8 to 13 % slower.
+"""
+
 
 @triton.jit
 def activate(v, KIND: tl.constexpr):
@@ -146,6 +153,23 @@ def combine(
     finish(acc, b, z, y, cols, offsets, col_ok, ok, BIAS, ADD, ACT1, ACT2)
 
 
+@triton.jit
+def tap_row(
+    acc, x, weights, line, left, image, row_ok, cols, col_ok,
+    height, width, dilation_w, pixel, channels, KW: tl.constexpr,
+):  # fmt: skip
+    """Add one row of a depthwise kernel's taps to the sums of a tile [rows, channels]."""
+    for j in tl.static_range(KW):
+        column = left + j * dilation_w
+        inside = row_ok & (line >= 0) & (line < height) & (column >= 0) & (column < width)
+        places = ((image * height + line) * width + column) * pixel
+        ok = inside[:, None] & col_ok[None, :]
+        a = tl.load(x + places[:, None] + cols[None, :], mask=ok, other=0.0).to(tl.float32)
+        v = tl.load(weights + j * channels, mask=col_ok, other=0.0).to(tl.float32)
+        acc += a * v[None, :]
+    return acc
+
+
 @triton.jit(do_not_specialize=_DEPTHWISE)
 def depthwise(
     x, w, b, z, y,
@@ -163,16 +187,18 @@ def depthwise(
     top = (rows // out_width) % out_height * stride_h - pad_h
     left = rows % out_width * stride_w - pad_w
     acc = tl.zeros((BM, BN), tl.float32)
-    for i in tl.static_range(KH):
-        line = top + i * dilation_h
-        for j in tl.static_range(KW):
-            column = left + j * dilation_w
-            inside = row_ok & (line >= 0) & (line < height) & (column >= 0) & (column < width)
-            places = ((image * height + line) * width + column) * pixel
-            ok = inside[:, None] & col_ok[None, :]
-            a = tl.load(x + places[:, None] + cols[None, :], mask=ok, other=0.0).to(tl.float32)
-            v = tl.load(w + (i * KW + j) * channels + cols, mask=col_ok, other=0.0).to(tl.float32)
-            acc += a * v[None, :]
+    if KH * KW <= MOST_UNROLLED:
+        for i in tl.static_range(KH):
+            acc = tap_row(
+                acc, x, w + i * KW * channels + cols, top + i * dilation_h, left, image, row_ok, cols, col_ok,
+                height, width, dilation_w, pixel, channels, KW,
+            )  # fmt: skip
+    else:
+        for i in range(KH):
+            acc = tap_row(
+                acc, x, w + i * KW * channels + cols, top + i * dilation_h, left, image, row_ok, cols, col_ok,
+                height, width, dilation_w, pixel, channels, KW,
+            )  # fmt: skip
     ok = row_ok[:, None] & col_ok[None, :]
     offsets = rows[:, None] * channels + cols[None, :]
     finish(acc, b, z, y, cols, offsets, col_ok, ok, BIAS, ADD, ACT1, ACT2)
