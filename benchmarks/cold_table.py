@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.cold_lines import BY_HAND, EAGER, EAGER_AMP, OURS, p50
+from benchmarks.race_networks import RACE
 from benchmarks.regimes import REGIMES, speedup
 from benchmarks.results_files import Row, exact_enough, geometric_mean, heading
 
@@ -19,7 +21,8 @@ By hand: on a GPU FP16, channels_last, folded, in a plain CUDA graph; on a CPU f
 """.strip()
 
 HEAD = (
-    *("network", "lane", "lanes judged", "error", "eager AMP's", "by hand's", "prepared in s"),
+    *("network", "lane", "lanes judged", "error", "eager AMP's", "by hand's"),
+    *("90 % of the gain after s", "prepared in s"),
     *(f"{regime}: eager FP32, AMP, by hand, **ampopt** ms" for regime in REGIMES),
     *(f"{regime}: eager FP32 / ampopt (interval)" for regime in REGIMES),
     *("by hand / ampopt, the less favourable", "peak host MiB", "peak device MiB", "commit"),
@@ -58,6 +61,7 @@ def _cells(row: Row) -> list[str]:
     return [
         *(row["network"], row["chosen"], ", ".join(row["judged"])),
         *(_number(each.get("relative_error"), ".1e") for each in three),
+        _number(seconds_to(row), ".1f"),
         f"{row['prepare_s']:.1f}",
         *times,
         *(_gain(row, regime) for regime in REGIMES),
@@ -65,6 +69,12 @@ def _cells(row: Row) -> list[str]:
         *memory,
         row["commit"],
     ]
+
+
+def seconds_to(row: Row, share: float = 0.9) -> float | None:
+    """Seconds after which the search had this share of its final gain; None where nothing was faster."""
+    steps = (row.get("report") or {}).get("best_so_far") or []
+    return next((step["at_s"] for step in steps if share * step["ms"] <= steps[-1]["ms"]), None)
 
 
 def _number(value: float | None, form: str) -> str:
@@ -120,6 +130,13 @@ def standing(rows: Sequence[Row]) -> list[str]:
         lines.append(f"- where it is not, by hand / ampopt: {', '.join(beyond)}")
     lanes = [row["chosen"] for row in rows]
     lines.append("- lanes: " + ", ".join(f"{lane} {lanes.count(lane)}" for lane in dict.fromkeys(lanes)))
+    for title, is_there in (("of the race", True), ("that nobody tuned for", False)):
+        them = [row for row in rows if (row["network"] in RACE) is is_there]
+        soon = [found for row in them if (found := seconds_to(row)) is not None]
+        if soon:
+            end = statistics.median(row["prepare_s"] for row in them)
+            text = f"90 % of the gain after {statistics.median(soon):.1f} s, the end after {end:.1f} s"
+            lines.append(f"- median of {len(them)} networks {title}: {text}")
     lost = [row["network"] for row in rows if "amp" not in row["judged"]]
     lines.append(f"- the AMP lane was not judged on: {', '.join(lost) or 'none'}")
     return lines
