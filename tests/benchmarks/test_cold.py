@@ -23,7 +23,7 @@ from benchmarks.anybody import anybody
 from benchmarks.cold import still_to_run, write_row
 from benchmarks.cold_networks import COLD, UnknownNetworkError, stranger, take_statistics
 from benchmarks.cold_start import default_call
-from benchmarks.cold_table import by_hand_ratio, to_markdown
+from benchmarks.cold_table import by_hand_ratio, seconds_to, to_markdown
 from benchmarks.race_protocol import CACHES
 from benchmarks.regimes import REGIMES
 from benchmarks.results_files import to_markdown as passes_table
@@ -323,6 +323,24 @@ def rows() -> list[dict[str, Any]]:
         wrong,
         {"network": "fastvit_t8", "commit": "c", "skipped": "no fastvit_t8 in timm"},
     ]
+
+
+def test_the_table_says_when_nearly_all_of_the_gain_was_there() -> None:
+    slow, quick = (
+        cold_row(name, ampopt=contestant(1.0), eager_fp32=contestant(4.0))
+        for name in ("lcnet_050", "resnet18")
+    )
+    gains = ((3.0, 2.0), (8.0, 1.09), (20.0, 1.0))
+    slow["report"] = {"best_so_far": [{"at_s": at, "lane": "amp", "pass": "p", "ms": ms} for at, ms in gains]}
+    assert seconds_to(slow) == 8.0
+    assert seconds_to(slow, 0.5) == 3.0
+    assert seconds_to(slow, 1.0) == 20.0
+    assert seconds_to(quick) is None, "nothing was faster than the original"
+    quick["report"] = {"best_so_far": [{"at_s": 2.5, "lane": "amp", "pass": "p", "ms": 1.0}]}
+    slow["prepare_s"], quick["prepare_s"] = 21.0, 9.0
+    table = to_markdown([slow, quick])
+    assert "median of 1 networks of the race: 90 % of the gain after 2.5 s, the end after 9.0 s" in table
+    assert "that nobody tuned for: 90 % of the gain after 8.0 s, the end after 21.0 s" in table
 
 
 def test_the_table_says_who_is_behind_the_recipe_by_hand() -> None:
