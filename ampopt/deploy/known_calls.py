@@ -17,13 +17,12 @@ from ampopt.engines.quick_call import Answer, Quick, plain
 from ampopt.ir.asked import Asked
 from ampopt.ir.capture import Captured
 from ampopt.ir.graph import reads_strides
+from ampopt.ir.normal_form import is_normal
 from ampopt.ir.program import Program
 from ampopt.ir.signature import OutputLayout, call_key, flatten_call, recognizer, tensor_key, tensors_of
 
 MOST_KEYS = 4
 """Largest number of call signatures (strides, calls that the original answers) stored for each program."""
-
-_ONE_TENSOR = flatten_call((torch.empty(0),), {})[1]
 
 
 @dataclasses.dataclass
@@ -52,26 +51,21 @@ class Served:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Single:
-    """The short way of one kind of tensor: what makes an answer, what makes a result, and the call's key."""
+class _Short:
+    """The short way of one kind of call: what makes an answer, what makes a result, and the call's key."""
 
     way: Quick
     restore: Callable[[Sequence[Tensor]], Any]
     key: object
 
 
-def knows_nothing(_anything: object) -> Any:
-    """An `Answer` that handles no call."""
-    return NotImplemented
-
-
 class KnownCalls:
     """Finds what answers a call signature, with the fastest lookup first.
 
-    `latest` recognizes a tensor like the last one; `single` finds a call of one tensor by the tensor's own
-    key; `find` finds every call by its leaves. A program is valid for all strides (`of_any_strides`), except
-    if the model reads a tensor's layout: then keys also include storage offsets, and the fast lookups, which
-    do not see these, are not used.
+    `latest` recognizes tensors like the last ones, for each number of them; `short` finds a call of nothing
+    but positional plain tensors by their own keys; `find` finds every call by its leaves. A program is valid
+    for all strides (`of_any_strides`), except if the model reads a tensor's layout: then keys also include
+    storage offsets, and the fast lookups, which do not see these, are not used.
 
     At most `max_programs` programs are kept, and `MOST_KEYS` call signatures for each; the least recently
     used are removed. Code that changes the cache holds `lock`.
@@ -81,11 +75,11 @@ class KnownCalls:
         """Create an empty cache."""
         self.max_programs = max_programs
         self.lock = threading.RLock()
-        self.latest: Answer = knows_nothing
+        self.latest: dict[int, Answer] = {}
         self.failures: dict[object, int] = {}
         """Number of failures to make a program, by the call's key; a later attempt may succeed."""
         self._served: OrderedDict[object, Served] = OrderedDict()
-        self._single: dict[object, _Single] = {}
+        self._short: dict[object, _Short] = {}
         self._any_strides: dict[object, Served] = {}
         self._by_layout: set[object] = set()
         self._has_layout_keys = False
@@ -107,14 +101,15 @@ class KnownCalls:
             return key
         return key, tuple([(t.storage_offset(), t._is_view()) for t in tensors_of(leaves)])
 
-    def single(self, tensor: Tensor) -> Answer | None:
-        """The answer for a call of one plain tensor; it becomes the `latest`."""
-        found = self._single.get(tensor_key(tensor))
+    def short(self, tensors: Sequence[Tensor]) -> Answer | None:
+        """The answer for a call of plain tensors, none given twice; it becomes the `latest` of so many."""
+        found = self._short.get(_short_key(tensors))
         if found is None:
             return None
         if len(self._served) > 1:
             self._touch(found.key)
-        self.latest = answer = found.way(recognizer(tensor), found.restore)
+        answer = found.way(recognizer(*tensors), found.restore)
+        self.latest[len(tensors)] = answer
         return answer
 
     def find(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Served | None:
@@ -158,7 +153,7 @@ class KnownCalls:
         known = {id(served): served for served in self._served.values()}
         self._has_layout_keys = True
         self._served.clear()
-        self._single, self.latest = {}, knows_nothing
+        self._short, self.latest = {}, {}
         for served in known.values():
             if served.captured is not None:
                 self.remember(served.captured.leaves, served.captured.spec, served)
@@ -168,9 +163,8 @@ class KnownCalls:
         key = self.key(leaves, spec)
         self._served[key] = served
         self.failures.pop(key, None)
-        single = len(leaves) == 1 and type(leaves[0]) is Tensor and spec == _ONE_TENSOR
-        if single and served.layout is not None and not self._has_layout_keys:
-            self._single[tensor_key(leaves[0])] = _Single(_way(served, leaves[0]), served.layout.restore, key)
+        if served.layout is not None and not self._has_layout_keys and _is_short(leaves, spec):
+            self._short[_short_key(leaves)] = _Short(_way(served, leaves), served.layout.restore, key)
         while self.programs > self.max_programs:
             self._forget(next(key for key, found in self._served.items() if found.layout is not None))
         while len(self._served) > MOST_KEYS * self.max_programs:
@@ -179,8 +173,8 @@ class KnownCalls:
 
     def _forget(self, key: object) -> None:
         served = self._served.pop(key)
-        self.latest = knows_nothing
-        self._single = {k: found for k, found in self._single.items() if found.key != key}
+        self.latest = {}
+        self._short = {k: found for k, found in self._short.items() if found.key != key}
         if all(other is not served for other in self._served.values()):
             self._any_strides = {k: s for k, s in self._any_strides.items() if s is not served}
 
@@ -195,8 +189,21 @@ class KnownCalls:
         return failures < most
 
 
-def _way(served: Served, tensor: Tensor) -> Quick:
-    """The shortest way from a tensor to a program's flat outputs; a state's goes through Python."""
+def _is_short(leaves: Sequence[Any], spec: pytree.TreeSpec) -> bool:
+    """Whether a call gives positional plain tensors, none of them twice, and nothing else."""
+    if not leaves or len(tensors_of(leaves)) < len(leaves) or not is_normal(leaves):
+        return False
+    return spec == flatten_call(tuple(leaves), {})[1]
+
+
+def _short_key(tensors: Sequence[Tensor]) -> object:
+    return tuple([tensor_key(tensor) for tensor in tensors])
+
+
+def _way(served: Served, tensors: Sequence[Tensor]) -> Quick:
+    """The shortest way from tensors to a program's flat outputs; a state's goes through Python."""
     assert served.captured is not None
     assert served.program is not None
-    return plain(served.run) if served.keeps_state else quick(served.program, served.run, tensor)
+    if served.keeps_state or len(tensors) > 1:
+        return plain(served.run)
+    return quick(served.program, served.run, tensors[0])

@@ -135,23 +135,22 @@ class OptimizedModule(Deployable):
             self._calls.admit(self._maker.first(ready))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`nn.Module.__call__`, with a fast path for a call like the last one if no hooks are registered.
+        """`nn.Module.__call__`, with a fast path for tensors like the last ones if no hooks are registered.
 
         The fast path's tensor check does not see tangents or dispatch modes (some tracers are dispatch
         modes), and a nested tensor makes it crash the process.
         """
         if self._forward_pre_hooks or self._forward_hooks:
             return super().__call__(*args, **kwargs)
-        if (
-            len(args) == 1
-            and not kwargs
-            and forward_ad._current_level < 0
-            and not _count_modes()
-            and getattr(args[0], "is_nested", True) is False
-        ):
-            found = self._calls.latest(args[0])
-            if found is not NotImplemented:
-                return found
+        answer = None if kwargs else self._calls.latest.get(len(args))
+        if answer is not None and forward_ad._current_level < 0 and not _count_modes():
+            for each in args:
+                if getattr(each, "is_nested", True) is not False:
+                    break
+            else:
+                found = answer(*args)
+                if found is not NotImplemented:
+                    return found
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -161,18 +160,12 @@ class OptimizedModule(Deployable):
         correctly: tensors of transforms (`torch.func`) and tracers, and tensors that are not plain. Raises
         StrictError, see `strict`.
         """
-        if len(args) == 1 and not kwargs:
-            tensor = args[0]
-            if (
-                tensor.__class__ is Tensor
-                and not is_surrounded()
-                and autocast_now(self.program.device) is None
-            ):
-                answer = self._calls.single(tensor) if _is_simple(tensor) else None
-                if answer is not None:
-                    result = answer(tensor)
-                    if result is not NotImplemented:
-                        return result
+        if not kwargs and not is_surrounded() and autocast_now(self.program.device) is None:
+            answer = self._calls.short(args) if all(map(_is_simple, args)) else None
+            if answer is not None:
+                result = answer(*args)
+                if result is not NotImplemented:
+                    return result
         return self._general(args, kwargs)
 
     @property
@@ -446,8 +439,10 @@ for _entrance in (OptimizedModule.__call__, OptimizedModule.forward, OptimizedMo
 _count_modes = torch._C._len_torch_dispatch_stack
 
 
-def _is_simple(tensor: Tensor) -> bool:
-    """Whether a plain tensor is one of numbers in memory, as they are, that nobody derives by."""
+def _is_simple(tensor: Any) -> bool:
+    """Whether this is a plain tensor of numbers in memory, as they are, that nobody derives by."""
+    if tensor.__class__ is not Tensor:
+        return False
     special = tensor.requires_grad or tensor.is_nested or tensor.is_neg() or tensor.is_conj()
     return not special and tensor.layout is torch.strided
 

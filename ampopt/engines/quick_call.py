@@ -1,8 +1,8 @@
-"""A fast path for calls of one tensor: check the tensor, run the program, build the result.
+"""A fast path for calls of plain tensors: check them, run the program, build the result.
 
-A `Quick` is the fast path of a program for tensors that are like an example. For a captured graph it is C++
-(`cpp/quick_call.cpp`), compiled on the machine where it runs: after a wait for the GPU the processor's caches
-are cold, and every line of Python takes up to ten times as long as in a loop.
+A `Quick` is the fast path of a program for tensors that are like examples. For a captured graph of one tensor
+it is C++ (`cpp/quick_call.cpp`), compiled on the machine where it runs: after a wait for the GPU the
+processor's caches are cold, and every line of Python takes up to ten times as long as in a loop.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ampopt.system.native import CompilerError, library
 
 logger = logging.getLogger("ampopt")
 
-Answer = Callable[[object], Any]
+Answer = Callable[..., Any]
 """Answers tensors of one signature; returns `NotImplemented` for others."""
 
-Quick = Callable[[Callable[[object], bool], Callable[[tuple[Tensor, ...]], Any]], Answer]
+Quick = Callable[[Callable[..., bool], Callable[[tuple[Tensor, ...]], Any]], Answer]
 """Makes an answer from two functions: one recognizes tensors, one builds the result of flat outputs."""
 
 
@@ -52,12 +52,12 @@ MOST_OUTPUTS = 31
 """Largest number of flat outputs that the C++ code supports."""
 
 
-def plain(run: Callable[[Tensor], tuple[Tensor, ...] | None]) -> Quick:
+def plain(run: Callable[..., tuple[Tensor, ...] | None]) -> Quick:
     """The `Quick` that calls `run`, which returns None for a call that it does not handle."""
 
-    def make(same: Callable[[object], bool], restore: Callable[[tuple[Tensor, ...]], Any]) -> Answer:
-        def answer(thing: Any) -> Any:
-            outputs = run(thing) if same(thing) else None
+    def make(same: Callable[..., bool], restore: Callable[[tuple[Tensor, ...]], Any]) -> Answer:
+        def answer(*things: Any) -> Any:
+            outputs = run(*things) if same(*things) else None
             return NotImplemented if outputs is None else restore(outputs)
 
         return answer

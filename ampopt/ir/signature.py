@@ -22,18 +22,18 @@ def tensor_key(tensor: Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...]
     return tensor.shape, tensor.dtype, tensor.stride(), tensor.device
 
 
-def recognizer(example: Tensor) -> Callable[[object], bool]:
-    """A fast C++ check whether an object is a tensor that differs from `example` in values alone.
+def recognizer(*examples: Tensor) -> Callable[..., bool]:
+    """A fast C++ check whether as many objects are tensors that differ from `examples` in values alone.
 
-    It must have the same class, `tensor_key`, and negative and conjugate bits, in a thread with the present
-    modes (inference, autocast): under other modes the check always fails.
+    Each must have the same class, `tensor_key`, and negative and conjugate bits, in a thread with the present
+    modes (inference, autocast): under other modes the check always fails. It fails if one comes twice, too.
     """
     guards = TensorGuards(  # its stub knows keywords only
-        example,  # type: ignore[arg-type]
+        *examples,  # type: ignore[arg-type]
         dynamic_dims_sizes=None,  # type: ignore[misc]
         dynamic_dims_strides=None,
     )
-    same: Callable[[object], bool] = guards.check
+    same: Callable[..., bool] = guards.check
     return same
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampopt.deploy.known_calls import MOST_KEYS, KnownCalls, Served, knows_nothing
+from ampopt.deploy.known_calls import MOST_KEYS, KnownCalls, Served
 from ampopt.engines.executable import executable
 from ampopt.ir.asked import Asked
 from ampopt.ir.signature import flatten_call
@@ -20,9 +20,12 @@ def image(size: int = 4) -> Tensor:
     return torch.arange(float(size * size)).reshape(1, 1, size, size)
 
 
-def served(x: Tensor, model: nn.Module | None = None, *, layout: bool = False) -> Served:
-    """A program of a ReLU, or of another model, for inputs like `x`."""
-    _, captured = captured_of((model or nn.ReLU()).eval(), x)
+TIMES = Model(lambda m, x, y: x.amax() * y)
+
+
+def served(*inputs: Tensor, model: nn.Module | None = None, layout: bool = False) -> Served:
+    """A program of a ReLU, or of another model, for inputs like these."""
+    _, captured = captured_of((model or nn.ReLU()).eval(), *inputs)
     run = executable(captured.program)
     return Served(run, captured.layout, captured, captured.program, Asked(layout=layout), run)
 
@@ -43,13 +46,43 @@ def test_a_call_is_found_by_its_shape_and_strides() -> None:
 def test_a_call_of_one_tensor_has_a_short_way_that_is_the_latest_from_then_on() -> None:
     calls = KnownCalls(4)
     calls.admit(served(image()))
-    assert calls.latest is knows_nothing
-    assert calls.single(image(5)) is None
-    answer = calls.single(image() - 3)
+    assert calls.latest == {}
+    assert calls.short([image(5)]) is None
+    answer = calls.short([image() - 3])
     assert answer is not None
-    assert calls.latest is answer
+    assert calls.latest == {1: answer}
     assert torch.equal(answer(image() - 3), (image() - 3).relu())
     assert answer(image(5)) is NotImplemented
+
+
+def test_a_call_of_several_tensors_has_one_too() -> None:
+    calls, x, y = KnownCalls(4), image(), image(3)
+    calls.admit(served(x, y, model=TIMES))
+    assert calls.short([x]) is None
+    assert calls.short([y, x]) is None
+    assert (answer := calls.short([x, y])) is not None
+    assert calls.latest == {2: answer}
+    assert torch.equal(answer(x + 1, y), (x + 1).amax() * y)
+    assert answer(y, x) is NotImplemented
+    assert answer(x, x) is NotImplemented
+
+
+X, Y = torch.ones(2, 3), torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [(([X, Y],), {}), ((X,), {"y": Y}), ((X, 2), {}), ((X, X), {}), ((X, nn.Parameter(Y)), {}), ((), {})],
+    ids=["in a list", "by name", "a number", "one twice", "a parameter", "nothing"],
+)
+def test_only_positional_plain_tensors_have_a_short_way(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    calls, made = KnownCalls(4), served(X, Y, model=TIMES)
+    leaves, spec = flatten_call(args, kwargs)
+    calls.remember(leaves, spec, made)
+    assert calls.find(leaves, spec) is made
+    assert calls.short([each for each in leaves if isinstance(each, torch.Tensor)]) is None
 
 
 def test_the_program_used_longest_ago_goes_first_with_its_short_way() -> None:
@@ -60,9 +93,9 @@ def test_the_program_used_longest_ago_goes_first_with_its_short_way() -> None:
     calls.admit(served(image(6)))
     assert calls.programs == 2
     assert [find(calls, image(size)) is None for size in (4, 5, 6)] == [False, True, False]
-    assert calls.single(image(5)) is None
+    assert calls.short([image(5)]) is None
     assert calls.of_any_strides(*flatten_call((image(5),), {})) is None
-    assert calls.latest is knows_nothing
+    assert calls.latest == {}
 
 
 def test_keys_are_bounded_where_one_program_serves_many_strides() -> None:
@@ -86,10 +119,10 @@ def test_the_original_counts_as_a_key_and_not_as_a_program() -> None:
 def test_where_the_model_asks_how_a_tensor_lies_keys_say_where_it_begins() -> None:
     calls = KnownCalls(4)
     calls.admit(served(image()))
-    assert calls.single(image()) is not None
+    assert calls.short([image()]) is not None
     admitted = calls.admit(served(image(5), layout=True))
-    assert calls.single(image()) is None, "what recognizes a tensor does not see where it begins"
-    assert calls.latest is knows_nothing
+    assert calls.short([image()]) is None, "what recognizes a tensor does not see where it begins"
+    assert calls.latest == {}
     assert find(calls, image(5)) is admitted
     later = torch.zeros(26)[1:].view(1, 1, 5, 5)
     assert find(calls, later) is None
@@ -107,7 +140,7 @@ def test_strides_that_a_program_does_not_hold_for_are_told_apart() -> None:
 
 def test_an_operator_that_reads_strides_gets_a_program_for_each() -> None:
     calls, x = KnownCalls(4), torch.ones(4, 4)
-    calls.admit(served(x, Model(lambda m, x: torch.as_strided(x, (2, 2), (4, 1)) + 0)))
+    calls.admit(served(x, model=Model(lambda m, x: torch.as_strided(x, (2, 2), (4, 1)) + 0)))
     assert calls.of_any_strides(*flatten_call((x,), {})) is None
     assert find(calls, x) is not None
 
@@ -141,7 +174,7 @@ def test_a_model_that_keeps_a_state_goes_the_long_way_under_its_lock() -> None:
             self.count += 1
             return x + self.count
 
-    made = served(image(), Counts())
+    made = served(image(), model=Counts())
     states: list[Any] = []
 
     def run(x: Tensor) -> tuple[Tensor, ...]:
@@ -151,7 +184,7 @@ def test_a_model_that_keeps_a_state_goes_the_long_way_under_its_lock() -> None:
     made.run = run
     calls = KnownCalls(1)
     calls.admit(made)
-    answer = calls.single(image())
+    answer = calls.short([image()])
     assert answer is not None
     answer(image())
     assert len(states) == 1

@@ -156,4 +156,4 @@ def test_a_model_that_asks_gets_a_program_for_each_layout_and_no_short_way() -> 
         for laid in (LAYOUTS["contiguous"], LAYOUTS["channels_last"]):
             assert same(fast(laid(image())), model(laid(image())))
     assert (fast.health.late_captures, fast.health.served_by_original) == (1, 0)
-    assert not fast._calls._single, "what recognizes a tensor does not look at where it begins"
+    assert not fast._calls._short, "what recognizes a tensor does not look at where it begins"
