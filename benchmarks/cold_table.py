@@ -132,7 +132,7 @@ def standing(rows: Sequence[Row]) -> list[str]:
     lines.append("- lanes: " + ", ".join(f"{lane} {lanes.count(lane)}" for lane in dict.fromkeys(lanes)))
     for title, is_there in (("of the race", True), ("that nobody tuned for", False)):
         them = [row for row in rows if (row["network"] in RACE) is is_there]
-        soon = [found for row in them if (found := seconds_to(row)) is not None]
+        soon = [after for row in them if (after := seconds_to(row)) is not None]
         if soon:
             end = statistics.median(row["prepare_s"] for row in them)
             text = f"90 % of the gain after {statistics.median(soon):.1f} s, the end after {end:.1f} s"

@@ -28,9 +28,9 @@ def recognizer(*examples: Tensor) -> Callable[..., bool]:
     Each must have the same class, `tensor_key`, and negative and conjugate bits, in a thread with the present
     modes (inference, autocast): under other modes the check always fails. It fails if one comes twice, too.
     """
-    guards = TensorGuards(  # its stub knows keywords only
-        *examples,  # type: ignore[arg-type]
-        dynamic_dims_sizes=None,  # type: ignore[misc]
+    guards = TensorGuards(
+        *examples,
+        dynamic_dims_sizes=None,
         dynamic_dims_strides=None,
     )
     same: Callable[..., bool] = guards.check
