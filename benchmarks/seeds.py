@@ -1,0 +1,197 @@
+"""The five questions that ampopt comes from, on today's hardware: training steps and inference.
+
+    python -m benchmarks.seeds [--models NAME ...] [--device cpu] [--optimize] [--budget-left S]
+
+Every way of training is timed in turn with the others, synchronised and warmed up, with its peak memory on a
+GPU; then the parts of the step in FP32; then calls in evaluation mode: eager, autocast, and apex's O1 and O2
+as ampopt's policies; with `--optimize` also its default call. Writes DIR/<device>/seeds.json row by
+row, and the table and the plot from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ampopt
+from ampopt.ir.capture import capture
+from ampopt.ir.lanes import LANES
+from ampopt.ir.model_copy import private_copy
+from ampopt.ir.transform import replay
+from ampopt.measure.clocks import latency, synchronize
+from ampopt.measure.sampling import interleave
+from ampopt.passes import BakeAutocast
+from ampopt.system.environment import environment
+from benchmarks.results_files import Row, commit, results_folder, update
+from benchmarks.seeds_table import draw, to_markdown
+from benchmarks.seeds_workloads import SEEDS, Seed
+from benchmarks.time_left import TimeLeft
+from benchmarks.training_steps import Loss, Step, Training, fp32, ways
+
+MOST_S = 5.0
+"""Seconds of a training step in FP32 above which a workload is left out."""
+
+LEAST, MOST = 5, 200
+"""Rounds of samples."""
+
+FIRST_GUESS_S = 20.0
+
+
+def measure(seed: Seed, device: torch.device, *, seconds: float, most_s: float, optimize: bool) -> Row:
+    """All figures of a workload; `skipped` says why there are none."""
+    row: Row = {
+        "question": seed.question,
+        "workload": seed.name,
+        "commit": commit(),
+        "environment": environment(device),
+    }
+    model = seed.workload.model().to(device)
+    inputs = seed.workload.inputs(device=device)
+    loss = seed.loss(model, inputs)
+    first = fp32(model, inputs, loss)
+    if (step_s := _seconds(first, device)) > most_s:
+        return {**row, "skipped": f"a training step takes {step_s:.1f} s here"}
+    row["training"] = _training(model, inputs, loss, device, seconds)
+    row["parts"] = parts_of(first, device, seconds / 4)
+    row["inference"] = _inference(model, inputs, device, seconds, optimize=optimize)
+    return row
+
+
+def _seconds(step: Step, device: torch.device) -> float:
+    """Seconds of the second call."""
+    step()
+    synchronize(device)
+    start = time.perf_counter()
+    step()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def _training(
+    model: nn.Module, inputs: tuple[Tensor, ...], loss: Loss, device: torch.device, seconds: float
+) -> dict[str, Row]:
+    makes = {name: functools.partial(make, model, inputs, loss) for name, make in ways(device).items()}
+    return timed(makes, device, seconds)
+
+
+def timed(makes: Mapping[str, Callable[[], Step]], device: torch.device, seconds: float) -> dict[str, Row]:
+    """Each step's time, sampled in turn, and on a GPU the peak of what it takes; `error` where it fails."""
+    steps, found = dict[str, Step](), dict[str, Row]()
+    for name, make in makes.items():
+        try:
+            steps[name], found[name] = _made(make, device)
+        except Exception as error:
+            found[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
+    samplers = {name: latency(step, device) for name, step in steps.items()}
+    for name, measured in interleave(samplers, seconds=seconds, least=LEAST, most=MOST).items():
+        found[name] |= measured.to_dict()
+    return found
+
+
+def _made(make: Callable[[], Step], device: torch.device) -> tuple[Step, Row]:
+    if device.type != "cuda":
+        step = make()
+        step()
+        return step, {"peak_mib": None}
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    step = make()
+    for _ in range(2):
+        step()
+    synchronize(device)
+    return step, {"peak_mib": round((torch.cuda.max_memory_allocated(device) - before) / 2**20, 1)}
+
+
+def parts_of(training: Training, device: torch.device, seconds: float) -> dict[str, float]:
+    """The median milliseconds of the parts of a step, each synchronised."""
+    samples: dict[str, list[float]] = {name: [] for name in training.parts}
+    end = time.perf_counter() + seconds
+    while len(samples["forward"]) < LEAST or time.perf_counter() < end:
+        given: Any = None
+        for name, part in training.parts.items():
+            synchronize(device)
+            start = time.perf_counter()
+            given = part(given)
+            synchronize(device)
+            samples[name].append(time.perf_counter() - start)
+    return {name: round(1e3 * sorted(each)[len(each) // 2], 6) for name, each in samples.items()}
+
+
+def _inference(
+    model: nn.Module, inputs: tuple[Tensor, ...], device: torch.device, seconds: float, *, optimize: bool
+) -> dict[str, Row]:
+    dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
+
+    def under_autocast(called: nn.Module, given: tuple[Tensor, ...]) -> Step:
+        def call() -> object:
+            with torch.autocast(device.type, dtype):
+                return called(*given)
+
+        return call
+
+    def policy(name: str) -> Step:
+        program = LANES["amp"][device.type].start(capture(private_copy(model), inputs, {}, device).program)
+        return functools.partial(replay((BakeAutocast(policy=name),), program).run, *inputs)
+
+    def nhwc() -> Step:
+        moved = copy.deepcopy(model)
+        moved.to(memory_format=torch.channels_last)
+        given = tuple(x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x for x in inputs)
+        return under_autocast(moved, given)
+
+    makes: dict[str, Callable[[], Step]] = {
+        "fp32": lambda: functools.partial(model, *inputs),
+        "amp": lambda: under_autocast(model, inputs),
+        "amp + channels_last": nhwc,
+        "O1": lambda: policy("O1"),
+        "O2": lambda: policy("O2"),
+    }
+    if optimize:
+        makes["ampopt"] = lambda: functools.partial(ampopt.optimize(model, inputs), *inputs)
+    with torch.no_grad():
+        return timed(makes, device, seconds)
+
+
+def main() -> None:
+    """Measure every workload asked for, and write the results after each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
+    parser.add_argument("--models", nargs="+", choices=list(SEEDS), default=list(SEEDS), metavar="NAME")
+    parser.add_argument(
+        "--seconds", type=float, default=4.0, help="of sampling, for training and inference each"
+    )
+    parser.add_argument("--most-s", type=float, default=MOST_S, help="longest FP32 step of a workload")
+    parser.add_argument("--optimize", action="store_true", help="ampopt's default call, too")
+    parser.add_argument(
+        "--budget-left", type=float, metavar="S", help="begin none that may end later than this"
+    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    folder, left = results_folder(options.out, device), TimeLeft(options.budget_left, guess_s=FIRST_GUESS_S)
+    for name in options.models:
+        if not left.another():
+            print("no time left", flush=True)
+            break
+        row = measure(
+            SEEDS[name], device, seconds=options.seconds, most_s=options.most_s, optimize=options.optimize
+        )
+        rows = update(folder / "seeds.json", [row], lambda each: each["workload"], SEEDS)
+        (folder / "seeds.md").write_text(to_markdown(rows), encoding="utf-8")
+        draw(rows, folder / "seeds.png")
+        print(name, json.dumps({k: v.get("p50_ms") for k, v in row.get("training", {}).items()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The table and the plot of the five questions: today's figures beside those that were reported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.results_files import Row, heading
+from benchmarks.seeds_workloads import SEEDS, Reported
+
+METHOD = """
+Training: one step on one batch, synchronised and warmed up, all ways sampled in turn: `zero_grad`, forward
+and loss, backward, SGD; mixed precision with `GradScaler` on a GPU, in bfloat16 on a CPU. O2 is apex's:
+16-bit weights, FP32 batch normalization, FP32 copies of the weights. Peak memory is what a way adds on the
+GPU. Inference: calls in evaluation mode without gradients; O1 and O2 are ampopt's policies with nothing else.
+"Reported" are the figures of the question, on the device that it names. TF32 is off.
+""".strip()
+
+
+def to_markdown(rows: Sequence[Row]) -> str:
+    """A section for each question."""
+    lines = [*heading("The five questions", rows), METHOD]
+    for question in dict.fromkeys(row["question"] for row in rows):
+        for row in (each for each in rows if each["question"] == question):
+            lines += ["", f"## {question}: {row['workload']}", "", *_section(row)]
+    return "\n".join(lines) + "\n"
+
+
+def _section(row: Row) -> list[str]:
+    if "skipped" in row:
+        return [f"Not run: {row['skipped']}."]
+    reported = SEEDS[row["workload"]].reported
+    devices = list(dict.fromkeys(each.device for each in reported if each.part == "step"))
+    lines = [
+        "| training step | ms | FP32 / it | peak MiB | "
+        + " | ".join(f"reported, {d}" for d in devices)
+        + " |"
+    ]
+    if not devices:
+        lines = ["| training step | ms | FP32 / it | peak MiB |"]
+    lines.append("|---" * (4 + len(devices)) + "|")
+    for way, found in row["training"].items():
+        cells = [way, *_times(found, row["training"]["fp32"]), _memory(found)]
+        cells += [_reported(reported, device, way) for device in devices]
+        lines.append("| " + " | ".join(cells) + " |")
+    told = {each.part: each for each in reported if each.part != "step"}
+    parts = ", ".join(
+        f"{name} {ms:.3f} ms" + (f" (reported {told[name].ms:.3f})" if name in told else "")
+        for name, ms in row["parts"].items()
+    )
+    lines += ["", f"The parts in FP32: {parts}.", "", "| inference | ms | FP32 / it |", "|---|---|---|"]
+    for way, found in row["inference"].items():
+        lines.append("| " + " | ".join([way, *_times(found, row["inference"]["fp32"])]) + " |")
+    return lines
+
+
+def _times(found: Row, base: Row) -> list[str]:
+    if "p50_ms" not in found:
+        return [f"failed: {found['error']}"[:80].replace("|", "/").replace("\n", " "), "–"]
+    return [f"{found['p50_ms']:.3f}", f"{base['p50_ms'] / found['p50_ms']:.2f}" if "p50_ms" in base else "–"]
+
+
+def _memory(found: Row) -> str:
+    return "–" if found.get("peak_mib") is None else f"{found['peak_mib']:.0f}"
+
+
+def _reported(reported: Sequence[Reported], device: str, way: str) -> str:
+    for each in reported:
+        if (each.device, each.way, each.part) == (device, way, "step"):
+            return f"{each.ms:.2f} ms" + ("" if each.mb is None else f", {each.mb:.0f} MB")
+    return "–"
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """How many times faster than FP32 each way of training is, a group of bars for each workload."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    ran = [row for row in rows if "training" in row and "p50_ms" in row["training"]["fp32"]]
+    if not ran:
+        return
+    names = [name for name in dict.fromkeys(w for row in ran for w in row["training"]) if name != "fp32"]
+    width = 0.8 / len(names)
+    figure, axis = plt.subplots(figsize=(11, 4.5))
+    for place, name in enumerate(names):
+        shown = [
+            (i, row["training"][name])
+            for i, row in enumerate(ran)
+            if "p50_ms" in row["training"].get(name, {})
+        ]
+        heights = [ran[i]["training"]["fp32"]["p50_ms"] / found["p50_ms"] for i, found in shown]
+        axis.bar([i + (place - len(names) / 2 + 0.5) * width for i, _ in shown], heights, width, label=name)
+    axis.axhline(1.0, color="black", linewidth=0.8)
+    axis.set_yscale("log", base=2)
+    axis.set_xticks(range(len(ran)), [f"{row['question']}\n{row['workload']}" for row in ran], fontsize=7)
+    axis.set_ylabel("FP32 / it, one training step")
+    axis.set_title(f"When mixed precision pays, on {ran[0]['environment'].get('device', '?')}")
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
