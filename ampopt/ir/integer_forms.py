@@ -2,7 +2,7 @@
 
 PyTorch refuses a negative index where it looks up rows; ONNX counts it from the end, and so answers what
 eager refuses. torch.onnx divides integers in floating point, which is inexact from 2²⁴ on. ONNX Runtime adds
-and multiplies the integers of a dimension in float64, which is inexact from 2⁵³ on, and ends at int64's bounds.
+and multiplies along a dimension in float64, which is inexact from 2⁵³ on, and ends at int64's bounds.
 
 Correct because: an index that is not negative stays, and a negative one becomes one that no tensor has, which
 ONNX Runtime refuses as eager does; a quotient of integers rounded down is ONNX's floor division, and towards

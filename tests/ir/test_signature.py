@@ -33,6 +33,9 @@ class _Named(torch.Tensor):
     """A tensor of another class."""
 
 
+A_LIST = [1]
+
+
 def key(*args: Any, strides: bool = True, **kwargs: Any) -> object:
     return call_key(*flatten_call(args, kwargs), strides=strides)
 
@@ -68,6 +71,9 @@ def key(*args: Any, strides: bool = True, **kwargs: Any) -> object:
         ((X,), (nn.Parameter(X),)),
         ((X,), (X.as_subclass(_Named),)),
         ((X, "a"), (X, "b")),
+        ((X, A_LIST, A_LIST), (X, A_LIST, [1])),
+        (([X], A_LIST, [1]), ([X], A_LIST, A_LIST)),
+        ((X, [A_LIST, [1], A_LIST]), (X, [A_LIST, A_LIST, [1]])),
     ],
 )
 def test_calls_that_may_need_another_program_have_another_key(one: Any, other: Any) -> None:
@@ -100,6 +106,23 @@ def test_a_tensor_that_is_given_twice_is_mapped_once() -> None:
     assert args[0] is args[1][0] is kwargs["a"] is made[0]
     assert kwargs["b"] is made[1]
     assert (args[1][1], list(kwargs)) == (3, ["b", "a"])
+
+
+def test_a_list_that_is_given_twice_stays_one_list() -> None:
+    (first, (second, other)), kwargs = map_tensors(copied, ([X], [A_LIST, [1]]), {"a": A_LIST})
+    assert second is kwargs["a"]
+    assert second is not A_LIST
+    assert other == second == [1]
+    assert other is not second
+    assert first[0] is not X
+
+
+def test_a_call_that_is_built_again_has_a_list_for_each_place() -> None:
+    leaves, spec = flatten_call((X, A_LIST, {"a": A_LIST}), {})
+    (x, one, of_dict), _ = pytree.tree_unflatten(leaves, spec)
+    assert x is X
+    assert one == of_dict["a"] == A_LIST
+    assert one is not of_dict["a"]
 
 
 def test_a_copy_is_its_own_and_has_no_gradients() -> None:
