@@ -64,6 +64,8 @@ def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[A
     a call that is built of it has separate ones there.
     """
     call = (tuple(args), kwargs if type(kwargs) is dict else dict(kwargs))
+    if all(isinstance(value, _NO_CONTAINERS) for value in (*call[0], *call[1].values())):
+        return pytree.tree_flatten(call)
     seen, again = set[int](), False
 
     def look(value: object) -> bool:
@@ -76,6 +78,9 @@ def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[A
     leaves, spec = pytree.tree_flatten(call, is_leaf=look)
     return pytree.tree_flatten(_marked(call, set())) if again else (leaves, spec)
 
+
+_NO_CONTAINERS = (Tensor, int, float, str, type(None))
+"""Arguments that hold no others."""
 
 _SHARED = (list, dict, deque)
 """Containers, beside dataclasses, whose identity counts: equal tuples are often one object by chance."""
