@@ -32,7 +32,7 @@ from ampopt.ir.capture import Captured
 from ampopt.ir.keywords import in_order
 from ampopt.ir.lane_io import FLOATING, LaneIO
 from ampopt.ir.lanes import lane_of
-from ampopt.ir.normal_form import is_normal
+from ampopt.ir.normal_form import is_normal, normal_form
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.plain_tensors import check_plain
 from ampopt.ir.program import Program
@@ -126,10 +126,10 @@ class LoadedModel:
 
     def _why_not(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> str | None:
         own = self.captured
-        if spec != own.spec:
+        if (is_other := spec != own.spec) and normal_form(leaves, spec)[1] != own.spec:
             return f"its arguments are {own.spec}, and these are {spec}"
-        if own.all_differ and not is_normal(leaves):
-            return "it takes no tensor twice: its results depend on which of its arguments are the same"
+        if own.all_differ and (is_other or not is_normal(leaves, spec)):
+            return "it takes nothing twice: its results depend on which of its arguments are the same"
         for mine, theirs in zip(own.leaves, leaves, strict=True):
             if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
                 if (mine.shape, mine.dtype, mine.device) != (theirs.shape, theirs.dtype, theirs.device):

@@ -13,7 +13,8 @@ from torch.fx.passes.shape_prop import TensorMetadata
 
 from ampopt.engines.onnx_program import place_of_input, plain_model
 from ampopt.engines.openvino_engine import OpenVinoEngine
-from ampopt.ir.graph import aten, calls, is_native, record_shapes
+from ampopt.ir.aliasing import aliased_by
+from ampopt.ir.graph import aten, calls, dtype_of, is_native, record_shapes
 from ampopt.ir.program import Border, Program
 from ampopt.ir.transform import Declined, Engine, Result
 from ampopt.ir.widening import widened
@@ -52,8 +53,9 @@ class Openvino(Engine):
     without casts, and rounds by itself to the lane's dtype, where the processor computes in it.
     Requires: a CPU, and the packages of the extra `openvino`.
     Declines: programs that still run under autocast, or that call operators ONNX does not know; float64, and
-    integers that are not places in a tensor, because OpenVINO computes in 32 bits; the values of a top-k,
-    which lose NaN, and places of maxima that are computed with; empty tensors.
+    integers that are not places in a tensor, because OpenVINO computes in 32 bits, and int32 in float32, that
+    is inexactly from 2²⁴ on (measured with 2026.4: quotients, maxima, matrix products, shifts); the values of
+    a top-k, which lose NaN, and places of maxima that are computed with; empty tensors.
     Correct because: ONNX's operators are the graph's own (`onnx_graph` refuses operators without an
     equivalent), and the runtime computes the same expressions, possibly in another order, in the precision
     that is asked for: the compiled model is asked which one it has. Operators of OpenVINO that lose NaN are
@@ -145,6 +147,9 @@ def _why_wider(node: fx.Node) -> str | None:
     if meta.dtype in (torch.int8, torch.uint8, torch.int16) and node.op == "call_function":
         return "OpenVINO ends integers of 8 and 16 bits at their bounds, where PyTorch's go around"
     source = node.all_input_nodes[0] if node.target is operator.getitem else node
+    computed = meta.dtype is torch.int32 and node.op == "call_function" and not aliased_by(node)
+    if computed or (source.target in INDICES and dtype_of(source.all_input_nodes[0]) is torch.int32):
+        return "OpenVINO computes int32 in float32"
     if meta.dtype is torch.int64 and node.op != "get_attr" and source.target not in INDICES:
         return "OpenVINO computes int64 in int32"
     return None

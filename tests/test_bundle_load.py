@@ -220,10 +220,24 @@ def test_a_tensor_is_given_twice_only_where_the_model_does_not_ask(asks: bool, t
     loaded = ampopt.load(tmp_path / "b", backend="ampopt", device="cpu")
     assert torch.allclose(loaded(X, X.clone()), model(X, X.clone()))
     if asks:
-        with pytest.raises(InputError, match="takes no tensor twice"):
+        with pytest.raises(InputError, match="takes nothing twice"):
             loaded(X, X)
     else:
         assert torch.allclose(loaded(X, X), model(X, X))
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_list_is_given_twice_only_where_the_model_does_not_ask(asks: bool, tmp_path: Path) -> None:
+    model = Model(lambda m, x, a, b: x * (3 if asks and a is b else 2) * a[0] * b[0])
+    module_of(model, X, [2], [2]).save(tmp_path / "b", onnx=None)
+    loaded = ampopt.load(tmp_path / "b", backend="ampopt", device="cpu")
+    given = [2]
+    assert torch.equal(loaded(X, given, [2]), model(X, given, [2]))
+    if asks:
+        with pytest.raises(InputError, match="takes nothing twice"):
+            loaded(X, given, given)
+    else:
+        assert torch.equal(loaded(X, given, given), model(X, given, given))
 
 
 def test_a_mixed_precision_lane_is_saved_with_its_own_tolerance(tmp_path: Path) -> None:

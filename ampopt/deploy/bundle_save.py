@@ -31,7 +31,9 @@ from ampopt.deploy.optimized import Optimized
 from ampopt.deploy.portable import HALF
 from ampopt.deploy.recipe_file import write_recipe
 from ampopt.deploy.torchscript_file import why_not_torchscript, write_torchscript
-from ampopt.errors import ExportError, InputError
+from ampopt.engines.executable import executable
+from ampopt.errors import ExportError, InputError, VerificationError
+from ampopt.ir import numerics
 from ampopt.ir.capture import Captured
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.model_hash import model_hash
@@ -100,6 +102,7 @@ def save_bundle(
     lanes = {recipe.lane, *([HALF] if precision == "fp16" else [])}
     tolerance = recipe.tolerance if recipe.metric is None else None
     test = _self_test(verifier, inputs, outputs, lanes, tolerance)
+    _pass_test(optimized.program, test)
     all_differ = tells_equal_from_same(original, captured.leaves, captured.spec, captured.program.device)
     data, weights = write_program(captured.program)
     program = {"program": data, "recipe": write_recipe(recipe.passes)}
@@ -170,12 +173,31 @@ def _self_test(
     ]
     allowed = tolerance
     if allowed is None:
-        jumps = {lane: max(verifier.largest_jumps(lane, draw), default=0.0) for lane in lanes}
-        bounds = [lane.limits.allowed(jump) for lane, jump in jumps.items()]
+        bounds = [lane.limits.allowed(_usual_error(verifier, lane)) for lane in lanes]
         allowed = min(max(bounds), LARGEST_TOLERANCE)
     return SelfTest(
         dict(zip(inputs, examples, strict=True)), dict(zip(outputs, expected, strict=True)), allowed
     )
+
+
+def _usual_error(verifier: OnnxVerifier, lane: Lane) -> float:
+    """Eager's largest error on the example in a lane, or what rounding changes there; overflow is none."""
+    draw = verifier.draws[0]
+    own = [error for error in verifier.own_errors(lane, draw) if error < 1.0]
+    return max([*verifier.largest_jumps(lane, draw), *own], default=0.0)
+
+
+def _pass_test(program: Program, test: SelfTest) -> None:
+    """Raise VerificationError where a program would not pass its bundle's self-test, and so not be loaded."""
+    outputs = executable(program)(*program.examples)
+    for (name, expected), output in zip(test.outputs.items(), outputs, strict=True):
+        error = numerics.relative_error(output, expected)
+        if not error <= test.tolerance:
+            raise VerificationError(
+                f"a bundle of this model would not load, and was not written: on the example, output {name!r}"
+                f" of its program has an error of {error:.2g} against the model in float64, over "
+                f"{test.tolerance:.2g}; optimize with a larger tolerance= to accept that"
+            )
 
 
 def _onnx(

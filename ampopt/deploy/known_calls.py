@@ -191,7 +191,7 @@ class KnownCalls:
 
 def _is_short(leaves: Sequence[Any], spec: pytree.TreeSpec) -> bool:
     """Whether a call gives positional plain tensors, none of them twice, and nothing else."""
-    if not leaves or len(tensors_of(leaves)) < len(leaves) or not is_normal(leaves):
+    if not leaves or len(tensors_of(leaves)) < len(leaves) or not is_normal(leaves, spec):
         return False
     return spec == flatten_call(tuple(leaves), {})[1]
 

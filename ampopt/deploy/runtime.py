@@ -72,10 +72,10 @@ class OptimizedModule(Deployable):
     a `LaneIO`.
 
     A call is answered by a program made for its shapes, dtypes, device and other arguments, and for their
-    order where the model's code can see it (`**sensors`, a dict). A call that gives one tensor twice, or one
-    of a class of its own, is answered by the program for separate plain tensors, if copies of the original
-    give the same result for both; else by the original. The first call with other ones makes a new program
-    (same passes, except those that take seconds to apply; verified again) and logs this.
+    order where the model's code can see it (`**sensors`, a dict). A call that gives one tensor or list twice,
+    or a tensor of a class of its own, is answered by the program for separate plain ones, if copies of the
+    original give the same result for both; else by the original. The first call with other ones makes a new
+    program (same passes, except those that take seconds to apply; verified again) and logs this.
 
     At most `max_shapes` programs are kept, and the least recently used is removed first. After
     `max_captures` such first calls the original model answers instead, and the reason is logged. `prepare`
@@ -282,7 +282,8 @@ class OptimizedModule(Deployable):
     def _check(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> None:
         """Raise InputError where tensors are on another device, or of other dtypes at the same places."""
         own = self._optimized.captured
-        check_same_call(own.leaves if spec == own.spec else (), leaves, self.program.device)
+        is_alike = spec == own.spec or normal_form(leaves, spec)[1] == own.spec
+        check_same_call(own.leaves if is_alike else (), leaves, self.program.device)
 
     def _serve(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Any], spec: pytree.TreeSpec
@@ -291,14 +292,14 @@ class OptimizedModule(Deployable):
 
         A program answers a call as it answers its normal form, where the original does so, too.
         """
-        if not is_normal(leaves):
+        if not is_normal(leaves, spec):
             self._maker.try_original(args, kwargs)  # its own error is raised
             if reason := self._maker.why_not_normal(args, kwargs):
                 self._check_without_program(args, kwargs)
                 return _Refusal(reason, may_pass=False)
-            plain = normal_form(leaves)
-            args, kwargs = pytree.tree_unflatten(plain, spec)
-            found = self._calls.find(plain, spec) or self._serve(args, kwargs, plain, spec)
+            plain = normal_form(leaves, spec)
+            args, kwargs = pytree.tree_unflatten(*plain)
+            found = self._calls.find(*plain) or self._serve(args, kwargs, *plain)
             return found if isinstance(found, _Refusal) else self._calls.remember(leaves, spec, found)
         known = self._calls.of_any_strides(leaves, spec)
         if known is not None:
@@ -378,12 +379,12 @@ class OptimizedModule(Deployable):
             served = calls.find(leaves, spec)
             if served is not None and served.layout is not None:
                 return
-            if not is_normal(leaves):
+            if not is_normal(leaves, spec):
                 if reason := self._maker.why_not_normal(args, kwargs):
                     raise InputError(f"only the original can answer the call to prepare: {reason}")
-                plain = normal_form(leaves)
-                self.prepare_call(*pytree.tree_unflatten(plain, spec))
-                found = calls.find(plain, spec)
+                plain = normal_form(leaves, spec)
+                self.prepare_call(*pytree.tree_unflatten(*plain))
+                found = calls.find(*plain)
                 assert found is not None
                 calls.remember(leaves, spec, found)
             else:

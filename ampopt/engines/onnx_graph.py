@@ -78,7 +78,8 @@ def model_of(
     try:
         with capturing(), torch.no_grad(), EmulatedHalf():
             fitting = with_numbers_that_fit(graph, examples)
-            stable = copy_of(with_integer_forms(with_stable_forms(fitting, examples), examples))
+            stable = with_stable_forms(fitting, examples)
+            stable = copy_of(with_integer_forms(stable, examples, is_dynamic=any(dims)))
             hand_on(stable)  # for `_explain`
             exported = torch.export.export(stable, examples, dynamic_shapes=dynamic, strict=False)
         with capturing(), torch.no_grad(), exact_rules(), last_match_freed():

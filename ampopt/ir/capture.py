@@ -116,14 +116,14 @@ def capture(
     if isinstance(model, LaneIO):
         entered, named = model.entered(args, kwargs)
         inside = capture(model.model, entered, named, device, lift_state=lift_state, also=also)
-        return _from_outside(inside, model, normal_form(flatten_call(args, kwargs)[0]))
+        return _from_outside(inside, model, normal_form(*flatten_call(args, kwargs))[0])
     leaves, spec = flatten_call(args, kwargs)
     kind = type(model).__name__
     try:
         with capturing(), _plain_world(device), untouched_rng(device), older_flags_readable():
-            if not is_normal(leaves) and (reason := why_not_normal(model, args, kwargs, device)):
+            if not is_normal(leaves, spec) and (reason := why_not_normal(model, args, kwargs, device)):
                 raise CaptureError(f"{kind} is more than its graph: {reason}")
-            leaves = normal_form(leaves)
+            leaves, spec = normal_form(leaves, spec)
             positional, named = pytree.tree_unflatten(leaves, spec)
             behaviour = behaviour_of(model, positional, named, device, also)
             _check_behaviour(model, behaviour, lift_state=lift_state)  # an export may leave fakes in a global

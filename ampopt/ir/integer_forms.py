@@ -1,11 +1,13 @@
 """Forms of operators on integers for ONNX, whose own operators take other indices and round large numbers.
 
 PyTorch refuses a negative index where it looks up rows; ONNX counts it from the end, and so answers what
-eager refuses. torch.onnx divides integers in floating point, which is inexact from 2²⁴ on.
+eager refuses. torch.onnx divides integers in floating point, which is inexact from 2²⁴ on. ONNX Runtime adds
+and multiplies along a dimension in float64, which is inexact from 2⁵³ on, and ends at int64's bounds.
 
 Correct because: an index that is not negative stays, and a negative one becomes one that no tensor has, which
 ONNX Runtime refuses as eager does; a quotient of integers rounded down is ONNX's floor division, and towards
-zero that of the dividend without its remainder, which divides exactly.
+zero that of the dividend without its remainder, which divides exactly; a sum is the last of the running sums,
+and a product that of the products of both halves, and integers that go around may be combined in any order.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.fx.passes.shape_prop import ShapeProp
 
-from ampopt.ir.graph import arguments, aten, calls, copy_of, dtype_of, finish, insert_call, replace
+from ampopt.ir.graph import arguments, aten, calls, copy_of, dtype_of, finish, insert_call, replace, shape_of
 
 OUT_OF_RANGE = 2**31 - 1
 """The index that stands for a negative one: int32 has it, and no dimension is as long."""
@@ -38,26 +41,60 @@ INDEXED: dict[Any, str] = {
 
 DIVISIONS = (aten.div.Tensor_mode, aten.div.Scalar_mode)
 
+SUMS = (aten.sum.default, aten.sum.dim_IntList)
 
-def with_integer_forms(module: fx.GraphModule, examples: Sequence[Tensor]) -> fx.GraphModule:
-    """The graph with checked indices and exact divisions of integers; unchanged if there are none.
+PRODUCTS = (aten.prod.default, aten.prod.dim_int)
 
-    `examples` are inputs of the graph: a run on them tells which divisions are of integers.
+SHORT = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32)
+"""Dtypes of which float64 adds millions exactly."""
+
+CASTS = (aten._to_copy.default, aten.to.dtype)
+
+END = 2**63 - 1
+"""The end of a slice that goes to the last element, however many there are."""
+
+
+def with_integer_forms(
+    module: fx.GraphModule, examples: Sequence[Tensor], *, is_dynamic: bool = False
+) -> fx.GraphModule:
+    """The graph with checked indices and exact arithmetic of integers; unchanged if there are none.
+
+    `examples` are inputs of the graph: a run on them tells what is of integers, and how many factors a
+    product has. Products stay as they are where sizes are dynamic.
     """
-    divisions = [node for node in calls(module, DIVISIONS) if node.kwargs.get("rounding_mode")]
-    if not divisions and not any(calls(module, INDEXED)):
+    arithmetic = [n for n in calls(module, (*DIVISIONS, *SUMS, *PRODUCTS)) if _may_be_of_integers(n)]
+    if not arithmetic and not any(calls(module, INDEXED)):
         return module
     changed = copy_of(module)
-    if divisions:
+    if arithmetic:
         ShapeProp(changed).propagate(*examples)
     for node in calls(changed, DIVISIONS):
-        if node.kwargs.get("rounding_mode") and not dtype_of(node).is_floating_point:
+        if _may_be_of_integers(node) and not dtype_of(node).is_floating_point:
             _divide_exactly(changed, node)
+    for node in calls(changed, SUMS):
+        if _is_inexact(node):
+            _add_exactly(changed, node)
+    for node in () if is_dynamic else calls(changed, PRODUCTS):
+        if _is_inexact(node):
+            _multiply_exactly(changed, node)
     for node in calls(changed, INDEXED):
         index = arguments(node)[INDEXED[node.target]]
         if isinstance(index, fx.Node) and index.op != "get_attr":  # a constant index was read already
             _refuse_negative(changed, node, index)
     return finish(changed)
+
+
+def _may_be_of_integers(node: fx.Node) -> bool:
+    return node.target not in DIVISIONS or node.kwargs.get("rounding_mode") is not None
+
+
+def _is_inexact(node: fx.Node) -> bool:
+    """Whether a sum or product is of integers, and may not fit into float64. Booleans are counted exactly."""
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    while source.target in CASTS and dtype_of(source) is torch.int64:
+        source = source.all_input_nodes[0]
+    is_count = node.target in SUMS and dtype_of(source) in SHORT
+    return dtype_of(node) in (torch.int32, torch.int64) and not is_count and 0 not in shape_of(source)
 
 
 def _divide_exactly(module: fx.GraphModule, node: fx.Node) -> None:
@@ -66,6 +103,55 @@ def _divide_exactly(module: fx.GraphModule, node: fx.Node) -> None:
         remainder = aten.fmod.Tensor if isinstance(b, fx.Node) else aten.fmod.Scalar
         a = insert_call(module, node, aten.sub.Tensor, a, insert_call(module, node, remainder, a, b))
     replace(node, insert_call(module, node, aten.floor_divide.default, a, b))
+
+
+def _add_exactly(module: fx.GraphModule, node: fx.Node) -> None:
+    total, values = _in_dtype_of(module, node), arguments(node)
+    rank = len(shape_of(node.args[0]))  # type: ignore[arg-type]
+    dims = sorted({dim % rank for dim in values.get("dim") or range(rank)})
+    for dim in dims:
+        running = insert_call(module, node, aten.cumsum.default, total, dim, dtype=dtype_of(node))
+        total = insert_call(module, node, aten.slice.Tensor, running, dim, -1, END)
+    _replace_reduced(module, node, total, dims)
+
+
+def _multiply_exactly(module: fx.GraphModule, node: fx.Node) -> None:
+    product, shape = _in_dtype_of(module, node), shape_of(node.args[0])  # type: ignore[arg-type]
+    dim = arguments(node).get("dim")
+    dims = list(range(len(shape))) if dim is None else [dim % len(shape)]
+    for dim in dims:
+        product = _product_along(module, node, product, dim, shape[dim])
+    _replace_reduced(module, node, product, dims)
+
+
+def _product_along(module: fx.GraphModule, node: fx.Node, factors: fx.Node, dim: int, size: int) -> fx.Node:
+    """The product along a dimension, of size 1; an odd one out is multiplied last."""
+    if size == 1:
+        return factors
+    half = size // 2
+    parts = [
+        insert_call(module, node, aten.slice.Tensor, factors, dim, start, start + half) for start in (0, half)
+    ]
+    product = insert_call(module, node, aten.mul.Tensor, *parts)
+    product = _product_along(module, node, product, dim, half)
+    if size % 2 == 0:
+        return product
+    last = insert_call(module, node, aten.slice.Tensor, factors, dim, size - 1, size)
+    return insert_call(module, node, aten.mul.Tensor, product, last)
+
+
+def _in_dtype_of(module: fx.GraphModule, node: fx.Node) -> fx.Node:
+    """What a sum or product is of, in its dtype, in which PyTorch computes it."""
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    if dtype_of(source) is dtype_of(node):
+        return source
+    return insert_call(module, node, aten._to_copy.default, source, dtype=dtype_of(node))
+
+
+def _replace_reduced(module: fx.GraphModule, node: fx.Node, reduced: fx.Node, dims: Sequence[int]) -> None:
+    if not arguments(node).get("keepdim"):
+        reduced = insert_call(module, node, aten.squeeze.dims, reduced, list(dims))
+    replace(node, reduced)
 
 
 def _refuse_negative(module: fx.GraphModule, node: fx.Node, index: fx.Node) -> None:

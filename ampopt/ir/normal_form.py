@@ -1,8 +1,8 @@
-"""The normal form of a call: every tensor in it is a plain `torch.Tensor`, and given once.
+"""The normal form of a call: every tensor in it is a plain `torch.Tensor`, and no tensor or list comes twice.
 
 Programs are made for calls in normal form. Python code can tell more: whether two arguments are the same
-tensor (`a is b`), and of which class a tensor is (`isinstance(x, nn.Parameter)`). Whether a model's does is
-seen by calling it both ways.
+tensor, list or dict (`a is b`), and of which class a tensor is (`isinstance(x, nn.Parameter)`). Whether a
+model's does is seen by calling it both ways.
 """
 
 from __future__ import annotations
@@ -19,23 +19,39 @@ from ampopt.ir.model_copy import seed_all, untouched_rng, working_copy
 from ampopt.ir.model_differences import differences
 from ampopt.ir.model_state import IN_SUCCESSION, apart, moved_by_rounding
 from ampopt.ir.numerics import fresh_draw
-from ampopt.ir.signature import copied, flatten_call, flatten_outputs, map_tensors, tensor_key, tensors_of
+from ampopt.ir.signature import (
+    copied,
+    flatten_call,
+    flatten_outputs,
+    map_tensors,
+    one_level,
+    tensor_key,
+    tensors_of,
+)
 
 
-def is_normal(leaves: Sequence[Any]) -> bool:
-    """Whether every tensor of a call is a plain one, and none is given twice."""
+def is_normal(leaves: Sequence[Any], spec: pytree.TreeSpec) -> bool:
+    """Whether every tensor of a call is a plain one, and neither a tensor nor a container is given twice."""
     tensors = tensors_of(leaves)
-    return len(set(map(id, tensors))) == len(tensors) and all(type(tensor) is Tensor for tensor in tensors)
+    if len(set(map(id, tensors))) < len(tensors) or any(type(tensor) is not Tensor for tensor in tensors):
+        return False
+    return _flattened(leaves, spec)[1] == spec
 
 
-def normal_form(leaves: Sequence[Any]) -> list[Any]:
-    """The leaves of a call in normal form: a copy for each tensor of another class, or that came before."""
+def normal_form(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[list[Any], pytree.TreeSpec]:
+    """The normal form of a call: with a copy of each tensor of another class, and of what came before."""
     seen, found = set[int](), list[Any]()
     for leaf in leaves:
         is_fine = not isinstance(leaf, Tensor) or (type(leaf) is Tensor and id(leaf) not in seen)
         seen.add(id(leaf))
         found.append(leaf if is_fine else _plain_copy(leaf))
-    return found
+    return _flattened(found, spec)
+
+
+def _flattened(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[list[Any], pytree.TreeSpec]:
+    """A call that is built of these, with separate containers, flattened again."""
+    args, kwargs = pytree.tree_unflatten(list(leaves), spec)
+    return flatten_call(args, kwargs)
 
 
 def true_copy(tensor: Tensor) -> Tensor:
@@ -75,26 +91,45 @@ def why_not_normal(
     tensors = tensors_of(flatten_call(args, kwargs)[0])
     if kinds := sorted({type(tensor).__name__ for tensor in tensors if type(tensor) is not Tensor}):
         return f"its results depend on the class of its arguments ({', '.join(kinds)})"
-    return "its results depend on which of its arguments are the same tensor"
+    return "its results depend on which of its arguments are the same tensor or container"
 
 
 def tells_equal_from_same(
     model: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec, device: torch.device
 ) -> bool:
-    """Whether a model answers otherwise where one tensor is given at all places that could take it.
+    """Whether a model answers otherwise where one tensor or container is given at all places that could take
+    it.
 
-    Tensors of equal shapes, dtypes and strides could be one. A model that refuses such a call tells them
-    apart, too.
+    Tensors of equal shapes, dtypes and strides could be one, and so could containers of these. A model that
+    refuses such a call tells them apart, too.
     """
     first: dict[object, Tensor] = {}
     same = [first.setdefault(tensor_key(leaf), leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    if is_normal(same):
-        return False
     try:
-        args, kwargs = pytree.tree_unflatten(same, spec)
+        args, kwargs = _one_of_each(pytree.tree_unflatten(same, spec), [])
+        if is_normal(*flatten_call(args, kwargs)):
+            return False
         return why_not_normal(model, args, kwargs, device) is not None
     except Exception:
         return True
+
+
+def _one_of_each(value: Any, known: list[tuple[Any, list[Any], pytree.TreeSpec]]) -> Any:
+    """A nested value in which containers that hold the same are the same."""
+    parts, spec = one_level(value)
+    if spec.is_leaf():
+        return value
+    parts = [_one_of_each(part, known) for part in parts]
+    for other, held, structure in known:
+        if structure == spec and all(map(_is_same, parts, held)):
+            return other
+    made = pytree.tree_unflatten(parts, spec)
+    known.append((made, parts, spec))
+    return made
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (not isinstance(one, Tensor) and type(one) is type(other) and bool(one == other))
 
 
 def _like(tensor: Tensor, generator: torch.Generator) -> Tensor:
@@ -108,7 +143,7 @@ def _answers_alike(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
 ) -> bool:
     leaves, spec = flatten_call(args, kwargs)
-    normal_args, normal_kwargs = pytree.tree_unflatten(normal_form(leaves), spec)
+    normal_args, normal_kwargs = pytree.tree_unflatten(*normal_form(leaves, spec))
     first = _answer(model, args, kwargs, device)
     worst = apart(first, _answer(model, normal_args, normal_kwargs, device))
     if worst <= 1.0:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import operator
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -46,8 +47,8 @@ def describe(tensor: Tensor) -> str:
 class CallKey:
     """The signature of a call: its structure, every tensor's `tensor_key`, every other argument's value.
 
-    A tensor's class counts, too, and which arguments are the same tensor. `leaves` may omit strides, for
-    programs that do not depend on them.
+    A tensor's class counts, too, and which arguments are the same tensor or container. `leaves` may omit
+    strides, for programs that do not depend on them.
     """
 
     spec: pytree.TreeSpec
@@ -58,24 +59,90 @@ class CallKey:
 
 
 def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of a call in order, and its structure; keyword arguments and dicts keep their order."""
-    return pytree.tree_flatten((tuple(args), kwargs if type(kwargs) is dict else dict(kwargs)))
+    """The leaves of a call in order, and its structure; keyword arguments and dicts keep their order.
+
+    The structure tells where a list, dict, deque or dataclass is given that was given before (`a is b`);
+    a call that is built of it has separate ones there.
+    """
+    call = (tuple(args), kwargs if type(kwargs) is dict else dict(kwargs))
+    if all(isinstance(value, _NO_CONTAINERS) for value in (*call[0], *call[1].values())):
+        return pytree.tree_flatten(call)
+    seen, again = (
+        dict[int, object](),
+        False,
+    )  # kept: what a flattening makes for itself would lose its address
+
+    def look(value: object) -> bool:
+        nonlocal again
+        if isinstance(value, _SHARED) or dataclasses.is_dataclass(value):
+            again |= id(value) in seen
+            seen[id(value)] = value
+        return False
+
+    leaves, spec = pytree.tree_flatten(call, is_leaf=look)
+    if again:
+        with contextlib.suppress(Exception):  # of a class that is built of nothing but what it knows
+            return pytree.tree_flatten(_marked(call, {}))
+    return leaves, spec
+
+
+_NO_CONTAINERS = (Tensor, int, float, str, type(None))
+"""Arguments that hold no others."""
+
+_SHARED = (list, dict, deque)
+"""Containers, beside dataclasses, whose identity counts: equal tuples are often one object by chance."""
+
+
+class _Again:
+    """A container that a call has given before, at another place."""
+
+    def __init__(self, container: Any) -> None:
+        self.container = container
+
+
+@functools.cache
+def _again() -> type[_Again]:
+    """The class, which pytree knows from now on; a structure with it builds the bare container."""
+    pytree.register_pytree_node(_Again, lambda a: ([a.container], None), lambda parts, _: next(iter(parts)))
+    return _Again
+
+
+def _marked(value: Any, seen: dict[int, object]) -> Any:
+    """A nested value with what comes again, in the order of its leaves, marked as such."""
+    parts, spec = one_level(value)
+    if spec.is_leaf():
+        return value
+    is_again = id(value) in seen
+    if isinstance(value, _SHARED) or dataclasses.is_dataclass(value):
+        seen[id(value)] = value
+    found = pytree.tree_unflatten([_marked(part, seen) for part in parts], spec)
+    return _again()(found) if is_again else found
+
+
+def one_level(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """What a container holds, and how it is built of that; of a leaf itself alone."""
+    return pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
 
 
 def map_tensors(
     function: Callable[[Tensor], Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call with `function` of every tensor; a tensor that is given twice stays one tensor."""
-    made: dict[int, Tensor] = {}
+    """A call with `function` of every tensor; a tensor or container that is given twice stays one."""
+    made: dict[int, tuple[Any, Any]] = {}  # what it was, which keeps its address, and what it is
 
-    def once(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) not in made:
-            made[id(leaf)] = function(leaf)
-        return made[id(leaf)]
+    def mapped(value: Any) -> Any:
+        if id(value) in made:
+            return made[id(value)][1]
+        parts, spec = one_level(value)
+        if not spec.is_leaf():
+            made[id(value)] = value, pytree.tree_unflatten([mapped(part) for part in parts], spec)
+        elif isinstance(value, Tensor):
+            made[id(value)] = value, function(value)
+        else:
+            return value
+        return made[id(value)][1]
 
-    return pytree.tree_map(once, (tuple(args), dict(kwargs)))  # type: ignore[no-any-return]
+    return mapped(tuple(args)), mapped(dict(kwargs))
 
 
 def copied(tensor: Tensor) -> Tensor:

@@ -25,6 +25,9 @@ CHANNELS = 3
 LARGE = 2**31 + 1
 """An integer that float32 and int32 do not have."""
 
+VERY_LARGE = 2**62 + 1
+"""An integer that float64 does not have, nor most sums with it."""
+
 FAULTS = {"NaN": float("nan"), "infinity": float("inf")}
 """The values written to one element of each input, in turn, to test that faults reach the outputs."""
 
@@ -93,7 +96,7 @@ def faults_elsewhere(examples: Tensors, *, in_a_row: int) -> list[Draw]:
 
 
 def integer_draws(examples: Tensors, *, in_a_row: int) -> list[Draw]:
-    """The examples with one integer that they do not have: a negative, a larger and a large one."""
+    """The examples with one integer that they do not have: a negative, a larger and two large ones."""
     whole = [example for example in examples if _is_whole(example)]
     if not whole:
         return []
@@ -101,6 +104,8 @@ def integer_draws(examples: Tensors, *, in_a_row: int) -> list[Draw]:
     if all(example.dtype.is_signed for example in whole):
         values["-1"] = -1
     values["a large integer"] = LARGE
+    if any(example.dtype is torch.int64 for example in whole):
+        values["a very large integer"] = VERY_LARGE
 
     def changed(example: Tensor, value: int) -> Tensor:
         if not _is_whole(example):

@@ -12,10 +12,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
+import ampopt
 from ampopt.bundle.files import BundleFiles, open_bundle
 from ampopt.deploy.bundle_save import SelfTest
 from ampopt.deploy.runtime import OptimizedModule
-from ampopt.errors import ExportError, InputError
+from ampopt.errors import ExportError, InputError, VerificationError
 from ampopt.passes import ChannelsLast, FoldConvBn, FuseConvOnednn
 from tests.helpers import Model, reference_of, with_statistics
 from tests.support.planted import module_of, optimize
@@ -103,6 +104,26 @@ def test_the_tolerance_is_as_wide_as_the_widest_precision_in_the_bundle_needs(
 def test_the_users_tolerance_is_the_bundles(tmp_path: Path) -> None:
     optimize(nn.ReLU(), X, tolerance=0.125, budget_s=1.0).save(tmp_path / "b", onnx=None)
     assert open_bundle(tmp_path / "b").manifest["tolerance"] == 0.125
+
+
+def test_a_program_that_would_fail_its_self_test_is_not_saved(tmp_path: Path) -> None:
+    squares = Model(lambda m, x: (x * 1e30).square().sqrt())  # no float32 holds these, and float64 does
+    with pytest.raises(VerificationError, match=r"would not load.*output 'output' .* error of inf"):
+        module_of(squares, X).save(tmp_path / "b", onnx=None)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_model_that_rounds_by_itself_is_tested_within_that(tmp_path: Path) -> None:
+    def rounds(m: Model, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            result: torch.Tensor = m.get_submodule("conv")(x).relu()
+            return result
+
+    module = module_of(Model(rounds, conv=nn.Conv2d(3, 8, 3)), X)
+    module.save(tmp_path / "b", onnx=None)
+    loaded = ampopt.load(tmp_path / "b", device="cpu")
+    assert loaded.backend == "ampopt"
+    assert loaded(X).dtype is torch.bfloat16
 
 
 def test_a_folder_holds_the_same_files(fast: OptimizedModule, tmp_path: Path) -> None:

@@ -177,6 +177,33 @@ def test_a_model_that_asks_whether_both_are_one_answers_that_itself() -> None:
     assert torch.equal(fast(needs_gradients, needs_gradients), model(needs_gradients, needs_gradients))
 
 
+class AsksForLists(Conv):
+    """Asks whether two of its lists, or what they hold, are one."""
+
+    def forward(self, x: Tensor, a: list[Any], b: list[Any]) -> Tensor:
+        out: Tensor = self.conv(x) * (2 if a is b else 3)
+        return out if a[0] is b[0] else -out
+
+
+@pytest.mark.parametrize("first_is_twice", [False, True])
+def test_a_model_that_asks_whether_lists_are_one_answers_that_itself(first_is_twice: bool) -> None:
+    model, one, other = AsksForLists(), [[1]], [[1]]
+    fast = module_of(model, X, one, other)
+    calls = [(one, other), (one, one), (one, [one[0]]), (other, other), (other, [[1]])]
+    for a, b in reversed(calls) if first_is_twice else calls:
+        torch.testing.assert_close(fast(Y, a, b), model(Y, a, b))
+    assert fast.health.served_by_original == 3
+    assert fast.health.late_captures == 0
+
+
+def test_a_model_that_only_reads_its_lists_is_answered_by_one_program() -> None:
+    model, sizes = Model(lambda m, x, a, b: x * a[0] + b["size"][0]), [3]
+    fast = module_of(model, X, [3], {"size": [3]})
+    for a, b in (([3], [3]), (sizes, sizes), (sizes, [3])):
+        torch.testing.assert_close(fast(Y, a, {"size": b}), model(Y, a, {"size": b}))
+    assert fast.health.served_by_original == fast.health.late_captures == 0
+
+
 def test_a_strict_module_refuses_what_only_the_original_can_tell() -> None:
     fast = module_of(Asks(), X, Y, strict=True)
     fast(X, Y)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ampopt.engines.onnx_graph import OPSETS, model_of
 from ampopt.ir.graph import aten, calls
-from ampopt.ir.integer_forms import DIVISIONS, INDEXED, with_integer_forms
+from ampopt.ir.integer_forms import DIVISIONS, INDEXED, PRODUCTS, SUMS, with_integer_forms
 from ampopt.ort.session import OnnxRunner, SessionError, SessionOptions
 from tests.helpers import Model, program_of
 
@@ -44,10 +44,22 @@ ARITHMETIC: dict[str, Callable[[Tensor], Tensor]] = {
     "divided by another, to zero": lambda i: torch.div(i, -i.flip(0), rounding_mode="trunc"),
     "divided by the operator": lambda i: i // 3,
     "remainder": lambda i: i % 7,
-    "product": lambda i: i * 3 + 1,
+    "multiple": lambda i: i * 3 + 1,
     "bounded below": lambda i: i.clamp(min=2),
     "bounded above": lambda i: i.clamp_max(2),
     "floats, down": lambda i: torch.div(i.float(), 3, rounding_mode="floor"),
+    "sum": lambda i: i.sum(),
+    "sum along a dimension": lambda i: torch.stack((i, i.flip(0))).sum(1),
+    "sum along both, with sizes of 1": lambda i: torch.stack((i, i.flip(0))).sum((0, -1), keepdim=True),
+    "sum that goes around": lambda i: (i * 2**31).sum(),
+    "sum in int32": lambda i: i.sum(dtype=torch.int32),
+    "product": lambda i: i.prod(),
+    "product along a dimension": lambda i: torch.stack((i, i.flip(0))).prod(1),
+    "product along another": lambda i: torch.stack((i, i.flip(0)), 1).prod(0, keepdim=True),
+    "product of an even number": lambda i: torch.cat((i, i + 1)).prod(),
+    "product in int32": lambda i: i.prod(dtype=torch.int32),
+    "count": lambda i: (i > 1).sum(),
+    "count of integers": lambda i: (i > 1).long().sum(),
 }
 
 
@@ -83,7 +95,7 @@ def test_an_index_that_eager_refuses_is_refused(name: str) -> None:
 def test_integers_are_exact(name: str, dtype: torch.dtype) -> None:
     function = ARITHMETIC[name]
     runner = runner_of(function, IDS.to(dtype))
-    large = [2**24 + 1, 3 * (2**24 + 1)] + [2**53 + 1, -(2**40) - 1] * (dtype is torch.int64)
+    large = [2**24 + 1, 3 * (2**24 + 1)] + [2**53 + 1, 2**62 + 1, -(2**40) - 1] * (dtype is torch.int64)
     for value in (-7, -1, 5, *large):
         ids = torch.tensor([1, value, -4], dtype=dtype)
         torch.testing.assert_close(torch.from_numpy(runner(ids.numpy())[0]), function(ids), rtol=0, atol=0)
@@ -103,6 +115,31 @@ def test_other_graphs_and_constant_indices_are_left_alone() -> None:
     assert not any(calls(with_integer_forms(constant, (W,)), [aten.masked_fill.Scalar]))
     floats = program_of(Model(lambda m, x: torch.div(x, 3, rounding_mode="floor")), W).graph
     assert any(calls(with_integer_forms(floats, (W,)), DIVISIONS))
+
+
+def test_counts_sums_of_floats_and_of_nothing_and_products_of_dynamic_sizes_are_left_alone() -> None:
+    graph = program_of(
+        Model(
+            lambda m, i: ((i > 1).sum(), (i > 1).long().sum(0), i.short().sum(), i.float().sum(), i[:0].sum())
+        ),
+        IDS,
+    ).graph
+    before = [node.target for node in calls(graph, SUMS)]
+    assert [node.target for node in calls(with_integer_forms(graph, (IDS,)), SUMS)] == before
+    product = program_of(Model(lambda m, i: i.prod()), IDS).graph
+    assert not any(calls(with_integer_forms(product, (IDS,)), PRODUCTS))
+    assert any(calls(with_integer_forms(product, (IDS,), is_dynamic=True), PRODUCTS))
+
+
+def test_a_sum_of_a_dynamic_size_is_exact() -> None:
+    import onnx_ir
+
+    graph = program_of(Model(lambda m, i: i.sum(0)), IDS).graph
+    model = model_of(graph, (IDS,), OPSETS["onnxruntime"], ["x"], ["y"], ({0: "n"},))
+    runner = OnnxRunner(onnx_ir.to_proto(model).SerializeToString(), SessionOptions())
+    for count in (1, 2, 5):
+        ids = torch.arange(count) + 2**60
+        torch.testing.assert_close(torch.from_numpy(runner(ids.numpy())[0]), ids.sum(0), rtol=0, atol=0)
 
 
 def test_the_graph_that_is_given_stays_as_it_is() -> None:

@@ -26,8 +26,12 @@ def call(*args: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, {}
 
 
+A_LIST: list[Any] = [3]
+A_DICT: dict[str, Any] = {"x": [X]}
+
+
 @pytest.mark.parametrize(
-    ("leaves", "normal"),
+    ("args", "normal"),
     [
         ([X, 1, 1, None, None], True),
         ([X, X.clone()], True),
@@ -36,19 +40,26 @@ def call(*args: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         ([X, None, X], False),
         ([nn.Parameter(X)], False),
         ([X.as_subclass(Image)], False),
+        ([X, A_LIST, [3]], True),
+        ([X, (), ()], True),
+        ([X, A_LIST, A_LIST], False),
+        ([X, [A_LIST], {"a": (A_LIST,)}], False),
+        ([A_DICT, A_DICT], False),
     ],
 )
-def test_what_is_plain_and_given_once_is_normal(leaves: list[Any], normal: bool) -> None:
-    assert is_normal(leaves) is normal
-    found = normal_form(leaves)
-    assert is_normal(found)
+def test_what_is_plain_and_given_once_is_normal(args: list[Any], normal: bool) -> None:
+    leaves, spec = flatten_call(args, {})
+    assert is_normal(leaves, spec) is normal
+    found, plain = normal_form(leaves, spec)
+    assert is_normal(found, plain)
+    assert (plain == spec) or not normal
     for before, after in zip(leaves, found, strict=True):
         assert torch.equal(before, after) if isinstance(before, Tensor) else before is after
     if normal:
         assert all(before is after for before, after in zip(leaves, found, strict=True))
 
 
-SAME = "same tensor"
+SAME = "same tensor or container"
 KINDS = r"class of its arguments \(Parameter\)"
 
 
@@ -58,6 +69,10 @@ KINDS = r"class of its arguments \(Parameter\)"
         (lambda m, a, b: a * 2 + b, (X, X), None),
         (lambda m, a, b: a * (2 if a is b else 3), (X, X), SAME),
         (lambda m, a, b: a if a is b else b, (X, X), None),
+        (lambda m, a, b: a[0] * (2 if a is b else 3), ([X], A_LIST), None),
+        (lambda m, x, a, b: x * (2 if a is b else 3), (X, A_LIST, A_LIST), SAME),
+        (lambda m, x, a, b: x * a[0] + b[0], (X, A_LIST, A_LIST), None),
+        (lambda m, a, b: a["x"][0] * (2 if a["x"] is b["x"] else 3), (A_DICT, A_DICT), SAME),
         (lambda m, a, b: a[:1] if a is b else a, (X, X), SAME),
         (lambda m, a, b: [a] if a is b else (a,), (X, X), SAME),
         (lambda m, a, b: (a, int(a is b)), (X, X), SAME),
@@ -69,7 +84,8 @@ KINDS = r"class of its arguments \(Parameter\)"
         (lambda m, a: a * torch.rand(1) if a.dim() else a, (nn.Parameter(X),), None),
     ],
     ids=[
-        *("uses both", "asks", "asks in vain", "shape", "structure", "constant", "zeros"),
+        *("uses both", "asks", "asks in vain", "other lists", "lists", "lists in vain", "lists in dicts"),
+        *("shape", "structure", "constant", "zeros"),
         *("parameter", "asks for it", "results have the class", "class in vain", "draws alike"),
     ],
 )
@@ -129,7 +145,7 @@ def test_a_true_copy_has_the_class_and_other_memory(tensor: Tensor) -> None:
 
 def test_a_capture_has_a_tensor_for_each_argument() -> None:
     _, captured = captured_of(Model(lambda m, a, b: a - 2 * b), X, X)
-    assert is_normal(captured.leaves)
+    assert is_normal(captured.leaves, captured.spec)
     (out,) = captured.program.run(X, X + 1)
     assert torch.equal(out, X - 2 * (X + 1))
 

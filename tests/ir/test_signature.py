@@ -29,8 +29,31 @@ from ampopt.ir.signature import (
 X, Y = torch.zeros(2, 3), torch.ones(2, 3)
 
 
+class Stranger:
+    """A class that is flattened into lists that are made for it, the first of which comes twice."""
+
+    def __init__(self, x: Any, y: Any) -> None:
+        self.x, self.y = x, y
+
+
+def _in_lists(stranger: Stranger) -> tuple[list[list[Any]], None]:
+    first = [stranger.x]
+    return ([first, [stranger.y, stranger.x]] if stranger.y is not None else [first, first]), None
+
+
+def _of_lists(parts: Any, _: None) -> Stranger:
+    x, y = parts
+    return Stranger(x[0], y[0])
+
+
+pytree.register_pytree_node(Stranger, _in_lists, _of_lists)
+
+
 class _Named(torch.Tensor):
     """A tensor of another class."""
+
+
+A_LIST = [1]
 
 
 def key(*args: Any, strides: bool = True, **kwargs: Any) -> object:
@@ -68,6 +91,9 @@ def key(*args: Any, strides: bool = True, **kwargs: Any) -> object:
         ((X,), (nn.Parameter(X),)),
         ((X,), (X.as_subclass(_Named),)),
         ((X, "a"), (X, "b")),
+        ((X, A_LIST, A_LIST), (X, A_LIST, [1])),
+        (([X], A_LIST, [1]), ([X], A_LIST, A_LIST)),
+        ((X, [A_LIST, [1], A_LIST]), (X, [A_LIST, A_LIST, [1]])),
     ],
 )
 def test_calls_that_may_need_another_program_have_another_key(one: Any, other: Any) -> None:
@@ -100,6 +126,23 @@ def test_a_tensor_that_is_given_twice_is_mapped_once() -> None:
     assert args[0] is args[1][0] is kwargs["a"] is made[0]
     assert kwargs["b"] is made[1]
     assert (args[1][1], list(kwargs)) == (3, ["b", "a"])
+
+
+def test_a_list_that_is_given_twice_stays_one_list() -> None:
+    (first, (second, other)), kwargs = map_tensors(copied, ([X], [A_LIST, [1]]), {"a": A_LIST})
+    assert second is kwargs["a"]
+    assert second is not A_LIST
+    assert other == second == [1]
+    assert other is not second
+    assert first[0] is not X
+
+
+def test_a_call_that_is_built_again_has_a_list_for_each_place() -> None:
+    leaves, spec = flatten_call((X, A_LIST, {"a": A_LIST}), {})
+    (x, one, of_dict), _ = pytree.tree_unflatten(leaves, spec)
+    assert x is X
+    assert one == of_dict["a"] == A_LIST
+    assert one is not of_dict["a"]
 
 
 def test_a_copy_is_its_own_and_has_no_gradients() -> None:
@@ -225,3 +268,17 @@ def test_a_recognizer_tells_bits_and_modes_apart() -> None:
     with torch.inference_mode():
         assert not same(X)
         assert recognizer(X)(X)
+
+
+def test_lists_that_a_flattening_makes_are_none_that_came_before() -> None:
+    values = [Stranger(torch.full((2,), float(i)), torch.zeros(2)) for i in range(40)]
+    plain = pytree.tree_flatten(((values,), {}))[1]
+    for _ in range(20):
+        assert flatten_call((values,), {})[1] == plain
+        mapped = map_tensors(lambda tensor: tensor + 1, (values,), {})[0][0]
+        assert [float(each.x[0]) for each in mapped] == [i + 1.0 for i in range(40)]
+
+
+def test_a_class_that_takes_no_mark_is_flattened_without_one() -> None:
+    value = Stranger(X, None)
+    assert flatten_call((value,), {})[1] == pytree.tree_flatten(((value,), {}))[1]

@@ -11,6 +11,7 @@ from torch import Tensor
 from ampopt.ir.numerics import fresh_draw
 from ampopt.measure.draws import (
     LARGE,
+    VERY_LARGE,
     Draw,
     fault_draws,
     faults_elsewhere,
@@ -157,6 +158,7 @@ def test_an_integer_is_one_that_the_examples_do_not_have() -> None:
         "an integer above all others": [rest[0], with_middle(largest + 1), rest[1]],
         "-1": [rest[0], with_middle(-1), rest[1]],
         "a large integer": [rest[0], with_middle(LARGE), rest[1]],
+        "a very large integer": [rest[0], with_middle(VERY_LARGE), rest[1]],
     }
     assert [draw.calls[0][0].tolist() for draw in integer_draws((small,), in_a_row=1)] == [
         [3, 251, 7],

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ampopt.deploy.recipe_file import read_recipe, write_recipe
+from ampopt.engines.executable import executable
 from ampopt.errors import AmpoptError
 from ampopt.ir.graph import copy_of
 from ampopt.ir.lanes import FP32
@@ -189,6 +190,38 @@ def test_numbers_of_more_than_32_bits_are_declined(
     (declined,) = result.declined
     assert declined.node == node
     assert reason in declined.reason
+
+
+INT32 = torch.tensor([[2**24 + 1, -(2**30) + 1, 2**24]], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("function", "node"),
+    [
+        (lambda x: x // 3, "floor_divide"),
+        (lambda x: x >> 3, "rshift"),
+        (lambda x: x * 3, "mul"),
+        (lambda x: x.amax(1), "amax"),
+        (lambda x: x.argmax(1), "argmax"),
+        (lambda x: x.max(1)[0], "max"),
+        (lambda x: (x.float() * 1e9).int(), "to"),
+    ],
+)
+def test_arithmetic_of_int32_which_openvino_does_in_float32_is_declined(
+    function: Callable[[Tensor], Tensor], node: str
+) -> None:
+    result = apply_to_untouched(Openvino(), program_of(Model(lambda m, x: function(x)), INT32))
+    assert result.rewrites == 0
+    (declined,) = result.declined
+    assert node in declined.node
+    assert declined.reason == "OpenVINO computes int32 in float32"
+
+
+def test_indices_of_32_bits_and_their_views_are_taken() -> None:
+    model = Model(lambda m, i: m.e(i.reshape(-1)[1:]), e=nn.Embedding(8, 4)).eval()
+    ids = torch.tensor([[1, 7, 0]], dtype=torch.int32)
+    program = Openvino(options=()).apply(program_of(model, ids)).program
+    torch.testing.assert_close(executable(program)(ids)[0], model(ids))
 
 
 @pytest.mark.parametrize(
