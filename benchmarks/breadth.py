@@ -20,6 +20,7 @@ import torch
 from benchmarks.breadth_networks import BREADTH
 from benchmarks.breadth_table import draw, standing, to_markdown
 from benchmarks.cold import add_options, rows_in, run_each
+from benchmarks.cold_table import seconds_to
 from benchmarks.results_files import Row, commit, results_folder, update
 
 MOST_S = 3600.0
@@ -40,6 +41,8 @@ def still_to_run(names: Sequence[str], rows: Sequence[Row], now: str) -> list[st
 def write_row(folder: Path, row: Row) -> None:
     """Add or replace a network's row in breadth.json; make the table and the histogram anew."""
     kept = {key: value for key, value in row.items() if key != "report"}  # of 30 kB each
+    if "report" in row:
+        kept["nearly_s"] = seconds_to(row)
     rows = update(folder / "breadth.json", [kept], operator.itemgetter("network"), BREADTH)
     (folder / "breadth.md").write_text(to_markdown(rows), encoding="utf-8")
     draw(rows, folder / "breadth.png")

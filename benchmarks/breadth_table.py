@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cold_lines import BY_HAND, COMPILED, EAGER, EAGER_AMP, OURS, p50
+from benchmarks.cold_table import seconds_to
 from benchmarks.regimes import REGIMES
 from benchmarks.results_files import LARGEST_ERROR, Row, exact_enough, geometric_mean, heading
 
@@ -70,6 +72,10 @@ def standing(rows: Sequence[Row]) -> list[str]:
             f"ampopt is faster on {faster:.0%}; below {SLOWER}: {behind or 'none'}"
         )
     lanes = [row["chosen"] for row in ran]
+    if soon := [after for row in ran if (after := seconds_to(row)) is not None]:
+        end = statistics.median(row["prepare_s"] for row in ran)
+        text = f"90 % of the gain after {statistics.median(soon):.1f} s ({len(soon)} networks)"
+        lines.append(f"- in the median {text}, the end after {end:.1f} s")
     lines.append("- lanes: " + ", ".join(f"{lane} {lanes.count(lane)}" for lane in dict.fromkeys(lanes)))
     lines += [f"- failed: {row['network']}: {_one_line(row['error'])}" for row in failed]
     return lines

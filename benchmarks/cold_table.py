@@ -73,7 +73,9 @@ def _cells(row: Row) -> list[str]:
 
 def seconds_to(row: Row, share: float = 0.9) -> float | None:
     """Seconds after which the search had this share of its final gain; None where nothing was faster."""
-    steps = (row.get("report") or {}).get("best_so_far") or []
+    if "report" not in row:
+        return row.get("nearly_s")  # of a row that keeps no more
+    steps = row["report"].get("best_so_far") or []
     return next((step["at_s"] for step in steps if share * step["ms"] <= steps[-1]["ms"]), None)
 
 

@@ -21,6 +21,7 @@ from benchmarks.cold import FIRST_GUESS_S, add_options, rows_in
 from benchmarks.cold_lines import EAGER, OURS
 from benchmarks.cold_networks import all_names
 from benchmarks.cold_start import MOST_S, default_call
+from benchmarks.cold_table import seconds_to
 from benchmarks.regimes import REGIMES, speedup
 from benchmarks.results_files import Row, commit, heading, results_folder
 from benchmarks.time_left import TimeLeft
@@ -38,6 +39,7 @@ def run_of(row: Row) -> Row:
     }
     own, eager = (row["contestants"][name] for name in (OURS, EAGER))
     gains = {regime: speedup(eager[regime], own[regime]).ratio for regime in REGIMES}
+    kept["nearly_s"] = seconds_to(row)
     return {**kept, "speedups": gains, "ms": {regime: own[regime]["p50_ms"] for regime in REGIMES}}
 
 
@@ -49,7 +51,10 @@ def relative_range(values: Sequence[float]) -> float:
 
 def to_markdown(rows: Sequence[Row]) -> str:
     """A line for each network, regime and commit: how many runs, their speed-ups, range over median."""
-    head = ("network", "regime", "runs", "lanes", "least", "median", "most", "range / median", "commit")
+    head = (
+        *("network", "regime", "runs", "lanes", "least", "median", "most", "range / median"),
+        *("90 % of the gain after s", "prepared in s", "commit"),
+    )
     lines = [*heading("The same speed-up each time", rows), ""]
     lines += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for network, now in dict.fromkeys((row["network"], row["commit"]) for row in rows):
@@ -61,7 +66,10 @@ def to_markdown(rows: Sequence[Row]) -> str:
             gains = [run["speedups"][regime] for run in runs]
             of_all = (min(gains), statistics.median(gains), max(gains))
             cells = [network, regime, str(len(runs)), lanes, *(f"{gain:.2f}" for gain in of_all)]
-            lines.append("| " + " | ".join([*cells, f"{relative_range(gains):.1%}", now]) + " |")
+            soon = [run["nearly_s"] for run in runs if run.get("nearly_s") is not None]
+            times = [f"{statistics.median(soon):.1f}" if soon else "–"]
+            times.append(f"{statistics.median(run['prepare_s'] for run in runs):.1f}")
+            lines.append("| " + " | ".join([*cells, f"{relative_range(gains):.1%}", *times, now]) + " |")
     failed = [f"- {row['network']}: {row['error']}" for row in rows if "error" in row]
     return "\n".join([*lines, *([""] if failed else []), *failed]) + "\n"
 
