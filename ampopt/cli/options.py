@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 import sys
 import textwrap
@@ -250,12 +249,3 @@ def write(path: Path, text: str) -> None:
             written.write_text(text, encoding="utf-8")
     except OSError as e:
         raise InputError(f"{path} cannot be written: {e.strerror}") from e
-
-
-def finite(value: Any) -> Any:
-    """A value for JSON, which has no NaN and no infinity: these become null."""
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
