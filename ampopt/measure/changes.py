@@ -1,0 +1,169 @@
+"""What changed between two runs of `compare`: an earlier one's JSON, and the present one's.
+
+A row is a pass in a lane and a mode. Its latencies then and now are independent samples, so each median has
+an interval of its own: `SURE_MS` in the JSON. That of their ratio holds the true one with 95 % confidence, for
+each of the two misses its median with 2.5 %. It says nothing of what makes a whole run slower, such as another
+load of the machine: the report shows both environments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from ampopt.errors import InputError
+
+SURE_MS = "sure_ms"
+"""The key of an interval that misses the median latency, in ms, with at most `MISS`."""
+
+MISS = 0.025
+
+Outcome = Literal["slower", "faster", "no difference", "fails now", "only then", "only now"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A row then and now: medians in ms, and how many times slower it is now, with an interval."""
+
+    lane: str
+    mode: str
+    name: str
+    outcome: Outcome
+    then_ms: float | None
+    now_ms: float | None
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """The rows of two runs, and what differs between their environments.
+
+    A row is slower, or faster, where its whole interval is beyond `threshold`, a factor of 1 or more. The
+    gate is closed by rows that are slower, and by those that were measured then and fail now.
+    """
+
+    rows: tuple[Change, ...]
+    threshold: float
+    environment: tuple[tuple[str, str, str], ...]
+
+    @property
+    def regressions(self) -> tuple[Change, ...]:
+        """The rows that close the gate."""
+        return tuple(row for row in self.rows if row.outcome in ("slower", "fails now"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The changes as JSON data."""
+        return {
+            "threshold": self.threshold,
+            "passed": not self.regressions,
+            "environment": [{"name": n, "then": then, "now": now} for n, then, now in self.environment],
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+        }
+
+
+def read_baseline(path: Path) -> dict[str, Any]:
+    """The JSON of an earlier `compare`. Raises InputError if it cannot be read or is something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as e:
+        raise InputError(f"--baseline: there is no file {path}") from e
+    except OSError as e:
+        raise InputError(f"--baseline {path} cannot be read: {e.strerror}") from e
+    except ValueError as e:
+        raise InputError(f"--baseline {path} is no JSON ({e}): give the one that --json wrote") from e
+    if not _is_comparison(found):
+        raise InputError(
+            f"--baseline {path} is no comparison: give what `ampopt compare --json` or `--report x.json` of "
+            "this version wrote"
+        )
+    return dict(found)
+
+
+def check_alike(then: Mapping[str, Any], model: str, inputs: list[str] | None, lanes: set[str]) -> None:
+    """Raise InputError that names what a baseline has differently: model, shapes and dtypes, or lanes.
+
+    `inputs` of None are not known yet. The devices may differ.
+    """
+    if then["model"] != model:
+        raise InputError(f"the baseline is of the model {then['model']}, and this is {model}")
+    if inputs is not None and (shapes := _shapes(then["inputs"])) != (own := _shapes(inputs)):
+        raise InputError(f"the baseline has the inputs {', '.join(shapes)}, and these are {', '.join(own)}")
+    if (others := {row["lane"] for row in then["rows"]}) != lanes:
+        raise InputError(
+            f"the baseline has the lanes {', '.join(sorted(others))}, and this run {', '.join(sorted(lanes))}: "
+            "name the same ones with --precision"
+        )
+
+
+def changes(then: Mapping[str, Any], now: Mapping[str, Any], threshold: float) -> Changes:
+    """What changed between two comparisons, both as JSON data. Raises InputError as `check_alike` does."""
+    check_alike(then, now["model"], now["inputs"], {row["lane"] for row in now["rows"]})
+    earlier = {_key(row): row for row in then["rows"]}
+    later = {_key(row): row for row in now["rows"]}
+    rows = [_change(key, earlier.get(key), later.get(key), threshold) for key in {**later, **earlier}]
+    names = {**then["environment"], **now["environment"]}
+    values = [(n, then["environment"].get(n, "–"), now["environment"].get(n, "–")) for n in names]
+    return Changes(
+        tuple(row for row in rows if row is not None),
+        threshold,
+        tuple(value for value in values if value[1] != value[2]),
+    )
+
+
+def _change(
+    key: tuple[str, str, str], then: Mapping[str, Any] | None, now: Mapping[str, Any] | None, threshold: float
+) -> Change | None:
+    """A row that was measured at least once."""
+    before, after = ((row or {}).get("latency") for row in (then, now))
+    if before is None and after is None:
+        return None
+    then_ms, now_ms = (None if timed is None else timed["p50_ms"] for timed in (before, after))
+    if before is None or after is None:
+        reason = str(((now if after is None else then) or {}).get("reason", "there is no such pass"))
+        outcome: Outcome = "only now" if before is None else "only then"
+        if after is None and reason.startswith("failed"):
+            outcome = "fails now"
+        return Change(*key, outcome, then_ms, now_ms, reason=reason)
+    (then_low, then_high), (now_low, now_high) = before[SURE_MS], after[SURE_MS]
+    low, high = now_low / then_high, now_high / then_low
+    outcome = "slower" if low > threshold else "faster" if high < 1 / threshold else "no difference"
+    return Change(*key, outcome, then_ms, now_ms, now_ms / then_ms, low, high)
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    return row["lane"], row["mode"], row["name"]
+
+
+def _shapes(inputs: list[str]) -> list[str]:
+    return [text.partition(" on ")[0] for text in inputs]
+
+
+def _is_comparison(found: Any) -> bool:
+    """Whether JSON data has everything that is read from a baseline."""
+    kinds = {"model": str, "inputs": list, "environment": dict, "rows": list}
+    if not isinstance(found, dict) or not all(isinstance(found.get(n), kind) for n, kind in kinds.items()):
+        return False
+    return all(map(_is_row, found["rows"])) and all(isinstance(text, str) for text in found["inputs"])
+
+
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, dict) or not all(isinstance(row.get(n), str) for n in ("lane", "mode", "name")):
+        return False
+    timed = row.get("latency")
+    if timed is None:
+        return True
+    ends = timed.get(SURE_MS) if isinstance(timed, dict) else None
+    if not isinstance(ends, list) or len(ends) != 2:
+        return False
+    return all(_is_time(value) for value in (*ends, timed.get("p50_ms"))) and ends[0] <= ends[1]
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
