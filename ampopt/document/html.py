@@ -28,9 +28,13 @@ def to_fragment(document: Document) -> str | None:
     """
     has_plots = importlib.util.find_spec("matplotlib") is not None
     try:
-        return _rendered("fragment.html", document, _drawer() if has_plots else lambda plot: "")
+        return _rendered("fragment.html", document, _drawer() if has_plots else _nothing)
     except MissingExtraError:
         return None
+
+
+def _nothing(_: Plot) -> str:
+    return ""
 
 
 def _drawer() -> Callable[[Plot], str]:

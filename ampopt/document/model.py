@@ -147,7 +147,7 @@ Part = Table | Facts | Points | Plot
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A heading and its parts; a section without parts is left out. HTML shows a `is_folded` one on a click."""
+    """A heading and its parts; without any it is left out. HTML shows one that `is_folded` on a click."""
 
     heading: str
     parts: tuple[Part, ...]

@@ -37,7 +37,7 @@ _IN_PAGE = {
     **{stand_in: f"var(--ampopt-{tone})" for tone, stand_in in COLOURS.items()},
 }
 
-_SETTINGS = {
+_SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 9,
     "text.color": INK,

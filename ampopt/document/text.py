@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from typing import Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -52,8 +53,9 @@ def _rich(part: Part) -> Iterator[RenderableType]:
     """A part's lines; what strangers' texts hold is no markup."""
     if isinstance(part, Table):
         table = RichTable(box=None, header_style="bold", pad_edge=False)
-        for column in part.columns:
-            table.add_column(column.name, overflow="fold", justify="right" if column.is_number else "left")
+        for place, column in enumerate(part.columns):
+            side: Literal["left", "right"] = "right" if column.is_number else "left"
+            table.add_column(column.name, overflow="fold", justify=side, no_wrap=place == 0)
         for row in part.rows:
             table.add_row(*(Text(each.text, style=STYLES[each.tone]) for each in row))
         yield table

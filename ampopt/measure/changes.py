@@ -1,9 +1,9 @@
 """What changed between two runs of `compare`: an earlier one's JSON, and the present one's.
 
 A row is a pass in a lane and a mode. Its latencies then and now are independent samples, so each median has
-an interval of its own: `SURE_MS` in the JSON. That of their ratio holds the true one with 95 % confidence, for
-each of the two misses its median with 2.5 %. It says nothing of what makes a whole run slower, such as another
-load of the machine: the report shows both environments.
+an interval of its own, `SURE_MS` in the JSON. The interval of their ratio holds the true one with 95 %
+confidence, for each of the two misses its median with 2.5 %. It says nothing of what makes a whole run slower,
+such as another load of the machine: the report shows both environments.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,25 +86,37 @@ def read_baseline(path: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def check_alike(then: Mapping[str, Any], model: str, inputs: list[str] | None, lanes: set[str]) -> None:
-    """Raise InputError that names what a baseline has differently: model, shapes and dtypes, or lanes.
-
-    `inputs` of None are not known yet. The devices may differ.
-    """
+def check_model(then: Mapping[str, Any], model: str) -> None:
+    """Raise InputError if a baseline is of another model."""
     if then["model"] != model:
         raise InputError(f"the baseline is of the model {then['model']}, and this is {model}")
-    if inputs is not None and (shapes := _shapes(then["inputs"])) != (own := _shapes(inputs)):
-        raise InputError(f"the baseline has the inputs {', '.join(shapes)}, and these are {', '.join(own)}")
-    if (others := {row["lane"] for row in then["rows"]}) != lanes:
+
+
+def check_lanes(then: Mapping[str, Any], lanes: set[str], *, exactly: bool = False) -> None:
+    """Raise InputError if a baseline has lanes that are not asked for, or with `exactly` lacks some, too."""
+    had = {row["lane"] for row in then["rows"]}
+    if not had <= lanes or (exactly and had != lanes):
+        names = " and ".join(", ".join(sorted(each)) or "none" for each in (had, lanes))
         raise InputError(
-            f"the baseline has the lanes {', '.join(sorted(others))}, and this run {', '.join(sorted(lanes))}: "
-            "name the same ones with --precision"
+            f"the lanes of the baseline and of this run, {names}, differ: see --precision"
         )
 
 
+def check_inputs(then: Mapping[str, Any], inputs: Sequence[str]) -> None:
+    """Raise InputError if a baseline has other shapes or dtypes; devices may differ."""
+    shapes, own = (", ".join(text.partition(" on ")[0] for text in each) for each in (then["inputs"], inputs))
+    if shapes != own:
+        raise InputError(f"the baseline has the inputs {shapes}, and these are {own}")
+
+
 def changes(then: Mapping[str, Any], now: Mapping[str, Any], threshold: float) -> Changes:
-    """What changed between two comparisons, both as JSON data. Raises InputError as `check_alike` does."""
-    check_alike(then, now["model"], now["inputs"], {row["lane"] for row in now["rows"]})
+    """What changed between two comparisons, both as JSON data.
+
+    Raises InputError that names what differs, if that is the model, the lanes, or the inputs but for devices.
+    """
+    check_model(then, now["model"])
+    check_inputs(then, now["inputs"])
+    check_lanes(then, {row["lane"] for row in now["rows"]}, exactly=True)
     earlier = {_key(row): row for row in then["rows"]}
     later = {_key(row): row for row in now["rows"]}
     rows = [_change(key, earlier.get(key), later.get(key), threshold) for key in {**later, **earlier}]
@@ -124,25 +136,21 @@ def _change(
     before, after = ((row or {}).get("latency") for row in (then, now))
     if before is None and after is None:
         return None
-    then_ms, now_ms = (None if timed is None else timed["p50_ms"] for timed in (before, after))
-    if before is None or after is None:
+        if before is None or after is None:
         reason = str(((now if after is None else then) or {}).get("reason", "there is no such pass"))
         outcome: Outcome = "only now" if before is None else "only then"
         if after is None and reason.startswith("failed"):
             outcome = "fails now"
-        return Change(*key, outcome, then_ms, now_ms, reason=reason)
+        return Change(*key, outcome, (before or {}).get("p50_ms"), (after or {}).get("p50_ms"), reason=reason)
     (then_low, then_high), (now_low, now_high) = before[SURE_MS], after[SURE_MS]
     low, high = now_low / then_high, now_high / then_low
     outcome = "slower" if low > threshold else "faster" if high < 1 / threshold else "no difference"
+    then_ms, now_ms = before["p50_ms"], after["p50_ms"]
     return Change(*key, outcome, then_ms, now_ms, now_ms / then_ms, low, high)
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, str, str]:
     return row["lane"], row["mode"], row["name"]
-
-
-def _shapes(inputs: list[str]) -> list[str]:
-    return [text.partition(" on ")[0] for text in inputs]
 
 
 def _is_comparison(found: Any) -> bool:

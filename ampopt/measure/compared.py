@@ -21,6 +21,7 @@ __all__ = ["MODES", "NOTHING", "ComparedPass", "Comparison"]
 NOTHING = "nothing to do"
 """The beginning of the reason in rows of passes that change nothing; in tables it is all of it."""
 
+
 @dataclasses.dataclass(frozen=True)
 class ComparedPass:
     """One pass in one lane and one mode: median latency and gain over the mode's baseline, or a reason.

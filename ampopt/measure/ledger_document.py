@@ -121,12 +121,18 @@ def _lanes_table(ledger: Ledger, lanes: Sequence[LaneSummary]) -> Table:
         memory = "–" if lane.memory is None else f"{lane.memory / 1e6:.1f}"
         rows.append(
             (
-                f"{lane.lane} ({lane.dtype})", state, _ms(lane.eager), _ms(lane.best),
-                _ms_or_dash(lane.best.quantile(0.99)), "–" if lane.device is None else _ms(lane.device),
-                "–" if lane.gain is None else _gain(lane.gain), f"{lane.error:.1e}",
-                "–" if lane.eager_error is None else f"{lane.eager_error:.1e}", memory,
+                f"{lane.lane} ({lane.dtype})",
+                state,
+                _ms(lane.eager),
+                _ms(lane.best),
+                _ms_or_dash(lane.best.quantile(0.99)),
+                "–" if lane.device is None else _ms(lane.device),
+                "–" if lane.gain is None else _gain(lane.gain),
+                f"{lane.error:.1e}",
+                "–" if lane.eager_error is None else f"{lane.eager_error:.1e}",
+                memory,
                 f"{lane.refused}; {made}" if lane.refused else made,
-            )  # fmt: skip
+            )
         )
     return Table.of(LANE_COLUMNS, rows)
 
