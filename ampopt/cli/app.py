@@ -17,6 +17,7 @@ import typer
 from typer import Argument, Option
 
 import ampopt
+from ampopt.bundle.destinations import check_distinct
 from ampopt.cli import deploy as cli_deploy
 from ampopt.cli import options as cli
 from ampopt.cli.options import (
@@ -90,6 +91,7 @@ def run(
         source = (model, shapes, image, npz, normalize, weights, trust_model_file, device)
         written = {"--report": report_file, "--json": json_file, "--markdown": markdown_file}
         check_request(*source, budget, exclude, passes, written)
+        check_distinct(written, {"--baseline": baseline})
         check_lane_io(io, precision)
         then = _baseline(baseline, threshold, precision)
         loaded, args, kwargs, where = model_and_call(*source)

@@ -2,8 +2,8 @@
 
 A row is a pass in a lane and a mode. Its latencies then and now are independent samples, so each median has
 an interval of its own, `SURE_MS` in the JSON. The interval of their ratio holds the true one with 95 %
-confidence, for each of the two misses its median with 2.5 %. It says nothing of what makes a whole run slower,
-such as another load of the machine: the report shows both environments.
+confidence, for each of the two misses its median with 2.5 %. It says nothing of what makes a whole run
+slower, such as another load of the machine: the report shows both environments.
 """
 
 from __future__ import annotations
@@ -97,9 +97,7 @@ def check_lanes(then: Mapping[str, Any], lanes: set[str], *, exactly: bool = Fal
     had = {row["lane"] for row in then["rows"]}
     if not had <= lanes or (exactly and had != lanes):
         names = " and ".join(", ".join(sorted(each)) or "none" for each in (had, lanes))
-        raise InputError(
-            f"the lanes of the baseline and of this run, {names}, differ: see --precision"
-        )
+        raise InputError(f"the lanes of the baseline and of this run, {names}, differ: see --precision")
 
 
 def check_inputs(then: Mapping[str, Any], inputs: Sequence[str]) -> None:
@@ -136,7 +134,7 @@ def _change(
     before, after = ((row or {}).get("latency") for row in (then, now))
     if before is None and after is None:
         return None
-        if before is None or after is None:
+    if before is None or after is None:
         reason = str(((now if after is None else then) or {}).get("reason", "there is no such pass"))
         outcome: Outcome = "only now" if before is None else "only then"
         if after is None and reason.startswith("failed"):
