@@ -136,6 +136,8 @@ def run(
             write(markdown_file, to_markdown(document))
         if not comparing and not found.verified:
             raise VerificationError("no optimized program could be verified: the report says why")
+        if changed is not None and not changed.compared:
+            raise InputError("nothing was measured in both runs: give both a longer --budget")
     if changed is not None and changed.regressions:
         raise typer.Exit(REGRESSION)
 

@@ -58,11 +58,16 @@ class Changes:
         """The rows that close the gate."""
         return tuple(row for row in self.rows if row.outcome in ("slower", "fails now"))
 
+    @property
+    def compared(self) -> tuple[Change, ...]:
+        """The rows that were measured then, and now were measured or failed: without any there is no gate."""
+        return tuple(row for row in self.rows if row.ratio is not None or row.outcome == "fails now")
+
     def to_dict(self) -> dict[str, Any]:
         """The changes as JSON data."""
         return {
             "threshold": self.threshold,
-            "passed": not self.regressions,
+            "passed": bool(self.compared) and not self.regressions,
             "environment": [{"name": n, "then": then, "now": now} for n, then, now in self.environment],
             "rows": [dataclasses.asdict(row) for row in self.rows],
         }

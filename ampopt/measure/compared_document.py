@@ -62,7 +62,7 @@ def _verdict_of_changes(changed: Changes) -> tuple[str, Tone]:
         rows = f"{len(worse)} rows are" if len(worse) > 1 else "1 row is"
         return f"FAILED: {rows} slower than the baseline by more than {limit}, or failing.", "bad"
     faster = sum(row.outcome == "faster" for row in changed.rows)
-    both = sum(row.ratio is not None for row in changed.rows)
+    both = len(changed.compared)
     if not both:
         return "Nothing was measured in both runs: a longer --budget would fill more rows.", "warn"
     more = f"; {faster} faster by more than that" if faster else ""
