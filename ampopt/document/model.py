@@ -50,8 +50,8 @@ class Table:
 
     @classmethod
     def of(cls, columns: Sequence[str], rows: Sequence[Sequence[str | Cell]]) -> Table:
-        """A table of texts; columns whose names end in " ms", "gain" or "error" hold numbers."""
-        made = tuple(Column(name, name.endswith((" ms", "gain", "error"))) for name in columns)
+        """A table of texts; columns whose names end in a unit, "gain" or "error" hold numbers."""
+        made = tuple(Column(name, name.endswith((" ms", " s", " MB", "gain", "error"))) for name in columns)
         cells = tuple(tuple(Cell(c) if isinstance(c, str) else c for c in row) for row in rows)
         return cls(made, cells)
 

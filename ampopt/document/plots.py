@@ -174,7 +174,8 @@ def _for_page(svg: str, title: str) -> str:
     (box,) = re.findall(r'viewBox="[\d. ]+"', head)
     for stand_in, colour in _IN_PAGE.items():
         body = body.replace(stand_in, colour)
-    used = set(re.findall(r"#([\w-]+)", body))
-    body = re.sub(r' id="([\w-]+)"', lambda found: found[0] if found[1] in used else "", body)
+    body = re.sub(r"<!--.*?-->|<style.*?</style>", "", body, flags=re.DOTALL)  # a style is the whole page's
+    used = set(re.findall(r'(?:url\(|href=")#([\w-]+)', body))
+    body = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", body)
     named = title.translate({ord(sign): f"&#{ord(sign)};" for sign in "&<>\"'"})
     return f'<svg {box} role="img" aria-label="{named}">{body}'

@@ -60,7 +60,11 @@ def to_document(ledger: Ledger) -> Document:
         subtitle=f"on {device}, inputs {', '.join(ledger.inputs)}",
         verdict=verdict,
         tone=tone,
-        sections=tuple(_sections(ledger)),
+        sections=(
+            *_sections(ledger),
+            Section("Environment", (Facts(tuple(_facts(ledger))),)),
+            *_regions(ledger),
+        ),
         data=ledger.to_dict(),
         figures=tuple(_figures(ledger)),
     )
@@ -102,10 +106,14 @@ def _sections(ledger: Ledger) -> Iterator[Section]:
         yield Section(f"What each pass changed: {lane} lane", tuple(_waterfalls(entries)))
     yield Section("Best so far", tuple(_best_so_far(ledger)))
     yield Section("All passes", (_passes_table(ledger.entries),) if ledger.entries else ())
-    yield Section("Environment", (Facts(tuple(_facts(ledger))),))
+
+
+def _regions(ledger: Ledger) -> Iterator[Section]:
     for name, region in ledger.regions.items():
+        yield Section(f"Submodule {name}", (Points((_verdict(region)[0],)),))
         for section in _sections(region):
             yield dataclasses.replace(section, heading=f"Submodule {name}: {section.heading}", is_folded=True)
+        yield from _regions(region)
 
 
 def _lanes_table(ledger: Ledger, lanes: Sequence[LaneSummary]) -> Table:
