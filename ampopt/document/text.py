@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ampopt.document.model import Document, Facts, Part, Points, Table, Tone
 
-TEXT_WIDTH = 120
+TEXT_WIDTH = 150
 """The width of plain text, in characters."""
 
 STYLES: dict[Tone, str] = {

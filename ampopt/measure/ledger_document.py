@@ -100,7 +100,9 @@ def _figures(ledger: Ledger) -> Iterator[Figure]:
 def _sections(ledger: Ledger) -> Iterator[Section]:
     lanes = list(ledger.lanes.values())
     yield Section("Notes", (Points(tuple(ledger.notes)),) if ledger.notes else ())
-    yield Section("Lanes", (_lanes_table(ledger, lanes), _lanes_plot(lanes)) if lanes else ())
+    refused = tuple(f"{lane.lane} lane REFUSED: {lane.refused}" for lane in lanes if lane.refused)
+    why = (Points(refused),) if refused else ()
+    yield Section("Lanes", (*why, _lanes_table(ledger, lanes), _lanes_plot(lanes)) if lanes else ())
     for lane in dict.fromkeys(entry.lane for entry in ledger.entries):
         entries = [entry for entry in ledger.entries if entry.lane == lane]
         yield Section(f"What each pass changed: {lane} lane", tuple(_waterfalls(entries)))
@@ -139,7 +141,7 @@ def _lanes_table(ledger: Ledger, lanes: Sequence[LaneSummary]) -> Table:
                 f"{lane.error:.1e}",
                 "–" if lane.eager_error is None else f"{lane.eager_error:.1e}",
                 memory,
-                f"{lane.refused}; {made}" if lane.refused else made,
+                made,
             )
         )
     return Table.of(LANE_COLUMNS, rows)
