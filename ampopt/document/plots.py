@@ -149,13 +149,13 @@ def _lines(axes: Any, plot: Lines) -> None:
         style = {"drawstyle": "steps-post", "marker": "o", "markersize": 4} if line.is_steps else {}
         colour = SERIES[place % len(SERIES)]
         axes.plot(line.x, line.y, label=_short(line.label), color=colour, linewidth=1.5, **style)
+    if plot.limit is not None:
+        axes.axhline(plot.limit, color=COLOURS["bad"], linewidth=1, linestyle="--")
     if plot.is_log:
         axes.set_xscale("log")
         axes.set_yscale("log")
     else:
-        axes.set_ylim(bottom=0)
-    if plot.limit is not None:
-        axes.axhline(plot.limit, color=COLOURS["bad"], linewidth=1, linestyle="--")
+        axes.set_ylim(bottom=0)  # it ends the scaling by what is drawn, and so comes last
     if len(plot.lines) > 1:
         axes.legend(loc="best", fontsize=8)
     axes.set_xlabel(plot.x_unit)

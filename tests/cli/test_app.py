@@ -66,7 +66,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_report_goes_to_stdout_and_replaces_files(model: str, tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text("old")
-    files = ("--json", tmp_path / "r.json", "--markdown", tmp_path / "r.md")
+    files = ("--json", tmp_path / "r.json", "--markdown", tmp_path / "r.md", "--report", tmp_path / "r.html")
     result = call("optimize", model, "--input", "1x3x8x8", "--device", "cpu", *QUICK, *files)
     assert result.exit_code == 0, result.output
     assert "fold-conv-bn" in result.stdout
@@ -75,6 +75,7 @@ def test_the_report_goes_to_stdout_and_replaces_files(model: str, tmp_path: Path
     assert report["inputs"] == ["float32[1, 3, 8, 8] on cpu"]
     assert {entry["pass"] for entry in report["passes"]}.isdisjoint(EXCLUDED)
     assert "| lane | pass |" in (tmp_path / "r.md").read_text()
+    assert "fold-conv-bn" in (tmp_path / "r.html").read_text()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 

@@ -57,7 +57,7 @@ PLOTS: tuple[Plot, ...] = (
 
 def document(text: str = "some text", plots: tuple[Plot, ...] = ()) -> Document:
     """A document with every kind of part, and a text in every place where there is one."""
-    rows = [
+    rows: list[tuple[str | Cell, ...]] = [
         (text, Cell("kept", tone="good"), Cell("1.5", value=1.5)),
         ("second", Cell(text, tone="bad"), "–"),
     ]

@@ -64,4 +64,6 @@ def test_every_frame_is_drawn_beside_the_deadline() -> None:
     (plot,) = [p for section in document.sections for p in section.parts if isinstance(p, Lines)]
     assert [len(line.y) for line in plot.lines] == [300, 300]
     assert plot.limit == 33.0
-    assert to_html(document).count("<svg") == 1
+    page = to_html(document)
+    assert page.count("<svg") == 1
+    assert ">30</text>" in page, "the axis ends below the deadline"
