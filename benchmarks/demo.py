@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from ampopt import AmpoptError, optimize
+from ampopt.document.render import render
 from ampopt.ir.numerics import relative_error
 from ampopt.measure.terminal import to_rich
+from ampopt.system.atomic import replacing
 from benchmarks.models import WORKLOADS
 from benchmarks.real_data import optimize_digits, photographs
 
 TOLERATED_POINTS = 0.2
 """How far the accuracy may move, in percentage points."""
+
+
+REPORT = Path("out/demo.html")
+"""The report of the first part, as a page to look at."""
 
 
 def main() -> int:
@@ -42,6 +49,10 @@ def _encdec(console: Console, device: torch.device) -> None:
     photos = photographs(480, 640).to(device)
     fast = optimize(model, (photos[:1],), budget_s=75, cache=False)
     console.print(to_rich(fast.report))
+    REPORT.parent.mkdir(exist_ok=True)
+    with replacing(REPORT) as file:
+        file.write_text(render(fast.report.document(), REPORT), encoding="utf-8")
+    console.print(f"as a page to look at: {REPORT}")
     with torch.no_grad():
         error = relative_error(fast(photos[1:]), model(photos[1:]))
     console.print(f"on the other photograph it differs from the original by {error:.1e} (relative)")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,18 +17,24 @@ import typer
 from typer import Argument, Option
 
 import ampopt
+from ampopt.bundle.destinations import check_distinct
 from ampopt.cli import deploy as cli_deploy
 from ampopt.cli import options as cli
 from ampopt.cli.options import (
     check_lane_io,
     check_request,
     console,
-    finite,
     model_and_call,
     readable_errors,
     write,
+    write_report,
 )
-from ampopt.errors import VerificationError
+from ampopt.document import text
+from ampopt.document.markdown import to_markdown
+from ampopt.document.render import to_json
+from ampopt.errors import InputError, VerificationError
+from ampopt.ir.precisions import names_of
+from ampopt.measure import changes
 from ampopt.system import cache_folder
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -40,7 +47,10 @@ def main() -> None:
     app()
 
 
-@app.command("optimize", help="Make a model faster for inference, and prove it: what was done, and why.")
+REGRESSION = 3
+"""The exit code of `compare --baseline` where a row is slower: 1 is an error, 2 one in the options."""
+
+
 def run(
     context: typer.Context,
     model: cli.Model,
@@ -60,6 +70,18 @@ def run(
     passes: cli.Passes = None,
     cache: cli.Cache = True,
     io: cli.Io = "original",
+    baseline: Annotated[
+        Path | None,
+        Option(
+            metavar="JSON",
+            help="An earlier comparison's --json: tell what changed; fail where it is slower.",
+        ),
+    ] = None,
+    threshold: Annotated[
+        float,
+        Option(help="With --baseline: exit code 3 where a row's whole interval is slower by this factor."),
+    ] = 1.05,
+    report_file: cli.ReportFile = None,
     json_file: cli.JsonFile = None,
     markdown_file: Annotated[Path | None, Option("--markdown", help="File to write the report to.")] = None,
     verbose: cli.Verbose = False,
@@ -67,11 +89,19 @@ def run(
     """Run a command: both have the same options, print the report on stdout, and write files on request."""
     with readable_errors(verbose):
         source = (model, shapes, image, npz, normalize, weights, trust_model_file, device)
-        written = {"--json": json_file, "--markdown": markdown_file}
+        written = {"--report": report_file, "--json": json_file, "--markdown": markdown_file}
         check_request(*source, budget, exclude, passes, written)
+        check_distinct(written, {"--baseline": baseline})
         check_lane_io(io, precision)
+        then = _baseline(baseline, threshold, precision)
         loaded, args, kwargs, where = model_and_call(*source)
-        from ampopt.measure import report, terminal
+        if then is not None:
+            changes.check_model(then, type(loaded).__name__)
+            if args or kwargs:
+                from ampopt.ir.signature import describe, flatten_call
+
+                changes.check_inputs(then, [describe(t) for t in flatten_call(args or (), kwargs)[0]])
+        from ampopt.measure import terminal
 
         comparing = context.info_name == "compare"
         function: Callable[..., Any] = ampopt.compare if comparing else ampopt.optimize
@@ -90,17 +120,37 @@ def run(
             **({} if comparing else {"cache": cache, "io": io}),
         )
         found = result if comparing else result.report
+        changed = None if then is None else changes.changes(then, found.to_dict(), threshold)
+        document = found.document() if changed is None else found.document(changed)
         screen = console()
-        if comparing and not screen.is_terminal:
-            screen.print(str(found), soft_wrap=True)
+        if not comparing:
+            screen.print(terminal.to_rich(found, everything=verbose))
+        elif screen.is_terminal:
+            screen.print(text.to_rich(document))
         else:
-            screen.print(found.to_rich() if comparing else terminal.to_rich(found, everything=verbose))
+            screen.print(to_markdown(document), soft_wrap=True)
+        write_report(document, report_file)
         if json_file is not None:
-            write(json_file, json.dumps(finite(found.to_dict()), indent=2, allow_nan=False) + "\n")
+            write(json_file, to_json(document))
         if markdown_file is not None:
-            write(markdown_file, found.to_markdown() if comparing else report.to_markdown(found))
+            write(markdown_file, to_markdown(document))
         if not comparing and not found.verified:
             raise VerificationError("no optimized program could be verified: the report says why")
+        if changed is not None and not changed.compared:
+            raise InputError("nothing was measured in both runs: give both a longer --budget")
+    if changed is not None and changed.regressions:
+        raise typer.Exit(REGRESSION)
+
+
+def _baseline(path: Path | None, threshold: float, precision: str) -> dict[str, Any] | None:
+    """The earlier comparison, if there is one. Raises InputError if it is none, or of lanes not asked for."""
+    if not 1 <= threshold < math.inf:
+        raise InputError(f"--threshold {threshold:g}: give a factor of 1 or more, such as 1.05")
+    if path is None:
+        return None
+    then = changes.read_baseline(path)
+    changes.check_lanes(then, set(names_of(precision)))
+    return then
 
 
 def _without(command: Callable[..., None], *options: str) -> Callable[..., None]:
@@ -116,7 +166,11 @@ def _without(command: Callable[..., None], *options: str) -> Callable[..., None]
     return taking_less
 
 
-# `compare` times everything anew, and what it compares is not called.
+app.command("optimize", help="Make a model faster for inference, and prove it: what was done, and why.")(
+    _without(run, "baseline", "threshold")
+)
+
+# `compare` times everything anew, and what it compares is not called; only its rows have an earlier run's.
 app.command("compare", help="Tell what each pass does to a model: alone, in sequence, left out.")(
     _without(run, "cache", "io")
 )

@@ -18,16 +18,19 @@ from ampopt.cli.options import (
     check_lane_io,
     check_request,
     console,
-    finite,
     model_and_call,
     readable_errors,
     write,
+    write_report,
 )
+from ampopt.document.render import finite
 from ampopt.errors import InputError
+from ampopt.measure.field_document import to_document
 from ampopt.measure.field_test import FieldReport, Judgment, check_field_test, field_test
 
 if TYPE_CHECKING:
     from ampopt.bundle_load import LoadedModel
+    from ampopt.document.model import Document
 
 Backend = Literal["auto", "ampopt", "onnxruntime", "openvino", "original"]
 """`ampopt.bundle_load.BACKENDS`, copied because that module takes seconds to import."""
@@ -179,6 +182,7 @@ def verify(
     budget: Annotated[
         float, Option(help="Seconds to measure anew on another machine than the maker's.")
     ] = 60.0,
+    report_file: cli.ReportFile = None,
     json_file: cli.JsonFile = None,
     verbose: cli.Verbose = False,
 ) -> None:
@@ -192,7 +196,8 @@ def verify(
         check_field_test(hz, seconds, deadline_ms)
         if not 0 <= slack < float("inf"):
             raise InputError(f"--slack {slack:g}: give a share, 0 or more, such as 0.25")
-        cli.check_written({"--json": json_file}, {"BUNDLE": bundle, "--verify-key": verify_key})
+        written = {"--report": report_file, "--json": json_file}
+        cli.check_written(written, {"BUNDLE": bundle, "--verify-key": verify_key})
         open_bundle(bundle, verify_key=verify_key)  # whatever is wrong with it is said at once
         cli.check_is_there(device)
         import torch
@@ -215,6 +220,7 @@ def verify(
             **found.to_dict(),
             **judgment.to_dict(),
         }
+        write_report(_document(model, bundle, found, judgment, facts), report_file)
         if json_file is not None:
             write(json_file, json.dumps(finite(facts), indent=2, allow_nan=False) + "\n")
         _conclude(model, judgment)
@@ -239,6 +245,24 @@ def _frames(model: LoadedModel, hz: float, seconds: float, deadline_ms: float | 
     on_gpu = program.device.type == "cuda"
     memory = (lambda: torch.cuda.max_memory_allocated(program.device)) if on_gpu else None
     return field_test(call, hz=hz, seconds=seconds, deadline_ms=deadline_ms, gpu_memory=memory)
+
+
+def _document(
+    model: LoadedModel, bundle: Path, found: FieldReport, judgment: Judgment, data: Mapping[str, Any]
+) -> Document:
+    from ampopt.system.environment import environment
+
+    facts = environment(model.captured.program.device)
+    run = {"bundle": str(bundle), "backend": model.backend, "self-test": "passed", **facts}
+    return to_document(
+        found,
+        judgment,
+        title=f"verify: {model.manifest['model']}",
+        subtitle=f"{bundle.name}, run by {model.backend} on {facts['device']}",
+        notes=tuple(model.notes),
+        facts=run,
+        data=data,
+    )
 
 
 def _table(found: FieldReport) -> Table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 import sys
 import textwrap
@@ -19,6 +18,7 @@ from typer import Argument, Option
 from ampopt.bundle.destinations import check_distinct, check_file
 from ampopt.cli.input_source import check_inputs, example_call
 from ampopt.cli.model_source import FORMS, check_model, is_model_file, load_model
+from ampopt.document.render import check_report, render
 from ampopt.errors import AmpoptError, InputError
 from ampopt.ir.pass_text import installed, parse
 from ampopt.ir.precisions import LANE_NAMES, check_io, names_of
@@ -26,6 +26,8 @@ from ampopt.system.atomic import replacing
 
 if TYPE_CHECKING:
     import torch
+
+    from ampopt.document.model import Document
 
 
 def pass_names() -> list[str]:
@@ -124,6 +126,14 @@ Passes = Annotated[
 Cache = Annotated[
     bool, Option(help="Use what an earlier call found for this model, and keep what this one finds.")
 ]
+ReportFile = Annotated[
+    Path | None,
+    Option(
+        "--report",
+        metavar="FILE",
+        help="File for the report: .html (one page to look at, which loads nothing), .md, .json or .txt.",
+    ),
+]
 JsonFile = Annotated[Path | None, Option("--json", help="File to write the report to.")]
 Verbose = Annotated[
     bool, Option("--verbose", "-v", help="Show every row of a report, and the whole trace of an error.")
@@ -165,8 +175,11 @@ def check_request(
 def check_written(written: Mapping[str, Path | None], read: Mapping[str, Path | None]) -> None:
     """Raise InputError if an output cannot be written, or would overwrite another output or an input."""
     check_distinct(written, read)
-    for path in filter(None, written.values()):
-        check_file(path)
+    for option, path in written.items():
+        if path is not None:
+            check_file(path)
+            if option == "--report":
+                check_report(path)
 
 
 def check_lane_io(io: str, precision: str) -> None:
@@ -242,6 +255,12 @@ def readable_errors(verbose: bool) -> Iterator[None]:
         raise typer.Exit(1) from e
 
 
+def write_report(document: Document, path: Path | None) -> None:
+    """Write the document in the format of the path's suffix, if there is a path."""
+    if path is not None:
+        write(path, render(document, path))
+
+
 def write(path: Path, text: str) -> None:
     """Write a file atomically. Raises InputError if it cannot be written."""
     path = path.resolve()  # a link stays, and its target is replaced
@@ -250,12 +269,3 @@ def write(path: Path, text: str) -> None:
             written.write_text(text, encoding="utf-8")
     except OSError as e:
         raise InputError(f"{path} cannot be written: {e.strerror}") from e
-
-
-def finite(value: Any) -> Any:
-    """A value for JSON, which has no NaN and no infinity: these become null."""
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
-from ampopt.measure.report import cell, interval
+from ampopt.document.html import to_fragment
+from ampopt.document.markdown import to_markdown
+from ampopt.document.model import Document
+from ampopt.document.text import to_rich
+from ampopt.measure.changes import MISS, SURE_MS, Changes
+from ampopt.measure.compared_document import MODES, to_document
+from ampopt.measure.report import interval
 from ampopt.measure.sampling import Gain, Measurement
 
-MODES = ("alone", "cumulative", "left out")
+__all__ = ["MODES", "NOTHING", "ComparedPass", "Comparison"]
 
 NOTHING = "nothing to do"
 """The beginning of the reason in rows of passes that change nothing; in tables it is all of it."""
-
-LEGEND = (
-    "Median latency in ms and the factor that the pass brings (above 1: it helps) with its interval; "
-    'where that holds 1 there is "no difference", and where it is too wide the machine is too busy.'
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,49 +70,36 @@ class Comparison:
             "rows": [
                 {
                     **dataclasses.asdict(row),
-                    "latency": None if row.latency is None else row.latency.to_dict(),
+                    "latency": None if row.latency is None else _times(row.latency),
                 }
                 for row in self.rows
             ],
         }
 
+    def document(self, changed: Changes | None = None) -> Document:
+        """What every format of a report is rendered from; what `changed` since an earlier run comes first."""
+        return to_document(self, changed)
+
     def to_markdown(self) -> str:
         """A Markdown table for each lane: a row for each pass, a column for each mode."""
-        lines = [self._heading(), ""]
-        for note in self.notes:
-            lines += [f"note: {note}", ""]
-        for lane, rows in self._tables():
-            lines += [f"**{lane}**", "", "| pass | " + " | ".join(MODES) + " |", "|---" * 4 + "|"]
-            lines += ["| " + " | ".join(map(cell, row)) + " |" for row in rows]
-            lines.append("")
-        lines.append(LEGEND)
-        return "\n".join(lines) + "\n"
+        return to_markdown(self.document())
 
     def to_rich(self) -> Group:
         """The same tables for a terminal, whose width they keep to."""
-        parts: list[Table | Text] = [Text(self._heading(), style="bold")]
-        parts += [Text(f"note: {note}") for note in self.notes]
-        for lane, rows in self._tables():
-            table = Table(box=None, title=lane, title_justify="left", header_style="bold", pad_edge=False)
-            for column in ("pass", *MODES):
-                table.add_column(column, overflow="fold", no_wrap=column == "pass")
-            for row in rows:
-                table.add_row(*map(Text, row))  # what an exception says is no markup
-            parts += [Text(), table]
-        return Group(*parts, Text(), Text(LEGEND))
+        return to_rich(self.document())
 
-    def _heading(self) -> str:
-        return f"{self.model} on {self.environment['device']}, inputs {', '.join(self.inputs)}"
-
-    def _tables(self) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
-        """Each lane with its rows: a pass's name, and a cell for each mode."""
-        found = {(row.lane, row.name, row.mode): row.told() for row in self.rows}
-        for lane in dict.fromkeys(row.lane for row in self.rows):
-            names = dict.fromkeys(row.name for row in self.rows if row.lane == lane)
-            yield lane, [(name, *(found.get((lane, name, mode), "–") for mode in MODES)) for name in names]
+    def _repr_html_(self) -> str | None:
+        """The comparison in a notebook."""
+        return to_fragment(self.document())
 
     def __str__(self) -> str:
         return self.to_markdown()
+
+
+def _times(measured: Measurement) -> dict[str, Any]:
+    """Times for JSON, in milliseconds, with what a later run is compared by."""
+    ends = measured.interval_of_median(MISS)
+    return {**measured.to_dict(), SURE_MS: [round(1e3 * end, 6) for end in ends]}
 
 
 def _factor(gain: Gain) -> str:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ampopt.document.html import to_fragment
+from ampopt.document.model import Document
 from ampopt.measure.entry import ORIGINAL, Entry, finite
 from ampopt.measure.headline import Load
+from ampopt.measure.ledger_document import to_document
 from ampopt.measure.sampling import Gain, Measurement
 from ampopt.measure.terminal import to_text
 
@@ -142,6 +145,14 @@ class Ledger:
             ],
             "regions": {name: region.to_dict() for name, region in self.regions.items()},
         }
+
+    def document(self) -> Document:
+        """The ledger as what every format of a report is rendered from, see `ampopt.document.render`."""
+        return to_document(self)
+
+    def _repr_html_(self) -> str | None:
+        """The report in a notebook."""
+        return to_fragment(self.document())
 
     def __str__(self) -> str:
         return to_text(self)

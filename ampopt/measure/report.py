@@ -1,4 +1,4 @@
-"""Tells what a ledger holds: the cells of a row, the results in sentences, and both as Markdown."""
+"""Tells what a ledger holds: the cells of a row, and the results in sentences."""
 
 from __future__ import annotations
 
@@ -89,18 +89,3 @@ def summary_lines(ledger: Ledger) -> list[str]:
 def _p99(measured: Measurement) -> str:
     p99 = measured.quantile(0.99)
     return "" if p99 is None else f" (p99 {1e3 * p99:.3f} ms)"
-
-
-def cell(text: str) -> str:
-    """A text as a Markdown table cell: in one line, with vertical bars escaped."""
-    return " ".join(text.replace("|", "\\|").split())
-
-
-def to_markdown(ledger: Ledger) -> str:
-    """The table and the summary as Markdown."""
-    lines = [f"- {line.strip()}" for line in summary_lines(ledger)]
-    lines += ["", "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines += ["| " + " | ".join(map(cell, row(entry))) + " |" for entry in ledger.entries]
-    for name, region in ledger.regions.items():
-        lines += ["", f"### submodule `{name}`", "", to_markdown(region)]
-    return "\n".join(lines) + "\n"

@@ -51,6 +51,15 @@ class Measurement:
         """Half the interquartile range, as a share of the median."""
         return (self._quantile(0.75) - self._quantile(0.25)) / 2 / self.median
 
+    def interval_of_median(self, miss: float = 0.05) -> tuple[float, float]:
+        """The ends of an interval, in seconds, that misses the median with at most this probability.
+
+        They are order statistics, see `gain`; the smallest and the largest sample where there are too few.
+        """
+        ordered = sorted(self.samples)
+        rank = _interval_rank(len(ordered), miss / 2)
+        return ordered[rank], ordered[-1 - rank]
+
     def trimmed_mean(self, share: float) -> float:
         """The mean without a share of the samples at each end, in seconds."""
         ordered = sorted(self.samples)
@@ -112,10 +121,10 @@ def joined(first: Measurement, second: Measurement) -> Measurement:
     return Measurement(first.samples + second.samples)
 
 
-def _interval_rank(n: int) -> int:
-    """The largest r for which order statistics r and n-1-r hold the median with 95 % confidence."""
+def _interval_rank(n: int, tail_at_most: float = 0.025) -> int:
+    """The largest r for which the median is below order statistic r with at most this probability."""
     tail, rank = 0.5**n, 0
-    while (further := tail + math.comb(n, rank + 1) * 0.5**n) <= 0.025 and rank + 1 < n / 2:
+    while (further := tail + math.comb(n, rank + 1) * 0.5**n) <= tail_at_most and rank + 1 < n / 2:
         tail, rank = further, rank + 1
     return rank
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -15,8 +16,13 @@ from typer.testing import CliRunner, Result
 
 import ampopt
 from ampopt.cli import app as cli
+from ampopt.document.markdown import to_markdown
+from ampopt.document.model import Document
+from ampopt.document.render import render
 from ampopt.errors import InputError
 from ampopt.ir.casting import POLICIES
+from ampopt.measure.compared import ComparedPass
+from ampopt.measure.sampling import Gain, Measurement
 from ampopt.passes import PIPELINE
 
 CODE = """
@@ -60,7 +66,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_report_goes_to_stdout_and_replaces_files(model: str, tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text("old")
-    files = ("--json", tmp_path / "r.json", "--markdown", tmp_path / "r.md")
+    files = ("--json", tmp_path / "r.json", "--markdown", tmp_path / "r.md", "--report", tmp_path / "r.html")
     result = call("optimize", model, "--input", "1x3x8x8", "--device", "cpu", *QUICK, *files)
     assert result.exit_code == 0, result.output
     assert "fold-conv-bn" in result.stdout
@@ -69,6 +75,7 @@ def test_the_report_goes_to_stdout_and_replaces_files(model: str, tmp_path: Path
     assert report["inputs"] == ["float32[1, 3, 8, 8] on cpu"]
     assert {entry["pass"] for entry in report["passes"]}.isdisjoint(EXCLUDED)
     assert "| lane | pass |" in (tmp_path / "r.md").read_text()
+    assert "fold-conv-bn" in (tmp_path / "r.html").read_text()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
@@ -89,15 +96,19 @@ def test_arrays_are_passed_by_their_names(model: str, tmp_path: Path) -> None:
     assert "inputs float32[1, 3, 6, 6] on cpu, float32[1] on cpu" in result.stdout
 
 
+DOCUMENT = Document(
+    "compared [bold]as it is[/bold]",
+    "",
+    "",
+    "plain",
+    (),
+    {"error": float("inf"), "gains": (1.0, float("nan"))},
+)
+
+
 class _Comparison:
-    def to_dict(self) -> dict[str, object]:
-        return {"error": float("inf"), "gains": (1.0, float("nan"))}
-
-    def to_markdown(self) -> str:
-        return "# compared\n"
-
-    def __str__(self) -> str:
-        return "compared [bold]as it is[/bold]"
+    def document(self) -> Document:
+        return DOCUMENT
 
 
 @pytest.mark.parametrize("option", [("--no-cache",), ("--io", "lane")])
@@ -139,7 +150,7 @@ def test_compare_takes_the_same_options(model: str, tmp_path: Path, monkeypatch:
     files = ("--json", tmp_path / "r.json", "--markdown", tmp_path / "r.md")
     result = call("compare", model, "--input", "1x3x8x8", *options, *files)
     assert result.exit_code == 0, result.output
-    assert result.stdout == "compared [bold]as it is[/bold]\n"
+    assert result.stdout.startswith("# compared [bold]as it is[/bold]\n")
     (network, (image,)), given = calls[0]
     assert (type(network).__name__, image.shape) == ("Tiny", (1, 3, 8, 8))
     assert given.pop("example_kwargs") == {}
@@ -155,7 +166,103 @@ def test_compare_takes_the_same_options(model: str, tmp_path: Path, monkeypatch:
     }
     assert given == expected
     assert json.loads((tmp_path / "r.json").read_text()) == {"error": None, "gains": [1.0, None]}
-    assert (tmp_path / "r.md").read_text() == "# compared\n"
+    assert (tmp_path / "r.md").read_text() == to_markdown(DOCUMENT)
+
+
+def comparison(factor: float = 1.0, model: str = "Tiny", lane: str = "fp32") -> ampopt.Comparison:
+    """A comparison whose row takes `factor` ms; of two, the intervals of that of one pass are apart."""
+    timed = Measurement(tuple(1e-3 * factor * (1 + k / 1000) for k in range(20)))
+    row = ComparedPass(lane, "alone", "fold-conv-bn", timed, Gain(1.2, 1.1, 1.3), 1e-7)
+    return ampopt.Comparison(model, {"device": "a CPU"}, ("float32[1, 3, 8, 8] on cpu",), (row,), 1.0)
+
+
+def baseline_file(path: Path, found: ampopt.Comparison) -> Path:
+    """The JSON of an earlier run."""
+    path.write_text(json.dumps(found.to_dict()))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("factor", "options", "code", "said"),
+    [
+        (1.0, (), 0, "passed: of 1 rows none is slower"),
+        (1.5, (), 3, "FAILED: 1 row is slower than the baseline by more than 1.05x"),
+        (1.5, ("--threshold", "2"), 0, "passed"),
+        (0.5, (), 0, "1 faster by more than that"),
+    ],
+)
+def test_a_baseline_makes_compare_a_gate(
+    factor: float, options: tuple[str, ...], code: int, said: str,
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(ampopt, "compare", lambda *args, **options: comparison(factor))
+    old = baseline_file(tmp_path / "old.json", comparison())
+    files = ("--report", tmp_path / "pr.md", "--json", tmp_path / "new.json")
+    command = ("compare", model, "--input", "1x3x8x8", "--precision", "fp32", "--device", "cpu")
+    result = call(*command, "--baseline", old, *options, *files)
+    assert result.exit_code == code, result.output
+    assert said in result.stdout
+    assert said in (tmp_path / "pr.md").read_text()
+    written = json.loads((tmp_path / "new.json").read_text())
+    assert written["changes"]["passed"] is (code == 0)
+    assert not result.stderr  # a verdict is no error
+    again = call(*command, "--baseline", tmp_path / "new.json")
+    assert again.exit_code == 0, "what a gate wrote is no baseline"
+
+
+def test_a_gate_that_measured_nothing_is_an_error(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = ComparedPass("fp32", "alone", "fold-conv-bn", None, None, None, "not tried: no time left")
+    nothing = dataclasses.replace(comparison(), rows=(row,))
+    monkeypatch.setattr(ampopt, "compare", lambda *args, **options: nothing)
+    old = baseline_file(tmp_path / "old.json", comparison())
+    result = call("compare", model, "--input", "1x3x8x8", "--precision", "fp32", "--baseline", old)
+    assert result.exit_code == 1
+    assert "nothing was measured in both runs" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "options", "reason"),
+    [
+        (comparison(model="Other"), ("--precision", "fp32"), "of the model Other, and this is Tiny"),
+        (comparison(), ("--precision", "amp"), "fp32 and amp, differ"),
+        (comparison(), ("--precision", "fp32", "--input", "1x3x8x8"), "and these are"),
+        (comparison(), ("--threshold", "0.9"), "--threshold 0.9: give a factor of 1 or more"),
+        (comparison(), ("--threshold", "nan"), "--threshold nan"),
+        (comparison(), ("--json", "{folder}/old.json"), "--baseline and --json are the same file"),
+        (None, (), "is no comparison"),
+    ],
+)
+def test_a_baseline_that_does_not_fit_is_refused_before_the_long_work(
+    old: ampopt.Comparison | None, options: tuple[str, ...], reason: str,
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise AssertionError("the long work began")
+
+    monkeypatch.setattr(ampopt, "compare", refuse)
+    file = tmp_path / "old.json"
+    file.write_text("{}" if old is None else json.dumps(old.to_dict()))
+    shapes = () if "--input" not in options else ("--input", "1x3x8x9")
+    said = [text.format(folder=tmp_path) for text in options if text not in ("--input", "1x3x8x8")]
+    result = call("compare", model, "--baseline", file, *shapes, *said)
+    assert result.exit_code == 1, result.output
+    assert reason in result.stderr
+    assert "long work" not in result.stderr
+
+
+@pytest.mark.parametrize("suffix", [".html", ".md", ".json", ".txt"])
+def test_a_report_is_written_in_the_format_of_its_suffix(
+    suffix: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ampopt, "compare", lambda *args, **options: comparison())
+    path = tmp_path / f"r{suffix}"
+    path.write_text("old")
+    result = call("compare", model, "--input", "1x3x8x8", "--device", "cpu", "--report", path)
+    assert result.exit_code == 0, result.output
+    assert path.read_text() == render(comparison().document(), path)
+    assert not [each for each in tmp_path.iterdir() if each.name.startswith(".")]
 
 
 def test_compare_tells_what_a_pass_does(model: str) -> None:
@@ -209,6 +316,11 @@ def test_the_policies_are_those_that_the_engine_knows() -> None:
             "--weights and --json",
         ),
         (["{model}", "--json", "/dev/null"], "not a regular file"),
+        (["{model}", "--report", "{folder}/r.pdf"], "ends in .html, .md, .json, .txt"),
+        (
+            ["{model}", "--report", "{folder}/r.md", "--json", "{folder}/r.md"],
+            "--report and --json are the same",
+        ),
         (["{folder}/exits.py:Tiny"], "SystemExit"),
         (["{model}", "--weights", "{folder}/weights.pt"], "1 keys are unexpected (other)"),
         (["{model}", "--input", "1x3x"], "--input '1x3x' is no shape"),

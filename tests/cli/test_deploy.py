@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import sys
 from collections.abc import Callable
@@ -128,9 +129,13 @@ def test_verify_says_which_test_failed_and_fails_on_deadlines(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("ampopt.cli.deploy.field_test", _field_test(slow_ms, missed))
-    result = call("verify", bundle, "--device", "cpu", "--json", tmp_path / "v.json", *options)
+    files = ("--json", tmp_path / "v.json", "--report", tmp_path / "v.html")
+    result = call("verify", bundle, "--device", "cpu", *files, *options)
     assert result.exit_code == code, result.output
     assert line in result.stdout
+    page = (tmp_path / "v.html").read_text()
+    assert ("verdict bad" in page) is (code == 1)
+    assert html.escape(line.partition(": ")[2]) in page
     told = json.loads((tmp_path / "v.json").read_text())
     assert told["passed"] is (code == 0)
     assert [test["test"] for test in told["tests"]] == ["deadlines", "p50 back to back", "p99 back to back"]

@@ -23,12 +23,12 @@ from ampopt.cli.options import (
     check_request,
     check_written,
     console,
-    finite,
     model_and_call,
     pass_names,
     readable_errors,
     write,
 )
+from ampopt.document.render import finite
 from ampopt.errors import InputError
 from ampopt.ir.lanes import LANES, lanes_for
 from ampopt.passes import PIPELINE

@@ -72,4 +72,4 @@ def test_in_a_terminal_the_table_keeps_to_the_width(width: int) -> None:
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert any("remove-inference-noops" in line and line.count("12.345 (1.20x,") == 3 for line in lines)
-    assert "note: [no] markup" in lines
+    assert "  - [no] markup" in [line.rstrip() for line in lines]

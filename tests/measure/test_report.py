@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from ampopt.document.markdown import to_markdown
 from ampopt.measure.entry import ORIGINAL, Entry, Timing, Verdict
 from ampopt.measure.headline import Load
 from ampopt.measure.ledger import LaneSummary, Ledger
-from ampopt.measure.report import COLUMNS, interval, row, summary_lines, to_markdown, told
+from ampopt.measure.report import COLUMNS, interval, row, summary_lines, told
 from ampopt.measure.sampling import Gain, Measurement
 
 FASTER, BUSY = Gain(2.0, 1.8, 2.2), Load(9.0, 2)
@@ -143,23 +144,13 @@ def test_the_summary_has_no_line_for_what_is_not_known(parts: dict[str, Any], la
     assert len(found) == 1 + (not found[0].endswith(last))
 
 
-def test_a_bar_in_a_cell_does_not_end_it_in_markdown() -> None:
-    text = to_markdown(ledger(entries=[Entry("fp32", "a-pass", Verdict.DECLINED, "a|b", hints=("c|d",))]))
-    lines = text.splitlines()
-    assert lines[0] == "- Net on a CPU, inputs float32[1] on cpu, int64[2] on cpu"
-    assert lines[1] == ""
-    assert lines[2] == "| lane | pass | verdict | latency ms | device ms | gain | error | took | why |"
-    assert lines[3] == "|---|---|---|---|---|---|---|---|---|"
-    assert lines[4:] == ["| fp32 | a-pass | declined | – | – | – | – | 0.0 s | a\\|b; c\\|d |"]
-
-
 SAID = "no file [/b] of [torch.float32] :x:\nand more | so on"
 
 
 def test_a_row_of_markdown_is_one_line() -> None:
-    ledger = Ledger("Net", {}, (), entries=[Entry("fp32", "p", Verdict.FAILED, SAID)])
-    (line,) = [line for line in to_markdown(ledger).splitlines() if line.startswith("| fp32")]
-    assert line.endswith("| no file [/b] of [torch.float32] :x: and more \\| so on |")
+    ledger = Ledger("Net", {}, (), entries=[Entry("fp32", "p", Verdict.FAILED, SAID, hints=("c|d",))])
+    (line,) = [line for line in to_markdown(ledger.document()).splitlines() if line.startswith("| fp32")]
+    assert line.endswith("| no file [/b] of [torch.float32] :x: and more \\| so on; c\\|d |")
 
 
 def test_an_interval_without_an_end_is_told() -> None:

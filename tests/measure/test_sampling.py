@@ -162,3 +162,11 @@ def test_rounds_end_when_they_are_enough(enough: int, rounds: int) -> None:
     samplers = {name: lambda: 1.0 for name in "ab"}
     found = interleave(samplers, seconds=1e6, least=6, most=30, until=until)
     assert [len(each.samples) for each in found.values()] == [rounds, rounds]
+
+
+@pytest.mark.parametrize(
+    ("n", "miss", "ends"), [(6, 0.05, (1, 6)), (5, 0.05, (1, 5)), (20, 0.05, (6, 15)), (20, 0.02, (5, 16))]
+)
+def test_the_interval_of_a_median_is_that_of_the_tables(n: int, miss: float, ends: tuple[int, int]) -> None:
+    """Conover's table: of 20 samples the 6th and the 15th hold the median with 95.9 %."""
+    assert Measurement(tuple(map(float, range(1, n + 1)))).interval_of_median(miss) == ends

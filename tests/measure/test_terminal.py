@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from ampopt.document.markdown import to_markdown
 from ampopt.measure.entry import Entry, Timing, Verdict
 from ampopt.measure.ledger import LaneSummary, Ledger
-from ampopt.measure.report import to_markdown
 from ampopt.measure.sampling import Gain, Measurement
 from ampopt.measure.terminal import to_rich, to_text
 
@@ -127,10 +127,10 @@ def test_parts_of_a_model_follow_the_whole() -> None:
     inner = ledger(Entry("fp32", "inner-pass", Verdict.KEPT, "why"))
     outer = Entry("fp32", "outer-pass", Verdict.KEPT, "why")
     whole = ledger(outer, regions={"neck": ledger(regions={"neck.deep": inner})})
-    text, markdown = to_text(whole), to_markdown(whole)
+    text, markdown = to_text(whole), to_markdown(whole.document())
     order = ["outer-pass", "submodule neck\n", "submodule neck.deep\n", "inner-pass"]
     assert sorted(order, key=text.index) == order
-    order = ["outer-pass", "### submodule `neck`\n", "### submodule `neck.deep`\n", "inner-pass"]
+    order = ["outer-pass", "## Submodule neck\n", "## Submodule neck.deep: All passes\n", "inner-pass"]
     assert sorted(order, key=markdown.index) == order
 
 

@@ -1,0 +1,207 @@
+"""What changed between two comparisons: intervals decide, and what cannot be compared is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampopt.document.html import to_html
+from ampopt.document.markdown import to_markdown
+from ampopt.errors import InputError
+from ampopt.measure.changes import SURE_MS, changes, check_lanes, read_baseline
+from ampopt.measure.compared import ComparedPass, Comparison
+from ampopt.measure.sampling import Gain, Measurement
+
+SAMPLES = tuple(0.001 * (1 + 0.01 * (k % 5)) for k in range(20))
+
+
+def run(factor: float = 1.0, *, reason: str = "", environment: dict[str, str] | None = None) -> Comparison:
+    """A comparison whose second row takes `factor` times as long, or has only a reason."""
+    timed = Measurement(tuple(factor * sample for sample in SAMPLES))
+    gain = Gain(1.2, 1.15, 1.25)
+    second = ComparedPass("fp32", "alone", "degroup", timed, gain, 1e-7)
+    if reason:
+        second = ComparedPass("fp32", "alone", "degroup", None, None, None, reason)
+    first = ComparedPass("fp32", "alone", "fold-conv-bn", Measurement(SAMPLES), gain, 1e-7)
+    idle = ComparedPass("fp32", "alone", "idle", None, None, None, "nothing to do: no such node")
+    facts = environment or {"device": "a CPU", "torch": "2.10"}
+    return Comparison("Net", facts, ("float32[1, 3, 8, 8] on cpu",), (first, second, idle), 1.0)
+
+
+def between(then: Comparison, now: Comparison, threshold: float = 1.05) -> dict[str, str]:
+    """The outcomes by pass."""
+    found = changes(json.loads(json.dumps(then.to_dict())), now.to_dict(), threshold)
+    return {row.name: row.outcome for row in found.rows}
+
+
+@pytest.mark.parametrize(
+    ("factor", "threshold", "outcome"),
+    [
+        (1.0, 1.05, "no difference"),
+        (1.5, 1.05, "slower"),
+        (0.5, 1.05, "faster"),
+        (1.5, 2.0, "no difference"),
+        (0.7, 2.0, "no difference"),
+        (1.06, 1.05, "no difference"),  # the median is beyond the threshold, and its interval is not
+    ],
+)
+def test_a_row_is_slower_or_faster_where_its_whole_interval_is(
+    factor: float, threshold: float, outcome: str
+) -> None:
+    assert between(run(), run(factor), threshold) == {"fold-conv-bn": "no difference", "degroup": outcome}
+
+
+def test_noise_within_the_interval_is_no_regression() -> None:
+    quiet, noisy = run(), run()
+    rows = list(noisy.rows)
+    spread = Measurement(
+        tuple(0.001 * (0.5 + 0.1 * k) for k in range(20))
+    )  # its median is 1.45 times as long
+    rows[1] = ComparedPass("fp32", "alone", "degroup", spread, Gain(1.2, 1.15, 1.25), 1e-7)
+    loud = Comparison(noisy.model, noisy.environment, noisy.inputs, tuple(rows), 1.0)
+    found = changes(quiet.to_dict(), loud.to_dict(), 1.05)
+    assert not found.regressions
+    assert {row.name: row.outcome for row in found.rows}["degroup"] == "no difference"
+
+
+@given(
+    st.lists(st.floats(0.5, 2.0), min_size=6, max_size=60),
+    st.lists(st.floats(0.5, 2.0), min_size=6, max_size=60),
+)
+def test_both_directions_are_mirror_images(then: list[float], now: list[float]) -> None:
+    def single(values: list[float]) -> dict[str, Any]:
+        timed = Measurement(tuple(values))
+        row = ComparedPass("fp32", "alone", "p", timed, Gain(1.0, 1.0, 1.0), 0.0)
+        return Comparison("Net", {"device": "a CPU"}, (), (row,), 1.0).to_dict()
+
+    (there,) = changes(single(then), single(now), 1.05).rows
+    (back,) = changes(single(now), single(then), 1.05).rows
+    mirror = {"slower": "faster", "faster": "slower", "no difference": "no difference"}
+    assert back.outcome == mirror[there.outcome]
+    assert there.low is not None
+    assert there.high is not None
+    assert there.ratio is not None
+    assert there.low <= there.ratio <= there.high
+
+
+@pytest.mark.parametrize(
+    ("reason", "outcome", "closes"),
+    [("failed: ValueError: no", "fails now", True), ("not tried: no time left", "only then", False)],
+)
+def test_a_pass_that_fails_now_closes_the_gate_and_one_without_time_does_not(
+    reason: str, outcome: str, closes: bool
+) -> None:
+    found = changes(run().to_dict(), run(reason=reason).to_dict(), 1.05)
+    assert {row.name: row.outcome for row in found.rows}["degroup"] == outcome
+    assert bool(found.regressions) is closes
+    assert between(run(reason=reason), run())["degroup"] == "only now"
+
+
+def test_what_was_measured_in_neither_run_has_no_row() -> None:
+    assert "idle" not in between(run(), run())
+
+
+def test_another_machine_is_told() -> None:
+    now = run(environment={"device": "a GPU", "torch": "2.10", "cuda": "13"})
+    found = changes(run().to_dict(), now.to_dict(), 1.05)
+    assert found.environment == (("device", "a CPU", "a GPU"), ("cuda", "–", "13"))
+
+
+def test_the_report_has_what_changed_first() -> None:
+    now = run(1.5)
+    found = changes(run().to_dict(), now.to_dict(), 1.05)
+    document = now.document(found)
+    text = to_markdown(document)
+    assert "**FAILED: 1 row is slower than the baseline by more than 1.05x, or failing.**" in text
+    assert "| fp32 | alone | degroup | slower | 1.020 | 1.530 | 1.50x |" in text
+    assert text.index("What changed since the baseline") < text.index("What each pass brings: fp32 lane")
+    assert "<svg" in to_html(document)
+    assert document.data["changes"]["passed"] is False
+    passed = run().document(changes(run().to_dict(), run().to_dict(), 1.05))
+    assert passed.verdict == "passed: of 2 rows none is slower than the baseline by more than 1.05x."
+    assert passed.data["changes"]["passed"] is True
+
+
+def test_where_nothing_was_measured_twice_no_gate_has_passed() -> None:
+    then, now = run(), run()
+    rows = tuple(ComparedPass("fp32", "alone", row.name, None, None, None, "not tried") for row in now.rows)
+    nothing = Comparison(now.model, now.environment, now.inputs, rows, 1.0)
+    found = changes(then.to_dict(), nothing.to_dict(), 1.05)
+    assert not found.compared
+    assert found.to_dict()["passed"] is False
+    assert nothing.document(found).verdict.startswith("Nothing was measured in both runs")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model": "Other"}, "of the model Other, and this is Net"),
+        (
+            {"inputs": ["float32[2, 3, 8, 8] on cpu"]},
+            r"float32\[2, 3, 8, 8\], and these are float32\[1, 3, 8, 8\]",
+        ),
+        ({"rows": [{"lane": "amp", "mode": "alone", "name": "p"}]}, "lanes .* amp and fp32, differ"),
+    ],
+)
+def test_a_baseline_of_something_else_is_refused_with_the_difference(change: Any, reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        changes({**run().to_dict(), **change}, run().to_dict(), 1.05)
+
+
+def test_another_device_of_the_inputs_is_none_and_lanes_may_be_asked_for_that_cannot_be_tried() -> None:
+    then = {**run().to_dict(), "inputs": ["float32[1, 3, 8, 8] on cuda:0"]}
+    assert not changes(then, run().to_dict(), 1.05).regressions
+    check_lanes(then, {"fp32", "amp"})
+    with pytest.raises(InputError, match="fp32 and amp, differ"):
+        check_lanes(then, {"amp"})
+
+
+def test_a_baseline_is_read_as_it_was_written(tmp_path: Path) -> None:
+    (tmp_path / "b.json").write_text(json.dumps(run().to_dict()))
+    assert read_baseline(tmp_path / "b.json") == run().to_dict()
+
+
+def broken(path: tuple[Any, ...], value: Any) -> str:
+    """A baseline in which one value is another."""
+    data: Any = copy.deepcopy(run().to_dict())
+    place = data
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "is no comparison"),
+        ('{"model": "Net", "passes": []}', "is no comparison"),
+        (broken(("rows", 0, "latency", SURE_MS), None), "is no comparison"),
+        (broken(("rows", 0, "latency", SURE_MS), [2.0, 1.0]), "is no comparison"),
+        (broken(("rows", 0, "latency", "p50_ms"), 0), "is no comparison"),
+        (broken(("rows", 0, "latency", "p50_ms"), "1"), "is no comparison"),
+        (broken(("rows", 0, "lane"), 3), "is no comparison"),
+        (broken(("inputs",), [3]), "is no comparison"),
+    ],
+)
+def test_what_is_no_comparison_is_refused(content: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "b.json").write_text(content)
+    with pytest.raises(InputError, match=reason):
+        read_baseline(tmp_path / "b.json")
+
+
+def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there is no file"):
+        read_baseline(tmp_path / "b.json")
+    (tmp_path / "b.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="is no JSON"):
+        read_baseline(tmp_path / "b.json")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_baseline(tmp_path)
