@@ -55,7 +55,8 @@ class Openvino(Engine):
     Declines: programs that still run under autocast, or that call operators ONNX does not know; float64, and
     integers that are not places in a tensor, because OpenVINO computes in 32 bits, and int32 in float32, that
     is inexactly from 2²⁴ on (measured with 2026.4: quotients, maxima, matrix products, shifts); the values of
-    a top-k, which lose NaN, and places of maxima that are computed with; empty tensors.
+    a top-k, which lose NaN, and places of maxima that are computed with; empty tensors; in FP32 roundings of
+    the model's own to 16 bits, which OpenVINO leaves out.
     Correct because: ONNX's operators are the graph's own (`onnx_graph` refuses operators without an
     equivalent), and the runtime computes the same expressions, possibly in another order, in the precision
     that is asked for: the compiled model is asked which one it has. Operators of OpenVINO that lose NaN are
@@ -133,7 +134,14 @@ def _declined(program: Program) -> Declined | None:
     for node in record_shapes(program).graph.nodes:
         if (reason := _why_wider(node)) is not None:
             return Declined(node.name, reason)
+        if not program.lane.is_mixed and node.op == "call_function" and _is_low(node):
+            return Declined(node.name, "OpenVINO leaves roundings to 16 bits out")
     return None
+
+
+def _is_low(node: fx.Node) -> bool:
+    meta = node.meta.get("tensor_meta")
+    return isinstance(meta, TensorMetadata) and meta.dtype in (torch.float16, torch.bfloat16)
 
 
 def _why_wider(node: fx.Node) -> str | None:
@@ -147,7 +155,8 @@ def _why_wider(node: fx.Node) -> str | None:
     if meta.dtype in (torch.int8, torch.uint8, torch.int16) and node.op == "call_function":
         return "OpenVINO ends integers of 8 and 16 bits at their bounds, where PyTorch's go around"
     source = node.all_input_nodes[0] if node.target is operator.getitem else node
-    computed = meta.dtype is torch.int32 and node.op == "call_function" and not aliased_by(node)
+    is_view = aliased_by(source) and dtype_of(aliased_by(source)[0]) is torch.int32
+    computed = meta.dtype is torch.int32 and node.op == "call_function" and not is_view
     if computed or (source.target in INDICES and dtype_of(source.all_input_nodes[0]) is torch.int32):
         return "OpenVINO computes int32 in float32"
     if meta.dtype is torch.int64 and node.op != "get_attr" and source.target not in INDICES:

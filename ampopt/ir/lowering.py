@@ -37,6 +37,7 @@ from ampopt.ir.graph import (
 from ampopt.ir.origin import carry_on, note_borders, note_exported
 from ampopt.ir.own_autocast import FULL_PRECISION
 from ampopt.ir.own_limits import widen_limits
+from ampopt.ir.weight_norms import write_out_weight_norms
 
 _hop = torch.ops.higher_order
 
@@ -388,6 +389,7 @@ def _lower(exported: ExportedProgram, states: Sequence[str]) -> fx.GraphModule:
     for node in calls(module, _ANTIALIASED):
         if _is_column(node):
             _fix_layout(module, node)
+    write_out_weight_norms(module)
     widen_limits(module)
     note_borders(module)
     own_outputs(module)

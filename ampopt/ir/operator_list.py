@@ -37,6 +37,9 @@ _PRIVATE = {
     "_safe_softmax",
     "_upsample_bilinear2d_aa",
     "_upsample_bicubic2d_aa",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d",
 }
 """Operators for PyTorch's own use that decompositions and interpolation leave in graphs, and that check
 their arguments; others count where PyTorch has them in its core set."""

@@ -16,10 +16,22 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.fx.passes.shape_prop import ShapeProp
 
-from ampopt.ir.graph import arguments, aten, calls, copy_of, dtype_of, finish, insert_call, replace, shape_of
+from ampopt.ir.graph import (
+    arguments,
+    aten,
+    calls,
+    copy_of,
+    dtype_of,
+    finish,
+    insert_call,
+    is_constant,
+    replace,
+    shape_of,
+)
 
 MOST_AT_ONCE = 256
 """Pixels whose sum is taken at once: the error of a sum of equal numbers is then at most 2e-5."""
@@ -171,6 +183,28 @@ def _is_large(source: fx.Node) -> bool:
     return height * width > MOST_AT_ONCE
 
 
+def _attention(call: Call, node: fx.Node) -> Any:
+    """Attention that is 0 where the mask leaves nothing to attend to, and NaN where its scores are.
+
+    In a boolean mask's form of torch.onnx such a row is the mean of all values, and NaN is 0; with a float
+    mask the row is NaN. A constant mask masks the same in every call, so the verification sees it.
+    """
+    values = arguments(node)
+    mask, dtype = values.pop("attn_mask"), dtype_of(node)
+    if not isinstance(mask, fx.Node) or is_constant(mask):
+        return None
+    low = torch.finfo(dtype).min / 2  # with a score it is in range, and its exponential is 0
+    if dtype_of(mask) is torch.bool:
+        is_off = call(aten.logical_not.default, mask)
+        bias = call(aten.mul.Scalar, call(aten._to_copy.default, is_off, dtype=dtype), low)
+    else:
+        is_off = call(aten.eq.Scalar, mask, -math.inf)
+        bias = call(aten.masked_fill.Scalar, mask, is_off, low)
+    is_on = call(aten.logical_not.default, call(aten.all.dim, is_off, -1, True))
+    result = call(node.target, attn_mask=bias, **values)
+    return call(aten.mul.Tensor, result, call(aten._to_copy.default, is_on, dtype=dtype))
+
+
 FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.log_sigmoid.default: lambda call, node: _log_sigmoid(call, node.args[0]),
     aten.log.default: _log,
@@ -189,5 +223,6 @@ FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.grid_sampler.default: _sampled,
     aten.adaptive_avg_pool2d.default: _mean_of_pixels,
     aten.mean.dim: _mean_of_many,
+    aten.scaled_dot_product_attention.default: _attention,
 }
 """For each operator, a function of (call, node) that makes its stable form; None: no change needed."""

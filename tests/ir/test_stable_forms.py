@@ -31,7 +31,18 @@ def _sampled(v: Tensor, mode: str, padding: str) -> Tensor:
     return F.grid_sample(image, grid, mode, padding, align_corners=False)
 
 
+def _attended(v: Tensor, *, as_numbers: bool) -> Tensor:
+    """A row for each number, which attends to all smaller ones: the smallest to none, and NaN to all."""
+    query = torch.stack([v.tanh(), 1 - v.tanh()], -1)[None, None]
+    key = torch.linspace(-1, 1, 2 * len(v), dtype=v.dtype).view(1, 1, -1, 2)
+    mask = ~(v[:, None] <= v.nan_to_num())
+    bias = torch.zeros(mask.shape, dtype=v.dtype).masked_fill(~mask, -torch.inf)
+    return F.scaled_dot_product_attention(query, key, key, bias if as_numbers else mask)[0, 0]
+
+
 OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "attention with a mask": lambda v: _attended(v, as_numbers=False),
+    "attention with a mask of numbers": lambda v: _attended(v, as_numbers=True),
     "logsigmoid": F.logsigmoid,
     "log of sigmoid": lambda v: torch.log(torch.sigmoid(v)),
     "logaddexp": lambda v: torch.logaddexp(v, v.flip(-1)),
@@ -121,6 +132,13 @@ def test_other_graphs_are_left_alone() -> None:
     assert changed.code == graph.code
     plain = program_of(Model(lambda m, v: v.relu()), POINTS).graph
     assert with_stable_forms(plain, (POINTS,)) is plain
+
+
+def test_attention_with_a_constant_mask_stays() -> None:
+    x = torch.randn(1, 1, 3, 4)
+    model = Model(lambda m, x: F.scaled_dot_product_attention(x, x, x, m.mask), mask=torch.eye(3).bool())
+    graph = program_of(model, x).graph
+    assert with_stable_forms(graph, (x,)).code == graph.code
 
 
 def test_the_graph_that_is_given_stays_as_it_is() -> None:

@@ -203,7 +203,7 @@ INT32 = torch.tensor([[2**24 + 1, -(2**30) + 1, 2**24]], dtype=torch.int32)
         (lambda x: x * 3, "mul"),
         (lambda x: x.amax(1), "amax"),
         (lambda x: x.argmax(1), "argmax"),
-        (lambda x: x.max(1)[0], "max"),
+        (lambda x: x.max(1)[0], "getitem"),
         (lambda x: (x.float() * 1e9).int(), "to"),
     ],
 )
@@ -243,6 +243,7 @@ def test_what_cannot_be_expressed_fails_with_its_name(
         (Model(lambda m, x: m.a(x).topk(2)[0], a=nn.Linear(4, 4)), (4, 4), "output_0", "TopK loses NaN"),
         (Unpooling(), (1, 3, 8, 8), "max_pool2d", "MaxPool gives other places than NaN's"),
         (Model(lambda m, x: m.a(x)[:0], a=nn.Linear(4, 4)), (4, 4), "slice", "it is empty"),
+        (Model(lambda m, x: m.a(x.half().float()), a=nn.Linear(4, 4)), (4, 4), "to", "roundings to 16 bits"),
     ],
 )
 def test_operators_that_would_lose_nan_or_are_empty_are_declined(
