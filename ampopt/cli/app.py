@@ -24,6 +24,7 @@ from ampopt.cli.options import (
     console,
     finite,
     model_and_call,
+    ranges,
     readable_errors,
     write,
 )
@@ -60,6 +61,7 @@ def run(
     passes: cli.Passes = None,
     cache: cli.Cache = True,
     io: cli.Io = "original",
+    dynamic: cli.Dynamic = None,
     json_file: cli.JsonFile = None,
     markdown_file: Annotated[Path | None, Option("--markdown", help="File to write the report to.")] = None,
     verbose: cli.Verbose = False,
@@ -70,6 +72,7 @@ def run(
         written = {"--json": json_file, "--markdown": markdown_file}
         check_request(*source, budget, exclude, passes, written)
         check_lane_io(io, precision)
+        sizes = ranges(dynamic)
         loaded, args, kwargs, where = model_and_call(*source)
         from ampopt.measure import report, terminal
 
@@ -87,7 +90,7 @@ def run(
             device=where,
             exclude=tuple(exclude or ()),
             passes=passes,
-            **({} if comparing else {"cache": cache, "io": io}),
+            **({} if comparing else {"cache": cache, "io": io, "dynamic": sizes}),
         )
         found = result if comparing else result.report
         screen = console()
@@ -118,7 +121,7 @@ def _without(command: Callable[..., None], *options: str) -> Callable[..., None]
 
 # `compare` times everything anew, and what it compares is not called.
 app.command("compare", help="Tell what each pass does to a model: alone, in sequence, left out.")(
-    _without(run, "cache", "io")
+    _without(run, "cache", "io", "dynamic")
 )
 
 
