@@ -93,8 +93,8 @@ class Optimizer:
         `call_s` is the time of a call in seconds, if known. `rival` calls an optimized form of the model in
         FP32 that is there already: then only the lanes asked for are searched, and none far behind it.
         """
-        asked, names = options.dynamic, input_names_of(captured)
-        self._sizes = sizes_of(asked, names, captured.program.examples) if asked is not None else ()
+        asked, names = options.dynamic, input_names_of(captured)[: len(captured.inputs)]
+        self._sizes = sizes_of(asked, names, captured.inputs) if asked is not None else ()
         self._whole_s = options.budget_s
         if asked is not None:
             options = options.with_share(1 - SHARE)

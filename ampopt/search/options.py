@@ -109,6 +109,10 @@ class Options:
         """These options for a part of the work that has a share of the time."""
         return dataclasses.replace(self, budget_s=seconds, is_budget_given=True)
 
+    def of_parts(self) -> Options:
+        """These options for the parts of a model, whose sizes are not those of its inputs."""
+        return dataclasses.replace(self, dynamic=None)
+
     def with_share(self, share: float) -> Options:
         """These options with a share of their time."""
         return dataclasses.replace(self, budget_s=share * self.budget_s)
