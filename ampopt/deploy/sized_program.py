@@ -16,6 +16,7 @@ from ampopt.ir.asked import Asked, what_is_asked
 from ampopt.ir.capture import Captured
 from ampopt.ir.graph import reads_strides
 from ampopt.ir.model_copy import untouched_rng, working_copy
+from ampopt.ir.narrow_convs import narrow_convs
 from ampopt.ir.program import Program
 from ampopt.ir.settings import Settings
 from ampopt.ir.signature import flatten_outputs
@@ -59,6 +60,8 @@ def sized_program(optimized: Optimized, sizes: Sizes) -> SizedProgram:
     except Exception as error:
         check_interrupted(error)
         raise NoSizedProgramError(f"torch.export refuses it: {_short(error)}") from error
+    if recipe.lane.is_mixed:
+        _check_narrow_convs(symbolic, sizes)
     steps = tuple(step for step in recipe.passes if not step.shape_dependent)
     left_out = tuple(step.name for step in recipe.passes if step.shape_dependent)
     try:
@@ -87,6 +90,25 @@ def _asked_of_one_graph(optimized: Optimized) -> Asked:
     return asked
 
 
+def _check_narrow_convs(symbolic: Captured, sizes: Sizes) -> None:
+    """Raise NoSizedProgramError where sizes decide which convolutions PyTorch computes wrongly below FP32.
+
+    They are those with the smallest outputs, so the corners show it.
+    """
+    usual = narrow_convs(symbolic.program)
+    for wanted in corners(sizes):
+        try:
+            found = narrow_convs(at_sizes(symbolic, sizes, wanted).program)
+        except Exception as error:
+            check_interrupted(error)
+            raise NoSizedProgramError(f"the model fails at {_place(wanted)}: {_short(error)}") from error
+        if found != usual:
+            raise NoSizedProgramError(
+                f"at {_place(wanted)} PyTorch computes {min(found ^ usual)} wrongly below FP32 on a CPU, and "
+                "not at other sizes"
+            )
+
+
 def verify_sizes(
     optimized: Optimized, sized: SizedProgram, may_go_on: Callable[[], bool], *, draws: int
 ) -> int:
@@ -112,8 +134,7 @@ def verify_sizes(
 def _verify_at(
     optimized: Optimized, sized: SizedProgram, there: Captured, wanted: Mapping[str, int], *, draws: int
 ) -> None:
-    place = ", ".join(f"{name} {size}" for name, size in wanted.items())
-    original, recipe = optimized.original, optimized.recipe
+    place, original, recipe = _place(wanted), optimized.original, optimized.recipe
     try:
         _check_result(working_copy(original), there)
         verifier = Verifier(
@@ -148,6 +169,10 @@ def _check_result(original: nn.Module, there: Captured) -> None:
         raise VerificationError("the model's result has another structure, or other numbers in it")
     if [output.dtype for output in outputs] != [border.dtype for border in there.program.exit]:
         raise VerificationError("the model's results have other dtypes")
+
+
+def _place(wanted: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in wanted.items())
 
 
 def _own(leaf: object) -> object:

@@ -245,6 +245,14 @@ def test_mixed_precision_is_right_at_every_size() -> None:
         assert_right(fast, model, image(batch), error=0.05)
 
 
+def test_sizes_that_decide_which_convolutions_are_wrong_below_fp32_are_refused() -> None:
+    (lane,) = lanes_for("bf16", torch.device("cpu"), None)
+    model, ranges = nn.Conv2d(3, 4, (1, 2), dilation=3, padding=(0, 3)).eval(), {"width": (2, 12)}
+    with pytest.raises(NoSizedProgramError, match="at width 2 PyTorch computes conv2d wrongly below FP32"):
+        sized_module(model, image(1), dynamic=ranges, passes=(BakeAutocast(),), lane=lane)
+    sized_module(model, image(1), dynamic=ranges)
+
+
 def test_the_dtypes_of_a_lane_stay_at_the_border() -> None:
     (lane,) = lanes_for("bf16", torch.device("cpu"), None)
     model = LaneIO.of_call(net(), (image(),), {}, torch.bfloat16)
