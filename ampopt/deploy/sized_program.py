@@ -114,8 +114,9 @@ def verify_sizes(
 ) -> int:
     """Compare a program with the original in float64; the number of sizes that it was compared at.
 
-    They are the example's, all corners of the ranges, and some within. Raises NoSizedProgramError where one
-    of them is wrong, where the original fails at one, or where `may_go_on` says before one that it may not.
+    They are the example's, with inputs far outside of its range, too; all corners of the ranges; and some
+    sizes within. Raises NoSizedProgramError where one of them is wrong, where the original fails at one, or
+    where `may_go_on` says before one that it may not.
     """
     example = now(sized.sizes, optimized.captured.program.examples)
     chosen = [example, *corners(sized.sizes), *drawn_within(sized.sizes)]
@@ -127,12 +128,18 @@ def verify_sizes(
                 "raise budget_s"
             )
         there = optimized.captured if wanted == example else at_sizes(sized.captured, sized.sizes, wanted)
-        _verify_at(optimized, sized, there, wanted, draws=draws)
+        _verify_at(optimized, sized, there, wanted, draws=draws, everywhere=wanted == example)
     return len(distinct)
 
 
 def _verify_at(
-    optimized: Optimized, sized: SizedProgram, there: Captured, wanted: Mapping[str, int], *, draws: int
+    optimized: Optimized,
+    sized: SizedProgram,
+    there: Captured,
+    wanted: Mapping[str, int],
+    *,
+    draws: int,
+    everywhere: bool,
 ) -> None:
     place, original, recipe = _place(wanted), optimized.original, optimized.recipe
     try:
@@ -151,7 +158,7 @@ def _verify_at(
         check_interrupted(error)
         raise NoSizedProgramError(f"the model itself fails at {place}: {_short(error)}") from error
     try:
-        reason = verifier.check(sized.run, recipe.lane).reason
+        reason = verifier.check(sized.run, recipe.lane, everywhere=everywhere).reason
     except Exception as error:
         check_interrupted(error)
         raise NoSizedProgramError(f"the program fails at {place}: {_short(error)}") from error

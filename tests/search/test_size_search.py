@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def times(monkeypatch: pytest.MonkeyPatch, *sized: float) -> None:
 
 
 def optimized(model: nn.Module, x: Any, **options: Any) -> OptimizedModule:
-    fast = optimize(model, x, precision="fp32", cache=False, budget_s=30.0, **options)
+    fast = optimize(model, x, precision="fp32", cache=False, budget_s=300.0, **options)
     assert isinstance(fast, OptimizedModule)
     return fast
 
@@ -89,6 +89,19 @@ def test_a_model_that_decides_by_the_size_stays_static_and_right(monkeypatch: py
         assert torch.allclose(fast(image(batch)), model(image(batch)), atol=1e-5)
 
 
+def test_an_error_in_the_comparison_leaves_the_static_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    times(monkeypatch, 1.0)
+
+    def fail(*_args: Any, **_options: Any) -> NoReturn:
+        raise ValueError("out of order")
+
+    monkeypatch.setattr(size_search, "compare_fairly", fail)
+    fast = optimized(net(), image(), dynamic=BATCH)
+    assert fast.sizes == {}
+    assert fast.report.chosen == "fp32"
+    assert "not one for batch 1 to 8: out of order" in notes(fast)
+
+
 def test_no_time_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     times(monkeypatch, 1.0)
     monkeypatch.setattr("ampopt.search.optimizer.find_sized_program", _without_time)
@@ -117,6 +130,6 @@ def test_wrong_ranges_are_refused_before_the_search(dynamic: Any) -> None:
 
 def test_a_model_that_is_not_one_graph_says_that_ranges_have_no_effect() -> None:
     model = Model(lambda m, x: m.net(x) if float(x.sum()) > 0 else m.net(-x), net=net()).eval()
-    fast = optimize(model, image(), precision="fp32", cache=False, budget_s=20.0, dynamic=BATCH)
+    fast = optimize(model, image(), precision="fp32", cache=False, budget_s=200.0, dynamic=BATCH)
     assert "dynamic= has no effect on a model that is not one graph" in fast.report.notes
     assert torch.allclose(fast(image(3)), model(image(3)), atol=1e-5)
