@@ -30,6 +30,7 @@ from ampopt.ir.lane_io import LaneIO, original_of, with_own_dtypes
 from ampopt.ir.model_copy import device_of, exact_copy, note_writes, private_copy, untouched_rng
 from ampopt.ir.settings import autocast_scope
 from ampopt.ir.signature import flatten_call, map_tensors
+from ampopt.ir.size_ranges import Asked
 from ampopt.measure.fault_check import Faults
 from ampopt.measure.report import CALLED_NOW
 from ampopt.measure.verify import Metric
@@ -86,6 +87,7 @@ def optimize(
     strict: bool = False,
     passes: Passes | None = None,
     io: str = "original",
+    dynamic: Asked | None = None,
 ) -> OptimizedModule | PartlyOptimizedModule:
     """Optimize a model for inference, and verify the result.
 
@@ -143,6 +145,13 @@ def optimize(
             program or the original answers, so that no call converts at its border what the program does not
             need. `precision` has to name one lane. Example inputs may be in either dtype; calls in another
             one than the lane's raise InputError. Integers, booleans and the model's state stay as they are.
+        dynamic: ranges of sizes that one program is to answer, both ends included: {"batch": (1, 8)} for
+            dimension 0 of every input, {"height": (224, 512), "width": (224, 512)} for dimensions 2 and 3 of
+            every input with four, or {input: {dimension: (low, high)}}, with the parameter's name. The
+            program is kept where it is right at the example's size, at all corners of the ranges and at some
+            sizes within, and takes at most 1.1 times the static program's time at the example's size. Else
+            each size gets a program of its own, as without this argument, and a note in the report gives the
+            reason. It takes 30 % of the time budget.
 
     Returns:
         A module with the model's call and result structure; its `report` lists each decision with its
@@ -168,6 +177,7 @@ def optimize(
             nan=nan,
             passes=passes,
             io=io,
+            dynamic=dynamic,
         )
         if progress is not None:
             progress = flag("progress", progress)
@@ -255,9 +265,12 @@ def _optimize(
     if reason is None:
         return optimizer.run()
     parts = PartwiseOptimizer(
-        original, args, kwargs, options, reason, started=started, progress=tell, sandbox=sandbox
+        original, args, kwargs, options.of_parts(), reason, started=started, progress=tell, sandbox=sandbox
     )
-    return parts.run()
+    result = parts.run()
+    if options.dynamic is not None:
+        result.report.notes.append("dynamic= has no effect on a model that is not one graph")
+    return result
 
 
 def _rehearses(options: Options) -> bool:

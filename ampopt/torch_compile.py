@@ -30,8 +30,10 @@ from ampopt.system.turns import optimizing
 
 logger = logging.getLogger("ampopt")
 
-_OPTIONS = {field.name for field in dataclasses.fields(Options)} - {"outputs", "io", "is_budget_given"}
-"""Names of the user's options: a graph's results stay the caller's, and have the dtypes that they had."""
+_NOT_OF_GRAPHS = {"outputs", "io", "dynamic", "is_budget_given"}
+_OPTIONS = {field.name for field in dataclasses.fields(Options)} - _NOT_OF_GRAPHS
+"""Names of the user's options: a graph's results stay the caller's, and have the dtypes and sizes that they
+had."""
 
 _graphs: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
 

@@ -30,6 +30,7 @@ class CudaGraph(Pass):
     numerics = Numerics.BITWISE
     family = Family.LAUNCH
     portable = False
+    shape_dependent = True
 
     def numerics_on(self, program: Program) -> Numerics:
         """Bitwise, unless the capture selects cuDNN algorithms again."""

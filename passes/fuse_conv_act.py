@@ -51,6 +51,7 @@ class FuseConvAct(Pass):
     numerics = Numerics.REASSOCIATED
     family = Family.KERNEL
     portable = False
+    shape_dependent = True
 
     keeps_nan: bool = True
 

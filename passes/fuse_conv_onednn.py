@@ -71,6 +71,7 @@ class FuseConvOnednn(Pass):
     numerics = Numerics.REASSOCIATED
     family = Family.KERNEL
     portable = False
+    shape_dependent = True
 
     def why_not(self, program: Program) -> str | None:
         """Declines other devices: the operators exist for CPUs with oneDNN only."""

@@ -77,6 +77,7 @@ class FuseConvTriton(Pass):
     numerics = Numerics.REASSOCIATED
     family = Family.KERNEL
     portable = False
+    shape_dependent = True
 
     choices: tuple[tuple[str, str], ...] | None = None
     least_gain: float = 1.03

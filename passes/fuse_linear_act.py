@@ -40,6 +40,7 @@ class FuseLinearAct(Pass):
     numerics = Numerics.REASSOCIATED
     family = Family.KERNEL
     portable = False
+    shape_dependent = True
 
     def why_not(self, program: Program) -> str | None:
         """Declines other devices: the epilogue exists in cuBLASLt only."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ampopt.engines.onnx_engine import OnnxEngine
+from ampopt.engines.onnx_graph import dims_in
 from ampopt.engines.onnx_program import for_onnx_runtime, plain_model
 from ampopt.errors import first_line
 from ampopt.ir.graph import calls, decides_by_values, is_native, where
@@ -69,6 +70,7 @@ class OnnxRuntime(Engine):
     packages = ("onnx", "onnxscript", "onnxruntime")
     extra = "onnx"
     slow_to_apply = True
+    shape_dependent = False
 
     session: tuple[tuple[str, str], ...] | None = None
     """The session's options and `Rewrites`, each field as JSON, or the defaults; None: measure them."""
@@ -99,7 +101,8 @@ class OnnxRuntime(Engine):
             return Result(program, 0)
         entry = tuple(Border(border.dtype) for border in program.entry)
         entered = tuple(b.convert(t) for b, t in zip(entry, program.examples, strict=True))
-        model, hints = for_onnx_runtime(plain_model(program.graph, entered)), list[str]()
+        model = for_onnx_runtime(plain_model(program.graph, entered, dims_in(program.sizes)))
+        hints = list[str]()
         if self.session is None:
             found = [name for name in PREFERRED if name in onnxruntime().get_available_providers()]
             arrays = [tensor.numpy() for tensor in entered]
@@ -111,6 +114,8 @@ class OnnxRuntime(Engine):
             stored = {name: json.loads(value) for name, value in self.session}
             rewrites = Rewrites.taken_from(stored)
             options = SessionOptions.from_dict(stored) if stored else start_options(CPU)
+            if program.sizes:  # buffers have one size
+                options = dataclasses.replace(options, io_binding=False)
             engine = OnnxEngine(OnnxRunner(model, options))
             if rewrites != Rewrites():
                 tried = _tried(model, options, lambda: rewrites, entered, engine(*entered), hints)

@@ -35,6 +35,8 @@ class Script(Engine):
     Cost: seconds to trace; its profiling executor specializes in the first calls, which `warm_ups` covers.
     """
 
+    shape_dependent = False
+
     warm_ups: int = 4
 
     def why_not(self, program: Program) -> str | None:

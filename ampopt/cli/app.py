@@ -25,6 +25,7 @@ from ampopt.cli.options import (
     check_request,
     console,
     model_and_call,
+    ranges,
     readable_errors,
     write,
     write_report,
@@ -82,6 +83,7 @@ def run(
         Option(help="With --baseline: exit code 3 where a row's whole interval is slower by this factor."),
     ] = 1.05,
     report_file: cli.ReportFile = None,
+    dynamic: cli.Dynamic = None,
     json_file: cli.JsonFile = None,
     markdown_file: Annotated[Path | None, Option("--markdown", help="File to write the report to.")] = None,
     verbose: cli.Verbose = False,
@@ -94,6 +96,7 @@ def run(
         check_distinct(written, {"--baseline": baseline})
         check_lane_io(io, precision)
         then = _baseline(baseline, threshold, precision)
+        sizes = ranges(dynamic)
         loaded, args, kwargs, where = model_and_call(*source)
         if then is not None:
             changes.check_model(then, type(loaded).__name__)
@@ -117,7 +120,7 @@ def run(
             device=where,
             exclude=tuple(exclude or ()),
             passes=passes,
-            **({} if comparing else {"cache": cache, "io": io}),
+            **({} if comparing else {"cache": cache, "io": io, "dynamic": sizes}),
         )
         found = result if comparing else result.report
         changed = None if then is None else changes.changes(then, found.to_dict(), threshold)
@@ -172,7 +175,7 @@ app.command("optimize", help="Make a model faster for inference, and prove it: w
 
 # `compare` times everything anew, and what it compares is not called; only its rows have an earlier run's.
 app.command("compare", help="Tell what each pass does to a model: alone, in sequence, left out.")(
-    _without(run, "cache", "io")
+    _without(run, "cache", "io", "dynamic")
 )
 
 

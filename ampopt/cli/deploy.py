@@ -19,6 +19,7 @@ from ampopt.cli.options import (
     check_request,
     console,
     model_and_call,
+    ranges,
     readable_errors,
     write,
     write_report,
@@ -72,6 +73,7 @@ def export(
     dynamic_batch: Annotated[
         bool, Option("--dynamic-batch", help="Any size of dimension 0 (ONNX alone).")
     ] = False,
+    dynamic: cli.Dynamic = None,
     cpp: Annotated[
         bool, Option("--cpp", help="Put the TorchScript program for C++ into the bundle.")
     ] = False,
@@ -88,7 +90,8 @@ def export(
     with readable_errors(verbose):
         places = {"--output": output, "--json": json_file}
         check_distinct(places, {"--sign": sign})
-        _check_output(output, io, target, dynamic_batch, force, cpp, sign)
+        sizes = ranges(dynamic)
+        _check_output(output, io, target, dynamic_batch, sizes is not None, force, cpp, sign)
         source = (model, shapes, image, npz, normalize, weights, trust_model_file, device)
         check_request(*source, budget, exclude, passes, places)
         own: Literal["original", "lane"] = "lane" if io == "lane" else "original"
@@ -110,6 +113,7 @@ def export(
             passes=passes,
             cache=cache,
             io=own,
+            dynamic=sizes,
         )
         if not isinstance(fast, OptimizedModule):
             raise InputError(
@@ -141,7 +145,14 @@ def export(
 
 
 def _check_output(
-    output: Path, io: str, target: str, dynamic_batch: bool, force: bool, cpp: bool, sign: Path | None
+    output: Path,
+    io: str,
+    target: str,
+    dynamic_batch: bool,
+    dynamic: bool,
+    force: bool,
+    cpp: bool,
+    sign: Path | None,
 ) -> None:
     """Raise what is wrong with where the export goes, and with options that are of the other kind of file."""
     if is_onnx(output):
@@ -152,9 +163,12 @@ def _check_output(
             "--io": io in ("fp32", "fp16"),
             "--target": target != "onnxruntime",
             "--dynamic-batch": dynamic_batch,
+            "--dynamic": dynamic,
             "--force": force,
         }
         kind, other = "a bundle", "ONNX alone, such as model.onnx"
+    if dynamic and dynamic_batch:
+        raise InputError("--dynamic gives the sizes that --dynamic-batch leaves open: give one of them")
     if wrong := [option for option, given in foreign.items() if given]:
         raise InputError(f"{output} is {kind}, and {', '.join(wrong)} is for {other}: leave it out")
     check_file(output)

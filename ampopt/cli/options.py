@@ -134,6 +134,13 @@ ReportFile = Annotated[
         help="File for the report: .html (one page to look at, which loads nothing), .md, .json or .txt.",
     ),
 ]
+Dynamic = Annotated[
+    list[str] | None,
+    Option(
+        metavar="NAME=LOW..HIGH",
+        help="Sizes that one program is to answer, such as batch=1..8; also height and width; repeatable.",
+    ),
+]
 JsonFile = Annotated[Path | None, Option("--json", help="File to write the report to.")]
 Verbose = Annotated[
     bool, Option("--verbose", "-v", help="Show every row of a report, and the whole trace of an error.")
@@ -185,6 +192,18 @@ def check_written(written: Mapping[str, Path | None], read: Mapping[str, Path | 
 def check_lane_io(io: str, precision: str) -> None:
     """Raise InputError if `--io lane` is asked for without one lane in `--precision`."""
     check_io(io, precision, len(set(names_of(precision))))
+
+
+def ranges(given: Sequence[str] | None) -> dict[str, tuple[int, int]] | None:
+    """The ranges of sizes by name. Raises InputError for what is not NAME=LOW..HIGH."""
+    found: dict[str, tuple[int, int]] = {}
+    for text in given or ():
+        match = re.fullmatch(r"(\w+)=(\d{1,9})\.\.(\d{1,9})", text)
+        if match is None or match[1] in found:
+            why = "is no range" if match is None else f"is a second range for {match[1]}"
+            raise InputError(f"--dynamic {text!r} {why}: give each size once, such as batch=1..8")
+        found[match[1]] = int(match[2]), int(match[3])
+    return found or None
 
 
 def check_budget(budget: float) -> None:

@@ -39,6 +39,7 @@ from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.model_hash import model_hash
 from ampopt.ir.normal_form import tells_equal_from_same
 from ampopt.ir.program import Program
+from ampopt.ir.size_ranges import shown
 from ampopt.ir.transform import Family, Recipe, replay
 from ampopt.measure.clocks import latency
 from ampopt.measure.frames import frame_call
@@ -94,6 +95,11 @@ def save_bundle(
         raise ExportError(
             f"the model keeps a state from call to call in its {captured.lifted.named}, which a bundle "
             "cannot hold: export_onnx writes it as an input and an output of the file"
+        )
+    if optimized.sizes:
+        raise ExportError(
+            f"the module has one program for {shown(optimized.sizes)}, and a bundle holds programs of fixed "
+            "sizes: export_onnx writes that range into one file; for a bundle optimize without dynamic="
         )
     inputs = input_names_of(captured)
     outputs = output_names_of(captured, inputs)

@@ -38,9 +38,11 @@ class Deployable(InferenceModule):
     ) -> OnnxReport:
         """Write this model with its portable rewrites as ONNX; the file appears only after verification.
 
-        `precision`: "fp32" or "fp16"; None: that of the chosen lane, and "fp32" for bfloat16, in which ONNX
-        Runtime does not compute. `io`: "fp32" or "fp16", the dtype of floating-point inputs and outputs;
-        None: that of this module, and "fp32" for bfloat16. The other arguments and the errors are those of
+        `dynamic` None: the ranges of the module's program for several sizes, static shapes where it has none;
+        {}: static shapes. `precision`: "fp32" or "fp16"; None: that of the chosen lane, and "fp32" for
+        bfloat16, in which ONNX Runtime does not compute. `io`: "fp32" or "fp16", the dtype of floating-point
+        inputs and outputs; None: that of this module, and "fp32" for bfloat16. The other arguments and the
+        errors are those of
         `ampopt.deploy.onnx_export.export_onnx`; InputError is also raised for a suffix of another format,
         such as model.engine. The user's metric and tolerance also apply to the file.
         """
@@ -60,6 +62,7 @@ class Deployable(InferenceModule):
             tolerance=own.recipe.tolerance,
             metric=own.recipe.metric,
             force=force,
+            sizes=own.sizes,
         )
 
     @process_kept()

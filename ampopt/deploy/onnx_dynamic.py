@@ -5,22 +5,15 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ampopt.engines.onnx_graph import Dims
 from ampopt.errors import CaptureError, ExportError, InputError
 from ampopt.ir.capture import Captured
-from ampopt.ir.capturing import capturing
-from ampopt.ir.graph import aten, calls, finish
-from ampopt.ir.lane_io import original_call
-from ampopt.ir.lowering import lower
-from ampopt.ir.model_copy import untouched_rng, working_copy
-from ampopt.ir.settings import Settings
-from ampopt.ir.signature import flatten_call, tensors_of
+from ampopt.ir.size_ranges import Sizes, with_tensors
+from ampopt.ir.symbolic_capture import capture_ranges, capture_symbolic
 
 Dynamic = str | Mapping[str, Mapping[int, str]] | None
 """None: static shapes; "batch": dimension 0 of every input; or {input: {dimension: name}}."""
@@ -52,31 +45,19 @@ def dims_of(dynamic: Dynamic, captured: Captured, names: Sequence[str]) -> Dims:
     return tuple(dict(dynamic.get(name, {})) for name in names)
 
 
-def capture_dynamic(model: nn.Module, captured: Captured, dims: Dims) -> Captured:
+def capture_dynamic(model: nn.Module, captured: Captured, dims: Dims, sizes: Sizes = ()) -> Captured:
     """Capture a private copy of a model with symbolic `dims`; example sizes of 1 become 2 there.
 
-    `torch.export` makes a size of 1 a constant. Raises ExportError with its reason if the model fixes a
-    dimension that should be dynamic.
+    `torch.export` makes a size of 1 a constant. `sizes`: the ranges that hold, else any size does. Raises
+    ExportError with its reason if the model fixes a dimension that should be dynamic.
     """
-    leaves = _with_tensors(captured, _enlarged(captured, dims, at_least=2))
-    args, kwargs = pytree.tree_unflatten(leaves, captured.spec)
-    tensors = tensors_of(leaves)
-    model, args, kwargs = original_call(working_copy(model), args, kwargs)  # the borders stay
-    shapes = torch.export.ShapesCollection()
-    for tensor, named in zip(tensors_of(flatten_call(args, kwargs)[0]), dims, strict=True):
-        shapes[tensor] = dict.fromkeys(named, torch.export.Dim.DYNAMIC)
-    device = captured.program.device
     try:
-        with capturing(), Settings().scope(device), untouched_rng(device):
-            specification = shapes.dynamic_shapes(model, args, kwargs)
-            exported = torch.export.export(model, args, kwargs, dynamic_shapes=specification, strict=False)
-            graph = lower(exported)
+        if sizes:
+            return capture_ranges(model, captured, sizes)
+        symbols = [dict.fromkeys(named, torch.export.Dim.DYNAMIC) for named in dims]
+        return capture_symbolic(model, captured, _enlarged(captured, dims, at_least=2), symbols)
     except Exception as error:
         raise refusal(model, dims, error) from error
-    for node in calls(graph, [aten._assert_scalar.default]):
-        graph.graph.erase_node(node)
-    program = captured.program.replace(graph=finish(graph), examples=tensors)
-    return dataclasses.replace(captured, program=program, leaves=tuple(leaves))
 
 
 def refusal(model: nn.Module, dims: Dims, error: Exception) -> ExportError:
@@ -93,7 +74,7 @@ def refusal(model: nn.Module, dims: Dims, error: Exception) -> ExportError:
 def doubled(captured: Captured, dims: Dims) -> Captured:
     """The captured call with every dynamic dimension twice as large."""
     tensors = _enlarged(captured, dims, at_least=None)
-    leaves = tuple(_with_tensors(captured, tensors))
+    leaves = with_tensors(captured.leaves, tensors)
     program = captured.program.replace(examples=tuple(tensors))
     return dataclasses.replace(captured, program=program, leaves=leaves)
 
@@ -107,8 +88,3 @@ def _enlarged(captured: Captured, dims: Dims, *, at_least: int | None) -> list[T
                 tensor = torch.cat([tensor, tensor], dim=index)
         enlarged.append(tensor.clone())  # one tensor given twice has to be two here
     return enlarged
-
-
-def _with_tensors(captured: Captured, tensors: Sequence[Tensor]) -> list[Any]:
-    remaining = iter(tensors)
-    return [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in captured.leaves]

@@ -18,12 +18,14 @@ from ampopt.deploy.onnx_files import append_metadata, data_path, sha256_of, writ
 from ampopt.deploy.onnx_names import input_names_of, output_names_of
 from ampopt.deploy.onnx_verify import OnnxCheck, OutputCheck, emulated, verify_onnx
 from ampopt.deploy.portable import HALF, portable_program
-from ampopt.engines.onnx_graph import OPSETS, Dims, outer_dtype, to_onnx
+from ampopt.engines.onnx_graph import OPSETS, Dims, dims_in, outer_dtype, to_onnx
 from ampopt.errors import ExportError, InputError, VerificationError, need
 from ampopt.ir.capture import Captured
 from ampopt.ir.lane_io import original_of
 from ampopt.ir.lanes import FP32
 from ampopt.ir.model_hash import model_hash
+from ampopt.ir.size_ranges import Sizes, corners, shown
+from ampopt.ir.symbolic_capture import at_sizes
 from ampopt.ir.transform import Pass
 from ampopt.measure.verify import Metric
 from ampopt.system.atomic import replacing_together
@@ -94,6 +96,7 @@ def export_onnx(
     tolerance: float | None = None,
     metric: Metric | None = None,
     force: bool = False,
+    sizes: Sizes = (),
 ) -> OnnxReport:
     """Write a model as ONNX with its portable rewrites; it is verified before the file appears.
 
@@ -112,6 +115,7 @@ def export_onnx(
         tolerance: largest relative error of an output; None: a small multiple of eager's own.
         metric: the user's metric, checked instead of the errors, at most `tolerance` (None: 0).
         force: keep a file that failed its verification, marked as failed in its metadata.
+        sizes: the ranges of sizes that the file is for and verified at, where `dynamic` is None.
 
     Raises:
         InputError: an argument does not fit. ExportError: ONNX cannot express the model. VerificationError:
@@ -140,9 +144,10 @@ def export_onnx(
             f"the model makes a state in its {captured.lifted.named} in its first calls, which the graph of "
             "one call cannot do: let it begin with tensors, of zeros perhaps"
         )
-    dims = dims_of(dynamic, captured, inputs)
+    sizes = sizes if dynamic is None else ()
+    dims = dims_in(sizes) or dims_of(dynamic, captured, inputs)
     is_dynamic = any(dims)
-    traced = capture_dynamic(original, captured, dims) if is_dynamic else captured
+    traced = capture_dynamic(original, captured, dims, sizes) if is_dynamic else captured
     program = portable_program(traced, recipe, PRECISIONS[precision], dynamic=is_dynamic)
     model = to_onnx(
         program,
@@ -163,7 +168,7 @@ def export_onnx(
         check = verify_onnx(
             written,
             original,
-            _calls(captured, traced, dims),
+            _calls(captured, traced, dims, sizes),
             lane,
             outputs,
             tolerance=tolerance,
@@ -176,7 +181,8 @@ def export_onnx(
                 "marked as failed"
             )
         identity = model_hash(captured.program.graph)
-        append_metadata(written, _metadata(check, identity, precision, io, target))
+        facts = _metadata(check, identity, precision, io, target)
+        append_metadata(written, facts | ({"ampopt.sizes": shown(sizes)} if sizes else {}))
         external = data_path(written).exists()
     return OnnxReport(
         path=str(place),
@@ -215,10 +221,12 @@ def _how_to_keep(captured: Captured, inputs: Sequence[str]) -> list[str]:
     return [f"state: give the next call what this one returns as {name}_next for {name}" for name in states]
 
 
-def _calls(captured: Captured, traced: Captured, dims: Dims) -> tuple[Captured, ...]:
+def _calls(captured: Captured, traced: Captured, dims: Dims, sizes: Sizes) -> tuple[Captured, ...]:
     """The calls that a file is verified on: a dynamic one also on sizes that it was not made with."""
     if not any(dims):
         return (captured,)
+    if sizes:
+        return captured, *(at_sizes(traced, sizes, wanted) for wanted in corners(sizes))
     larger = doubled(captured, dims)
     symbolic = larger.program.replace(graph=traced.program.graph)  # which runs at those sizes, too
     return captured, dataclasses.replace(larger, program=symbolic)

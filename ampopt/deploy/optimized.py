@@ -8,6 +8,7 @@ from torch import nn
 
 from ampopt.ir.capture import Captured
 from ampopt.ir.program import Program
+from ampopt.ir.size_ranges import Sizes
 from ampopt.ir.transform import Recipe
 from ampopt.measure.ledger import Ledger
 
@@ -24,3 +25,5 @@ class Optimized:
     program: Program
     recipe: Recipe
     report: Ledger
+    sizes: Sizes = ()
+    """The ranges of sizes that a program of its own answers, see `ampopt.deploy.sized_program`."""

@@ -15,10 +15,11 @@ from ampopt.deploy.kinds_of_calls import KindsOfCalls
 from ampopt.deploy.known_calls import Served
 from ampopt.deploy.optimized import Optimized
 from ampopt.deploy.served_state import State
+from ampopt.deploy.sized_program import SizedProgram
 from ampopt.engines.cuda_graphs import Outputs
 from ampopt.engines.executable import Executable, executable
 from ampopt.errors import AmpoptError, KindError, VerificationError, is_passing
-from ampopt.ir.asked import Asked, noting_what_is_asked
+from ampopt.ir.asked import Asked, what_is_asked
 from ampopt.ir.capture import Captured, capture
 from ampopt.ir.graph import forget_unrounded
 from ampopt.ir.model_copy import untouched_rng, working_copy
@@ -26,7 +27,6 @@ from ampopt.ir.narrow_convs import why_it_may_crash
 from ampopt.ir.normal_form import true_copy, why_not_normal
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.program import Program
-from ampopt.ir.settings import Settings
 from ampopt.ir.signature import flatten_outputs, map_tensors, tensors_of
 from ampopt.ir.transform import Pass, replay
 from ampopt.measure.verify import Verifier
@@ -134,19 +134,25 @@ class ProgramMaker:
     def _asked(self, captured: Captured) -> Asked:
         """What the model's code asks in the captured call; everything where that cannot be known."""
         args, kwargs = pytree.tree_unflatten(list(captured.leaves), captured.spec)
-        device, lifted = self._device, captured.lifted
+        lifted = captured.lifted
         model = self.original() if lifted is None else working_copy(lifted.model)
-        try:
-            with Settings().scope(device), untouched_rng(device), noting_what_is_asked(model) as asked:
-                model(*args, **kwargs)
-        except Exception as error:
-            logger.debug("ampopt: what a model asks is not known: %s", error)
-            return Asked(layout=True, autocast=True)
-        return asked
+        return what_is_asked(model, args, kwargs, self._device)
+
+    def of_sizes(self, sized: SizedProgram) -> Served:
+        """The entry for calls whose sizes are in the ranges of a program."""
+        forget_unrounded(sized.program.graph)
+        captured, run = sized.captured, sized.run
+        return Served(run, captured.layout, captured, sized.program, sized.asked, run)
 
     def holds(self, served: Served, leaves: Sequence[Any]) -> bool:
-        """Whether a program answers other strides as the original does; tested for the first few."""
+        """Whether a program answers other strides as the original does; tested for the first few.
+
+        A program for a range of sizes was verified on contiguous tensors.
+        """
+        assert served.program is not None
         if served.compared >= MOST_COMPARED:
+            return True
+        if served.program.sizes and all(tensor.is_contiguous() for tensor in tensors_of(leaves)):
             return True
         captured = served.captured
         assert captured is not None

@@ -19,6 +19,7 @@ from ampopt.deploy.known_calls import KnownCalls, Served
 from ampopt.deploy.optimized import Optimized
 from ampopt.deploy.program_maker import ProgramMaker, detached
 from ampopt.deploy.served_state import State
+from ampopt.deploy.sized_program import SizedProgram
 from ampopt.engines.cuda_graphs import Outputs
 from ampopt.engines.executable import Executable
 from ampopt.errors import AmpoptError, InputError, KindError, StrictError, is_passing
@@ -40,6 +41,7 @@ from ampopt.ir.signature import (
     flatten_call,
     tensors_of,
 )
+from ampopt.ir.size_ranges import hold, ranges_of
 from ampopt.ir.transform import Recipe, is_slow
 from ampopt.measure.ledger import Ledger
 
@@ -79,8 +81,11 @@ class OptimizedModule(Deployable):
 
     At most `max_shapes` programs are kept, and the least recently used is removed first. After
     `max_captures` such first calls the original model answers instead, and the reason is logged. `prepare`
-    makes programs ahead of time. The model's state, tensors in buffers and attributes, is kept between calls
-    by the module, for all programs together, see `reset_state`. Where the first calls make the state (it is
+    makes programs ahead of time. A program for a range of sizes answers each call in the range that has no
+    program of its own, see `sizes`.
+
+    The model's state, tensors in buffers and attributes, is kept between calls by the module, for all
+    programs together, see `reset_state`. Where the first calls make the state (it is
     None before), the original answers them, with `strict`, too. Thread-safe. `report` lists each decision
     with its reason, `health` counts how calls were answered; with `strict` a call that only the original
     could answer raises StrictError.
@@ -110,23 +115,28 @@ class OptimizedModule(Deployable):
         serve_original: bool = False,
         ready: Executable | None = None,
         strict: bool = False,
+        sized: SizedProgram | None = None,
     ) -> None:
         """Take over a private copy of the original, its capture, and the program chosen for it.
 
         `outputs`: who owns the results of a CUDA graph, see `ampopt.optimize`. `ready` is the program's
         executable, if one exists already. `serve_original`: nothing was faster, so the original answers every
         call. `strict`: raise StrictError for a call without a program, instead of running the original.
+        `sized`: a verified program for a range of sizes.
         """
         super().__init__()
         if outputs not in get_args(Outputs):
             raise InputError(f"outputs={outputs!r}: choose 'copy' or 'static'")
         self.report, self.program, self.strict = report, program, strict
-        self._optimized = Optimized(original, captured, program, recipe, report)
+        self._sized = sized
+        sizes = () if sized is None else sized.sizes
+        self._optimized = Optimized(original, captured, program, recipe, report, sizes)
         self._outputs: Outputs = outputs
         self._max_captures, self._captures = max_captures, 0
         self._state = State(original, one_at_a_time=captured.lifted is not None)
         self._calls = KnownCalls(max_shapes)
         self._maker = ProgramMaker(self._optimized, self._state, outputs)
+        self._in_range = None if sized is None else self._maker.of_sizes(sized)
         self._monitor = Monitor(chose_original=serve_original)
         self._serve_original = serve_original
         if serve_original:
@@ -180,6 +190,11 @@ class OptimizedModule(Deployable):
         locks. Exceptions from it are logged.
         """
         return self._monitor.tell(callback)
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """The ranges of sizes that one program answers, by their names; empty: each size has its own."""
+        return {each.name: (each.low, each.high) for each in ranges_of(self._optimized.sizes)}
 
     def reset_state(self) -> None:
         """Reset the model's state to what it was when the model was optimized."""
@@ -301,7 +316,7 @@ class OptimizedModule(Deployable):
             args, kwargs = pytree.tree_unflatten(*plain)
             found = self._calls.find(*plain) or self._serve(args, kwargs, *plain)
             return found if isinstance(found, _Refusal) else self._calls.remember(leaves, spec, found)
-        known = self._calls.of_any_strides(leaves, spec)
+        known = self._calls.of_any_strides(leaves, spec) or self._of_sizes(leaves, spec)
         if known is not None:
             if self._maker.holds(known, leaves):
                 return self._calls.remember(leaves, spec, known)
@@ -323,6 +338,13 @@ class OptimizedModule(Deployable):
             return _Refusal(textwrap.shorten(reason, 300), is_passing(error))
         self._captures += 1
         return self._calls.admit(served)
+
+    def _of_sizes(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Served | None:
+        """The program for a range of sizes, where this call is in it."""
+        own = self._optimized.captured
+        if self._in_range is None or not hold(self._optimized.sizes, own.leaves, own.spec, leaves, spec):
+            return None
+        return self._in_range
 
     def _check_without_program(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise KindError where the original cannot answer a call beside the programs that there are."""
@@ -377,7 +399,7 @@ class OptimizedModule(Deployable):
         calls = self._calls
         with calls.lock:
             served = calls.find(leaves, spec)
-            if served is not None and served.layout is not None:
+            if served is not None and served.layout is not None and served is not self._in_range:
                 return
             if not is_normal(leaves, spec):
                 if reason := self._maker.why_not_normal(args, kwargs):
@@ -420,6 +442,7 @@ class OptimizedModule(Deployable):
             strict=self.strict,
             max_shapes=self._calls.max_programs,
             max_captures=self._max_captures,
+            sized=self._sized,
         )
         duplicate._state.take(self._state)
         for hooks in _HOOKS:

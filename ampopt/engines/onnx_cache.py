@@ -23,15 +23,18 @@ OF_THE_PROGRAM = "ampopt: the program's weight of this name"
 """The doc string of an initializer that is not stored in a file."""
 
 
-def exported(graph: fx.GraphModule, examples: Sequence[Tensor], make: Callable[[], Any]) -> bytes:
+def exported(
+    graph: fx.GraphModule, examples: Sequence[Tensor], make: Callable[[], Any], dims: object = ()
+) -> bytes:
     """The serialized `onnx.ModelProto` that `make` exports from a graph, or a cached one.
 
-    `make` must depend only on the graph, its example inputs' layouts, ampopt's code and the libraries.
+    `make` must depend only on the graph, its example inputs' layouts, `dims` (what may vary of these),
+    ampopt's code and the libraries.
     """
     folder = cache_folder()
     if folder is None:
         return bytes(make().SerializeToString())
-    key = _key(graph, examples)
+    key = _key(graph, examples, dims)
     file = folder / f"{key}.onnx"
     weights = dict(graph.named_buffers())
     try:
@@ -46,9 +49,9 @@ def exported(graph: fx.GraphModule, examples: Sequence[Tensor], make: Callable[[
     return data
 
 
-def _key(graph: fx.GraphModule, examples: Sequence[Tensor]) -> str:
+def _key(graph: fx.GraphModule, examples: Sequence[Tensor], dims: object) -> str:
     inputs = [(str(example.dtype), list(example.shape), example.stride()) for example in examples]
-    facts = [model_hash(graph), inputs, own_code(), str(torch.__version__), library_versions()]
+    facts = [model_hash(graph), inputs, dims, own_code(), str(torch.__version__), library_versions()]
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 

@@ -29,10 +29,17 @@ from ampopt.ir.half_numbers import with_numbers_that_fit
 from ampopt.ir.integer_forms import with_integer_forms
 from ampopt.ir.origin import hand_on
 from ampopt.ir.program import Program
+from ampopt.ir.size_ranges import Sizes
 from ampopt.ir.stable_forms import with_stable_forms
 
 Dims = tuple[dict[int, str], ...]
 """The names of the dynamic dimensions of each input tensor."""
+
+
+def dims_in(sizes: Sizes) -> Dims:
+    """The names of the dimensions that vary in ranges of sizes."""
+    return tuple({index: each.name for index, each in named.items()} for named in sizes)
+
 
 OPSETS = {"onnxruntime": 20, "tensorrt": 18, "openvino": 18}
 """The opset for each target: the newest one that widely used versions of the target read."""

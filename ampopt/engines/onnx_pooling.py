@@ -39,7 +39,8 @@ REPLACED = frozenset({"MaxPool", "ScatterND", *_REDUCTIONS})
 
 
 def use_pooling_operators(model: Any) -> None:
-    """Apply these replacements to a float32 `onnx_ir.Model`, in place, where shapes are fixed."""
+    """Apply these replacements to a float32 `onnx_ir.Model`, in place, where the shapes that they need are
+    fixed."""
     import onnx_ir
 
     graph = model.graph
@@ -63,7 +64,7 @@ def _keep_nan(graph: Any, node: Any) -> None:
 
     source, nodes = node.inputs[0], []
     producer = source.producer()
-    if node.op_type == "MaxPool" and not (_sizes(source) and _sizes(node.outputs[0])):
+    if node.op_type == "MaxPool" and (_channels(source) is None or _ends(node) is None):
         return
     if producer is None or producer.op_type not in _ARITHMETIC or node.op_type != "MaxPool":
         zero = _initializer(graph, np.zeros((), np.float32), f"{node.outputs[0].name}_zero")
@@ -127,12 +128,14 @@ def _convolution_by_zeros(graph: Any, pool: Any, source: Any) -> Any:
     """A depthwise convolution over the windows of a pooling."""
     import onnx_ir
 
-    before, after = _sizes(pool.inputs[0])[2:], _sizes(pool.outputs[0])[2:]
-    kernel, rank, channels = _ints(pool, "kernel_shape"), len(before), _sizes(pool.inputs[0])[1]
-    strides, dilations = _ints(pool, "strides") or [1] * rank, _ints(pool, "dilations") or [1] * rank
-    begins = (_ints(pool, "pads") or [0] * rank)[:rank]
-    geometry = zip(before, after, kernel, strides, dilations, begins, strict=True)
-    ends = [max((out - 1) * s + d * (k - 1) + 1 - n - b, 0) for n, out, k, s, d, b in geometry]  # `ceil_mode`
+    kernel, channels = _ints(pool, "kernel_shape"), _channels(pool.inputs[0])
+    strides, dilations = _ints(pool, "strides") or [1] * len(kernel), _ints(pool, "dilations")
+    dilations, begins = (
+        dilations or [1] * len(kernel),
+        (_ints(pool, "pads") or [0] * len(kernel))[: len(kernel)],
+    )
+    ends = _ends(pool)
+    assert ends is not None
     weight = _initializer(
         graph, np.zeros((channels, 1, *kernel), np.float32), f"{pool.outputs[0].name}_zeros"
     )
@@ -143,6 +146,27 @@ def _convolution_by_zeros(graph: Any, pool: Any, source: Any) -> Any:
         "group": channels,
     }
     return onnx_ir.node("Conv", [source, weight], attributes={**attributes, "pads": [*begins, *ends]})
+
+
+def _channels(value: Any) -> int | None:
+    """The number of channels of an image, where it is fixed."""
+    shape = list(value.shape) if value.shape is not None else []
+    return shape[1] if len(shape) > 2 and isinstance(shape[1], int) else None
+
+
+def _ends(pool: Any) -> list[int] | None:
+    """The padding behind an image with which a convolution has a pooling's windows; None: sizes decide it."""
+    kernel = _ints(pool, "kernel_shape")
+    rank = len(kernel)
+    strides, dilations = _ints(pool, "strides") or [1] * rank, _ints(pool, "dilations") or [1] * rank
+    pads = _ints(pool, "pads") or [0] * 2 * rank
+    before, after = (
+        (list(v.shape) if v.shape is not None else [])[2:] for v in (pool.inputs[0], pool.outputs[0])
+    )
+    if not all(isinstance(size, int) for size in (*before, *after)) or len(before) != rank:
+        return None if _flag(pool, "ceil_mode") else pads[rank:]
+    geometry = zip(before, after, kernel, strides, dilations, pads[:rank], strict=True)
+    return [max((out - 1) * s + d * (k - 1) + 1 - n - b, 0) for n, out, k, s, d, b in geometry]  # `ceil_mode`
 
 
 def _fold_first_places(graph: Any, pool: Any) -> None:
@@ -244,6 +268,11 @@ def _sizes(value: Any) -> list[int]:
 def _ints(node: Any, name: str) -> list[int]:
     found = node.attributes.get(name)
     return [] if found is None else list(found.as_ints())
+
+
+def _flag(node: Any, name: str) -> bool:
+    found = node.attributes.get(name)
+    return found is not None and bool(found.as_int())
 
 
 def _text(node: Any, name: str) -> str:

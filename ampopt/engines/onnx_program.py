@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, fx
 
 from ampopt.engines.onnx_cache import exported
-from ampopt.engines.onnx_graph import OPSETS, model_of
+from ampopt.engines.onnx_graph import OPSETS, Dims, model_of
 from ampopt.engines.onnx_pooling import REPLACED, use_pooling_operators
 
 _INPUT = "input_"
@@ -19,10 +19,11 @@ def place_of_input(name: str) -> int:
     return int(name.removeprefix(_INPUT))
 
 
-def plain_model(graph: fx.GraphModule, entered: tuple[Tensor, ...]) -> bytes:
+def plain_model(graph: fx.GraphModule, entered: tuple[Tensor, ...], dims: Dims = ()) -> bytes:
     """The serialized ONNX model of a graph without its border, exported now or found in the cache.
 
-    `entered` are the example inputs as the graph takes them. Raises ExportError for what ONNX cannot express.
+    `entered` are the example inputs as the graph takes them, `dims` the dimensions that may vary. Raises
+    ExportError for what ONNX cannot express.
     """
     import onnx_ir
 
@@ -30,12 +31,12 @@ def plain_model(graph: fx.GraphModule, entered: tuple[Tensor, ...]) -> bytes:
     assert isinstance(results, Sequence)
     inputs = [f"{_INPUT}{index}" for index in range(len(entered))]
     outputs = [f"output_{index}" for index in range(len(results))]
-    none = tuple(dict[int, str]() for _ in entered)
+    named = dims or tuple(dict[int, str]() for _ in entered)
 
     def export() -> object:
-        return onnx_ir.to_proto(model_of(graph, entered, OPSETS["onnxruntime"], inputs, outputs, none))
+        return onnx_ir.to_proto(model_of(graph, entered, OPSETS["onnxruntime"], inputs, outputs, named))
 
-    return exported(graph, entered, export)
+    return exported(graph, entered, export, dims)
 
 
 def for_onnx_runtime(model: bytes) -> bytes:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from ampopt.ir.model_copy import untouched_rng
+from ampopt.ir.settings import Settings
+
+logger = logging.getLogger("ampopt")
 
 
 @dataclasses.dataclass
@@ -74,3 +80,16 @@ def noting_what_is_asked(model: nn.Module) -> Iterator[Asked]:
             yield asked
     finally:
         sys.setprofile(before)
+
+
+def what_is_asked(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+) -> Asked:
+    """What the code of a model, which is called, asks in a call; everything where that cannot be known."""
+    try:
+        with Settings().scope(device), untouched_rng(device), noting_what_is_asked(model) as asked:
+            model(*args, **kwargs)
+    except Exception as error:
+        logger.debug("ampopt: what a model asks is not known: %s", error)
+        return Asked(layout=True, autocast=True)
+    return asked

@@ -53,6 +53,13 @@ def why_it_may_crash(program: Program) -> str | None:
     return None
 
 
+def narrow_convs(program: Program) -> frozenset[str]:
+    """The convolutions that have to stay in FP32 at the sizes of a program's examples, by their names."""
+    if program.device.type != "cpu" or not any(calls(program.graph, CONVOLUTIONS)):
+        return frozenset()
+    return frozenset(node.name for node in calls(record_shapes(program), CONVOLUTIONS) if _is_unsafe(node))
+
+
 @dataclasses.dataclass(frozen=True)
 class _Axis:
     """One spatial dimension of a convolution."""

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.own_autocast import as_under_autocast
 from ampopt.ir.settings import Settings
+from ampopt.ir.size_ranges import Sizes
 
 if TYPE_CHECKING:
     from ampopt.ir.transform import Pass
@@ -71,6 +72,8 @@ class Program:
     settings: Settings = dataclasses.field(default_factory=Settings)
     engine: FlatFunction | None = None
     cuda_graph: bool = False
+    sizes: Sizes = ()
+    """Which sizes of its inputs may vary; none: the graph holds for those of `examples` alone."""
     recipe: tuple[Pass, ...] = ()
 
     def with_graph(self, graph: fx.GraphModule) -> Program:

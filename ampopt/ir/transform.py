@@ -89,7 +89,7 @@ class Pass(abc.ABC):
     portable: ClassVar[bool]
     """True: valid on every machine, so that the pass is applied to exported models."""
     shape_dependent: ClassVar[bool] = False
-    """True: it depends on the example's sizes, so that it is left out of exports with dynamic sizes."""
+    """True: it depends on the example's sizes, so that it is left out of programs for a range of sizes."""
     enables_others: ClassVar[bool] = False
     """True: kept without a gain, unless it is slower, because later passes build on it."""
 
@@ -158,6 +158,7 @@ class Engine(Pass):
     numerics = Numerics.REASSOCIATED
     family = Family.ENGINE
     portable = False
+    shape_dependent = True
 
     packages: ClassVar[tuple[str, ...]] = ()
     """Import names of the packages that the engine needs.

@@ -10,11 +10,16 @@ from collections.abc import Callable, Mapping
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ampopt.deploy.onnx_names import input_names_of
+from ampopt.deploy.optimized import Optimized
 from ampopt.deploy.runtime import OptimizedModule
+from ampopt.deploy.sized_program import SizedProgram
 from ampopt.errors import AmpoptError, InputError, first_line
 from ampopt.ir.capture import Captured
 from ampopt.ir.lanes import FP32, Lane, lanes_for
+from ampopt.ir.program import Program
 from ampopt.ir.signature import describe
+from ampopt.ir.size_ranges import shown, sizes_of
 from ampopt.ir.transform import Applied, Recipe
 from ampopt.measure.degenerate import notes_on
 from ampopt.measure.entry import ORIGINAL, Verdict
@@ -28,6 +33,7 @@ from ampopt.search.options import Options
 from ampopt.search.pass_manager import PassManager
 from ampopt.search.rehearsal import Sandbox
 from ampopt.search.search_plan import TRYING, Search, begin_ahead
+from ampopt.search.size_search import SHARE, find_sized_program
 from ampopt.search.trials import Progress
 from ampopt.search.tuning_cache import default_cache, key_of
 from ampopt.system.budget import (
@@ -87,6 +93,11 @@ class Optimizer:
         `call_s` is the time of a call in seconds, if known. `rival` calls an optimized form of the model in
         FP32 that is there already: then only the lanes asked for are searched, and none far behind it.
         """
+        asked, names = options.dynamic, input_names_of(captured)[: len(captured.inputs)]
+        self._sizes = sizes_of(asked, names, captured.inputs) if asked is not None else ()
+        self._whole_s = options.budget_s
+        if asked is not None:
+            options = options.with_share(1 - SHARE)
         self._original, self._captured, self._options, self._started = original, captured, options, started
         self._progress, self._sandbox, self._max_captures = progress, sandbox, max_captures
         self._rival = rival
@@ -194,8 +205,9 @@ class Optimizer:
             best = self._last_comparison() if self._states else None
             if best is None:
                 return self._unchanged()
+            module = self._serve(None if self.ledger.chosen == ORIGINAL else best)
             self.ledger.seconds = time.perf_counter() - self._started
-            return self._serve(None if self.ledger.chosen == ORIGINAL else best)
+            return module
 
     def _try_everything(self) -> None:
         if self._why_not is not None:
@@ -233,7 +245,7 @@ class Optimizer:
     def _serve(self, state: LaneState | None) -> OptimizedModule:
         """The module for a lane; the original, with a note, where its best program cannot be made ready."""
         try:
-            return self._module(state)
+            return self._module(state, self._sized(state))
         except (Exception, KeyboardInterrupt) as error:
             self.ledger.notes.append(
                 f"the best program cannot be made ready to be served: {first_line(error)}"
@@ -329,16 +341,42 @@ class Optimizer:
             return False
         return True
 
-    def _module(self, state: LaneState | None) -> OptimizedModule:
-        """The module that runs a lane's best program; None: the original, which is then saved, too."""
+    def _sized(self, state: LaneState | None) -> SizedProgram | None:
+        """A program for the ranges of sizes that were asked for; None, and a note, where there is none."""
+        if not self._sizes:
+            return None
+        if state is None or self.interrupted:
+            why = (
+                "the original answers"
+                if state is None
+                else "interrupted: each size gets a program of its own"
+            )
+            self.ledger.notes.append(f"there is no program for {shown(self._sizes)}: {why}")
+            return None
+        program = state.best.program
+        made = Optimized(self._original, self._captured, program, self._recipe(program), self.ledger)
+        end, found = self._started + self._whole_s, list[SizedProgram | None]()
+
+        def search() -> None:
+            sized, note = find_sized_program(made, state.best, self._sizes, lambda: end - time.perf_counter())
+            self.ledger.notes.append(note)
+            found.append(sized)
+
+        self._finishes(search, f"interrupted: there is no program for {shown(self._sizes)}")
+        return found[0] if found else None
+
+    def _recipe(self, program: Program | None) -> Recipe:
         options = self._options
         bounds = options.tolerance, options.metric, options.nan
-        if state is None:
-            program, ready = self._captured.program, None
-            recipe = Recipe(FP32, (), *bounds)
-        else:
-            program, ready = state.best.program, state.best.run
-            recipe = Recipe(program.lane, program.recipe, *bounds)
+        return Recipe(FP32, (), *bounds) if program is None else Recipe(program.lane, program.recipe, *bounds)
+
+    def _module(self, state: LaneState | None, sized: SizedProgram | None = None) -> OptimizedModule:
+        """The module that runs a lane's best program; None: the original, which is then saved, too."""
+        options, best = self._options, None if state is None else state.best
+        program, recipe = (
+            (best or self._captured).program,
+            self._recipe(None if best is None else best.program),
+        )
         return OptimizedModule(
             self._original,
             self._captured,
@@ -347,8 +385,9 @@ class Optimizer:
             self.ledger,
             outputs=options.outputs,
             max_captures=self._max_captures,
-            serve_original=state is None,
-            ready=ready,
+            serve_original=best is None,
+            ready=None if best is None else best.run,
+            sized=sized,
         )
 
 

@@ -16,6 +16,8 @@ from ampopt.ir.casting import POLICIES
 from ampopt.ir.lanes import Lane, lanes_for
 from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.precisions import check_io
+from ampopt.ir.size_ranges import Asked
+from ampopt.ir.size_ranges import checked as checked_ranges
 from ampopt.ir.transform import Pass
 from ampopt.measure.fault_check import Faults
 from ampopt.measure.verify import Metric
@@ -44,6 +46,7 @@ class Options:
     nan: Faults = "keep"
     passes: Passes | None = None
     io: str = "original"
+    dynamic: Asked | None = None
     is_budget_given: bool = True
 
     @classmethod
@@ -71,6 +74,7 @@ class Options:
             raise InputError(f"outputs={self.outputs!r}: choose 'copy' or 'static'")
         one_of("policy", self.policy, POLICIES)
         one_of("nan", self.nan, get_args(Faults))
+        checked["dynamic"] = checked_ranges(self.dynamic)
         checked["cache"] = flag("cache", self.cache)
         lanes = lanes_for(self.precision, torch.device("cpu"), self.amp_dtype)
         check_io(self.io, self.precision, len(lanes))
@@ -104,6 +108,14 @@ class Options:
     def within(self, seconds: float) -> Options:
         """These options for a part of the work that has a share of the time."""
         return dataclasses.replace(self, budget_s=seconds, is_budget_given=True)
+
+    def of_parts(self) -> Options:
+        """These options for the parts of a model, whose sizes are not those of its inputs."""
+        return dataclasses.replace(self, dynamic=None)
+
+    def with_share(self, share: float) -> Options:
+        """These options with a share of their time."""
+        return dataclasses.replace(self, budget_s=share * self.budget_s)
 
     def with_time_for(self, call_s: float) -> Options:
         """These options with the default budget for a model whose call takes `call_s`, if none was given."""

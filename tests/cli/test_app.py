@@ -111,8 +111,8 @@ class _Comparison:
         return DOCUMENT
 
 
-@pytest.mark.parametrize("option", [("--no-cache",), ("--io", "lane")])
-def test_compare_has_no_cache_and_no_io_and_says_so(option: tuple[str, ...], model: str) -> None:
+@pytest.mark.parametrize("option", [("--no-cache",), ("--io", "lane"), ("--dynamic", "batch=1..8")])
+def test_compare_has_not_what_is_of_a_result_and_says_so(option: tuple[str, ...], model: str) -> None:
     result = call("compare", model, "--input", "1x3x8x8", *option)
     assert result.exit_code == 2
     assert f"No such option: {option[0]}" in result.output
@@ -136,6 +136,20 @@ def test_the_lanes_io_is_passed_on_and_needs_a_named_lane(
     assert result.exit_code == 1
     assert "name one lane, such as precision='amp'" in result.stderr
     assert len(given) == 2, "the long work began"
+
+
+def test_ranges_of_sizes_are_passed_on(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+
+    def optimize(*args: Any, **options: Any) -> Any:
+        given.append(options["dynamic"])
+        raise InputError("seen")
+
+    monkeypatch.setattr(ampopt, "optimize", optimize)
+    command = ("optimize", model, "--input", "1x3x8x8")
+    for options in (("--dynamic", "batch=1..8", "--dynamic", "height=8..16"), ()):
+        assert "seen" in call(*command, *options).stderr
+    assert given == [{"batch": (1, 8), "height": (8, 16)}, None]
 
 
 def test_compare_takes_the_same_options(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

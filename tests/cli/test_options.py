@@ -25,6 +25,7 @@ from ampopt.cli.options import (
     console,
     model_and_call,
     pass_names,
+    ranges,
     readable_errors,
     write,
 )
@@ -38,6 +39,23 @@ CODE = "from torch import nn\nnet = lambda: nn.Sequential(nn.Linear(4, 2))\n"
 
 def test_the_names_of_the_passes_are_those_of_their_files() -> None:
     assert pass_names() == sorted(step.name for step in PIPELINE)
+
+
+def test_ranges_are_names_with_two_ends() -> None:
+    assert ranges(["batch=1..8", "height=224..512"]) == {"batch": (1, 8), "height": (224, 512)}
+    assert ranges(None) is None
+    assert ranges([]) is None
+
+
+@pytest.mark.parametrize("text", ["batch", "batch=8", "batch=1-8", "batch=-1..8", "=1..8", "batch=1..8.0"])
+def test_what_is_no_range_of_sizes_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match=r"is no range: give each size once, such as batch=1\.\.8"):
+        ranges([text])
+
+
+def test_a_size_has_one_range() -> None:
+    with pytest.raises(InputError, match="is a second range for batch"):
+        ranges(["batch=1..8", "batch=1..4"])
 
 
 @pytest.mark.parametrize("failing", ["pathlib.Path.open", "os.replace"])

@@ -1,0 +1,78 @@
+"""Decides whether one program serves a range of sizes: right at all that are tried, and about as fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ampopt.deploy.optimized import Optimized
+from ampopt.deploy.sized_program import NoSizedProgramError, SizedProgram, sized_program, verify_sizes
+from ampopt.errors import first_line
+from ampopt.ir.model_copy import untouched_rng
+from ampopt.ir.size_ranges import Sizes, now, shown
+from ampopt.measure.clocks import engine_latency
+from ampopt.measure.headline import Compared, compare_fairly
+from ampopt.measure.sampling import gain
+from ampopt.search.subject import Subject, rest_s
+from ampopt.system.interrupts import check_interrupted
+
+MOST_SLOWER = 1.1
+"""Largest time of a program for a range of sizes, as a multiple of the static one's at the example's size."""
+
+SHARE = 0.3
+"""Share of the time budget for making, verifying and timing a program for a range of sizes."""
+
+COMPARING_S = 10.0
+"""Longest time in seconds for comparing it with the static program; on a quiet machine a second or two."""
+
+DRAWS = 1
+"""Random inputs for each size, in addition to the example's values."""
+
+
+def find_sized_program(
+    optimized: Optimized, static: Subject, sizes: Sizes, left_s: Callable[[], float]
+) -> tuple[SizedProgram | None, str]:
+    """A verified program for the ranges of sizes that is no slower than `MOST_SLOWER`, and a note on it.
+
+    None, and the reason, where there is none: each size then gets a program of its own. `static` is the
+    program for the example, `left_s` tells how many seconds are left.
+    """
+    try:
+        sized = sized_program(optimized, sizes)
+        verified = verify_sizes(optimized, sized, lambda: left_s() > 0, draws=DRAWS)
+        found = _compared(static, sized, min(COMPARING_S, left_s()))
+        told = gain(found.before, found.after)
+        text = (
+            f"{1 / told.ratio:.2f}x ({1 / told.high:.2f} to {1 / told.low:.2f}) the static program's time at "
+            f"{_example(sized)}{_without(sized)}"
+        )
+        if not told.low >= 1 / MOST_SLOWER:
+            is_sure = told.high < 1 / MOST_SLOWER
+            busy = f"; {found.load}" if not is_sure and found.load is not None and found.load.is_high else ""
+            raise NoSizedProgramError(
+                f"it {'takes' if is_sure else 'may take'} over {MOST_SLOWER}x: {text}{busy}"
+            )
+    except Exception as error:  # whatever it is: the static program serves
+        check_interrupted(error)
+        reason = str(error) if isinstance(error, NoSizedProgramError) else first_line(error)
+        return None, f"each size gets a program of its own, not one for {shown(sizes)}: {reason}"
+    return sized, f"one program for {shown(sizes)}, verified at {verified} sizes, takes {text}"
+
+
+def _compared(static: Subject, sized: SizedProgram, seconds: float) -> Compared:
+    device, subjects = static.device, (static, Subject(sized.program))
+    with torch.no_grad(), untouched_rng(device):
+        samplers = [
+            engine_latency(subject.call, device, rest_s=rest_s(subject.program)) for subject in subjects
+        ]
+        return compare_fairly(*samplers, seconds=max(seconds, 0.0))
+
+
+def _example(sized: SizedProgram) -> str:
+    sizes = now(sized.sizes, sized.captured.program.examples)
+    return ", ".join(f"{name} {size}" for name, size in sizes.items())
+
+
+def _without(sized: SizedProgram) -> str:
+    return f"; without {', '.join(sized.left_out)}" if sized.left_out else ""
