@@ -1,0 +1,31 @@
+"""overflow: the layer at which a lower precision leaves its range."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ampopt.diagnosis.case import Case
+from ampopt.diagnosis.finding import Finding
+
+
+def find(case: Case) -> Iterator[Finding]:
+    """The first operator that gives infinity or NaN where float64 gives numbers."""
+    for name, errors in case.accuracy.items():
+        order = {layer.name: place for place, layer in enumerate(case.layers)}
+        spoilt = sorted(
+            (each for each in errors if each.overflows), key=lambda each: order.get(each.name, len(order))
+        )
+        if not spoilt:
+            continue
+        first, dtype = spoilt[0], case.lanes[name].dtype
+        yield Finding(
+            "overflow",
+            f"{first.name} overflows: it gives up to {first.largest:,.0f}, and "
+            f"{str(dtype).removeprefix('torch.')} holds {torch.finfo(dtype).max:,.0f}",
+            places=tuple(each.place for each in spoilt[:3]),
+            advice="keep it in FP32, or use bfloat16: ampopt.optimize does the first (keep-fp32)",
+            lane=name,
+            is_fault=True,
+        )
