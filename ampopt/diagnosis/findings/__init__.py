@@ -9,6 +9,7 @@ from ampopt.diagnosis.finding import Finding
 from ampopt.diagnosis.findings import (
     autocast_casts,
     batch_norm,
+    channels,
     cold_calls,
     cpu_threads,
     graph_break,
@@ -20,7 +21,7 @@ from ampopt.diagnosis.findings import (
     mixed_precision,
     overflow,
     redundant,
-    tensor_cores,
+
     tf32,
     training_mode,
 )
@@ -39,7 +40,7 @@ FINDINGS: tuple[Find, ...] = (
     batch_norm.find,
     autocast_casts.find,
     grouped.find,
-    tensor_cores.find,
+    channels.find,
     cpu_threads.find,
     redundant.find,
     tf32.find,
