@@ -23,8 +23,9 @@ from ampopt.diagnosis.watch import watch
 from ampopt.errors import InputError
 from ampopt.ir.arguments import refuse_more
 from ampopt.ir.lanes import FP32, lanes_for
-from ampopt.ir.model_copy import device_of, exact_copy, untouched_rng
+from ampopt.ir.model_copy import exact_copy, untouched_rng
 from ampopt.ir.signature import describe, flatten_call, tensors_of
+from ampopt.measure.headline import load_now
 from ampopt.search.progress import progress_line
 from ampopt.system.budget import Budget
 from ampopt.system.environment import environment
@@ -89,7 +90,9 @@ def diagnose(
         lanes = lanes_for("fp32," + precision, where)
         first_s = _first_call_s(model, example_inputs, given_kwargs, where)
         original, args, kwargs, note = prepare_call(model, example_inputs, given_kwargs, device)
-        given = (args, kwargs) if example_inputs is None and not given_kwargs else (example_inputs, given_kwargs)
+        given = (
+            (args, kwargs) if example_inputs is None and not given_kwargs else (example_inputs, given_kwargs)
+        )
         called = given[0] if isinstance(given[0], tuple) else () if given[0] is None else (given[0],)
         with progress_line(progress, started, budget.seconds) as tell, untouched_rng(where):
             tell("all", "watched call")
@@ -119,7 +122,9 @@ def diagnose(
             if trace is not None:
                 sampled_lanes = {name: case.lanes[name] for name in case.latency}
                 write_trace(Path(trace), case.original, args, kwargs, where, sampled_lanes)
-    notes = [told for told in (note, mode_note(model)) if told]
+    load = load_now()
+    busy = f"the machine is busy ({load}): these are its times" if load and load.is_high else None
+    notes = [told for told in (note, mode_note(model), busy) if told]
     release(where)
     return Diagnosis(
         model=type(model).__name__,

@@ -6,7 +6,6 @@ import dataclasses
 import time
 from typing import Any
 
-from ampopt.errors import first_line
 from ampopt.ir.baking import bake
 from ampopt.ir.beside import accumulated, contributions, observe
 from ampopt.ir.graph import calls
@@ -18,6 +17,9 @@ from ampopt.system.interrupts import check_interrupted
 
 RANKING = 3.0
 """How many times longer the ranking by derivatives may take than what comes before it."""
+
+CALLS = 100
+"""About as many calls in FP32 take as long as the errors of a lane: float64 and casts are slow on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +79,3 @@ def layer_errors(program: Program, lane: Lane, left_s: float) -> tuple[LayerErro
         if node.name in seen and (seen[node.name].error > 0 or seen[node.name].overflows)
     ]
     return tuple(sorted(found, key=lambda e: (not e.overflows, -(e.at_outputs or 0.0), -e.alone)))
-
-
-def why_no_errors(error: Exception) -> str:
-    """A note for a lane whose errors cannot be computed."""
-    return f"errors by layer cannot be computed: {first_line(error)}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -60,7 +58,7 @@ class Case:
     latency: dict[str, Measurement] = dataclasses.field(default_factory=dict)
     device_time: dict[str, Measurement] = dataclasses.field(default_factory=dict)
     layers: tuple[Layer, ...] = ()
-    accuracy: Mapping[str, tuple[LayerError, ...]] = dataclasses.field(default_factory=dict)
+    accuracy: dict[str, tuple[LayerError, ...]] = dataclasses.field(default_factory=dict)
     too_slow: dict[str, float] = dataclasses.field(default_factory=dict)
     """Lanes of which a call took this many seconds or more, and was not sampled."""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -125,7 +123,7 @@ class Case:
             check_interrupted(error)
             self.notes.append(f"not tried: {change} in the {lane.name} lane ({first_line(error)})")
             return None
-        if not ran.gain.is_real:
+        if not ran.helps:
             self.notes.append(f"tried in the {lane.name} lane, no gain: {ran}")
         return ran, rewrites
 
@@ -161,11 +159,3 @@ def own_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple
     """A call with tensors of its own, on the devices where they are."""
     with torch.inference_mode(mode=False), torch.no_grad():
         return map_tensors(lambda tensor: tensor.detach().clone(), args, kwargs)
-
-
-@contextlib.contextmanager
-def took(into: dict[str, float], name: str) -> Any:
-    """Note the seconds of a block."""
-    start = time.perf_counter()
-    yield
-    into[name] = time.perf_counter() - start

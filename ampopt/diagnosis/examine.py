@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from ampopt.diagnosis.accuracy import LayerError, layer_errors, why_no_errors
 from ampopt.diagnosis.case import Case, eager_call
 from ampopt.diagnosis.finding import Finding, ranked
 from ampopt.diagnosis.findings import FINDINGS
@@ -16,7 +15,7 @@ from ampopt.ir.capture import capture
 from ampopt.ir.lanes import Lane
 from ampopt.ir.narrow_convs import why_it_may_crash
 from ampopt.measure.clocks import device_time, latency, seconds_once_loaded
-from ampopt.measure.sampling import interleave
+from ampopt.measure.sampling import Sampler, interleave
 from ampopt.search.trials import Progress
 from ampopt.system.interrupts import check_interrupted
 
@@ -31,7 +30,7 @@ SLOW_CALL_S, LOADING_S, SLOWEST = 0.05, 10.0, 20.0
 
 
 def measure(case: Case, lanes: tuple[Lane, ...], tell: Progress) -> None:
-    """Fill a case: the graph, latencies and device times by lane, the layer table and the errors."""
+    """Fill a case: the graph, latencies and device times by lane, and the layer table."""
     tell("all", "capture")
     try:
         captured = capture(case.original, case.args, case.kwargs, case.device)
@@ -43,7 +42,6 @@ def measure(case: Case, lanes: tuple[Lane, ...], tell: Progress) -> None:
     _time_device(case)
     if case.program is not None:
         _time_operators(case, tell)
-        case.accuracy = _errors(case, tell)
 
 
 def find_all(case: Case, tell: Progress) -> tuple[Finding, ...]:
@@ -61,7 +59,8 @@ def find_all(case: Case, tell: Progress) -> tuple[Finding, ...]:
 
 
 def _time_eager(case: Case, lanes: tuple[Lane, ...]) -> None:
-    samplers = {}
+    samplers: dict[str, Sampler] = {}
+    fp32_s = 0.0
     for lane in lanes:
         if lane.is_mixed and case.program is not None and (crash := why_it_may_crash(case.program)):
             case.notes.append(f"the {lane.name} lane was not tried: {crash}")
@@ -74,7 +73,9 @@ def _time_eager(case: Case, lanes: tuple[Lane, ...]) -> None:
             )
         except Exception as error:
             check_interrupted(error)
-            case.notes.append(f"the {lane.name} lane was not tried: the model fails in it ({first_line(error)})")
+            case.notes.append(
+                f"the {lane.name} lane was not tried: the model fails in it ({first_line(error)})"
+            )
             continue
         case.lanes[lane.name] = lane
         if seconds > most_s:
@@ -111,17 +112,3 @@ def _time_operators(case: Case, tell: Progress) -> None:
         spent[name] = profiled(program, runs)
     dtypes = {name: case.lanes[name].dtype for name in spent}
     case.layers = layers_of(works(case.program), spent, dtypes, case.ceilings)
-
-
-def _errors(case: Case, tell: Progress) -> dict[str, tuple[LayerError, ...]]:
-    found = {}
-    for name in case.latency:
-        tell(name, "accuracy")
-        assert case.program is not None
-        try:
-            found[name] = layer_errors(case.program, case.lanes[name], case.budget.left_s / 4)
-        except Exception as error:
-            check_interrupted(error)
-            case.notes.append(why_no_errors(error))
-    return found
-

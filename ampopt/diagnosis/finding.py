@@ -22,6 +22,11 @@ class Counterfactual:
     gain: Gain
     of: str = "a call"
 
+    @property
+    def helps(self) -> bool:
+        """Whether it is certainly faster; not where the machine is too busy to tell."""
+        return self.gain.at_least > 1
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON, times in milliseconds."""
         return {
@@ -70,5 +75,4 @@ def ranked(findings: list[Finding]) -> tuple[Finding, ...]:
 
 def saved(counterfactual: Counterfactual) -> float:
     """The share of its time that a remedy saves; 0 where it is not certainly faster."""
-    gain = counterfactual.gain
-    return 1 - 1 / gain.ratio if gain.is_real and gain.ratio > 0 else 0.0
+    return 1 - 1 / counterfactual.gain.ratio if counterfactual.helps else 0.0

@@ -1,15 +1,17 @@
-"""The time of every call of a graph, by `torch.profiler`: each kernel belongs to the node that launched it."""
+"""The time of every call of a graph, by `torch.profiler`: a kernel belongs to the node that launched it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import statistics
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ampopt.ir.own_autocast import own_scope
@@ -17,6 +19,8 @@ from ampopt.ir.program import Program
 from ampopt.measure.clocks import synchronize
 
 LABEL = "ampopt node "
+
+_LEVEL = "KINETO_LOG_LEVEL"
 
 _CASTS = ("aten::_to_copy",)
 
@@ -42,10 +46,21 @@ class Spent:
     casts_s: float = 0.0
 
 
-def activities(device: torch.device) -> list[ProfilerActivity]:
-    """What has to be recorded on a device."""
+@contextlib.contextmanager
+def recording(device: torch.device) -> Iterator[profile]:
+    """Record what runs in the block on the host and on a GPU.
+
+    The profiler's library, which reads its level as it is first used, would write to standard error.
+    """
     on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
-    return [ProfilerActivity.CPU, *on_gpu]
+    level = os.environ.get(_LEVEL)
+    os.environ[_LEVEL] = level or "99"
+    try:
+        with profile(activities=[ProfilerActivity.CPU, *on_gpu]) as recorded:
+            yield recorded
+    finally:
+        if level is None:
+            del os.environ[_LEVEL]
 
 
 def profiled(program: Program, runs: int) -> dict[str, Spent]:
@@ -57,14 +72,14 @@ def profiled(program: Program, runs: int) -> dict[str, Spent]:
         entered = [border.convert(t) for border, t in zip(program.entry, program.examples, strict=True)]
         _Labelled(program).run(*entered)
         synchronize(program.device)
-        with profile(activities=activities(program.device)) as recorded:
+        with recording(program.device) as recorded:
             for _ in range(runs):
                 _Labelled(program).run(*entered)
             synchronize(program.device)
     found: dict[str, list[Spent]] = {}
     on_gpu = program.device.type == "cuda"
     for event in recorded.events() or ():
-        if event.name.startswith(LABEL) and event.device_type is DeviceType.CPU:
+        if event.name.startswith(LABEL) and event.device_type == DeviceType.CPU:
             found.setdefault(event.name.removeprefix(LABEL), []).append(_spent(event, on_gpu=on_gpu))
     return {name: _median(several) for name, several in found.items()}
 

@@ -69,7 +69,9 @@ def sweep(
                 for lane in lanes
             }
             share = max(left_s, 0.0) / (len(batches) - place)
-            rows.append(BatchRow(batch, interleave(samplers, seconds=min(share, 2.0), least=LEAST, most=MOST)))
+            rows.append(
+                BatchRow(batch, interleave(samplers, seconds=min(share, 2.0), least=LEAST, most=MOST))
+            )
         except Exception as error:
             check_interrupted(error)
             why = "memory was out" if is_passing(error) else first_line(error)

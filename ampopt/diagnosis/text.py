@@ -62,7 +62,9 @@ def to_rich(found: Diagnosis, *, everything: bool = False) -> Group:
         parts += [Text(), _table(title, ("operator", "place", "alone", "so far", "at outputs"), rows)]
     if found.sweep:
         parts += [Text(), *_sweep(found)]
-    parts += [Text(f"\nnote: {note}" if not place else f"note: {note}") for place, note in enumerate(found.notes)]
+    parts += [
+        Text(f"\nnote: {note}" if not place else f"note: {note}") for place, note in enumerate(found.notes)
+    ]
     return Group(*parts, Text(f"took {found.seconds:.1f} s"))
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import profile, record_function
+from torch.profiler import record_function
 
 from ampopt.diagnosis.case import eager_call
-from ampopt.diagnosis.operators import activities
+from ampopt.diagnosis.operators import recording
 from ampopt.ir.lanes import Lane
 from ampopt.ir.model_copy import exact_copy
 from ampopt.measure.clocks import synchronize
@@ -30,14 +30,14 @@ def write_trace(
     device: torch.device,
     lanes: Mapping[str, Lane],
 ) -> None:
-    """Write Chrome's trace format: a range for each lane, call and module, the operators and kernels in it."""
+    """Write Chrome's trace format: ranges for calls and modules, with their operators and kernels."""
     labelled = exact_copy(model)
     with _named(labelled):
         callers = {name: eager_call(labelled, args, kwargs, device, lane) for name, lane in lanes.items()}
         for call in callers.values():
             call()
         synchronize(device)
-        with profile(activities=activities(device)) as recorded:
+        with recording(device) as recorded:
             for name, call in callers.items():
                 for _ in range(CALLS):
                     with record_function(f"call in {name}"):

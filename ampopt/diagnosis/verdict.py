@@ -31,6 +31,6 @@ def where_time_goes(case: Case, lane: str = "fp32") -> str:
     most = max(by_bound, key=lambda bound: by_bound[bound])
     ceiling = reached[most] / by_bound[most]
     return (
-        f"{by_bound[most] / total:.0%} of the operators' time is bound by {most}, at {ceiling:.0%} of what this "
-        "device reaches"
+        f"{by_bound[most] / total:.0%} of the operators' time is bound by {most}, at {ceiling:.0%} of what "
+        "this device reaches"
     )

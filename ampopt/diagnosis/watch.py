@@ -55,7 +55,9 @@ class Watched:
         return ", ".join(part for part in (module, self.called_at.get(module, "")) if part)
 
 
-def watch(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> Watched:
+def watch(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
+) -> Watched:
     """Call a model, a copy that nothing else uses, once as its user does, on tensors that it may change."""
     seen = _Seen()
     called_at: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The findings, one file each: `find(case)` gives those that its evidence supports. Adding one is one line."""
+"""The findings, one file each: `find(case)` gives those that its evidence supports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from ampopt.diagnosis.findings import (
     mixed_precision,
     overflow,
     redundant,
-
     tf32,
     training_mode,
 )
@@ -31,7 +30,6 @@ Find = Callable[[Case], Iterator[Finding]]
 FINDINGS: tuple[Find, ...] = (
     graph_break.find,
     host_reads.find,
-    overflow.find,
     mixed_precision.find,
     training_mode.find,
     input_device.find,
@@ -39,11 +37,12 @@ FINDINGS: tuple[Find, ...] = (
     memory_layout.find,
     batch_norm.find,
     autocast_casts.find,
-    grouped.find,
     channels.find,
+    grouped.find,
     cpu_threads.find,
     redundant.find,
     tf32.find,
     cold_calls.find,
+    overflow.find,
 )
-"""In the order in which they are looked for: what costs no time first, then what is most often the cause."""
+"""In the order in which they are looked for: first what costs no time, then what is most often the cause."""

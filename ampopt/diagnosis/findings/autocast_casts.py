@@ -17,9 +17,11 @@ def find(case: Case) -> Iterator[Finding]:
         spent = [layer.spent[name] for layer in case.layers if name in layer.spent]
         count, seconds = sum(each.casts for each in spent), sum(each.casts_s for each in spent)
         ran = case.with_passes("with the casts in the graph and the weights cast once", lane, BakeAutocast())
-        if not count or ran is None or not ran[0].gain.is_real:
+        if not count or ran is None or not ran[0].helps:
             continue
-        worst = sorted(case.layers, key=lambda layer: -(layer.spent[name].casts_s if name in layer.spent else 0))
+        worst = sorted(
+            case.layers, key=lambda layer: -(layer.spent[name].casts_s if name in layer.spent else 0)
+        )
         yield Finding(
             "autocast-casts",
             f"autocast makes {count} casts in every call, which take {1e3 * seconds:.3g} ms",

@@ -16,7 +16,7 @@ def find(case: Case) -> Iterator[Finding]:
         return
     for name, lane in case.lanes.items():
         ran = case.with_passes("with its batch norms folded", lane, FoldConvBn())
-        if ran is None or not ran[0].gain.is_real:
+        if ran is None or not ran[0].helps:
             continue
         spent_ms = 1e3 * sum(layer.seconds(name) for layer in rows)
         slowest = sorted(rows, key=lambda layer: -layer.seconds(name))

@@ -25,7 +25,7 @@ def find(case: Case) -> Iterator[Finding]:
         if not case.has_time(case.latency["fp32"].median):
             break
         ran = _with_threads(case, now, count)
-        if ran.gain.is_real and ran.gain.ratio >= WORTH and (best is None or ran.gain.ratio > best[1].gain.ratio):
+        if ran.helps and ran.gain.ratio >= WORTH and (best is None or ran.gain.ratio > best[1].gain.ratio):
             best = count, ran
     if best is not None:
         count, ran = best

@@ -50,8 +50,10 @@ def find(case: Case) -> Iterator[Finding]:
 
 def _degrouped(case: Case, lane: Lane) -> Counterfactual | None:
     baked = (BakeAutocast(),) if lane.is_mixed else ()
-    ran = case.with_passes("with its grouped convolutions in the fastest form", lane, Degroup(), on_top_of=baked)
-    return ran[0] if ran is not None and ran[0].gain.is_real else None
+    ran = case.with_passes(
+        "with its grouped convolutions in the fastest form", lane, Degroup(), on_top_of=baked
+    )
+    return ran[0] if ran is not None and ran[0].helps else None
 
 
 def grouped(case: Case) -> Iterator[tuple[str, tuple[GroupedConv, str]]]:
@@ -64,17 +66,20 @@ def grouped(case: Case) -> Iterator[tuple[str, tuple[GroupedConv, str]]]:
         weight = constant(module, own["weight"]) if is_constant(own["weight"]) else None
         if own["groups"] == 1 or weight is None or isinstance(own["padding"], str):
             continue
-        yield node.name, (
-            GroupedConv(
-                input_shape=shape_of(own["input"]),
-                weight_shape=tuple(weight.shape),
-                stride=tuple(own["stride"]),
-                padding=tuple(own["padding"]),
-                dilation=tuple(own["dilation"]),
-                groups=own["groups"],
-                has_bias=own["bias"] is not None,
-                dtype=dtype_of(own["input"]),
-                channels_last=False,
+        yield (
+            node.name,
+            (
+                GroupedConv(
+                    input_shape=shape_of(own["input"]),
+                    weight_shape=tuple(weight.shape),
+                    stride=tuple(own["stride"]),
+                    padding=tuple(own["padding"]),
+                    dilation=tuple(own["dilation"]),
+                    groups=own["groups"],
+                    has_bias=own["bias"] is not None,
+                    dtype=dtype_of(own["input"]),
+                    channels_last=False,
+                ),
+                place_of(node),
             ),
-            place_of(node),
         )

@@ -30,7 +30,7 @@ def find(case: Case) -> Iterator[Finding]:
             advice=(
                 "keep the tensors on one device"
                 if read.is_copy
-                else "compute on tensors instead: torch.where for a branch, a fixed size with a mask for a selection"
+                else "compute on tensors instead: torch.where for a branch, a mask for a selection"
             ),
             share=min(read.seconds / call_s, 1.0) if case.device.type == "cuda" else 0.0,
         )

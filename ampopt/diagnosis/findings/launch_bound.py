@@ -21,7 +21,7 @@ def find(case: Case) -> Iterator[Finding]:
         call_s, busy_s = case.latency[name].median, case.device_time[name].median
         gaps = 1 - busy_s / call_s
         ran = case.with_passes("under a CUDA graph", lane, CudaGraph()) if gaps >= LEAST_GAPS else None
-        if ran is None or not ran[0].gain.is_real:
+        if ran is None or not ran[0].helps:
             continue
         mean_us = 1e6 * sum(kernel.seconds for kernel in kernels) / len(kernels)
         yield Finding(

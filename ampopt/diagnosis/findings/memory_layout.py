@@ -16,7 +16,7 @@ def find(case: Case) -> Iterator[Finding]:
     """The kernels that permute, where they can be seen; executed: weights and inputs in channels_last."""
     for name, lane in case.lanes.items():
         ran = case.with_passes("in channels_last", lane, ChannelsLast())
-        if ran is None or not ran[0].gain.is_real:
+        if ran is None or not ran[0].helps:
             continue
         permutes = [kernel for kernel in case.kernels(name) if is_permute(kernel.name)]
         spent_ms = 1e3 * sum(kernel.seconds for kernel in permutes)

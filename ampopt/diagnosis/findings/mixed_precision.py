@@ -9,6 +9,7 @@ import torch
 from ampopt.diagnosis.case import Case
 from ampopt.diagnosis.finding import Counterfactual, Finding
 from ampopt.ir.lanes import Lane
+from ampopt.measure.report import interval
 from ampopt.measure.sampling import gain
 
 FAST = 1.5
@@ -28,35 +29,41 @@ def find(case: Case) -> Iterator[Finding]:
             times = case.too_slow[name] / case.latency["fp32"].median
             says = f"AMP takes over {times:.0f} times as long as FP32"
             yield Finding(
-                "amp-harmful", _with(says, reasons), advice="stay in FP32 here", lane=name, share=1 - 1 / times
+                "amp-harmful",
+                _with(says, reasons),
+                advice="stay in FP32 here",
+                lane=name,
+                share=1 - 1 / times,
             )
             continue
         if name not in case.latency:
             continue
-        fp32, amp = case.latency["fp32"], case.latency[name]
-        amp_over_fp32 = gain(fp32, amp)
-        if amp_over_fp32.is_real:
-            ran = Counterfactual("in AMP", fp32, amp, amp_over_fp32)
-            says = f"FP32 leaves speed unused: AMP is {amp_over_fp32.ratio:.2f}x faster"
-            advice = "torch.autocast, if its error is small enough: see the errors by layer"
-            yield Finding(
-                "amp-pays", says, advice=advice, share=1 - 1 / amp_over_fp32.ratio, counterfactual=ran
-            )
-        else:
-            fp32_over_amp = gain(amp, fp32)
-            says = (
-                f"AMP is {fp32_over_amp.ratio:.2f}x slower than FP32"
-                if fp32_over_amp.is_real
-                else "AMP is no faster than FP32"
-            )
-            yield Finding(
-                "amp-harmful" if fp32_over_amp.is_real else "amp-useless",
-                _with(says, reasons),
-                advice="FP32 as eager is; ampopt.optimize tries whether AMP pays without its overhead",
-                lane=name,
-                share=max(1 - 1 / fp32_over_amp.ratio, 0.0) if fp32_over_amp.is_real else 0.0,
-                counterfactual=Counterfactual("in FP32", amp, fp32, fp32_over_amp),
-            )
+        yield from _compared(case, lane, reasons)
+
+
+def _compared(case: Case, lane: Lane, reasons: str) -> Iterator[Finding]:
+    fp32, amp = case.latency["fp32"], case.latency[lane.name]
+    gained, lost = gain(fp32, amp), gain(amp, fp32)
+    if gained.is_vague:
+        case.notes.append(f"the times vary too much to tell whether AMP is faster: {interval(gained)}")
+    elif gained.is_real:
+        yield Finding(
+            "amp-pays",
+            f"FP32 leaves speed unused: AMP is {gained.ratio:.2f}x faster",
+            advice="torch.autocast, if its error is small enough: see the errors by layer",
+            share=1 - 1 / gained.ratio,
+            counterfactual=Counterfactual("in AMP", fp32, amp, gained),
+        )
+    else:
+        says = f"{lost.ratio:.2f}x slower" if lost.is_real else "no faster"
+        yield Finding(
+            "amp-harmful" if lost.is_real else "amp-useless",
+            _with(f"AMP is {says} than FP32", reasons),
+            advice="stay in FP32; ampopt.optimize tries whether AMP pays without its overhead",
+            lane=lane.name,
+            share=1 - 1 / lost.ratio if lost.is_real else 0.0,
+            counterfactual=Counterfactual("in FP32", amp, fp32, lost),
+        )
 
 
 def _with(says: str, reasons: str) -> str:
@@ -73,10 +80,16 @@ def why_amp_gains_little(case: Case, lane: Lane) -> Iterator[str]:
             f"{rates['fp32'] / 1e12:.2g} in FP32{lacks}"
         )
     total = sum(layer.seconds("fp32") for layer in case.layers) or 1.0
-    launch = sum(layer.seconds("fp32") for layer in case.layers if layer.bounds.get("fp32") == "launch") / total
+    launch = (
+        sum(layer.seconds("fp32") for layer in case.layers if layer.bounds.get("fp32") == "launch") / total
+    )
     if launch > OFTEN:
         yield f"{launch:.0%} of the operators' time is in operators so small that their launch costs most"
-    deep = [layer for layer in case.layers if is_depthwise(layer.work.operator, layer.work.parameters, layer.work.shape)]
+    deep = [
+        layer
+        for layer in case.layers
+        if is_depthwise(layer.work.operator, layer.work.parameters, layer.work.shape)
+    ]
     share = sum(layer.seconds("fp32") for layer in deep) / total
     if share > OFTEN:
         yield f"{share:.0%} of the time is in depthwise convolutions, which have no fast path"

@@ -25,5 +25,5 @@ def find(case: Case) -> Iterator[Finding]:
         return
     for step, (says, change, advice) in _PASSES.items():
         ran = case.with_passes(change, FP32, step)
-        if ran is not None and ran[0].gain.is_real:
+        if ran is not None and ran[0].helps:
             yield Finding(step.name, says, advice=advice, share=saved(ran[0]), counterfactual=ran[0])

@@ -22,7 +22,9 @@ _KINDS: dict[str, tuple[type[nn.Module], str]] = {
 def find(case: Case) -> Iterator[Finding]:
     """Each kind, with its modules' lines; executed: the model after `eval()`."""
     for kind, (of, does) in _KINDS.items():
-        found = [path for path, module in case.model.named_modules() if isinstance(module, of) and module.training]
+        found = [
+            path for path, module in case.model.named_modules() if isinstance(module, of) and module.training
+        ]
         if not found:
             continue
         as_it_is = exact_copy(case.model).to(case.device)
