@@ -10,6 +10,7 @@ from typer import Option
 
 import ampopt
 from ampopt.cli import options as cli
+from ampopt.cli.model_source import is_model_file
 from ampopt.cli.options import check_request, console, finite, model_and_call, readable_errors, write
 from ampopt.errors import InputError
 
@@ -40,6 +41,8 @@ def diagnose(
             raise InputError(f"--precision {precision}: choose amp or bf16")
         sizes = parse_batches(batches)
         loaded, args, kwargs, where = model_and_call(*source)
+        if not is_model_file(model):
+            loaded.eval()  # as it was made, it is in training mode: that is no finding
         from ampopt.diagnosis.text import WIDTH, to_rich
 
         found = ampopt.diagnose(

@@ -124,7 +124,7 @@ class Case:
             self.notes.append(f"not tried: {change} in the {lane.name} lane ({first_line(error)})")
             return None
         if not ran.helps:
-            self.notes.append(f"tried in the {lane.name} lane, no gain: {ran}")
+            self.notes.append(f"tried in the {lane.name} lane, not certainly faster: {ran}")
         return ran, rewrites
 
 

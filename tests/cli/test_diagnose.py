@@ -48,6 +48,7 @@ def test_the_verdict_comes_first_and_files_are_written(model: str, tmp_path: Pat
     found = json.loads(report.read_text())
     assert found["model"] == "Tiny"
     assert [row["batch"] for row in found["sweep"]] == [1, 2]
+    assert not any(finding["name"].endswith("in-training-mode") for finding in found["findings"])
     assert "conv" in {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
 
 

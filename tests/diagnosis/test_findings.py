@@ -61,7 +61,9 @@ def test_no_time_for_errors_is_a_note() -> None:
     case = case_of(several_kinds(), X)
     case.budget = dataclasses.replace(case.budget, seconds=-9.0)
     assert not list(overflow.find(case))
-    assert case.notes == [f"no errors by layer in the {lane} lane, for want of time" for lane in ("amp", "fp32")]
+    assert case.notes == [
+        f"no errors by layer in the {lane} lane, for want of time" for lane in ("amp", "fp32")
+    ]
 
 
 def test_a_first_call_that_was_slow(monkeypatch: pytest.MonkeyPatch) -> None:

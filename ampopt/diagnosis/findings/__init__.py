@@ -39,10 +39,10 @@ FINDINGS: tuple[Find, ...] = (
     autocast_casts.find,
     channels.find,
     grouped.find,
-    cpu_threads.find,
     redundant.find,
     tf32.find,
-    cold_calls.find,
     overflow.find,
+    cpu_threads.find,
+    cold_calls.find,
 )
 """In the order in which they are looked for: first what costs no time, then what is most often the cause."""

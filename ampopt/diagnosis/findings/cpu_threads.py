@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ampopt.diagnosis.case import Case
+from ampopt.diagnosis.case import Case, timed_call
 from ampopt.diagnosis.finding import Counterfactual, Finding, saved
 from ampopt.system.cores import usable_cpus
+
+SLOWER = 2.0
+"""A call that once takes so many times longer in other threads is not sampled."""
 
 WORTH = 1.1
 """From this gain on, another number of threads is told."""
@@ -24,6 +27,9 @@ def find(case: Case) -> Iterator[Finding]:
     for count in sorted({1, max(cores // 2, 1), cores} - {now}):
         if not case.has_time(case.latency["fp32"].median):
             break
+        once_s = timed_call(_in_threads(count, case.eager()), case.device)
+        if once_s > SLOWER * case.latency["fp32"].median:
+            continue
         ran = _with_threads(case, now, count)
         if ran.helps and ran.gain.ratio >= WORTH and (best is None or ran.gain.ratio > best[1].gain.ratio):
             best = count, ran
