@@ -8,6 +8,7 @@ import torch
 
 from ampopt.diagnosis.case import Case
 from ampopt.diagnosis.finding import Counterfactual, Finding
+from ampopt.diagnosis.verdict import where_time_goes
 from ampopt.ir.lanes import Lane
 from ampopt.measure.report import interval
 from ampopt.measure.sampling import gain
@@ -44,12 +45,12 @@ def find(case: Case) -> Iterator[Finding]:
 def _compared(case: Case, lane: Lane, reasons: str) -> Iterator[Finding]:
     fp32, amp = case.latency["fp32"], case.latency[lane.name]
     gained, lost = gain(fp32, amp), gain(amp, fp32)
-    if gained.is_vague:
+    if gained.is_vague and gained.low <= 1 <= gained.high:
         case.notes.append(f"the times vary too much to tell whether AMP is faster: {interval(gained)}")
     elif gained.is_real:
         yield Finding(
             "amp-pays",
-            f"FP32 leaves speed unused: AMP is {gained.ratio:.2f}x faster",
+            _with(f"AMP is {gained.ratio:.2f}x faster", where_time_goes(case) if case.layers else ""),
             advice="torch.autocast, if its error is small enough: see the errors by layer",
             share=1 - 1 / gained.ratio,
             counterfactual=Counterfactual("in AMP", fp32, amp, gained),
