@@ -25,8 +25,11 @@ EAGER_S = 3.0
 RUNS, PROFILED_S = 5, 3.0
 """Profiled runs of a graph, and the seconds that they may take: then one does."""
 
-SLOW_CALL_S, LOADING_S, SLOWEST = 0.05, 10.0, 20.0
-"""A lane whose call takes over `SLOWEST` times FP32's is not sampled; its first calls may load for long."""
+SLOW_CALL_S, LOADING_S = 0.05, 10.0
+"""A shorter call needs no further look, and first calls may load libraries for this long, in seconds."""
+
+SLOWEST, SAMPLED_S = 20.0, 0.5
+"""A lane is not sampled if its call takes over `SLOWEST` times FP32's, and over `SAMPLED_S` seconds."""
 
 
 def measure(case: Case, lanes: tuple[Lane, ...], tell: Progress) -> None:
@@ -66,7 +69,7 @@ def _time_eager(case: Case, lanes: tuple[Lane, ...]) -> None:
             case.notes.append(f"the {lane.name} lane was not tried: {crash}")
             continue
         call = eager_call(case.original, case.args, case.kwargs, case.device, lane)
-        most_s = math.inf if not samplers else max(SLOWEST * fp32_s, SLOW_CALL_S)
+        most_s = math.inf if not samplers else max(SLOWEST * fp32_s, SAMPLED_S)
         try:
             seconds = seconds_once_loaded(
                 call, case.device, long_s=SLOW_CALL_S, most_s=most_s, loading_s=LOADING_S
