@@ -21,7 +21,7 @@ from ampopt.diagnosis.trace import write_trace
 from ampopt.diagnosis.verdict import verdict
 from ampopt.diagnosis.watch import watch
 from ampopt.errors import InputError
-from ampopt.ir.arguments import refuse_more
+from ampopt.ir.arguments import as_module, refuse_more
 from ampopt.ir.lanes import FP32, lanes_for
 from ampopt.ir.model_copy import exact_copy, untouched_rng
 from ampopt.ir.signature import describe, flatten_call, tensors_of
@@ -86,6 +86,7 @@ def diagnose(
         budget = Budget(started, _budget_s(budget_s))
         sizes = _batches(batches)
         given_kwargs = dict(example_kwargs or {})
+        model, _ = as_module(model)
         where = target_of(model, example_inputs, given_kwargs, device)
         lanes = lanes_for("fp32," + precision, where)
         first_s = _first_call_s(model, example_inputs, given_kwargs, where)

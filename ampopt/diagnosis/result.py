@@ -20,7 +20,7 @@ class Diagnosis:
 
     `latency` and `device_time` are by lane, of eager and of its kernels alone; `findings` are ranked, see
     `Finding`. `layers` are the operators in the order of the graph, none if the model is not one graph;
-    `accuracy` are the operators of each lane, the worst first. `trace`: the trace file, if one was written.
+    `accuracy` are the operators of each lane, the worst first; `sweep` has a row for each batch.
     """
 
     model: str
