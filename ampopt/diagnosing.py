@@ -86,7 +86,7 @@ def diagnose(
         budget = Budget(started, _budget_s(budget_s))
         sizes = _batches(batches)
         given_kwargs = dict(example_kwargs or {})
-        model, _ = as_module(model)
+        model, wrapped = as_module(model)
         where = target_of(model, example_inputs, given_kwargs, device)
         lanes = lanes_for("fp32," + precision, where)
         first_s = _first_call_s(model, example_inputs, given_kwargs, where)
@@ -125,7 +125,7 @@ def diagnose(
                 write_trace(Path(trace), case.original, args, kwargs, where, sampled_lanes)
     load = load_now()
     busy = f"the machine is busy ({load}): these are its times" if load and load.is_high else None
-    notes = [told for told in (note, mode_note(model), busy) if told]
+    notes = [told for told in (wrapped, note, mode_note(model), busy) if told]
     release(where)
     return Diagnosis(
         model=type(model).__name__,
