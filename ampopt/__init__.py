@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ampopt.bundle_load import LoadedModel, load
     from ampopt.comparison import Comparison, compare
     from ampopt.deploy.runtime import OptimizedModule
+    from ampopt.diagnosing import Diagnosis, diagnose
     from ampopt.ir.pipeline import Pipeline
     from ampopt.ir.transform import Engine, Pass
     from ampopt.passes import PIPELINE
@@ -37,6 +38,7 @@ __all__ = [
     "BundleError",
     "CaptureError",
     "Comparison",
+    "Diagnosis",
     "Engine",
     "ExportError",
     "InputError",
@@ -51,6 +53,7 @@ __all__ = [
     "VerificationError",
     "__version__",
     "compare",
+    "diagnose",
     "load",
     "optimize",
 ]
@@ -63,6 +66,8 @@ _HOMES = {
     "optimize": "ampopt.api",
     "compare": "ampopt.comparison",
     "Comparison": "ampopt.comparison",
+    "Diagnosis": "ampopt.diagnosing",
+    "diagnose": "ampopt.diagnosing",
     "LoadedModel": "ampopt.bundle_load",
     "OptimizedModule": "ampopt.deploy.runtime",
     "load": "ampopt.bundle_load",

@@ -1,4 +1,4 @@
-"""The command line: `ampopt optimize`, `compare`, `export`, `verify`, `passes` and `cache`.
+"""The command line: `ampopt optimize`, `compare`, `diagnose`, `export`, `verify`, `passes` and `cache`.
 
 PyTorch takes seconds to import: a command first checks everything that can be checked without it.
 """
@@ -19,6 +19,7 @@ from typer import Argument, Option
 import ampopt
 from ampopt.bundle.destinations import check_distinct
 from ampopt.cli import deploy as cli_deploy
+from ampopt.cli import diagnose as cli_diagnose
 from ampopt.cli import options as cli
 from ampopt.cli.options import (
     check_lane_io,
@@ -39,6 +40,7 @@ from ampopt.measure import changes
 from ampopt.system import cache_folder
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app.command("diagnose")(cli_diagnose.diagnose)
 app.command("export")(cli_deploy.export)
 app.command("verify")(cli_deploy.verify)
 

@@ -1,12 +1,13 @@
-"""Where in a model's code an error arose: its file and line, and what stands there."""
+"""Where in a model's code an error or a call arose: its file and line, and what stands there."""
 
 from __future__ import annotations
 
 import linecache
+import sys
 import sysconfig
 import textwrap
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, FrameType, TracebackType
 
 import torch
 
@@ -31,14 +32,32 @@ def place_in_code(error: BaseException) -> str | None:
     return None
 
 
+def place_of_call(within: CodeType) -> str | None:
+    """The innermost line of a model's code, as above, that has led here, inside of a call of `within`.
+
+    None if there is none: a model of PyTorch's own modules has no line of its own.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not within:
+        if (found := _told(frame.f_code.co_filename, frame.f_lineno)) is not None:
+            return found
+        frame = frame.f_back
+    return None
+
+
 def _innermost(trace: TracebackType | None) -> str | None:
     found = None
     while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if _is_the_models(file) and (text := linecache.getline(file, trace.tb_lineno).strip()):
-            found = f'{Path(file).name}:{trace.tb_lineno}, "{textwrap.shorten(text, 80, placeholder=" …")}"'
+        found = _told(trace.tb_frame.f_code.co_filename, trace.tb_lineno) or found
         trace = trace.tb_next
     return found
+
+
+def _told(file: str, line: int) -> str | None:
+    """A line with its place; None if it is none of a model's code, or cannot be read."""
+    if not _is_the_models(file) or not (text := linecache.getline(file, line).strip()):
+        return None
+    return f'{Path(file).name}:{line}, "{textwrap.shorten(text, 80, placeholder=" …")}"'
 
 
 def _is_the_models(file: str) -> bool:

@@ -102,8 +102,13 @@ def _style(line: str) -> str:
 
 def to_text(ledger: Ledger) -> str:
     """The summary and the table as plain text."""
-    console = Console(file=io.StringIO(), width=TEXT_WIDTH, force_terminal=False, force_jupyter=False)
-    console.print(to_rich(ledger))
+    return as_text(to_rich(ledger), TEXT_WIDTH)
+
+
+def as_text(shown: RenderableType, width: int) -> str:
+    """What rich shows as plain text of a width in characters."""
+    console = Console(file=io.StringIO(), width=width, force_terminal=False, force_jupyter=False)
+    console.print(shown)
     file = console.file
     assert isinstance(file, io.StringIO)
     return file.getvalue()

@@ -1,0 +1,174 @@
+"""`ampopt.diagnose`: why a model is slow, and why AMP is slower, with evidence that was executed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampopt.api import mode_note, prepare_call, target_of
+from ampopt.diagnosis.case import Case, eager_call, own_tensors, timed_call
+from ampopt.diagnosis.ceilings import measure_ceilings
+from ampopt.diagnosis.examine import find_all, measure
+from ampopt.diagnosis.finding import Finding
+from ampopt.diagnosis.result import Diagnosis
+from ampopt.diagnosis.sweep import BatchRow, sweep
+from ampopt.diagnosis.trace import write_trace
+from ampopt.diagnosis.verdict import verdict
+from ampopt.diagnosis.watch import watch
+from ampopt.errors import InputError
+from ampopt.ir.arguments import as_module, refuse_more
+from ampopt.ir.lanes import FP32, lanes_for
+from ampopt.ir.model_copy import exact_copy, untouched_rng
+from ampopt.ir.signature import describe, flatten_call, tensors_of
+from ampopt.measure.headline import load_now
+from ampopt.search.progress import progress_line
+from ampopt.system.budget import Budget
+from ampopt.system.environment import environment
+from ampopt.system.interrupts import check_interrupted, interruptible, watched
+from ampopt.system.memory import release
+from ampopt.system.process_state import process_kept
+from ampopt.system.turns import optimizing
+
+__all__ = ["Diagnosis", "Finding", "diagnose"]
+
+DEFAULT_S = 60.0
+"""The time budget in seconds, if none is given; what has begun is ended."""
+
+SWEEPING = 0.5
+"""The share of it that the batch sweep gets."""
+
+
+@optimizing.taken()
+@watched()
+@process_kept()
+def diagnose(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *more: Any,
+    example_kwargs: Mapping[str, Any] | None = None,
+    precision: str = "amp",
+    batches: Sequence[int] = (),
+    budget_s: float | None = None,
+    device: torch.device | str | None = None,
+    trace: Path | str | None = None,
+    progress: bool | None = None,
+) -> Diagnosis:
+    """Find out why a model is slow, and why AMP is slower than FP32.
+
+    Eager is timed in FP32 and in AMP, each of its operators by PyTorch's profiler, and this device's own
+    ceilings are measured. Every finding comes with its evidence and, where the remedy can be executed, with
+    what it brought when it was. The model is never changed. It waits for other `optimize`, `compare` and
+    `diagnose` calls in the process.
+
+    Args:
+        model: any module. It is measured in evaluation mode; that it is in training mode is a finding.
+        example_inputs: a tuple of the positional arguments, or the only argument; None: inferred.
+        more: further positional arguments raise InputError, which says what to write instead.
+        example_kwargs: the keyword arguments of the example call.
+        precision: the lane that is compared to FP32: "amp" or "bf16".
+        batches: sizes of the first dimension to sweep in both lanes, until memory or half of the time is out.
+        budget_s: seconds for everything; None: 60. What does not fit is not tried, and is noted.
+        device: diagnose a copy on this device; None: the device of the weights.
+        trace: a file for a trace of a few calls, for Perfetto or chrome://tracing.
+        progress: show a progress line; None: if standard error is a terminal.
+
+    Raises:
+        InputError: the arguments do not fit the model. Interrupted: Ctrl-C was pressed.
+    """
+    started = time.perf_counter()
+    with interruptible():
+        refuse_more(more)
+        budget = Budget(started, _budget_s(budget_s))
+        sizes = _batches(batches)
+        given_kwargs = dict(example_kwargs or {})
+        model, wrapped = as_module(model)
+        where = target_of(model, example_inputs, given_kwargs, device)
+        lanes = lanes_for("fp32," + precision, where)
+        first_s = _first_call_s(model, example_inputs, given_kwargs, where)
+        original, args, kwargs, note = prepare_call(model, example_inputs, given_kwargs, device)
+        given = (
+            (args, kwargs) if example_inputs is None and not given_kwargs else (example_inputs, given_kwargs)
+        )
+        called = given[0] if isinstance(given[0], tuple) else () if given[0] is None else (given[0],)
+        with progress_line(progress, started, budget.seconds) as tell, untouched_rng(where):
+            tell("all", "watched call")
+            seen = watch(exact_copy(original), *own_tensors(called, given[1]), where)
+            tell("all", "ceilings")
+            case = Case(
+                model=model,
+                given=(called, given[1]),
+                original=exact_copy(original),
+                args=args,
+                kwargs=kwargs,
+                device=where,
+                watched=seen,
+                ceilings=measure_ceilings(where, lanes[-1].dtype),
+                budget=budget,
+                first_call_s=first_s,
+            )
+            rows: list[BatchRow] = []
+            measure(case, lanes, tell)
+            if sizes:
+                tell("all", "batch sweep")
+                sampled = [case.lanes[name] for name in case.latency]
+                share = SWEEPING * budget.left_s
+                rows, ended = sweep(case.original, args, kwargs, where, sampled, sizes, share)
+                case.notes += [ended] if ended else []
+            findings = find_all(case, tell)
+            if trace is not None:
+                sampled_lanes = {name: case.lanes[name] for name in case.latency}
+                write_trace(Path(trace), case.original, args, kwargs, where, sampled_lanes)
+    load = load_now()
+    busy = f"the machine is busy ({load}): these are its times" if load and load.is_high else None
+    notes = [told for told in (wrapped, note, mode_note(model), busy) if told]
+    release(where)
+    return Diagnosis(
+        model=type(model).__name__,
+        environment=environment(where),
+        inputs=tuple(describe(tensor) for tensor in tensors_of(flatten_call(args, kwargs)[0])),
+        verdict=verdict(case, findings),
+        findings=findings,
+        latency=case.latency,
+        device_time=case.device_time,
+        ceilings=case.ceilings,
+        layers=case.layers,
+        accuracy=case.accuracy,
+        sweep=tuple(rows),
+        notes=(*notes, *case.notes),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _budget_s(seconds: float | None) -> float:
+    if seconds is None:
+        return DEFAULT_S
+    if not seconds > 0:
+        raise InputError(f"budget_s={seconds!r}: give a positive number of seconds")
+    return seconds
+
+
+def _batches(batches: Sequence[int]) -> tuple[int, ...]:
+    found = tuple(batches)
+    if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in found):
+        raise InputError(f"batches={batches!r}: give whole numbers from 1 on, as (1, 2, 4, 8)")
+    return found
+
+
+def _first_call_s(model: nn.Module, inputs: Any, kwargs: dict[str, Any], device: torch.device) -> float:
+    """Seconds of the model's first call in this process; 0 where it fails, which `prepare_call` tells."""
+    if inputs is None and not kwargs:
+        return 0.0
+    args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+    try:
+        with untouched_rng(device):
+            copied = exact_copy(model).eval().to(device)
+            args, kwargs = own_tensors(args, kwargs)
+            return timed_call(eager_call(copied, args, kwargs, device, FP32), device)
+    except Exception as error:
+        check_interrupted(error)
+        return 0.0

@@ -1,0 +1,117 @@
+"""Examines one model: what is measured first, then every finding, within a time budget."""
+
+from __future__ import annotations
+
+import math
+
+from ampopt.diagnosis.case import Case, eager_call
+from ampopt.diagnosis.finding import Finding, ranked
+from ampopt.diagnosis.findings import FINDINGS
+from ampopt.diagnosis.layers import layers_of, works
+from ampopt.diagnosis.operators import Spent, profiled
+from ampopt.engines.graph_capture import ReplayedProgram
+from ampopt.errors import AmpoptError, CaptureError, first_line
+from ampopt.ir.capture import capture
+from ampopt.ir.lanes import Lane
+from ampopt.ir.narrow_convs import why_it_may_crash
+from ampopt.measure.clocks import device_time, latency, seconds_once_loaded
+from ampopt.measure.sampling import Sampler, interleave
+from ampopt.search.trials import Progress
+from ampopt.system.interrupts import check_interrupted
+
+EAGER_S = 3.0
+"""Seconds for the samples of eager in all lanes."""
+
+RUNS, PROFILED_S = 5, 3.0
+"""Profiled runs of a graph, and the seconds that they may take: then one does."""
+
+SLOW_CALL_S, LOADING_S = 0.05, 10.0
+"""A shorter call needs no further look, and first calls may load libraries for this long, in seconds."""
+
+SLOWEST, SAMPLED_S = 20.0, 0.5
+"""A lane is not sampled if its call takes over `SLOWEST` times FP32's, and over `SAMPLED_S` seconds."""
+
+
+def measure(case: Case, lanes: tuple[Lane, ...], tell: Progress) -> None:
+    """Fill a case: the graph, latencies and device times by lane, and the layer table."""
+    tell("all", "capture")
+    try:
+        captured = capture(case.original, case.args, case.kwargs, case.device)
+        case.program = captured.program
+    except CaptureError as error:
+        case.not_a_graph = str(error)
+    tell("all", "eager")
+    _time_eager(case, lanes)
+    _time_device(case)
+    if case.program is not None:
+        _time_operators(case, tell)
+
+
+def find_all(case: Case, tell: Progress) -> tuple[Finding, ...]:
+    """Every finding, ranked; what fails while it looks is a note."""
+    found: list[Finding] = []
+    for find in FINDINGS:
+        name = find.__module__.rpartition(".")[2].replace("_", "-")
+        tell("all", name)
+        try:
+            found += find(case)
+        except Exception as error:
+            check_interrupted(error)
+            case.notes.append(f"{name} could not be examined: {first_line(error)}")
+    return ranked(found)
+
+
+def _time_eager(case: Case, lanes: tuple[Lane, ...]) -> None:
+    samplers: dict[str, Sampler] = {}
+    fp32_s = 0.0
+    for lane in lanes:
+        if lane.is_mixed and case.program is not None and (crash := why_it_may_crash(case.program)):
+            case.notes.append(f"the {lane.name} lane was not tried: {crash}")
+            continue
+        call = eager_call(case.original, case.args, case.kwargs, case.device, lane)
+        most_s = math.inf if not samplers else max(SLOWEST * fp32_s, SAMPLED_S)
+        try:
+            seconds = seconds_once_loaded(
+                call, case.device, long_s=SLOW_CALL_S, most_s=most_s, loading_s=LOADING_S
+            )
+        except Exception as error:
+            check_interrupted(error)
+            case.notes.append(
+                f"the {lane.name} lane was not tried: the model fails in it ({first_line(error)})"
+            )
+            continue
+        case.lanes[lane.name] = lane
+        if seconds > most_s:
+            case.too_slow[lane.name] = most_s
+            continue
+        if not samplers:
+            fp32_s = seconds
+        samplers[lane.name] = latency(call, case.device, last_s=seconds)
+    case.latency = interleave(samplers, seconds=EAGER_S, least=6, most=200)
+
+
+def _time_device(case: Case) -> None:
+    if case.device.type != "cuda" or case.program is None:
+        return
+    samplers = {}
+    for name in case.latency:
+        program = case.start(case.lanes[name])
+        assert program is not None
+        try:
+            samplers[name] = device_time(ReplayedProgram(program).replay, case.device)
+        except AmpoptError as error:
+            case.notes.append(f"no device time in the {name} lane: {first_line(error)}")
+    case.device_time = interleave(samplers, seconds=1.0) if samplers else {}
+
+
+def _time_operators(case: Case, tell: Progress) -> None:
+    assert case.program is not None
+    spent: dict[str, dict[str, Spent]] = {}
+    for name, measured in case.latency.items():
+        tell(name, "operators")
+        runs = RUNS if RUNS * measured.median < PROFILED_S else 1
+        program = case.start(case.lanes[name])
+        assert program is not None
+        spent[name] = profiled(program, runs)
+    dtypes = {name: case.lanes[name].dtype for name in spent}
+    case.layers = layers_of(works(case.program), spent, dtypes, case.ceilings)

@@ -1,0 +1,78 @@
+"""A finding: what costs time or is wrong, where, with its evidence, and what its remedy brought when run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ampopt.measure.report import interval
+from ampopt.measure.sampling import Gain, Measurement
+
+
+@dataclasses.dataclass(frozen=True)
+class Counterfactual:
+    """A remedy that was executed: `before` and `after` were sampled in turn, in this process.
+
+    `change` completes the sentence "… it takes 0.9 ms". `of`: what was timed, a call unless told otherwise.
+    """
+
+    change: str
+    before: Measurement
+    after: Measurement
+    gain: Gain
+    of: str = "a call"
+
+    @property
+    def helps(self) -> bool:
+        """Whether it is certainly faster; not where the machine is too busy to tell."""
+        return self.gain.at_least > 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, times in milliseconds."""
+        return {
+            "change": self.change,
+            "of": self.of,
+            "before": self.before.to_dict(),
+            "after": self.after.to_dict(),
+            "gain": dataclasses.asdict(self.gain),
+        }
+
+    def __str__(self) -> str:
+        before, after = 1e3 * self.before.median, 1e3 * self.after.median
+        taken = f"{self.change}, {self.of} takes {after:.3g} ms instead of {before:.3g}"
+        return f"{taken} ({self.gain.ratio:.2f}x, {interval(self.gain)})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One answer to "why is it slow?".
+
+    `says` is the evidence in one sentence, `places` where in the model it is (`layer1.0.conv1,
+    resnet.py:92`), `advice` what to do. `share` is the part of a call's time in `lane` that it costs, from 0
+    to 1, by which findings are ranked; `is_fault` ones (the results are other ones than meant) come first.
+    `counterfactual` None: the remedy cannot be executed without changing the model's code.
+    """
+
+    name: str
+    says: str
+    places: tuple[str, ...] = ()
+    advice: str = ""
+    lane: str = "fp32"
+    share: float = 0.0
+    is_fault: bool = False
+    counterfactual: Counterfactual | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        ran = None if self.counterfactual is None else self.counterfactual.to_dict()
+        return {**dataclasses.asdict(self), "share": round(self.share, 4), "counterfactual": ran}
+
+
+def ranked(findings: list[Finding]) -> tuple[Finding, ...]:
+    """Faults first, then by what they cost."""
+    return tuple(sorted(findings, key=lambda finding: (not finding.is_fault, -finding.share)))
+
+
+def saved(counterfactual: Counterfactual) -> float:
+    """The share of its time that a remedy saves; 0 where it is not certainly faster."""
+    return 1 - 1 / counterfactual.gain.ratio if counterfactual.helps else 0.0

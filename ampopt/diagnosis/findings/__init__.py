@@ -1,0 +1,48 @@
+"""The findings, one file each: `find(case)` gives those that its evidence supports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ampopt.diagnosis.case import Case
+from ampopt.diagnosis.finding import Finding
+from ampopt.diagnosis.findings import (
+    autocast_casts,
+    batch_norm,
+    channels,
+    cold_calls,
+    cpu_threads,
+    graph_break,
+    grouped,
+    host_reads,
+    input_device,
+    launch_bound,
+    memory_layout,
+    mixed_precision,
+    overflow,
+    redundant,
+    tf32,
+    training_mode,
+)
+
+Find = Callable[[Case], Iterator[Finding]]
+
+FINDINGS: tuple[Find, ...] = (
+    graph_break.find,
+    host_reads.find,
+    mixed_precision.find,
+    training_mode.find,
+    input_device.find,
+    launch_bound.find,
+    memory_layout.find,
+    batch_norm.find,
+    autocast_casts.find,
+    channels.find,
+    grouped.find,
+    redundant.find,
+    tf32.find,
+    overflow.find,
+    cpu_threads.find,
+    cold_calls.find,
+)
+"""In the order in which they are looked for: first what costs no time, then what is most often the cause."""

@@ -1,0 +1,69 @@
+"""cpu-threads: another number of threads than the one that is fastest."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ampopt.diagnosis.case import Case, timed_call
+from ampopt.diagnosis.finding import Counterfactual, Finding, saved
+from ampopt.system.cores import usable_cpus
+
+SLOWER = 2.0
+"""A call that once takes so many times longer in other threads is not sampled."""
+
+WORTH = 1.1
+"""From this gain on, another number of threads is told."""
+
+
+def find(case: Case) -> Iterator[Finding]:
+    """PyTorch's threads and the cores; executed: half of the cores, all of them, and one thread."""
+    if case.device.type != "cpu":
+        return
+    now, cores = torch.get_num_threads(), len(usable_cpus())
+    best: tuple[int, Counterfactual] | None = None
+    for count in sorted({1, max(cores // 2, 1), cores} - {now}):
+        if not case.has_time(case.latency["fp32"].median):
+            break
+        once_s = timed_call(_in_threads(count, case.eager()), case.device)
+        if once_s > SLOWER * case.latency["fp32"].median:
+            continue
+        ran = _with_threads(case, now, count)
+        if ran.helps and ran.gain.ratio >= WORTH and (best is None or ran.gain.ratio > best[1].gain.ratio):
+            best = count, ran
+    if best is not None:
+        count, ran = best
+        yield Finding(
+            "cpu-threads",
+            f"PyTorch computes in {now} thread{'s' * (now != 1)}, and this process may use {cores} cores",
+            advice=f"torch.set_num_threads({count})",
+            share=saved(ran),
+            counterfactual=ran,
+        )
+
+
+def _with_threads(case: Case, now: int, count: int) -> Counterfactual:
+    call = case.eager()
+    plural = "s" * (count != 1)
+    change = f"in {count} thread{plural}"
+    return case.counterfactual(change, _in_threads(now, call), _in_threads(count, call))
+
+
+def _in_threads(count: int, call: Callable[[], object]) -> Callable[[], object]:
+    def run() -> object:
+        with _threads(count):
+            return call()
+
+    return run
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,110 @@
+"""mixed-precision: whether AMP pays here, and why not where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ampopt.diagnosis.case import Case
+from ampopt.diagnosis.finding import Counterfactual, Finding
+from ampopt.diagnosis.verdict import where_time_goes
+from ampopt.ir.lanes import Lane
+from ampopt.measure.report import interval
+from ampopt.measure.sampling import gain
+
+FAST = 1.5
+"""A lower precision whose products are less than this many times faster than FP32's is not fast here."""
+
+OFTEN = 0.5
+"""A kind of operator that takes more than this share of the time decides about the whole."""
+
+
+def find(case: Case) -> Iterator[Finding]:
+    """AMP against FP32, both executed, with the reason that the measurements give."""
+    for name, lane in case.lanes.items():
+        if not lane.is_mixed:
+            continue
+        reasons = ", and ".join(why_amp_gains_little(case, lane))
+        if name in case.too_slow:
+            times = case.too_slow[name] / case.latency["fp32"].median
+            says = f"AMP takes over {times:.0f} times as long as FP32"
+            yield Finding(
+                "amp-harmful",
+                _with(says, reasons),
+                advice="stay in FP32 here",
+                lane=name,
+                share=1 - 1 / times,
+            )
+            continue
+        if name not in case.latency:
+            continue
+        yield from _compared(case, lane, reasons)
+
+
+def _compared(case: Case, lane: Lane, reasons: str) -> Iterator[Finding]:
+    fp32, amp = case.latency["fp32"], case.latency[lane.name]
+    gained, lost = gain(fp32, amp), gain(amp, fp32)
+    if gained.is_vague and gained.low <= 1 <= gained.high:
+        case.notes.append(f"the times vary too much to tell whether AMP is faster: {interval(gained)}")
+    elif gained.is_real:
+        yield Finding(
+            "amp-pays",
+            _with(f"AMP is {gained.ratio:.2f}x faster", where_time_goes(case) if case.layers else ""),
+            advice="torch.autocast, if its error is small enough: see the errors by layer",
+            share=1 - 1 / gained.ratio,
+            counterfactual=Counterfactual("in AMP", fp32, amp, gained),
+        )
+    else:
+        says = f"{lost.ratio:.2f}x slower" if lost.is_real else "no faster"
+        yield Finding(
+            "amp-harmful" if lost.is_real else "amp-useless",
+            _with(f"AMP is {says} than FP32", reasons),
+            advice="stay in FP32; ampopt.optimize tries whether AMP pays without its overhead",
+            lane=lane.name,
+            share=1 - 1 / lost.ratio if lost.is_real else 0.0,
+            counterfactual=Counterfactual("in FP32", amp, fp32, lost),
+        )
+
+
+def _with(says: str, reasons: str) -> str:
+    return f"{says}: {reasons}" if reasons else says
+
+
+def why_amp_gains_little(case: Case, lane: Lane) -> Iterator[str]:
+    """Reasons that are measured; none if there are none."""
+    low, rates = str(lane.dtype).removeprefix("torch."), case.ceilings.rates
+    if low in rates and rates[low] < FAST * rates["fp32"]:
+        lacks = "" if case.device.type == "cuda" or has_bfloat16() else " (it has no bfloat16 instructions)"
+        yield (
+            f"this device reaches {rates[low] / 1e12:.2g} TFLOP/s in {low} and "
+            f"{rates['fp32'] / 1e12:.2g} in FP32{lacks}"
+        )
+    total = sum(layer.seconds("fp32") for layer in case.layers) or 1.0
+    launch = (
+        sum(layer.seconds("fp32") for layer in case.layers if layer.bounds.get("fp32") == "launch") / total
+    )
+    if launch > OFTEN:
+        yield f"{launch:.0%} of the operators' time is in operators so small that their launch costs most"
+    deep = [
+        layer
+        for layer in case.layers
+        if is_depthwise(layer.work.operator, layer.work.parameters, layer.work.shape)
+    ]
+    share = sum(layer.seconds("fp32") for layer in deep) / total
+    if share > OFTEN:
+        yield f"{share:.0%} of the time is in depthwise convolutions, which have no fast path"
+    casts = [layer.spent[lane.name] for layer in case.layers if lane.name in layer.spent]
+    spent, whole = sum(each.casts_s for each in casts), sum(each.seconds for each in casts)
+    if casts and spent > 0.1 * whole:
+        yield f"its {sum(each.casts for each in casts)} casts take {spent / whole:.0%} of the operators' time"
+
+
+def is_depthwise(operator: str, parameters: int, shape: tuple[int, ...]) -> bool:
+    """Whether a convolution has at most a few dozen weights a channel, as a depthwise one does."""
+    return operator.startswith("conv") and len(shape) > 1 and 0 < parameters <= 50 * shape[1]
+
+
+def has_bfloat16() -> bool:
+    """Whether this processor has instructions for bfloat16, as far as PyTorch can tell."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

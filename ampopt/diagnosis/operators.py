@@ -1,0 +1,129 @@
+"""The time of every call of a graph, by `torch.profiler`: a kernel belongs to the node that launched it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ampopt.ir.own_autocast import own_scope
+from ampopt.ir.program import Program
+from ampopt.measure.clocks import synchronize
+
+LABEL = "ampopt node "
+
+_LEVEL = "KINETO_LOG_LEVEL"
+
+_CASTS = ("aten::_to_copy",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel, copy or memset on a GPU, with its time in seconds."""
+
+    name: str
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Spent:
+    """What one call of a graph costs: seconds on its device (on a GPU of its kernels alone), and its kernels.
+
+    `casts` counts the conversions of dtype that it makes inside, and `casts_s` is their time in seconds.
+    """
+
+    seconds: float
+    kernels: tuple[Kernel, ...] = ()
+    casts: int = 0
+    casts_s: float = 0.0
+
+
+@contextlib.contextmanager
+def recording(device: torch.device) -> Iterator[profile]:
+    """Record what runs in the block on the host and on a GPU.
+
+    The profiler's library, which reads its level as it is first used, would write to standard error.
+    """
+    on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    level = os.environ.get(_LEVEL)
+    os.environ[_LEVEL] = level or "99"
+    try:
+        with profile(activities=[ProfilerActivity.CPU, *on_gpu]) as recorded:
+            yield recorded
+    finally:
+        if level is None:
+            del os.environ[_LEVEL]
+
+
+def profiled(program: Program, runs: int) -> dict[str, Spent]:
+    """What each call of a program's graph costs, by its name: the median of `runs` runs after one more.
+
+    On a CPU the time of a short operator includes what its call costs, as it does in eager.
+    """
+    with program.scope():
+        entered = [border.convert(t) for border, t in zip(program.entry, program.examples, strict=True)]
+        _Labelled(program).run(*entered)
+        synchronize(program.device)
+        with recording(program.device) as recorded:
+            for _ in range(runs):
+                _Labelled(program).run(*entered)
+            synchronize(program.device)
+    found: dict[str, list[Spent]] = {}
+    on_gpu = program.device.type == "cuda"
+    for event in recorded.events() or ():
+        if event.name.startswith(LABEL) and event.device_type == DeviceType.CPU:
+            found.setdefault(event.name.removeprefix(LABEL), []).append(_spent(event, on_gpu=on_gpu))
+    return {name: _median(several) for name, several in found.items()}
+
+
+class _Labelled(fx.Interpreter):
+    """Runs each call in a range of the profiler that has the node's name."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program.graph)
+        self._device = program.device
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        with own_scope(n, self._device), record_function(LABEL + n.name):
+            return super().run_node(n)
+
+
+def _spent(event: Any, *, on_gpu: bool) -> Spent:
+    kernels = tuple(_kernels(event))
+    casts = list(_casts(event))
+    if not on_gpu:
+        return Spent(
+            1e-6 * event.cpu_time_total, (), len(casts), 1e-6 * sum(each.cpu_time_total for each in casts)
+        )
+    casts_s = sum(kernel.seconds for each in casts for kernel in _kernels(each))
+    return Spent(sum(kernel.seconds for kernel in kernels), kernels, len(casts), casts_s)
+
+
+def _kernels(event: Any) -> Iterator[Kernel]:
+    yield from (Kernel(kernel.name, 1e-6 * kernel.duration) for kernel in event.kernels)
+    for child in event.cpu_children:
+        yield from _kernels(child)
+
+
+def _casts(event: Any) -> Iterator[Any]:
+    """The outermost conversions inside an event."""
+    for child in event.cpu_children:
+        if child.name in _CASTS:
+            yield child
+        else:
+            yield from _casts(child)
+
+
+def _median(several: list[Spent]) -> Spent:
+    middle = statistics.median_low(spent.seconds for spent in several)
+    return next(spent for spent in several if spent.seconds == middle)

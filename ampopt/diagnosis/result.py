@@ -1,0 +1,61 @@
+"""What `ampopt.diagnose` found: the verdict, the findings and the tables, as JSON data and as text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ampopt.diagnosis.accuracy import LayerError
+from ampopt.diagnosis.ceilings import Ceilings
+from ampopt.diagnosis.finding import Finding
+from ampopt.diagnosis.layers import Layer
+from ampopt.diagnosis.sweep import BatchRow
+from ampopt.measure.sampling import Measurement
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """The result of `diagnose`. `print` it: the verdict comes first.
+
+    `latency` and `device_time` are by lane, of eager and of its kernels alone; `findings` are ranked, see
+    `Finding`. `layers` are the operators in the order of the graph, none if the model is not one graph;
+    `accuracy` are the operators of each lane, the worst first; `sweep` has a row for each batch.
+    """
+
+    model: str
+    environment: dict[str, str]
+    inputs: tuple[str, ...]
+    verdict: str
+    findings: tuple[Finding, ...]
+    latency: Mapping[str, Measurement]
+    device_time: Mapping[str, Measurement]
+    ceilings: Ceilings
+    layers: tuple[Layer, ...]
+    accuracy: Mapping[str, tuple[LayerError, ...]]
+    sweep: tuple[BatchRow, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """The diagnosis as JSON data, times in milliseconds."""
+        return {
+            "model": self.model,
+            "environment": self.environment,
+            "inputs": list(self.inputs),
+            "verdict": self.verdict,
+            "findings": [finding.to_dict() for finding in self.findings],
+            "latency": {lane: measured.to_dict() for lane, measured in self.latency.items()},
+            "device_time": {lane: measured.to_dict() for lane, measured in self.device_time.items()},
+            "ceilings": self.ceilings.to_dict(),
+            "layers": [layer.to_dict() for layer in self.layers],
+            "accuracy": {lane: [e.to_dict() for e in errors] for lane, errors in self.accuracy.items()},
+            "sweep": [row.to_dict() for row in self.sweep],
+            "notes": list(self.notes),
+            "seconds": round(self.seconds, 2),
+        }
+
+    def __str__(self) -> str:
+        from ampopt.diagnosis.text import to_text
+
+        return to_text(self)

@@ -1,0 +1,104 @@
+"""The batch sweep: from which batch on AMP pays."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampopt.diagnosis.case import eager_call
+from ampopt.errors import first_line, is_passing
+from ampopt.ir.lanes import Lane
+from ampopt.ir.signature import flatten_call, map_tensors, tensors_of
+from ampopt.measure.clocks import latency
+from ampopt.measure.sampling import Measurement, interleave
+from ampopt.system.interrupts import check_interrupted
+
+LEAST, MOST = 3, 30
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchRow:
+    """The latency of a call of one batch in each lane."""
+
+    batch: int
+    latency: Mapping[str, Measurement]
+
+    def throughput(self, lane: str) -> float:
+        """Examples a second."""
+        return self.batch / self.latency[lane].median
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, times in milliseconds and throughput in examples a second."""
+        lanes = {
+            lane: {**measured.to_dict(), "per_s": round(self.throughput(lane), 3)}
+            for lane, measured in self.latency.items()
+        }
+        return {"batch": self.batch, "lanes": lanes}
+
+
+def sweep(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    lanes: Sequence[Lane],
+    batches: Sequence[int],
+    seconds: float,
+) -> tuple[list[BatchRow], str | None]:
+    """The rows of the batches, smallest first, until memory or `seconds` are out; and why it ended, if so.
+
+    The batch is the first dimension of every tensor that has as many entries there as the first tensor.
+    """
+    rows: list[BatchRow] = []
+    started = time.perf_counter()
+    for place, batch in enumerate(sorted(batches)):
+        left_s = seconds - (time.perf_counter() - started)
+        if rows:
+            expected_s = sum(m.median for m in rows[-1].latency.values()) * batch / rows[-1].batch
+            if (2 * LEAST + 1) * expected_s > left_s:
+                return rows, f"the batch sweep ended before {batch}: its time was over"
+        try:
+            own_args, own_kwargs = of_batch(args, kwargs, batch)
+            samplers = {
+                lane.name: latency(eager_call(model, own_args, own_kwargs, device, lane), device)
+                for lane in lanes
+            }
+            share = max(left_s, 0.0) / (len(batches) - place)
+            rows.append(
+                BatchRow(batch, interleave(samplers, seconds=min(share, 2.0), least=LEAST, most=MOST))
+            )
+        except Exception as error:
+            check_interrupted(error)
+            why = "memory was out" if is_passing(error) else first_line(error)
+            return rows, f"the batch sweep ended before {batch}: {why}"
+    return rows, None
+
+
+def of_batch(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call of another batch: examples are repeated in turn."""
+    tensors = [tensor for tensor in tensors_of(flatten_call(args, kwargs)[0]) if tensor.dim()]
+    count = tensors[0].shape[0] if tensors else 0
+
+    def repeated(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or tensor.shape[0] != count:
+            return tensor
+        return tensor[torch.arange(batch, device=tensor.device) % count]
+
+    return map_tensors(repeated, args, kwargs)
+
+
+def pays_from(rows: Sequence[BatchRow], lane: str) -> int | None:
+    """The smallest batch from which on a lane is faster than FP32 in every row; None if in none."""
+    found = None
+    for row in reversed(rows):
+        if lane not in row.latency or row.latency[lane].median >= row.latency["fp32"].median:
+            break
+        found = row.batch
+    return found

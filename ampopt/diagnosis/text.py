@@ -1,0 +1,117 @@
+"""A diagnosis for a terminal of 80 columns: the verdict, the findings, the slowest layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ampopt.diagnosis.sweep import pays_from
+from ampopt.measure.terminal import as_text
+
+if TYPE_CHECKING:
+    from ampopt.diagnosis.result import Diagnosis
+
+WIDTH = 80
+"""The width of plain text, in characters."""
+
+ROWS, INEXACT = 10, 5
+"""Rows of the table of the slowest layers and of the least exact ones; JSON has all."""
+
+
+def to_text(found: Diagnosis) -> str:
+    """The diagnosis as plain text."""
+    return as_text(to_rich(found), WIDTH)
+
+
+def to_rich(found: Diagnosis, *, everything: bool = False) -> Group:
+    """The diagnosis for a terminal; `everything`: every layer, in the order of the graph."""
+    parts: list[RenderableType] = [
+        Text(f"verdict: {found.verdict}", style="bold"),
+        Text(f"{found.model} on {found.environment.get('device', '?')}, inputs {', '.join(found.inputs)}"),
+        Text(f"this device: {found.ceilings}"),
+    ]
+    if found.findings:
+        parts += [Text("\nfindings", style="bold")]
+    for number, finding in enumerate(found.findings, 1):
+        mark = "fault" if finding.is_fault else f"{finding.share:.0%}"
+        parts.append(Text(f"{number}. [{finding.lane}, {mark}] {finding.name}: {finding.says}"))
+        more = [f"at {place}" for place in finding.places]
+        more += [f"executed: {finding.counterfactual}"] if finding.counterfactual else []
+        more += [f"do: {finding.advice}"] if finding.advice else []
+        parts += [Padding(Text(line), (0, 0, 0, 3)) for line in more]
+    if found.layers:
+        parts += [Text(), _layers(found, everything=everything)]
+    for lane, errors in found.accuracy.items():
+        shown = errors if everything else errors[:INEXACT]
+        rows = [
+            (
+                each.name,
+                each.place,
+                "overflow" if each.overflows else f"{each.alone:.1e}",
+                f"{each.accumulated:.1e}",
+                "–" if each.at_outputs is None else f"{each.at_outputs:.1e}",
+            )
+            for each in shown
+        ]
+        title = f"errors against float64, {lane}: the operators that matter most"
+        parts += [Text(), _table(title, ("operator", "place", "alone", "so far", "at outputs"), rows)]
+    if found.sweep:
+        parts += [Text(), *_sweep(found)]
+    parts += [
+        Text(f"\nnote: {note}" if not place else f"note: {note}") for place, note in enumerate(found.notes)
+    ]
+    return Group(*parts, Text(f"took {found.seconds:.1f} s"))
+
+
+def _layers(found: Diagnosis, *, everything: bool) -> Table:
+    lanes = [lane for lane in found.latency if any(lane in layer.spent for layer in found.layers)]
+    total = sum(layer.seconds("fp32") for layer in found.layers) or 1.0
+    rows = sorted(found.layers, key=lambda layer: -layer.seconds("fp32"))[:ROWS]
+    cells = [
+        (
+            layer.name,
+            layer.work.place,
+            *(f"{1e3 * layer.seconds(lane):.3f}" for lane in lanes),
+            f"{layer.seconds('fp32') / total:.0%}",
+            f"{layer.work.madds / 1e6:.4g}",
+            f"{layer.bounds.get('fp32', '–')} {layer.reached.get('fp32', 0.0):.0%}",
+        )
+        for layer in (found.layers if everything else rows)
+    ]
+    columns = ("operator", "place", *(f"{lane} ms" for lane in lanes), "share", "MMAdds", "bound by")
+    count = "" if everything else f" ({len(cells)} slowest of {len(found.layers)})"
+    return _table(f"layers{count}; bound by: share of that ceiling reached", columns, cells)
+
+
+def _sweep(found: Diagnosis) -> list[RenderableType]:
+    lanes = list(found.sweep[0].latency)
+    rows = [
+        (
+            str(row.batch),
+            *(f"{1e3 * row.latency[lane].median:.3f}" for lane in lanes),
+            *(f"{row.throughput(lane):.1f}" for lane in lanes),
+        )
+        for row in found.sweep
+    ]
+    columns = ("batch", *(f"{lane} ms" for lane in lanes), *(f"{lane} per s" for lane in lanes))
+    told = []
+    for lane in lanes[1:]:
+        batch = pays_from(found.sweep, lane)
+        pays = f"is faster than FP32 from batch {batch} on" if batch else "is not faster than FP32 in the end"
+        told.append(Text(f"{lane} {pays}"))
+    return [_table("batch sweep", columns, rows), *told]
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=None, title=title, title_justify="left", header_style="bold", pad_edge=False)
+    for column in columns:
+        is_text = column in ("operator", "place", "bound by")
+        table.add_column(column, overflow="fold", justify="left" if is_text else "right", no_wrap=not is_text)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table

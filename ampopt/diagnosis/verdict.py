@@ -1,0 +1,36 @@
+"""The verdict: one sentence from the latencies and the first finding."""
+
+from __future__ import annotations
+
+from ampopt.diagnosis.case import Case
+from ampopt.diagnosis.finding import Finding
+
+
+def verdict(case: Case, findings: tuple[Finding, ...]) -> str:
+    """How long a call takes in each lane, and what costs most of it."""
+    found = [f"{name.upper()} {1e3 * measured.median:.3g} ms" for name, measured in case.latency.items()]
+    found += [f"{name.upper()} over {1e3 * seconds:.0f} ms" for name, seconds in case.too_slow.items()]
+    telling = next((each for each in findings if each.is_fault or each.share > 0), None)
+    why = where_time_goes(case) if telling is None else f"{telling.says} [{telling.lane}]"
+    ran = telling.counterfactual if telling is not None else None
+    return f"{', '.join(found)} a call: {why}{f'; {ran}' if ran is not None else ''}."
+
+
+def where_time_goes(case: Case, lane: str = "fp32") -> str:
+    """`71 % of the operators' time is bound by compute, at 62 % of what this device reaches`."""
+    total = sum(layer.seconds(lane) for layer in case.layers)
+    if not total:
+        return "no operator could be timed"
+    by_bound: dict[str, float] = {}
+    reached: dict[str, float] = {}
+    for layer in case.layers:
+        if lane in layer.spent:
+            bound = layer.bounds[lane]
+            by_bound[bound] = by_bound.get(bound, 0.0) + layer.seconds(lane)
+            reached[bound] = reached.get(bound, 0.0) + layer.seconds(lane) * layer.reached[lane]
+    most = max(by_bound, key=lambda bound: by_bound[bound])
+    ceiling = reached[most] / by_bound[most]
+    return (
+        f"{by_bound[most] / total:.0%} of the operators' time is bound by {most}, at {ceiling:.0%} of what "
+        "this device reaches"
+    )

@@ -1,0 +1,74 @@
+"""`ampopt diagnose`: what it prints and writes, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import ampopt
+from ampopt.cli import app as cli
+
+CODE = """
+from torch import nn
+
+class Tiny(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, image):
+        return self.norm(self.conv(image)).relu()
+"""
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.app, ["diagnose", *map(str, arguments)])
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The MODEL argument of a small network."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "tiny_diagnosed.py").write_text(CODE)
+    return f"{tmp_path / 'tiny_diagnosed.py'}:Tiny"
+
+
+@pytest.mark.slow
+def test_the_verdict_comes_first_and_files_are_written(model: str, tmp_path: Path) -> None:
+    report, trace = tmp_path / "d.json", tmp_path / "t.json"
+    files = ("--json", report, "--trace", trace)
+    done = call(model, "--input", "1x3x16x16", "--device", "cpu", "--budget", 60, "--batches", "1,2", *files)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("verdict: FP32 ")
+    found = json.loads(report.read_text())
+    assert found["model"] == "Tiny"
+    assert [row["batch"] for row in found["sweep"]] == [1, 2]
+    assert not any(finding["name"].endswith("in-training-mode") for finding in found["findings"])
+    assert "conv" in {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--batches", "1,x"), "--batches 1,x: give whole numbers from 1 on"),
+        (("--batches", "0"), "--batches 0: give whole numbers from 1 on"),
+        (("--precision", "fp32"), "--precision fp32: choose amp or bf16"),
+        (("--budget", "0"), "--budget 0: give a positive number of seconds"),
+        (("--json", "same.json", "--trace", "same.json"), "same.json"),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_work(
+    model: str, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], said: str
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise AssertionError("the long work began")
+
+    monkeypatch.setattr(ampopt, "diagnose", refuse)
+    done = call(model, "--input", "1x3x16x16", *options)
+    assert done.exit_code == 1
+    assert said in " ".join(done.stderr.split())

@@ -1,0 +1,151 @@
+"""Findings about AMP, overflows, cold calls; their ranking, the verdict, and how they are told."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ampopt
+from ampopt.diagnosis.ceilings import Ceilings
+from ampopt.diagnosis.finding import Counterfactual, Finding, ranked
+from ampopt.diagnosis.findings import FINDINGS, cold_calls, mixed_precision, overflow, redundant
+from ampopt.diagnosis.findings.memory_layout import is_permute
+from ampopt.diagnosis.verdict import verdict, where_time_goes
+from ampopt.errors import InputError
+from ampopt.measure.sampling import Measurement, gain
+from tests.helpers import FP16, Model, several_kinds
+from tests.support.cases import case_of, every_remedy_helps, fp32_only, taking
+
+X = torch.randn(2, 3, 12, 12)
+
+
+def test_amp_that_pays_is_the_remedy_of_fp32() -> None:
+    (found,) = mixed_precision.find(case_of(several_kinds(), X, latency_ms={"fp32": 10, "amp": 5}))
+    assert (found.name, found.lane) == ("amp-pays", "fp32")
+    assert found.share == pytest.approx(0.5)
+    assert found.says.startswith("AMP is 2.00x faster: ")
+    assert str(found.counterfactual) == "in AMP, a call takes 5 ms instead of 10 (2.00x, 2.00 to 2.00)"
+
+
+def test_amp_that_harms_has_the_reasons_that_were_measured() -> None:
+    case = case_of(several_kinds(), X, latency_ms={"fp32": 5, "amp": 10})
+    case.ceilings = Ceilings(1e10, {"fp32": 1e11, "bfloat16": 1e10}, 1e-6)
+    (found,) = mixed_precision.find(case)
+    assert found.name == "amp-harmful"
+    assert "AMP is 2.00x slower than FP32: this device reaches 0.01 TFLOP/s in bfloat16" in found.says
+    assert found.counterfactual is not None
+    assert found.counterfactual.change == "in FP32"
+
+
+def test_amp_that_is_too_slow_to_sample() -> None:
+    case = fp32_only(case_of(several_kinds(), X))
+    case.lanes["amp"], case.too_slow["amp"] = FP16, 0.2
+    (found,) = mixed_precision.find(case)
+    assert found.says.startswith("AMP takes over 20 times as long as FP32")
+
+
+def test_the_layer_that_overflows_is_named() -> None:
+    model = Model(lambda m, x: m.second(m.first(x) * 1e5), first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+    case = case_of(model.eval(), torch.ones(2, 4))
+    case.lanes["amp"] = FP16
+    (found,) = overflow.find(case)
+    assert found.is_fault
+    assert found.lane == "amp"
+    assert "float16 holds 65,504" in found.says
+    assert case.accuracy.keys() == {"fp32", "amp"}
+
+
+def test_no_time_for_errors_is_a_note() -> None:
+    case = case_of(several_kinds(), X)
+    case.budget = dataclasses.replace(case.budget, seconds=-9.0)
+    assert not list(overflow.find(case))
+    assert case.notes == [
+        f"no errors by layer in the {lane} lane, for want of time" for lane in ("amp", "fp32")
+    ]
+
+
+def test_a_first_call_that_was_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of(several_kinds(), X)
+    case.first_call_s, case.budget = 1.0, dataclasses.replace(case.budget, seconds=-9.0)
+    (found,) = cold_calls.find(case)
+    assert "the first call took 1000 ms, 100 times a later one" in found.says
+
+
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight * 2).t()
+
+
+def test_what_is_the_same_in_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    every_remedy_helps(monkeypatch)
+    found = {each.name: each for each in redundant.find(case_of(Doubled(), torch.ones(2, 4)))}
+    assert "compute the same in every call" in found["fold-constants"].says
+
+
+def test_permutes_by_their_kernels_names() -> None:
+    assert is_permute("void cudnn::ops::nchwToNhwcKernel<__half, __half, float>")
+    assert not is_permute("sm90_xmma_fprop_implicit_gemm_f16f16_nhwc_nhwc")
+
+
+def test_faults_come_first_then_what_costs_most() -> None:
+    findings = [Finding("a", "", share=0.1), Finding("b", "", share=0.5), Finding("c", "", is_fault=True)]
+    assert [finding.name for finding in ranked(findings)] == ["c", "b", "a"]
+
+
+def test_the_verdict_is_the_first_finding_with_its_remedy() -> None:
+    case = case_of(several_kinds(), X)
+    ran = Counterfactual("folded", taking(10), taking(5), gain(taking(10), taking(5)))
+    first = Finding("batch-norm", "1 batch norm could be folded", share=0.5, counterfactual=ran)
+    assert verdict(case, (first,)) == (
+        "FP32 10 ms, AMP 10 ms a call: 1 batch norm could be folded [fp32]; folded, a call takes 5 ms "
+        "instead of 10 (2.00x, 2.00 to 2.00)."
+    )
+    assert verdict(case, ()).endswith(f"{where_time_goes(case)}.")
+    assert "of the operators' time is bound by " in where_time_goes(case)
+
+
+def test_every_finding_has_a_file_with_one_function() -> None:
+    assert len({find.__module__ for find in FINDINGS}) == len(FINDINGS)
+    assert {find.__name__ for find in FINDINGS} == {"find"}
+
+
+def test_times_that_vary_too_much_are_a_note() -> None:
+    case = case_of(several_kinds(), X)
+    noisy = Measurement((1e-3, 2e-3, 9e-3) * 8)
+    case.latency = {"fp32": noisy, "amp": Measurement(noisy.samples[::-1])}
+    assert not list(mixed_precision.find(case))
+    assert case.notes[0].startswith("the times vary too much to tell whether AMP is faster")
+
+
+@pytest.mark.slow
+def test_a_whole_diagnosis() -> None:
+    model = several_kinds()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = ampopt.diagnose(model, X, batches=(1, 2), budget_s=90, progress=False)
+    assert found.latency.keys() == {"fp32", "amp"}
+    assert [row.batch for row in found.sweep] == [1, 2]
+    assert found.accuracy["amp"]
+    assert len(found.layers) == 8
+    assert all(set(layer.spent) == {"fp32", "amp"} for layer in found.layers)
+    assert max(map(len, str(found).splitlines())) <= 80
+    told = json.loads(json.dumps(found.to_dict()))
+    assert told["verdict"] == found.verdict
+    assert told["layers"][0]["lanes"]["fp32"]["bound_by"] in ("compute", "memory", "launch")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_input_that_does_not_fit() -> None:
+    with pytest.raises(InputError, match=r"batches=\(0,\): give whole numbers from 1 on"):
+        ampopt.diagnose(several_kinds(), X, batches=(0,))
+    with pytest.raises(InputError, match="budget_s=-1: give a positive number of seconds"):
+        ampopt.diagnose(several_kinds(), X, budget_s=-1)
+    with pytest.raises(InputError, match="fails on the example inputs"):
+        ampopt.diagnose(several_kinds(), torch.ones(1, 4, 8, 8))

@@ -1,0 +1,158 @@
+"""What a diagnosis measures: operators, layers, errors, host reads, ceilings and batches."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampopt.diagnosis.accuracy import layer_errors
+from ampopt.diagnosis.ceilings import measure_ceilings
+from ampopt.diagnosis.layers import layers_of, works
+from ampopt.diagnosis.operators import Kernel, Spent, profiled
+from ampopt.diagnosis.sweep import BatchRow, of_batch, pays_from, sweep
+from ampopt.diagnosis.trace import write_trace
+from ampopt.diagnosis.watch import watch
+from ampopt.ir.beside import accumulated, observe
+from ampopt.ir.lanes import FP32
+from tests.helpers import BF16, FP16, Model, program_of, several_kinds
+from tests.support.cases import CEILINGS, CPU, taking
+
+X = torch.randn(2, 3, 12, 12)
+
+
+def test_every_operator_is_timed_and_autocasts_casts_are_its() -> None:
+    program = program_of(several_kinds(), X)
+    names = {node.name for node in program.graph.graph.nodes if node.op == "call_function"}
+    fp32 = profiled(program, runs=3)
+    assert fp32.keys() == names
+    assert all(spent.seconds > 0 for spent in fp32.values())
+    assert sum(spent.casts for spent in fp32.values()) == 0
+    amp = profiled(BF16.start(program), runs=1)
+    assert amp["conv2d"].casts == 3  # its input, its weight and its bias
+    assert 0 < amp["conv2d"].casts_s < amp["conv2d"].seconds
+
+
+def test_the_work_of_a_layer() -> None:
+    found = works(program_of(several_kinds(), X))
+    conv = found["conv2d"]
+    assert (conv.operator, conv.module, conv.shape) == ("conv2d", "0", (2, 8, 10, 10))
+    assert conv.parameters == 3 * 8 * 9 + 8
+    assert conv.madds == 2 * 8 * 100 * 27
+    assert conv.moved == 4 * (X.numel() + conv.parameters + 2 * 8 * 100)
+    assert next(work for work in found.values() if work.operator in ("flatten", "reshape")).moved == 0
+
+
+def test_what_bounds_a_layer() -> None:
+    found = works(program_of(nn.Conv2d(3, 8, 3).eval(), X))
+    (name,) = found
+    kernels = (Kernel("gemm", 1e-3), Kernel("permute", 1e-3))
+    slow = layers_of(found, {"fp32": {name: Spent(2e-3, kernels)}}, {"fp32": torch.float32}, CEILINGS)[0]
+    assert slow.bounds == {"fp32": "launch"}  # 2 µs; 0.9 µs of arithmetic; 1 µs of bytes
+    assert slow.reached["fp32"] == pytest.approx(1e-3)
+    told = slow.to_dict()["lanes"]["fp32"]
+    assert told["tflop_s"] == pytest.approx(found[name].flops / 2e-3 / 1e12, abs=1e-5)
+    assert [kernel["name"] for kernel in told["kernels"]] == ["gemm", "permute"]
+
+
+def test_errors_by_layer_add_up_and_the_worst_comes_first() -> None:
+    program = program_of(several_kinds(), X)
+    errors = layer_errors(program, BF16, left_s=60.0)
+    by_name = {each.name: each for each in errors}
+    assert 1e-4 < by_name["conv2d"].alone < 2e-2
+    assert by_name["linear"].accumulated > by_name["conv2d"].accumulated / 10
+    shares = [each.at_outputs for each in errors]
+    assert None not in shares
+    assert shares == sorted(shares, key=lambda share: -(share or 0.0))
+    assert all(each.at_outputs is None for each in layer_errors(program, BF16, left_s=0.0))
+
+
+def test_errors_of_the_first_operator_are_its_own() -> None:
+    program = program_of(nn.Conv2d(3, 8, 3).eval(), X)
+    (alone,) = observe(program, [program.examples]).values()
+    (together,) = accumulated(program, program.examples).values()
+    assert together == pytest.approx(alone.error, rel=1e-6)
+
+
+def test_an_overflow_is_accumulated_to_infinity() -> None:
+    model = Model(lambda m, x: m.second(m.first(x) * 1e5), first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+    errors = layer_errors(program_of(model.eval(), torch.ones(2, 4)), FP16, left_s=0.0)
+    assert errors[0].overflows
+    assert max(each.accumulated for each in errors) == math.inf
+
+
+class Reading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        kept = y[y > 0]
+        for _ in range(3):
+            y = y + kept.sum().item()
+        return y  # type: ignore[no-any-return]
+
+
+def test_host_reads_are_counted_by_line() -> None:
+    seen = watch(Reading(), (torch.randn(2, 4),), {}, CPU)
+    assert seen.error is None
+    found = {read.what: read for read in seen.reads}
+    assert found[".item()"].count == 3
+    assert 'y = y + kept.sum().item()"' in found[".item()"].place
+    assert "kept = y[y > 0]" in next(read.place for what, read in found.items() if what != ".item()")
+    assert 'self.inner(x)"' in seen.place("inner")
+
+
+def test_a_call_that_fails_is_named_with_its_line() -> None:
+    seen = watch(Reading(), (torch.randn(2, 5),), {}, CPU)
+    assert seen.error is not None
+    assert seen.failed_at is not None
+    assert "self.inner(x)" in seen.failed_at
+
+
+def test_ceilings_are_positive_and_tell_a_least_time() -> None:
+    found = measure_ceilings(CPU, torch.bfloat16, seconds=0.1)
+    assert found.rates.keys() == {"fp32", "bfloat16"}
+    assert found.bandwidth > 1e8
+    assert 1e-8 < found.launch_s < 1e-2
+    least = CEILINGS.least_s(10**9, 10**6, 3, torch.bfloat16)
+    assert least == {"compute": 5e-3, "memory": 1e-4, "launch": pytest.approx(3e-6)}
+
+
+def test_a_batch_repeats_examples_in_turn() -> None:
+    x, other = torch.arange(2.0).reshape(2, 1), torch.zeros(7)
+    (bigger, same), named = of_batch((x, other), {"scale": 3}, 5)
+    assert bigger.flatten().tolist() == [0, 1, 0, 1, 0]
+    assert same is other
+    assert named == {"scale": 3}
+
+
+def test_the_sweep_ends_where_a_batch_fails() -> None:
+    def refusing(model: Model, x: Tensor) -> Tensor:
+        if len(x) > 2:
+            raise ValueError("too many")
+        return x * 2
+
+    rows, ended = sweep(Model(refusing), (torch.ones(1, 3),), {}, CPU, [FP32], [4, 1, 2], 1.0)
+    assert [row.batch for row in rows] == [1, 2]
+    assert ended == "the batch sweep ended before 4: ValueError: too many"
+    assert rows[1].throughput("fp32") == pytest.approx(2 / rows[1].latency["fp32"].median)
+
+
+def test_amp_pays_from_a_batch_on() -> None:
+    times = {1: (1, 2), 2: (2, 1.5), 4: (4, 5), 8: (8, 5), 16: (16, 9)}
+    rows = [BatchRow(n, {"fp32": taking(a), "amp": taking(b)}) for n, (a, b) in times.items()]
+    assert pays_from(rows, "amp") == 8
+    assert pays_from(rows[:3], "amp") is None
+
+
+def test_a_trace_has_modules_and_lanes(tmp_path: Path) -> None:
+    model = several_kinds()
+    write_trace(tmp_path / "t.json", model, (X,), {}, CPU, {"fp32": FP32, "amp": BF16})
+    names = {event.get("name") for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"]}
+    assert {"call in fp32", "call in amp", "Sequential", "0", "aten::conv2d"} <= names
