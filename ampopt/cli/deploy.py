@@ -25,7 +25,7 @@ from ampopt.cli.options import (
     write_report,
 )
 from ampopt.document.render import finite
-from ampopt.errors import InputError
+from ampopt.errors import ExportError, InputError
 from ampopt.measure.field_document import to_document
 from ampopt.measure.field_test import FieldReport, Judgment, check_field_test, field_test
 
@@ -118,6 +118,12 @@ def export(
         if not isinstance(fast, OptimizedModule):
             raise InputError(
                 "the model cannot be captured as one graph, so it cannot be exported as one file"
+            )
+        if sizes is not None and not fast.sizes:
+            why = "; ".join(fast.report.notes)
+            raise ExportError(
+                f"{output} would hold for the example's sizes alone ({why}): leave --dynamic out, or give "
+                "--dynamic-batch, which does not ask whether one program is as fast here"
             )
         if not is_onnx(output):
             fast.save(output, onnx=onnx, cpp=cpp, sign_key=sign)
