@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from ampopt.diagnosis.case import Case, eager_call, own_tensors, timed_call
 from ampopt.diagnosis.ceilings import measure_ceilings
 from ampopt.diagnosis.examine import find_all, measure
 from ampopt.diagnosis.finding import Finding
+from ampopt.diagnosis.findings.input_device import moved_along
 from ampopt.diagnosis.result import Diagnosis
 from ampopt.diagnosis.sweep import BatchRow, sweep
 from ampopt.diagnosis.trace import write_trace
@@ -95,13 +97,14 @@ def diagnose(
             (args, kwargs) if example_inputs is None and not given_kwargs else (example_inputs, given_kwargs)
         )
         called = given[0] if isinstance(given[0], tuple) else () if given[0] is None else (given[0],)
+        called, given_kwargs = moved_along(model, called, given[1], where)
         with progress_line(progress, started, budget.seconds) as tell, untouched_rng(where):
             tell("all", "watched call")
-            seen = watch(exact_copy(original), *own_tensors(called, given[1]), where)
+            seen = watch(exact_copy(original), *own_tensors(called, given_kwargs), where)
             tell("all", "ceilings")
             case = Case(
                 model=model,
-                given=(called, given[1]),
+                given=(called, given_kwargs),
                 original=exact_copy(original),
                 args=args,
                 kwargs=kwargs,
@@ -139,9 +142,16 @@ def diagnose(
         layers=case.layers,
         accuracy=case.accuracy,
         sweep=tuple(rows),
-        notes=(*notes, *case.notes),
+        notes=(*notes, *case.notes, *_untried(case)),
         seconds=time.perf_counter() - started,
     )
+
+
+def _untried(case: Case) -> tuple[str, ...]:
+    if not case.untried:
+        return ()
+    seconds = 2 * math.ceil(case.budget.seconds)
+    return (f"not tried for want of time, budget_s={seconds} may do: {'; '.join(case.untried)}",)
 
 
 def _budget_s(seconds: float | None) -> float:

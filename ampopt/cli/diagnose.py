@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +10,8 @@ from typer import Option
 import ampopt
 from ampopt.cli import options as cli
 from ampopt.cli.model_source import is_model_file
-from ampopt.cli.options import check_request, console, model_and_call, readable_errors, write
-from ampopt.document.render import finite
+from ampopt.cli.options import check_request, console, model_and_call, readable_errors, write, write_report
+from ampopt.document.render import to_json
 from ampopt.errors import InputError
 
 
@@ -30,6 +29,7 @@ def diagnose(
     ] = None,
     budget: cli.Budget = None,
     device: cli.Device = None,
+    report_file: cli.ReportFile = None,
     json_file: cli.JsonFile = None,
     trace: Annotated[Path | None, Option(help="File to write a trace to, for Perfetto.")] = None,
     verbose: cli.Verbose = False,
@@ -37,7 +37,8 @@ def diagnose(
     """Tell why a model is slow, and why AMP is slower: findings with remedies that were executed."""
     with readable_errors(verbose):
         source = (model, shapes, image, npz, normalize, weights, trust_model_file, device)
-        check_request(*source, budget, None, None, {"--json": json_file, "--trace": trace})
+        written = {"--report": report_file, "--json": json_file, "--trace": trace}
+        check_request(*source, budget, None, None, written)
         if precision not in ("amp", "bf16"):
             raise InputError(f"--precision {precision}: choose amp or bf16")
         sizes = parse_batches(batches)
@@ -60,8 +61,10 @@ def diagnose(
         if not screen.is_terminal:
             screen.width = WIDTH
         screen.print(to_rich(found, everything=verbose))
+        document = found.document()
+        write_report(document, report_file)
         if json_file is not None:
-            write(json_file, json.dumps(finite(found.to_dict()), indent=2, allow_nan=False) + "\n")
+            write(json_file, to_json(document))
 
 
 def parse_batches(text: str | None) -> tuple[int, ...]:

@@ -62,6 +62,8 @@ class Case:
     too_slow: dict[str, float] = dataclasses.field(default_factory=dict)
     """Lanes of which a call took this many seconds or more, and was not sampled."""
     notes: list[str] = dataclasses.field(default_factory=list)
+    untried: list[str] = dataclasses.field(default_factory=list)
+    """What there was no time for."""
 
     def kernels(self, lane: str) -> list[Kernel]:
         """The kernels of one call, in order; none on a CPU."""
@@ -109,7 +111,7 @@ class Case:
         if program is None or lane.name not in self.latency:
             return None
         if not self.has_time(self.latency[lane.name].median):
-            self.notes.append(f"not tried for want of time: {change} in the {lane.name} lane")
+            self.untried.append(f"{change} in the {lane.name} lane")
             return None
         try:
             program, _ = _after(on_top_of, program)

@@ -9,6 +9,12 @@ from ampopt.measure.report import interval
 from ampopt.measure.sampling import Gain, Measurement
 
 
+def milliseconds(seconds: float) -> str:
+    """Three digits of a time: `0.263`, `43.9`, `1320`."""
+    ms = 1e3 * seconds
+    return f"{ms:.3g}" if ms < 999.5 else f"{ms:.0f}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Counterfactual:
     """A remedy that was executed: `before` and `after` were sampled in turn, in this process.
@@ -38,8 +44,8 @@ class Counterfactual:
         }
 
     def __str__(self) -> str:
-        before, after = 1e3 * self.before.median, 1e3 * self.after.median
-        taken = f"{self.change}, {self.of} takes {after:.3g} ms instead of {before:.3g}"
+        before, after = milliseconds(self.before.median), milliseconds(self.after.median)
+        taken = f"{self.change}, {self.of} takes {after} ms instead of {before}"
         return f"{taken} ({self.gain.ratio:.2f}x, {interval(self.gain)})"
 
 

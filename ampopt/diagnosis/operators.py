@@ -56,7 +56,7 @@ def recording(device: torch.device) -> Iterator[profile]:
     level = os.environ.get(_LEVEL)
     os.environ[_LEVEL] = level or "99"
     try:
-        with profile(activities=[ProfilerActivity.CPU, *on_gpu]) as recorded:
+        with profile(activities=[ProfilerActivity.CPU, *on_gpu], acc_events=True) as recorded:
             yield recorded
     finally:
         if level is None:

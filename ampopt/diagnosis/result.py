@@ -8,9 +8,12 @@ from typing import Any
 
 from ampopt.diagnosis.accuracy import LayerError
 from ampopt.diagnosis.ceilings import Ceilings
+from ampopt.diagnosis.document import to_document
 from ampopt.diagnosis.finding import Finding
 from ampopt.diagnosis.layers import Layer
 from ampopt.diagnosis.sweep import BatchRow
+from ampopt.document.html import to_fragment
+from ampopt.document.model import Document
 from ampopt.measure.sampling import Measurement
 
 
@@ -54,6 +57,14 @@ class Diagnosis:
             "notes": list(self.notes),
             "seconds": round(self.seconds, 2),
         }
+
+    def document(self) -> Document:
+        """What every format of a report is rendered from, see `ampopt.document.render`."""
+        return to_document(self)
+
+    def _repr_html_(self) -> str | None:
+        """The diagnosis in a notebook."""
+        return to_fragment(self.document())
 
     def __str__(self) -> str:
         from ampopt.diagnosis.text import to_text

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ampopt.diagnosis.case import Case
-from ampopt.diagnosis.finding import Finding
+from ampopt.diagnosis.finding import Finding, milliseconds
 
 
 def verdict(case: Case, findings: tuple[Finding, ...]) -> str:
     """How long a call takes in each lane, and what costs most of it."""
-    found = [f"{name.upper()} {1e3 * measured.median:.3g} ms" for name, measured in case.latency.items()]
+    found = [f"{name.upper()} {milliseconds(measured.median)} ms" for name, measured in case.latency.items()]
     found += [f"{name.upper()} over {1e3 * seconds:.0f} ms" for name, seconds in case.too_slow.items()]
     telling = next((each for each in findings if each.is_fault or each.share > 0), None)
     why = where_time_goes(case) if telling is None else f"{telling.says} [{telling.lane}]"

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 import ampopt
 from ampopt.diagnosis.ceilings import Ceilings
-from ampopt.diagnosis.finding import Counterfactual, Finding, ranked
+from ampopt.diagnosis.finding import Counterfactual, Finding, milliseconds, ranked
 from ampopt.diagnosis.findings import FINDINGS, cold_calls, mixed_precision, overflow, redundant
+from ampopt.diagnosis.findings.input_device import moved_along
 from ampopt.diagnosis.findings.memory_layout import is_permute
+from ampopt.diagnosis.operators import Kernel, Spent
 from ampopt.diagnosis.verdict import verdict, where_time_goes
 from ampopt.errors import InputError
 from ampopt.measure.sampling import Measurement, gain
@@ -41,6 +43,41 @@ def test_amp_that_harms_has_the_reasons_that_were_measured() -> None:
     assert found.counterfactual.change == "in FP32"
 
 
+def test_operators_that_are_slower_themselves_are_told_and_plain_convolutions_are_not_depthwise() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+    case = case_of(model, X, latency_ms={"fp32": 5, "amp": 10})
+    slow = Spent(3e-3, (Kernel("implicit_convolve_sgemm", 2e-3),), 1, 1e-3)
+    case.layers = tuple(
+        dataclasses.replace(layer, spent={**layer.spent, "amp": slow}) if layer.name == "conv2d" else layer
+        for layer in case.layers
+    )
+    says = "; ".join(mixed_precision.why_amp_gains_little(case, case.lanes["amp"]))
+    assert "without casts its operators take 3 ms for 2, the worst conv2d (0)" in says
+    assert "2 for 1, by implicit_convolve_sgemm" in says
+    assert "depthwise" not in says
+    deep = case_of(nn.Sequential(nn.Conv2d(3, 3, 3, groups=3)), X)
+    assert "100% of the time is in depthwise" in "; ".join(
+        mixed_precision.why_amp_gains_little(deep, deep.lanes["amp"])
+    )
+
+
+def test_inputs_move_along_with_the_model_and_only_those_that_were_left_stay() -> None:
+    model, meta = nn.Linear(4, 4), torch.device("meta")
+    (moved, left), named = moved_along(
+        model, (torch.ones(2, 4), torch.ones(3, device=meta)), {"x": torch.ones(1)}, meta
+    )
+    assert moved.device == left.device == named["x"].device == meta
+    (stays,), _ = moved_along(model.to(meta), (torch.ones(2, 4),), {}, meta)
+    assert stays.device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(2.63e-4, "0.263"), (0.0439, "43.9"), (0.99951, "1000"), (1.32, "1320")]
+)
+def test_times_have_three_digits(seconds: float, text: str) -> None:
+    assert milliseconds(seconds) == text
+
+
 def test_amp_that_is_too_slow_to_sample() -> None:
     case = fp32_only(case_of(several_kinds(), X))
     case.lanes["amp"], case.too_slow["amp"] = FP16, 0.2
@@ -63,9 +100,7 @@ def test_no_time_for_errors_is_a_note() -> None:
     case = case_of(several_kinds(), X)
     case.budget = dataclasses.replace(case.budget, seconds=-9.0)
     assert not list(overflow.find(case))
-    assert case.notes == [
-        f"no errors by layer in the {lane} lane, for want of time" for lane in ("amp", "fp32")
-    ]
+    assert case.untried == [f"errors by layer in the {lane} lane" for lane in ("amp", "fp32")]
 
 
 def test_a_first_call_that_was_slow(monkeypatch: pytest.MonkeyPatch) -> None:

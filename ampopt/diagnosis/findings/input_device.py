@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ampopt.diagnosis.case import Case
 from ampopt.diagnosis.finding import Counterfactual, Finding, saved
@@ -42,6 +43,14 @@ def left_behind(tensors: Sequence[Tensor], device: torch.device) -> str:
             kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
             told.append(f"input {place} ({kind}, {tensor.nbytes / 1e6:.3g} MB) is on {tensor.device}")
     return ", ".join(told)
+
+
+def moved_along(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call whose tensors are moved to a device with the model, as far as they are where its weights are."""
+    home = next((weight.device for weight in (*model.parameters(), *model.buffers())), device)
+    return map_tensors(lambda tensor: tensor.to(device) if tensor.device == home else tensor, args, kwargs)
 
 
 def _in_place(case: Case) -> Counterfactual:

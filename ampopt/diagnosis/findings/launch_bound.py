@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampopt.diagnosis.case import Case
-from ampopt.diagnosis.finding import Finding, saved
+from ampopt.diagnosis.finding import Finding, milliseconds, saved
 from ampopt.passes import CudaGraph
 
 LEAST_GAPS = 0.2
@@ -26,8 +26,8 @@ def find(case: Case) -> Iterator[Finding]:
         mean_us = 1e6 * sum(kernel.seconds for kernel in kernels) / len(kernels)
         yield Finding(
             "launch-bound",
-            f"{gaps:.0%} of the {1e3 * call_s:.3g} ms is gaps between launches ({len(kernels)} kernels, "
-            f"mean {mean_us:.2g} µs)",
+            f"{gaps:.0%} of the {milliseconds(call_s)} ms is gaps between launches ({len(kernels)} "
+            f"{'kernel' if len(kernels) == 1 else 'kernels'}, mean {mean_us:.3g} µs)",
             advice="launch all kernels as one CUDA graph: ampopt.optimize does",
             lane=name,
             share=saved(ran[0]),

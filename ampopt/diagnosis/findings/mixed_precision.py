@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from ampopt.diagnosis.case import Case
-from ampopt.diagnosis.finding import Counterfactual, Finding
+from ampopt.diagnosis.finding import Counterfactual, Finding, milliseconds
+from ampopt.diagnosis.findings.grouped import grouped
 from ampopt.diagnosis.verdict import where_time_goes
 from ampopt.ir.lanes import Lane
 from ampopt.measure.report import interval
@@ -18,6 +19,10 @@ FAST = 1.5
 
 OFTEN = 0.5
 """A kind of operator that takes more than this share of the time decides about the whole."""
+
+
+SLOWER = 1.1
+"""Operators that take this many times longer in a lane are told."""
 
 
 def find(case: Case) -> Iterator[Finding]:
@@ -86,23 +91,32 @@ def why_amp_gains_little(case: Case, lane: Lane) -> Iterator[str]:
     )
     if launch > OFTEN:
         yield f"{launch:.0%} of the operators' time is in operators so small that their launch costs most"
-    deep = [
-        layer
-        for layer in case.layers
-        if is_depthwise(layer.work.operator, layer.work.parameters, layer.work.shape)
-    ]
-    share = sum(layer.seconds("fp32") for layer in deep) / total
+    deep = {name for name, (conv, _) in grouped(case) if conv.weight_shape[1] == 1}
+    share = sum(layer.seconds("fp32") for layer in case.layers if layer.name in deep) / total
     if share > OFTEN:
         yield f"{share:.0%} of the time is in depthwise convolutions, which have no fast path"
     casts = [layer.spent[lane.name] for layer in case.layers if lane.name in layer.spent]
     spent, whole = sum(each.casts_s for each in casts), sum(each.seconds for each in casts)
     if casts and spent > 0.1 * whole:
         yield f"its {sum(each.casts for each in casts)} casts take {spent / whole:.0%} of the operators' time"
+    yield from _slower_operators(case, lane)
 
 
-def is_depthwise(operator: str, parameters: int, shape: tuple[int, ...]) -> bool:
-    """Whether a convolution has at most a few dozen weights a channel, as a depthwise one does."""
-    return operator.startswith("conv") and len(shape) > 1 and 0 < parameters <= 50 * shape[1]
+def _slower_operators(case: Case, lane: Lane) -> Iterator[str]:
+    """The operators that take longer in a lane themselves, without its casts; the worst by name."""
+    both = [(layer, layer.spent[lane.name]) for layer in case.layers if lane.name in layer.spent]
+    mine = sum(spent.seconds - spent.casts_s for _, spent in both)
+    fp32 = sum(layer.seconds("fp32") for layer, _ in both)
+    if not fp32 or mine < SLOWER * fp32:
+        return
+    worst, spent = max(both, key=lambda each: each[1].seconds - each[1].casts_s - each[0].seconds("fp32"))
+    longest = max(spent.kernels, key=lambda kernel: kernel.seconds, default=None)
+    by = f", by {longest.name[:60]}" if longest is not None else ""
+    yield (
+        f"without casts its operators take {milliseconds(mine)} ms for {milliseconds(fp32)}, the worst "
+        f"{worst.name} ({worst.work.place or worst.work.operator}) "
+        f"{milliseconds(spent.seconds - spent.casts_s)} for {milliseconds(worst.seconds('fp32'))}{by}"
+    )
 
 
 def has_bfloat16() -> bool:

@@ -1,0 +1,37 @@
+"""A diagnosis as a document: everything that was found is in each format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import ampopt
+from ampopt.document.render import FORMATS, render
+
+
+def small() -> nn.Module:
+    torch.default_generator.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
+
+
+def test_every_format_has_the_verdict_the_layers_and_the_sweep() -> None:
+    found = ampopt.diagnose(small(), torch.randn(2, 3, 12, 12), budget_s=20, batches=(1, 2))
+    document = found.document()
+    headings = [section.heading for section in document.sections]
+    assert "Layers" in headings
+    assert "Batch sweep" in headings
+    assert document.data == found.to_dict()
+    assert [figure.label for figure in document.figures] == [f"{lane}, a call" for lane in found.latency]
+    for suffix in FORMATS:
+        assert "batch_norm" in render(document, Path(f"report{suffix}")), suffix
+    assert render(document, Path("report.html")).count("<svg") >= 2
+    assert "conv2d" in (found._repr_html_() or "")
+
+
+def test_what_there_was_no_time_for_is_one_note_that_says_what_to_give() -> None:
+    found = ampopt.diagnose(small(), torch.randn(2, 3, 64, 64), budget_s=0.5)
+    (note,) = [note for note in found.notes if note.startswith("not tried for want of time")]
+    assert "budget_s=2 may do: " in note
+    assert "errors by layer in the amp lane" in note
