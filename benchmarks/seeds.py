@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import gc
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -102,6 +103,7 @@ def _made(make: Callable[[], Step], device: torch.device) -> tuple[Step, Row]:
         step = make()
         step()
         return step, {"peak_mib": None}
+    gc.collect()  # what is given back later would hide the peak
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

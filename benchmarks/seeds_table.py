@@ -61,7 +61,8 @@ def _times(found: Row, base: Row) -> list[str]:
 
 
 def _memory(found: Row) -> str:
-    return "–" if found.get("peak_mib") is None else f"{found['peak_mib']:.0f}"
+    peak = found.get("peak_mib")
+    return "–" if not peak else f"{peak:.0f}"  # 0: what was given back meanwhile hid it
 
 
 def _reported(reported: Sequence[Reported], device: str, way: str) -> str:
@@ -94,7 +95,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axis.bar([i + (place - len(names) / 2 + 0.5) * width for i, _ in shown], heights, width, label=name)
     axis.axhline(1.0, color="black", linewidth=0.8)
     axis.set_yscale("log", base=2)
-    axis.set_xticks(range(len(ran)), [f"{row['question']}\n{row['workload']}" for row in ran], fontsize=7)
+    labels = [f"{row['question']} {row['workload']}" for row in ran]
+    axis.set_xticks(range(len(ran)), labels, fontsize=8, rotation=20, ha="right")
     axis.set_ylabel("FP32 / it, one training step")
     axis.set_title(f"When mixed precision pays, on {ran[0]['environment'].get('device', '?')}")
     axis.legend(fontsize=8)
