@@ -31,7 +31,7 @@ def test_every_format_has_the_verdict_the_layers_and_the_sweep() -> None:
 
 
 def test_what_there_was_no_time_for_is_one_note_that_says_what_to_give() -> None:
-    found = ampopt.diagnose(small(), torch.randn(2, 3, 64, 64), budget_s=0.5)
+    found = ampopt.diagnose(small(), torch.randn(2, 3, 64, 64), budget_s=0.01)
     (note,) = [note for note in found.notes if note.startswith("not tried for want of time")]
     assert "budget_s=2 may do: " in note
-    assert "errors by layer in the amp lane" in note
+    assert "in the fp32 lane" in note
