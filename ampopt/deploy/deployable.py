@@ -42,9 +42,8 @@ class Deployable(InferenceModule):
         {}: static shapes. `precision`: "fp32" or "fp16"; None: that of the chosen lane, and "fp32" for
         bfloat16, in which ONNX Runtime does not compute. `io`: "fp32" or "fp16", the dtype of floating-point
         inputs and outputs; None: that of this module, and "fp32" for bfloat16. The other arguments and the
-        errors are those of
-        `ampopt.deploy.onnx_export.export_onnx`; InputError is also raised for a suffix of another format,
-        such as model.engine. The user's metric and tolerance also apply to the file.
+        errors are those of `ampopt.deploy.onnx_export.export_onnx`; InputError is also raised for a suffix of
+        another format, such as model.engine. The user's metric and tolerance also apply to the file.
         """
         check_onnx(path)
         own = self._optimized

@@ -85,10 +85,10 @@ class OptimizedModule(Deployable):
     program of its own, see `sizes`.
 
     The model's state, tensors in buffers and attributes, is kept between calls by the module, for all
-    programs together, see `reset_state`. Where the first calls make the state (it is
-    None before), the original answers them, with `strict`, too. Thread-safe. `report` lists each decision
-    with its reason, `health` counts how calls were answered; with `strict` a call that only the original
-    could answer raises StrictError.
+    programs together, see `reset_state`. Where the first calls make the state (it is None before), the
+    original answers them, with `strict`, too. Thread-safe. `report` lists each decision with its reason,
+    `health` counts how calls were answered; with `strict` a call that only the original could answer raises
+    StrictError.
 
     Results are those of the original under `torch.no_grad()`, for inputs without gradients, in every grad
     mode of the caller. If an input requires gradients, computing the gradient of a result raises InputError.

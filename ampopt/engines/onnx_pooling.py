@@ -39,8 +39,7 @@ REPLACED = frozenset({"MaxPool", "ScatterND", *_REDUCTIONS})
 
 
 def use_pooling_operators(model: Any) -> None:
-    """Apply these replacements to a float32 `onnx_ir.Model`, in place, where the shapes that they need are
-    fixed."""
+    """Apply these replacements to a float32 `onnx_ir.Model`, in place, where shapes they need are fixed."""
     import onnx_ir
 
     graph = model.graph

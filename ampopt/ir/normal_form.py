@@ -97,8 +97,7 @@ def why_not_normal(
 def tells_equal_from_same(
     model: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec, device: torch.device
 ) -> bool:
-    """Whether a model answers otherwise where one tensor or container is given at all places that could take
-    it.
+    """Whether a model answers otherwise where one tensor or container is given wherever it could be.
 
     Tensors of equal shapes, dtypes and strides could be one, and so could containers of these. A model that
     refuses such a call tells them apart, too.

@@ -19,7 +19,7 @@ from ampopt.ir.capture import Captured
 from ampopt.ir.lanes import FP32, Lane, lanes_for
 from ampopt.ir.program import Program
 from ampopt.ir.signature import describe
-from ampopt.ir.size_ranges import shown, sizes_of
+from ampopt.ir.size_ranges import Sizes, shown, sizes_of
 from ampopt.ir.transform import Applied, Recipe
 from ampopt.measure.degenerate import notes_on
 from ampopt.measure.entry import ORIGINAL, Verdict
@@ -93,10 +93,11 @@ class Optimizer:
         `call_s` is the time of a call in seconds, if known. `rival` calls an optimized form of the model in
         FP32 that is there already: then only the lanes asked for are searched, and none far behind it.
         """
-        asked, names = options.dynamic, input_names_of(captured)[: len(captured.inputs)]
-        self._sizes = sizes_of(asked, names, captured.inputs) if asked is not None else ()
+        self._sizes: Sizes = ()
         self._whole_s = options.budget_s
-        if asked is not None:
+        if options.dynamic is not None:
+            names = input_names_of(captured)[: len(captured.inputs)]
+            self._sizes = sizes_of(options.dynamic, names, captured.inputs)
             options = options.with_share(1 - SHARE)
         self._original, self._captured, self._options, self._started = original, captured, options, started
         self._progress, self._sandbox, self._max_captures = progress, sandbox, max_captures
@@ -373,10 +374,8 @@ class Optimizer:
     def _module(self, state: LaneState | None, sized: SizedProgram | None = None) -> OptimizedModule:
         """The module that runs a lane's best program; None: the original, which is then saved, too."""
         options, best = self._options, None if state is None else state.best
-        program, recipe = (
-            (best or self._captured).program,
-            self._recipe(None if best is None else best.program),
-        )
+        program = (best or self._captured).program
+        recipe = self._recipe(None if best is None else program)
         return OptimizedModule(
             self._original,
             self._captured,
