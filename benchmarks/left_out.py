@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, fx
 
 from ampopt.engines.graph_capture import ReplayedProgram, capture_calls
-from ampopt.ir.graph import arguments, aten, calls, record_shapes, tensor_meta
+from ampopt.ir.graph import arguments, aten, calls, tensor_meta
 from ampopt.ir.program import Program
 from ampopt.ir.settings import Settings
+from ampopt.ir.shapes import record_shapes
 from ampopt.ir.transform import replay
 from ampopt.measure.clocks import device_time
 from ampopt.measure.sampling import interleave

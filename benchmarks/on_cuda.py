@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from ampopt.ir.lanes import Lane, lanes_for
 from ampopt.ir.model_copy import private_copy
 from ampopt.system.environment import environment
 from benchmarks import cold_start
-from benchmarks.race_networks import RACE, racer
+from benchmarks.anybody import anybody
+from benchmarks.race_networks import RACE
 from benchmarks.results_files import Row, commit, results_folder
 
 
@@ -23,7 +24,7 @@ def row_of(
     name: str, device: torch.device, measure: Callable[[nn.Module, Captured, Lane], dict[str, Any]]
 ) -> Row:
     """A network in every lane, by what `measure` finds for it on the device, or why it failed."""
-    model, inputs = racer(name)
+    model, inputs = anybody(name)
     original = private_copy(model).to(device).eval()
     captured = capture(original, tuple(tensor.to(device) for tensor in inputs), {}, device)
     lanes: dict[str, dict[str, Any]] = {}
@@ -36,11 +37,19 @@ def row_of(
 
 
 def run(
-    about: str | None, measure: Callable[[str, torch.device], Row], write: Callable[[Path, Row], None]
+    about: str | None,
+    measure: Callable[[str, torch.device], Row],
+    write: Callable[[Path, Row], None],
+    *,
+    networks: Sequence[str] = RACE,
+    default: Sequence[str] = RACE,
 ) -> None:
-    """Measure every network asked for on the command line, and write each one's row at once."""
+    """Measure every network asked for on the command line, and write each one's row at once.
+
+    `networks` may be asked for; without any it is those of `default`.
+    """
     parser = argparse.ArgumentParser(description=about.splitlines()[0] if about else None)
-    parser.add_argument("--models", nargs="+", choices=RACE, default=list(RACE), metavar="NAME")
+    parser.add_argument("--models", nargs="+", choices=networks, default=list(default), metavar="NAME")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     cold_start.add_option(parser)
     options = parser.parse_args()

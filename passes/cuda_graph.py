@@ -7,8 +7,9 @@ import dataclasses
 import torch
 from torch import fx
 
-from ampopt.ir.graph import aten, calls, dtype_of, record_shapes
+from ampopt.ir.graph import aten, calls, dtype_of
 from ampopt.ir.program import Program
+from ampopt.ir.shapes import record_shapes
 from ampopt.ir.transform import Family, Numerics, Pass, Result
 
 

@@ -20,12 +20,12 @@ from ampopt.ir.graph import (
     finish,
     insert_call,
     is_constant,
-    record_shapes,
     replace,
     tensor_meta,
     where,
 )
 from ampopt.ir.program import Program
+from ampopt.ir.shapes import record_shapes
 from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
 from ampopt.kernels.group_forms import AS_IS, Form, GroupedConv, forms_for, measure_forms, merge_groups
 

@@ -18,11 +18,11 @@ from ampopt.ir.graph import (
     insert_call,
     is_constant,
     only_user,
-    record_shapes,
     replace,
     tensor_meta,
 )
 from ampopt.ir.program import Program
+from ampopt.ir.shapes import record_shapes
 from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
 from ampopt.kernels.cudnn_shapes import know_shapes
 

@@ -19,12 +19,12 @@ from ampopt.ir.graph import (
     insert_call,
     is_constant,
     only_user,
-    record_shapes,
     replace,
     shape_of,
     tensor_meta,
 )
 from ampopt.ir.program import Program
+from ampopt.ir.shapes import record_shapes
 from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
 
 _UNARY = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,16 +18,15 @@ from ampopt.ir.graph import (
     aten,
     constant,
     deciding_node,
-    expected_shapes,
     finish,
     insert_call,
     reads_strides,
-    record_shapes,
     replace,
     where,
 )
 from ampopt.ir.origin import carry_on
 from ampopt.ir.program import Program
+from ampopt.ir.shapes import expected_shapes
 from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
 from ampopt.kernels import conv_timing
 from ampopt.kernels.conv_chains import Chain, find_chains
@@ -60,8 +60,9 @@ class FuseConvTriton(Pass):
     at a time. The program is converted to channels_last first, as by the pass of that name, because the
     kernels read this format, and both together may gain where the format alone loses. Each chain is timed at
     its real shape, dtype and layout, in the tiles of `conv_tiles`, against the same operators one after
-    another and against cuDNN's fused form. Where values decide, groups are not computed together: NaN of one
-    reaches the others.
+    another and against cuDNN's fused form. Depthwise convolutions get the fastest tile, or the likeliest one
+    where the time for measurements is over: cuDNN would first compile a kernel for each of them, for up to
+    0.9 s, and has been slower everywhere (`benchmarks/depthwise.py`). Where values decide, groups are not computed together: NaN of one reaches the others.
     Requires: CUDA and Triton; float32, float16 or bfloat16; feature maps with the channel innermost.
     Declines: other layouts and dtypes; intermediate results with other readers; chains without a gain, or
     after the time for measurements; in a replay, choices that do not fit the shape; programs under autocast.
@@ -116,7 +117,7 @@ class FuseConvTriton(Pass):
         """Match, measure (or use `choices`), rewrite; see the class."""
         end = time.perf_counter() + self.seconds
         laid = in_channels_last(program).program
-        module = record_shapes(laid)
+        module = expected_shapes(laid)
         chains, declined = _found(module, program)
         if self.choices is None:
             chosen, more = self._choose(chains, program, end)
@@ -150,18 +151,23 @@ class FuseConvTriton(Pass):
         for chain in chains:
             name, site = chain.conv.name, chain.site
             if site not in known:
+                likeliest = next((tile for tile in site.tiles() if site.compile_key(tile) in ready), None)
+                if site.is_depthwise and likeliest is not None:
+                    chosen[name] = str(likeliest)
+                    continue
                 declined.append(Declined(name, "the time for measurements was spent"))
                 continue
             seconds, refused = known[site].seconds, known[site].refused
             ours = {tile: t for tile, t in seconds.items() if tile not in (PLAIN, BY_CUDNN)}
-            now = min(t for way, t in seconds.items() if way not in ours)
+            now = min((t for way, t in seconds.items() if way not in ours), default=math.inf)
             best = min(ours, key=ours.__getitem__, default=None)
             if best is not None and now / ours[best] >= self.least_gain:
                 chosen[name] = best
             else:
                 reason = next((why for tile, why in refused.items() if tile != BY_CUDNN), "there is none")
                 text = f"{1e6 * ours[best]:.1f} µs" if best is not None else f"fails: {reason}"
-                declined.append(Declined(name, f"as it is {1e6 * now:.1f} µs, the best tile {text}"))
+                as_it_is = f"as it is {1e6 * now:.1f} µs, " if math.isfinite(now) else ""
+                declined.append(Declined(name, f"{as_it_is}the best tile {text}"))
         return chosen, declined
 
 

@@ -16,11 +16,11 @@ from ampopt.ir.graph import (
     insert_call,
     is_constant,
     only_user,
-    record_shapes,
     replace,
     shape_of,
 )
 from ampopt.ir.program import Program
+from ampopt.ir.shapes import record_shapes
 from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
 
 

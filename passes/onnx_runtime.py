@@ -15,9 +15,10 @@ from ampopt.engines.onnx_engine import OnnxEngine
 from ampopt.engines.onnx_graph import dims_in
 from ampopt.engines.onnx_program import for_onnx_runtime, plain_model
 from ampopt.errors import first_line
-from ampopt.ir.graph import calls, decides_by_values, is_native, where
+from ampopt.ir.graph import calls, is_native, where
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.program import Border, Program
+from ampopt.ir.shapes import decides_by_values
 from ampopt.ir.transform import Engine, Result
 from ampopt.measure.clocks import latency
 from ampopt.measure.sampling import gain, interleave

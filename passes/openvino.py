@@ -14,8 +14,9 @@ from torch.fx.passes.shape_prop import TensorMetadata
 from ampopt.engines.onnx_program import place_of_input, plain_model
 from ampopt.engines.openvino_engine import OpenVinoEngine
 from ampopt.ir.aliasing import aliased_by
-from ampopt.ir.graph import aten, calls, dtype_of, is_native, record_shapes
+from ampopt.ir.graph import aten, calls, dtype_of, is_native
 from ampopt.ir.program import Border, Program
+from ampopt.ir.shapes import record_shapes
 from ampopt.ir.transform import Declined, Engine, Result
 from ampopt.ir.widening import widened
 from ampopt.ort.openvino_nan import LostNanError

@@ -6,8 +6,9 @@ import dataclasses
 
 from torch import fx
 
-from ampopt.ir.graph import arguments, aten, calls, finish, record_shapes, replace, tensor_meta
+from ampopt.ir.graph import arguments, aten, calls, finish, replace, tensor_meta
 from ampopt.ir.program import Program
+from ampopt.ir.shapes import record_shapes
 from ampopt.ir.transform import Family, Numerics, Pass, Result
 
 _DROPOUTS = {

@@ -10,13 +10,14 @@ from torch import Tensor, fx, nn
 
 from ampopt.engines.executable import executable
 from ampopt.ir.capture import capture
-from ampopt.ir.graph import calls, copy_of, finish, record_shapes, tensor_meta
+from ampopt.ir.graph import calls, copy_of, finish, tensor_meta
 from ampopt.ir.lanes import FP32, Lane, mixed
 from ampopt.ir.model_copy import device_of, private_copy, same_tensor
 from ampopt.ir.numerics import fresh_draw, relative_error
 from ampopt.ir.origin import WHOLE_MODEL, Origin, origins_of
 from ampopt.ir.program import Program
 from ampopt.ir.settings import Settings
+from ampopt.ir.shapes import record_shapes
 from ampopt.ir.signature import flatten_outputs
 from ampopt.ir.transform import Numerics, Pass, Result, replay
 

@@ -10,18 +10,10 @@ from ampopt.errors import AmpoptError, ExportError, InputError, first_line
 from ampopt.ir.capture import Captured
 from ampopt.ir.cuda_autocast import with_widening_casts
 from ampopt.ir.emulated_half import EmulatedHalf
-from ampopt.ir.graph import (
-    aten,
-    calls,
-    cast_for_readers,
-    copy_of,
-    dtype_of,
-    finish,
-    insert_call,
-    record_shapes,
-)
+from ampopt.ir.graph import aten, calls, cast_for_readers, copy_of, dtype_of, finish, insert_call
 from ampopt.ir.lanes import FP32, LANES, Lane
 from ampopt.ir.program import Program
+from ampopt.ir.shapes import record_shapes
 from ampopt.ir.transform import Family, Pass, replay
 from ampopt.passes import PIPELINE, BakeAutocast, KeepFp32
 from ampopt.system.interrupts import check_interrupted

@@ -15,20 +15,12 @@ from ampopt.engines.onnx_rules import exact_rules, last_match_freed
 from ampopt.errors import ExportError, InputError
 from ampopt.ir.capturing import capturing
 from ampopt.ir.emulated_half import EmulatedHalf
-from ampopt.ir.graph import (
-    aten,
-    cast_for_readers,
-    copy_of,
-    dtype_of,
-    finish,
-    insert_call,
-    record_shapes,
-    where,
-)
+from ampopt.ir.graph import aten, cast_for_readers, copy_of, dtype_of, finish, insert_call, where
 from ampopt.ir.half_numbers import with_numbers_that_fit
 from ampopt.ir.integer_forms import with_integer_forms
 from ampopt.ir.origin import hand_on
 from ampopt.ir.program import Program
+from ampopt.ir.shapes import record_shapes
 from ampopt.ir.size_ranges import Sizes
 from ampopt.ir.stable_forms import with_stable_forms
 

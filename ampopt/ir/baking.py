@@ -58,8 +58,11 @@ def bake(program: Program, policy: str, kept: Kept = NOTHING_KEPT) -> tuple[Prog
     plain = program.replace(under_autocast=False)
     keep_narrow_convs_in_fp32(program, module)
     kept.mark(module, dtype)
-    decisions = decide(policy, plain, module, dtype)
-    expected = record_autocast(plain, module, dtype)[1] if policy == "amp" else {}
+    expected: dict[fx.Node, torch.dtype] = {}
+    if policy == "amp":
+        decisions, expected = record_autocast(plain, module, dtype)
+    else:
+        decisions = decide(policy, plain, module, dtype)
     expected_by_name = {node.name: want for node, want in expected.items() if node.op == "call_function"}
     entry = tuple(_lower_inputs(module, decisions, program))
     count = max(1, _cast_inputs(module, decisions))  # at the least, autocast itself is gone

@@ -22,6 +22,7 @@ from ampopt.ir.graph import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, aten, constan
 from ampopt.ir.own_autocast import FULL_PRECISION
 from ampopt.ir.program import Program
 from ampopt.ir.settings import autocast_scope
+from ampopt.ir.shapes import run_on_examples
 
 Decisions = dict[fx.Node, dict[fx.Node, torch.dtype]]
 """For each call: the dtype that it wants each of its input nodes in; inputs not named stay as they are."""
@@ -226,8 +227,11 @@ class _PolicyRun(_Run):
 
 
 def _run(run: _Run, program: Program, autocast: torch.dtype | None = None) -> _Run:
-    with program.scope(), autocast_scope(program.device, autocast):
-        run.run(*(b.convert(t) for b, t in zip(program.entry, program.examples, strict=True)))
+    def run_under_autocast(*entered: Tensor) -> None:
+        with autocast_scope(program.device, autocast):
+            run.run(*entered)
+
+    run_on_examples(program, run_under_autocast)
     return run
 
 

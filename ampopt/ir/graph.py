@@ -10,12 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
+from torch.fx.passes.shape_prop import TensorMetadata
 
 from ampopt.ir.origin import carry_on, place_of
-from ampopt.ir.own_autocast import own_scope
-from ampopt.ir.program import Program
 
 aten = torch.ops.aten
 
@@ -249,45 +246,8 @@ def constant_outputs(module: fx.GraphModule) -> frozenset[int]:
     return frozenset(place for place, node in enumerate(results) if node not in computed)
 
 
-def record_shapes(program: Program) -> fx.GraphModule:
-    """A copy of the program's graph whose nodes have their tensors' shape, dtype and strides recorded.
-
-    One real run on the example inputs fills `node.meta["tensor_meta"]`; see `shape_of` and `dtype_of`.
-    """
-    module = copy_of(program.graph)
-    with program.scope():
-        entered = [border.convert(t) for border, t in zip(program.entry, program.examples, strict=True)]
-        _Shapes(module, program.device).propagate(*entered)
-    return module
-
-
-def expected_shapes(program: Program) -> fx.GraphModule:
-    """What `record_shapes` is going to give, told without a run.
-
-    For work ahead only: strides may turn out otherwise. Fails where shapes depend on values. A first real run
-    of depthwise convolutions in float16 takes cuDNN 0.2 to 0.9 s each, in which it compiles their kernels.
-    """
-    module, mode = copy_of(program.graph), FakeTensorMode(allow_non_fake_inputs=True)
-    with program.scope(), mode:
-        entered = [border.convert(t) for border, t in zip(program.entry, program.examples, strict=True)]
-        _Shapes(module, program.device).propagate(*map(mode.from_tensor, entered))
-    return module
-
-
-class _Shapes(ShapeProp):
-    """Runs each call as the program does, also where the model switches autocast off."""
-
-    def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
-        super().__init__(module)
-        self._device = device
-
-    def run_node(self, n: fx.Node) -> Any:
-        with own_scope(n, self._device):
-            return super().run_node(n)
-
-
 def tensor_meta(node: fx.Node) -> TensorMetadata:
-    """The recorded metadata of a node with one output tensor, after `record_shapes`."""
+    """The recorded metadata of a node with one output tensor, after `shapes.record_shapes`."""
     meta = node.meta.get("tensor_meta")
     if not isinstance(meta, TensorMetadata):
         raise TypeError(f"{node.name} has no single output tensor")
@@ -295,12 +255,12 @@ def tensor_meta(node: fx.Node) -> TensorMetadata:
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """The shape of a node's output, after `record_shapes`."""
+    """The shape of a node's output, after `shapes.record_shapes`."""
     return tuple(tensor_meta(node).shape)
 
 
 def dtype_of(node: fx.Node) -> torch.dtype:
-    """The dtype of a node's output, after `record_shapes`."""
+    """The dtype of a node's output, after `shapes.record_shapes`."""
     return tensor_meta(node).dtype
 
 
@@ -347,15 +307,6 @@ def gives_a_number(module: fx.GraphModule) -> fx.Node | None:
         ):
             return node
     return None
-
-
-def decides_by_values(program: Program) -> fx.Node | None:
-    """The first operator that makes integers or booleans of numbers and has readers; None if there is none.
-
-    Examples: the index of a maximum, a comparison, a sort. If an input becomes NaN, its readers read other
-    elements, or none.
-    """
-    return deciding_node(record_shapes(program))
 
 
 def deciding_node(module: fx.GraphModule) -> fx.Node | None:

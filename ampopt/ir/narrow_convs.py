@@ -15,18 +15,10 @@ import torch
 from torch import fx
 
 from ampopt.ir.emulated_half import EmulatedHalf
-from ampopt.ir.graph import (
-    CONVOLUTIONS,
-    arguments,
-    calls,
-    cast_for_readers,
-    dtype_of,
-    record_shapes,
-    shape_of,
-    where,
-)
+from ampopt.ir.graph import CONVOLUTIONS, arguments, calls, cast_for_readers, dtype_of, shape_of, where
 from ampopt.ir.own_autocast import FULL_PRECISION
 from ampopt.ir.program import Program
+from ampopt.ir.shapes import record_shapes
 
 
 def keep_narrow_convs_in_fp32(program: Program, module: fx.GraphModule) -> None:

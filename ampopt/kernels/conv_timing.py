@@ -91,14 +91,15 @@ def fastest(
 ) -> Timed:
     """Time a site's `tiles`, `PLAIN`, and `BY_CUDNN` if cuDNN has that form.
 
-    Tiles that this GPU cannot run, or whose results differ from `PLAIN`, are left out; so are tiles whose
-    first sample is much slower.
+    Tiles that this GPU cannot run, or whose results differ from PyTorch's, are left out; so are tiles whose
+    first sample is much slower. Of depthwise convolutions only tiles are timed, see `FuseConvTriton`.
     """
     samplers, alive, refused = {}, [], dict[str, str]()
     with settings.scope(device):
         operands = site.random_operands(device)
-        calls = {name: functools.partial(run, site, operands) for name, run in _other_ways(site).items()}
-        expected = calls[PLAIN]()
+        ways = {} if site.is_depthwise else _other_ways(site)
+        calls = {name: functools.partial(run, site, operands) for name, run in ways.items()}
+        expected = _plain(site, _contiguous(operands) if site.is_depthwise else operands)
         limit = 1e-4 if site.dtype is torch.float32 and not site.tf32 else 2e-2
         for tile in tiles:
             calls[str(tile)] = functools.partial(launch, site, operands, tile)
@@ -115,6 +116,8 @@ def fastest(
                 continue
             alive.append(graph)
             samplers[name] = device_time(graph.replay, device, sample_s=SAMPLE_S)
+        if not samplers:
+            return Timed({}, refused)
         once = {name: sampler() for name, sampler in samplers.items()}
         near = NEAR * min(once.values())
         first = min(once.keys() - {PLAIN, BY_CUDNN}, key=once.__getitem__, default=PLAIN)
@@ -136,6 +139,13 @@ def _other_ways(site: Site) -> dict[str, Callable[[Site, Operands], Tensor]]:
     if site.geometry and not site.scale and acts in (("relu", False, ""), ("", True, "relu")):
         ways[BY_CUDNN] = _by_cudnn
     return ways
+
+
+def _contiguous(operands: Operands) -> Operands:
+    """The same with images in PyTorch's usual layout, whose kernels an original has loaded already."""
+    x, w, *others = operands
+    b, z, s = (None if t is None else t.contiguous() for t in others)
+    return x.contiguous(), w.contiguous(), b, z, s
 
 
 def _plain(site: Site, operands: Operands) -> Tensor:

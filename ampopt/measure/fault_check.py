@@ -8,9 +8,10 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from ampopt.ir.graph import decides_by_values, where
+from ampopt.ir.graph import where
 from ampopt.ir.lanes import Lane
 from ampopt.ir.numerics import Check
+from ampopt.ir.shapes import decides_by_values
 from ampopt.measure.draws import Draw
 from ampopt.measure.fault_masks import Bools, Masks, joined_elements, lost_elements, not_finite, share
 from ampopt.measure.original import Original, Run

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Applied, Family, Pass, replay
+from ampopt.ir.transform import Family, Pass, replay
 from ampopt.measure.entry import Verdict
 from ampopt.search.lane_engines import LaneEngines
 from ampopt.search.lane_state import LaneState
@@ -39,7 +39,7 @@ class LaneSearch:
     ) -> None:
         """`patience` is on `time.perf_counter`'s clock: what is unlikely to gain is not begun after it."""
         self.state, self._manager, self._pipeline, self._patience = state, manager, pipeline, patience
-        self._opening = opening_of(state.lane, state.base.device)
+        self._opening = opening_of(state.base)
         self._rewrites = in_order(state, pipeline.rewrites)
         self._handled = {step.name for step in state.graph.program.recipe}
         self.opened = state.best
@@ -50,14 +50,15 @@ class LaneSearch:
         self._launched: Subject | None = None
 
     @staticmethod
-    def expected(program: Program, pipeline: Pipeline, applied: Applied) -> Program:
-        """What the opening of a lane's first program should come to, if all of it is right and a gain.
+    def expected(program: Program, pipeline: Pipeline) -> tuple[Pass, ...]:
+        """The passes of the opening of a lane's first program on whose result compilers can begin.
 
-        It is without native kernels, which need measurements. `applied` gets what each pass came to.
+        They are without native kernels, which need measurements, and without what stands with those.
         """
-        names = {*opening_of(program.lane, program.device).rewrites} - {step.name for step in program.recipe}
+        opening = opening_of(program)
+        names = {*opening.rewrites} - {*opening.inseparable, *(step.name for step in program.recipe)}
         steps = (step for step in pipeline.rewrites if step.name in names)
-        return replay(tuple(step for step in steps if step.family is not Family.KERNEL), program, applied)
+        return tuple(step for step in steps if step.family is not Family.KERNEL)
 
     @property
     def name(self) -> str:
@@ -136,6 +137,10 @@ class LaneSearch:
         if len(steps) < 2:
             return None
         trial = self._manager.try_together(self.state, name, steps, deadline)
+        recipe, gain = self.state.graph.program.recipe, trial.entry.gain
+        if trial.entry.verdict is Verdict.KEPT and gain is not None and self._has_measured_kernels(recipe):
+            self.engines.kernels_gain = gain.ratio
+            self.engines.begin()
         if trial.entry.verdict not in (Verdict.KEPT, Verdict.DECLINED):
             return trial
         self._handled = self._handled | {step.name for step in steps}
@@ -198,9 +203,18 @@ class LaneSearch:
             self._manager.try_graph(self.state, "the rewritten graph", deadline)
 
     @property
+    def opens_with_kernels(self) -> bool:
+        """Whether the opening has kernels that are measured, which takes seconds."""
+        return bool(self._opening.inseparable)
+
+    @property
     def is_launched(self) -> bool:
         """Whether there was time to launch the rewritten graph."""
         return self._launched is not None
+
+    def _has_measured_kernels(self, recipe: Sequence[Pass]) -> bool:
+        names = {step.name for step in recipe if step.family is Family.KERNEL}
+        return not names.isdisjoint(self._opening.inseparable)
 
     def _is_late(self, step: Pass) -> bool:
         return step.name in self._opening.late
@@ -228,7 +242,8 @@ class LaneSearch:
         """The recipe without each pass of the opening that may cost time: layouts, algorithms, kernels."""
         openers = [step for step in self.state.graph.program.recipe if step.name in self._opening.rewrites]
         for step in openers:
-            if step.family in (Family.PLACEMENT, Family.KERNEL) and not step.enables_others:
+            is_separable = step.name not in self._opening.inseparable
+            if step.family is not Family.REWRITE and is_separable and not step.enables_others:
                 self._leave_one_out(step, deadline)
 
     def _leave_one_out(self, step: Pass, deadline: float) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
+from torch import fx
 
-from ampopt.ir.lanes import Lane
+from ampopt.ir.graph import arguments, aten, calls, constant
+from ampopt.ir.program import Program
 
 UNLIKELY = "it seldom gains, and the time for that was over: a larger time budget tries it"
 """The reason of what was not tried after the time for unlikely trials."""
@@ -29,6 +30,7 @@ class Opening:
     engines that win seldom, or gain little for the seconds that they take: they are tried last. So are those
     that are `outdone`, where the opening's engine could be tried. `helpers` join the rewrites where those are
     right and slower: without its search, cuDNN may choose slow algorithms for what the rewrites made.
+    `inseparable` are a layout and the kernels that are measured in it, which gain together or not at all.
     """
 
     rewrites: tuple[str, ...]
@@ -36,10 +38,13 @@ class Opening:
     late: tuple[str, ...] = ()
     outdone: tuple[str, ...] = ()
     helpers: tuple[str, ...] = ()
+    inseparable: tuple[str, ...] = ()
 
 
 _LATE = ("degroup", "fuse-linear-act", "script", "parallel-branches")
 _LATE_IN_AMP = ("search-conv-algorithms", *_LATE)
+
+_PACKED = ("channels-last", "fuse-conv-triton")
 
 _ON_CPU = ("channels-last", "fuse-conv-onednn")
 _OUTDONE = ("compile",)
@@ -58,6 +63,27 @@ OPENINGS = {
 """By type of device, and whether the lane computes in lower precision."""
 
 
-def opening_of(lane: Lane, device: torch.device) -> Opening:
-    """The opening of a lane on a device; an empty one for devices without results."""
-    return OPENINGS.get((device.type, lane.is_mixed), Opening(()))
+DEPTHWISE_IN_AMP = dataclasses.replace(
+    OPENINGS["cuda", True],
+    rewrites=(*EXACT, "bake-autocast", *_PACKED, "fuse-conv-act"),
+    inseparable=_PACKED,
+)
+"""That of networks with depthwise convolutions in lower precision on a GPU.
+
+cuDNN compiles a kernel for each of them, for up to 0.9 s, and for each layout again; our own kernels for the
+channel innermost are compiled in other processes by then.
+"""
+
+
+def opening_of(program: Program) -> Opening:
+    """The opening of a lane's first program; an empty one for devices without results."""
+    kind = program.device.type, program.lane.is_mixed
+    if kind == ("cuda", True) and _has_depthwise(program.graph):
+        return DEPTHWISE_IN_AMP
+    return OPENINGS.get(kind, Opening(()))
+
+
+def _has_depthwise(module: fx.GraphModule) -> bool:
+    convs = (arguments(node) for node in calls(module, [aten.conv2d.default]))
+    weights = ((constant(module, own["weight"]), own["groups"]) for own in convs if own["groups"] > 1)
+    return any(weight is not None and weight.shape[:2] == (groups, 1) for weight, groups in weights)

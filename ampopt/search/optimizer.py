@@ -20,12 +20,13 @@ from ampopt.ir.lanes import FP32, Lane, lanes_for
 from ampopt.ir.program import Program
 from ampopt.ir.signature import describe
 from ampopt.ir.size_ranges import Sizes, shown, sizes_of
-from ampopt.ir.transform import Applied, Recipe
+from ampopt.ir.transform import Recipe
 from ampopt.measure.degenerate import notes_on
 from ampopt.measure.entry import ORIGINAL, Verdict
 from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import gain
 from ampopt.measure.verify import Verifier
+from ampopt.search.foreseen import Foreseen
 from ampopt.search.lane_probe import judgeable, seconds_of_a_call
 from ampopt.search.lane_state import LaneState
 from ampopt.search.last_comparison import LANES, LastComparison
@@ -129,9 +130,9 @@ class Optimizer:
         Where not even the examples can be verified within the budget, the reason is noted instead.
         """
         options, captured = self._options, self._captured
-        likeliest, applied = self._candidates[-1], Applied()
+        likeliest, foreseen = self._candidates[-1], Foreseen()
         if self._known is None or likeliest.name not in self._known.recipes:
-            applied = begin_ahead(likeliest.start(captured.program), self._pipeline, self._sandbox)
+            foreseen = begin_ahead(likeliest.start(captured.program), self._pipeline, self._sandbox)
         after = CALLS_TO_COMPARE + (0 if self.is_tuned else CALLS_OF_A_TRIAL)
         for draws in range(effort.draws, -1, -1):
             needed_s = self._call_s * (calls_to_verify(draws) + after)
@@ -176,7 +177,7 @@ class Optimizer:
             progress=self._progress,
             sandbox=self._sandbox,
             started=self._started,
-            applied=applied,
+            foreseen=foreseen,
         )
 
     @property

@@ -205,9 +205,10 @@ class PassManager(Trials):
         """Apply a pass of several that are tried together; its row has what it did, and no times."""
         if (declined := step.why_not(program)) is not None:
             return program, Entry(lane.name, step.name, Verdict.DECLINED, declined)
-        result = self.applied.pop((program.lane, program.recipe, step), None)
+        left = trial.deadline - time.perf_counter()
+        result = self.foreseen.take(step, program)
         if result is None:
-            result = step.within(trial.deadline - time.perf_counter()).apply(program)
+            result = self.applied(step.within(left), program, left)[0]
         left_alone = with_places(result.declined, program)
         row = Entry(
             lane.name, step.name, Verdict.KEPT, f"part of {trial.entry.name}, which is timed as a whole",

@@ -9,11 +9,12 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from ampopt.ir.lanes import Lane
 from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Applied, Pass
+from ampopt.ir.transform import Pass
 from ampopt.measure.clocks import latency
 from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import interleave
 from ampopt.measure.verify import Verifier
+from ampopt.search.foreseen import Foreseen
 from ampopt.search.lane_search import LaneSearch
 from ampopt.search.lane_state import LaneState
 from ampopt.search.pass_manager import PassManager
@@ -32,7 +33,7 @@ REOPENED = 0.6
 """Share of the search's time until which engines are tried again whose trial in an opening was noise."""
 
 FUSING = 0.6
-"""Share of the search's time in which kernels of the first lane may be tried before the others' openings."""
+"""Share of the search's time for kernels that are measured in openings, or before those of later lanes."""
 
 PATIENCE = 0.4
 """Share of the search's time after which nothing that is unlikely to gain is begun."""
@@ -62,22 +63,22 @@ RIVAL = "rival"
 """The name of the time of what lanes have to be faster than, beside the names of lanes."""
 
 
-def begin_ahead(program: Program, pipeline: Pipeline, sandbox: Sandbox | None) -> Applied:
+def begin_ahead(program: Program, pipeline: Pipeline, sandbox: Sandbox | None) -> Foreseen:
     """Let compilers start, in processes of their own, on what the opening of a program should come to.
 
     If that comes to something else, or another lane is searched first, they get that instead. Returns what
-    was applied for it here.
+    passes came to for it.
     """
-    applied: Applied = {}
+    foreseen = Foreseen()
     if sandbox is None or not sandbox.works_beside:
-        return applied
+        return foreseen
     try:
-        expected = LaneSearch.expected(program, pipeline, applied)
+        expected = foreseen.replay(LaneSearch.expected(program, pipeline), program)
         for step in (*pipeline.rewrites, *pipeline.engines):
             sandbox.begin(step, expected)
     except Exception as error:  # the opening, or the engine's trial, is going to tell
         check_interrupted(error)
-    return applied
+    return foreseen
 
 
 class Search:
@@ -120,6 +121,8 @@ class Search:
             if not recipe or not search.resume(recipe):
                 share = OPENINGS / len(lanes) if len(lanes) > 1 or self._rival is not None else 1.0
                 until = max(began + place * share * left, time.perf_counter() + share * left)
+                if search.opens_with_kernels:
+                    until = max(until, began + FUSING * left)
                 until = min(until, self._manager.deadline)
                 search.open(until, with_engine=self._is_usable(state) or len(lanes) == 1)
                 if search.is_too_inexact:
@@ -148,7 +151,7 @@ class Search:
         """The search in an open lane that is right; compilers begin on what makes it so."""
         if state.founded and (sandbox := self._manager.sandbox) is not None:
             sandbox.give_up(state.base)
-            self._manager.applied = begin_ahead(state.best.program, self._pipeline, sandbox)
+            self._manager.foreseen = begin_ahead(state.best.program, self._pipeline, sandbox)
         if state.lane.is_mixed and self._bound is not None and self._is_usable(state):
             state.bound = self._bound
         self.states.append(state)

@@ -12,12 +12,13 @@ from ampopt.errors import AmpoptError, first_line
 from ampopt.ir.graph import where
 from ampopt.ir.judged import Judged
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Applied, Declined, Engine, Family, Pass, Result
+from ampopt.ir.transform import Declined, Engine, Family, Pass, Result
 from ampopt.measure.clocks import synchronize
 from ampopt.measure.entry import Entry, Verdict
 from ampopt.measure.ledger import BestSoFar, Ledger
 from ampopt.measure.verifiers_judge import VerifiersJudge
 from ampopt.measure.verify import Verifier
+from ampopt.search.foreseen import Foreseen
 from ampopt.search.lane_state import LaneState
 from ampopt.search.play_off import note_rival
 from ampopt.search.rehearsal import Sandbox
@@ -75,14 +76,14 @@ class Trials:
         progress: Progress | None = None,
         sandbox: Sandbox | None = None,
         started: float | None = None,
-        applied: Applied | None = None,
+        foreseen: Foreseen | None = None,
     ) -> None:
         """`deadline` and `started` are on `time.perf_counter`'s clock; a comparison takes `sample_s`.
 
-        Risky passes are rehearsed in the `sandbox` first, if there is one. What was `applied` ahead is taken
-        from there by the first trial that would repeat it.
+        Risky passes are rehearsed in the `sandbox` first, if there is one. What was `foreseen` is taken by
+        the first trial that would repeat it.
         """
-        self.applied: Applied = {} if applied is None else applied
+        self.foreseen = foreseen or Foreseen()
         self.captured, self.verifier, self.ledger = captured, verifier, ledger
         self.deadline, self.timer = deadline, TrialTimer(sample_s)
         self._progress, self.sandbox = progress or silent, sandbox
@@ -173,10 +174,8 @@ class Trials:
         if isinstance(step, Judged):
             judge = VerifiersJudge(self.verifier, program.lane, began + SEARCHING * left, bound)
             result, unrehearsed = step.apply_judged(program, judge), None
-        elif self.sandbox is None:
-            result, unrehearsed = step.apply(program), None
         else:
-            result, unrehearsed = self.sandbox.apply(step, program, seconds=left)
+            result, unrehearsed = self.applied(step, program, left)
         if isinstance(step, Engine) and not trial.hurried:
             self._applied_s[step.name] = time.perf_counter() - began
         result = dataclasses.replace(result, declined=with_places(result.declined, program))
@@ -186,6 +185,12 @@ class Trials:
             self.end(trial, Verdict.DECLINED, why_nothing(result))
             return None
         return result.program.replace(recipe=(*result.program.recipe, result.replay or step))
+
+    def applied(self, step: Pass, program: Program, seconds: float) -> tuple[Result, str | None]:
+        """What a pass comes to, and None or why it could not be rehearsed; see `Sandbox.apply`."""
+        if self.sandbox is None:
+            return step.apply(program), None
+        return self.sandbox.apply(step, program, seconds=seconds)
 
     def is_right(
         self, trial: Trial, state: LaneState, candidate: Subject, same_bits_as: Program | None = None

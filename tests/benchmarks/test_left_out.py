@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ampopt.ir.graph import aten, calls, record_shapes
+from ampopt.ir.graph import aten, calls
+from ampopt.ir.shapes import record_shapes
 from benchmarks.left_out import _alike, _gain, _random, measure_lane, measure_network, to_markdown
 from tests.helpers import Model
 from tests.support.planted import module_of

@@ -20,11 +20,8 @@ from ampopt.ir.graph import (
     constant,
     constant_outputs,
     copy_of,
-    decides_by_values,
     draws_random_numbers,
-    dtype_of,
     exact_constant,
-    expected_shapes,
     finish,
     forget_unrounded,
     gives_a_number,
@@ -37,16 +34,12 @@ from ampopt.ir.graph import (
     own_outputs,
     reads_result,
     reads_strides,
-    record_shapes,
     replace,
-    shape_of,
-    tensor_meta,
     where,
 )
 from ampopt.ir.origin import Origin
 from ampopt.ir.pool_indices import max_pool2d_with_indices
-from ampopt.ir.transform import Pass
-from ampopt.passes.channels_last import ChannelsLast
+from ampopt.ir.shapes import decides_by_values
 from tests.helpers import Model, program_of
 
 X = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
@@ -248,35 +241,6 @@ def test_outputs_that_no_input_decides_are_found_by_their_places() -> None:
         return mixed, doubled, x, w, g.call_function(aten.neg.default, (mixed,))
 
     assert constant_outputs(graph_of(build, w=torch.ones(1))) == {1, 3}
-
-
-def test_recorded_shapes_are_of_a_copy_and_of_single_tensors_only() -> None:
-    model = Model(lambda m, x: (torch.max_pool2d(x.double(), 2).flatten(1), *x.aminmax(dim=1)))
-    program = program_of(model, X)
-    module = record_shapes(program)
-    flat, pair = next(calls(module, [aten.flatten.using_ints])), node_of(module, aten.aminmax.default)
-    assert (shape_of(flat), dtype_of(flat)) == ((2, 12), torch.float64)
-    assert all("tensor_meta" not in node.meta for node in program.graph.graph.nodes)
-    with pytest.raises(TypeError, match="aminmax has no single output tensor"):
-        tensor_meta(pair)
-
-
-@pytest.mark.parametrize("above", [(), (ChannelsLast(),)], ids=["", "channels_last"])
-def test_shapes_that_are_expected_are_those_of_a_run(above: tuple[Pass, ...]) -> None:
-    convs = {"a": nn.Conv2d(3, 8, 3, 2, 1), "b": nn.Conv2d(8, 8, 5, padding=2, groups=8)}
-
-    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = m.b(m.a(x).relu())
-        return torch.cat([y, y.mean((2, 3), keepdim=True) * y], 1)[:, 2:], y.flatten(2).transpose(1, 2) @ m.w
-
-    model = Model(forward, **convs, w=torch.ones(8, 4))
-    program = program_of(model, torch.randn(2, 3, 12, 10), on_top_of=above)
-    expected, recorded = expected_shapes(program), record_shapes(program)
-    found, real = (
-        {node.name: tensor_meta(node) for node in calls(module)} for module in (expected, recorded)
-    )
-    assert found == real
-    assert len(real) > 8
 
 
 def test_where_names_a_node_and_the_places_it_comes_from() -> None:

@@ -12,11 +12,12 @@ import ampopt
 from ampopt.engines.executable import executable
 from ampopt.ir.casting import POLICIES
 from ampopt.ir.emulated_half import EmulatedHalf
-from ampopt.ir.graph import CONVOLUTIONS, calls, dtype_of, record_shapes
+from ampopt.ir.graph import CONVOLUTIONS, calls, dtype_of
 from ampopt.ir.lanes import mixed
 from ampopt.ir.narrow_convs import why_it_may_crash
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.program import Program
+from ampopt.ir.shapes import record_shapes
 from ampopt.passes import BakeAutocast
 from tests.helpers import Model, program_of
 

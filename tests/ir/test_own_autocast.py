@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampopt.ir.graph import aten, calls, dtype_of, record_shapes
+from ampopt.ir.graph import aten, calls, dtype_of
 from ampopt.ir.lanes import Lane
 from ampopt.ir.own_autocast import as_under_autocast
+from ampopt.ir.shapes import record_shapes
 from ampopt.passes import FoldConstants
 from tests.helpers import BF16, FP16, Model
 from tests.support.planted import captured_of, optimize

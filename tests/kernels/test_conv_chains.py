@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from ampopt.ir.graph import aten, calls, record_shapes
+from ampopt.ir.graph import aten, calls
+from ampopt.ir.shapes import record_shapes
 from ampopt.kernels.conv_chains import find_chains, merge_factor
 from ampopt.passes import ChannelsLast
 from tests.helpers import Model, program_of

@@ -113,6 +113,22 @@ def test_the_best_tile_is_sampled_however_far_it_is_behind(monkeypatch: pytest.M
     assert set(fastest().seconds) == {conv_timing.PLAIN, FAST}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_depthwise_convolutions_are_compared_with_nothing_but_tiles(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    site = dataclasses.replace(DEPTHWISE, dtype=dtype, act1="relu", bias=True, add=True)
+    tiles = site.tiles()[:2]
+    gpu = _Gpu(monkeypatch, {str(tiles[0]): 2.0, str(tiles[1]): 1.0})
+    found = conv_timing.fastest(site, tiles, CPU, Settings())
+    assert found.seconds.keys() == {str(tiles[1])}
+    assert found.refused == {}
+    gpu.results = lambda tile, right: right * 1.1
+    found = conv_timing.fastest(site, tiles, CPU, Settings())
+    assert found.seconds == {}
+    assert found.refused.keys() == {*map(str, tiles)}
+
+
 @pytest.mark.parametrize(
     ("site", "factor", "is_refused"),
     [

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ampopt.ir.graph import aten, calls, record_shapes
+from ampopt.ir.graph import aten, calls
 from ampopt.ir.program import Program
+from ampopt.ir.shapes import record_shapes
 from ampopt.ir.transform import Declined, Result
 from ampopt.kernels.conv_chains import Chain, find_chains
 from ampopt.kernels.conv_tiles import Site

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampopt.ir.graph import record_shapes
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.program import Program
+from ampopt.ir.shapes import record_shapes
 from ampopt.ir.transform import Pass, Result
 from ampopt.kernels.conv_chains import Chain, find_chains
 from ampopt.kernels.fused_conv import Tile

@@ -76,8 +76,10 @@ def test_the_form_that_was_begun_comes_first_then_the_likely_one(
 @pytest.mark.parametrize(
     ("cost", "begun", "tried"),
     [
-        (0.5, True, ["compiler (unfused)", "compiler"]),
+        (0.5, True, ["compiler"]),
         (0.5, False, ["compiler"]),
+        (0.9, True, ["compiler (unfused)", "compiler"]),
+        (0.9, False, ["compiler"]),
         (0.97, True, ["compiler (unfused)"]),
         (0.97, False, ["compiler (unfused)"]),
     ],

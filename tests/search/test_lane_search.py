@@ -319,3 +319,29 @@ def test_without_time_kernels_wait_for_their_turn(monkeypatch: pytest.MonkeyPatc
     assert rows(bench) == []
     lane.rewrite(bench.deadline)
     assert bench.kept == ["kernel"]
+
+
+def test_measured_kernels_of_an_opening_have_gained_and_are_not_left_out_again(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module
+) -> None:
+    """Neither is their layout; another kernel of the opening is."""
+    costs = {"layout": 0.9, "measured": 0.5, "other": 0.9}
+    bench = Bench(monkeypatch, net, X, cost=costs)
+    passes = (PlantedLayout("layout"), PlantedKernel("measured"), PlantedKernel("other"))
+    opening = Opening(tuple(costs), inseparable=("layout", "measured"))
+    lane = search(monkeypatch, bench, Pipeline(passes), opening)
+    lane.open(bench.deadline)
+    assert bench.kept == [*costs]
+    assert lane.engines.kernels_gain == pytest.approx(1 / 0.405)
+    lane.vary(bench.deadline)
+    assert [name for name, _ in rows(bench)[4:]] == ["without other"]
+
+
+@pytest.mark.parametrize(("opening", "gain"), [(Opening(("one", "kernel")), 1.0), (Opening(("one",)), 1.0)])
+def test_kernels_that_an_opening_does_not_measure_are_not_known_to_gain(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module, opening: Opening, gain: float
+) -> None:
+    bench = Bench(monkeypatch, net, X, cost={"one": 0.5, "kernel": 0.9})
+    lane = search(monkeypatch, bench, Pipeline((Planted("one"), PlantedKernel("kernel"))), opening)
+    lane.open(bench.deadline)
+    assert lane.engines.kernels_gain == gain

@@ -10,13 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from ampopt.ir.lanes import FP32, LANES
+from ampopt.ir.lanes import FP32, LANES, Lane
+from ampopt.ir.program import Program
 from ampopt.passes import PIPELINE
-from ampopt.search.openings import EXACT, OPENINGS, Opening, opening_of
+from ampopt.search.lane_search import LaneSearch
+from ampopt.search.openings import DEPTHWISE_IN_AMP, EXACT, OPENINGS, Opening, opening_of
+from tests.helpers import BF16, FP16, program_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 NAMES = {step.name for step in PIPELINE}
+DENSE = nn.Conv2d(8, 8, 3)
+
+
+def on(device: str, lane: Lane, net: nn.Module) -> Program:
+    """A network's first program in a lane, as if it were on the device."""
+    program = program_of(net.eval(), torch.ones(1, 8, 6, 6), lane=lane)
+    return program.replace(device=torch.device(device))
 
 
 def winners(lane: str) -> list[list[str]]:
@@ -58,17 +69,41 @@ def passes_in(found: Any) -> Iterator[list[str]]:
         yield passes
 
 
-@pytest.mark.parametrize("opening", OPENINGS.values())
+@pytest.mark.parametrize("opening", [*OPENINGS.values(), DEPTHWISE_IN_AMP])
 def test_an_opening_names_passes_of_the_pipeline(opening: Opening) -> None:
     assert {*opening.rewrites, *opening.late, *opening.outdone, opening.engine} <= NAMES | {None}
+    assert {*opening.inseparable} <= {*opening.rewrites}
 
 
 def test_a_lane_of_lower_precision_bakes_it_in_its_opening() -> None:
     for by_device in LANES.values():
         for device, lane in by_device.items():
-            opening = opening_of(lane, torch.device(device))
+            opening = opening_of(on(device, lane, DENSE))
             assert (lane.baked_by in opening.rewrites) == lane.is_mixed
 
 
 def test_a_device_without_results_has_no_opening() -> None:
-    assert opening_of(FP32, torch.device("meta")) == Opening(())
+    assert opening_of(on("meta", FP32, DENSE)) == Opening(())
+
+
+@pytest.mark.parametrize(
+    ("device", "lane", "net", "has_kernels"),
+    [
+        ("cuda", FP16, nn.Conv2d(8, 8, 3, groups=8), True),
+        ("cuda", FP32, nn.Conv2d(8, 8, 3, groups=8), False),
+        ("cpu", BF16, nn.Conv2d(8, 8, 3, groups=8), False),
+        ("cuda", FP16, nn.Conv2d(8, 16, 3, groups=8), False),
+        ("cuda", FP16, nn.Conv2d(8, 8, 3, groups=4), False),
+        ("cuda", FP16, DENSE, False),
+    ],
+)
+def test_depthwise_convolutions_open_with_kernels_that_are_measured(
+    device: str, lane: Lane, net: nn.Module, has_kernels: bool
+) -> None:
+    """Of them compilers are not told ahead: they begin on what comes before the layout."""
+    program = on(device, lane, net)
+    assert ("fuse-conv-triton" in opening_of(program).rewrites) is has_kernels
+    ahead = {step.name for step in LaneSearch.expected(program, PIPELINE)}
+    assert ("channels-last" in ahead) is (lane.is_mixed and not has_kernels)
+    assert not ahead & {"fuse-conv-triton", "fuse-conv-act"}
+    assert "fold-conv-bn" in ahead

@@ -176,9 +176,11 @@ class Beside:
     def __init__(self) -> None:
         self.told: list[tuple[str, list[str], int]] = []
         self.entries: list[Entry] = []
+        self.programs: list[Program] = []
 
     def begin(self, step: Pass, program: Program) -> None:
         if isinstance(step, Engine):
+            self.programs.append(program)
             names = [each.name for each in program.recipe]
             self.told.append((program.lane.name, names, len(self.entries)))
 
@@ -282,13 +284,11 @@ def test_compilers_begin_with_what_the_opening_should_come_to(bench: Bench, besi
 def test_what_is_applied_for_them_is_not_applied_again(bench: Bench, beside: Beside) -> None:
     """The opening's first trial takes it, once."""
     program, steps = bench.manager.open(BF16).base, [Planted("one"), Planted("two")]
-    applied = begin_ahead(program, BESIDE, beside)  # type: ignore[arg-type]
-    made = list(applied.values())[-1].program.graph
-    bench.manager.applied.update(applied)
+    bench.manager.foreseen = begin_ahead(program, BESIDE, beside)  # type: ignore[arg-type]
+    made = beside.programs[-1].graph
     state = bench.manager.open(BF16)
     bench.manager.try_together(state, "the opening", steps, bench.manager.deadline)
     assert state.graph.program.graph is made
-    assert bench.manager.applied == {}
     again = bench.manager.open(BF16)
     bench.manager.try_together(again, "the opening", steps, bench.manager.deadline)
     assert again.graph.program.recipe == state.graph.program.recipe

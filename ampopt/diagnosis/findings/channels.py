@@ -11,9 +11,10 @@ from torch import Tensor, fx
 
 from ampopt.diagnosis.case import Case
 from ampopt.diagnosis.finding import Finding, saved
-from ampopt.ir.graph import arguments, aten, calls, constant, is_constant, record_shapes, shape_of
+from ampopt.ir.graph import arguments, aten, calls, constant, is_constant, shape_of
 from ampopt.ir.lanes import Lane
 from ampopt.ir.origin import place_of
+from ampopt.ir.shapes import record_shapes
 
 MULTIPLE = 8
 """At 16 bits Tensor Cores want channels in multiples of 8; oneDNN on a CPU computes in blocks of 8 or 16."""

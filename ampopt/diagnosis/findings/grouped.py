@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from ampopt.diagnosis.case import Case
 from ampopt.diagnosis.finding import Counterfactual, Finding, saved
-from ampopt.ir.graph import arguments, aten, calls, constant, dtype_of, is_constant, record_shapes, shape_of
+from ampopt.ir.graph import arguments, aten, calls, constant, dtype_of, is_constant, shape_of
 from ampopt.ir.lanes import Lane
 from ampopt.ir.origin import place_of
+from ampopt.ir.shapes import record_shapes
 from ampopt.kernels.group_forms import GroupedConv
 from ampopt.passes import BakeAutocast, Degroup
 

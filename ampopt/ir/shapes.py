@@ -1,0 +1,135 @@
+"""The shapes, dtypes and strides of a program's tensors: recorded in a run, or told without one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.shape_prop import ShapeProp
+
+from ampopt.ir.graph import copy_of, deciding_node
+from ampopt.ir.own_autocast import own_scope
+from ampopt.ir.program import Program
+from ampopt.system.interrupts import check_interrupted
+
+
+def record_shapes(program: Program) -> fx.GraphModule:
+    """A copy of the program's graph whose nodes have their tensors' shape, dtype and strides recorded.
+
+    One real run on the example inputs fills `node.meta["tensor_meta"]`; see `graph.shape_of` and `dtype_of`.
+    While shapes are `foretold`, they are told without it.
+    """
+    foretold = _foretold.get()
+    return _recorded(program) if foretold is None else foretold.shapes_of(program)
+
+
+def expected_shapes(program: Program) -> fx.GraphModule:
+    """What `record_shapes` is going to give, told without a run; recorded where that cannot be.
+
+    Shapes and dtypes are right, strides may turn out otherwise. A first real run of depthwise convolutions in
+    float16 takes cuDNN 0.2 to 0.9 s each, in which it compiles their kernels.
+    """
+    return _told(program) or _recorded(program)
+
+
+class Foretold:
+    """Shapes that were told without a run, to passes that were applied ahead of their trial."""
+
+    def __init__(self) -> None:
+        self._told: list[tuple[Program, dict[str, Any]]] = []
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """In the block `record_shapes` tells what it would record, without a run."""
+        token = _foretold.set(self)
+        try:
+            yield
+        finally:
+            _foretold.reset(token)
+
+    def shapes_of(self, program: Program) -> fx.GraphModule:
+        """See `expected_shapes`; what is told here is to come true."""
+        if (module := _told(program)) is None:
+            return _recorded(program)
+        self._told.append((program, _metadata(module)))
+        return module
+
+    def came_true(self) -> bool:
+        """Whether runs record what was told, strides too; what did is not run again."""
+        while self._told:
+            program, told = self._told[-1]
+            if _metadata(_recorded(program)) != told:
+                return False
+            self._told.pop()
+        return True
+
+
+_foretold: ContextVar[Foretold | None] = ContextVar("foretold", default=None)
+
+
+def run_on_examples(program: Program, run: Callable[..., object]) -> None:
+    """Call `run` on the examples as they enter the program's graph.
+
+    While shapes are foretold it is called on fake tensors; once more on real ones where those do not do.
+    """
+    if _foretold.get() is None or not _runs_on_fakes(program, run):
+        _run_on_real(program, run)
+
+
+def _run_on_real(program: Program, run: Callable[..., object]) -> None:
+    with program.scope():
+        run(*(border.convert(t) for border, t in zip(program.entry, program.examples, strict=True)))
+
+
+def _runs_on_fakes(program: Program, run: Callable[..., object]) -> bool:
+    """False where shapes depend on values, or an operator does not tell them."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with program.scope(), mode:
+            entered = [border.convert(t) for border, t in zip(program.entry, program.examples, strict=True)]
+            run(*map(mode.from_tensor, entered))
+    except Exception as error:
+        check_interrupted(error)
+        return False
+    return True
+
+
+def _recorded(program: Program) -> fx.GraphModule:
+    module = copy_of(program.graph)
+    _run_on_real(program, _Shapes(module, program.device).propagate)
+    return module
+
+
+def _told(program: Program) -> fx.GraphModule | None:
+    module = copy_of(program.graph)
+    return module if _runs_on_fakes(program, _Shapes(module, program.device).propagate) else None
+
+
+def _metadata(module: fx.GraphModule) -> dict[str, Any]:
+    return {node.name: node.meta.get("tensor_meta") for node in module.graph.nodes}
+
+
+class _Shapes(ShapeProp):
+    """Runs each call as the program does, also where the model switches autocast off."""
+
+    def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
+        super().__init__(module)
+        self._device = device
+
+    def run_node(self, n: fx.Node) -> Any:
+        with own_scope(n, self._device):
+            return super().run_node(n)
+
+
+def decides_by_values(program: Program) -> fx.Node | None:
+    """The first operator that makes integers or booleans of numbers and has readers; None if there is none.
+
+    Examples: the index of a maximum, a comparison, a sort. If an input becomes NaN, its readers read other
+    elements, or none.
+    """
+    return deciding_node(record_shapes(program))
