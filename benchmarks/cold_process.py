@@ -8,6 +8,7 @@ Writes the facts as JSON to FILE. Started by `benchmarks.cold_start`, with empty
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import functools
 import json
 import math
@@ -50,7 +51,7 @@ def measure(
     model, inputs = anybody(network)
     model, inputs = model.to(device), pytree.tree_map_only(Tensor, lambda t: t.to(device), inputs)
     facts, fast = first_call(model, inputs, device)
-    known({**facts, "error": "its process ended while it was timed"})
+    known({**facts, "error": "its process ended before peers were made"})
     calls: dict[str, Call] = {OURS: fast}
     contestants: dict[str, Facts] = {OURS: {}}
     first: dict[str, object] = {}
@@ -58,9 +59,12 @@ def measure(
         expected, facts["no_reference"] = _expected(model, inputs)
         first[OURS] = fast(*fresh(inputs))
         for name, make in peers(device, compiled).items():
+            known({**facts, "error": f"its process ended while {name} was made"})
             start = time.perf_counter()
             try:
-                calls[name], first[name] = of_peers(pool, functools.partial(_made, make, model, inputs))
+                call, first[name] = of_peers(pool, functools.partial(_made, make, model, inputs))
+                of_peers(pool, functools.partial(call, *fresh(inputs)))  # it may fail when called again
+                calls[name] = call
                 contestants[name] = {"prepare_s": time.perf_counter() - start}
             except Exception as failure:
                 contestants[name] = {"error": f"{type(failure).__name__}: {failure}"[:300]}
@@ -72,6 +76,7 @@ def measure(
             )
             subject = subject_of(functools.partial(call, *inputs), device)
             blocks[name] = functools.partial(_block, run, subject)
+        known({**facts, "error": "its process ended while all were timed"})
         timed = in_turn(blocks, seconds=seconds, pause_s=PAUSE_S if device.type == "cpu" else 0.0)
     for name, regimes in timed.items():
         contestants[name] |= {regime: summary(found) for regime, found in regimes.items()}
@@ -174,7 +179,12 @@ def _compiled(model: nn.Module, inputs: Inputs) -> Call:
         return by_compile.compiled(model, inputs, options=by_compile.FREEZING)
     amp = by_hand.autocast(torch.float16)(model, inputs)
     inner = torch.compile(amp, mode="reduce-overhead", dynamic=False)
-    return lambda *given: pytree.tree_map_only(Tensor, torch.clone, inner(*given))
+
+    def call(*given: Any) -> object:
+        torch.compiler.cudagraph_mark_step_begin()  # a model may keep tensors of its last call
+        return pytree.tree_map_only(Tensor, torch.clone, inner(*given))
+
+    return call
 
 
 def reference(model: nn.Module, inputs: Inputs) -> list[Tensor]:
@@ -201,6 +211,7 @@ def error_of(outputs: object, expected: list[Tensor]) -> float | None:
 
 def main() -> None:
     """See the module."""
+    faulthandler.enable()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("network")
     parser.add_argument("device", type=torch.device)

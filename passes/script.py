@@ -33,9 +33,11 @@ class Script(Engine):
     On a CPU `optimize_for_inference` lays convolutions and what follows them out for oneDNN, whose ReLU and
     max pooling turn NaN into numbers: a program with one of them is only frozen and fused.
     Cost: seconds to trace; its profiling executor specializes in the first calls, which `warm_ups` covers.
+    On a GPU another process does so first, because its fuser's kernels have left one unusable.
     """
 
     shape_dependent = False
+    risky_on_cuda = True
 
     warm_ups: int = 4
 

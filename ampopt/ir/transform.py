@@ -169,6 +169,8 @@ class Engine(Pass):
     """The extra of ampopt that installs them."""
     risky: ClassVar[bool] = False
     """True: a third-party compiler that could crash the process; another process rehearses it first."""
+    risky_on_cuda: ClassVar[bool] = False
+    """True: kernels that it compiles could leave a GPU unusable; there another process runs it first."""
     slow_to_apply: ClassVar[bool] = False
     """True: applying takes seconds to minutes, so that it is left out for new shapes during calls."""
 

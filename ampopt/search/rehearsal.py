@@ -182,12 +182,15 @@ class Sandbox:
         process, for example because its operators are registered in this one only.
         """
         step = self._preparers.end_for(step)
-        if not isinstance(step, Engine) or not step.risky:
+        if not isinstance(step, Engine) or not self._is_risky(step):
             return step.apply(program), None
         if (begun := self._find(step, program)) is not None:
             program = begun.program  # which has been divided
         with self.rehearsing(step, program, seconds=seconds) as rehearsed:
             return step.apply_beside(program, rehearsed), rehearsed().why_not
+
+    def _is_risky(self, step: Engine) -> bool:
+        return step.risky or (step.risky_on_cuda and self.device.type == "cuda")
 
     @contextlib.contextmanager
     def rehearsing(

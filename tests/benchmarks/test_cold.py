@@ -234,12 +234,28 @@ def test_what_the_first_call_gave_is_kept_if_peers_take_the_process_with_them(
     def gone(*_: object) -> Any:
         raise SystemExit
 
-    monkeypatch.setattr(cold_process, "peers", gone)
+    monkeypatch.setattr(cold_process, "peers", lambda *_: {"one": gone})
     with pytest.raises(SystemExit):
         cold_process.measure("linear5x128", CPU, known=kept.append)
-    (row,) = kept
-    assert row["chosen"] == "amp"
-    assert row["error"] == "its process ended while it was timed"
+    before, row = kept
+    assert before["chosen"] == row["chosen"] == "amp"
+    assert before["error"] == "its process ended before peers were made"
+    assert row["error"] == "its process ended while one was made"
+
+
+def test_a_peer_that_fails_when_it_is_called_again_has_its_error_in_the_row(
+    monkeypatch: pytest.MonkeyPatch, short_blocks: None
+) -> None:
+    def once(model: nn.Module, _: Any) -> Callable[..., Any]:
+        answers = iter([model])
+        return lambda *given: next(answers)(*given)
+
+    monkeypatch.setattr(ampopt, "optimize", lambda model, x: Fast(model))
+    monkeypatch.setattr(cold_process, "peers", lambda *_: {"once": once})
+    found = cold_process.measure("linear5x128", CPU)["contestants"]
+    assert found["once"].keys() == {"error"}
+    assert "StopIteration" in found["once"]["error"]
+    assert set(REGIMES) <= set(found["ampopt"])
 
 
 @pytest.mark.parametrize("failure", [None, RuntimeError("out of memory"), UnknownNetworkError("no such")])

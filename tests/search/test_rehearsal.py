@@ -101,6 +101,25 @@ def test_a_pass_that_works_is_rehearsed_in_another_process(program: Program, tmp
         os.kill(pid, 0)
 
 
+@dataclasses.dataclass(frozen=True)
+class RiskyOnCuda(Risky):
+    """One whose kernels could leave a GPU unusable."""
+
+    risky = False
+    risky_on_cuda = True
+
+
+def test_what_could_leave_a_gpu_unusable_is_rehearsed_there_alone(program: Program) -> None:
+    step = RiskyOnCuda(elsewhere="crash", home=os.getpid())
+    with Sandbox(CPU) as sandbox:
+        assert sandbox.apply(step, program, seconds=60)[0].modified
+        sandbox.begin(step, program)
+        assert not sandbox.is_rehearsing(step, program)
+        sandbox.device = torch.device("cuda")
+        with pytest.raises(PassError):
+            sandbox.apply(step, program, seconds=60)
+
+
 def test_a_process_that_has_ended_while_it_was_idle_is_replaced(program: Program) -> None:
     with Sandbox(CPU) as sandbox:
         rehearse(sandbox, Risky(), program, seconds=60)
