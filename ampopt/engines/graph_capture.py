@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -57,7 +58,7 @@ def capture_calls(
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with _own_workspaces(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             outputs = body()
         if keep_graph:
             graph.instantiate()
@@ -65,6 +66,21 @@ def capture_calls(
         reason = str(error).strip().splitlines()[0]
         raise PassError(f"the CUDA graph could not be captured: {reason}") from error
     return graph, outputs
+
+
+@contextlib.contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Let cuBLAS's workspaces in a capture lie in the graph's own memory, and be used by no other graph.
+
+    PyTorch keeps one for each stream, and all captures are on the same stream: a graph would use one in the
+    memory of an earlier graph, and an illegal address once that is gone (pytorch/pytorch#193402), or once
+    something clears them, as `torch.compile`'s own graphs do. What is cleared stays in its graph's memory.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def capture_program(

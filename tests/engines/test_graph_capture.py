@@ -46,6 +46,8 @@ class _Cuda:
             "graph": self.capture,
         }.items():
             monkeypatch.setattr(cuda, name, stand_in)
+        clear = lambda: self.log.append("clear workspaces")  # noqa: E731
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear)
 
     def said(self, what: str) -> None:
         self.log.append(what)
@@ -107,7 +109,7 @@ def test_warm_ups_run_on_a_side_stream_before_the_one_call_that_is_captured(cuda
     assert isinstance(graph, _Graph)
     assert cuda.log == [
         "side after main", "on side", "call", "call", "off side", "main after side", "synchronize",
-        "graph", "capture", "call", "captured",
+        "graph", "clear workspaces", "capture", "call", "captured", "clear workspaces",
     ]  # fmt: skip
 
 
@@ -119,7 +121,7 @@ def test_what_was_called_already_needs_no_warm_up(cuda: _Cuda) -> None:
 def test_a_graph_whose_nodes_are_to_be_read_is_made_ready_at_once(cuda: _Cuda) -> None:
     capture_calls(lambda: (), keep_graph=True)
     assert "graph to read" in cuda.log
-    assert cuda.log[-2:] == ["captured", "instantiate"]
+    assert cuda.log[-3:] == ["captured", "clear workspaces", "instantiate"]
 
 
 @pytest.mark.parametrize("after", [0, graph_capture.WARM_UPS], ids=["in a warm-up", "in the capture"])
@@ -134,6 +136,7 @@ def test_a_call_that_cannot_be_captured_is_a_pass_error_with_its_first_line(afte
     with pytest.raises(PassError, match=message) as caught:
         capture_calls(body)
     assert isinstance(caught.value.__cause__, RuntimeError)
+    assert cuda.log.count("clear workspaces") == (0 if after == 0 else 2)
 
 
 @pytest.mark.usefixtures("cuda")
@@ -254,6 +257,24 @@ def test_on_a_gpu_a_graph_computes_what_its_call_did() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert y.tolist() == [1, 3, 5, 7]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_graph_outlives_the_workspaces_and_graphs_before_it() -> None:
+    """Its product is split along the sum, for which cuBLAS takes a workspace."""
+    a, b = (torch.randn(shape, device="cuda", dtype=torch.float16) for shape in ((64, 65536), (65536, 64)))
+    expected = (a @ b).clone()
+    before, _ = capture_calls(lambda: (a @ b,))
+    graph, (product,) = capture_calls(lambda: (a @ b,))
+    del before
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    full = [torch.full((1 << 22,), float("nan"), device="cuda") for _ in range(16)]
+    product.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(product, expected)
+    assert all(bool(each.isnan().all()) for each in full)
 
 
 @pytest.mark.gpu
