@@ -39,7 +39,7 @@ class LaneSearch:
     ) -> None:
         """`patience` is on `time.perf_counter`'s clock: what is unlikely to gain is not begun after it."""
         self.state, self._manager, self._pipeline, self._patience = state, manager, pipeline, patience
-        self._opening = opening_of(state.base)
+        self._opening = opening_of(state.base, pipeline.rewrites)
         self._rewrites = in_order(state, pipeline.rewrites)
         self._handled = {step.name for step in state.graph.program.recipe}
         self.opened = state.best
@@ -55,7 +55,7 @@ class LaneSearch:
 
         They are without native kernels, which need measurements, and without what stands with those.
         """
-        opening = opening_of(program)
+        opening = opening_of(program, pipeline.rewrites)
         names = {*opening.rewrites} - {*opening.inseparable, *(step.name for step in program.recipe)}
         steps = (step for step in pipeline.rewrites if step.name in names)
         return tuple(step for step in steps if step.family is not Family.KERNEL)

@@ -9,11 +9,14 @@ one inductor, which takes two cores 17 s and more, has won in none of those netw
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from torch import fx
 
 from ampopt.ir.graph import arguments, aten, calls, constant
 from ampopt.ir.program import Program
+from ampopt.ir.transform import Pass
+from ampopt.kernels.fused_conv import is_available
 
 UNLIKELY = "it seldom gains, and the time for that was over: a larger time budget tries it"
 """The reason of what was not tried after the time for unlikely trials."""
@@ -75,11 +78,11 @@ channel innermost are compiled in other processes by then.
 """
 
 
-def opening_of(program: Program) -> Opening:
-    """The opening of a lane's first program; an empty one for devices without results."""
+def opening_of(program: Program, passes: Iterable[Pass]) -> Opening:
+    """The opening of a lane's first program with these passes; an empty one for devices without results."""
     kind = program.device.type, program.lane.is_mixed
-    if kind == ("cuda", True) and _has_depthwise(program.graph):
-        return DEPTHWISE_IN_AMP
+    if kind == ("cuda", True) and is_available() and {step.name for step in passes} >= {*_PACKED}:
+        return DEPTHWISE_IN_AMP if _has_depthwise(program.graph) else OPENINGS[kind]
     return OPENINGS.get(kind, Opening(()))
 
 

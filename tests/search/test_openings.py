@@ -78,12 +78,12 @@ def test_an_opening_names_passes_of_the_pipeline(opening: Opening) -> None:
 def test_a_lane_of_lower_precision_bakes_it_in_its_opening() -> None:
     for by_device in LANES.values():
         for device, lane in by_device.items():
-            opening = opening_of(on(device, lane, DENSE))
+            opening = opening_of(on(device, lane, DENSE), PIPELINE)
             assert (lane.baked_by in opening.rewrites) == lane.is_mixed
 
 
 def test_a_device_without_results_has_no_opening() -> None:
-    assert opening_of(on("meta", FP32, DENSE)) == Opening(())
+    assert opening_of(on("meta", FP32, DENSE), PIPELINE) == Opening(())
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,22 @@ def test_a_device_without_results_has_no_opening() -> None:
     ],
 )
 def test_depthwise_convolutions_open_with_kernels_that_are_measured(
-    device: str, lane: Lane, net: nn.Module, has_kernels: bool
+    monkeypatch: pytest.MonkeyPatch, device: str, lane: Lane, net: nn.Module, has_kernels: bool
 ) -> None:
     """Of them compilers are not told ahead: they begin on what comes before the layout."""
+    monkeypatch.setattr("ampopt.search.openings.is_available", lambda: True)
     program = on(device, lane, net)
-    assert ("fuse-conv-triton" in opening_of(program).rewrites) is has_kernels
+    assert ("fuse-conv-triton" in opening_of(program, PIPELINE).rewrites) is has_kernels
     ahead = {step.name for step in LaneSearch.expected(program, PIPELINE)}
     assert ("channels-last" in ahead) is (lane.is_mixed and not has_kernels)
     assert not ahead & {"fuse-conv-triton", "fuse-conv-act"}
     assert "fold-conv-bn" in ahead
+
+
+@pytest.mark.parametrize(("has_triton", "left_out"), [(False, ()), (True, ("fuse-conv-triton",))])
+def test_without_those_kernels_they_open_as_others_do(
+    monkeypatch: pytest.MonkeyPatch, has_triton: bool, left_out: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("ampopt.search.openings.is_available", lambda: has_triton)
+    program = on("cuda", FP16, nn.Conv2d(8, 8, 3, groups=8))
+    assert opening_of(program, PIPELINE.without(*left_out)) == OPENINGS["cuda", True]
