@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ampopt.diagnosis.finding import milliseconds
 from ampopt.diagnosis.sweep import pays_from
+from ampopt.diagnosis.training_step import PARTS
 from ampopt.document.model import (
     Bar,
     Bars,
@@ -45,6 +46,7 @@ def to_document(found: Diagnosis) -> Document:
         tone="bad" if any(finding.is_fault for finding in found.findings) else "note",
         sections=(
             *_findings(found),
+            *_training(found),
             *_layers(found),
             *_errors(found),
             *_sweep(found),
@@ -60,7 +62,9 @@ def _figures(found: Diagnosis) -> Iterator[Figure]:
     for lane, measured in found.latency.items():
         busy = found.device_time.get(lane)
         note = "" if busy is None else f"of which kernels {milliseconds(busy.median)} ms"
-        yield Figure(f"{lane}, a call", f"{milliseconds(measured.median)} ms", note)
+        yield Figure(
+            f"{lane}, {'a step' if found.training else 'a call'}", f"{milliseconds(measured.median)} ms", note
+        )
 
 
 def _findings(found: Diagnosis) -> Iterator[Section]:
@@ -76,6 +80,31 @@ def _told(finding: Finding) -> Iterator[str]:
         yield f"executed: {finding.counterfactual}"
     if finding.advice:
         yield f"do: {finding.advice}"
+
+
+def _training(found: Diagnosis) -> Iterator[Section]:
+    if not found.training:
+        return
+    bars = tuple(Bar(way, 1e3 * times.step.median) for way, times in found.training.items())
+    columns = (
+        Column("way"),
+        *(Column(f"{name} ms", is_number=True) for name in ("step", *PARTS)),
+        Column("peak MiB", is_number=True),
+    )
+    rows = tuple(
+        (
+            Cell(way),
+            _milliseconds(times.step.median),
+            *(_milliseconds(times.parts.get(part)) for part in PARTS),
+            Cell("–") if times.peak is None else Cell(f"{times.peak / 2**20:.1f}", times.peak),
+        )
+        for way, times in found.training.items()
+    )
+    yield Section("Ways to train", (Bars("a training step", "ms", bars), Table(columns, rows)))
+
+
+def _milliseconds(seconds: float | None) -> Cell:
+    return Cell("–", 0.0) if seconds is None else Cell(milliseconds(seconds), 1e3 * seconds)
 
 
 def _layers(found: Diagnosis) -> Iterator[Section]:

@@ -10,7 +10,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ampopt.diagnosis.finding import milliseconds
 from ampopt.diagnosis.sweep import pays_from
+from ampopt.diagnosis.training_step import PARTS
 from ampopt.measure.terminal import as_text
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ def to_rich(found: Diagnosis, *, everything: bool = False) -> Group:
         parts += [Padding(Text(line), (0, 0, 0, 3)) for line in more]
     if found.layers:
         parts += [Text(), _layers(found, everything=everything)]
+    if found.training:
+        parts += [Text(), _training(found)]
     for lane, errors in found.accuracy.items():
         shown = errors if everything else errors[:INEXACT]
         rows = [
@@ -88,6 +92,22 @@ def _layers(found: Diagnosis, *, everything: bool) -> Table:
     return _table(f"layers{count}; bound by: share of that ceiling reached", columns, cells)
 
 
+def _training(found: Diagnosis) -> Table:
+    has_peaks = any(times.peak is not None for times in found.training.values())
+    rows = [
+        (
+            way,
+            milliseconds(times.step.median),
+            *(milliseconds(times.parts[part]) if times.parts else "–" for part in PARTS),
+            *(["–" if times.peak is None else f"{times.peak / 2**20:.0f}"] if has_peaks else []),
+        )
+        for way, times in found.training.items()
+    ]
+    columns = ("way", "step", *PARTS, *(["MiB"] if has_peaks else []))
+    title = "a training step, ms, and its peak of memory" if has_peaks else "a training step, ms"
+    return _table(title, columns, rows)
+
+
 def _sweep(found: Diagnosis) -> list[RenderableType]:
     lanes = list(found.sweep[0].latency)
     rows = [
@@ -110,7 +130,7 @@ def _sweep(found: Diagnosis) -> list[RenderableType]:
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(box=None, title=title, title_justify="left", header_style="bold", pad_edge=False)
     for column in columns:
-        is_text = column in ("operator", "place", "bound by")
+        is_text = column in ("operator", "place", "bound by", "way")
         table.add_column(column, overflow="fold", justify="left" if is_text else "right", no_wrap=not is_text)
     for row in rows:
         table.add_row(*map(Text, row))
