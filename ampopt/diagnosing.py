@@ -17,6 +17,8 @@ from ampopt.diagnosis.ceilings import measure_ceilings
 from ampopt.diagnosis.examine import find_all, measure, untried_note
 from ampopt.diagnosis.finding import Finding
 from ampopt.diagnosis.findings.input_device import moved_along
+from ampopt.diagnosis.optimized_column import add_optimized, check_optimized
+from ampopt.diagnosis.own_program import OwnKernel
 from ampopt.diagnosis.result import Diagnosis
 from ampopt.diagnosis.step_watch import UserStep
 from ampopt.diagnosis.sweep import BatchRow, sweep
@@ -60,6 +62,7 @@ def diagnose(
     budget_s: float | None = None,
     device: torch.device | str | None = None,
     trace: Path | str | None = None,
+    optimized: nn.Module | None = None,
     train: bool = False,
     loss: Loss | None = None,
     optimizer: Optimizer | MakeOptimizer | None = None,
@@ -83,6 +86,8 @@ def diagnose(
         budget_s: seconds for everything; None: 60. What does not fit is not tried, and is noted.
         device: diagnose a copy on this device; None: the device of the weights.
         trace: a file for a trace of a few calls, for Perfetto or chrome://tracing.
+        optimized: what `ampopt.optimize` has returned for this model and call: the layers get its times, and
+            each of its kernels is attributed to nodes, modules and your lines, through CUDA graphs, too.
         train: diagnose a training step in its place: forward, backward, the optimizer and `zero_grad` apart,
             in FP32, AMP, channels_last, other implementations of the optimizer, on a GPU as a CUDA graph.
         loss: with `train`, the loss of the model's result; None: the mean square of its outputs.
@@ -105,7 +110,7 @@ def diagnose(
         lanes = lanes_for("fp32," + precision, where)
         asked = Asked(loss, optimizer, step)
         if train:
-            refuse_with_train(batches=sizes, trace=trace)
+            refuse_with_train(batches=sizes, trace=trace, optimized=optimized)
             call = example_inputs, given_kwargs
             return diagnose_training(model, call, where, lanes[-1], asked, budget, progress, wrapped)
         asked.refuse_without_train()
@@ -133,7 +138,9 @@ def diagnose(
                 first_call_s=first_s,
             )
             rows: list[BatchRow] = []
+            own: tuple[OwnKernel, ...] = ()
             measure(case, lanes, tell)
+            module = None if optimized is None else check_optimized(optimized, case)
             if sizes:
                 tell("all", "batch sweep")
                 sampled = [case.lanes[name] for name in case.latency]
@@ -141,9 +148,13 @@ def diagnose(
                 rows, ended = sweep(case.original, args, kwargs, where, sampled, sizes, share)
                 case.notes += [ended] if ended else []
             findings = find_all(case, tell)
+            told_verdict = verdict(case, findings)
             if trace is not None:
                 sampled_lanes = {name: case.lanes[name] for name in case.latency}
                 write_trace(Path(trace), case.original, args, kwargs, where, sampled_lanes)
+            if module is not None:
+                tell("all", "optimized program")
+                own = add_optimized(case, module)
     load = load_now()
     busy = f"the machine is busy ({load}): these are its times" if load and load.is_high else None
     notes = [told for told in (wrapped, note, mode_note(model), busy) if told]
@@ -152,7 +163,7 @@ def diagnose(
         model=type(model).__name__,
         environment=environment(where),
         inputs=tuple(describe(tensor) for tensor in tensors_of(flatten_call(args, kwargs)[0])),
-        verdict=verdict(case, findings),
+        verdict=told_verdict,
         findings=findings,
         latency=case.latency,
         device_time=case.device_time,
@@ -162,6 +173,7 @@ def diagnose(
         sweep=tuple(rows),
         notes=(*notes, *case.notes, *untried_note(case.untried, budget)),
         seconds=time.perf_counter() - started,
+        own=own,
     )
 
 

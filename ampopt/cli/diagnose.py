@@ -36,6 +36,9 @@ def diagnose(
     report_file: cli.ReportFile = None,
     json_file: cli.JsonFile = None,
     trace: Annotated[Path | None, Option(help="File to write a trace to, for Perfetto.")] = None,
+    optimized: Annotated[
+        bool, Option("--optimized", help="Optimize it first, and show its kernels by layer.")
+    ] = False,
     train: Annotated[bool, Option("--train", help="Diagnose a training step.")] = False,
     loss: Annotated[
         str | None, Option(metavar="FILE.py:NAME", help="With --train, a function of the model's result.")
@@ -58,12 +61,15 @@ def diagnose(
             raise InputError(f"--precision {precision}: choose amp or bf16")
         sizes = parse_batches(batches)
         training = {"--loss": loss, "--optimizer": optimizer, "--step": step}
-        check_training(train, training, {"--batches": batches, "--trace": trace})
+        check_training(
+            train, training, {"--batches": batches, "--trace": trace, "--optimized": optimized or None}
+        )
         loaded, args, kwargs, where = model_and_call(*source)
         if not is_model_file(model):
             loaded.train(train)  # as it was made, it is in training mode: that is no finding
         from ampopt.diagnosis.text import WIDTH, to_rich
 
+        fast = ampopt.optimize(loaded, args, example_kwargs=kwargs, device=where) if optimized else None
         found = ampopt.diagnose(
             loaded,
             args,
@@ -73,6 +79,7 @@ def diagnose(
             budget_s=budget,
             device=where,
             trace=trace,
+            optimized=fast,
             train=train,
             loss=None if loss is None else load_function(loss, "--loss"),
             optimizer=None if optimizer is None else load_optimizer(optimizer),

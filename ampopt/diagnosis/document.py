@@ -48,6 +48,7 @@ def to_document(found: Diagnosis) -> Document:
             *_findings(found),
             *_training(found),
             *_layers(found),
+            *_own(found),
             *_errors(found),
             *_sweep(found),
             Section("Notes", (Points(found.notes),) if found.notes else ()),
@@ -132,11 +133,10 @@ def _layers(found: Diagnosis) -> Iterator[Section]:
 def _row(layer: Layer, lanes: list[str]) -> tuple[Cell, ...]:
     first, work = lanes[0], layer.work
     seconds = layer.seconds(first)
-    times = [layer.seconds(lane) for lane in lanes]
     bound = layer.bounds.get(first, "–")
     return (
         *(Cell(layer.name), Cell(work.place), Cell("x".join(map(str, work.shape)))),
-        *(Cell(f"{1e3 * each:.4f}", 1e3 * each) for each in times),
+        *(_time(layer, lane) for lane in lanes),
         Cell(str(work.parameters), work.parameters),
         Cell(f"{work.madds / 1e6:.4g}", work.madds),
         Cell(f"{work.moved / 1e6:.4g}", work.moved),
@@ -147,8 +147,31 @@ def _row(layer: Layer, lanes: list[str]) -> tuple[Cell, ...]:
     )
 
 
+def _time(layer: Layer, lane: str) -> Cell:
+    seconds = layer.seconds(lane)
+    return Cell(f"{1e3 * seconds:.4f}", 1e3 * seconds) if lane in layer.spent else Cell("–", 0.0)
+
+
 def _rate(amount: float, seconds: float) -> Cell:
     return Cell(f"{amount / seconds:.3g}", amount / seconds) if seconds else Cell("–", 0.0)
+
+
+def _own(found: Diagnosis) -> Iterator[Section]:
+    columns = (
+        *(Column("kernel"), Column("ms", is_number=True)),
+        *(Column("places"), Column("nodes"), Column("attributed by")),
+    )
+    rows = tuple(
+        (
+            Cell(kernel.name),
+            Cell(f"{1e3 * kernel.seconds:.4f}", 1e3 * kernel.seconds),
+            Cell("; ".join(text for text in map(str, kernel.origins) if text) or kernel.place),
+            *(Cell(", ".join(kernel.nodes)), Cell(kernel.by)),
+        )
+        for kernel in found.own
+    )
+    heading = f"Kernels of the optimized program ({len(rows)})"
+    yield Section(heading, (Table(columns, rows, is_filtered=True),) if rows else (), is_folded=True)
 
 
 def _errors(found: Diagnosis) -> Iterator[Section]:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ampopt.diagnosis.finding import milliseconds
+from ampopt.diagnosis.layers import OPTIMIZED
 from ampopt.diagnosis.sweep import pays_from
 from ampopt.diagnosis.training_step import PARTS
 from ampopt.measure.terminal import as_text
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 """The width of plain text, in characters."""
+
+NAME = 34
+"""Characters of a kernel's name that are shown."""
 
 ROWS, INEXACT = 10, 5
 """Rows of the table of the slowest layers and of the least exact ones; JSON has all."""
@@ -48,6 +52,8 @@ def to_rich(found: Diagnosis, *, everything: bool = False) -> Group:
         parts += [Padding(Text(line), (0, 0, 0, 3)) for line in more]
     if found.layers:
         parts += [Text(), _layers(found, everything=everything)]
+    if found.own:
+        parts += [Text(), _own(found, everything=everything)]
     if found.training:
         parts += [Text(), _training(found)]
     for lane, errors in found.accuracy.items():
@@ -80,16 +86,25 @@ def _layers(found: Diagnosis, *, everything: bool) -> Table:
         (
             layer.name,
             layer.work.place,
-            *(f"{1e3 * layer.seconds(lane):.3f}" for lane in lanes),
+            *(f"{1e3 * layer.seconds(lane):.3f}" if lane in layer.spent else "–" for lane in lanes),
             f"{layer.seconds('fp32') / total:.0%}",
             f"{layer.work.madds / 1e6:.4g}",
             f"{layer.bounds.get('fp32', '–')} {layer.reached.get('fp32', 0.0):.0%}",
         )
         for layer in (found.layers if everything else rows)
     ]
-    columns = ("operator", "place", *(f"{lane} ms" for lane in lanes), "share", "MMAdds", "bound by")
+    times = (lane if lane == OPTIMIZED else f"{lane} ms" for lane in lanes)
+    columns = ("operator", "place", *times, "share", "MMAdds", "bound by")
     count = "" if everything else f" ({len(cells)} slowest of {len(found.layers)})"
     return _table(f"layers{count}; bound by: share of that ceiling reached", columns, cells)
+
+
+def _own(found: Diagnosis, *, everything: bool) -> Table:
+    slowest = found.own if everything else sorted(found.own, key=lambda kernel: -kernel.seconds)[:ROWS]
+    rows = [(kernel.name[:NAME], kernel.place, f"{1e3 * kernel.seconds:.4f}") for kernel in slowest]
+    what = "every one" if everything else f"{len(rows)} slowest of {len(found.own)}"
+    title = f"kernels of the optimized program ({what})"
+    return _table(title, ("operator", "place", "ms"), rows)
 
 
 def _training(found: Diagnosis) -> Table:
