@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,198 +13,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ampopt
-from ampopt.diagnosis.finding import Finding, ranked
-from ampopt.diagnosis.step_watch import WatchedSteps, watch_steps
-from ampopt.diagnosis.training import YOURS, StepTimes, TrainingCase, measure_training, ways_of
-from ampopt.diagnosis.training_findings import find_in_training, verdict_of
-from ampopt.diagnosis.training_step import PARTS, Subject, fp32, mean_square, sgd
+from ampopt.diagnosis.finding import ranked
+from ampopt.diagnosis.training import StepTimes, TrainingCase, measure_training
+from ampopt.diagnosis.training_findings import find_in_training
+from ampopt.diagnosis.training_step import PARTS, Subject, fp32, mean_square
 from ampopt.diagnosis.watch import Watched
 from ampopt.document.render import render
 from ampopt.errors import InputError
 from ampopt.ir.lanes import LANES
 from ampopt.system.budget import Budget
 from tests.support.cases import CPU, taking
-
-TARGET = torch.arange(4)
-Optimizer = torch.optim.Optimizer
-
-
-def loss_of(result: Tensor) -> Tensor:
-    return F.cross_entropy(result.float(), TARGET.to(result.device))
-
-
-def net() -> nn.Module:
-    torch.default_generator.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
-
-
-def batch() -> Tensor:
-    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-
-
-SCALER = torch.amp.GradScaler("cpu")
-
-
-def clean(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
-    optimizer.zero_grad()
-    SCALER.scale(loss_of(model(x))).backward()
-    SCALER.step(optimizer)
-    SCALER.update()
-
-
-def accumulating(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
-    optimizer.zero_grad(set_to_none=False)
-    for half in x.chunk(2):
-        F.cross_entropy(model(half), TARGET[: len(half)]).backward()
-    optimizer.step()
-
-
-def again_after_scaler(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
-    clean(model, optimizer, x)
-    optimizer.step()
-
-
-def again_after_refusal(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
-    optimizer.zero_grad()
-    SCALER.scale(loss_of(model(x)) * torch.inf).backward()
-    SCALER.step(optimizer)
-    SCALER.update()
-    optimizer.step()
-
-
-def twice(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
-    optimizer.zero_grad()
-    loss_of(model(x)).backward()
-    optimizer.step()
-    optimizer.step()
-
-
-def scaled(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
-    optimizer.zero_grad()
-    SCALER.scale(loss_of(model(x))).backward()
-    optimizer.step()
-
-
-def never_reset(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
-    loss_of(model(x)).backward()
-    optimizer.step()
-
-
-def never_updated(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
-    optimizer.zero_grad()
-    loss_of(model(x)).backward()
-
-
-def evaluated(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
-    model.eval()
-    optimizer.zero_grad()
-    loss_of(model(x)).backward()
-    optimizer.step()
-
-
-def line_of(step: Callable[..., object], text: str, *, last: bool = False) -> str:
-    """`test_training.py:27`, the line of a step that holds the text."""
-    lines, first = inspect.getsourcelines(step)
-    found = [first + at for at, line in enumerate(lines) if text in line]
-    return f"test_training.py:{found[-1 if last else 0]}"
-
-
-def case_of(
-    model: nn.Module | None = None, step: Any = None, optimizer: Any = sgd, seconds: float = 1e6
-) -> TrainingCase:
-    subject = Subject(net() if model is None else model, (batch(),), loss_of, optimizer)
-    called = Watched((), {"1": 'net.py:3, "norm"'})
-    budget = Budget(time.perf_counter(), seconds)
-    return TrainingCase(subject, CPU, LANES["amp"]["cpu"], budget, called, step)
-
-
-def watched(step: Any, model: nn.Module | None = None) -> TrainingCase:
-    """A case whose step was watched, with times that are made up: what is new takes 1 ms, the rest 2."""
-    case = case_of(model, step)
-    with_parts = dict(zip(PARTS, (0.1e-3, 0.6e-3, 1.0e-3, 0.3e-3), strict=True))
-    training = case.subject.copied()
-    case.steps = watch_steps(step, training.model, training.optimizer, training.args, {})
-    for name in ways_of(case):
-        parts = {} if name.startswith("yours") else with_parts
-        case.times[name] = StepTimes(taking(2 if name in ("fp32", YOURS) else 1), parts)
-    return case
-
-
-def faults(case: TrainingCase) -> dict[str, Finding]:
-    return {each.name: each for each in find_in_training(case) if each.is_fault}
-
-
-@pytest.mark.parametrize("step", [clean, accumulating])
-def test_a_step_without_a_fault_has_none(step: Any) -> None:
-    assert not faults(watched(step))
-
-
-def test_an_update_after_scaler_step_is_named_with_both_lines() -> None:
-    case = watched(again_after_scaler)
-    found = faults(case)["repeated-update"]
-    assert line_of(again_after_scaler, "optimizer.step()") in found.places[0]
-    assert line_of(clean, "SCALER.step(optimizer)") in found.places[1]
-    assert "moves the weights 100% as far again" in found.says  # SGD without momentum
-    assert "scaler.step(optimizer) calls optimizer.step()" in found.advice
-    assert str(found.counterfactual) == (
-        "with one update for each backward pass, a step takes 1 ms instead of 2 (2.00x, 2.00 to 2.00)"
-    )
-    assert verdict_of(case, (found,)).startswith(
-        "YOURS 2 ms, FP32 2 ms, AMP 1 ms a training step (zero_grad 5%, forward 30%, backward 50%, "
-        "optimizer 15%): test_training.py:"
-    )
-
-
-def test_an_update_that_the_scaler_refused_is_named() -> None:
-    found = faults(watched(again_after_refusal))["repeated-update"]
-    assert line_of(again_after_refusal, "optimizer.step()") in found.places[0]
-    assert line_of(again_after_refusal, "SCALER.step") in found.places[1]
-    assert "has refused because they overflow" in found.says
-
-
-def test_two_updates_without_a_scaler() -> None:
-    found = faults(watched(twice))["repeated-update"]
-    assert line_of(twice, "optimizer.step()", last=True) in found.places[0]
-    assert found.advice == "remove one of them"
-
-
-@pytest.mark.parametrize(
-    ("step", "name", "text"),
-    [
-        (scaled, "scaled-gradients", "optimizer.step()"),
-        (never_reset, "stale-gradients", "optimizer.step()"),
-        (evaluated, "evaluation-mode-in-training", "loss_of(model(x))"),
-    ],
+from tests.support.training import (
+    SCALER,
+    TARGET,
+    Optimizer,
+    again_after_scaler,
+    batch,
+    case_of,
+    clean,
+    line_of,
+    loss_of,
+    net,
+    watched,
 )
-def test_a_fault_is_named_with_its_line(step: Any, name: str, text: str) -> None:
-    found = faults(watched(step))
-    assert found.keys() == {name}
-    assert line_of(step, text) in found[name].places[0]
-
-
-def test_gradients_that_add_up_move_the_weights_further_each_time() -> None:
-    says = faults(watched(never_reset))["stale-gradients"].says
-    assert "update 3 moves the weights 3." in says or "update 3 moves the weights 2." in says
-
-
-def test_a_step_that_never_updates() -> None:
-    assert faults(watched(never_updated)).keys() == {"no-update"}
-
-
-@pytest.mark.parametrize(("momentum", "says"), [(0.99, "99% those of the last"), (0.0, "never change")])
-def test_a_momentum_of_another_framework(momentum: float, says: str) -> None:
-    model = net()
-    model[1].momentum = momentum  # type: ignore[index]
-    found = faults(watched(clean, model))["batch-norm-momentum"]
-    assert says in found.says
-    assert found.places == ('1, net.py:3, "norm"',)
-
-
-@pytest.mark.parametrize("momentum", [0.1, 0.01, None])
-def test_a_usual_momentum_is_none(momentum: float | None) -> None:
-    model = net()
-    model[1].momentum = momentum  # type: ignore[index]
-    assert not faults(watched(clean, model))
 
 
 def test_what_helps_is_ranked_by_what_it_brought() -> None:
@@ -367,16 +196,6 @@ def test_input_that_does_not_fit() -> None:
             ),
             lambda *_: None,
         )
-
-
-def test_nothing_is_left_on_what_was_watched() -> None:
-    training = case_of().subject.copied()
-    seen = watch_steps(clean, training.model, training.optimizer, training.args, {})
-    assert isinstance(seen, WatchedSteps)
-    assert (len(seen.updates), seen.forwards, seen.evaluated) == (3, 3, 0)
-    assert all(update.by_scaler and update.moved > 0 for update in seen.updates)
-    assert not training.model._forward_pre_hooks
-    assert not any(weight._backward_hooks for weight in training.model.parameters())
 
 
 @pytest.mark.gpu
