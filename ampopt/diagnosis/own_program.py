@@ -100,11 +100,11 @@ def own_kernels(program: Program) -> tuple[OwnKernel, ...]:
     parts = as_captured(program, functools.partial(_parts, program))
     if program.device.type != "cuda":
         timed = [(part.called, part.seconds, part.names) for part in parts]
-        return _completed(_resolved(timed, list(_origins(program))), program)
+        return _completed(resolved(timed, list(_origins(program))), program)
     alone = [(kernel, seconds, part.names) for part in parts for kernel, seconds in part.kernels]
     if program.cuda_graph:
         alone = matched(_replayed(program), alone)
-    return _completed(_resolved(alone, list(_origins(program))), program)
+    return _completed(resolved(alone, list(_origins(program))), program)
 
 
 def matched(
@@ -120,7 +120,7 @@ def matched(
     return [(k, s, waiting[k].popleft() if waiting[k] else "") for k, s in replayed]
 
 
-def _resolved(kernels: Sequence[tuple[str, float, str]], known: Sequence[str]) -> tuple[OwnKernel, ...]:
+def resolved(kernels: Sequence[tuple[str, float, str]], known: Sequence[str]) -> tuple[OwnKernel, ...]:
     """The kernels with their nodes; one that nothing names gets those that no other has at its place.
 
     These are the nodes between the last node before it and the first one after it; where there are none,
@@ -200,7 +200,7 @@ def _parts(program: Program) -> list[_Part]:
     ranges = [e for e in events if e.name.startswith(LABEL) and e.device_type == DeviceType.CPU]
     ranges.sort(key=lambda event: event.time_range.start)
     per_run = len(ranges) // RUNS
-    kernels = _kernels_in(ranges, events) if program.device.type == "cuda" else [[] for _ in ranges]
+    kernels = kernels_in(ranges, events) if program.device.type == "cuda" else [[] for _ in ranges]
     parts = []
     for place in range(per_run):
         each = range(place, per_run * RUNS, per_run)
@@ -210,7 +210,7 @@ def _parts(program: Program) -> list[_Part]:
     return parts
 
 
-def _kernels_in(ranges: Sequence[Any], events: Sequence[Any]) -> list[list[tuple[str, float]]]:
+def kernels_in(ranges: Sequence[Any], events: Sequence[Any]) -> list[list[tuple[str, float]]]:
     """The kernels of each range: those that began after it did, and before the next one."""
     found: list[list[tuple[str, float]]] = [[] for _ in ranges]
     at = -1

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import DeviceType
 
 import ampopt
 from ampopt.diagnosis.layers import OPTIMIZED
+from ampopt.diagnosis.operators import LABEL
 from ampopt.diagnosis.optimized_column import with_column
 from ampopt.diagnosis.own_onnx import computed_values
-from ampopt.diagnosis.own_program import OwnKernel, matched, own_kernels
+from ampopt.diagnosis.own_program import OwnKernel, kernels_in, matched, own_kernels, resolved
 from ampopt.errors import InputError
 from ampopt.ir.graph import calls
 from ampopt.ir.origin import Origin
@@ -114,6 +117,38 @@ def test_a_replays_kernels_are_matched_by_name_in_order() -> None:
     replayed = [("gemm", 0.1, ""), ("memset", 0.2, ""), ("gemm", 0.3, ""), ("relu", 0.4, "")]
     found = matched([(name, seconds) for name, seconds, _ in replayed], alone)
     assert found == [("gemm", 0.1, "a"), ("memset", 0.2, ""), ("gemm", 0.3, "c"), ("relu", 0.4, "b")]
+
+
+def event(name: str, start: float, end: float, kind: DeviceType = DeviceType.CUDA) -> Any:
+    time_range = SimpleNamespace(start=start, elapsed_us=lambda: end - start)
+    return SimpleNamespace(name=name, time_range=time_range, device_type=kind)
+
+
+def test_a_kernel_belongs_to_the_range_that_began_before_it() -> None:
+    ranges = [
+        event(f"{LABEL}{name}", start, start + 5, DeviceType.CPU) for name, start in (("a", 0), ("b", 10))
+    ]
+    work = [event("relu", 12, 13), event("gemm", 3, 9), event("memset", 1, 2), event(f"{LABEL}a", 1, 9)]
+    found = kernels_in(ranges, [*ranges, *work])
+    assert [[name for name, _ in kernels] for kernels in found] == [["memset", "gemm"], ["relu"]]
+    assert found[0][1][1] == pytest.approx(6e-6)
+
+
+def test_a_kernel_without_a_name_has_the_nodes_that_no_other_has_at_its_place() -> None:
+    kernels = [
+        *(("copy", 1.0, ""), ("conv", 1.0, "a"), ("triton", 1.0, ""), ("gemm", 1.0, "d,e")),
+        *(("memset", 1.0, ""), ("other", 1.0, "unknown")),
+    ]
+    found = resolved(kernels, ["(inputs)", "a", "b", "c", "d", "e", "(outputs)"])
+    assert [kernel.nodes for kernel in found] == [
+        ("a",),
+        ("a",),
+        ("b", "c"),
+        ("d", "e"),
+        ("d", "e"),
+        ("d", "e"),
+    ]
+    assert [kernel.by for kernel in found] == ["order", "node", "order", "node", "order", "order"]
 
 
 def node(kind: str, inputs: str, outputs: str, name: str = "") -> Any:
