@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,14 +11,19 @@ import torch
 from torch import nn
 
 from ampopt.api import mode_note, prepare_call, target_of
+from ampopt.diagnosing_training import Asked, diagnose_training, refuse_with_train
 from ampopt.diagnosis.case import Case, eager_call, own_tensors, timed_call
 from ampopt.diagnosis.ceilings import measure_ceilings
-from ampopt.diagnosis.examine import find_all, measure
+from ampopt.diagnosis.examine import find_all, measure, untried_note
 from ampopt.diagnosis.finding import Finding
 from ampopt.diagnosis.findings.input_device import moved_along
+from ampopt.diagnosis.optimized_column import add_optimized, check_optimized
+from ampopt.diagnosis.own_program import OwnKernel
 from ampopt.diagnosis.result import Diagnosis
+from ampopt.diagnosis.step_watch import UserStep
 from ampopt.diagnosis.sweep import BatchRow, sweep
 from ampopt.diagnosis.trace import write_trace
+from ampopt.diagnosis.training_step import Loss, MakeOptimizer, Optimizer
 from ampopt.diagnosis.verdict import verdict
 from ampopt.diagnosis.watch import watch
 from ampopt.errors import InputError
@@ -58,9 +62,14 @@ def diagnose(
     budget_s: float | None = None,
     device: torch.device | str | None = None,
     trace: Path | str | None = None,
+    optimized: nn.Module | None = None,
+    train: bool = False,
+    loss: Loss | None = None,
+    optimizer: Optimizer | MakeOptimizer | None = None,
+    step: UserStep | None = None,
     progress: bool | None = None,
 ) -> Diagnosis:
-    """Find out why a model is slow, and why AMP is slower than FP32.
+    """Find out why a model, or its training step, is slow, and why AMP is slower than FP32.
 
     Eager is timed in FP32 and in AMP, each of its operators by PyTorch's profiler, and this device's own
     ceilings are measured. Every finding comes with its evidence and, where the remedy can be executed, with
@@ -77,6 +86,14 @@ def diagnose(
         budget_s: seconds for everything; None: 60. What does not fit is not tried, and is noted.
         device: diagnose a copy on this device; None: the device of the weights.
         trace: a file for a trace of a few calls, for Perfetto or chrome://tracing.
+        optimized: what `ampopt.optimize` has returned for this model and call: the layers get its times, and
+            each of its kernels is attributed to nodes, modules and your lines, through CUDA graphs, too.
+        train: diagnose a training step in its place: forward, backward, the optimizer and `zero_grad` apart,
+            in FP32, AMP, channels_last, other implementations of the optimizer, on a GPU as a CUDA graph.
+        loss: with `train`, the loss of the model's result; None: the mean square of its outputs.
+        optimizer: with `train`, one over the model's parameters, or what makes one of parameters; None: SGD.
+        step: with `train`, your own step, called as `step(model, optimizer, *args, **kwargs)` on copies. It
+            is watched for faults, such as `optimizer.step()` after `scaler.step(optimizer)`, and timed, too.
         progress: show a progress line; None: if standard error is a terminal.
 
     Raises:
@@ -91,6 +108,12 @@ def diagnose(
         model, wrapped = as_module(model)
         where = target_of(model, example_inputs, given_kwargs, device)
         lanes = lanes_for("fp32," + precision, where)
+        asked = Asked(loss, optimizer, step)
+        if train:
+            refuse_with_train(batches=sizes, trace=trace, optimized=optimized)
+            call = example_inputs, given_kwargs
+            return diagnose_training(model, call, where, lanes[-1], asked, budget, progress, wrapped)
+        asked.refuse_without_train()
         first_s = _first_call_s(model, example_inputs, given_kwargs, where)
         original, args, kwargs, note = prepare_call(model, example_inputs, given_kwargs, device)
         given = (
@@ -115,7 +138,9 @@ def diagnose(
                 first_call_s=first_s,
             )
             rows: list[BatchRow] = []
+            own: tuple[OwnKernel, ...] = ()
             measure(case, lanes, tell)
+            module = None if optimized is None else check_optimized(optimized, case)
             if sizes:
                 tell("all", "batch sweep")
                 sampled = [case.lanes[name] for name in case.latency]
@@ -123,9 +148,13 @@ def diagnose(
                 rows, ended = sweep(case.original, args, kwargs, where, sampled, sizes, share)
                 case.notes += [ended] if ended else []
             findings = find_all(case, tell)
+            told_verdict = verdict(case, findings)
             if trace is not None:
                 sampled_lanes = {name: case.lanes[name] for name in case.latency}
                 write_trace(Path(trace), case.original, args, kwargs, where, sampled_lanes)
+            if module is not None:
+                tell("all", "optimized program")
+                own = add_optimized(case, module)
     load = load_now()
     busy = f"the machine is busy ({load}): these are its times" if load and load.is_high else None
     notes = [told for told in (wrapped, note, mode_note(model), busy) if told]
@@ -134,7 +163,7 @@ def diagnose(
         model=type(model).__name__,
         environment=environment(where),
         inputs=tuple(describe(tensor) for tensor in tensors_of(flatten_call(args, kwargs)[0])),
-        verdict=verdict(case, findings),
+        verdict=told_verdict,
         findings=findings,
         latency=case.latency,
         device_time=case.device_time,
@@ -142,16 +171,10 @@ def diagnose(
         layers=case.layers,
         accuracy=case.accuracy,
         sweep=tuple(rows),
-        notes=(*notes, *case.notes, *_untried(case)),
+        notes=(*notes, *case.notes, *untried_note(case.untried, budget)),
         seconds=time.perf_counter() - started,
+        own=own,
     )
-
-
-def _untried(case: Case) -> tuple[str, ...]:
-    if not case.untried:
-        return ()
-    seconds = 2 * math.ceil(case.budget.seconds)
-    return (f"not tried for want of time, budget_s={seconds} may do: {'; '.join(case.untried)}",)
 
 
 def _budget_s(seconds: float | None) -> float:

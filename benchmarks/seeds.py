@@ -18,12 +18,12 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import ampopt
+from ampopt.diagnosis.training_step import Step, Subject, fp32, made, parts_of
 from ampopt.ir.capture import capture
 from ampopt.ir.lanes import LANES
 from ampopt.ir.model_copy import private_copy
@@ -36,7 +36,7 @@ from benchmarks.results_files import Row, commit, results_folder, update
 from benchmarks.seeds_table import draw, to_markdown
 from benchmarks.seeds_workloads import SEEDS, Seed
 from benchmarks.time_left import TimeLeft
-from benchmarks.training_steps import Loss, Step, Training, fp32, ways
+from benchmarks.training_steps import ways
 
 MOST_S = 5.0
 """Seconds of a training step in FP32 above which a workload is left out."""
@@ -57,12 +57,13 @@ def measure(seed: Seed, device: torch.device, *, seconds: float, most_s: float, 
     }
     model = seed.workload.model().to(device)
     inputs = seed.workload.inputs(device=device)
-    loss = seed.loss(model, inputs)
-    first = fp32(model, inputs, loss)
+    subject = Subject(model, inputs, seed.loss(model, inputs))
+    first = fp32(subject)
     if (step_s := _seconds(first, device)) > most_s:
         return {**row, "skipped": f"a training step takes {step_s:.1f} s here"}
-    row["training"] = _training(model, inputs, loss, device, seconds)
-    row["parts"] = parts_of(first, device, seconds / 4)
+    makes = {name: functools.partial(make, subject) for name, make in ways(device).items()}
+    row["training"] = timed(makes, device, seconds)
+    row["parts"] = {name: round(1e3 * s, 6) for name, s in parts_of(first, seconds / 4).items()}
     row["inference"] = _inference(model, inputs, device, seconds, optimize=optimize)
     return row
 
@@ -77,56 +78,20 @@ def _seconds(step: Step, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _training(
-    model: nn.Module, inputs: tuple[Tensor, ...], loss: Loss, device: torch.device, seconds: float
-) -> dict[str, Row]:
-    makes = {name: functools.partial(make, model, inputs, loss) for name, make in ways(device).items()}
-    return timed(makes, device, seconds)
-
-
 def timed(makes: Mapping[str, Callable[[], Step]], device: torch.device, seconds: float) -> dict[str, Row]:
     """Each step's time, sampled in turn, and on a GPU the peak of what it takes; `error` where it fails."""
     steps, found = dict[str, Step](), dict[str, Row]()
     for name, make in makes.items():
         try:
-            steps[name], found[name] = _made(make, device)
+            gc.collect()  # what is given back later would hide the peak
+            steps[name], peak = made(make, device)
+            found[name] = {"peak_mib": None if peak is None else round(peak / 2**20, 1)}
         except Exception as error:
             found[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
     samplers = {name: latency(step, device) for name, step in steps.items()}
     for name, measured in interleave(samplers, seconds=seconds, least=LEAST, most=MOST).items():
         found[name] |= measured.to_dict()
     return found
-
-
-def _made(make: Callable[[], Step], device: torch.device) -> tuple[Step, Row]:
-    if device.type != "cuda":
-        step = make()
-        step()
-        return step, {"peak_mib": None}
-    gc.collect()  # what is given back later would hide the peak
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    step = make()
-    for _ in range(2):
-        step()
-    synchronize(device)
-    return step, {"peak_mib": round((torch.cuda.max_memory_allocated(device) - before) / 2**20, 1)}
-
-
-def parts_of(training: Training, device: torch.device, seconds: float) -> dict[str, float]:
-    """The median milliseconds of the parts of a step, each synchronised."""
-    samples: dict[str, list[float]] = {name: [] for name in training.parts}
-    end = time.perf_counter() + seconds
-    while len(samples["forward"]) < LEAST or time.perf_counter() < end:
-        given: Any = None
-        for name, part in training.parts.items():
-            synchronize(device)
-            start = time.perf_counter()
-            given = part(given)
-            synchronize(device)
-            samples[name].append(time.perf_counter() - start)
-    return {name: round(1e3 * sorted(each)[len(each) // 2], 6) for name, each in samples.items()}
 
 
 def _inference(

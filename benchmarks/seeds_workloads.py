@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ampopt.diagnosis.training_step import Loss
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.networks import linear_chain, mlp3x4096, mnist_cnn
-from benchmarks.training_steps import Loss
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
 import ampopt
 from ampopt.cli import options as cli
-from ampopt.cli.model_source import is_model_file
+from ampopt.cli.model_source import check_function, is_model_file, load_function
 from ampopt.cli.options import check_request, console, model_and_call, readable_errors, write, write_report
 from ampopt.document.render import to_json
 from ampopt.errors import InputError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 
 def diagnose(
@@ -32,6 +36,20 @@ def diagnose(
     report_file: cli.ReportFile = None,
     json_file: cli.JsonFile = None,
     trace: Annotated[Path | None, Option(help="File to write a trace to, for Perfetto.")] = None,
+    optimized: Annotated[
+        bool, Option("--optimized", help="Optimize it first, and show its kernels by layer.")
+    ] = False,
+    train: Annotated[bool, Option("--train", help="Diagnose a training step.")] = False,
+    loss: Annotated[
+        str | None, Option(metavar="FILE.py:NAME", help="With --train, a function of the model's result.")
+    ] = None,
+    optimizer: Annotated[
+        str | None, Option(metavar="NAME", help="With --train, one of torch.optim, such as AdamW.")
+    ] = None,
+    step: Annotated[
+        str | None,
+        Option(metavar="FILE.py:NAME", help="With --train, your step(model, optimizer, *inputs)."),
+    ] = None,
     verbose: cli.Verbose = False,
 ) -> None:
     """Tell why a model is slow, and why AMP is slower: findings with remedies that were executed."""
@@ -42,11 +60,16 @@ def diagnose(
         if precision not in ("amp", "bf16"):
             raise InputError(f"--precision {precision}: choose amp or bf16")
         sizes = parse_batches(batches)
+        training = {"--loss": loss, "--optimizer": optimizer, "--step": step}
+        check_training(
+            train, training, {"--batches": batches, "--trace": trace, "--optimized": optimized or None}
+        )
         loaded, args, kwargs, where = model_and_call(*source)
         if not is_model_file(model):
-            loaded.eval()  # as it was made, it is in training mode: that is no finding
+            loaded.train(train)  # as it was made, it is in training mode: that is no finding
         from ampopt.diagnosis.text import WIDTH, to_rich
 
+        fast = ampopt.optimize(loaded, args, example_kwargs=kwargs, device=where) if optimized else None
         found = ampopt.diagnose(
             loaded,
             args,
@@ -56,6 +79,11 @@ def diagnose(
             budget_s=budget,
             device=where,
             trace=trace,
+            optimized=fast,
+            train=train,
+            loss=None if loss is None else load_function(loss, "--loss"),
+            optimizer=None if optimizer is None else load_optimizer(optimizer),
+            step=None if step is None else load_function(step, "--step"),
         )
         screen = console()
         if not screen.is_terminal:
@@ -65,6 +93,29 @@ def diagnose(
         write_report(document, report_file)
         if json_file is not None:
             write(json_file, to_json(document))
+
+
+def check_training(train: bool, training: Mapping[str, str | None], calls: Mapping[str, object]) -> None:
+    """Raise InputError for options of a training step without `--train`, and of calls with it."""
+    for option, value in training.items():
+        if value is not None and not train:
+            raise InputError(f"{option} is of a training step: add --train")
+        if value is not None and option != "--optimizer":
+            check_function(value, option)
+    for option, given in calls.items():
+        if given is not None and train:
+            raise InputError(f"{option} is of a call, not of a training step: leave it out with --train")
+
+
+def load_optimizer(name: str) -> type[Optimizer]:
+    """The class of `torch.optim` with a name, in any case. Raises InputError if there is none."""
+    from torch import optim
+
+    known = {n.lower(): c for n, c in vars(optim).items() if isinstance(c, type) and n != "Optimizer"}
+    if name.lower() not in known:
+        raise InputError(f"--optimizer {name}: choose one of {', '.join(c.__name__ for c in known.values())}")
+    found: type[Optimizer] = known[name.lower()]
+    return found
 
 
 def parse_batches(text: str | None) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -73,6 +73,25 @@ def load_model(source: str, *, trust_file: bool = False, weights: Path | None = 
     if weights is not None:
         load_weights(loaded.model, weights)
     return loaded
+
+
+def check_function(source: str, option: str) -> None:
+    """Raise the errors of `load_function` that can be detected before its code is run."""
+    where, _, name = source.rpartition(":")
+    if not where or not name or where in ZOOS:
+        raise InputError(f"{option} {source}: name a file and a function in it, as in train.py:my_step")
+    _check_code(source)
+
+
+def load_function(source: str, option: str) -> Callable[..., Any]:
+    """The function that an option names, as `train.py:my_step`. Raises InputError if there is none."""
+    check_function(source, option)
+    where, _, name = source.rpartition(":")
+    found = getattr(_import(where), name, None)
+    if not callable(found):
+        raise InputError(f"{option} {source}: {where} has no function {name!r}")
+    function: Callable[..., Any] = found
+    return function
 
 
 def _check_code(source: str) -> None:

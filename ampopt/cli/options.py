@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 from rich.console import Console
@@ -255,8 +255,30 @@ def console() -> Console:
     """Standard output; if it is not a terminal, with the width of `str(report)`."""
     from ampopt.measure.terminal import TEXT_WIDTH
 
-    width = None if sys.stdout.isatty() else TEXT_WIDTH
-    return Console(width=width, markup=False, highlight=False, emoji=False)
+    is_screen = sys.stdout.isatty()
+    piped: Any = None if is_screen else _Unpadded(sys.stdout)  # what rich uses of a stream
+    return Console(
+        file=piped,
+        width=None if is_screen else TEXT_WIDTH,
+        markup=False,
+        highlight=False,
+        emoji=False,
+    )
+
+
+class _Unpadded:
+    """A stream without the blanks with which rich fills lines; by its encoding rich chooses characters."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self.encoding = stream, stream.encoding
+
+    def write(self, text: str) -> None:
+        """Write whole lines without the blanks before their ends."""
+        self._stream.write(re.sub(r" +(?=\n|\Z)", "", text))
+
+    def flush(self) -> None:
+        """Flush what is behind it."""
+        self._stream.flush()
 
 
 @contextlib.contextmanager

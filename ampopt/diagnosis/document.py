@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ampopt.diagnosis.finding import milliseconds
 from ampopt.diagnosis.sweep import pays_from
+from ampopt.diagnosis.training_step import PARTS
 from ampopt.document.model import (
     Bar,
     Bars,
@@ -45,7 +46,9 @@ def to_document(found: Diagnosis) -> Document:
         tone="bad" if any(finding.is_fault for finding in found.findings) else "note",
         sections=(
             *_findings(found),
+            *_training(found),
             *_layers(found),
+            *_own(found),
             *_errors(found),
             *_sweep(found),
             Section("Notes", (Points(found.notes),) if found.notes else ()),
@@ -60,7 +63,9 @@ def _figures(found: Diagnosis) -> Iterator[Figure]:
     for lane, measured in found.latency.items():
         busy = found.device_time.get(lane)
         note = "" if busy is None else f"of which kernels {milliseconds(busy.median)} ms"
-        yield Figure(f"{lane}, a call", f"{milliseconds(measured.median)} ms", note)
+        yield Figure(
+            f"{lane}, {'a step' if found.training else 'a call'}", f"{milliseconds(measured.median)} ms", note
+        )
 
 
 def _findings(found: Diagnosis) -> Iterator[Section]:
@@ -76,6 +81,31 @@ def _told(finding: Finding) -> Iterator[str]:
         yield f"executed: {finding.counterfactual}"
     if finding.advice:
         yield f"do: {finding.advice}"
+
+
+def _training(found: Diagnosis) -> Iterator[Section]:
+    if not found.training:
+        return
+    bars = tuple(Bar(way, 1e3 * times.step.median) for way, times in found.training.items())
+    columns = (
+        Column("way"),
+        *(Column(f"{name} ms", is_number=True) for name in ("step", *PARTS)),
+        Column("peak MiB", is_number=True),
+    )
+    rows = tuple(
+        (
+            Cell(way),
+            _milliseconds(times.step.median),
+            *(_milliseconds(times.parts.get(part)) for part in PARTS),
+            Cell("–") if times.peak is None else Cell(f"{times.peak / 2**20:.1f}", times.peak),
+        )
+        for way, times in found.training.items()
+    )
+    yield Section("Ways to train", (Bars("a training step", "ms", bars), Table(columns, rows)))
+
+
+def _milliseconds(seconds: float | None) -> Cell:
+    return Cell("–", 0.0) if seconds is None else Cell(milliseconds(seconds), 1e3 * seconds)
 
 
 def _layers(found: Diagnosis) -> Iterator[Section]:
@@ -103,11 +133,10 @@ def _layers(found: Diagnosis) -> Iterator[Section]:
 def _row(layer: Layer, lanes: list[str]) -> tuple[Cell, ...]:
     first, work = lanes[0], layer.work
     seconds = layer.seconds(first)
-    times = [layer.seconds(lane) for lane in lanes]
     bound = layer.bounds.get(first, "–")
     return (
         *(Cell(layer.name), Cell(work.place), Cell("x".join(map(str, work.shape)))),
-        *(Cell(f"{1e3 * each:.4f}", 1e3 * each) for each in times),
+        *(_time(layer, lane) for lane in lanes),
         Cell(str(work.parameters), work.parameters),
         Cell(f"{work.madds / 1e6:.4g}", work.madds),
         Cell(f"{work.moved / 1e6:.4g}", work.moved),
@@ -118,8 +147,31 @@ def _row(layer: Layer, lanes: list[str]) -> tuple[Cell, ...]:
     )
 
 
+def _time(layer: Layer, lane: str) -> Cell:
+    seconds = layer.seconds(lane)
+    return Cell(f"{1e3 * seconds:.4f}", 1e3 * seconds) if lane in layer.spent else Cell("–", 0.0)
+
+
 def _rate(amount: float, seconds: float) -> Cell:
     return Cell(f"{amount / seconds:.3g}", amount / seconds) if seconds else Cell("–", 0.0)
+
+
+def _own(found: Diagnosis) -> Iterator[Section]:
+    columns = (
+        *(Column("kernel"), Column("ms", is_number=True)),
+        *(Column("places"), Column("nodes"), Column("attributed by")),
+    )
+    rows = tuple(
+        (
+            Cell(kernel.name),
+            Cell(f"{1e3 * kernel.seconds:.4f}", 1e3 * kernel.seconds),
+            Cell("; ".join(text for text in map(str, kernel.origins) if text) or kernel.place),
+            *(Cell(", ".join(kernel.nodes)), Cell(kernel.by)),
+        )
+        for kernel in found.own
+    )
+    heading = f"Kernels of the optimized program ({len(rows)})"
+    yield Section(heading, (Table(columns, rows, is_filtered=True),) if rows else (), is_folded=True)
 
 
 def _errors(found: Diagnosis) -> Iterator[Section]:

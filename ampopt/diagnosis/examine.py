@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from ampopt.diagnosis.case import Case, eager_call
 from ampopt.diagnosis.finding import Finding, ranked
@@ -17,6 +18,7 @@ from ampopt.ir.narrow_convs import why_it_may_crash
 from ampopt.measure.clocks import device_time, latency, seconds_once_loaded
 from ampopt.measure.sampling import Sampler, interleave
 from ampopt.search.trials import Progress
+from ampopt.system.budget import Budget
 from ampopt.system.interrupts import check_interrupted
 
 EAGER_S = 3.0
@@ -59,6 +61,14 @@ def find_all(case: Case, tell: Progress) -> tuple[Finding, ...]:
             check_interrupted(error)
             case.notes.append(f"{name} could not be examined: {first_line(error)}")
     return ranked(found)
+
+
+def untried_note(untried: Sequence[str], budget: Budget) -> tuple[str, ...]:
+    """What there was no time for, and the budget that may do; empty if there was time for all."""
+    if not untried:
+        return ()
+    seconds = 2 * math.ceil(budget.seconds)
+    return (f"not tried for want of time, budget_s={seconds} may do: {'; '.join(untried)}",)
 
 
 def _time_eager(case: Case, lanes: tuple[Lane, ...]) -> None:

@@ -18,6 +18,9 @@ from ampopt.ir.origin import origins_of
 from ampopt.ir.own_autocast import own_scope
 from ampopt.ir.program import Program
 
+OPTIMIZED = "optimized"
+"""The lane of the optimized program, whatever its precision."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Work:
@@ -133,13 +136,24 @@ def layers_of(
     """The rows of the table: `spent` and `dtypes` are by lane. Bytes count at the width of a lane's dtype."""
     rows = []
     for name, work in found.items():
-        own = {lane: by_name[name] for lane, by_name in spent.items() if name in by_name}
-        bounds: dict[str, Bound] = {}
-        reached: dict[str, float] = {}
-        for lane, each in own.items():
-            moved = work.moved * dtypes[lane].itemsize // torch.float32.itemsize
-            least = ceilings.least_s(work.flops, moved, max(len(each.kernels), 1), dtypes[lane])
-            bounds[lane] = max(least, key=lambda bound: least[bound])
-            reached[lane] = min(least[bounds[lane]] / each.seconds, 1.0) if each.seconds > 0 else 1.0
-        rows.append(Layer(name, work, own, bounds, reached))
+        row = Layer(name, work, {}, {}, {})
+        for lane, by_name in spent.items():
+            if name in by_name:
+                row = bounded(row, lane, by_name[name], dtypes[lane], ceilings)
+        rows.append(row)
     return tuple(rows)
+
+
+def bounded(layer: Layer, lane: str, spent: Spent, dtype: torch.dtype, ceilings: Ceilings) -> Layer:
+    """A layer with its cost in one more lane, which computes in `dtype`, and what bounds it there."""
+    work = layer.work
+    moved = work.moved * dtype.itemsize // torch.float32.itemsize
+    least = ceilings.least_s(work.flops, moved, max(len(spent.kernels), 1), dtype)
+    bound = max(least, key=lambda name: least[name])
+    reached = min(least[bound] / spent.seconds, 1.0) if spent.seconds > 0 else 1.0
+    return dataclasses.replace(
+        layer,
+        spent={**layer.spent, lane: spent},
+        bounds={**layer.bounds, lane: bound},
+        reached={**layer.reached, lane: reached},
+    )

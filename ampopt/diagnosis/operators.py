@@ -99,20 +99,21 @@ class _Labelled(fx.Interpreter):
 
 
 def _spent(event: Any, *, on_gpu: bool) -> Spent:
-    kernels = tuple(_kernels(event))
+    kernels = tuple(kernels_of(event))
     casts = list(_casts(event))
     if not on_gpu:
         return Spent(
             1e-6 * event.cpu_time_total, (), len(casts), 1e-6 * sum(each.cpu_time_total for each in casts)
         )
-    casts_s = sum(kernel.seconds for each in casts for kernel in _kernels(each))
+    casts_s = sum(kernel.seconds for each in casts for kernel in kernels_of(each))
     return Spent(sum(kernel.seconds for kernel in kernels), kernels, len(casts), casts_s)
 
 
-def _kernels(event: Any) -> Iterator[Kernel]:
+def kernels_of(event: Any) -> Iterator[Kernel]:
+    """The kernels that an event of the profiler, and those inside it, have launched."""
     yield from (Kernel(kernel.name, 1e-6 * kernel.duration) for kernel in event.kernels)
     for child in event.cpu_children:
-        yield from _kernels(child)
+        yield from kernels_of(child)
 
 
 def _casts(event: Any) -> Iterator[Any]:

@@ -11,7 +11,9 @@ from ampopt.diagnosis.ceilings import Ceilings
 from ampopt.diagnosis.document import to_document
 from ampopt.diagnosis.finding import Finding
 from ampopt.diagnosis.layers import Layer
+from ampopt.diagnosis.own_program import OwnKernel
 from ampopt.diagnosis.sweep import BatchRow
+from ampopt.diagnosis.training import StepTimes
 from ampopt.document.html import to_fragment
 from ampopt.document.model import Document
 from ampopt.measure.sampling import Measurement
@@ -23,7 +25,9 @@ class Diagnosis:
 
     `latency` and `device_time` are by lane, of eager and of its kernels alone; `findings` are ranked, see
     `Finding`. `layers` are the operators in the order of the graph, none if the model is not one graph;
-    `accuracy` are the operators of each lane, the worst first; `sweep` has a row for each batch.
+    `accuracy` are the operators of each lane, the worst first; `sweep` has a row for each batch. With
+    `train=True`, `training` has the times of each way to run a training step, and `latency` its samples.
+    With `optimized=`, `own` are the optimized program's kernels in order, each with its places.
     """
 
     model: str
@@ -39,6 +43,8 @@ class Diagnosis:
     sweep: tuple[BatchRow, ...]
     notes: tuple[str, ...]
     seconds: float
+    training: Mapping[str, StepTimes] = dataclasses.field(default_factory=dict)
+    own: tuple[OwnKernel, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The diagnosis as JSON data, times in milliseconds."""
@@ -54,6 +60,8 @@ class Diagnosis:
             "layers": [layer.to_dict() for layer in self.layers],
             "accuracy": {lane: [e.to_dict() for e in errors] for lane, errors in self.accuracy.items()},
             "sweep": [row.to_dict() for row in self.sweep],
+            "own_kernels": [kernel.to_dict() for kernel in self.own],
+            "training": {way: times.to_dict() for way, times in self.training.items()},
             "notes": list(self.notes),
             "seconds": round(self.seconds, 2),
         }

@@ -10,7 +10,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ampopt.diagnosis.finding import milliseconds
+from ampopt.diagnosis.layers import OPTIMIZED
 from ampopt.diagnosis.sweep import pays_from
+from ampopt.diagnosis.training_step import PARTS
 from ampopt.measure.terminal import as_text
 
 if TYPE_CHECKING:
@@ -18,6 +21,9 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 """The width of plain text, in characters."""
+
+NAME = 34
+"""Characters of a kernel's name that are shown."""
 
 ROWS, INEXACT = 10, 5
 """Rows of the table of the slowest layers and of the least exact ones; JSON has all."""
@@ -46,6 +52,10 @@ def to_rich(found: Diagnosis, *, everything: bool = False) -> Group:
         parts += [Padding(Text(line), (0, 0, 0, 3)) for line in more]
     if found.layers:
         parts += [Text(), _layers(found, everything=everything)]
+    if found.own:
+        parts += [Text(), _own(found, everything=everything)]
+    if found.training:
+        parts += [Text(), _training(found)]
     for lane, errors in found.accuracy.items():
         shown = errors if everything else errors[:INEXACT]
         rows = [
@@ -76,16 +86,41 @@ def _layers(found: Diagnosis, *, everything: bool) -> Table:
         (
             layer.name,
             layer.work.place,
-            *(f"{1e3 * layer.seconds(lane):.3f}" for lane in lanes),
+            *(f"{1e3 * layer.seconds(lane):.3f}" if lane in layer.spent else "–" for lane in lanes),
             f"{layer.seconds('fp32') / total:.0%}",
             f"{layer.work.madds / 1e6:.4g}",
             f"{layer.bounds.get('fp32', '–')} {layer.reached.get('fp32', 0.0):.0%}",
         )
         for layer in (found.layers if everything else rows)
     ]
-    columns = ("operator", "place", *(f"{lane} ms" for lane in lanes), "share", "MMAdds", "bound by")
+    times = (lane if lane == OPTIMIZED else f"{lane} ms" for lane in lanes)
+    columns = ("operator", "place", *times, "share", "MMAdds", "bound by")
     count = "" if everything else f" ({len(cells)} slowest of {len(found.layers)})"
     return _table(f"layers{count}; bound by: share of that ceiling reached", columns, cells)
+
+
+def _own(found: Diagnosis, *, everything: bool) -> Table:
+    slowest = found.own if everything else sorted(found.own, key=lambda kernel: -kernel.seconds)[:ROWS]
+    rows = [(kernel.name[:NAME], kernel.place, f"{1e3 * kernel.seconds:.4f}") for kernel in slowest]
+    what = "every one" if everything else f"{len(rows)} slowest of {len(found.own)}"
+    title = f"kernels of the optimized program ({what})"
+    return _table(title, ("operator", "place", "ms"), rows)
+
+
+def _training(found: Diagnosis) -> Table:
+    has_peaks = any(times.peak is not None for times in found.training.values())
+    rows = [
+        (
+            way,
+            milliseconds(times.step.median),
+            *(milliseconds(times.parts[part]) if times.parts else "–" for part in PARTS),
+            *(["–" if times.peak is None else f"{times.peak / 2**20:.0f}"] if has_peaks else []),
+        )
+        for way, times in found.training.items()
+    ]
+    columns = ("way", "step", *PARTS, *(["MiB"] if has_peaks else []))
+    title = "a training step, ms, and its peak of memory" if has_peaks else "a training step, ms"
+    return _table(title, columns, rows)
 
 
 def _sweep(found: Diagnosis) -> list[RenderableType]:
@@ -110,7 +145,7 @@ def _sweep(found: Diagnosis) -> list[RenderableType]:
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(box=None, title=title, title_justify="left", header_style="bold", pad_edge=False)
     for column in columns:
-        is_text = column in ("operator", "place", "bound by")
+        is_text = column in ("operator", "place", "bound by", "way")
         table.add_column(column, overflow="fold", justify="left" if is_text else "right", no_wrap=not is_text)
     for row in rows:
         table.add_row(*map(Text, row))

@@ -141,7 +141,17 @@ class Lines:
 Plot = Waterfall | Bars | Lines
 """What HTML draws. Text and Markdown leave it out: a table beside it has its numbers."""
 
-Part = Table | Facts | Points | Plot
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """Lines in fixed width, which only HTML shows. One that begins with + is new, one with - is gone."""
+
+    title: str
+    lines: tuple[str, ...]
+    kind: Literal["listing"] = "listing"
+
+
+Part = Table | Facts | Points | Plot | Listing
 """A part of a section."""
 
 

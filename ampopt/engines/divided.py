@@ -65,16 +65,16 @@ class Division:
 
 
 class Chain:
-    """Functions of the pieces of a program, one after the other: flat inputs in, flat outputs out."""
+    """Functions of the pieces of a program, in `steps`: flat inputs in, flat outputs out."""
 
     def __init__(self, division: Division, functions: Sequence[Function]) -> None:
         self._division = division
-        self._steps = list(zip(division.pieces, functions, strict=True))
+        self.steps = list(zip(division.pieces, functions, strict=True))
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run them. What crosses a cut gets the strides for which the next piece was compiled."""
         values = dict(zip(self._division.inputs, tensors, strict=True))
-        for piece, function in self._steps:
+        for piece, function in self.steps:
             wanted = zip(piece.inputs, piece.strides, strict=True)
             given = [_with_strides(values[name], strides) for name, strides in wanted]
             values.update(zip(piece.outputs, function(*given), strict=True))

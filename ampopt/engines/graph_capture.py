@@ -7,6 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from ampopt.measure.sampling import interleave
 from ampopt.system import flags
 
 logger = logging.getLogger("ampopt")
+
+Result = TypeVar("Result")
 
 WARM_UPS = 3
 """Number of runs before the capture: they create library handles and workspaces, and search algorithms."""
@@ -83,6 +86,11 @@ def _own_workspaces() -> Iterator[None]:
         torch._C._cuda_clearCublasWorkspaces()
 
 
+def as_captured(program: Program, work: Callable[[], Result]) -> Result:
+    """Work on a program in the thread that captures it: where it gets the same algorithms of cuDNN."""
+    return flags.work_elsewhere(_search_thread, work) if program.settings.search_algorithms else work()
+
+
 def capture_program(
     program: Program, body: Callable[[], tuple[Tensor, ...]], warm_ups: int = WARM_UPS
 ) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
@@ -97,7 +105,7 @@ def capture_program(
         with torch.cuda.stream(stream), program.scope():
             return capture_calls(body, warm_ups, keep_graph=True)
 
-    return flags.work_elsewhere(_search_thread, work) if program.settings.search_algorithms else work()
+    return as_captured(program, work)
 
 
 def by_speed(instances: Sequence[ReadyGraph], device: torch.device) -> list[ReadyGraph]:

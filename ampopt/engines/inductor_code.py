@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -87,15 +87,22 @@ class InductorCode:
         return LoadedCode(graph)
 
 
+@runtime_checkable
+class HasInductorCode(Protocol):
+    """An engine that runs inductor's code; `inner` is a `CompiledFxGraph`, None where it is another's."""
+
+    inner: Any
+
+
 class LoadedCode:
-    """Inductor's code for one graph: flat inputs in, flat outputs out."""
+    """Inductor's code for one graph, `inner`: flat inputs in, flat outputs out."""
 
     def __init__(self, graph: Any) -> None:
-        self._graph = graph
+        self.inner = graph
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run it."""
-        return tuple(self._graph([*tensors]))
+        return tuple(self.inner([*tensors]))
 
 
 class _Sent:

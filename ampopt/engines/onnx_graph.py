@@ -15,10 +15,10 @@ from ampopt.engines.onnx_rules import exact_rules, last_match_freed
 from ampopt.errors import ExportError, InputError
 from ampopt.ir.capturing import capturing
 from ampopt.ir.emulated_half import EmulatedHalf
-from ampopt.ir.graph import aten, cast_for_readers, copy_of, dtype_of, finish, insert_call, where
+from ampopt.ir.graph import aten, calls, cast_for_readers, copy_of, dtype_of, finish, insert_call, where
 from ampopt.ir.half_numbers import with_numbers_that_fit
 from ampopt.ir.integer_forms import with_integer_forms
-from ampopt.ir.origin import hand_on
+from ampopt.ir.origin import Origin, hand_on, origins_of
 from ampopt.ir.program import Program
 from ampopt.ir.shapes import record_shapes
 from ampopt.ir.size_ranges import Sizes
@@ -72,15 +72,8 @@ def model_of(
     indices and divisions of integers are as in `integer_forms`, factors that float16 rounds as in
     `half_numbers`.
     """
-    shapes = tuple(dict.fromkeys(named, torch.export.Dim.DYNAMIC) for named in dims)
-    dynamic = shapes if any(dims) else None
     try:
-        with capturing(), torch.no_grad(), EmulatedHalf():
-            fitting = with_numbers_that_fit(graph, examples)
-            stable = with_stable_forms(fitting, examples)
-            stable = copy_of(with_integer_forms(stable, examples, is_dynamic=any(dims)))
-            hand_on(stable)  # for `_explain`
-            exported = torch.export.export(stable, examples, dynamic_shapes=dynamic, strict=False)
+        exported = _exported(graph, examples, dims)
         with capturing(), torch.no_grad(), exact_rules(), last_match_freed():
             result = torch.onnx.export(
                 exported,
@@ -98,6 +91,23 @@ def model_of(
     rename_dims(model, dims)
     _check_vocabulary(model, opset)
     return model
+
+
+def _exported(graph: fx.GraphModule, examples: tuple[Tensor, ...], dims: Dims) -> Any:
+    """The graph in the forms that ONNX gets, exported; its nodes have their origins, also for `_explain`."""
+    shapes = tuple(dict.fromkeys(named, torch.export.Dim.DYNAMIC) for named in dims)
+    dynamic = shapes if any(dims) else None
+    with capturing(), torch.no_grad(), EmulatedHalf():
+        fitting = with_numbers_that_fit(graph, examples)
+        stable = with_stable_forms(fitting, examples)
+        stable = copy_of(with_integer_forms(stable, examples, is_dynamic=any(dims)))
+        hand_on(stable)
+        return torch.export.export(stable, examples, dynamic_shapes=dynamic, strict=False)
+
+
+def origins_of_values(graph: fx.GraphModule, examples: tuple[Tensor, ...]) -> dict[str, tuple[Origin, ...]]:
+    """The origins of the values of a graph's ONNX model, by their names; costs an export without ONNX."""
+    return {node.name: origins_of(node) for node in calls(_exported(graph, examples, ()).graph_module)}
 
 
 def _with_border(program: Program, io: str | None) -> tuple[fx.GraphModule, tuple[Tensor, ...]]:

@@ -15,12 +15,27 @@ from ampopt.measure.terminal import to_text
 
 
 @dataclasses.dataclass(frozen=True)
+class OutputError:
+    """The relative error of an output against float64 on the example inputs, and eager's in the lane."""
+
+    name: str
+    shape: tuple[int, ...]
+    error: float
+    eager_error: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """The errors for JSON."""
+        errors = {"error": finite(self.error), "eager_error": finite(self.eager_error)}
+        return {"name": self.name, "shape": list(self.shape), **errors}
+
+
+@dataclasses.dataclass(frozen=True)
 class LaneSummary:
     """Result of a lane: latency and error of eager and of the best program, and whether it may be used.
 
     `gain` is the best program's over eager in the same lane, see `headline.sure_gain`. `eager_error` is None
     if eager itself is the reference of `error`. `answered_by` names the stricter lane whose program is the
-    best one of this lane, too; None: its own.
+    best one of this lane, too; None: its own. `outputs` are the errors of each output.
     """
 
     lane: str
@@ -35,6 +50,7 @@ class LaneSummary:
     refused: str | None = None
     gain: Gain | None = None
     answered_by: str | None = None
+    outputs: tuple[OutputError, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The result for JSON, times in milliseconds."""
@@ -51,6 +67,7 @@ class LaneSummary:
             "memory_bytes": self.memory,
             "refused": self.refused,
             "answered_by": self.answered_by,
+            "outputs": [output.to_dict() for output in self.outputs],
         }
 
 
@@ -75,7 +92,8 @@ class Ledger:
     each finished lane; `chosen` names the lane of the result, or is `ORIGINAL`. `gain` is the gain of
     `chosen` over `baseline`, sampled in turn in a separate comparison, and `load` the machine's load at that
     time; `control` is the original's gain over itself, from the comparison of the lanes. `best_so_far` has
-    an element for each time that a lane got a faster program.
+    an element for each time that a lane got a faster program. `graphs` are the lines of the captured graph,
+    and of the chosen program's, see `graph_listing`.
     """
 
     model: str
@@ -92,6 +110,7 @@ class Ledger:
     seconds: float = 0.0
     best_so_far: list[BestSoFar] = dataclasses.field(default_factory=list)
     regions: dict[str, Ledger] = dataclasses.field(default_factory=dict)
+    graphs: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
     @property
     def speedup(self) -> float | None:

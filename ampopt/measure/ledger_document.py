@@ -16,6 +16,7 @@ from ampopt.document.model import (
     Figure,
     Line,
     Lines,
+    Listing,
     Part,
     Points,
     Section,
@@ -108,6 +109,29 @@ def _sections(ledger: Ledger) -> Iterator[Section]:
         yield Section(f"What each pass changed: {lane} lane", tuple(_waterfalls(entries)))
     yield Section("Best so far", tuple(_best_so_far(ledger)))
     yield Section("All passes", (_passes_table(ledger.entries),) if ledger.entries else ())
+    yield Section("Error of each output", tuple(_outputs_table(lanes)))
+    yield Section("The graph before and after", tuple(_graphs(ledger)), is_folded=True)
+
+
+def _outputs_table(lanes: Sequence[LaneSummary]) -> Iterator[Table]:
+    rows: list[list[str | Cell]] = []
+    for lane in lanes:
+        for output in lane.outputs:
+            errors = (Cell(f"{error:.1e}", error) for error in (output.error, output.eager_error))
+            shape = "x".join(map(str, output.shape)) or "a number"
+            rows.append([lane.lane, output.name, shape, *errors])
+    if rows:
+        yield Table.of(("lane", "output", "shape", "error", "eager's error"), rows)
+
+
+def _graphs(ledger: Ledger) -> Iterator[Listing]:
+    """Both graphs; what only one of them has is marked."""
+    before, after = ledger.graphs
+    for title, own, others, mark in (("before", before, after, "-"), ("after", after, before, "+")):
+        if own:
+            known = set(others)
+            lines = tuple(f"{' ' if line in known else mark} {line}" for line in own)
+            yield Listing(f"{title}: {len(own)} lines", lines)
 
 
 def _regions(ledger: Ledger) -> Iterator[Section]:

@@ -106,9 +106,9 @@ def to_text(ledger: Ledger) -> str:
 
 
 def as_text(shown: RenderableType, width: int) -> str:
-    """What rich shows as plain text of a width in characters."""
+    """What rich shows as plain text of a width in characters, without blanks at the ends of lines."""
     console = Console(file=io.StringIO(), width=width, force_terminal=False, force_jupyter=False)
     console.print(shown)
     file = console.file
     assert isinstance(file, io.StringIO)
-    return file.getvalue()
+    return "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())

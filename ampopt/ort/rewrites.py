@@ -68,10 +68,21 @@ class Rewrites:
 
 def rewritten(model: bytes, options: SessionOptions, rewrites: Rewrites) -> OnnxRunner:
     """A session with its graph rewritten. Raises SessionError or CompilerError."""
+    graph, plain, library = rewritten_model(model, options, rewrites)
+    return OnnxRunner(graph, plain, library=library)
+
+
+def rewritten_model(
+    model: bytes, options: SessionOptions, rewrites: Rewrites
+) -> tuple[bytes, SessionOptions, Path | None]:
+    """The rewritten graph as ONNX Runtime has optimized it, the options to run it, and its operators.
+
+    Raises SessionError or CompilerError.
+    """
     graph, plain = _graph(model, options, rewrites), options.unoptimized()
     if rewrites.own:
         graph = with_own(graph, plain, rewrites.own)
-    return OnnxRunner(graph, plain, library=own_library() if rewrites.own else _library(rewrites))
+    return graph, plain, own_library() if rewrites.own else _library(rewrites)
 
 
 def merged(

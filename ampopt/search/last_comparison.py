@@ -14,13 +14,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ampopt.ir.capture import Captured
+from ampopt.ir.graph_listing import listed
 from ampopt.ir.lane_io import original_call
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.measure.clocks import engine_latency, peak_memory
 from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.headline import compare_fairly, load_now, sure_gain, told_within
-from ampopt.measure.ledger import LaneSummary, Ledger
+from ampopt.measure.ledger import LaneSummary, Ledger, OutputError
 from ampopt.measure.sampling import Gain, Measurement, gain, interleave
 from ampopt.measure.verify import Verifier
 from ampopt.search.lane_state import LaneState
@@ -116,6 +117,19 @@ class LastComparison:
             memory=peak_memory(state.best.call, self._device),
             refused=check.reason or self._why_over(lane, check.error),
             gain=sure_gain(before, after, control),
+            outputs=() if check.reason else self._output_errors(state),
+        )
+
+    def _output_errors(self, state: LaneState) -> tuple[OutputError, ...]:
+        """The errors of the model's outputs, and of its state's, on the example inputs."""
+        draw = self._verifier.draws[0]
+        values = self._verifier.reference(draw)[0]
+        errors = self._verifier.errors(state.best.run, draw), self._verifier.own_errors(state.lane, draw)
+        returned: Any = self._captured.program.graph.graph.output_node().args[0]
+        names = [node.name for node in returned]
+        return tuple(
+            OutputError(name, tuple(value.shape), *each)
+            for name, value, *each in zip(names, values, *errors, strict=False)
         )
 
     def _why_over(self, lane: Lane, error: float) -> str | None:
@@ -141,6 +155,7 @@ class LastComparison:
                 lane,
                 best=fp32.best,
                 error=fp32.error,
+                outputs=fp32.outputs,
                 passes=fp32.passes,
                 memory=fp32.memory,
                 gain=sure_gain(lane.eager, fp32.best, control),
@@ -176,6 +191,7 @@ class LastComparison:
             if gain(summaries[best].best, summaries[other].best).is_real:
                 best = other
         self._ledger.chosen, chosen = best, self._answers[best]
+        self._ledger.graphs = listed(self._captured.program.graph), listed(chosen.best.program.graph)
         self._compare_with_original(serve(chosen), rest_s(chosen.best.program), budget)
         fastest, control = summaries[best].best, self._ledger.control
         if self._ledger.chosen == ORIGINAL:

@@ -11,20 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ampopt.diagnosis.training_step import Subject, Training, amp, fp32, parts_of
 from benchmarks import seeds
 from benchmarks.seeds_table import draw, to_markdown
 from benchmarks.seeds_workloads import SEEDS
-from benchmarks.training_steps import GRAPHED, Training, amp, fp32, o2, ways
+from benchmarks.training_steps import GRAPHED, o2, ways
 
 CPU = torch.device("cpu")
 
 
-def small(device: str = "cpu") -> tuple[nn.Module, tuple[Tensor, ...], Callable[[Any], Tensor]]:
+def small(device: str = "cpu") -> Subject:
     torch.default_generator.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
     x, target = torch.randn(16, 3, 8, 8), torch.randn(16, 4)
     target = target.to(device)
-    return model.to(device), (x.to(device),), lambda result: F.mse_loss(result.float(), target)
+    return Subject(model.to(device), (x.to(device),), lambda result: F.mse_loss(result.float(), target))
 
 
 def losses(step: Training, count: int = 20) -> list[float]:
@@ -35,18 +36,18 @@ def losses(step: Training, count: int = 20) -> list[float]:
 @pytest.mark.parametrize("name", ways(CPU))
 def test_every_way_learns_as_fp32_does(name: str) -> None:
     given = small()
-    expected = losses(fp32(*given))
-    made = ways(CPU)[name](*given)
+    expected = losses(fp32(given))
+    made = ways(CPU)[name](given)
     assert isinstance(made, Training)
     found = losses(made)
     assert expected[-1] < 0.5 * expected[0]
     for mine, other in zip(found, expected, strict=True):
         assert mine == pytest.approx(other, rel=0.1)
-    assert all(weight.grad is None for weight in given[0].parameters()), "the model itself stays as it is"
+    assert all(weight.grad is None for weight in given.model.parameters()), "the model itself stays as it is"
 
 
 def test_o2_has_16_bit_weights_with_fp32_norms_and_masters() -> None:
-    step = o2(*small())
+    step = o2(small())
     dtypes = {name: weight.dtype for name, weight in step.model.named_parameters()}
     assert dtypes["0.weight"] == dtypes["4.bias"] == torch.bfloat16
     assert dtypes["1.weight"] == torch.float32
@@ -58,33 +59,36 @@ def test_o2_has_16_bit_weights_with_fp32_norms_and_masters() -> None:
 
 def test_the_parts_of_a_step_are_a_step() -> None:
     given = small()
-    whole, apart = fp32(*given), fp32(*given)
+    whole, apart = fp32(given), fp32(given)
     whole()
     passed: Any = None
     for part in apart.parts.values():
         passed = part(passed)
     pairs = zip(whole.model.parameters(), apart.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    assert all(ms > 0 for ms in seeds.parts_of(apart, CPU, 0.0).values())
+    assert all(ms > 0 for ms in parts_of(apart, 0.0).values())
+
+
+SEEN: list[Tensor] = []
+
+
+def noted(result: Tensor) -> Tensor:
+    """A loss that is kept: a function of the module is no part of what is copied."""
+    value = F.mse_loss(result.float(), torch.zeros_like(result))
+    SEEN.append(value.detach())
+    return value
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GRAPHED)
 def test_a_captured_step_trains(name: str) -> None:
-    model, inputs, _ = small("cuda")
-    seen: list[Tensor] = []
-
-    def loss(result: Tensor) -> Tensor:
-        value = F.mse_loss(result.float(), torch.zeros_like(result))
-        seen.append(value.detach())
-        return value
-
-    step = GRAPHED[name](model, inputs, loss)
-    first = float(seen[-1]) if step() is None else 0.0
+    given = small("cuda")
+    step = GRAPHED[name](Subject(given.model, given.args, noted))
+    first = float(SEEN[-1]) if step() is None else 0.0
     for _ in range(300):
         step()
     torch.cuda.synchronize()
-    assert 0 < float(seen[-1]) < first
+    assert 0 < float(SEEN[-1]) < first
 
 
 def test_what_fails_is_told_and_the_others_are_timed() -> None:
@@ -122,9 +126,9 @@ def test_the_table_has_todays_figures_beside_those_that_were_reported(tmp_path: 
 def test_reported_figures_name_a_way_or_a_part_that_is_measured(name: str) -> None:
     for each in SEEDS[name].reported:
         assert each.way in ways(CPU)
-        assert each.part in ("step", *fp32(*small()).parts)
+        assert each.part in ("step", *fp32(small()).parts)
         assert each.ms > 0
 
 
 def test_amp_scales_the_loss_only_on_a_gpu() -> None:
-    assert amp(*small()).scaler is None
+    assert amp(small()).scaler is None

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 import ampopt
 from ampopt.cli import app as cli
+from ampopt.cli.diagnose import load_optimizer
+from ampopt.errors import InputError
 
 CODE = """
 from torch import nn
@@ -52,6 +55,33 @@ def test_the_verdict_comes_first_and_files_are_written(model: str, tmp_path: Pat
     assert "conv" in {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
 
 
+STEP = """
+def step(model, optimizer, image):
+    optimizer.zero_grad()
+    model(image).square().mean().backward()
+    optimizer.step()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_training_step_and_the_users_own(model: str, tmp_path: Path) -> None:
+    (tmp_path / "own_step.py").write_text(STEP)
+    options = ("--train", "--optimizer", "adamw", "--step", f"{tmp_path / 'own_step.py'}:step")
+    report = tmp_path / "d.json"
+    done = call(model, "--input", "2x3x16x16", "--device", "cpu", *options, "--json", report)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("verdict: YOURS ")
+    assert 'own_step.py:6, "optimizer.step()"' in json.loads(report.read_text())["findings"][0]["places"]
+    assert not [line for line in done.stdout.splitlines() if line != line.rstrip()]
+
+
+def test_an_optimizer_that_torch_does_not_have() -> None:
+    with pytest.raises(InputError, match=r"--optimizer lion: choose one of .*AdamW"):
+        load_optimizer("lion")
+    assert load_optimizer("sgd") is torch.optim.SGD
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -60,6 +90,10 @@ def test_the_verdict_comes_first_and_files_are_written(model: str, tmp_path: Pat
         (("--precision", "fp32"), "--precision fp32: choose amp or bf16"),
         (("--budget", "0"), "--budget 0: give a positive number of seconds"),
         (("--json", "same.json", "--trace", "same.json"), "same.json"),
+        (("--optimizer", "SGD"), "--optimizer is of a training step: add --train"),
+        (("--train", "--batches", "1"), "--batches is of a call, not of a training step"),
+        (("--train", "--step", "my_step"), "--step my_step: name a file and a function in it"),
+        (("--train", "--loss", "none.py:f"), "none.py"),
     ],
 )
 def test_what_is_wrong_is_said_before_the_work(

@@ -59,6 +59,15 @@ class Moving(nn.Module):
         return self.conv(x)  # type: ignore[no-any-return]
 
 
+class Misaligned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(126, 126, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)  # type: ignore[no-any-return]
+
+
 def line_of(model: type[nn.Module], text: str) -> str:
     """`test_planted_faults.py:27`, the line of a model's class that holds the text."""
     lines, first = inspect.getsourcelines(model)
@@ -166,3 +175,29 @@ def test_an_input_left_on_the_cpu() -> None:
     named = {finding.name: finding for finding in found.findings}
     assert line_of(Moving, "x.to(") in named["input-on-another-device"].places[0]
     assert "input 0 (float32[1, 3, 64, 64], 0.0492 MB) is on cpu" in named["input-on-another-device"].says
+
+
+@pytest.mark.gpu
+def test_a_batch_norm_in_training_mode_on_a_gpu() -> None:
+    model = Normalized().cuda().train()
+    x = torch.randn(2, 3, 64, 64, device="cuda")
+    found = ampopt.diagnose(model, x, budget_s=20, progress=False)
+    assert found.findings[0].name == "batch-norm-in-training-mode"
+    assert line_of(Normalized, "self.norm(self.conv") in found.findings[0].places[0]
+
+
+@pytest.mark.gpu
+def test_item_in_forward_on_a_gpu() -> None:
+    found = ampopt.diagnose(Branching().cuda(), torch.randn(1, 3, 64, 64).cuda(), budget_s=20, progress=False)
+    named = {finding.name: finding for finding in found.findings}
+    assert line_of(Branching, ".item()") in named["host-read"].says
+    assert ".item()" in named["host-read"].says
+
+
+@pytest.mark.gpu
+def test_channels_that_are_no_multiple_of_8_on_a_gpu() -> None:
+    model, x = Misaligned().cuda().eval(), torch.randn(16, 126, 64, 64, device="cuda")
+    found = ampopt.diagnose(model, x, budget_s=20, progress=False)
+    named = [each for each in found.findings if each.name == "misaligned-channels"]
+    assert line_of(Misaligned, "return self.conv") in named[0].places[0]
+    assert "126 channels in and 126 out, no multiples of 8, so it misses Tensor Cores" in named[0].says

@@ -10,11 +10,11 @@ import pytest
 
 from ampopt.document.html import to_html
 from ampopt.document.markdown import to_markdown
-from ampopt.document.model import Lines, Table, Waterfall
+from ampopt.document.model import Lines, Listing, Table, Waterfall
 from ampopt.document.render import to_json
 from ampopt.document.text import to_text
 from ampopt.measure.entry import ORIGINAL, Entry, Timing, Verdict
-from ampopt.measure.ledger import BestSoFar, Ledger
+from ampopt.measure.ledger import BestSoFar, Ledger, OutputError
 from ampopt.measure.ledger_document import TONES
 from ampopt.measure.sampling import Gain, Measurement
 from tests.measure.test_ledger import ledger
@@ -34,6 +34,31 @@ def test_every_row_verdict_note_and_fact_is_in_it(write: Any) -> None:
         assert entry.verdict.value in text
     for told in ("a hint (and 1 more)", "too far off", "something to know", "2.14", "1.90"):
         assert told in text
+
+
+def test_the_error_of_each_output_is_beside_eagers() -> None:
+    output = OutputError("heat_map", (1, 1, 4, 4), 2e-6, 5e-7)
+    lanes = {name: dataclasses.replace(lane, outputs=(output,)) for name, lane in ledger().lanes.items()}
+    found = ledger(lanes=lanes)
+    for write in (to_markdown, to_text, to_html):
+        text = write(found.document())
+        for told in ("heat_map", "1x1x4x4", "2.0e-06", "5.0e-07"):
+            assert told in text
+    told = json.loads(to_json(found.document()))["lanes"]["fp32"]["outputs"]
+    assert told == [{"name": "heat_map", "shape": [1, 1, 4, 4], "error": 2e-6, "eager_error": 5e-7}]
+
+
+def test_both_graphs_are_in_html_alone_and_what_differs_is_marked() -> None:
+    found = ledger(graphs=(("x = input", "bn = batch_norm(x)"), ("x = input", "y = <b>(x)")))
+    [before, after] = parts(found, Listing)
+    assert before.lines == ("  x = input", "- bn = batch_norm(x)")
+    assert after.lines == ("  x = input", "+ y = <b>(x)")
+    page = to_html(found.document())
+    assert '<span class="bad">- bn = batch_norm(x)</span>' in page
+    assert '<span class="good">+ y = &lt;b&gt;(x)</span>' in page
+    assert "<span>  x = input</span>" in page
+    assert "batch_norm(x)" not in to_markdown(found.document()) + to_text(found.document())
+    assert not parts(ledger(), Listing)
 
 
 def test_every_verdict_has_a_tone() -> None:

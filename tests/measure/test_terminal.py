@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from ampopt.cli import options
 from ampopt.document.markdown import to_markdown
+from ampopt.document.text import to_text as document_text
 from ampopt.measure.entry import Entry, Timing, Verdict
 from ampopt.measure.ledger import LaneSummary, Ledger
 from ampopt.measure.sampling import Gain, Measurement
@@ -156,3 +158,19 @@ def test_what_an_exception_says_is_no_markup(verdict: Verdict) -> None:
 def test_in_a_notebook_the_text_is_given_back_and_not_displayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     assert "faster" in to_text(ledger(Entry("fp32", "p", Verdict.KEPT, "faster")))
+
+
+@pytest.mark.parametrize("write", [to_text, lambda found: document_text(found.document())])
+def test_no_line_of_plain_text_ends_in_blanks(write: Any) -> None:
+    lines = write(SEVERAL).splitlines()
+    assert len(lines) > 5
+    assert not [line for line in lines if line != line.rstrip()]
+
+
+def test_what_is_piped_has_no_blanks_at_the_ends_of_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    piped = io.StringIO()
+    monkeypatch.setattr("sys.stdout", piped)
+    options.console().print(to_rich(SEVERAL, everything=True))
+    lines = piped.getvalue().splitlines()
+    assert any(line.startswith("fp32") for line in lines)
+    assert not [line for line in lines if line != line.rstrip()]

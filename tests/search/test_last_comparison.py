@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ampopt.measure.sampling import Measurement
 from tests.helpers import with_statistics
@@ -93,3 +93,35 @@ def test_where_a_named_lane_is_refused_fp32_answers_with_the_reason(
     assert "FP32 answers for amp, which could not be verified" in fast.report.notes
     with torch.no_grad():
         assert torch.allclose(fast(X), model(X), atol=1e-5)
+
+
+class TwoOutputs(nn.Module):
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.norm(self.conv(x))
+        return {"map": y.relu(), "mean": y.mean((2, 3))}
+
+
+class Counting(TwoOutputs):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.count += 1
+        return {**super().forward(x), "count": self.count * 2}
+
+
+@pytest.mark.parametrize(("kind", "outputs"), [(TwoOutputs, 2), (Counting, 3)])
+def test_the_error_of_each_output_and_both_graphs_are_written_down(kind: type, outputs: int) -> None:
+    fast = optimize(kind().eval(), torch.randn(1, 3, 16, 16), precision="fp32", cache=False)
+    lane = fast.report.lanes["fp32"]
+    assert len(lane.outputs) >= outputs  # and the state's
+    assert {each.shape for each in lane.outputs} >= {(1, 8, 14, 14), (1, 8)}
+    assert max(each.error for each in lane.outputs) <= lane.error
+    assert all(0 <= each.error < 1e-4 for each in lane.outputs)
+    before, after = fast.report.graphs
+    assert any("batch_norm(" in line for line in before)
+    assert len(after) <= len(before)

@@ -1,0 +1,224 @@
+"""A few watched training steps of the user's own: what updates the weights, with which gradients, and where.
+
+GradScaler's arithmetic is seen as the operators that it calls, whoever calls it; an update as the optimizer's
+hooks tell it. Nothing of PyTorch's is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampopt.errors import first_line
+from ampopt.ir.place_in_code import place_in_code, place_of_call
+from ampopt.system.interrupts import check_interrupted
+
+CALLS, MOST_CALLS = 3, 12
+"""Watched steps: gradients that are never reset show in the second one; more until one updates the weights.
+
+GradScaler begins with a scale with which gradients may overflow, and halves it each time.
+"""
+
+UserStep = Callable[..., object]
+"""A training step of the user's, called as `step(model, optimizer, *args, **kwargs)`."""
+
+_SCALES: CodeType = torch.amp.GradScaler.scale.__code__
+_STEPS: CodeType = torch.amp.GradScaler.step.__code__
+_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """One call of the optimizer's step.
+
+    `place` is the user's line, `call` the number of the watched step from 0 on. `by_scaler`: GradScaler
+    called it. `is_fresh`: a backward pass has added to gradients since the update before it. `is_stale`: that
+    pass added to those of an earlier update. `is_scaled`: the loss was scaled, and the gradients still are.
+    `refused_by`: the line of a `scaler.step` that has left this update out. `moved` is ‖Δw‖ of all weights.
+    """
+
+    place: str
+    call: int
+    by_scaler: bool
+    is_fresh: bool
+    is_stale: bool
+    is_scaled: bool
+    refused_by: str
+    moved: float
+
+
+@dataclasses.dataclass
+class WatchedSteps:
+    """What was seen of a few steps.
+
+    `forwards` counts calls of the model with gradients, `evaluated` those in evaluation mode, and
+    `evaluated_at` is the line of one. `unused` are the names of the optimizer's weights that never got a
+    gradient. `error`, `failed_at`: why and where a step failed.
+    """
+
+    updates: list[Update] = dataclasses.field(default_factory=list)
+    forwards: int = 0
+    evaluated: int = 0
+    evaluated_at: str = ""
+    unused: list[str] = dataclasses.field(default_factory=list)
+    error: str | None = None
+    failed_at: str | None = None
+
+
+def watch_steps(
+    step: UserStep,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> WatchedSteps:
+    """Watch a few steps, on a model and an optimizer over its parameters that nothing else uses."""
+    seen = WatchedSteps()
+    with contextlib.ExitStack() as stack:
+        state = stack.enter_context(_watching(seen, model, optimizer))
+        stack.enter_context(_Scaling(state))
+        for state.call in range(MOST_CALLS):
+            if state.call >= CALLS and seen.updates:
+                break
+            try:
+                step(model, optimizer, *args, **kwargs)
+            except Exception as raised:
+                check_interrupted(raised)
+                seen.error, seen.failed_at = first_line(raised), place_in_code(raised)
+                break
+    seen.unused = [name for name, weight in state.trained.items() if id(weight) not in state.ever]
+    return seen
+
+
+def user_line() -> str:
+    """The innermost line of the user's code that has led here from a watched step; empty if there is none."""
+    return place_of_call(watch_steps.__code__) or ""
+
+
+@dataclasses.dataclass
+class _State:
+    """What has happened since the last update."""
+
+    trained: dict[str, nn.Parameter]
+    call: int = 0
+    fresh: set[int] = dataclasses.field(default_factory=set)
+    ever: set[int] = dataclasses.field(default_factory=set)
+    is_stale: bool = False
+    is_scaled: bool = False
+    refused_by: str = ""
+    before: list[Tensor] = dataclasses.field(default_factory=list)
+
+
+@contextlib.contextmanager
+def _watching(seen: WatchedSteps, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[_State]:
+    """Note forward passes, gradients and updates in the block."""
+    own = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    trained = {n: w for n, w in model.named_parameters() if id(w) in own and w.requires_grad}
+    state = _State(trained)
+
+    def called(module: nn.Module, _: object) -> None:
+        if not torch.is_grad_enabled():
+            return
+        seen.forwards += 1
+        if not module.training:
+            seen.evaluated += 1
+            seen.evaluated_at = seen.evaluated_at or user_line()
+
+    def comes(weight: Tensor) -> Callable[[Tensor], None]:
+        def note(_: Tensor) -> None:
+            if id(weight) not in state.fresh and seen.updates and weight.grad is not None:
+                state.is_stale = state.is_stale or bool(weight.grad.any())
+            state.fresh.add(id(weight))
+            state.ever.add(id(weight))
+
+        return note
+
+    def begins(*_: object) -> None:
+        state.before = [weight.detach().clone() for weight in trained.values()]
+
+    def ends(*_: object) -> None:
+        pairs = zip(trained.values(), state.before, strict=True)
+        moved = [torch.linalg.vector_norm((now.detach() - then).float()).item() for now, then in pairs]
+        by_scaler = _inside(_STEPS)
+        seen.updates.append(
+            Update(
+                place=user_line(),
+                call=state.call,
+                by_scaler=by_scaler,
+                is_fresh=bool(state.fresh),
+                is_stale=state.is_stale,
+                is_scaled=state.is_scaled and not by_scaler,
+                refused_by="" if by_scaler else state.refused_by,
+                moved=sum(each**2 for each in moved) ** 0.5,
+            )
+        )
+        state.fresh, state.before = set(), []
+        state.is_stale, state.is_scaled, state.refused_by = False, False, ""
+
+    handles: list[Any] = [
+        model.register_forward_pre_hook(called),
+        optimizer.register_step_pre_hook(begins),
+        optimizer.register_step_post_hook(ends),
+        *(weight.register_hook(comes(weight)) for weight in trained.values()),
+    ]
+    try:
+        yield state
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Scaling(TorchDispatchMode):
+    """Notes where a loss is scaled, and gradients are no longer."""
+
+    def __init__(self, state: _State) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._state = state
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """See the class."""
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mul.Tensor and _inside(_SCALES):
+            self._state.is_scaled = True
+        elif func is _UNSCALE:
+            self._state.is_scaled = False
+            if _inside(_STEPS):  # it decides now whether it updates
+                self._state.refused_by = user_line()
+        return result
+
+
+def _inside(code: CodeType) -> bool:
+    """Whether a function of PyTorch has led here, from a watched step."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not watch_steps.__code__:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def update_once(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> None:
+    """From now on, an update without a new gradient of `weight` does nothing: the remedy, to be executed."""
+    given, fresh = optimizer.step, [False]
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        if not fresh[0]:
+            return None
+        fresh[0] = False
+        return given(*args, **kwargs)
+
+    def renewed(_: Tensor) -> None:
+        fresh[0] = True
+
+    weight.register_hook(renewed)
+    optimizer.step = once  # type: ignore[method-assign]

@@ -1,0 +1,93 @@
+"""Runs inductor's code with each of its statements in a range that names the graph's nodes it computes.
+
+Inductor writes the names above its calls: `# Topologically Sorted Source Nodes: [conv2d, relu], …`. Where it
+writes none (on a CPU above its own kernels), a range has no names.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import re
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ampopt.ir.parts import walk
+
+Label = Callable[[str, str], contextlib.AbstractContextManager[Any]]
+"""Opens a range for what is called, and the names of its nodes: separated by commas, empty if unknown."""
+
+_SOURCES = re.compile(r"^\s*# Topologically Sorted Source Nodes: \[([^\]]*)\]")
+_LABEL = "_ampopt_label"
+
+
+@contextlib.contextmanager
+def labelled(code: Any, label: Label) -> Iterator[None]:
+    """In the block, calls of a `CompiledFxGraph` open ranges. Raises LookupError for unknown code."""
+    before = code.current_callable
+    code.current_callable = _with_labels(code, label)
+    try:
+        yield
+    finally:
+        code.current_callable = before
+
+
+def _with_labels(code: Any, label: Label) -> Callable[..., Any]:
+    function, owner = _call_of(code.current_callable)
+    lines = str(code.source_code).splitlines()
+    every = ast.walk(ast.parse(code.source_code))
+    made = next((n for n in every if isinstance(n, ast.FunctionDef) and n.name == "call"), None)
+    if made is None:
+        raise LookupError("inductor's code has no function `call`")
+    made.body = _labelled(made.body, lines, made.lineno)
+    module = ast.fix_missing_locations(ast.Module([made], []))
+    namespace: dict[str, Any] = {}
+    globals_of_code = {**function.__globals__, _LABEL: label}
+    exec(compile(module, "<ampopt: inductor's code with labels>", "exec"), globals_of_code, namespace)
+    call: Callable[..., Any] = namespace["call"]
+    return call if owner is None else types.MethodType(call, owner)
+
+
+def _call_of(current: Any) -> tuple[Any, Any]:
+    """The function `call` of inductor's module, and the object that it is a method of."""
+    for _, value in walk(current, code=False, classes=False):
+        if isinstance(value, types.MethodType) and value.__func__.__name__ == "call":
+            return value.__func__, value.__self__
+        if isinstance(value, types.FunctionType) and value.__name__ == "call":
+            return value, None
+    raise LookupError("inductor's code has no function `call`")
+
+
+def _labelled(body: list[ast.stmt], lines: list[str], start: int) -> list[ast.stmt]:
+    """Statements with each that may launch something in a range; `start` is the line above the first."""
+    made: list[ast.stmt] = []
+    for statement in body:
+        if isinstance(statement, ast.With):
+            statement.body = _labelled(statement.body, lines, statement.lineno)
+            made.append(statement)
+        elif isinstance(statement, (ast.Expr, ast.Assign)) and (called := _called(statement)):
+            above = [_SOURCES.match(line) for line in lines[start : statement.lineno - 1]]
+            names = next((match[1] for match in reversed(above) if match is not None), "")
+            made.append(_in_range(statement, called, names.replace(" ", "")))
+        else:
+            made.append(statement)
+        start = statement.end_lineno or statement.lineno
+    return made
+
+
+_PREPARING = ("args.", "empty_strided", "assert_", "reinterpret_tensor", "get_raw_stream", "alloc_from_pool")
+"""How the functions are called that launch nothing."""
+
+
+def _called(statement: ast.stmt) -> str:
+    """What a statement calls; empty where that launches nothing."""
+    call = next((node for node in ast.walk(statement) if isinstance(node, ast.Call)), None)
+    name = "" if call is None else ast.unparse(call.func)
+    return "" if name.lstrip("_").startswith(_PREPARING) else name.removesuffix(".run")
+
+
+def _in_range(statement: ast.stmt, called: str, names: str) -> ast.stmt:
+    words: list[ast.expr] = [ast.Constant(called), ast.Constant(names)]
+    opened = ast.Call(ast.Name(_LABEL, ast.Load()), words, [])
+    return ast.With([ast.withitem(opened)], [statement])

@@ -1,0 +1,230 @@
+"""A training step: its ways and parts, and faults of the user's own step; nothing of theirs changes."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ampopt
+from ampopt.diagnosis.finding import ranked
+from ampopt.diagnosis.training import StepTimes, TrainingCase, measure_training
+from ampopt.diagnosis.training_findings import find_in_training
+from ampopt.diagnosis.training_step import PARTS, Subject, fp32, mean_square
+from ampopt.diagnosis.watch import Watched
+from ampopt.document.render import render
+from ampopt.errors import InputError
+from ampopt.ir.lanes import LANES
+from ampopt.system.budget import Budget
+from tests.support.cases import CPU, taking
+from tests.support.training import (
+    SCALER,
+    TARGET,
+    Optimizer,
+    again_after_scaler,
+    batch,
+    case_of,
+    clean,
+    line_of,
+    loss_of,
+    net,
+    watched,
+)
+
+
+def test_what_helps_is_ranked_by_what_it_brought() -> None:
+    case = watched(clean)
+    case.times["fp32 + fused"] = StepTimes(taking(1.5), {})
+    found = {each.name: each for each in ranked(find_in_training(case))}
+    assert list(found) == ["amp-pays", "optimizer"] or list(found) == ["optimizer", "amp-pays"]
+    assert found["amp-pays"].share == pytest.approx(0.5)
+    assert "the optimizer's step takes 15% of the time" in found["optimizer"].says
+    case.times["amp"] = StepTimes(taking(4), {**case.times["fp32"].parts, "forward": 2e-3})
+    harmful = {each.name: each for each in find_in_training(case)}["amp-harmful"]
+    assert harmful.says == "AMP is 2.00x slower than FP32: its forward takes 2 ms for 0.6"
+    assert {each.name for each in find_in_training(case)} >= {"memory-layout"}  # 1 ms for 4
+
+
+def test_every_way_is_timed_and_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ampopt.diagnosis.training.STEPS_S", 0.0)
+    monkeypatch.setattr("ampopt.diagnosis.training.PARTS_S", 0.0)
+    case = case_of(step=again_after_scaler)
+    measure_training(case, lambda *_: None)
+    ways = {"fp32", "amp", "amp + channels_last", "yours", "yours, updating once"}
+    assert case.times.keys() == ways | {"fp32 + fused", "fp32 + foreach"}
+    assert case.times["amp"].parts.keys() == set(PARTS)
+    assert not case.times["yours"].parts
+    assert not case.notes
+
+
+def test_no_time_is_a_note_and_fp32_is_always_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ampopt.diagnosis.training.PARTS_S", 0.0)
+    case = case_of(seconds=-9.0)
+    measure_training(case, lambda *_: None)
+    assert case.times.keys() == {"fp32"}
+    assert case.untried[0] == "a step in amp"
+
+
+@pytest.mark.parametrize("flag", ["fused", "foreach"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_other_implementations_of_an_optimizer_train_as_it_does(kind: Any, flag: str) -> None:
+    model = net()
+    optimizer = kind([{"params": model[0].parameters(), "lr": 0.02}, {"params": model[4].parameters()}], 0.01)  # type: ignore[index]
+    subject = Subject(model, (batch(),), loss_of, optimizer)
+    fp32(subject)()
+    trained = fp32(Subject(model, (batch(),), loss_of, optimizer))
+    other = fp32(Subject(model, (batch(),), loss_of, optimizer))
+    trained()
+    other()
+    other.with_optimizer(**{flag: True})  # with the state of a step
+    assert [group[flag] for group in other.optimizer.param_groups] == [True, True]
+    assert [group["lr"] for group in other.optimizer.param_groups] == [0.02, 0.01]
+    for _ in range(3):
+        assert float(trained()) == pytest.approx(float(other()), rel=1e-4)
+
+
+def test_a_copy_trains_by_the_optimizers_state_and_leaves_it() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    training = fp32(Subject(model, (batch(),), loss_of, optimizer))
+    first = float(training())
+    for _ in range(20):
+        training()
+    assert float(training()) < 0.5 * first
+    assert not optimizer.state
+    state = training.optimizer.state_dict()["state"]
+    assert len(state) == len(list(model.parameters()))
+
+
+def test_a_loss_that_reaches_the_model_reaches_the_copy() -> None:
+    model = net()
+
+    def penalized(result: Tensor) -> Tensor:
+        return loss_of(result) + sum(weight.square().sum() for weight in model.parameters())
+
+    fp32(Subject(model, (batch(),), penalized))()
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_the_loss_where_none_is_given_needs_numbers() -> None:
+    assert float(mean_square({"a": torch.tensor([3.0]), "b": torch.tensor([1, 2])})) == 9.0
+    with pytest.raises(InputError, match="no floating-point tensor: give loss="):
+        mean_square(torch.tensor([1]))
+
+
+@pytest.mark.slow
+def test_a_whole_diagnosis_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    model = net().train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    loss_of(model(batch())).backward()
+    optimizer.step()
+    calls: list[int] = []
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+        calls.append(1)
+        again_after_scaler(model, optimizer, x)
+
+    def everything() -> list[Any]:
+        state = [*model.state_dict().values(), *(weight.grad for weight in model.parameters())]
+        moments = [each["momentum_buffer"] for each in optimizer.state.values()]
+        scaler = SCALER.state_dict()
+        return [*(t.clone() for t in (*state, *moments) if t is not None), torch.get_rng_state(), scaler]
+
+    before = everything()
+    options: dict[str, Any] = {"loss": loss_of, "optimizer": optimizer, "step": step, "budget_s": 60}
+    found = ampopt.diagnose(model, batch(), train=True, progress=False, **options)
+    for mine, then in zip(everything(), before, strict=True):
+        assert torch.equal(mine, then) if isinstance(mine, Tensor) else mine == then
+    assert not calls
+    assert found.findings[0].name == "repeated-update"
+    assert str(found).startswith("verdict: YOURS ")
+    assert "a training step, ms" in str(found)
+    told = json.loads(json.dumps(found.to_dict()))["training"]
+    assert told["fp32"]["parts"].keys() == {f"{name}_ms" for name in PARTS}
+    for suffix in (".html", ".md", ".txt"):
+        assert "amp + channels_last" in render(found.document(), tmp_path / f"r{suffix}")
+
+
+def test_a_step_that_trains_the_users_own_model_is_refused() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def given() -> None:
+        loss_of(model(batch())).backward()
+        optimizer.step()
+
+    globals()["MINE"] = model
+    before = [weight.clone() for weight in model.parameters()]
+    with pytest.raises(InputError, match=r"called as step\(model, optimizer, \*example_inputs\)"):
+        measure_training(case_of(model, given, optimizer), lambda *_: None)
+    try:
+        with pytest.raises(InputError, match=r"reaches your own Sequential by .*MINE"):
+            measure_training(case_of(model, lambda m, o, x: MINE(x)), lambda *_: None)  # type: ignore[name-defined] # noqa: F821
+    finally:
+        del globals()["MINE"]
+    with pytest.raises(InputError, match="does not call the model that it is given"):
+        measure_training(case_of(model, lambda m, o, x: None), lambda *_: None)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+def test_input_that_does_not_fit() -> None:
+    model, x = net(), batch()
+    other = torch.optim.SGD(net().parameters(), 0.1)
+    for options, said in (
+        ({"loss": loss_of}, "loss= is of a training step: give train=True, too"),
+        ({"train": True, "batches": (1,)}, "batches= is of a call, not of a training step"),
+        ({"train": True, "optimizer": other}, "the optimizer has none of the model's parameters"),
+    ):
+        with pytest.raises(InputError, match=said):
+            ampopt.diagnose(model, x, **options)
+    with pytest.raises(InputError, match="there is nothing to train"):
+        ampopt.diagnose(nn.ReLU(), x, train=True)
+    with pytest.raises(InputError, match=r"a training step fails: .*batch_size"):
+        measure_training(
+            TrainingCase(
+                Subject(model, (x[:2],), loss_of),
+                CPU,
+                LANES["amp"]["cpu"],
+                Budget(time.perf_counter(), 1e6),
+                Watched((), {}),
+            ),
+            lambda *_: None,
+        )
+
+
+@pytest.mark.gpu
+def test_a_whole_step_on_a_gpu_is_one_graph_and_the_scalers_fault_is_named() -> None:
+    scaler, target = torch.amp.GradScaler("cuda"), TARGET.cuda()
+
+    def loss_of(result: Tensor) -> Tensor:
+        return F.cross_entropy(result.float(), target)  # a copy from the host cannot be captured
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = loss_of(model(x))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.step()
+
+    model = net().cuda().train()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    before = [weight.clone() for weight in model.parameters()]
+    found = ampopt.diagnose(
+        model, batch().cuda(), train=True, loss=loss_of, optimizer=optimizer, step=step, progress=False
+    )
+    assert not [note for note in found.notes if "was not timed" in note], found.notes
+    graphs = {name for name in found.training if "CUDA graph" in name}
+    assert graphs == {f"{name} + CUDA graph" for name in ("fp32", "amp", "amp + channels_last")}
+    named = {each.name: each for each in found.findings}
+    assert line_of(step, "optimizer.step()") in named["repeated-update"].places[0]
+    assert "gaps between launches" in named["launch-bound"].says
+    assert all((times.peak or 0) > 0 for times in found.training.values())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
