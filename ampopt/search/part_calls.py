@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ampopt.errors import CaptureError, first_line
 from ampopt.ir.model_copy import device_of, same_tensor, untouched_rng, working_copy
 from ampopt.ir.moments import Moment
 from ampopt.ir.numerics import fresh_draw
@@ -47,7 +48,7 @@ def calls_of_parts(
 
     The second call gets other inputs, so that what depends on them is told from what is computed anew in
     every call. Where the model fails with them, or has no inputs that can vary, everything that is computed
-    anew counts as a change.
+    anew counts as a change. Raises CaptureError where the model fails when it is called again as it was.
     """
     leaves, spec = flatten_call(args, kwargs)
     generator = torch.Generator().manual_seed(11)
@@ -56,11 +57,16 @@ def calls_of_parts(
     if vary:
         with contextlib.suppress(_OtherInputsError):
             return _watched(model, names, [leaves, others], spec, by_value=True)
-    return _watched(model, names, [leaves, leaves], spec, by_value=False)
+    try:
+        return _watched(model, names, [leaves, leaves], spec, by_value=False)
+    except _OtherInputsError as failed:
+        cause = failed.__cause__
+        reason = first_line(cause) if isinstance(cause, Exception) else str(failed)
+        raise CaptureError(f"the model fails when it is called a second time: {reason}") from cause
 
 
 class _OtherInputsError(Exception):
-    """The model fails with other inputs than its example."""
+    """The model fails in its second call, with the error that is the cause."""
 
 
 def _watched(

@@ -15,7 +15,7 @@ from ampopt.ir.lanes import Lane
 from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.verify import Verifier
 from ampopt.search.pass_manager import PassManager
-from tests.helpers import Model
+from tests.helpers import Model, WearsOut
 from tests.support.planted import captured_of, optimize
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -195,6 +195,17 @@ def test_what_cannot_be_lowered_is_no_raw_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("ampopt.ir.lowering.overlapping_write", lambda nodes: None)
     with pytest.raises(CaptureError, match=r"cannot be lowered \(it writes in place, first by mul_.*unfold"):
         captured_of(model_of(overlapping, conv=conv()), X)
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3, 20])
+def test_a_model_that_fails_after_some_calls_answers_them(calls: int) -> None:
+    model = WearsOut(calls).eval()
+    fast = optimize(model, X, precision="fp32")
+    for _ in range(calls):
+        assert torch.allclose(fast(X), model.conv(X), atol=1e-5)
+    with pytest.raises(ValueError, match="worn out"):
+        fast(X)
+    assert model.left == calls
 
 
 def test_a_best_program_that_cannot_be_recalled_is_tuned_anew(
