@@ -81,7 +81,7 @@ def read_baseline(path: Path) -> dict[str, Any]:
         raise InputError(f"--baseline: there is no file {path}") from e
     except OSError as e:
         raise InputError(f"--baseline {path} cannot be read: {e.strerror}") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise InputError(f"--baseline {path} is no JSON ({e}): give the one that --json wrote") from e
     if not _is_comparison(found):
         raise InputError(

@@ -181,6 +181,7 @@ def broken(path: tuple[Any, ...], value: Any) -> str:
     ("content", "reason"),
     [
         ("{", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
         ("[]", "is no comparison"),
         ('{"model": "Net", "passes": []}', "is no comparison"),
         (broken(("rows", 0, "latency", SURE_MS), None), "is no comparison"),
