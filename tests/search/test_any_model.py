@@ -197,6 +197,27 @@ def test_what_cannot_be_lowered_is_no_raw_error(monkeypatch: pytest.MonkeyPatch)
         captured_of(model_of(overlapping, conv=conv()), X)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("given", [True, False], ids=["mask given", "mask of values"])
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
+def test_an_encoder_leaves_padding_out_though_the_example_has_none(given: bool, checked: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = model_of(
+        lambda m, x, mask: m.after(m.encoder(x, src_key_padding_mask=mask if given else (x == 0).all(-1))),
+        encoder=nn.TransformerEncoder(layer, 2, mask_check=checked),
+        after=nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)),
+    )
+    x, padding = torch.randn(2, 5, 8), torch.zeros(2, 5, dtype=torch.bool)
+    fast = optimize(model, (x, padding), precision="fp32")
+    padding, x = padding.clone(), x.clone()
+    padding[0, 3:], x[0, 3:] = True, 0.0
+    for mask in (torch.zeros_like(padding), padding):
+        with torch.no_grad():
+            assert torch.allclose(fast(x, mask), model(x, mask), atol=1e-5)
+    assert "enable_nested_tensor=False" in fast.report.notes[0]
+
+
 @pytest.mark.parametrize("calls", [1, 2, 3, 20])
 def test_a_model_that_fails_after_some_calls_answers_them(calls: int) -> None:
     model = WearsOut(calls).eval()
