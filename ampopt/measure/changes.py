@@ -161,7 +161,8 @@ def _is_comparison(found: Any) -> bool:
     kinds = {"model": str, "inputs": list, "environment": dict, "rows": list}
     if not isinstance(found, dict) or not all(isinstance(found.get(n), kind) for n, kind in kinds.items()):
         return False
-    return all(map(_is_row, found["rows"])) and all(isinstance(text, str) for text in found["inputs"])
+    texts = [*found["inputs"], *found["environment"].values()]
+    return all(map(_is_row, found["rows"])) and all(isinstance(text, str) for text in texts)
 
 
 def _is_row(row: Any) -> bool:
