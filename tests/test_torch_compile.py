@@ -91,6 +91,20 @@ def test_statistics_that_training_has_changed_are_noticed() -> None:
     assert torch.allclose(fast(X), model(X), atol=1e-5)
 
 
+def test_what_a_graph_refuses_is_not_written_to_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
+    def chosen(m: Any, x: Tensor, place: Tensor) -> Tensor:
+        return m.conv(x)[:, place]  # type: ignore[no-any-return]
+
+    model = Model(chosen, conv=nn.Conv2d(3, 4, 3))
+    fast, place = compiled(model), torch.tensor([1, 3])
+    assert torch.allclose(fast(X, place), model(X, place), atol=1e-5)
+    model.get_parameter("conv.weight").mul_(2.0)  # it runs as it was
+    assert torch.allclose(fast(X, place), model(X, place), atol=1e-5)
+    with pytest.raises(IndexError, match="out of bounds"):
+        fast(X, torch.tensor([1, 4]))
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def _appended(m: Any, x: Tensor) -> Tensor:
     m.seen.add_(1.0)
     return m.conv(x) + m.seen  # type: ignore[no-any-return]
