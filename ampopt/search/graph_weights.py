@@ -46,13 +46,15 @@ class GraphWeights:
     def __init__(self, weights: Mapping[int, Tensor]) -> None:
         self._weights = [_Weight.of(place, tensor) for place, tensor in weights.items()]
         self._sampled = [sample for tensor in weights.values() if (sample := _sample(tensor)) is not None]
-        self._samples = _together(self._sampled)
+        self._samples = torch.cat(self._sampled) if self._sampled else None
 
     def are_now(self, inputs: Sequence[Tensor]) -> bool:
         """Whether a call's inputs have these tensors at their places, and nothing was written to them."""
         if not all(weight.is_now(inputs[weight.place]) for weight in self._weights):
             return False
-        return self._samples is None or torch.equal(_together(self._sampled), self._samples)  # type: ignore[arg-type]
+        if self._samples is None or (self._samples.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return True  # the host cannot wait for values while it captures
+        return torch.equal(torch.cat(self._sampled), self._samples)
 
 
 def _sample(tensor: Tensor) -> Tensor | None:
@@ -66,7 +68,3 @@ def _sample(tensor: Tensor) -> Tensor | None:
     count = min(most, tensor.numel())
     first = tensor.storage_offset() + (tensor.numel() - count) // 2
     return tensor.as_strided((count,), (1,), first).view(torch.uint8)
-
-
-def _together(samples: Sequence[Tensor]) -> Tensor | None:
-    return torch.cat(list(samples)) if samples else None
