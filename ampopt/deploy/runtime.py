@@ -422,7 +422,7 @@ class OptimizedModule(Deployable):
                 raise InputError(f"prepare: {call} is no shape: sizes are 0 or more")
             example = self.program.examples[0]
             generator = torch.Generator().manual_seed(0)
-            return (torch.randn(call, generator=generator).to(example.device, example.dtype),)
+            return (torch.randn(call, generator=generator, device="cpu").to(example.device, example.dtype),)
         if isinstance(call, tuple):
             return call
         raise InputError(f"prepare takes shapes, tensors or tuples of arguments, not {type(call).__name__}")
