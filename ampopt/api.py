@@ -22,7 +22,7 @@ from ampopt.ir.arguments import (
     as_module,
     as_tensors_say,
     check_example,
-    flag,
+    progress_flag,
     refuse_more,
 )
 from ampopt.ir.capture import capture
@@ -179,8 +179,7 @@ def optimize(
             io=io,
             dynamic=dynamic,
         )
-        if progress is not None:
-            progress = flag("progress", progress)
+        progress = progress_flag(progress)
         refuse_more(more)
         given = {} if example_kwargs is None else example_kwargs
         sandbox = Sandbox(target_of(model, example_inputs, given, device))

@@ -11,7 +11,7 @@ from torch import nn
 
 from ampopt.api import mode_note, prepare_call
 from ampopt.errors import CaptureError, InputError
-from ampopt.ir.arguments import refuse_more
+from ampopt.ir.arguments import progress_flag, refuse_more
 from ampopt.ir.capture import Captured, capture
 from ampopt.ir.lanes import lanes_for
 from ampopt.ir.model_copy import device_of
@@ -96,6 +96,7 @@ def compare(
             nan=nan,
             passes=passes,
         )
+        progress = progress_flag(progress)
         refuse_more(more)
         given = {} if example_kwargs is None else example_kwargs
         original, args, kwargs, _ = prepare_call(model, example_inputs, given, device)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from ampopt.diagnosis.training_step import Loss, MakeOptimizer, Optimizer
 from ampopt.diagnosis.verdict import verdict
 from ampopt.diagnosis.watch import watch
 from ampopt.errors import InputError
-from ampopt.ir.arguments import as_module, refuse_more
-from ampopt.ir.lanes import FP32, lanes_for
+from ampopt.ir.arguments import as_call, as_module, number, one_of, progress_flag, refuse_more
+from ampopt.ir.lanes import FP32, LANES, lanes_for
 from ampopt.ir.model_copy import exact_copy, untouched_rng
 from ampopt.ir.signature import describe, flatten_call, tensors_of
 from ampopt.measure.headline import load_now
@@ -37,7 +38,7 @@ from ampopt.system.budget import Budget
 from ampopt.system.environment import environment
 from ampopt.system.interrupts import check_interrupted, interruptible, watched
 from ampopt.system.memory import release
-from ampopt.system.process_state import process_kept
+from ampopt.system.process_state import imports_kept, process_kept
 from ampopt.system.turns import optimizing
 
 __all__ = ["Diagnosis", "Finding", "diagnose"]
@@ -52,6 +53,7 @@ SWEEPING = 0.5
 @optimizing.taken()
 @watched()
 @process_kept()
+@imports_kept()
 def diagnose(
     model: nn.Module,
     example_inputs: Any = None,
@@ -81,7 +83,7 @@ def diagnose(
         example_inputs: a tuple of the positional arguments, or the only argument; None: inferred.
         more: further positional arguments raise InputError, which says what to write instead.
         example_kwargs: the keyword arguments of the example call.
-        precision: the lane that is compared to FP32: "amp" or "bf16".
+        precision: the lane that is compared to FP32: "amp" or "bf16"; "fp32": none.
         batches: sizes of the first dimension to sweep in both lanes, until memory or half of the time is out.
         budget_s: seconds for everything; None: 60. What does not fit is not tried, and is noted.
         device: diagnose a copy on this device; None: the device of the weights.
@@ -97,13 +99,17 @@ def diagnose(
         progress: show a progress line; None: if standard error is a terminal.
 
     Raises:
-        InputError: the arguments do not fit the model. Interrupted: Ctrl-C was pressed.
+        InputError: an argument is invalid, the arguments do not fit the model, or it fails when it is called
+        again. Interrupted: Ctrl-C was pressed.
     """
     started = time.perf_counter()
     with interruptible():
+        progress = progress_flag(progress)
         refuse_more(more)
+        one_of("precision", precision, LANES)
         budget = Budget(started, _budget_s(budget_s))
-        sizes = _batches(batches)
+        sizes, traced = _batches(batches), _trace_file(trace)
+        as_call(example_inputs, {} if example_kwargs is None else example_kwargs)
         given_kwargs = dict(example_kwargs or {})
         model, wrapped = as_module(model)
         where = target_of(model, example_inputs, given_kwargs, device)
@@ -145,13 +151,14 @@ def diagnose(
                 tell("all", "batch sweep")
                 sampled = [case.lanes[name] for name in case.latency]
                 share = SWEEPING * budget.left_s
-                rows, ended = sweep(case.original, args, kwargs, where, sampled, sizes, share)
+                call_s = sum(measured.median for measured in case.latency.values())
+                rows, ended = sweep(case.original, args, kwargs, where, sampled, sizes, share, call_s)
                 case.notes += [ended] if ended else []
             findings = find_all(case, tell)
             told_verdict = verdict(case, findings)
-            if trace is not None:
+            if traced is not None:
                 sampled_lanes = {name: case.lanes[name] for name in case.latency}
-                write_trace(Path(trace), case.original, args, kwargs, where, sampled_lanes)
+                write_trace(traced, case.original, args, kwargs, where, sampled_lanes)
             if module is not None:
                 tell("all", "optimized program")
                 own = add_optimized(case, module)
@@ -180,16 +187,27 @@ def diagnose(
 def _budget_s(seconds: float | None) -> float:
     if seconds is None:
         return DEFAULT_S
-    if not seconds > 0:
-        raise InputError(f"budget_s={seconds!r}: give a positive number of seconds")
-    return seconds
+    return number("budget_s", seconds, positive=True, advice="a positive number of seconds")
 
 
-def _batches(batches: Sequence[int]) -> tuple[int, ...]:
-    found = tuple(batches)
-    if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in found):
+def _batches(batches: object) -> tuple[int, ...]:
+    found = tuple(batches) if isinstance(batches, Iterable) else ()
+    are_sizes = all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in found)
+    if not isinstance(batches, Iterable) or not are_sizes:
         raise InputError(f"batches={batches!r}: give whole numbers from 1 on, as (1, 2, 4, 8)")
     return found
+
+
+def _trace_file(trace: object) -> Path | None:
+    """Where the trace goes. Raises InputError where no file can be, before anything is measured."""
+    if trace is None:
+        return None
+    if not isinstance(trace, (str, os.PathLike)):
+        raise InputError(f"trace={trace!r}: give the path of a file")
+    path = Path(trace)
+    if path.is_dir() or not path.resolve().parent.is_dir():
+        raise InputError(f"trace={str(path)!r}: give a file in a folder that exists")
+    return path
 
 
 def _first_call_s(model: nn.Module, inputs: Any, kwargs: dict[str, Any], device: torch.device) -> float:

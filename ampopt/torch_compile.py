@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from ampopt.errors import AmpoptError, InputError, first_line
+from ampopt.ir.arguments import progress_flag
 from ampopt.search.compiled_graph import CompiledGraph, compile_graph, is_weight, size_of
 from ampopt.search.options import Options
 from ampopt.search.progress import progress_line
@@ -84,7 +85,7 @@ def _checked(mode: str | None, options: dict[str, Any]) -> tuple[bool | None, Op
     """Whether progress is shown, and the options; raises InputError."""
     if mode is not None:
         raise InputError(f"mode={mode!r}: the backend has no modes, give options={{...}}")
-    shown = options.pop("progress", None)
+    shown = progress_flag(options.pop("progress", None))
     if unknown := sorted(set(options) - _OPTIONS):
         raise InputError(f"unknown option {unknown[0]!r}: choose of {', '.join(sorted(_OPTIONS))}, progress")
     return shown, Options(**{"precision": "fp32", **options})

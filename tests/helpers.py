@@ -44,6 +44,21 @@ class Model(nn.Module):
         return self.function(self, *inputs)
 
 
+class WearsOut(nn.Module):
+    """A convolution that fails after some calls."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.conv, self.left = nn.Conv2d(3, 4, 3), calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve, or raise ValueError."""
+        if self.left == 0:
+            raise ValueError("worn out")
+        self.left -= 1
+        return self.conv(x)  # type: ignore[no-any-return]
+
+
 def with_statistics(model: nn.Module) -> nn.Module:
     """The model with statistics and an affine part in its batch norms that no mistake can hide behind."""
     for module in model.modules():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import ampopt
+from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import InputError
 from ampopt.ir.numerics import relative_error
 from tests.helpers import Model, with_statistics
@@ -352,3 +353,26 @@ def test_a_model_that_derives_by_its_weights_answers_itself() -> None:
     assert all(weight.grad is None for weight in model.parameters())
     with pytest.raises(InputError, match="fails on the example inputs"):
         ampopt.optimize(model, torch.randn(5, 7), budget_s=3, progress=False)
+
+
+@pytest.mark.parametrize("kind", ["one graph", "parts"])
+def test_a_default_device_of_the_users_is_for_their_tensors_alone(kind: str) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(400, 5))
+    table = nn.Embedding(5, 4)
+
+    def answer(m: Any, x: Tensor, place: Tensor, mask: Tensor) -> Tensor:
+        scale = float(x.sum()) if kind == "parts" else 1.0
+        return m.net(x) + scale * m.table(place).sum() * mask.sum()  # type: ignore[no-any-return]
+
+    model = Model(answer, net=net, table=table).eval()
+    call = X, torch.tensor([1, 4]), torch.tensor([True, False])
+    with torch.device("meta"):  # as torch.set_default_device does
+        fast = optimize(model, call, precision="fp32")
+        if isinstance(fast, OptimizedModule):
+            fast.prepare((X[:1], *call[1:]))
+        ampopt.diagnose(model, call, budget_s=1, progress=False)
+        if kind == "one graph":
+            ampopt.compare(model, call, exclude=NO_ENGINES, budget_s=5, precision="fp32", progress=False)
+    assert not [note for note in fast.report.notes if "meta" in note]
+    with torch.no_grad():
+        assert torch.allclose(fast(*call), model(*call), rtol=1e-4, atol=1e-4)

@@ -81,6 +81,30 @@ def test_equal_weights_of_another_tensor_are_taken() -> None:
     assert all(graph.is_current for graph in compiled_graphs() if graph not in before)
 
 
+def test_statistics_that_training_has_changed_are_noticed() -> None:
+    model = in_two_graphs()
+    fast = compiled(model)
+    fast(X)
+    model.train()
+    model(X * 3.0 + 1.0)  # nothing counts this write
+    model.eval()
+    assert torch.allclose(fast(X), model(X), atol=1e-5)
+
+
+def test_what_a_graph_refuses_is_not_written_to_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
+    def chosen(m: Any, x: Tensor, place: Tensor) -> Tensor:
+        return m.conv(x)[:, place]  # type: ignore[no-any-return]
+
+    model = Model(chosen, conv=nn.Conv2d(3, 4, 3))
+    fast, place = compiled(model), torch.tensor([1, 3])
+    assert torch.allclose(fast(X, place), model(X, place), atol=1e-5)
+    model.get_parameter("conv.weight").mul_(2.0)  # it runs as it was
+    assert torch.allclose(fast(X, place), model(X, place), atol=1e-5)
+    with pytest.raises(IndexError, match="out of bounds"):
+        fast(X, torch.tensor([1, 4]))
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def _appended(m: Any, x: Tensor) -> Tensor:
     m.seen.add_(1.0)
     return m.conv(x) + m.seen  # type: ignore[no-any-return]
@@ -180,6 +204,7 @@ def test_results_have_the_strides_that_later_code_may_rely_on() -> None:
         ({"bugdet_s": 3.0}, "unknown option 'bugdet_s': choose of amp_dtype"),
         ({"precision": "fp17"}, "fp17"),
         ({"outputs": "static"}, "unknown option 'outputs'"),
+        ({"progress": "often"}, "progress='often': give True or False"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], said: str) -> None:

@@ -46,7 +46,7 @@ def write_call(captured: Captured) -> dict[str, Any]:
     The written data is read back as a check. Raises ExportError for containers and values that a file cannot
     hold.
     """
-    device, mark = captured.program.device, torch.empty(0)
+    device, mark = captured.program.device, torch.empty(0, device="cpu")
     result = [mark if leaf is OutputLayout.TENSOR else leaf for leaf in captured.layout.template]
     args, kwargs = pytree.tree_unflatten(captured.leaves, captured.spec)
     rest = {name: value for name, value in kwargs.items() if name not in captured.by_name}
@@ -131,7 +131,7 @@ def _decode(data: object, device: torch.device, types: Sequence[type], where: st
         return [_decode(part, device, types, where, depth + 1) for part in array(parts, where)]
 
     if tag == "tensor" and content is None:
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
     if tag == "size":
         return _size(inner(content), where)
     if tag in _SEQUENCES:

@@ -418,9 +418,11 @@ class OptimizedModule(Deployable):
         if isinstance(call, Tensor):
             return (call,)
         if isinstance(call, tuple) and call and all(isinstance(size, int) for size in call):
+            if min(call) < 0:
+                raise InputError(f"prepare: {call} is no shape: sizes are 0 or more")
             example = self.program.examples[0]
             generator = torch.Generator().manual_seed(0)
-            return (torch.randn(call, generator=generator).to(example.device, example.dtype),)
+            return (torch.randn(call, generator=generator, device="cpu").to(example.device, example.dtype),)
         if isinstance(call, tuple):
             return call
         raise InputError(f"prepare takes shapes, tensors or tuples of arguments, not {type(call).__name__}")

@@ -11,7 +11,7 @@ from ampopt.diagnosis.findings import FINDINGS
 from ampopt.diagnosis.layers import layers_of, works
 from ampopt.diagnosis.operators import Spent, profiled
 from ampopt.engines.graph_capture import ReplayedProgram
-from ampopt.errors import AmpoptError, CaptureError, first_line
+from ampopt.errors import AmpoptError, CaptureError, InputError, first_line
 from ampopt.ir.capture import capture
 from ampopt.ir.lanes import Lane
 from ampopt.ir.narrow_convs import why_it_may_crash
@@ -45,8 +45,11 @@ def measure(case: Case, lanes: tuple[Lane, ...], tell: Progress) -> None:
     tell("all", "eager")
     _time_eager(case, lanes)
     _time_device(case)
-    if case.program is not None:
+    try:
         _time_operators(case, tell)
+    except Exception as error:
+        check_interrupted(error)
+        case.notes.append(f"its operators could not be timed: {first_line(error)}")
 
 
 def find_all(case: Case, tell: Progress) -> tuple[Finding, ...]:
@@ -97,7 +100,14 @@ def _time_eager(case: Case, lanes: tuple[Lane, ...]) -> None:
         if not samplers:
             fp32_s = seconds
         samplers[lane.name] = latency(call, case.device, last_s=seconds)
-    case.latency = interleave(samplers, seconds=EAGER_S, least=6, most=200)
+    try:
+        case.latency = interleave(samplers, seconds=EAGER_S, least=6, most=200)
+    except Exception as error:
+        check_interrupted(error)
+        name = type(case.model).__name__
+        raise InputError(
+            f"{name} fails when it is called again with the same inputs: {first_line(error)}"
+        ) from error
 
 
 def _time_device(case: Case) -> None:
@@ -115,7 +125,8 @@ def _time_device(case: Case) -> None:
 
 
 def _time_operators(case: Case, tell: Progress) -> None:
-    assert case.program is not None
+    if case.program is None:
+        return
     spent: dict[str, dict[str, Spent]] = {}
     for name, measured in case.latency.items():
         tell(name, "operators")

@@ -113,7 +113,7 @@ class _Works(fx.Interpreter):
             shape=tuple(given[0].shape) if given else (),
             parameters=sum(weight.numel() for weight in weights),
             flops=self._counter.get_total_flops() - before,
-            moved=0 if _is_view(given, taken) else sum(t.nbytes for t in (*taken, *given)),
+            moved=_moved(given, taken),
         )
         return result
 
@@ -122,9 +122,13 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _is_view(given: list[Tensor], taken: list[Tensor]) -> bool:
+def _moved(given: list[Tensor], taken: list[Tensor]) -> int:
+    """The bytes that a call reads and writes at least: none for views; sparse tensors are not counted."""
+    given, taken = ([t for t in tensors if t.layout is torch.strided] for tensors in (given, taken))
     read = {t.untyped_storage().data_ptr() for t in taken}
-    return all(t.untyped_storage().data_ptr() in read for t in given)
+    if all(t.untyped_storage().data_ptr() in read for t in given):
+        return 0
+    return sum(t.nbytes for t in (*taken, *given))
 
 
 def layers_of(

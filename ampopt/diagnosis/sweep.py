@@ -49,19 +49,20 @@ def sweep(
     lanes: Sequence[Lane],
     batches: Sequence[int],
     seconds: float,
+    example_s: float,
 ) -> tuple[list[BatchRow], str | None]:
     """The rows of the batches, smallest first, until memory or `seconds` are out; and why it ended, if so.
 
     The batch is the first dimension of every tensor that has as many entries there as the first tensor.
+    `example_s`: seconds that the example's calls take, in all lanes together; a batch is expected to take as
+    much for each of its entries as the one before it.
     """
     rows: list[BatchRow] = []
-    started = time.perf_counter()
+    started, last_batch, last_s = time.perf_counter(), max(_batch_of(args, kwargs), 1), example_s
     for place, batch in enumerate(sorted(batches)):
         left_s = seconds - (time.perf_counter() - started)
-        if rows:
-            expected_s = sum(m.median for m in rows[-1].latency.values()) * batch / rows[-1].batch
-            if (2 * LEAST + 1) * expected_s > left_s:
-                return rows, f"the batch sweep ended before {batch}: its time was over"
+        if (2 * LEAST + 1) * last_s * batch / last_batch > left_s:
+            return rows, f"the batch sweep ended before {batch}: its time was over"
         try:
             own_args, own_kwargs = of_batch(args, kwargs, batch)
             samplers = {
@@ -72,6 +73,7 @@ def sweep(
             rows.append(
                 BatchRow(batch, interleave(samplers, seconds=min(share, 2.0), least=LEAST, most=MOST))
             )
+            last_batch, last_s = batch, sum(each.median for each in rows[-1].latency.values())
         except Exception as error:
             check_interrupted(error)
             why = "memory was out" if is_passing(error) else first_line(error)
@@ -83,8 +85,7 @@ def of_batch(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A call of another batch: examples are repeated in turn."""
-    tensors = [tensor for tensor in tensors_of(flatten_call(args, kwargs)[0]) if tensor.dim()]
-    count = tensors[0].shape[0] if tensors else 0
+    count = _batch_of(args, kwargs)
 
     def repeated(tensor: Tensor) -> Tensor:
         if not tensor.dim() or tensor.shape[0] != count:
@@ -92,6 +93,11 @@ def of_batch(
         return tensor[torch.arange(batch, device=tensor.device) % count]
 
     return map_tensors(repeated, args, kwargs)
+
+
+def _batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """The first dimension of the first tensor that has one; 0 if none has."""
+    return next((t.shape[0] for t in tensors_of(flatten_call(args, kwargs)[0]) if t.dim()), 0)
 
 
 def pays_from(rows: Sequence[BatchRow], lane: str) -> int | None:

@@ -32,6 +32,11 @@ def flag(name: str, value: object) -> bool:
     raise InputError(f"{name}={value!r}: give True or False")
 
 
+def progress_flag(value: object) -> bool | None:
+    """Whether progress is shown; None: if standard error is a terminal."""
+    return None if value is None else flag("progress", value)
+
+
 def names(name: str, value: object, known: Collection[str]) -> tuple[str, ...]:
     """Names of passes. Raises InputError for an unknown name, and for a single string."""
     if isinstance(value, str):

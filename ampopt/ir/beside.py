@@ -107,7 +107,7 @@ def _reaching_the_outputs(run: _Beside, outputs: Sequence[Any]) -> dict[fx.Node,
     for _ in range(PROBES):
         directions = []
         for end in ends:
-            noise = torch.randn(end.shape, generator=generator, dtype=end.dtype).to(end.device)
+            noise = torch.randn(end.shape, generator=generator, dtype=end.dtype, device="cpu").to(end.device)
             norm = float(torch.linalg.vector_norm(end.detach()))
             directions.append((noise / norm if norm > 0 else noise).to(end.dtype))
         with quiet():  # autograd's own thread warns that cuBLAS is its first user

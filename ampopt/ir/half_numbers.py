@@ -40,5 +40,5 @@ def _is_rounded(node: fx.Node) -> bool:
     number = node.args[1]
     if not isinstance(number, int | float) or number != number:
         return False
-    half = float(torch.tensor(number, dtype=torch.float64).half())
+    half = float(torch.tensor(number, dtype=torch.float64, device="cpu").half())
     return abs(half - number) > torch.finfo(torch.float16).eps * abs(number)

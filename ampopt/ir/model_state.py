@@ -31,6 +31,12 @@ IN_SUCCESSION = 8
 """Number of successive calls in which a state is looked for, and shown to be all that a call needs."""
 
 
+_NESTED = (
+    "it makes nested tensors of what its padding mask leaves, if that is aligned, and torch.export another "
+    "graph: build nn.TransformerEncoder with enable_nested_tensor=False, or leave src_key_padding_mask out"
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Behaviour:
     """How a model's results depend on earlier calls.
@@ -78,6 +84,8 @@ def _examined(
     one, other, third = exact_copy(model), working_copy(model), working_copy(model)
     with _Noting() as noted:
         first = calls.answer(one, calls.leaves, 1)
+    if noted.makes_nested:
+        return Behaviour(_NESTED)
     found = {*began, *differences(model, one)}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if weights := sorted(place for place in found if str(place) in parameters):
@@ -265,18 +273,26 @@ def _why_other(answers: Sequence[list[Any]]) -> str | None:
     return None
 
 
+_FROM_MASKS = {
+    torch.ops.aten._nested_tensor_from_mask.default,
+    torch.ops.aten._nested_tensor_from_mask_left_aligned.default,
+}
+
+
 class _Noting(TorchDispatchMode):
-    """Notes the first operator that draws from PyTorch's generators."""
+    """Notes the first operator that draws from PyTorch's generators, and if masks make tensors nested."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operator: str | None = None
+        self.makes_nested = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self.operator is None and torch.Tag.nondeterministic_seeded in func.tags:
             self.operator = str(func)
+        self.makes_nested |= func in _FROM_MASKS
         return func(*args, **(kwargs or {}))
 
 

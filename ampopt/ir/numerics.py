@@ -94,14 +94,15 @@ def fresh_draw(example: Tensor, generator: torch.Generator) -> Tensor:
         return torch.view_as_complex(fresh_draw(torch.view_as_real(example.resolve_conj()), generator))
     if not example.dtype.is_floating_point:
         if example.dtype in _ALL and example.numel() and bool((example == example.flatten()[0]).all()):
-            drawn = torch.randint(_ALL[example.dtype], example.shape, generator=generator)
+            drawn = torch.randint(_ALL[example.dtype], example.shape, generator=generator, device="cpu")
             return torch.empty_like(example).copy_(drawn)
-        order = torch.randperm(example.numel(), generator=generator)
+        order = torch.randperm(example.numel(), generator=generator, device="cpu")
         return example.flatten()[order.to(example.device)].reshape(example.shape)
-    noise = torch.randn(example.shape, generator=generator, dtype=torch.float64).to(example.device)
+    noise = torch.randn(example.shape, generator=generator, dtype=torch.float64, device="cpu")
+    noise = noise.to(example.device)
     values = example.double()
     values = values[torch.isfinite(values)]
-    deviation = values.std() if values.numel() > 1 else torch.ones((), dtype=torch.float64)
+    deviation = values.std() if values.numel() > 1 else torch.ones((), dtype=torch.float64, device="cpu")
     drawn = noise * (deviation if deviation > 0 else 1.0) + (values.mean() if values.numel() else 0.0)
     if deviation > 0 and values.numel() > 1:
         drawn = drawn.clamp(values.min(), values.max())

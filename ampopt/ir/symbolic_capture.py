@@ -59,13 +59,13 @@ def capture_ranges(model: nn.Module, captured: Captured, sizes: Sizes) -> Captur
     Raises as `capture_symbolic`.
     """
     ranges = {each.name: each for each in ranges_of(sizes)}
-    symbols = {name: torch.export.Dim(name, min=each.low, max=each.high) for name, each in ranges.items()}
+    vary = {name: each for name, each in ranges.items() if each.low < each.high}
+    symbols = {name: torch.export.Dim(name, min=each.low, max=each.high) for name, each in vary.items()}
     present = now(sizes, captured.program.examples)
     wanted = {name: max(size, min(LEAST, ranges[name].high)) for name, size in present.items()}
     tensors = [t.clone() for t in resized(captured.program.examples, sizes, wanted)]
     dims = [
-        {index: symbols[each.name] for index, each in named.items() if each.low < each.high}
-        for named in sizes
+        {index: symbols[each.name] for index, each in named.items() if each.name in vary} for named in sizes
     ]
     return capture_symbolic(model, captured, tensors, dims)
 

@@ -123,8 +123,9 @@ def merge_groups(weight: Tensor, groups: int, merge: int) -> Tensor:
 def _runner(conv: GroupedConv, form: Form, device: torch.device) -> Callable[[], Tensor]:
     layout = conv.other_format if form.other_layout else conv.format
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(conv.input_shape, generator=generator).to(device, conv.dtype, memory_format=conv.format)
-    weight = torch.randn(conv.weight_shape, generator=generator).to(device, conv.dtype)
+    x = torch.randn(conv.input_shape, generator=generator, device="cpu")
+    x = x.to(device, conv.dtype, memory_format=conv.format)
+    weight = torch.randn(conv.weight_shape, generator=generator, device="cpu").to(device, conv.dtype)
     bias = torch.zeros(conv.weight_shape[0], device=device, dtype=conv.dtype) if conv.has_bias else None
     merged = merge_groups(weight, conv.groups, form.merge).contiguous(memory_format=layout)
     parts = [part.contiguous(memory_format=layout) for part in weight.chunk(conv.groups)]

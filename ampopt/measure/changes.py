@@ -81,7 +81,7 @@ def read_baseline(path: Path) -> dict[str, Any]:
         raise InputError(f"--baseline: there is no file {path}") from e
     except OSError as e:
         raise InputError(f"--baseline {path} cannot be read: {e.strerror}") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise InputError(f"--baseline {path} is no JSON ({e}): give the one that --json wrote") from e
     if not _is_comparison(found):
         raise InputError(
@@ -161,7 +161,8 @@ def _is_comparison(found: Any) -> bool:
     kinds = {"model": str, "inputs": list, "environment": dict, "rows": list}
     if not isinstance(found, dict) or not all(isinstance(found.get(n), kind) for n, kind in kinds.items()):
         return False
-    return all(map(_is_row, found["rows"])) and all(isinstance(text, str) for text in found["inputs"])
+    texts = [*found["inputs"], *found["environment"].values()]
+    return all(map(_is_row, found["rows"])) and all(isinstance(text, str) for text in texts)
 
 
 def _is_row(row: Any) -> bool:

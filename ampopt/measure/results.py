@@ -122,11 +122,12 @@ def _error_of_tensors(a: Tensor, b: Tensor) -> float:
 def _as_tensor(value: Any) -> Tensor | None:
     """Numbers with a fraction as a tensor: one, a sequence or an array of them; None for anything else."""
     if isinstance(value, (float, complex)):
-        return torch.tensor(value, dtype=torch.complex128 if isinstance(value, complex) else torch.float64)
+        dtype = torch.complex128 if isinstance(value, complex) else torch.float64
+        return torch.tensor(value, dtype=dtype, device="cpu")
     if isinstance(value, (np.ndarray, np.generic)) and np.asarray(value).dtype.kind in "biufc":
         return torch.from_numpy(np.array(value, ndmin=1, dtype=_plain(np.asarray(value).dtype)))
     if isinstance(value, (list, tuple)) and value and all(type(each) is float for each in value):
-        return torch.tensor(value, dtype=torch.float64)
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
     return None
 
 

@@ -8,6 +8,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 Sampler = Callable[[], float]
@@ -122,10 +123,15 @@ def joined(first: Measurement, second: Measurement) -> Measurement:
 
 
 def _interval_rank(n: int, tail_at_most: float = 0.025) -> int:
-    """The largest r for which the median is below order statistic r with at most this probability."""
-    tail, rank = 0.5**n, 0
-    while (further := tail + math.comb(n, rank + 1) * 0.5**n) <= tail_at_most and rank + 1 < n / 2:
-        tail, rank = further, rank + 1
+    """The largest r for which the median is below order statistic r with at most this probability.
+
+    It counts outcomes of n coins in whole numbers: floats do not hold those of more than 1029.
+    """
+    most = int(Fraction(tail_at_most) * 2**n)
+    outcomes, further, rank = 1, n, 0
+    while outcomes + further <= most and rank + 1 < n / 2:
+        outcomes, rank = outcomes + further, rank + 1
+        further = further * (n - rank) // (rank + 1)
     return rank
 
 

@@ -281,7 +281,7 @@ def native_options(options: SessionOptions, library: Path | None = None) -> Any:
     if level is None:
         raise SessionError(f"onnxruntime {ort.__version__} has no optimization {options.optimization!r}")
     native = ort.SessionOptions()
-    native.log_severity_level = 3  # errors; its warnings are of kernels that do not fit, one after another
+    native.log_severity_level = 4  # what fails is raised; its log would write the same to stderr, in red
     native.graph_optimization_level = level
     native.execution_mode = getattr(
         ort.ExecutionMode, "ORT_PARALLEL" if options.parallel else "ORT_SEQUENTIAL"

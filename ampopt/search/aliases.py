@@ -48,7 +48,8 @@ def _once(result: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 def _elements(tensor: Tensor) -> Tensor:
     """Which of the places of its memory are elements of a tensor."""
-    places = torch.zeros(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=torch.bool)
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    places = torch.zeros(count, dtype=torch.bool, device="cpu")
     places.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).fill_(True)
     return places
 

@@ -1,14 +1,13 @@
 """Optimizes one graph that TorchDynamo has captured, and computes it from then on.
 
 A model's weights are inputs of such a graph. They become constants of the optimized one. Each call compares
-them with those it was made for, by identity, version counter and address; with other values the graph runs as
-it was. (A write through `weight.data` changes none of the three, and is not noticed.)
+them with those it was made for, see `ampopt.search.graph_weights`. With other values the graph runs as it
+was.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
@@ -23,6 +22,7 @@ from ampopt.ir.model_copy import private_copy, same_tensor, untouched_rng, worki
 from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.ledger import Ledger
 from ampopt.search.aliases import Layout, layout_of
+from ampopt.search.graph_weights import GraphWeights
 from ampopt.search.optimizer import optimize_captured
 from ampopt.search.options import Options
 from ampopt.search.rehearsal import Sandbox
@@ -30,25 +30,6 @@ from ampopt.search.trials import Progress
 from ampopt.system.interrupts import interruptible
 
 logger = logging.getLogger("ampopt")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Weight:
-    """A constant, the place of the input that it was, and what tells whether it is the same."""
-
-    place: int
-    tensor: Tensor
-    version: int
-    address: int
-
-    @classmethod
-    def of(cls, place: int, tensor: Tensor) -> _Weight:
-        return cls(place, tensor, tensor._version, tensor.data_ptr())
-
-    def is_now(self, given: Tensor) -> bool:
-        """Whether an input is this tensor, and nothing was written to it."""
-        own = self.tensor
-        return given is own and own._version == self.version and own.data_ptr() == self.address
 
 
 class _Graph(nn.Module):
@@ -70,7 +51,7 @@ class _Graph(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         """The graph's results."""
-        return self.graph(*self.all_inputs(inputs))
+        return self.graph.forward(*self.all_inputs(inputs))  # a call would write errors, and raise them
 
     def all_inputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The graph's inputs, with the weights among them."""
@@ -102,7 +83,7 @@ class CompiledGraph:
     ) -> None:
         """`weights` are the tensors whose values the original's have, by their places among the inputs."""
         self._original, self._module, self._layout, self.is_current = original, module, layout, True
-        self._weights = [_Weight.of(place, tensor) for place, tensor in weights.items()]
+        self._places, self._weights = tuple(weights), GraphWeights(weights)
         self._own = [place for place, name in enumerate(original.names) if name is None]
 
     @property
@@ -112,18 +93,17 @@ class CompiledGraph:
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The graph's results, which are the caller's."""
-        is_same = self.is_current and all(weight.is_now(inputs[weight.place]) for weight in self._weights)
+        is_same = self.is_current and self._weights.are_now(inputs)
         if not is_same and not self._takes(inputs):
-            return self._original.graph(*inputs)  # type: ignore[no-any-return]
+            return self._original.graph.forward(*inputs)  # type: ignore[no-any-return]
         return self._layout.laid_out(self._module(*[inputs[place] for place in self._own]), inputs)
 
     def _takes(self, inputs: tuple[Tensor, ...]) -> bool:
         """Whether other tensors have the weights' values, as those of a copy of the model do."""
         if self.is_current:
-            places = [weight.place for weight in self._weights]
-            self.is_current = all(same_tensor(inputs[i], self._original.weight(i)) for i in places)
+            self.is_current = all(same_tensor(inputs[i], self._original.weight(i)) for i in self._places)
             if self.is_current:
-                self._weights = [_Weight.of(place, inputs[place]) for place in places]
+                self._weights = GraphWeights({place: inputs[place] for place in self._places})
             else:
                 logger.warning(
                     "ampopt: a graph of %d operators runs as it was, because its weights have changed: "

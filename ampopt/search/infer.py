@@ -37,7 +37,7 @@ def infer_inputs(model: nn.Module, device: torch.device) -> tuple[tuple[Tensor, 
         )
     assert isinstance(first.weight, Tensor)
     generator = torch.Generator().manual_seed(0)
-    example = torch.randn(shape, generator=generator).to(device, first.weight.dtype)
+    example = torch.randn(shape, generator=generator, device="cpu").to(device, first.weight.dtype)
     try:
         with torch.no_grad(), untouched_rng(device):
             exact_copy(model)(example)

@@ -45,7 +45,8 @@ def seconds_of_a_call(
     """Time in seconds of a call of a copy of a model: the shortest of three, or of fewer (see `LOOKING`).
 
     A single call may be disturbed by other load, and the first one of a process loads libraries: it is
-    repeated within `LOADING`. Each call gets its own tensors, as it may write to them.
+    repeated within `LOADING`. Each call gets its own tensors, as it may write to them. An error of the first
+    call is raised.
     """
 
     device, times = device_of(model, flatten_call(args, kwargs)[0]), list[float]()
@@ -57,8 +58,14 @@ def seconds_of_a_call(
             own_args, own_kwargs = map_tensors(torch.clone, args, kwargs)  # no inference tensors
             synchronize(device)
             began = time.perf_counter()
-            model(*own_args, **own_kwargs)
-            synchronize(device)
+            try:
+                model(*own_args, **own_kwargs)
+                synchronize(device)
+            except Exception as error:
+                check_interrupted(error)
+                if not times:
+                    raise
+                break  # it fails when it is called again, which is not for its timing to tell
         times.append(time.perf_counter() - began)
     return min(times)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ampopt.errors import CaptureError, first_line
 from ampopt.ir.model_copy import device_of, same_tensor, untouched_rng, working_copy
 from ampopt.ir.moments import Moment
 from ampopt.ir.numerics import fresh_draw
@@ -30,6 +31,10 @@ MOST_LOOKS = 32
 
 _PLAIN = (Tensor, int, float, bool, str, type(None))
 """Arguments whose whole value stands in a call's key; a region that takes others is not captured."""
+
+
+def _is_plain(leaf: object) -> bool:
+    return isinstance(leaf, _PLAIN) and not (isinstance(leaf, Tensor) and leaf.is_nested)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,20 +52,26 @@ def calls_of_parts(
 
     The second call gets other inputs, so that what depends on them is told from what is computed anew in
     every call. Where the model fails with them, or has no inputs that can vary, everything that is computed
-    anew counts as a change.
+    anew counts as a change. Raises CaptureError where the model fails then, too: when it is called again, or
+    because it is watched, as PyTorch's encoder layers do if hooks are where nested tensors come.
     """
     leaves, spec = flatten_call(args, kwargs)
     generator = torch.Generator().manual_seed(11)
     others = map_tensors(lambda tensor: fresh_draw(tensor, generator), leaves, {})[0]
     vary = any(isinstance(a, Tensor) and not same_tensor(a, b) for a, b in zip(leaves, others, strict=True))
     if vary:
-        with contextlib.suppress(_OtherInputsError):
+        with contextlib.suppress(_FailedError):
             return _watched(model, names, [leaves, others], spec, by_value=True)
-    return _watched(model, names, [leaves, leaves], spec, by_value=False)
+    try:
+        return _watched(model, names, [leaves, leaves], spec, by_value=False)
+    except _FailedError as failed:
+        cause = failed.__cause__
+        reason = first_line(cause) if isinstance(cause, Exception) else str(failed)
+        raise CaptureError(f"the model fails in two calls that are watched: {reason}") from cause
 
 
-class _OtherInputsError(Exception):
-    """The model fails with other inputs than its example."""
+class _FailedError(Exception):
+    """The model fails in one of the calls, with the error that is the cause."""
 
 
 def _watched(
@@ -82,16 +93,14 @@ def _watched(
         }
         for watch in watches.values():
             watch.begin()
-        for number, leaves in enumerate(rows):
+        for leaves in rows:
             called_args, called_kwargs = pytree.tree_unflatten(map_tensors(copied, leaves, {})[0], spec)
             try:
                 with torch.no_grad(), untouched_rng(device):
                     model(*called_args, **called_kwargs)
             except Exception as error:
                 check_interrupted(error)
-                if number == 0:
-                    raise
-                raise _OtherInputsError from error
+                raise _FailedError from error
             for watch in watches.values():
                 watch.end_of_call()
     return {name: PartCalls(list(w.calls.values()), w.why_not) for name, w in watches.items() if w.calls}
@@ -120,7 +129,7 @@ class _Watch:
         """Record a call that begins."""
         leaves, spec = flatten_call(args, kwargs)
         self._given = leaves, spec
-        if self._is_first and all(isinstance(leaf, _PLAIN) for leaf in leaves):
+        if self._is_first and all(map(_is_plain, leaves)):
             self.calls.setdefault(call_key(leaves, spec), map_tensors(copied, args, kwargs))
         self._looks += 1
         if self._looks <= MOST_LOOKS:

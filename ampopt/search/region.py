@@ -56,7 +56,11 @@ def find_regions(
         if is_over():
             notes += [f"submodule {name} was not looked at: the time budget was spent" for name in level]
             return
-        seen, inside = calls_of_parts(model, list(level), args, kwargs), dict[str, nn.Module]()
+        try:
+            seen, inside = calls_of_parts(model, list(level), args, kwargs), dict[str, nn.Module]()
+        except CaptureError as error:
+            notes.append(f"no submodule is optimized: {error}")
+            return
         for name, module in level.items():
             if is_over():
                 notes.append(f"submodule {name} was not looked at: the time budget was spent")

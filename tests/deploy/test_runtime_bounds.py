@@ -103,5 +103,7 @@ def test_what_cannot_be_prepared_is_refused(model: nn.Module) -> None:
     fast = module_of(model, image())
     with pytest.raises(InputError, match="prepare takes shapes, tensors or tuples"):
         fast.prepare([1, 3, 8, 8])
+    with pytest.raises(InputError, match=r"\(-1, 3, 8, 8\) is no shape: sizes are 0 or more"):
+        fast.prepare((-1, 3, 8, 8))
     with pytest.raises(InputError, match="float64"):
         fast.prepare(image().double())

@@ -187,6 +187,14 @@ def test_sizes_at_which_the_model_fails_are_named() -> None:
         sized_module(model, image(1), dynamic={"height": (6, 9)})
 
 
+def test_a_range_may_be_of_one_size() -> None:
+    dynamic = {"batch": (1, 8), "height": (8, 8)}
+    model, fast = net(), sized_module(net(), image(), dynamic=dynamic, strict=True)
+    for batch in (1, 5, 8):
+        assert_right(fast, model, image(batch))
+    assert sized_module(net(), image(), dynamic={"batch": (4, 4)}).sizes == {"batch": (4, 4)}
+
+
 def test_an_engine_that_does_not_take_other_sizes_is_refused() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 5)).eval()
     with pytest.raises(NoSizedProgramError, match="at height 6"):

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import sys
+import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +23,7 @@ from ampopt.diagnosis.operators import Kernel, Spent
 from ampopt.diagnosis.verdict import verdict, where_time_goes
 from ampopt.errors import InputError
 from ampopt.measure.sampling import Measurement, gain
-from tests.helpers import FP16, Model, several_kinds
+from tests.helpers import FP16, Model, WearsOut, several_kinds
 from tests.support.cases import case_of, every_remedy_helps, fp32_only, taking
 
 X = torch.randn(2, 3, 12, 12)
@@ -177,10 +181,47 @@ def test_a_whole_diagnosis() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"batches": (0,)}, r"batches=\(0,\): give whole numbers from 1 on"),
+        ({"batches": 3}, "batches=3: give whole numbers"),
+        ({"batches": (1, True)}, "give whole numbers"),
+        ({"budget_s": -1}, "budget_s=-1: give a positive number of seconds"),
+        ({"budget_s": "long"}, "budget_s='long': give a positive number"),
+        ({"budget_s": math.inf}, "budget_s=inf: give"),
+        ({"precision": None}, "precision=None: choose from fp32, amp, bf16"),
+        ({"precision": "fp17"}, "precision='fp17': choose"),
+        ({"example_kwargs": 3}, "example_kwargs takes a dict"),
+        ({"trace": 3}, "trace=3: give the path of a file"),
+        ({"trace": "/no/such/folder/trace.json"}, "give a file in a folder that exists"),
+        ({"progress": "often"}, "progress='often': give True or False"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_called(options: Any, said: str) -> None:
+    model = Model(lambda m, x: pytest.fail("it was called"))
+    with pytest.raises(InputError, match=said):
+        ampopt.diagnose(model, X, **options)
+
+
+@pytest.mark.parametrize("calls", [1, 2, 20])
+def test_a_model_that_fails_when_it_is_called_again_is_refused(calls: int) -> None:
+    with pytest.raises(InputError, match="fails when it is called again with the same inputs: ValueE"):
+        ampopt.diagnose(WearsOut(calls).eval(), X, budget_s=3, progress=False)
+
+
+def test_what_imports_change_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def importing(*_: object) -> tuple[Finding, ...]:
+        monkeypatch.setitem(sys.modules, "made_up", sys)
+        warnings.simplefilter("always", ResourceWarning, append=True)
+        return ()
+
+    monkeypatch.setattr("ampopt.diagnosing.find_all", importing)
+    before = list(warnings.filters)
+    ampopt.diagnose(several_kinds(), X, budget_s=1, progress=False)
+    assert list(warnings.filters) == before
+
+
 def test_input_that_does_not_fit() -> None:
-    with pytest.raises(InputError, match=r"batches=\(0,\): give whole numbers from 1 on"):
-        ampopt.diagnose(several_kinds(), X, batches=(0,))
-    with pytest.raises(InputError, match="budget_s=-1: give a positive number of seconds"):
-        ampopt.diagnose(several_kinds(), X, budget_s=-1)
     with pytest.raises(InputError, match="fails on the example inputs"):
         ampopt.diagnose(several_kinds(), torch.ones(1, 4, 8, 8))

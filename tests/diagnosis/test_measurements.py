@@ -47,6 +47,13 @@ def test_the_work_of_a_layer() -> None:
     assert next(work for work in found.values() if work.operator in ("flatten", "reshape")).moved == 0
 
 
+def test_sparse_tensors_are_not_counted() -> None:
+    found = works(program_of(Model(lambda m, x: x.to_sparse().to_dense()).eval(), X))
+    moved = {work.operator: work.moved for work in found.values()}
+    assert moved["to_sparse"] == 0
+    assert max(moved.values()) == 4 * 2 * X.numel()  # the copy that the caller owns
+
+
 def test_what_bounds_a_layer() -> None:
     found = works(program_of(nn.Conv2d(3, 8, 3).eval(), X))
     (name,) = found
@@ -138,10 +145,16 @@ def test_the_sweep_ends_where_a_batch_fails() -> None:
             raise ValueError("too many")
         return x * 2
 
-    rows, ended = sweep(Model(refusing), (torch.ones(1, 3),), {}, CPU, [FP32], [4, 1, 2], 1.0)
+    rows, ended = sweep(Model(refusing), (torch.ones(1, 3),), {}, CPU, [FP32], [4, 1, 2], 1.0, 0.0)
     assert [row.batch for row in rows] == [1, 2]
     assert ended == "the batch sweep ended before 4: ValueError: too many"
     assert rows[1].throughput("fp32") == pytest.approx(2 / rows[1].latency["fp32"].median)
+
+
+def test_a_batch_that_would_take_too_long_is_not_made() -> None:
+    model = Model(lambda m, x: pytest.fail("it was called"))
+    rows, ended = sweep(model, (torch.ones(2, 3),), {}, CPU, [FP32], [10**12], 1.0, 1e-6)
+    assert (rows, ended) == ([], "the batch sweep ended before 1000000000000: its time was over")
 
 
 def test_amp_pays_from_a_batch_on() -> None:

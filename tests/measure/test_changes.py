@@ -181,6 +181,7 @@ def broken(path: tuple[Any, ...], value: Any) -> str:
     ("content", "reason"),
     [
         ("{", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
         ("[]", "is no comparison"),
         ('{"model": "Net", "passes": []}', "is no comparison"),
         (broken(("rows", 0, "latency", SURE_MS), None), "is no comparison"),
@@ -189,6 +190,7 @@ def broken(path: tuple[Any, ...], value: Any) -> str:
         (broken(("rows", 0, "latency", "p50_ms"), "1"), "is no comparison"),
         (broken(("rows", 0, "lane"), 3), "is no comparison"),
         (broken(("inputs",), [3]), "is no comparison"),
+        (broken(("environment", "torch"), 3), "is no comparison"),
     ],
 )
 def test_what_is_no_comparison_is_refused(content: str, reason: str, tmp_path: Path) -> None:

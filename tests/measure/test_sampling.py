@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Mapping
 
@@ -170,3 +171,14 @@ def test_rounds_end_when_they_are_enough(enough: int, rounds: int) -> None:
 def test_the_interval_of_a_median_is_that_of_the_tables(n: int, miss: float, ends: tuple[int, int]) -> None:
     """Conover's table: of 20 samples the 6th and the 15th hold the median with 95.9 %."""
     assert Measurement(tuple(map(float, range(1, n + 1)))).interval_of_median(miss) == ends
+
+
+@pytest.mark.parametrize("n", [1000, 1029, 1030, 1075, 20_000])
+def test_many_samples_have_an_interval_too(n: int) -> None:
+    """The ranks' distribution is then normal: 1.96 of its standard deviations, sqrt(n) / 2."""
+    low, high = Measurement(tuple(map(float, range(n)))).interval_of_median(0.05)
+    assert low == pytest.approx(n / 2 - 0.98 * math.sqrt(n), abs=2)
+    assert high == n - 1 - low
+    after = Measurement((1.0,) * n)
+    told = gain(Measurement(tuple(1.0 + place / n for place in range(n))), after)
+    assert told.low == pytest.approx(1.0 + low / n)

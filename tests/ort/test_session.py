@@ -142,6 +142,16 @@ def test_a_broken_model_does_not_load(broken: bytes) -> None:
         OnnxRunner(broken, SessionOptions())
 
 
+def test_an_error_is_raised_and_not_written_too(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SessionError, match="does not load"):
+        OnnxRunner(model([], {}, {}), SessionOptions())
+    nodes = [helper.make_node("Gather", ["x", "place"], ["y"])]
+    made = model(nodes, {"x": ["n"]}, {"y": ["m"]}, {"place": np.array([7])})
+    with pytest.raises(SessionError, match="out of data bounds"):
+        OnnxRunner(made, SessionOptions())(np.zeros(5, np.float32))
+    assert capfd.readouterr().err == ""
+
+
 def test_a_run_that_fails_says_with_which_options() -> None:
     nodes = [helper.make_node("Reshape", ["x", "shape"], ["y"])]
     made = model(nodes, {"x": ["n"]}, {"y": ["a", "b"]}, {"shape": np.array([-1, 7])})

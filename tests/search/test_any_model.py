@@ -15,7 +15,7 @@ from ampopt.ir.lanes import Lane
 from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.verify import Verifier
 from ampopt.search.pass_manager import PassManager
-from tests.helpers import Model
+from tests.helpers import Model, WearsOut
 from tests.support.planted import captured_of, optimize
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -195,6 +195,38 @@ def test_what_cannot_be_lowered_is_no_raw_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("ampopt.ir.lowering.overlapping_write", lambda nodes: None)
     with pytest.raises(CaptureError, match=r"cannot be lowered \(it writes in place, first by mul_.*unfold"):
         captured_of(model_of(overlapping, conv=conv()), X)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("given", [True, False], ids=["mask given", "mask of values"])
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
+def test_an_encoder_leaves_padding_out_though_the_example_has_none(given: bool, checked: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = model_of(
+        lambda m, x, mask: m.after(m.encoder(x, src_key_padding_mask=mask if given else (x == 0).all(-1))),
+        encoder=nn.TransformerEncoder(layer, 2, mask_check=checked),
+        after=nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)),
+    )
+    x, padding = torch.randn(2, 5, 8), torch.zeros(2, 5, dtype=torch.bool)
+    fast = optimize(model, (x, padding), precision="fp32")
+    padding, x = padding.clone(), x.clone()
+    padding[0, 3:], x[0, 3:] = True, 0.0
+    for mask in (torch.zeros_like(padding), padding):
+        with torch.no_grad():
+            assert torch.allclose(fast(x, mask), model(x, mask), atol=1e-5)
+    assert "enable_nested_tensor=False" in fast.report.notes[0]
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3, 20])
+def test_a_model_that_fails_after_some_calls_answers_them(calls: int) -> None:
+    model = WearsOut(calls).eval()
+    fast = optimize(model, X, precision="fp32")
+    for _ in range(calls):
+        assert torch.allclose(fast(X), model.conv(X), atol=1e-5)
+    with pytest.raises(ValueError, match="worn out"):
+        fast(X)
+    assert model.left == calls
 
 
 def test_a_best_program_that_cannot_be_recalled_is_tuned_anew(
