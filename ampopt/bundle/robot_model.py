@@ -10,7 +10,9 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from ampopt.bundle.files import BundleFiles
+from ampopt.bundle.stored_sizes import StoredSizes, in_corner, read_sizes
 from ampopt.errors import BundleError, InputError
+from ampopt.ir.size_range import ranges_of, why_outside
 from ampopt.ort.openvino_options import OpenVinoOptions
 from ampopt.ort.openvino_session import OpenVinoRunner
 from ampopt.ort.session import (
@@ -29,18 +31,28 @@ class RobotModel:
     """A bundle's model, ready to be called; its self-test has passed.
 
     `inputs` and `outputs` are in the manifest's order. `options` are those of the session; `notes` say where
-    they differ from the bundle's, and why. `example` has the inputs of the self-test, and `error` is the
-    largest relative error of its outputs.
+    they differ from the bundle's, and why. `sizes` has the range of each size that may vary, by its name.
+    `example` has the inputs of the self-test, and `error` is the largest relative error of its outputs.
     """
 
     def __init__(self, files: BundleFiles, runner: OnnxRunner | OpenVinoRunner, notes: Sequence[str]) -> None:
         """Run the self-test. Raises BundleError if the model does not fit the manifest."""
         self.manifest, self.options, self.notes = files.manifest, runner.options, tuple(notes)
-        self.inputs = _border(runner.inputs, files.manifest["inputs"], "inputs")
+        self._stored = stored = read_sizes(files.manifest)
+        self.sizes = {each.name: (each.low, each.high) for each in ranges_of(stored.sizes)}
+        self.inputs = _inputs(
+            _border(runner.inputs, files.manifest["inputs"], "inputs"), stored, files.manifest
+        )
         self.outputs = _border(runner.outputs, files.manifest["outputs"], "outputs")
         self._runner = runner
         self.example = self_test_tensors(files, "input", self.inputs)
-        self.error = self._self_test(self_test_tensors(files, "output", self.outputs))
+        self.error = self._self_test(self.example, self_test_tensors(files, "output", self.outputs), "")
+        for number, corner in enumerate(stored.corners):
+            given = self_test_tensors(files, in_corner(number, "input"), self.inputs)
+            outputs = self_test_tensors(files, in_corner(number, "output"), self.outputs)
+            place = " at " + ", ".join(f"{name} {size}" for name, size in corner.items())
+            _check_corner(corner, stored, given, self.inputs, place)
+            self.error = max(self.error, self._self_test(given, outputs, place))
 
     def __call__(self, /, *arrays: Array, **named: Array) -> Array | dict[str, Array]:
         """Run the model on arrays in the order of `inputs`, or by name.
@@ -78,6 +90,9 @@ class RobotModel:
             raise InputError(f"input {missing[0]!r} is missing")
         for info in self.inputs:
             check_array(info, bound[info.name])
+        shapes = [bound[name].shape for name in names]
+        if self._stored and (outside := why_outside(self._stored.sizes, names, shapes)):
+            raise InputError(f"this bundle was made for other sizes: {outside}")
         return bound
 
     def _run(self, bound: Mapping[str, Array]) -> dict[str, Array]:
@@ -85,20 +100,20 @@ class RobotModel:
         found = dict(zip((info.name for info in self._runner.outputs), self._runner(*feeds), strict=True))
         return {info.name: found[info.name].astype(info.dtype, copy=False) for info in self.outputs}
 
-    def _self_test(self, expected: Mapping[str, Array]) -> float:
+    def _self_test(self, inputs: Mapping[str, Array], expected: Mapping[str, Array], place: str) -> float:
         """The largest error of two runs: the first may capture a CUDA graph that the second one replays."""
         tolerance, largest = self.manifest["tolerance"], 0.0
         for _ in range(2):
             try:
-                outputs = self._run(self._bound((), self.example))
+                outputs = self._run(self._bound((), inputs))
             except (InputError, SessionError) as e:
-                raise BundleError(f"the bundle's self-test does not run: {e}") from e
+                raise BundleError(f"the bundle's self-test{place} does not run: {e}") from e
             for name, output in outputs.items():
                 error = relative_error(output, expected[name])
                 if not error <= tolerance:
                     raise BundleError(
-                        f"the bundle's self-test fails with {self.options}: output {name!r} has a relative"
-                        f" error of {error:.3g}, and the manifest allows {tolerance:.3g}"
+                        f"the bundle's self-test{place} fails with {self.options}: output {name!r} has a "
+                        f"relative error of {error:.3g}, and the manifest allows {tolerance:.3g}"
                     )
                 largest = max(largest, error)
         return largest
@@ -113,6 +128,45 @@ def self_test_tensors(files: BundleFiles, kind: str, border: Sequence[TensorInfo
     if missing := [info.name for info in border if f"{kind}.{info.name}" not in tensors]:
         raise BundleError(f"{SELF_TEST} of the bundle has no {kind}.{missing[0]}")
     return {info.name: np.array(tensors[f"{kind}.{info.name}"]) for info in border}
+
+
+def _check_corner(
+    corner: Mapping[str, int],
+    stored: StoredSizes,
+    inputs: Mapping[str, Array],
+    border: Sequence[TensorInfo],
+    place: str,
+) -> None:
+    """Raise BundleError where a corner's inputs are not of its sizes."""
+    for info, named in zip(border, stored.sizes, strict=True):
+        shape = inputs[info.name].shape
+        wanted = {index: corner[each.name] for index, each in named.items()}
+        if len(shape) != len(info.shape) or any(shape[index] != size for index, size in wanted.items()):
+            raise BundleError(
+                f"{SELF_TEST} of the bundle{place}: input {info.name!r} has shape {list(shape)}"
+            )
+
+
+def _inputs(
+    border: tuple[TensorInfo, ...], stored: StoredSizes, manifest: Mapping[str, Any]
+) -> tuple[TensorInfo, ...]:
+    """The inputs with the names of ranges in the place of sizes that vary, and with no other such places.
+
+    Raises BundleError where the ONNX model fixes a size that has a range.
+    """
+    if not stored:
+        return border
+    found = []
+    for info, entry, named in zip(border, manifest["inputs"], stored.sizes, strict=True):
+        for index, each in named.items():
+            if each.low < each.high and isinstance(info.shape[index], int):
+                raise BundleError(
+                    f"{info.name!r} has shape {info.shape} in the ONNX model, and the manifest says that its "
+                    f"dimension {index} is {each}"
+                )
+        sizes = (named[i].name if i in named else size for i, size in enumerate(entry["shape"]))
+        found.append(TensorInfo(info.name, tuple(sizes), info.dtype))
+    return tuple(found)
 
 
 def _border(

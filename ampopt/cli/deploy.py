@@ -30,7 +30,7 @@ from ampopt.measure.field_document import to_document
 from ampopt.measure.field_test import FieldReport, Judgment, check_field_test, field_test
 
 if TYPE_CHECKING:
-    from ampopt.bundle_load import LoadedModel
+    from ampopt.deploy.loaded_model import LoadedModel
     from ampopt.document.model import Document
 
 Backend = Literal["auto", "ampopt", "onnxruntime", "openvino", "original"]
@@ -169,7 +169,6 @@ def _check_output(
             "--io": io in ("fp32", "fp16"),
             "--target": target != "onnxruntime",
             "--dynamic-batch": dynamic_batch,
-            "--dynamic": dynamic,
             "--force": force,
         }
         kind, other = "a bundle", "ONNX alone, such as model.onnx"

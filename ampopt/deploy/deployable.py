@@ -11,6 +11,7 @@ from ampopt.deploy.inference_module import InferenceModule
 from ampopt.deploy.onnx_dynamic import Dynamic
 from ampopt.deploy.onnx_export import OnnxReport, export_onnx
 from ampopt.deploy.optimized import Optimized
+from ampopt.deploy.sized_program import SizedProgram
 from ampopt.ir.program import Program
 from ampopt.measure.ledger import Ledger
 from ampopt.system.process_state import process_kept
@@ -22,6 +23,7 @@ class Deployable(InferenceModule):
     report: Ledger
     program: Program
     _optimized: Optimized
+    _sized: SizedProgram | None
 
     @process_kept()
     def export_onnx(
@@ -78,17 +80,20 @@ class Deployable(InferenceModule):
         """Save a bundle for a robot: a zip file, or a folder with `as_folder`.
 
         It contains the model with the recipe of its passes, its ONNX export with the session options that a
-        sweep of `tune_s` seconds found fastest here, a self-test, the report, and hashes of all files.
-        `onnx`: "fp32", "fp16", "auto" (as `export_onnx`), or None for none. `cpp` adds the program as
-        TorchScript for C++. `sign_key`: a private Ed25519 key in PEM. An existing bundle at `path` is
-        replaced atomically. Raises ExportError for a model that a bundle cannot hold, BundleError if it
-        cannot be written, InputError for a suffix of another format, such as robot.engine, and the errors of
+        sweep of `tune_s` seconds found fastest here, a self-test, the report, and hashes of all files. A
+        module with one program for a range of sizes is saved with that program, and a self-test at corners
+        of the range, too. `onnx`: "fp32", "fp16", "auto" (as `export_onnx`), or None for none. `cpp` adds the
+        program as TorchScript for C++, of the example's sizes. `sign_key`: a private Ed25519 key in PEM. An
+        existing bundle at `path` is replaced atomically. Raises ExportError for a model that a bundle cannot
+        hold, BundleError if it cannot be written, InputError for a suffix of another format, such as
+        robot.engine, and the errors of
         `export_onnx`. Name, folder, packages and key are checked first.
         """
         check_bundle(path, onnx=onnx is not None, sign_key=sign_key)
         save_bundle(
             self,
             self._optimized,
+            self._sized,
             path,
             onnx=onnx,
             cpp=cpp,

@@ -41,7 +41,8 @@ from ampopt.ir.signature import (
     flatten_call,
     tensors_of,
 )
-from ampopt.ir.size_ranges import hold, ranges_of
+from ampopt.ir.size_range import ranges_of
+from ampopt.ir.size_ranges import hold
 from ampopt.ir.transform import Recipe, is_slow
 from ampopt.measure.ledger import Ledger
 

@@ -29,7 +29,7 @@ from ampopt.ir.half_numbers import with_numbers_that_fit
 from ampopt.ir.integer_forms import with_integer_forms
 from ampopt.ir.origin import hand_on
 from ampopt.ir.program import Program
-from ampopt.ir.size_ranges import Sizes
+from ampopt.ir.size_range import Sizes
 from ampopt.ir.stable_forms import with_stable_forms
 
 Dims = tuple[dict[int, str], ...]

@@ -25,6 +25,7 @@ from ampopt.measure.field_test import FieldReport, Latencies
 from ampopt.ort.tuning import tune
 from tests.cli.test_app import CODE, QUICK, call
 from tests.support.planted import module_of
+from tests.support.sized import sized_module
 
 INPUT = ("--input", "1x3x8x8", "--device", "cpu", *QUICK)
 
@@ -78,6 +79,17 @@ def test_export_writes_a_bundle_that_verify_passes(model: str, tmp_path: Path) -
     assert facts["back_to_back"]["p50_ms"] > 0
     assert facts["first_frame_ms"] > 0
     assert facts["memory_bytes"] > 0
+
+
+@pytest.mark.usefixtures("briefly")
+def test_export_writes_a_bundle_of_a_range_of_sizes(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = sized_module(torch.nn.Conv2d(3, 8, 3), torch.randn(1, 3, 8, 8), dynamic={"batch": (1, 8)})
+    monkeypatch.setattr(ampopt, "optimize", lambda *_, **given: fast if given["dynamic"] else None)
+    result = call("export", model, "-o", tmp_path / "b", *INPUT, "--dynamic", "batch=1..8")
+    assert result.exit_code == 0, result.output
+    assert ampopt.load(tmp_path / "b", device="cpu").sizes == {"batch": (1, 8)}
 
 
 def test_verify_fails_where_frames_come_faster_than_answers(tmp_path: Path) -> None:
@@ -154,7 +166,6 @@ def test_the_backends_are_those_that_load_knows() -> None:
         ("m.onnx", ("--sign", "key.pem"), "--sign is for a bundle"),
         ("b", ("--io", "fp16", "--dynamic-batch"), "--io, --dynamic-batch is for ONNX alone"),
         ("m.onnx", ("--io", "lane"), "name one lane"),
-        ("b", ("--dynamic", "batch=1..8"), "--dynamic is for ONNX alone"),
         ("m.onnx", ("--dynamic", "batch=1..8", "--dynamic-batch"), "give one of them"),
         ("m.onnx", ("--dynamic", "batch"), "'batch' is no range: give each size once, such as batch=1..8"),
         ("b", ("--target", "tensorrt"), "--target is for ONNX alone"),
