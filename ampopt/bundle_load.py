@@ -22,7 +22,8 @@ from ampopt.bundle.call_file import read_call
 from ampopt.bundle.files import BundleFiles, open_bundle
 from ampopt.bundle.program_file import read_program
 from ampopt.bundle.stored_sizes import in_corner, read_sizes
-from ampopt.deploy.loaded_model import LoadedModel, SelfTestCall, Way, run_self_test
+from ampopt.bundle.stored_state import read_state
+from ampopt.deploy.loaded_model import LoadedModel, SelfTestCall, Way, run_self_test, with_state
 from ampopt.deploy.onnx_verify import to_numpy
 from ampopt.deploy.recipe_file import read_recipe
 from ampopt.deploy.runtime import OptimizedModule
@@ -121,14 +122,16 @@ def load(
     files = open_bundle(path, verify_key=None if verify_key is None else Path(verify_key))
     with _refusing(path):
         captured, recipe, tests = _read(files, where, types)
+        state = tests[0].state
+        inside = with_state(captured, len(state)) if state else captured
     threads = torch.get_num_threads() if where.type == "cpu" else 1
     makers: dict[str, Callable[[list[str]], Way]] = {
-        "ampopt": lambda notes: Way(_own(files, captured, recipe, budget_s, notes), threads),
+        "ampopt": lambda notes: Way(_own(files, inside, recipe, budget_s, notes), threads),
         **{
-            name: functools.partial(_onnx, path, verify_key, captured, name)
+            name: functools.partial(_onnx, path, verify_key, inside, name)
             for name in ("onnxruntime", "openvino")
         },
-        "original": lambda _notes: Way(_restored(captured), threads),
+        "original": lambda _notes: Way(_restored(inside), threads),
     }
     wanted = [backend] if backend != "auto" else _available(files)
     loaded: list[LoadedModel] = []
@@ -136,7 +139,7 @@ def load(
     for name in wanted:
         try:
             with _refusing(path):
-                model = LoadedModel(files, captured, makers[name](notes), name)
+                model = LoadedModel(files, captured, makers[name](notes), name, state)
                 for test in tests:
                     run_self_test(model, test, files.manifest["tolerance"])
         except BundleError as error:
@@ -205,14 +208,16 @@ def _read(
         raise BundleError("program.json holds a program and a recipe, and this one does not")
     weights = safetensors.torch.load(files.read("weights.safetensors"))
     program = read_program(data["program"], weights, examples, device=device, stored=stored)
-    captured = read_call(manifest["call"], program, types)
+    count = len(read_state(manifest))
+    captured = read_call(manifest["call"], program, types, states=count)
     computes_in = manifest["lane"]["dtype"]
     if computes_in not in ("float32", "float16", "bfloat16"):
         raise BundleError(f"manifest.json: a lane in {computes_in} is not known")
     lane = lane_of(getattr(torch, computes_in), device)
     recipe = Recipe(lane, read_recipe(data["recipe"]), manifest["tolerance"])
     args, kwargs = pytree.tree_unflatten(list(captured.leaves), captured.spec)
-    tests = [SelfTestCall(args, kwargs, outputs)]
+    state = program.examples[len(program.examples) - count :]
+    tests = [SelfTestCall(args, kwargs, outputs, state=state)]
     for number, corner in enumerate(stored.corners):
         wanted = resized(captured.program.examples, stored.sizes, corner)
         inputs = [
@@ -323,9 +328,7 @@ def _onnx(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         arrays = [to_numpy(tensor) for tensor in tensors_of(flatten_call(args, kwargs)[0])]
-        result = model(*arrays)
-        named = result if isinstance(result, dict) else {model.outputs[0].name: result}
-        found = [torch.from_numpy(named[info.name]) for info in model.outputs]
+        found = [torch.from_numpy(array) for array in model.step(*arrays)]
         exits = captured.program.exit
         outputs = [y.to(device, border.dtype) for y, border in zip(found, exits, strict=True)]
         return captured.layout.restore(outputs)
@@ -342,7 +345,7 @@ def _best(loaded: Sequence[LoadedModel], test: SelfTestCall, device: torch.devic
     rest = REST_S if device.type == "cpu" else 0.0
     calls = {
         model.backend: engine_latency(
-            functools.partial(model, *test.args, **test.kwargs), device, rest_s=rest
+            functools.partial(model.step, test.state, test.args, test.kwargs), device, rest_s=rest
         )
         for model in loaded
     }

@@ -12,11 +12,12 @@ from datetime import datetime
 from typing import Any
 
 from ampopt.bundle.stored_sizes import read_sizes
+from ampopt.bundle.stored_state import read_state
 from ampopt.version import __version__
 
 SCHEMAS = (1, 2)
-"""The versions of the manifest that are read. Schema 2 has `sizes`; other bundles are written in schema 1,
-which every ampopt reads."""
+"""The versions of the manifest that are read. Schema 2 has `sizes` or `state`; other bundles are written in
+schema 1, which every ampopt reads."""
 MANIFEST = "manifest.json"
 SIGNATURE = "manifest.sig"
 MAX_BYTES = 4 << 20  # parsed JSON takes up to 20 times its text in memory; real manifests have some kilobytes
@@ -118,6 +119,10 @@ FIELDS: dict[str, Any] = {
 }
 
 
+NEW: dict[str, Kind] = {"sizes": OBJECT, "state": Kind("a list", lambda value: isinstance(value, list))}
+"""The fields of schema 2, of which a manifest has at least one."""
+
+
 def encode(manifest: Mapping[str, Any]) -> bytes:
     """The bytes of manifest.json: `manifest` and, as its last field, the SHA-256 of everything before it.
 
@@ -191,7 +196,7 @@ def _check_plain(value: Any, depth: int) -> None:
 
 def schema_of(manifest: Mapping[str, Any]) -> int:
     """The oldest schema that has all fields of a manifest."""
-    return 2 if "sizes" in manifest else 1
+    return 2 if any(field in manifest for field in NEW) else 1
 
 
 def _check_schema(manifest: dict[str, Any]) -> None:
@@ -216,7 +221,9 @@ def _check_fields(manifest: dict[str, Any]) -> None:
     onnx = manifest.get("onnx")
     with_openvino = isinstance(onnx, dict) and "openvino" in onnx
     wanted = ONNX | ({"openvino": OPENVINO} if with_openvino else {})
-    own = {"sizes": OBJECT} if manifest["schema"] == 2 else {}
+    own = {field: kind for field, kind in NEW.items() if field in manifest and manifest["schema"] == 2}
+    if manifest["schema"] == 2 and not own:
+        raise RefusedError(f"{MANIFEST}: {' or '.join(NEW)} is missing, which schema 2 is for")
     _check(manifest, FIELDS | own | ({"onnx": wanted} if with_onnx else {}), "")
     for name, entry in manifest["files"].items():
         _check(entry, FILE, f".files[{name[:100]!r}]")
@@ -229,6 +236,7 @@ def _check_fields(manifest: dict[str, Any]) -> None:
             raise RefusedError(f"{MANIFEST}: two {border} have the same name")
     try:
         read_sizes(manifest)
+        read_state(manifest)
     except ValueError as e:
         raise RefusedError(f"{MANIFEST}: {e}") from e
     in_openvino = onnx.get("openvino") if isinstance(onnx, dict) else None

@@ -7,6 +7,7 @@ also holds the portable program as ONNX, and a self-test that every backend has 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -25,6 +26,7 @@ from ampopt.bundle.call_file import write_call
 from ampopt.bundle.files import write_bundle
 from ampopt.bundle.program_file import write_program
 from ampopt.bundle.stored_sizes import StoredSizes, in_corner, stored_sizes, write_sizes
+from ampopt.bundle.stored_state import write_state
 from ampopt.deploy.onnx_export import OnnxReport
 from ampopt.deploy.onnx_names import input_names_of, output_names_of
 from ampopt.deploy.onnx_verify import OnnxVerifier
@@ -38,6 +40,7 @@ from ampopt.errors import ExportError, InputError, VerificationError
 from ampopt.ir import numerics
 from ampopt.ir.capture import Captured
 from ampopt.ir.lanes import FP32, Lane
+from ampopt.ir.lifted_state import LiftedState
 from ampopt.ir.model_hash import model_hash
 from ampopt.ir.normal_form import tells_equal_from_same
 from ampopt.ir.program import Program
@@ -106,10 +109,7 @@ def save_bundle(
         raise InputError(f"onnx={onnx!r}: choose 'auto', 'fp32', 'fp16', or None for a bundle without ONNX")
     captured, original, recipe = optimized.captured, optimized.original, optimized.recipe
     if captured.lifted is not None:
-        raise ExportError(
-            f"the model keeps a state from call to call in its {captured.lifted.named}, which a bundle "
-            "cannot hold: export_onnx writes it as an input and an output of the file"
-        )
+        _check_state(captured, captured.lifted)
     inputs = input_names_of(captured)
     outputs = output_names_of(captured, inputs)
     stored = StoredSizes() if sized is None else stored_sizes(sized.sizes)
@@ -123,6 +123,7 @@ def save_bundle(
     if sized is not None:
         for each in (test, *test.corners):
             _pass_test(sized.program, each)
+    states = len(captured.state)
     all_differ = tells_equal_from_same(original, captured.leaves, captured.spec, captured.program.device)
     data, weights = write_program(held.program)
     program = {"program": data, "recipe": write_recipe(steps)}
@@ -147,6 +148,7 @@ def save_bundle(
         "fingerprint": environment(captured.program.device),
         "call": write_call(dataclasses.replace(captured, all_differ=all_differ)),
         **({"sizes": write_sizes(stored)} if stored else {}),
+        **({"state": write_state(inputs[-states:], outputs[-states:])} if states else {}),
     }
     with tempfile.TemporaryDirectory(prefix="ampopt-") as folder:
         if precision is not None:
@@ -161,6 +163,26 @@ def save_bundle(
             files |= {file.name: file for file in sorted(Path(folder).iterdir())}
         key = None if sign_key is None else Path(sign_key)
         write_bundle(path, manifest, files, sign_key=key, as_folder=as_folder)
+
+
+def _check_state(captured: Captured, lifted: LiftedState) -> None:
+    """Raise ExportError for a state that is more than inputs and outputs of the program."""
+    if not lifted.from_start:
+        raise ExportError(
+            f"the model makes a state in its {lifted.named} in its first calls, which the graph of one call "
+            "cannot do: let it begin with tensors, of zeros perhaps"
+        )
+    if lifted.writes and lifted.shares:
+        raise ExportError(
+            f"the model writes to its {lifted.named}, which shares memory with other tensors: a bundle "
+            "cannot hold such a state; give each tensor memory of its own"
+        )
+    borders = zip(captured.program.examples, captured.program.entry, strict=True)
+    if any(tensor.dtype != border.dtype for tensor, border in borders):
+        raise ExportError(
+            f"the model keeps a state in its {lifted.named}, and takes inputs of other dtypes: optimize "
+            "it with io='original' for a bundle"
+        )
 
 
 def _for_libtorch(optimized: Optimized) -> Program:
@@ -199,7 +221,7 @@ def _self_test(
     for call in calls:
         verifier = OnnxVerifier(original, call, draws=0)  # the self-test is of these inputs alone
         draw = verifier.draws[0]
-        examples = draw.calls[0]
+        examples = (*draw.calls[0], *call.initial_state)
         own = verifier.eager(FP32)(*examples)
         expected = [
             exact.to(mine.dtype) if mine.is_floating_point() else mine
@@ -280,7 +302,8 @@ def _quantiles(tuned: Tuning) -> dict[str, Any]:
 def _latency(module: Deployable, captured: Captured) -> dict[str, Any]:
     """Of one call back to back as a robot makes it: inputs from host memory, outputs in host memory."""
     device = captured.program.device
-    call = frame_call(module, captured, captured.program.examples, device)
+    served = module if captured.lifted is None else copy.deepcopy(module)  # its state stays
+    call = frame_call(served, captured, captured.inputs, device)
     timed: Measurement = interleave({"call": latency(call, device)}, seconds=1.0, least=20)["call"]
     found = timed.to_dict()
     return {"p50_ms": found["p50_ms"], "p99_ms": found["p99_ms"], "device": device_name(device)}

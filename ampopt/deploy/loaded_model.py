@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,9 +40,19 @@ class LoadedModel:
     from the machine that the bundle was made on, and why a backend is not used; `choice` holds the
     measurements of "auto" for each backend. Calls must have the shapes, dtypes and other arguments that the
     bundle was made for, or sizes in its ranges, see `sizes`; `health` counts calls that were refused.
+
+    A state that the model keeps goes from call to call, one at a time; see `reset_state`.
     """
 
-    def __init__(self, files: BundleFiles, captured: Captured, way: Way, backend: str) -> None:
+    def __init__(
+        self,
+        files: BundleFiles,
+        captured: Captured,
+        way: Way,
+        backend: str,
+        initial: Sequence[Tensor] = (),
+    ) -> None:
+        """`initial`: the state before the first call. `way` then takes and gives it, see `with_state`."""
         self.manifest, self.backend, self.threads = files.manifest, backend, way.threads
         self.notes: list[str] = []
         self.choice: dict[str, str] = {}
@@ -49,6 +60,8 @@ class LoadedModel:
         self._call = call = way.call
         inner = call.health.chose_original if isinstance(call, OptimizedModule) else backend == "original"
         self._monitor = Monitor(chose_original=inner)
+        self._initial, self._state = tuple(initial), tuple(initial)
+        self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The original's result for the original's arguments.
@@ -64,7 +77,27 @@ class LoadedModel:
         except InputError as error:
             self._monitor.note(Event("refusal", str(error), "a call of another kind"))
             raise
-        return self._call(*args, **kwargs)
+        if not self._initial:
+            return self._call(*args, **kwargs)
+        with self._lock:
+            result, left = self.step(self._state, args, kwargs)
+            with torch.inference_mode(mode=False), torch.no_grad():
+                self._state = tuple(tensor.clone() for tensor in left)
+        return result
+
+    def reset_state(self) -> None:
+        """Reset the state to what it was when the model was optimized; a model without one has nothing to."""
+        with self._lock:
+            self._state = self._initial
+
+    def step(
+        self, state: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, Sequence[Tensor]]:
+        """The result of a call from a state, and the next state. The state that is served stays."""
+        if not self._initial:
+            return self._call(*args, **kwargs), ()
+        result, left = self._call(args, dict(kwargs), list(state))
+        return result, left
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
@@ -124,6 +157,20 @@ class LoadedModel:
         return why_outside(sizes, names, [tensor.shape for tensor in tensors_of(leaves)]) if sizes else None
 
 
+def with_state(captured: Captured, count: int) -> Captured:
+    """A capture whose state is the last `count` inputs and outputs, as that of a function without one.
+
+    The function takes `(args, kwargs, state)` and gives `(result, state)`; the state is a list.
+    """
+    program = captured.program
+    args, kwargs = pytree.tree_unflatten(list(captured.leaves), captured.spec)
+    state = list(program.examples[len(program.examples) - count :])
+    leaves, spec = flatten_call((args, kwargs, state), {})
+    marks = [torch.empty(0) for _ in program.exit[: len(program.exit) - count]]
+    layout = flatten_outputs((captured.layout.restore(marks), state))[1]
+    return Captured(program, spec, tuple(leaves), layout)
+
+
 @dataclasses.dataclass(frozen=True)
 class SelfTestCall:
     """A self-test: a call's arguments, the flat outputs that it must have, and where it is in the ranges."""
@@ -132,13 +179,14 @@ class SelfTestCall:
     kwargs: Mapping[str, Any]
     outputs: tuple[Tensor, ...]
     place: str = ""
+    state: tuple[Tensor, ...] = ()
 
 
 def run_self_test(model: LoadedModel, test: SelfTestCall, tolerance: float) -> None:
     """Two calls: the first may capture what the second replays."""
     for _ in range(2):
         with torch.no_grad():
-            outputs = flatten_outputs(model(*test.args, **test.kwargs))[0]
+            outputs = flatten_outputs(model.step(test.state, test.args, test.kwargs))[0]
         for number, (output, expected) in enumerate(zip(outputs, test.outputs, strict=True)):
             error = relative_error(output, expected)
             if not error <= tolerance:

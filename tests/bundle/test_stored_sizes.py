@@ -45,7 +45,7 @@ def test_a_manifest_without_sizes_is_of_schema_1_and_static() -> None:
 def test_sizes_are_no_field_of_schema_1_and_schema_2_has_them() -> None:
     with pytest.raises(RefusedError, match="'sizes' is no field of this schema"):
         decode(encode(manifest() | {"schema": 1}))
-    with pytest.raises(RefusedError, match="'sizes' is missing"):
+    with pytest.raises(RefusedError, match="sizes or state is missing"):
         decode(encode(fields(schema=2, files=FILES)))
 
 
