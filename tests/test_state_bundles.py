@@ -20,6 +20,7 @@ from ampopt.bundle.files import open_bundle, write_bundle
 from ampopt.bundle.manifest import RefusedError, decode, encode
 from ampopt.errors import BundleError, ExportError, InputError
 from ampopt.ir.lanes import lanes_for
+from tests.deploy import test_served_state as buffers
 from tests.deploy import test_state_anywhere as models
 from tests.deploy.test_runtime_io import lane_module
 from tests.deploy.test_state_anywhere import Keeping, check, check_calls, inputs, served
@@ -54,6 +55,14 @@ def test_a_loaded_model_goes_on_from_call_to_call(function: Any, tmp_path: Path)
     for _ in range(2):
         check_calls(loaded, copy.deepcopy(model), inputs(9))
         loaded.reset_state()
+
+
+def test_a_state_in_buffers_is_kept_too(tmp_path: Path) -> None:
+    model = buffers.keeping(buffers._smooth)
+    buffers.served(model).save(tmp_path / "b", tune_s=0.1)
+    for backend in ("ampopt", "onnxruntime"):
+        loaded, twin = ampopt.load(tmp_path / "b", backend=backend, device="cpu"), copy.deepcopy(model)
+        check_calls(loaded, twin, buffers.frames(6), 1e-4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
