@@ -23,6 +23,7 @@ from ampopt import robot
 from ampopt.bundle.files import open_bundle, write_bundle
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import BundleError, InputError
+from ampopt.ir.lane_io import LaneIO
 from ampopt.ir.lanes import lanes_for
 from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn, OnnxRuntime, Script
 from tests.helpers import Model, with_statistics
@@ -123,6 +124,32 @@ def test_a_mixed_lane_comes_back(tmp_path: Path) -> None:
     for size in SIZES:
         found, expected = loaded(image(*size))["mask"], module(image(*size))["mask"]
         assert torch.allclose(found, expected, atol=1e-3)
+
+
+def test_the_dtypes_of_a_lane_stay_at_the_border(tmp_path: Path) -> None:
+    (lane,) = lanes_for("bf16", torch.device("cpu"), None)
+    model = LaneIO.of_call(MODEL, (image(),), {}, torch.bfloat16)
+    passes = (BakeAutocast(),)
+    sized_module(model, image().bfloat16(), dynamic=RANGES, passes=passes, lane=lane).save(
+        tmp_path / "b", tune_s=0.1
+    )
+    for backend in ("ampopt", "onnxruntime", "original"):
+        loaded = ampopt.load(tmp_path / "b", backend=backend, device="cpu")
+        found, expected = loaded(image(3, 9).bfloat16())["mask"], MODEL(image(3, 9))["mask"]
+        assert found.dtype is torch.bfloat16
+        assert float((found.float() - expected).norm()) < 0.05 * float(expected.norm())
+        with pytest.raises(InputError, match="it takes bfloat16"):
+            loaded(image(3, 9))
+
+
+def test_a_range_of_one_size_is_fixed(tmp_path: Path) -> None:
+    sized_module(MODEL, image(), dynamic={"batch": (1, 4), "height": (12, 12)}).save(
+        tmp_path / "b", onnx=None
+    )
+    loaded = ampopt.load(tmp_path / "b", device="cpu")
+    assert torch.allclose(loaded(image(3))["mask"], MODEL(image(3))["mask"], atol=1e-5)
+    with pytest.raises(InputError, match="height is 12 to 12, and dimension 2"):
+        loaded(image(3, 13))
 
 
 def test_an_example_of_size_one_stands_for_no_constant(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def _ranges(data: object) -> dict[str, SizeRange]:
         if not isinstance(item, dict) or item.keys() != {"name", "low", "high"}:
             raise ValueError(f"{where} is not an object of name, low and high")
         name, low, high = item["name"], item["low"], item["high"]
-        if not isinstance(name, str) or not 0 < len(name) <= 100 or name in found:
+        if not isinstance(name, str) or not name.isidentifier() or len(name) > 200 or name in found:
             raise ValueError(f"{where}.name is {str(name)[:40]!r}, no name, or that of another range")
         if not _is_size(low) or not _is_size(high) or low > high:
             raise ValueError(

@@ -60,7 +60,8 @@ def capture_ranges(model: nn.Module, captured: Captured, sizes: Sizes) -> Captur
     Raises as `capture_symbolic`.
     """
     ranges = ranges_of(sizes)
-    symbols = {each.name: torch.export.Dim(each.name, min=each.low, max=each.high) for each in ranges}
+    varying = [each for each in ranges if each.low < each.high]
+    symbols = {each.name: torch.export.Dim(each.name, min=each.low, max=each.high) for each in varying}
     tensors = [t.clone() for t in standing_for_all(captured.program.examples, sizes)]
     dims = [
         {index: symbols[each.name] for index, each in named.items() if each.low < each.high}

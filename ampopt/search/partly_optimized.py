@@ -140,10 +140,10 @@ class PartlyOptimizedModule(Deployable):
                 f"{what} holds a model that is optimized as one graph, and this one is not: {self._why}; "
                 f"{alone}"
             )
-        if part in self.report.regions:
+        if names and part in self.report.regions:
             raise InputError(
                 f"part={part!r} is code between submodules, which is no model of its own; the submodules "
-                f"that can be written alone are {names or 'none'}"
+                f"that can be written alone are {names}"
             )
         raise InputError(f"part={part!r}: {f'choose from {names}' if names else self._no_part}")
 
@@ -151,7 +151,11 @@ class PartlyOptimizedModule(Deployable):
     def _no_part(self) -> str:
         """Why no part can be written."""
         is_original = self.report.chosen == ORIGINAL and self.report.notes
-        return f"no submodule of it is optimized ({self.report.notes[-1] if is_original else self._why})"
+        why = self.report.notes[-1] if is_original else self._why
+        return (
+            f"no submodule of it is optimized ({why}); one that is one graph can be optimized by itself, and "
+            "then saved: ampopt.optimize(model.backbone, features)"
+        )
 
     def __reduce__(self) -> NoReturn:
         raise InputError(

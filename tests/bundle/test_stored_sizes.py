@@ -65,6 +65,7 @@ ATTACKS: dict[str, tuple[Change, str]] = {
     "a fraction": (lambda m: m["sizes"]["ranges"][0].update(low=1.5), "from 1.5 to 8"),
     "a huge size": (lambda m: m["sizes"]["ranges"][0].update(high=2**40), "no range of sizes"),
     "a huge input": (lambda m: m["sizes"]["ranges"][0].update(high=2**30), r"2\^40 elements"),
+    "code for a name": (lambda m: m["sizes"]["ranges"][0].update(name="__import__('os')"), "no name"),
     "a name that is none": (lambda m: m["sizes"]["ranges"][0].update(name=3), "no name"),
     "no dimensions": (lambda m: m["sizes"].update(inputs=[]), "each of the 1 inputs"),
     "a dimension too many": (lambda m: m["sizes"]["inputs"][0].update({"4": "batch"}), "which has 4"),
