@@ -24,8 +24,9 @@ from ampopt.version import __version__
 
 if TYPE_CHECKING:
     from ampopt.api import optimize
-    from ampopt.bundle_load import LoadedModel, load
+    from ampopt.bundle_load import load
     from ampopt.comparison import Comparison, compare
+    from ampopt.deploy.loaded_model import LoadedModel
     from ampopt.deploy.runtime import OptimizedModule
     from ampopt.diagnosing import Diagnosis, diagnose
     from ampopt.ir.pipeline import Pipeline
@@ -68,7 +69,7 @@ _HOMES = {
     "Comparison": "ampopt.comparison",
     "Diagnosis": "ampopt.diagnosing",
     "diagnose": "ampopt.diagnosing",
-    "LoadedModel": "ampopt.bundle_load",
+    "LoadedModel": "ampopt.deploy.loaded_model",
     "OptimizedModule": "ampopt.deploy.runtime",
     "load": "ampopt.bundle_load",
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import logging
@@ -22,21 +21,23 @@ from ampopt import robot
 from ampopt.bundle.call_file import read_call
 from ampopt.bundle.files import BundleFiles, open_bundle
 from ampopt.bundle.program_file import read_program
-from ampopt.deploy.health import Callback, Event, Health, Monitor
+from ampopt.bundle.stored_sizes import in_corner, read_sizes
+from ampopt.bundle.stored_state import read_state
+from ampopt.deploy.loaded_model import LoadedModel, SelfTestCall, Way, run_self_test, with_state
 from ampopt.deploy.onnx_verify import to_numpy
 from ampopt.deploy.recipe_file import read_recipe
 from ampopt.deploy.runtime import OptimizedModule
+from ampopt.deploy.sized_program import replayed
 from ampopt.engines.executable import executable
 from ampopt.errors import AmpoptError, BundleError, InputError
+from ampopt.ir.asked import Asked
 from ampopt.ir.capture import Captured
-from ampopt.ir.keywords import in_order
 from ampopt.ir.lane_io import FLOATING, LaneIO
 from ampopt.ir.lanes import lane_of
-from ampopt.ir.normal_form import is_normal, normal_form
-from ampopt.ir.numerics import relative_error
-from ampopt.ir.plain_tensors import check_plain
 from ampopt.ir.program import Program
-from ampopt.ir.signature import describe, flatten_call, flatten_outputs, tensors_of
+from ampopt.ir.signature import describe, flatten_call, tensors_of
+from ampopt.ir.size_ranges import resized, with_tensors
+from ampopt.ir.symbolic_capture import standing_for_all
 from ampopt.ir.transform import Engine, Recipe, replay
 from ampopt.measure.clocks import REST_S, engine_latency
 from ampopt.measure.ledger import Ledger
@@ -59,84 +60,6 @@ CHOOSING_S = 2.0
 
 _MACHINE = ("ampopt", "device", "torch", "cuda", "cudnn", "driver", "threads", "instructions")
 """Facts of the fingerprint that a recipe's measurements hold for."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Way:
-    """A way to run the model, and how many threads of the processor it takes."""
-
-    call: Callable[..., Any]
-    threads: int
-
-
-class LoadedModel:
-    """A loaded bundle's model with the original's call signature; its self-test has passed.
-
-    `backend` is the name of what runs it: "ampopt" (the bundle's program), "onnxruntime", "openvino", or
-    "original" (the captured model without any pass), with `threads` CPU threads. `notes` list differences
-    from the machine that the bundle was made on, and why a backend is not used; `choice` holds the
-    measurements of "auto" for each backend. Calls must have the shapes, dtypes and other arguments that the
-    bundle was made for; `health` counts calls that were refused.
-    """
-
-    def __init__(self, files: BundleFiles, captured: Captured, way: _Way, backend: str) -> None:
-        self.manifest, self.backend, self.threads = files.manifest, backend, way.threads
-        self.notes: list[str] = []
-        self.choice: dict[str, str] = {}
-        self.captured = captured
-        self._call = call = way.call
-        inner = call.health.chose_original if isinstance(call, OptimizedModule) else backend == "original"
-        self._monitor = Monitor(chose_original=inner)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The original's result for the original's arguments.
-
-        Raises InputError for calls of another signature.
-        """
-        kwargs = in_order(kwargs, self.captured.by_name)
-        leaves, spec = flatten_call(args, kwargs)
-        try:
-            check_plain(tensors_of(leaves))
-            if reason := self._why_not(leaves, spec):
-                raise InputError(f"this bundle was made for other calls: {reason}")
-        except InputError as error:
-            self._monitor.note(Event("refusal", str(error), "a call of another kind"))
-            raise
-        return self._call(*args, **kwargs)
-
-    @property
-    def health(self) -> Health:
-        """Counts of how calls were answered so far; see `ampopt.deploy.health.Health`."""
-        own = self._monitor.health()
-        if not isinstance(self._call, OptimizedModule):
-            return own
-        return dataclasses.replace(own + self._call.health, chose_original=own.chose_original)
-
-    def on_health(self, callback: Callback) -> Callable[[], None]:
-        """`OptimizedModule.on_health` for a loaded model."""
-        stops = [self._monitor.tell(callback)]
-        if isinstance(self._call, OptimizedModule):
-            stops.append(self._call.on_health(callback))
-
-        def stop() -> None:
-            for each in stops:
-                each()
-
-        return stop
-
-    def _why_not(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> str | None:
-        own = self.captured
-        if (is_other := spec != own.spec) and normal_form(leaves, spec)[1] != own.spec:
-            return f"its arguments are {own.spec}, and these are {spec}"
-        if own.all_differ and (is_other or not is_normal(leaves, spec)):
-            return "it takes nothing twice: its results depend on which of its arguments are the same"
-        for mine, theirs in zip(own.leaves, leaves, strict=True):
-            if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
-                if (mine.shape, mine.dtype, mine.device) != (theirs.shape, theirs.dtype, theirs.device):
-                    return f"it takes {describe(mine)}, not {describe(theirs)}"
-            elif type(mine) is not type(theirs) or mine != theirs:
-                return f"it takes {mine!r}, not {theirs!r}"
-        return None
 
 
 class _Restored(nn.Module):
@@ -198,15 +121,17 @@ def load(
     where = _device(device)
     files = open_bundle(path, verify_key=None if verify_key is None else Path(verify_key))
     with _refusing(path):
-        captured, recipe, test = _read(files, where, types)
+        captured, recipe, tests = _read(files, where, types)
+        state = tests[0].state
+        inside = with_state(captured, len(state)) if state else captured
     threads = torch.get_num_threads() if where.type == "cpu" else 1
-    makers: dict[str, Callable[[list[str]], _Way]] = {
-        "ampopt": lambda notes: _Way(_own(files, captured, recipe, budget_s, notes), threads),
+    makers: dict[str, Callable[[list[str]], Way]] = {
+        "ampopt": lambda notes: Way(_own(files, inside, recipe, budget_s, notes), threads),
         **{
-            name: functools.partial(_onnx, path, verify_key, captured, name)
+            name: functools.partial(_onnx, path, verify_key, inside, name)
             for name in ("onnxruntime", "openvino")
         },
-        "original": lambda _notes: _Way(_restored(captured), threads),
+        "original": lambda _notes: Way(_restored(inside), threads),
     }
     wanted = [backend] if backend != "auto" else _available(files)
     loaded: list[LoadedModel] = []
@@ -214,8 +139,9 @@ def load(
     for name in wanted:
         try:
             with _refusing(path):
-                model = LoadedModel(files, captured, makers[name](notes), name)
-                _self_test(model, test, files.manifest["tolerance"])
+                model = LoadedModel(files, captured, makers[name](notes), name, state)
+                for test in tests:
+                    run_self_test(model, test, files.manifest["tolerance"])
         except BundleError as error:
             if backend != "auto":
                 raise
@@ -224,7 +150,7 @@ def load(
         loaded.append(model)
     if not loaded:
         raise BundleError("; ".join(notes))
-    chosen = _best(loaded, test, where)
+    chosen = _best(loaded, tests[0], where)
     del loaded, model
     release(where)  # of the ways that were not chosen
     chosen.notes.extend(notes)
@@ -255,15 +181,6 @@ def _device(device: torch.device | str | None) -> torch.device:
     return torch.device("cuda", index)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Test:
-    """The self-test: a call's arguments, and the flat outputs that it must have."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    outputs: tuple[Tensor, ...]
-
-
 @contextlib.contextmanager
 def _refusing(path: str | os.PathLike[str]) -> Iterator[None]:
     """Whatever a bundle's contents make PyTorch raise is a reason to refuse the bundle."""
@@ -276,24 +193,44 @@ def _refusing(path: str | os.PathLike[str]) -> Iterator[None]:
         raise BundleError(f"{os.fspath(path)} does not load on this machine: {text[:500]}") from error
 
 
-def _read(files: BundleFiles, device: torch.device, types: Sequence[type]) -> tuple[Captured, Recipe, _Test]:
-    manifest = files.manifest
+def _read(
+    files: BundleFiles, device: torch.device, types: Sequence[type]
+) -> tuple[Captured, Recipe, list[SelfTestCall]]:
+    """The capture, its recipe, and the self-tests, of which the first is the example's."""
+    manifest, stored = files.manifest, read_sizes(files.manifest)
     tensors = safetensors.torch.load(files.read("self_test.safetensors"))
-    examples = [_typed(tensors, "input", entry) for entry in manifest["inputs"]]
-    outputs = tuple(_typed(tensors, "output", entry).to(device) for entry in manifest["outputs"])
+    examples = [_typed(tensors, "input", entry, entry["shape"]) for entry in manifest["inputs"]]
+    outputs = tuple(
+        _typed(tensors, "output", entry, entry["shape"]).to(device) for entry in manifest["outputs"]
+    )
     data = json.loads(files.read("program.json"), object_pairs_hook=_without_repeats)
     if not isinstance(data, dict) or set(data) != {"program", "recipe"}:
         raise BundleError("program.json holds a program and a recipe, and this one does not")
     weights = safetensors.torch.load(files.read("weights.safetensors"))
-    program = read_program(data["program"], weights, examples, device=device)
-    captured = read_call(manifest["call"], program, types)
+    program = read_program(data["program"], weights, examples, device=device, stored=stored)
+    count = len(read_state(manifest))
+    captured = read_call(manifest["call"], program, types, states=count)
     computes_in = manifest["lane"]["dtype"]
     if computes_in not in ("float32", "float16", "bfloat16"):
         raise BundleError(f"manifest.json: a lane in {computes_in} is not known")
     lane = lane_of(getattr(torch, computes_in), device)
     recipe = Recipe(lane, read_recipe(data["recipe"]), manifest["tolerance"])
     args, kwargs = pytree.tree_unflatten(list(captured.leaves), captured.spec)
-    return captured, recipe, _Test(args, kwargs, outputs)
+    state = program.examples[len(program.examples) - count :]
+    tests = [SelfTestCall(args, kwargs, outputs, state=state)]
+    for number, corner in enumerate(stored.corners):
+        wanted = resized(captured.program.examples, stored.sizes, corner)
+        inputs = [
+            _typed(tensors, in_corner(number, "input"), entry, list(like.shape)).to(device)
+            for entry, like in zip(manifest["inputs"], wanted, strict=True)
+        ]
+        results = [
+            _typed(tensors, in_corner(number, "output"), e, None).to(device) for e in manifest["outputs"]
+        ]
+        args, kwargs = pytree.tree_unflatten(list(with_tensors(captured.leaves, inputs)), captured.spec)
+        place = " at " + ", ".join(f"{name} {size}" for name, size in corner.items())
+        tests.append(SelfTestCall(args, kwargs, tuple(results), place))
+    return captured, recipe, tests
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -303,14 +240,19 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _typed(tensors: Mapping[str, Tensor], kind: str, entry: Mapping[str, Any]) -> Tensor:
-    """A tensor of the self-test in the dtype of the manifest (bfloat16 is stored as float32)."""
+def _typed(
+    tensors: Mapping[str, Tensor], kind: str, entry: Mapping[str, Any], shape: Sequence[int] | None
+) -> Tensor:
+    """A tensor of the self-test in the dtype of the manifest (bfloat16 is stored as float32).
+
+    Raises BundleError where it is missing or not of `shape`; None: of any.
+    """
     name = f"{kind}.{entry['name']}"
     if name not in tensors:
         raise BundleError(f"self_test.safetensors has no {name}")
     tensor = tensors[name].to(getattr(torch, entry["dtype"], tensors[name].dtype))
-    if list(tensor.shape) != entry["shape"]:
-        raise BundleError(f"self_test.safetensors, {name}: not of the manifest's shape {entry['shape']}")
+    if shape is not None and list(tensor.shape) != shape:
+        raise BundleError(f"self_test.safetensors, {name}: not of the manifest's shape {shape}")
     return tensor
 
 
@@ -326,6 +268,8 @@ def _own(
         for fact in _MACHINE
         if here.get(fact) != there.get(fact)
     ]
+    if captured.program.sizes:
+        return _for_sizes(captured, recipe, name, changed, notes)
     if changed:
         notes.append(f"made on another machine, so measured anew: {', '.join(changed)}")
         lane = files.manifest["lane"]["name"]
@@ -343,6 +287,30 @@ def _own(
     )
 
 
+def _for_sizes(
+    captured: Captured, recipe: Recipe, name: str, changed: Sequence[str], notes: list[str]
+) -> OptimizedModule:
+    """The program for a range of sizes: the recipe replayed on any machine."""
+    if changed:
+        notes.append(f"made on another machine, whose best passes these are: {', '.join(changed)}")
+    program = captured.program
+    examples = standing_for_all(program.examples, program.sizes)
+    sized = replayed(captured, examples, recipe.passes, recipe.lane, program.sizes, Asked())
+    notes.extend(_left_out(recipe, sized.program))
+    own = tuple(describe(t) for t in program.examples)
+    report = Ledger(name, environment(program.device), own)
+    return OptimizedModule(
+        _restored(captured),
+        captured,
+        sized.program,
+        recipe,
+        report,
+        ready=sized.run,
+        max_captures=0,
+        sized=sized,
+    )
+
+
 def _left_out(recipe: Recipe, program: Program) -> list[str]:
     """Why an engine of the recipe does not run the program here, such as a package that is missing."""
     kept = {step.name for step in program.recipe}
@@ -352,7 +320,7 @@ def _left_out(recipe: Recipe, program: Program) -> list[str]:
 
 def _onnx(
     path: str | os.PathLike[str], verify_key: Any, captured: Captured, engine: str, notes: list[str]
-) -> _Way:
+) -> Way:
     """The ONNX model in ONNX Runtime or OpenVINO, with the original's call around it."""
     model = robot.load(path, verify_key=verify_key, engine=engine)
     notes.extend(model.notes)
@@ -360,40 +328,24 @@ def _onnx(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         arrays = [to_numpy(tensor) for tensor in tensors_of(flatten_call(args, kwargs)[0])]
-        result = model(*arrays)
-        named = result if isinstance(result, dict) else {model.outputs[0].name: result}
-        found = [torch.from_numpy(named[info.name]) for info in model.outputs]
+        found = [torch.from_numpy(array) for array in model.step(*arrays)]
         exits = captured.program.exit
         outputs = [y.to(device, border.dtype) for y, border in zip(found, exits, strict=True)]
         return captured.layout.restore(outputs)
 
     options = model.options
     on_gpu = isinstance(options, SessionOptions) and options.provider == CUDA
-    return _Way(call, 1 if on_gpu else options.threads or thread_counts()[-1])
+    return Way(call, 1 if on_gpu else options.threads or thread_counts()[-1])
 
 
-def _self_test(model: LoadedModel, test: _Test, tolerance: float) -> None:
-    """Two calls: the first may capture what the second replays."""
-    for _ in range(2):
-        with torch.no_grad():
-            outputs = flatten_outputs(model(*test.args, **test.kwargs))[0]
-        for number, (output, expected) in enumerate(zip(outputs, test.outputs, strict=True)):
-            error = relative_error(output, expected)
-            if not error <= tolerance:
-                raise BundleError(
-                    f"the self-test fails on {model.backend}: output {number} has a relative error of "
-                    f"{error:.3g}, and the manifest allows {tolerance:.3g}"
-                )
-
-
-def _best(loaded: Sequence[LoadedModel], test: _Test, device: torch.device) -> LoadedModel:
+def _best(loaded: Sequence[LoadedModel], test: SelfTestCall, device: torch.device) -> LoadedModel:
     """The backend that serves best here, with what was measured of each as its `choice`."""
     if len(loaded) == 1:
         return loaded[0]
     rest = REST_S if device.type == "cpu" else 0.0
     calls = {
         model.backend: engine_latency(
-            functools.partial(model, *test.args, **test.kwargs), device, rest_s=rest
+            functools.partial(model.step, test.state, test.args, test.kwargs), device, rest_s=rest
         )
         for model in loaded
     }

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import ampopt
 from ampopt.bundle.files import open_bundle, write_bundle
 from ampopt.bundle.signing import generate_keys
-from ampopt.bundle_load import LoadedModel
+from ampopt.deploy.loaded_model import LoadedModel
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.engines.openvino_engine import OpenVinoEngine
 from ampopt.errors import BundleError, InputError

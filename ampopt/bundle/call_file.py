@@ -58,7 +58,7 @@ def write_call(captured: Captured) -> dict[str, Any]:
     if captured.all_differ:
         data["all_differ"] = True
     try:
-        read_call(data, captured.program)
+        read_call(data, captured.program, states=len(captured.state))
     except BundleError as error:
         raise ExportError(f"a file cannot hold how the model is called: {error}") from error
     return data
@@ -88,10 +88,11 @@ def _key(key: object, where: str) -> str | int:
     raise ExportError(f"{FILE}, {where}: a file cannot hold the dict key {reprlib.repr(key)}")
 
 
-def read_call(data: object, program: Program, types: Sequence[type] = ()) -> Captured:
+def read_call(data: object, program: Program, types: Sequence[type] = (), *, states: int = 0) -> Captured:
     """The capture that `write_call` stored, with a program that was read; it answers calls like the original.
 
-    `types` are the caller's own namedtuples, known by name and fields. Raises BundleError for data that
+    `types` are the caller's own namedtuples, known by name and fields. The last `states` inputs and
+    outputs of the program are a state, of which a call tells nothing. Raises BundleError for data that
     `write_call` does not write, and if the number of tensors differs from the program's.
     """
     all_differ = isinstance(data, dict) and data.get("all_differ") is True
@@ -112,8 +113,8 @@ def read_call(data: object, program: Program, types: Sequence[type] = ()) -> Cap
         ("arguments", [leaf for leaf in leaves if isinstance(leaf, Tensor)], program.examples),
         ("result", tensors, program.exit),
     ):
-        if len(marks) != len(own):
-            refuse(f"{FILE}, {what}", f"{len(marks)} tensors, while the program has {len(own)}")
+        if len(marks) != len(own) - states:
+            refuse(f"{FILE}, {what}", f"{len(marks)} tensors, while the program has {len(own) - states}")
     examples = iter(program.examples)
     leaves = [next(examples) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return Captured(program, spec, tuple(leaves), layout, by_name=by_name, all_differ=all_differ)

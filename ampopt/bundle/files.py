@@ -24,12 +24,12 @@ from ampopt.bundle.manifest import (
     COPY_AGAIN,
     MANIFEST,
     MAX_BYTES,
-    SCHEMA,
     SIGNATURE,
     RefusedError,
     check_names,
     decode,
     encode,
+    schema_of,
 )
 from ampopt.bundle.signing import SIGNATURE_BYTES, is_signed, sign
 from ampopt.errors import BundleError
@@ -139,7 +139,7 @@ def write_bundle(
         check_names([MANIFEST, SIGNATURE, *files])
         digests = {name: _digest(source) for name, source in files.items()}
         entries = {name: {"sha256": digest.sha256, "bytes": digest.size} for name, digest in digests.items()}
-        data = encode({"schema": SCHEMA, **manifest, "files": entries})
+        data = encode({"schema": schema_of(manifest), **manifest, "files": entries})
         decode(data)
         contents: dict[str, bytes | Path] = {MANIFEST: data}
         if sign_key is not None:

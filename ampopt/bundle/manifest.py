@@ -11,9 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
+from ampopt.bundle.stored_sizes import read_sizes
+from ampopt.bundle.stored_state import read_state
 from ampopt.version import __version__
 
-SCHEMA = 1
+SCHEMAS = (1, 2)
+"""The versions of the manifest that are read. Schema 2 has `sizes` or `state`; other bundles are written in
+schema 1, which every ampopt reads."""
 MANIFEST = "manifest.json"
 SIGNATURE = "manifest.sig"
 MAX_BYTES = 4 << 20  # parsed JSON takes up to 20 times its text in memory; real manifests have some kilobytes
@@ -115,6 +119,10 @@ FIELDS: dict[str, Any] = {
 }
 
 
+NEW: dict[str, Kind] = {"sizes": OBJECT, "state": Kind("a list", lambda value: isinstance(value, list))}
+"""The fields of schema 2, of which a manifest has at least one."""
+
+
 def encode(manifest: Mapping[str, Any]) -> bytes:
     """The bytes of manifest.json: `manifest` and, as its last field, the SHA-256 of everything before it.
 
@@ -186,16 +194,25 @@ def _check_plain(value: Any, depth: int) -> None:
             _check_plain(item, depth - 1)
 
 
+def schema_of(manifest: Mapping[str, Any]) -> int:
+    """The oldest schema that has all fields of a manifest."""
+    return 2 if any(field in manifest for field in NEW) else 1
+
+
 def _check_schema(manifest: dict[str, Any]) -> None:
     found = manifest.get("schema")
-    if type(found) is int and found == SCHEMA:
+    if type(found) is int and found in SCHEMAS:
         return
     maker = manifest.get("ampopt")
     known = maker if FIELDS["ampopt"].holds(maker) else "a newer version"
     raise RefusedError(
-        f"{MANIFEST} has schema {str(found)[:20]!r}, and ampopt {__version__} reads schema {SCHEMA}",
+        f"{MANIFEST} has schema {str(found)[:20]!r}, and ampopt {__version__} reads {_known()}",
         f"read it with the ampopt that wrote it ({known})",
     )
+
+
+def _known() -> str:
+    return f"schemas {' and '.join(map(str, SCHEMAS))}"
 
 
 def _check_fields(manifest: dict[str, Any]) -> None:
@@ -204,7 +221,10 @@ def _check_fields(manifest: dict[str, Any]) -> None:
     onnx = manifest.get("onnx")
     with_openvino = isinstance(onnx, dict) and "openvino" in onnx
     wanted = ONNX | ({"openvino": OPENVINO} if with_openvino else {})
-    _check(manifest, FIELDS | ({"onnx": wanted} if with_onnx else {}), "")
+    own = {field: kind for field, kind in NEW.items() if field in manifest and manifest["schema"] == 2}
+    if manifest["schema"] == 2 and not own:
+        raise RefusedError(f"{MANIFEST}: {' or '.join(NEW)} is missing, which schema 2 is for")
+    _check(manifest, FIELDS | own | ({"onnx": wanted} if with_onnx else {}), "")
     for name, entry in manifest["files"].items():
         _check(entry, FILE, f".files[{name[:100]!r}]")
     if not manifest["files"] or len(manifest["files"]) > MAX_FILES:
@@ -214,6 +234,11 @@ def _check_fields(manifest: dict[str, Any]) -> None:
         names = [tensor["name"] for tensor in manifest[border]]
         if len(set(names)) != len(names):
             raise RefusedError(f"{MANIFEST}: two {border} have the same name")
+    try:
+        read_sizes(manifest)
+        read_state(manifest)
+    except ValueError as e:
+        raise RefusedError(f"{MANIFEST}: {e}") from e
     in_openvino = onnx.get("openvino") if isinstance(onnx, dict) else None
     timings = {"latency": manifest, "onnx.latency": onnx, "onnx.openvino.latency": in_openvino}
     for place, holder in timings.items():
@@ -237,7 +262,7 @@ def _check(value: Any, wanted: Any, where: str) -> None:
             raise RefusedError(f"{MANIFEST}: {where.lstrip('.')} is not an object")
         for key in [*wanted, *value]:
             if key not in value or key not in wanted:
-                state = "is missing" if key in wanted else f"is no field of schema {SCHEMA}"
+                state = "is missing" if key in wanted else "is no field of this schema"
                 raise RefusedError(f"{MANIFEST}: {f'{where}.{key[:100]}'.lstrip('.')!r} {state}")
         for key, kind in wanted.items():
             _check(value[key], kind, f"{where}.{key}")

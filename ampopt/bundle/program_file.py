@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from ampopt.bundle.stored_graph import read_graph, write_nodes
+from ampopt.bundle.stored_sizes import StoredSizes, stored_sizes
 from ampopt.bundle.stored_values import (
     DTYPES,
     MEMORY_FORMATS,
@@ -36,11 +37,14 @@ from ampopt.ir.lanes import lane_of
 from ampopt.ir.program import Border, Program
 from ampopt.ir.settings import Settings
 from ampopt.ir.signature import describe
+from ampopt.ir.size_range import Sizes
 
 FILE = "program.json"
 SCHEMA = 1
 
 _LOW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_STATIC = StoredSizes()
+
 _LANES = {"float32": torch.float32, **_LOW}
 
 
@@ -78,7 +82,9 @@ def write_program(program: Program) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ],
     }
     try:
-        read_program(data, tensors, program.examples, device=program.device)
+        read_program(
+            data, tensors, program.examples, device=program.device, stored=stored_sizes(program.sizes)
+        )
     except BundleError as error:
         raise ExportError(f"a file cannot hold the program: {error}") from error
     return data, tensors
@@ -114,13 +120,19 @@ def _write_border(border: Border) -> dict[str, str]:
 
 
 def read_program(
-    data: object, tensors: Mapping[str, Tensor], examples: Sequence[Tensor], *, device: torch.device
+    data: object,
+    tensors: Mapping[str, Tensor],
+    examples: Sequence[Tensor],
+    *,
+    device: torch.device,
+    stored: StoredSizes = _STATIC,
 ) -> Program:
     """The program that `write_program` wrote, on `device`; `examples` are tensors for its inputs.
 
-    `data` is the parsed JSON, `tensors` are those from safetensors; weights may share their memory. Raises
-    BundleError, naming the node, for data that `write_program` does not write, or that does not fit `tensors`
-    and `examples`.
+    `data` is the parsed JSON, `tensors` are those from safetensors; weights may share their memory. `stored`
+    has the ranges of the inputs' sizes, and the corners that the graph is tried at besides the examples'.
+    Raises BundleError, naming the node, for data that `write_program` does not write, or that does not fit
+    `tensors` and `examples`.
     """
     schema = data.get("schema") if isinstance(data, dict) else None
     if type(schema) is not int or schema != SCHEMA:
@@ -135,13 +147,24 @@ def read_program(
     entry, here = _read_inputs(inputs, examples, device)
     results, exit = _read_outputs(outputs)
     weights = read_weights(table, tensors, device, FILE)
-    graph = read_graph(nodes, results, weights.keys(), device, FILE)
+    graph = read_graph(nodes, results, weights.keys(), device, FILE, sizes_vary=bool(stored))
     if len(graph.find_nodes(op="placeholder")) != len(entry):
         refuse(f"{FILE}, nodes", f"not as many nodes for inputs as there are inputs, {len(entry)}")
-    try_out(graph, weights, zip(entry, here, strict=True), settings.scope(device, autocast), FILE)
+    for there in (here, *(_empty(here, stored.sizes, corner) for corner in stored.corners)):
+        try_out(graph, weights, zip(entry, there, strict=True), settings.scope(device, autocast), FILE)
     module = _module(graph, weights)
     lane = lane_of(dtype, device)
-    return Program(module, here, entry, exit, device, lane, autocast is not None, settings)
+    in_autocast = autocast is not None
+    return Program(module, here, entry, exit, device, lane, in_autocast, settings, sizes=stored.sizes)
+
+
+def _empty(tensors: Sequence[Tensor], sizes: Sizes, corner: Mapping[str, int]) -> list[Tensor]:
+    """Tensors like these, of other sizes and without memory of their own."""
+    found = []
+    for tensor, own in zip(tensors, sizes, strict=True):
+        shape = [corner[own[i].name] if i in own else size for i, size in enumerate(tensor.shape)]
+        found.append(torch.empty_strided((), (), dtype=tensor.dtype, device=tensor.device).expand(shape))
+    return found
 
 
 def _module(graph: fx.Graph, weights: Mapping[str, StoredWeight]) -> fx.GraphModule:

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from ampopt.bundle.size_operators import SIZE_OPERATORS, size_operator_name
 from ampopt.bundle.stored_values import array, decode_value, encode_value, members, refuse, text
 from ampopt.errors import ExportError
 from ampopt.ir.operator_list import find_operator, why_not_call, why_not_operator
@@ -55,6 +56,9 @@ def _write_node(node: fx.Node, device: torch.device, where: str) -> dict[str, An
         return {"weight": node.name, "of": str(node.target)}
     if node.op != "call_function":
         raise ExportError(f"{where}: a file holds calls of operators only, not {node.op}")
+    if (number := size_operator_name(node.target)) is not None and not node.kwargs:
+        args = [_write_argument(value, device, where) for value in node.args]
+        return {"number": node.name, "operator": number, "args": args}
     if node.target is not operator.getitem and (reason := why_not_operator(node.target)):
         raise ExportError(f"{where}: a file cannot hold {node.target}: {reason}")
     return {
@@ -76,13 +80,19 @@ def _write_argument(value: object, device: torch.device, where: str) -> Any:
 
 
 def read_graph(
-    nodes: object, results: Sequence[object], weights: Set[str], device: torch.device, file: str
+    nodes: object,
+    results: Sequence[object],
+    weights: Set[str],
+    device: torch.device,
+    file: str,
+    *,
+    sizes_vary: bool = False,
 ) -> fx.Graph:
     """The graph of the `nodes` that `write_nodes` wrote, which returns the nodes named in `results`.
 
-    `weights` are the names of all weights; the graph must read each of them and no others. Raises
-    BundleError, naming the node, for malformed and repeated names, references to nodes that do not come
-    before, unknown or refused operators, and invalid values.
+    `weights` are the names of all weights; the graph must read each of them and no others. Only where
+    `sizes_vary` it may compute with sizes. Raises BundleError, naming the node, for malformed and repeated
+    names, references to nodes that do not come before, unknown or refused operators, and invalid values.
     """
     graph = fx.Graph()
     found: dict[str, fx.Node] = {}
@@ -99,6 +109,11 @@ def read_graph(
             name, weight = members(data, ("weight", "of"), where)
             node = _read_weight(graph, _identifier(name, where), weight, weights, where)
             read.add(node.target)
+        elif kind == "number" and sizes_vary:
+            name, *call = members(data, ("number", "operator", "args"), where)
+            node = _read_number(
+                graph, _identifier(name, where), call, found, device, f"{file}, node {name!r}"
+            )
         else:
             kind = _MARKED if kind == _MARKED else "call"
             name, *call = members(data, (kind, "operator", "args", "kwargs"), where)
@@ -152,6 +167,21 @@ def _read_call(
     if reason := why_not_call(node):
         refuse(where, f"the operator {target} cannot be called like this: {reason}")
     return node
+
+
+def _read_number(
+    graph: fx.Graph,
+    name: str,
+    call: Sequence[object],
+    found: Mapping[str, fx.Node],
+    device: torch.device,
+    where: str,
+) -> fx.Node:
+    target, args = call
+    if not isinstance(target, str) or target not in SIZE_OPERATORS:
+        refuse(where, f"there is no operator of sizes {reprlib.repr(target)}")
+    values = tuple(_read_argument(value, found, device, where) for value in array(args, where))
+    return graph.create_node("call_function", SIZE_OPERATORS[target], values, name=name)
 
 
 def _operator(name: str, where: str) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ampopt.bundle.size_operators import computed_size, size_operator_name
 from ampopt.bundle.stored_values import refuse
 from ampopt.bundle.stored_weights import StoredWeight
 from ampopt.ir.program import Border
@@ -42,6 +43,8 @@ def try_out(
                 results[node] = next(waiting)
             elif node.op == "get_attr":
                 results[node] = weights[str(node.target)].without_memory()
+            elif size_operator_name(node.target) is not None:
+                results[node] = _number(node, results, f"{file}, node {node.name!r}")
             elif node.op == "call_function":
                 results[node] = _call(node, results, f"{file}, node {node.name!r}")
         for node in graph.output_node().all_input_nodes:
@@ -51,6 +54,14 @@ def try_out(
 
 def _without_memory(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _number(node: fx.Node, results: Mapping[fx.Node, Any], where: str) -> int | float:
+    args = fx.map_arg(node.args, lambda source: results[source])
+    try:
+        return computed_size(node.target, args)  # type: ignore[arg-type]
+    except Exception as error:  # a division by zero, or a dimension that is not there
+        refuse(where, f"it cannot be computed ({str(error)[:300]})", error)
 
 
 def _call(node: fx.Node, results: Mapping[fx.Node, Any], where: str) -> Any:

@@ -30,7 +30,7 @@ from ampopt.measure.field_document import to_document
 from ampopt.measure.field_test import FieldReport, Judgment, check_field_test, field_test
 
 if TYPE_CHECKING:
-    from ampopt.bundle_load import LoadedModel
+    from ampopt.deploy.loaded_model import LoadedModel
     from ampopt.document.model import Document
 
 Backend = Literal["auto", "ampopt", "onnxruntime", "openvino", "original"]
@@ -74,6 +74,10 @@ def export(
         bool, Option("--dynamic-batch", help="Any size of dimension 0 (ONNX alone).")
     ] = False,
     dynamic: cli.Dynamic = None,
+    part: Annotated[
+        str | None,
+        Option("--part", metavar="NAME", help="The submodule to write, of a model that is not one graph."),
+    ] = None,
     cpp: Annotated[
         bool, Option("--cpp", help="Put the TorchScript program for C++ into the bundle.")
     ] = False,
@@ -115,23 +119,20 @@ def export(
             io=own,
             dynamic=sizes,
         )
-        if not isinstance(fast, OptimizedModule):
-            raise InputError(
-                "the model cannot be captured as one graph, so it cannot be exported as one file"
-            )
-        if sizes is not None and not fast.sizes:
+        if sizes is not None and not (isinstance(fast, OptimizedModule) and fast.sizes):
             why = "; ".join(fast.report.notes)
             raise ExportError(
                 f"{output} would hold for the example's sizes alone ({why}): leave --dynamic out, or give "
                 "--dynamic-batch, which does not ask whether one program is as fast here"
             )
         if not is_onnx(output):
-            fast.save(output, onnx=onnx, cpp=cpp, sign_key=sign)
+            fast.save(output, part=part, onnx=onnx, cpp=cpp, sign_key=sign)
             console().print(f"{output}: saved, {output.stat().st_size / 1e6:.1f} MB")
-            facts = fast.report.to_dict()
+            facts = (fast.report if part is None else fast.report.regions[part]).to_dict()
         else:
             written = fast.export_onnx(
                 output,
+                part=part,
                 precision=None if onnx == "auto" else onnx,
                 io=io if io in ("fp32", "fp16") else None,
                 target=target,
@@ -169,7 +170,6 @@ def _check_output(
             "--io": io in ("fp32", "fp16"),
             "--target": target != "onnxruntime",
             "--dynamic-batch": dynamic_batch,
-            "--dynamic": dynamic,
             "--force": force,
         }
         kind, other = "a bundle", "ONNX alone, such as model.onnx"

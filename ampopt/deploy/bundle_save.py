@@ -7,6 +7,7 @@ also holds the portable program as ONNX, and a self-test that every backend has 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -19,27 +20,31 @@ from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ampopt.bundle.call_file import write_call
 from ampopt.bundle.files import write_bundle
 from ampopt.bundle.program_file import write_program
+from ampopt.bundle.stored_sizes import StoredSizes, in_corner, stored_sizes, write_sizes
+from ampopt.bundle.stored_state import write_state
 from ampopt.deploy.onnx_export import OnnxReport
 from ampopt.deploy.onnx_names import input_names_of, output_names_of
 from ampopt.deploy.onnx_verify import OnnxVerifier
 from ampopt.deploy.optimized import Optimized
 from ampopt.deploy.portable import HALF
 from ampopt.deploy.recipe_file import write_recipe
+from ampopt.deploy.sized_program import SizedProgram
 from ampopt.deploy.torchscript_file import why_not_torchscript, write_torchscript
 from ampopt.engines.executable import executable
 from ampopt.errors import ExportError, InputError, VerificationError
 from ampopt.ir import numerics
 from ampopt.ir.capture import Captured
 from ampopt.ir.lanes import FP32, Lane
+from ampopt.ir.lifted_state import LiftedState
 from ampopt.ir.model_hash import model_hash
 from ampopt.ir.normal_form import tells_equal_from_same
 from ampopt.ir.program import Program
-from ampopt.ir.size_ranges import shown
+from ampopt.ir.symbolic_capture import at_sizes
 from ampopt.ir.transform import Family, Recipe, replay
 from ampopt.measure.clocks import latency
 from ampopt.measure.frames import frame_call
@@ -60,11 +65,15 @@ LARGEST_TOLERANCE = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class SelfTest:
-    """Inputs and the original's outputs by name, and the largest relative error of an output that passes."""
+    """Inputs and the original's outputs by name, and the largest relative error of an output that passes.
+
+    `corners` holds the same of other sizes, for a program for a range of them.
+    """
 
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
     tolerance: float
+    corners: tuple[SelfTest, ...] = ()
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors for safetensors: contiguous copies on the CPU.
@@ -73,12 +82,16 @@ class SelfTest:
         """
         named = {f"input.{name}": t for name, t in self.inputs.items()}
         named |= {f"output.{name}": t for name, t in self.outputs.items()}
-        return {name: _storable(tensor) for name, tensor in named.items()}
+        own = {name: _storable(tensor) for name, tensor in named.items()}
+        for number, corner in enumerate(self.corners):
+            own |= {in_corner(number, name): tensor for name, tensor in corner.tensors().items()}
+        return own
 
 
 def save_bundle(
     module: Deployable,
     optimized: Optimized,
+    sized: SizedProgram | None,
     path: str | os.PathLike[str],
     *,
     onnx: str | None = "auto",
@@ -87,31 +100,33 @@ def save_bundle(
     as_folder: bool = False,
     tune_s: float = 10.0,
 ) -> None:
-    """Write the bundle of an optimized module; see `Deployable.save`."""
+    """Write the bundle of an optimized module; see `Deployable.save`.
+
+    `sized`: the module's program for a range of sizes, which the bundle then holds instead of that for the
+    example's.
+    """
     if onnx not in ("auto", "fp32", "fp16", None):
         raise InputError(f"onnx={onnx!r}: choose 'auto', 'fp32', 'fp16', or None for a bundle without ONNX")
     captured, original, recipe = optimized.captured, optimized.original, optimized.recipe
     if captured.lifted is not None:
-        raise ExportError(
-            f"the model keeps a state from call to call in its {captured.lifted.named}, which a bundle "
-            "cannot hold: export_onnx writes it as an input and an output of the file"
-        )
-    if optimized.sizes:
-        raise ExportError(
-            f"the module has one program for {shown(optimized.sizes)}, and a bundle holds programs of fixed "
-            "sizes: export_onnx writes that range into one file; for a bundle optimize without dynamic="
-        )
+        _check_state(captured, captured.lifted)
     inputs = input_names_of(captured)
     outputs = output_names_of(captured, inputs)
-    verifier = OnnxVerifier(original, captured, draws=0)  # the self-test is of the example inputs
+    stored = StoredSizes() if sized is None else stored_sizes(sized.sizes)
+    held, steps = (captured, recipe.passes) if sized is None else (_with_sizes(sized), sized.program.recipe)
+    calls = [captured, *(at_sizes(held, stored.sizes, corner) for corner in stored.corners)]
     precision = recipe.lane.onnx if onnx == "auto" else onnx
     lanes = {recipe.lane, *([HALF] if precision == "fp16" else [])}
     tolerance = recipe.tolerance if recipe.metric is None else None
-    test = _self_test(verifier, inputs, outputs, lanes, tolerance)
+    test = _self_test(original, calls, inputs, outputs, lanes, tolerance)
     _pass_test(optimized.program, test)
+    if sized is not None:
+        for each in (test, *test.corners):
+            _pass_test(sized.program, each)
+    states = len(captured.state)
     all_differ = tells_equal_from_same(original, captured.leaves, captured.spec, captured.program.device)
-    data, weights = write_program(captured.program)
-    program = {"program": data, "recipe": write_recipe(recipe.passes)}
+    data, weights = write_program(held.program)
+    program = {"program": data, "recipe": write_recipe(steps)}
     files: dict[str, bytes | Path] = {
         "program.json": json.dumps(program, allow_nan=False).encode(),
         "weights.safetensors": safetensors.torch.save(weights),
@@ -132,6 +147,8 @@ def save_bundle(
         "latency": _latency(module, captured),
         "fingerprint": environment(captured.program.device),
         "call": write_call(dataclasses.replace(captured, all_differ=all_differ)),
+        **({"sizes": write_sizes(stored)} if stored else {}),
+        **({"state": write_state(inputs[-states:], outputs[-states:])} if states else {}),
     }
     with tempfile.TemporaryDirectory(prefix="ampopt-") as folder:
         if precision is not None:
@@ -141,11 +158,31 @@ def save_bundle(
                 "opset": exported.opset,
                 "session": tuned.session(),
                 "latency": _quantiles(tuned),
-                **_in_openvino(Path(folder) / "model.onnx", recipe, precision, test),
+                **({} if stored else _in_openvino(Path(folder) / "model.onnx", recipe, precision, test)),
             }
             files |= {file.name: file for file in sorted(Path(folder).iterdir())}
         key = None if sign_key is None else Path(sign_key)
         write_bundle(path, manifest, files, sign_key=key, as_folder=as_folder)
+
+
+def _check_state(captured: Captured, lifted: LiftedState) -> None:
+    """Raise ExportError for a state that is more than inputs and outputs of the program."""
+    if not lifted.from_start:
+        raise ExportError(
+            f"the model makes a state in its {lifted.named} in its first calls, which the graph of one call "
+            "cannot do: let it begin with tensors, of zeros perhaps"
+        )
+    if lifted.writes and lifted.shares:
+        raise ExportError(
+            f"the model writes to its {lifted.named}, which shares memory with other tensors: a bundle "
+            "cannot hold such a state; give each tensor memory of its own"
+        )
+    borders = zip(captured.program.examples, captured.program.entry, strict=True)
+    if any(tensor.dtype != border.dtype for tensor, border in borders):
+        raise ExportError(
+            f"the model keeps a state in its {lifted.named}, and takes inputs of other dtypes: optimize "
+            "it with io='original' for a bundle"
+        )
 
 
 def _for_libtorch(optimized: Optimized) -> Program:
@@ -162,28 +199,41 @@ def _with_casts(program: Program) -> Program:
     return program if not program.under_autocast else BakeAutocast().apply(program).program
 
 
+def _with_sizes(sized: SizedProgram) -> Captured:
+    """The capture with symbolic sizes, before any pass."""
+    captured = sized.captured
+    return dataclasses.replace(captured, program=captured.program.replace(sizes=sized.sizes))
+
+
 def _self_test(
-    verifier: OnnxVerifier,
+    original: nn.Module,
+    calls: Sequence[Captured],
     inputs: Sequence[str],
     outputs: Sequence[str],
     lanes: set[Lane],
     tolerance: float | None,
 ) -> SelfTest:
-    """The example inputs with the original's outputs in float64, rounded to the dtypes that it returns."""
-    draw = verifier.draws[0]
-    examples = draw.calls[0]
-    own = verifier.eager(FP32)(*examples)
-    expected = [
-        exact.to(mine.dtype) if mine.is_floating_point() else mine
-        for exact, mine in zip(verifier.reference(draw)[0], own, strict=True)
-    ]
-    allowed = tolerance
-    if allowed is None:
-        bounds = [lane.limits.allowed(_usual_error(verifier, lane)) for lane in lanes]
-        allowed = min(max(bounds), LARGEST_TOLERANCE)
-    return SelfTest(
-        dict(zip(inputs, examples, strict=True)), dict(zip(outputs, expected, strict=True)), allowed
-    )
+    """The inputs of calls, the first of which is the example's, with the original's outputs.
+
+    These are computed in float64, and rounded to the dtypes that the original returns.
+    """
+    tests, bounds = [], [0.0]
+    for call in calls:
+        verifier = OnnxVerifier(original, call, draws=0)  # the self-test is of these inputs alone
+        draw = verifier.draws[0]
+        examples = (*draw.calls[0], *call.initial_state)
+        own = verifier.eager(FP32)(*examples)
+        expected = [
+            exact.to(mine.dtype) if mine.is_floating_point() else mine
+            for exact, mine in zip(verifier.reference(draw)[0], own, strict=True)
+        ]
+        named = dict(zip(inputs, examples, strict=True)), dict(zip(outputs, expected, strict=True))
+        tests.append(named)
+        if tolerance is None:
+            bounds += [lane.limits.allowed(_usual_error(verifier, lane)) for lane in lanes]
+    allowed = min(max(bounds), LARGEST_TOLERANCE) if tolerance is None else tolerance
+    example, *corners = [SelfTest(*named, allowed) for named in tests]
+    return dataclasses.replace(example, corners=tuple(corners))
 
 
 def _usual_error(verifier: OnnxVerifier, lane: Lane) -> float:
@@ -195,15 +245,19 @@ def _usual_error(verifier: OnnxVerifier, lane: Lane) -> float:
 
 def _pass_test(program: Program, test: SelfTest) -> None:
     """Raise VerificationError where a program would not pass its bundle's self-test, and so not be loaded."""
-    outputs = executable(program)(*program.examples)
+    outputs = executable(program)(*test.inputs.values())
     for (name, expected), output in zip(test.outputs.items(), outputs, strict=True):
         error = numerics.relative_error(output, expected)
         if not error <= test.tolerance:
             raise VerificationError(
-                f"a bundle of this model would not load, and was not written: on the example, output {name!r}"
-                f" of its program has an error of {error:.2g} against the model in float64, over "
-                f"{test.tolerance:.2g}; optimize with a larger tolerance= to accept that"
+                f"a bundle of this model would not load, and was not written: on inputs of {_shapes(test)}, "
+                f"output {name!r} of its program has an error of {error:.2g} against the model in float64, "
+                f"over {test.tolerance:.2g}; optimize with a larger tolerance= to accept that"
             )
+
+
+def _shapes(test: SelfTest) -> str:
+    return ", ".join(str(list(tensor.shape)) for tensor in test.inputs.values())
 
 
 def _onnx(
@@ -248,7 +302,8 @@ def _quantiles(tuned: Tuning) -> dict[str, Any]:
 def _latency(module: Deployable, captured: Captured) -> dict[str, Any]:
     """Of one call back to back as a robot makes it: inputs from host memory, outputs in host memory."""
     device = captured.program.device
-    call = frame_call(module, captured, captured.program.examples, device)
+    served = module if captured.lifted is None else copy.deepcopy(module)  # its state stays
+    call = frame_call(served, captured, captured.inputs, device)
     timed: Measurement = interleave({"call": latency(call, device)}, seconds=1.0, least=20)["call"]
     found = timed.to_dict()
     return {"p50_ms": found["p50_ms"], "p99_ms": found["p99_ms"], "device": device_name(device)}

@@ -1,4 +1,4 @@
-"""Exports an optimized model as verified ONNX or as a bundle."""
+"""Exports an optimized model, or a part of it, as verified ONNX or as a bundle."""
 
 from __future__ import annotations
 
@@ -11,23 +11,28 @@ from ampopt.deploy.inference_module import InferenceModule
 from ampopt.deploy.onnx_dynamic import Dynamic
 from ampopt.deploy.onnx_export import OnnxReport, export_onnx
 from ampopt.deploy.optimized import Optimized
+from ampopt.deploy.sized_program import SizedProgram
+from ampopt.errors import InputError
 from ampopt.ir.program import Program
 from ampopt.measure.ledger import Ledger
 from ampopt.system.process_state import process_kept
 
 
 class Deployable(InferenceModule):
-    """A captured and optimized model that can be exported to ONNX and saved as a bundle."""
+    """An optimized model that can be exported to ONNX and saved as a bundle: as a whole, or a part of it."""
 
     report: Ledger
-    program: Program
-    _optimized: Optimized
+
+    def _deployed(self, part: str | None, what: str) -> DeployableGraph:
+        """The graph that `what`, a kind of file in words, is to hold. Raises InputError if there is none."""
+        raise NotImplementedError
 
     @process_kept()
     def export_onnx(
         self,
         path: str | os.PathLike[str],
         *,
+        part: str | None = None,
         precision: str | None = None,
         io: str | None = None,
         target: str = "onnxruntime",
@@ -41,12 +46,13 @@ class Deployable(InferenceModule):
         `dynamic` None: the ranges of the module's program for several sizes, static shapes where it has none;
         {}: static shapes. `precision`: "fp32" or "fp16"; None: that of the chosen lane, and "fp32" for
         bfloat16, in which ONNX Runtime does not compute. `io`: "fp32" or "fp16", the dtype of floating-point
-        inputs and outputs; None: that of this module, and "fp32" for bfloat16. The other arguments and the
-        errors are those of `ampopt.deploy.onnx_export.export_onnx`; InputError is also raised for a suffix of
-        another format, such as model.engine. The user's metric and tolerance also apply to the file.
+        inputs and outputs; None: that of this module, and "fp32" for bfloat16. `part`: see `save`. The other
+        arguments and the errors are those of `ampopt.deploy.onnx_export.export_onnx`; InputError is also
+        raised for a suffix of another format, such as model.engine. The user's metric and tolerance also
+        apply to the file.
         """
+        own = self._deployed(part, "an ONNX file")._optimized
         check_onnx(path)
-        own = self._optimized
         return export_onnx(
             own.original,
             own.captured,
@@ -69,6 +75,7 @@ class Deployable(InferenceModule):
         self,
         path: str | os.PathLike[str],
         *,
+        part: str | None = None,
         onnx: str | None = "auto",
         cpp: bool = False,
         sign_key: str | os.PathLike[str] | None = None,
@@ -78,17 +85,24 @@ class Deployable(InferenceModule):
         """Save a bundle for a robot: a zip file, or a folder with `as_folder`.
 
         It contains the model with the recipe of its passes, its ONNX export with the session options that a
-        sweep of `tune_s` seconds found fastest here, a self-test, the report, and hashes of all files.
-        `onnx`: "fp32", "fp16", "auto" (as `export_onnx`), or None for none. `cpp` adds the program as
-        TorchScript for C++. `sign_key`: a private Ed25519 key in PEM. An existing bundle at `path` is
-        replaced atomically. Raises ExportError for a model that a bundle cannot hold, BundleError if it
-        cannot be written, InputError for a suffix of another format, such as robot.engine, and the errors of
+        sweep of `tune_s` seconds found fastest here, a self-test, the report, and hashes of all files. A
+        module with one program for a range of sizes is saved with that program, and a self-test at corners
+        of the range, too. A state that the model keeps is stored as it was when the model was optimized.
+        `part`: of a model that is not one graph, the optimized submodule of this name, as
+        `report.regions` lists it: the file is a model of its own, with the inputs that the submodule got in
+        the example call, and without hooks and the code around it. `onnx`: "fp32", "fp16", "auto" (as
+        `export_onnx`), or None for none. `cpp` adds the program as TorchScript for C++, of the example's
+        sizes. `sign_key`: a private Ed25519 key in PEM. An existing bundle at `path` is replaced atomically.
+        Raises ExportError for a model that a bundle cannot hold, BundleError if it cannot be written,
+        InputError for a suffix of another format, such as robot.engine, and the errors of
         `export_onnx`. Name, folder, packages and key are checked first.
         """
+        own = self._deployed(part, "a bundle")
         check_bundle(path, onnx=onnx is not None, sign_key=sign_key)
         save_bundle(
-            self,
-            self._optimized,
+            own,
+            own._optimized,
+            own._sized,
             path,
             onnx=onnx,
             cpp=cpp,
@@ -96,3 +110,16 @@ class Deployable(InferenceModule):
             as_folder=as_folder,
             tune_s=tune_s,
         )
+
+
+class DeployableGraph(Deployable):
+    """A captured and optimized model: one graph, which a file holds as a whole."""
+
+    program: Program
+    _optimized: Optimized
+    _sized: SizedProgram | None
+
+    def _deployed(self, part: str | None, what: str) -> DeployableGraph:
+        if part is not None:
+            raise InputError(f"the model is one graph, and {what} holds all of it: leave part={part!r} out")
+        return self

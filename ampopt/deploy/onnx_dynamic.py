@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ampopt.engines.onnx_graph import Dims
 from ampopt.errors import CaptureError, ExportError, InputError
 from ampopt.ir.capture import Captured
-from ampopt.ir.size_ranges import Sizes, with_tensors
+from ampopt.ir.size_range import Sizes
+from ampopt.ir.size_ranges import with_tensors
 from ampopt.ir.symbolic_capture import capture_ranges, capture_symbolic
 
 Dynamic = str | Mapping[str, Mapping[int, str]] | None

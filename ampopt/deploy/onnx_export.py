@@ -24,7 +24,7 @@ from ampopt.ir.capture import Captured
 from ampopt.ir.lane_io import original_of
 from ampopt.ir.lanes import FP32
 from ampopt.ir.model_hash import model_hash
-from ampopt.ir.size_ranges import Sizes, corners, shown
+from ampopt.ir.size_range import Sizes, corners, shown
 from ampopt.ir.symbolic_capture import at_sizes
 from ampopt.ir.transform import Pass
 from ampopt.measure.verify import Metric

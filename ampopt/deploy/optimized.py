@@ -8,7 +8,7 @@ from torch import nn
 
 from ampopt.ir.capture import Captured
 from ampopt.ir.program import Program
-from ampopt.ir.size_ranges import Sizes
+from ampopt.ir.size_range import Sizes
 from ampopt.ir.transform import Recipe
 from ampopt.measure.ledger import Ledger
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from ampopt.deploy.deployable import Deployable
+from ampopt.deploy.deployable import DeployableGraph
 from ampopt.deploy.health import Callback, Event, Health, Monitor
 from ampopt.deploy.known_calls import KnownCalls, Served
 from ampopt.deploy.optimized import Optimized
@@ -41,7 +41,8 @@ from ampopt.ir.signature import (
     flatten_call,
     tensors_of,
 )
-from ampopt.ir.size_ranges import hold, ranges_of
+from ampopt.ir.size_range import ranges_of
+from ampopt.ir.size_ranges import hold
 from ampopt.ir.transform import Recipe, is_slow
 from ampopt.measure.ledger import Ledger
 
@@ -67,7 +68,7 @@ class _Refusal:
     may_pass: bool
 
 
-class OptimizedModule(Deployable):
+class OptimizedModule(DeployableGraph):
     """A model optimized for inference: same call, same result structure, contiguous, and the model's dtypes.
 
     With `io="lane"` floating-point tensors have the lane's dtype instead, whoever answers: `original` is then

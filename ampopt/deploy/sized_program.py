@@ -15,14 +15,16 @@ from ampopt.errors import AmpoptError, VerificationError
 from ampopt.ir.asked import Asked, what_is_asked
 from ampopt.ir.capture import Captured
 from ampopt.ir.graph import reads_strides
+from ampopt.ir.lanes import Lane
 from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.ir.narrow_convs import narrow_convs
 from ampopt.ir.program import Program
 from ampopt.ir.settings import Settings
 from ampopt.ir.signature import flatten_outputs
-from ampopt.ir.size_ranges import Sizes, corners, drawn_within, now
+from ampopt.ir.size_range import Sizes, corners
+from ampopt.ir.size_ranges import drawn_within, now
 from ampopt.ir.symbolic_capture import at_sizes, capture_ranges
-from ampopt.ir.transform import replay
+from ampopt.ir.transform import Pass, replay
 from ampopt.measure.verify import Verifier
 from ampopt.system.interrupts import check_interrupted
 
@@ -64,15 +66,31 @@ def sized_program(optimized: Optimized, sizes: Sizes) -> SizedProgram:
         _check_narrow_convs(symbolic, sizes)
     steps = tuple(step for step in recipe.passes if not step.shape_dependent)
     left_out = tuple(step.name for step in recipe.passes if step.shape_dependent)
+    example = symbolic.program.replace(examples=captured.program.examples)
+    at_example = dataclasses.replace(symbolic, program=example, leaves=captured.leaves)
     try:
-        program = replay(steps, recipe.lane.start(symbolic.program.replace(sizes=sizes)))
+        return replayed(at_example, symbolic.program.examples, steps, recipe.lane, sizes, asked, left_out)
     except Exception as error:
         check_interrupted(error)
         raise NoSizedProgramError(f"its passes fail with sizes that vary: {_short(error)}") from error
+
+
+def replayed(
+    symbolic: Captured,
+    examples: tuple[Tensor, ...],
+    steps: tuple[Pass, ...],
+    lane: Lane,
+    sizes: Sizes,
+    asked: Asked,
+    left_out: tuple[str, ...] = (),
+) -> SizedProgram:
+    """The program for a range that passes make of a symbolic capture; it is not verified.
+
+    `examples` have sizes that stand for all, of `LEAST` or more, see `ampopt.ir.symbolic_capture`.
+    """
+    program = replay(steps, lane.start(symbolic.program.replace(sizes=sizes, examples=examples)))
     left_out += tuple(step.name for step in steps if step.name not in {s.name for s in program.recipe})
-    program = program.replace(examples=captured.program.examples)
-    example = symbolic.program.replace(examples=captured.program.examples)
-    symbolic = dataclasses.replace(symbolic, program=example, leaves=captured.leaves)
+    program = program.replace(examples=symbolic.program.examples)
     return SizedProgram(symbolic, program, executable(program), sizes, asked, left_out)
 
 

@@ -21,7 +21,7 @@ from ampopt.ir.integer_forms import with_integer_forms
 from ampopt.ir.origin import Origin, hand_on, origins_of
 from ampopt.ir.program import Program
 from ampopt.ir.shapes import record_shapes
-from ampopt.ir.size_ranges import Sizes
+from ampopt.ir.size_range import Sizes
 from ampopt.ir.stable_forms import with_stable_forms
 
 Dims = tuple[dict[int, str], ...]

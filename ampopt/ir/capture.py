@@ -29,8 +29,10 @@ from ampopt.ir.lowering import lower
 from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.ir.model_state import Behaviour, behaviour_of
 from ampopt.ir.normal_form import is_normal, normal_form, why_not_normal
+from ampopt.ir.obstacles import obstacle
 from ampopt.ir.place_in_code import place_in_code
 from ampopt.ir.program import Border, Program
+from ampopt.ir.scripted import export_script, scripted_submodules, with_frozen_scripts
 from ampopt.ir.settings import autocast_scope
 from ampopt.ir.signature import OutputLayout, flatten_call, flatten_outputs, tensors_of
 from ampopt.system.flags import older_flags_readable
@@ -86,10 +88,12 @@ def _export(
     if state is not None:
         model, kwargs = with_state(working_copy(state.model), state), {**kwargs, ARGUMENT: state.initial}
     elif isinstance(model, torch.jit.ScriptModule):  # which torch.export itself refuses
-        from torch._export.converter import TS2EPConverter
-
-        return TS2EPConverter(model, args, kwargs).convert()
+        return export_script(model, args, kwargs)
     with shown_as_under_autocast():
+        if state is None and scripted_submodules(model):
+            with contextlib.suppress(AttributeError):  # the model reads more of one than its results
+                frozen = with_frozen_scripts(working_copy(model))
+                return torch.export.export(frozen, args, kwargs, strict=False)
         return torch.export.export(model, args, kwargs, strict=False)
 
 
@@ -135,7 +139,8 @@ def capture(
     except Exception as error:
         place = place_in_code(error)
         where = f", because of {place}" if place else ""
-        raise CaptureError(f"torch.export cannot capture {kind}{where}: {_short(error)}") from error
+        reason = obstacle(error) or _short(error)
+        raise CaptureError(f"torch.export cannot capture {kind}{where}: {reason}") from error
     try:
         with capturing(), _plain_world(device), untouched_rng(device), older_flags_readable():
             graph = lower(exported, () if state is None else state.identifiers)

@@ -49,9 +49,20 @@ def change(before: Tensor, after: Tensor) -> str:
     return f"from {was} to {now}"
 
 
+def submodule_of(model: nn.Module, name: str) -> nn.Module:
+    """A submodule by its name, `""` for the model itself; of a scripted model, too."""
+    if isinstance(model, torch.jit.ScriptModule):  # its `get_submodule` raises an error
+        modules: dict[str, nn.Module] = dict(model.named_modules())
+        return modules[name]
+    return model.get_submodule(name)
+
+
 def value_at(model: nn.Module, module: str, attribute: str) -> Any:
     """What a buffer or an attribute of a submodule holds; an object of its own where there is none."""
-    return _holder(model.get_submodule(module), attribute).get(attribute, _ABSENT)
+    holder = submodule_of(model, module)
+    if isinstance(holder, torch.jit.ScriptModule):
+        return getattr(holder, attribute, _ABSENT)  # it lies in C++
+    return _holder(holder, attribute).get(attribute, _ABSENT)
 
 
 def _holder(module: nn.Module, attribute: str) -> dict[str, Any]:
@@ -71,7 +82,12 @@ class Slot:
 
     @classmethod
     def of(cls, model: nn.Module, module: str, attribute: str) -> Slot | None:
-        """The slot for what an attribute holds; None where that is more than plain tensors and constants."""
+        """The slot for what an attribute holds; None where that is more than plain tensors and constants.
+
+        None also for state in TorchScript, which no call can be given.
+        """
+        if isinstance(submodule_of(model, module), torch.jit.ScriptModule):
+            return None
         tensors, layout = flatten_outputs(value_at(model, module, attribute))
         rest = (leaf for leaf in layout.template if leaf is not OutputLayout.TENSOR)
         if not tensors or not all(isinstance(leaf, _ATOMS) for leaf in rest):

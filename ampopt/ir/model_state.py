@@ -15,14 +15,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt.ir.calls_of_copies import Calls, after_first_calls, check_unchanged, read_first, rewritten
 from ampopt.ir.lanes import FP32
-from ampopt.ir.lifted_state import Attribute, LiftedState, Slot, attributes, change, value_at
+from ampopt.ir.lifted_state import (
+    Attribute,
+    LiftedState,
+    Slot,
+    attributes,
+    change,
+    submodule_of,
+    value_at,
+)
 from ampopt.ir.model_copy import device_of, exact_copy, private_copy, same_tensor, working_copy
 from ampopt.ir.model_differences import Place, differences
 from ampopt.ir.numerics import least_error, relative_error, rounded_anew
+from ampopt.ir.obstacles import HigherOrderError
 
 ROUNDINGS = 3
 """Number of runs with other rounding if a model's results for equal inputs differ by more than usual."""
@@ -154,7 +164,7 @@ def _kept(
     not read before.
     """
     changed = _in_order(model, attributes(found).union(also))
-    certain = {each for each in changed if each[1] in model.get_submodule(each[0])._buffers}.union(also)
+    certain = {each for each in changed if each[1] in submodule_of(model, each[0])._buffers}.union(also)
     if not (rest := set(changed) - certain):
         return changed, frozenset()
     pairs = itertools.combinations(called, 2)
@@ -237,7 +247,10 @@ def _why_not_lifted(model: nn.Module, called: nn.Module, place: Attribute, found
     """Why an attribute that calls change and read cannot be lifted."""
     before, after = value_at(model, *place), value_at(called, *place)
     shown = next((each for each in sorted(found) if (each.module, each.attribute) == place), Place(*place))
-    if place[1] in model.get_submodule(place[0])._buffers and isinstance(before, Tensor):
+    holder = submodule_of(model, place[0])
+    if isinstance(holder, torch.jit.ScriptModule):
+        return f"it changes {shown}, which its TorchScript holds, when it is called"
+    if place[1] in holder._buffers and isinstance(before, Tensor):
         changes = change(before, after) if isinstance(after, Tensor) else "to nothing"
         return f"it changes its buffer {shown} {changes} when it is called"
     return f"it changes its attribute {shown} when it is called, and reads it"
@@ -280,7 +293,12 @@ _FROM_MASKS = {
 
 
 class _Noting(TorchDispatchMode):
-    """Notes the first operator that draws from PyTorch's generators, and if masks make tensors nested."""
+    """Notes the first operator that draws from PyTorch's generators, and if masks make tensors nested.
+
+    Raises HigherOrderError where the model calls an operator that runs functions.
+    """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -290,6 +308,8 @@ class _Noting(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            raise HigherOrderError(func.__name__)
         if self.operator is None and torch.Tag.nondeterministic_seeded in func.tags:
             self.operator = str(func)
         self.makes_nested |= func in _FROM_MASKS

@@ -39,7 +39,7 @@ def place_of_call(within: CodeType) -> str | None:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not within:
-        if (found := _told(frame.f_code.co_filename, frame.f_lineno)) is not None:
+        if (found := place_of_line(frame.f_code.co_filename, frame.f_lineno)) is not None:
             return found
         frame = frame.f_back
     return None
@@ -48,12 +48,12 @@ def place_of_call(within: CodeType) -> str | None:
 def _innermost(trace: TracebackType | None) -> str | None:
     found = None
     while trace is not None:
-        found = _told(trace.tb_frame.f_code.co_filename, trace.tb_lineno) or found
+        found = place_of_line(trace.tb_frame.f_code.co_filename, trace.tb_lineno) or found
         trace = trace.tb_next
     return found
 
 
-def _told(file: str, line: int) -> str | None:
+def place_of_line(file: str, line: int) -> str | None:
     """A line with its place; None if it is none of a model's code, or cannot be read."""
     if not _is_the_models(file) or not (text := linecache.getline(file, line).strip()):
         return None

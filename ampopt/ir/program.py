@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.own_autocast import as_under_autocast
 from ampopt.ir.settings import Settings
-from ampopt.ir.size_ranges import Sizes
+from ampopt.ir.size_range import Sizes
 
 if TYPE_CHECKING:
     from ampopt.ir.transform import Pass

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ampopt.errors import InputError
 from ampopt.ir.signature import call_key
+from ampopt.ir.size_range import MOST_RANGES, SizeRange, Sizes, ranges_of
 
 Asked = Mapping[str, Any]
 """A user's ranges: {"batch": (low, high)}, "height" or "width"; or {input: {dimension: (low, high)}}."""
@@ -21,32 +20,10 @@ Asked = Mapping[str, Any]
 _NAMED: dict[str, tuple[int, int | None]] = {"batch": (0, None), "height": (2, 4), "width": (3, 4)}
 """The dimension that each name stands for, and of inputs of which rank; None: of any but 0."""
 
-MOST_RANGES = 4
-"""Largest number of ranges: all corners are verified, and their number doubles with each range."""
-
 DRAWN = 3
 """Number of sizes within the ranges that are verified, besides the corners and the example's."""
 
 _FORMS = '{"batch": (1, 8)}, {"height": (224, 512)} or {"image": {2: (224, 512)}}'
-
-
-@dataclasses.dataclass(frozen=True)
-class SizeRange:
-    """All sizes from `low` to `high`, both included, of the dimensions that have this name in common."""
-
-    name: str
-    low: int
-    high: int
-
-    def __contains__(self, size: int) -> bool:
-        return self.low <= size <= self.high
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.low} to {self.high}"
-
-
-Sizes = tuple[Mapping[int, SizeRange], ...]
-"""For each input tensor, the dimensions that may vary; empty: none of any input."""
 
 
 def checked(asked: object) -> Asked | None:
@@ -158,27 +135,10 @@ def _check_shared(
                 )
 
 
-def ranges_of(sizes: Sequence[Mapping[int, SizeRange]]) -> tuple[SizeRange, ...]:
-    """Each range once, in order."""
-    return tuple(dict.fromkeys(each for named in sizes for each in named.values()))
-
-
-def shown(sizes: Sequence[Mapping[int, SizeRange]]) -> str:
-    """The ranges in words: `batch 1 to 8, height 224 to 512`."""
-    return ", ".join(map(str, ranges_of(sizes)))
-
-
 def now(sizes: Sizes, tensors: Sequence[Tensor]) -> dict[str, int]:
     """The present size of each range, by its name."""
     pairs = zip(sizes, tensors, strict=True)
     return {each.name: tensor.shape[index] for named, tensor in pairs for index, each in named.items()}
-
-
-def corners(sizes: Sizes) -> list[dict[str, int]]:
-    """All combinations of the ranges' ends, each a size by the range's name."""
-    ranges = ranges_of(sizes)
-    combined = itertools.product(*(dict.fromkeys((each.low, each.high)) for each in ranges))
-    return [dict(zip([each.name for each in ranges], chosen, strict=True)) for chosen in combined]
 
 
 def drawn_within(sizes: Sizes, seed: int = 0) -> list[dict[str, int]]:

@@ -20,7 +20,8 @@ from ampopt.ir.lowering import lower
 from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.ir.settings import Settings
 from ampopt.ir.signature import flatten_call, tensors_of
-from ampopt.ir.size_ranges import Sizes, now, ranges_of, resized, with_tensors
+from ampopt.ir.size_range import Sizes, ranges_of
+from ampopt.ir.size_ranges import now, resized, with_tensors
 
 LEAST = 2
 """Smallest size that stands for all: `torch.export` takes sizes of 0 and 1 for constants."""
@@ -58,16 +59,23 @@ def capture_ranges(model: nn.Module, captured: Captured, sizes: Sizes) -> Captur
 
     Raises as `capture_symbolic`.
     """
-    ranges = {each.name: each for each in ranges_of(sizes)}
-    vary = {name: each for name, each in ranges.items() if each.low < each.high}
-    symbols = {name: torch.export.Dim(name, min=each.low, max=each.high) for name, each in vary.items()}
-    present = now(sizes, captured.program.examples)
-    wanted = {name: max(size, min(LEAST, ranges[name].high)) for name, size in present.items()}
-    tensors = [t.clone() for t in resized(captured.program.examples, sizes, wanted)]
+    ranges = ranges_of(sizes)
+    varying = [each for each in ranges if each.low < each.high]
+    symbols = {each.name: torch.export.Dim(each.name, min=each.low, max=each.high) for each in varying}
+    tensors = [t.clone() for t in standing_for_all(captured.program.examples, sizes)]
     dims = [
-        {index: symbols[each.name] for index, each in named.items() if each.name in vary} for named in sizes
+        {index: symbols[each.name] for index, each in named.items() if each.name in symbols}
+        for named in sizes
     ]
     return capture_symbolic(model, captured, tensors, dims)
+
+
+def standing_for_all(examples: Sequence[Tensor], sizes: Sizes) -> tuple[Tensor, ...]:
+    """Tensors like the examples whose sizes in ranges are `LEAST` or more, where the range has that."""
+    present = now(sizes, examples)
+    highest = {each.name: each.high for each in ranges_of(sizes)}
+    wanted = {name: max(size, min(LEAST, highest[name])) for name, size in present.items()}
+    return resized(examples, sizes, wanted)
 
 
 def at_sizes(captured: Captured, sizes: Sizes, wanted: Mapping[str, int]) -> Captured:

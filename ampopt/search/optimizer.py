@@ -19,7 +19,8 @@ from ampopt.ir.capture import Captured
 from ampopt.ir.lanes import FP32, Lane, lanes_for
 from ampopt.ir.program import Program
 from ampopt.ir.signature import describe
-from ampopt.ir.size_ranges import Sizes, shown, sizes_of
+from ampopt.ir.size_range import Sizes, shown
+from ampopt.ir.size_ranges import sizes_of
 from ampopt.ir.transform import Recipe
 from ampopt.measure.degenerate import notes_on
 from ampopt.measure.entry import ORIGINAL, Verdict

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from ampopt.deploy.deployable import Deployable, DeployableGraph
 from ampopt.deploy.health import Callback, Event, Health, Monitor
-from ampopt.deploy.inference_module import InferenceModule
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import InputError
 from ampopt.ir.lane_io import original_of
@@ -28,13 +28,14 @@ from ampopt.search.between import Between
 from ampopt.system.environment import environment
 
 
-class PartlyOptimizedModule(InferenceModule):
+class PartlyOptimizedModule(Deployable):
     """A model of which some parts are optimized; calls, results and dtypes are the original's.
 
     Parts are submodules, and graphs of the code between them. A submodule called with shapes that it was not
     captured for runs its original code, or raises StrictError with `strict`; so does the code between them
     run as it was. `report.regions` has the ledger of each optimized part, `report.notes` says why the others
     are not. `health` and `on_health` are those of all optimized submodules together.
+    `save` and `export_onnx` write one of the optimized submodules, `part=`, as a model of its own.
     """
 
     def __init__(
@@ -129,17 +130,31 @@ class PartlyOptimizedModule(InferenceModule):
                 "before they are needed"
             )
 
-    def save(self, *_: object, **__: object) -> NoReturn:
-        """Raises InputError, with the reason why the model is not one graph."""
-        self._refuse("a bundle")
+    def _deployed(self, part: str | None, what: str) -> DeployableGraph:
+        if part is not None and part in self._optimized:
+            return self._optimized[part]
+        names = ", ".join(map(repr, self._optimized))
+        if part is None:
+            alone = f"part= writes one of its parts alone: {names}" if names else self._no_part
+            raise InputError(
+                f"{what} holds a model that is optimized as one graph, and this one is not: {self._why}; "
+                f"{alone}"
+            )
+        if names and part in self.report.regions:
+            raise InputError(
+                f"part={part!r} is code between submodules, which is no model of its own; the submodules "
+                f"that can be written alone are {names}"
+            )
+        raise InputError(f"part={part!r}: {f'choose from {names}' if names else self._no_part}")
 
-    def export_onnx(self, *_: object, **__: object) -> NoReturn:
-        """Raises InputError, with the reason why the model is not one graph."""
-        self._refuse("an ONNX file")
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise InputError(
-            f"{what} holds a model that is optimized as one graph, and this one is not: {self._why}"
+    @property
+    def _no_part(self) -> str:
+        """Why no part can be written."""
+        is_original = self.report.chosen == ORIGINAL and self.report.notes
+        why = self.report.notes[-1] if is_original else self._why
+        return (
+            f"no submodule of it is optimized ({why}); one that is one graph can be optimized by itself, and "
+            "then saved: ampopt.optimize(model.backbone, features)"
         )
 
     def __reduce__(self) -> NoReturn:

@@ -76,7 +76,9 @@ def find_regions(
 
 
 def _children(prefix: str, module: nn.Module) -> dict[str, nn.Module]:
-    """The submodules with weights, by their full names."""
+    """The submodules with weights, by their full names; none of TorchScript, whose parts cannot be called."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return {}
     return {
         f"{prefix}.{name}".removeprefix("."): child
         for name, child in module.named_children()

@@ -10,7 +10,8 @@ from ampopt.deploy.optimized import Optimized
 from ampopt.deploy.sized_program import NoSizedProgramError, SizedProgram, sized_program, verify_sizes
 from ampopt.errors import first_line
 from ampopt.ir.model_copy import untouched_rng
-from ampopt.ir.size_ranges import Sizes, now, shown
+from ampopt.ir.size_range import Sizes, shown
+from ampopt.ir.size_ranges import now
 from ampopt.measure.clocks import engine_latency
 from ampopt.measure.headline import Compared, compare_fairly
 from ampopt.measure.sampling import gain

@@ -199,9 +199,9 @@ def test_the_signature_is_checked_before_the_manifest_is_parsed(tmp_path: Path) 
 
 
 def test_a_bundle_of_an_unknown_schema_says_who_reads_it(tmp_path: Path) -> None:
-    manifest = encode(fields(schema=2, ampopt="9.8.7", files={}))
+    manifest = encode(fields(schema=3, ampopt="9.8.7", files={}))
     (tmp_path / "b").write_bytes(archive({"manifest.json": manifest}))
-    refuses(tmp_path / "b", r"schema '2'.*reads schema 1.*9\.8\.7")
+    refuses(tmp_path / "b", r"schema '3'.*reads schemas 1 and 2.*9\.8\.7")
 
 
 def test_files_are_copied_and_verified_without_holding_them_in_memory(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_two_inputs_of_one_name_are_refused() -> None:
         decode(encode(manifest(inputs=manifest()["inputs"] * 2)))
 
 
-@pytest.mark.parametrize("schema", [0, 2, 10**30, -1, 1.0, True, "1", None, [], {"a": 1}])
+@pytest.mark.parametrize("schema", [0, 3, 10**30, -1, 1.0, True, "1", None, [], {"a": 1}])
 def test_an_unknown_schema_names_the_ampopt_that_reads_it(schema: Any) -> None:
     with pytest.raises(RefusedError, match="schema") as caught:
         decode(encode(manifest(schema=schema, ampopt="9.8.7", new_field=1)))

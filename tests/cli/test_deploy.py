@@ -23,8 +23,10 @@ from ampopt.deploy import bundle_save
 from ampopt.errors import InputError
 from ampopt.measure.field_test import FieldReport, Latencies
 from ampopt.ort.tuning import tune
+from ampopt.search.partly_optimized import PartlyOptimizedModule, as_it_was
 from tests.cli.test_app import CODE, QUICK, call
 from tests.support.planted import module_of
+from tests.support.sized import sized_module
 
 INPUT = ("--input", "1x3x8x8", "--device", "cpu", *QUICK)
 
@@ -78,6 +80,17 @@ def test_export_writes_a_bundle_that_verify_passes(model: str, tmp_path: Path) -
     assert facts["back_to_back"]["p50_ms"] > 0
     assert facts["first_frame_ms"] > 0
     assert facts["memory_bytes"] > 0
+
+
+@pytest.mark.usefixtures("briefly")
+def test_export_writes_a_bundle_of_a_range_of_sizes(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = sized_module(torch.nn.Conv2d(3, 8, 3), torch.randn(1, 3, 8, 8), dynamic={"batch": (1, 8)})
+    monkeypatch.setattr(ampopt, "optimize", lambda *_, **given: fast if given["dynamic"] else None)
+    result = call("export", model, "-o", tmp_path / "b", *INPUT, "--dynamic", "batch=1..8")
+    assert result.exit_code == 0, result.output
+    assert ampopt.load(tmp_path / "b", device="cpu").sizes == {"batch": (1, 8)}
 
 
 def test_verify_fails_where_frames_come_faster_than_answers(tmp_path: Path) -> None:
@@ -154,7 +167,6 @@ def test_the_backends_are_those_that_load_knows() -> None:
         ("m.onnx", ("--sign", "key.pem"), "--sign is for a bundle"),
         ("b", ("--io", "fp16", "--dynamic-batch"), "--io, --dynamic-batch is for ONNX alone"),
         ("m.onnx", ("--io", "lane"), "name one lane"),
-        ("b", ("--dynamic", "batch=1..8"), "--dynamic is for ONNX alone"),
         ("m.onnx", ("--dynamic", "batch=1..8", "--dynamic-batch"), "give one of them"),
         ("m.onnx", ("--dynamic", "batch"), "'batch' is no range: give each size once, such as batch=1..8"),
         ("b", ("--target", "tensorrt"), "--target is for ONNX alone"),
@@ -252,8 +264,38 @@ def test_verify_refuses_wrong_options(
 def test_a_model_of_several_graphs_cannot_be_exported(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ampopt, "optimize", lambda *args, **options: torch.nn.Identity())
-    result = call("export", model, "-o", tmp_path / "m.onnx", *INPUT)
-    assert result.exit_code == 1
-    assert "cannot be captured as one graph" in result.stderr
-    assert not (tmp_path / "m.onnx").exists()
+    monkeypatch.setattr(ampopt, "optimize", _in_parts)
+    for file in ("m.onnx", "b.ampopt"):
+        result = call("export", model, "-o", tmp_path / file, *INPUT)
+        assert result.exit_code == 1
+        assert "optimized as one graph, and this one is not: it reads a number; no submodule" in told(result)
+        assert not (tmp_path / file).exists()
+    result = call("export", model, "-o", tmp_path / "b.ampopt", *INPUT, "--part", "head")
+    assert "part='head': no submodule of it is optimized" in told(result)
+
+
+@pytest.mark.usefixtures("briefly")
+def test_a_part_of_such_a_model_is_exported(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(1, 3, 8, 8)
+    head = torch.nn.Conv2d(3, 8, 3)
+    inside = torch.nn.ModuleDict({"head": head})
+    part, whole = module_of(head, x), _in_parts(inside, x)
+    part.report.model = "head"
+    whole.report.regions["head"] = part.report
+    fast = PartlyOptimizedModule(inside, {"head": part}, None, whole.report, x.device)
+    monkeypatch.setattr(ampopt, "optimize", lambda *args, **options: fast)
+    target, report = tmp_path / "b.ampopt", tmp_path / "r.json"
+    result = call("export", model, "-o", target, *INPUT, "--part", "head", "--json", report)
+    assert result.exit_code == 0, result.output
+    assert open_bundle(target).manifest["model"]["name"] == "head"
+    assert json.loads(report.read_text())["model"] == "head"
+
+
+def _in_parts(model: torch.nn.Module, *args: Any, **_: Any) -> PartlyOptimizedModule:
+    return as_it_was(model, args, {}, "it reads a number", started=0.0)
+
+
+def told(result: Any) -> str:
+    return " ".join(result.stderr.split())

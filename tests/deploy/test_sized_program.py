@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.deploy.sized_program import NoSizedProgramError
-from ampopt.errors import ExportError, StrictError
+from ampopt.errors import StrictError
 from ampopt.ir.lane_io import LaneIO
 from ampopt.ir.lanes import lanes_for
 from ampopt.passes import (
@@ -280,12 +280,3 @@ def test_the_onnx_file_has_the_range(tmp_path: Path) -> None:
         assert np.allclose(found, model(image(batch)).detach().numpy(), atol=1e-5)
     fast.export_onnx(path, dynamic={})
     assert shapes_of(path)["input"] == [4, 3, 8, 8]
-
-
-def test_a_bundle_says_why_it_cannot_hold_the_range(tmp_path: Path) -> None:
-    fast = sized_module(net(), image(), dynamic=BATCH)
-    with pytest.raises(
-        ExportError, match=r"one program for batch 1 to 8, and a bundle holds programs of fixed"
-    ):
-        fast.save(tmp_path / "robot.ampopt", onnx=None)
-    assert not list(tmp_path.iterdir())

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ampopt.errors import InputError
 from ampopt.ir.signature import flatten_call
-from ampopt.ir.size_ranges import checked, corners, drawn_within, hold, now, resized, shown, sizes_of
+from ampopt.ir.size_range import corners, shown
+from ampopt.ir.size_ranges import checked, drawn_within, hold, now, resized, sizes_of
 
 IMAGE, FLAT = torch.zeros(2, 3, 8, 6), torch.zeros(2, 5)
 

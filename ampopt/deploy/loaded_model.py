@@ -1,0 +1,196 @@
+"""`LoadedModel`: a bundle's model with the original's call signature, and the self-test that it passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ampopt.bundle.files import BundleFiles
+from ampopt.deploy.health import Callback, Event, Health, Monitor
+from ampopt.deploy.runtime import OptimizedModule
+from ampopt.errors import BundleError, InputError
+from ampopt.ir.capture import Captured
+from ampopt.ir.keywords import in_order
+from ampopt.ir.normal_form import is_normal, normal_form
+from ampopt.ir.numerics import relative_error
+from ampopt.ir.plain_tensors import check_plain
+from ampopt.ir.signature import describe, flatten_call, flatten_outputs, tensors_of
+from ampopt.ir.size_range import ranges_of, why_outside
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way to run the model, and how many threads of the processor it takes."""
+
+    call: Callable[..., Any]
+    threads: int
+
+
+class LoadedModel:
+    """A loaded bundle's model with the original's call signature; its self-test has passed.
+
+    `backend` is the name of what runs it: "ampopt" (the bundle's program), "onnxruntime", "openvino", or
+    "original" (the captured model without any pass), with `threads` CPU threads. `notes` list differences
+    from the machine that the bundle was made on, and why a backend is not used; `choice` holds the
+    measurements of "auto" for each backend. Calls must have the shapes, dtypes and other arguments that the
+    bundle was made for, or sizes in its ranges, see `sizes`; `health` counts calls that were refused.
+
+    A state that the model keeps goes from call to call, one at a time; see `reset_state`.
+    """
+
+    def __init__(
+        self,
+        files: BundleFiles,
+        captured: Captured,
+        way: Way,
+        backend: str,
+        initial: Sequence[Tensor] = (),
+    ) -> None:
+        """`initial`: the state before the first call. `way` then takes and gives it, see `with_state`."""
+        self.manifest, self.backend, self.threads = files.manifest, backend, way.threads
+        self.notes: list[str] = []
+        self.choice: dict[str, str] = {}
+        self.captured = captured
+        self._call = call = way.call
+        inner = call.health.chose_original if isinstance(call, OptimizedModule) else backend == "original"
+        self._monitor = Monitor(chose_original=inner)
+        self._initial, self._state = tuple(initial), tuple(initial)
+        self._lock = threading.RLock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The original's result for the original's arguments.
+
+        Raises InputError for calls of another signature.
+        """
+        kwargs = in_order(kwargs, self.captured.by_name)
+        leaves, spec = flatten_call(args, kwargs)
+        try:
+            check_plain(tensors_of(leaves))
+            if reason := self._why_not(leaves, spec):
+                raise InputError(f"this bundle was made for other calls: {reason}")
+        except InputError as error:
+            self._monitor.note(Event("refusal", str(error), "a call of another kind"))
+            raise
+        if not self._initial:
+            return self._call(*args, **kwargs)
+        with self._lock:
+            result, left = self.step(self._state, args, kwargs)
+            with torch.inference_mode(mode=False), torch.no_grad():
+                self._state = tuple(tensor.clone() for tensor in left)
+        return result
+
+    def reset_state(self) -> None:
+        """Reset the state to what it was when the model was optimized; a model without one has nothing to."""
+        with self._lock:
+            self._state = self._initial
+
+    def step(
+        self, state: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, Sequence[Tensor]]:
+        """The result of a call from a state, and the next state. The state that is served stays."""
+        if not self._initial:
+            return self._call(*args, **kwargs), ()
+        result, left = self._call(args, dict(kwargs), list(state))
+        return result, left
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """The range of each size that may vary, by its name; empty: calls have the example's sizes."""
+        return {each.name: (each.low, each.high) for each in ranges_of(self.captured.program.sizes)}
+
+    @property
+    def health(self) -> Health:
+        """Counts of how calls were answered so far; see `ampopt.deploy.health.Health`."""
+        own = self._monitor.health()
+        if not isinstance(self._call, OptimizedModule):
+            return own
+        return dataclasses.replace(own + self._call.health, chose_original=own.chose_original)
+
+    def on_health(self, callback: Callback) -> Callable[[], None]:
+        """`OptimizedModule.on_health` for a loaded model."""
+        stops = [self._monitor.tell(callback)]
+        if isinstance(self._call, OptimizedModule):
+            stops.append(self._call.on_health(callback))
+
+        def stop() -> None:
+            for each in stops:
+                each()
+
+        return stop
+
+    def _why_not(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> str | None:
+        own = self.captured
+        if (is_other := spec != own.spec) and normal_form(leaves, spec)[1] != own.spec:
+            return f"its arguments are {own.spec}, and these are {spec}"
+        if own.all_differ and (is_other or not is_normal(leaves, spec)):
+            return "it takes nothing twice: its results depend on which of its arguments are the same"
+        for mine, theirs in zip(self._fitting(leaves), leaves, strict=True):
+            if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
+                if (mine.shape, mine.dtype, mine.device) != (theirs.shape, theirs.dtype, theirs.device):
+                    return f"it takes {describe(mine)}, not {describe(theirs)}"
+            elif type(mine) is not type(theirs) or mine != theirs:
+                return f"it takes {mine!r}, not {theirs!r}"
+        return self._why_outside(leaves)
+
+    def _fitting(self, leaves: Sequence[Any]) -> list[Any]:
+        """The example's leaves, with the call's sizes where a range says that they may vary."""
+        sizes = iter(self.captured.program.sizes)
+        found: list[Any] = []
+        for mine, theirs in zip(self.captured.leaves, leaves, strict=True):
+            named = next(sizes, {}) if isinstance(mine, Tensor) else {}
+            if named and isinstance(theirs, Tensor) and theirs.dim() == mine.dim():
+                shape = [theirs.shape[i] if i in named else size for i, size in enumerate(mine.shape)]
+                mine = mine.new_empty(()).expand(shape)
+            found.append(mine)
+        return found
+
+    def _why_outside(self, leaves: Sequence[Any]) -> str | None:
+        """Why sizes that may vary are not in their ranges."""
+        sizes = self.captured.program.sizes
+        names = [entry["name"] for entry in self.manifest["inputs"]][: len(sizes)]
+        return why_outside(sizes, names, [tensor.shape for tensor in tensors_of(leaves)]) if sizes else None
+
+
+def with_state(captured: Captured, count: int) -> Captured:
+    """A capture whose state is the last `count` inputs and outputs, as that of a function without one.
+
+    The function takes `(args, kwargs, state)` and gives `(result, state)`; the state is a list.
+    """
+    program = captured.program
+    args, kwargs = pytree.tree_unflatten(list(captured.leaves), captured.spec)
+    state = list(program.examples[len(program.examples) - count :])
+    leaves, spec = flatten_call((args, kwargs, state), {})
+    marks = [torch.empty(0) for _ in program.exit[: len(program.exit) - count]]
+    layout = flatten_outputs((captured.layout.restore(marks), state))[1]
+    return Captured(program, spec, tuple(leaves), layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfTestCall:
+    """A self-test: a call's arguments, the flat outputs that it must have, and where it is in the ranges."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: tuple[Tensor, ...]
+    place: str = ""
+    state: tuple[Tensor, ...] = ()
+
+
+def run_self_test(model: LoadedModel, test: SelfTestCall, tolerance: float) -> None:
+    """Two calls: the first may capture what the second replays."""
+    for _ in range(2):
+        with torch.no_grad():
+            outputs = flatten_outputs(model.step(test.state, test.args, test.kwargs))[0]
+        for number, (output, expected) in enumerate(zip(outputs, test.outputs, strict=True)):
+            error = relative_error(output, expected)
+            if not error <= tolerance:
+                raise BundleError(
+                    f"the self-test{test.place} fails on {model.backend}: output {number} has a relative "
+                    f"error of {error:.3g}, and the manifest allows {tolerance:.3g}"
+                )
