@@ -20,7 +20,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
 
 from ampopt.errors import CaptureError, first_line
-from ampopt.ir.aliasing import never_written, overlapping_write
+from ampopt.ir.aliasing import overlapping_write
+from ampopt.ir.functional_losses import drop_idle_dropouts, keep_casts
 from ampopt.ir.graph import (
     arguments,
     aten,
@@ -142,58 +143,6 @@ def _rename_in_place(module: fx.GraphModule) -> bool:
             return False
         node.target = functional
     return True
-
-
-_DROPOUTS = (
-    *(aten.dropout.default, aten.feature_dropout.default),
-    *(aten.alpha_dropout.default, aten.feature_alpha_dropout.default),
-)
-"""Dropouts of an argument `train`; the inference of each returns the tensor itself."""
-
-
-def _drop_idle_dropouts(exported: ExportedProgram) -> None:
-    """Let what reads a dropout of inference read its argument, which is what it returns.
-
-    PyTorch's decompositions before 2.12 make a new tensor of it, and what is written to it in place is lost.
-    """
-    for node in exported.graph.nodes:
-        if node.target in _DROPOUTS and arguments(node)["train"] is False:
-            node.replace_all_uses_with(arguments(node)["input"], lambda user: user.op != "output")
-
-
-_CASTS = (aten.to.dtype, aten.to.device, aten.to.dtype_layout)
-
-
-def _keep_casts(exported: ExportedProgram) -> None:
-    """Hold on to casts to the dtype that a tensor has anyway, which PyTorch leaves out of functional graphs.
-
-    Under autocast the tensor may have another dtype, and the cast work to do. As a copy it stays; what is
-    written to in place has to stay one tensor under two names, and its casts go. `_restore_vocabulary` makes
-    casts of the copies again.
-    """
-    safe = never_written(exported.graph)
-    for node in exported.graph.find_nodes(op="call_function", target=aten.type_as.default):
-        source, value = node.args[0], node.meta.get("val")
-        before = source.meta.get("val")
-        same = isinstance(value, Tensor) and isinstance(before, Tensor) and value.dtype is before.dtype
-        if node not in safe and same and value.device == before.device:
-            node.replace_all_uses_with(
-                source
-            )  # PyTorch takes it for a copy, and what is written to it is lost
-    for node in exported.graph.nodes:
-        if node.target not in _CASTS or node not in safe:
-            continue
-        own, value = arguments(node), node.meta.get("val")
-        source = own["self"].meta.get("val")
-        if not isinstance(value, Tensor) or not isinstance(source, Tensor):
-            continue
-        is_idle = (value.dtype, value.device, own["memory_format"]) == (source.dtype, source.device, None)
-        if is_idle and not own["copy"] and value.is_floating_point():
-            node.target, node.args, node.kwargs = (
-                aten._to_copy.default,
-                (own["self"],),
-                {"dtype": value.dtype},
-            )
 
 
 def _lift_weights(exported: ExportedProgram, states: Sequence[str] = ()) -> fx.GraphModule:
@@ -373,8 +322,8 @@ def _lower(exported: ExportedProgram, states: Sequence[str]) -> fx.GraphModule:
             raise CaptureError(
                 f"the model writes in place to a tensor whose elements share memory: {where(node)}"
             )
-        _drop_idle_dropouts(exported)
-        _keep_casts(exported)
+        drop_idle_dropouts(exported)
+        keep_casts(exported)
         exported = exported.run_decompositions({})
         _check_writes(exported)
         module = _lift_weights(exported, states)

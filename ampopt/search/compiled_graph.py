@@ -23,8 +23,8 @@ from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.ledger import Ledger
 from ampopt.search.aliases import Layout, layout_of
 from ampopt.search.graph_weights import GraphWeights
-from ampopt.search.optimizer import optimize_captured
 from ampopt.search.options import Options
+from ampopt.search.region import optimize_captured
 from ampopt.search.rehearsal import Sandbox
 from ampopt.search.trials import Progress
 from ampopt.system.interrupts import interruptible

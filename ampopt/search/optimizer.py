@@ -390,31 +390,3 @@ class Optimizer:
             ready=None if best is None else best.run,
             sized=sized,
         )
-
-
-def optimize_captured(
-    original: nn.Module,
-    captured: Captured,
-    options: Options,
-    name: str,
-    progress: Progress,
-    sandbox: Sandbox,
-    rival: Callable[[], object] | None = None,
-) -> tuple[OptimizedModule, bool]:
-    """Optimize a part of a model, for the captured call alone; also whether Ctrl-C has ended the work.
-
-    `rival`: see `Optimizer`.
-    """
-    with interruptible():
-        optimizer = Optimizer(
-            original,
-            captured,
-            options,
-            name=name,
-            started=time.perf_counter(),
-            progress=progress,
-            sandbox=sandbox,
-            max_captures=0,
-            rival=rival,
-        )
-    return optimizer.run(), optimizer.interrupted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import AmpoptError, CaptureError
 from ampopt.ir.capture import Captured, capture
 from ampopt.ir.model_copy import private_copy
-from ampopt.search.optimizer import optimize_captured
+from ampopt.search.optimizer import Optimizer
 from ampopt.search.options import Options
 from ampopt.search.part_calls import Call, PartCalls, calls_of_parts
 from ampopt.search.rehearsal import Sandbox
@@ -114,3 +115,31 @@ def optimize_region(
             for call_args, call_kwargs in region.calls[1:MOST_CALLS]:
                 module.prepare_call(call_args, call_kwargs)
     return module, was_cut_off
+
+
+def optimize_captured(
+    original: nn.Module,
+    captured: Captured,
+    options: Options,
+    name: str,
+    progress: Progress,
+    sandbox: Sandbox,
+    rival: Callable[[], object] | None = None,
+) -> tuple[OptimizedModule, bool]:
+    """Optimize a part of a model, for the captured call alone; also whether Ctrl-C has ended the work.
+
+    `rival`: see `Optimizer`.
+    """
+    with interruptible():
+        optimizer = Optimizer(
+            original,
+            captured,
+            options,
+            name=name,
+            started=time.perf_counter(),
+            progress=progress,
+            sandbox=sandbox,
+            max_captures=0,
+            rival=rival,
+        )
+    return optimizer.run(), optimizer.interrupted
