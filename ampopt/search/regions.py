@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ampopt.deploy.runtime import OptimizedModule
-from ampopt.errors import AmpoptError, first_line
+from ampopt.errors import first_line
 from ampopt.ir.lane_io import original_call, original_of
 from ampopt.ir.lanes import FP32, Lane, lanes_for
 from ampopt.ir.model_copy import device_of, untouched_rng, working_copy
@@ -19,17 +19,17 @@ from ampopt.ir.settings import Settings
 from ampopt.ir.signature import describe, flatten_call, tensors_of
 from ampopt.measure.clocks import latency
 from ampopt.measure.entry import ORIGINAL
-from ampopt.measure.headline import compare_fairly
+from ampopt.measure.headline import Compared, compare_fairly
 from ampopt.measure.ledger import LaneSummary, Ledger
 from ampopt.measure.sampling import Gain, Measurement
 from ampopt.search.between import Between
 from ampopt.search.lane_probe import seconds_of_a_call
 from ampopt.search.last_comparison import HEADLINE
-from ampopt.search.lower_parts import LowerParts
 from ampopt.search.optimizer import BRIEFLY_S
 from ampopt.search.options import AUTO_TOLERANCE, Options
 from ampopt.search.partly_optimized import PartlyOptimizedModule, patched
-from ampopt.search.region import Region, find_regions, optimize_region
+from ampopt.search.parts_search import PartsSearch, shortened
+from ampopt.search.region import Region, find_regions
 from ampopt.search.rehearsal import Sandbox
 from ampopt.search.trials import Progress
 from ampopt.search.whole_check import WholeCheck
@@ -37,8 +37,14 @@ from ampopt.system.budget import Budget
 from ampopt.system.environment import environment
 from ampopt.system.interrupts import interruptible
 
-MOST_REASONS = 8
-"""Number of submodules, and of other parts, whose reasons for running as they were are in a report."""
+THREADS_OF_THEIR_OWN = ("onnx-runtime", "openvino")
+"""Engines that compute on a CPU in other threads than PyTorch's operators."""
+
+FIRST_SHARE = 0.75
+"""Share of the time for submodules on a CPU in which they may have such engines."""
+
+CONTENDED = 1.25
+"""How many times longer than expected a call may take before parts are tried without such engines."""
 
 JUDGING = 0.9
 """Share of the time budget after which nothing is tried; the rest is for comparing the whole."""
@@ -83,10 +89,10 @@ class PartwiseOptimizer:
         self._asked = options
         self._part_options = options if options.metric is None else _without_metric(options)
         self._options = dataclasses.replace(self._part_options, precision=FP32.name)
+        self._parts: PartsSearch | None = None
         self._check = WholeCheck(original, args, kwargs, self._device, _limit(options), options.metric)
         self._modules: dict[str, OptimizedModule] = {}
         self._between: Between | None = None
-        self._lower: LowerParts | None = None
 
     def run(self) -> PartlyOptimizedModule:
         """Optimize what can be, and decide what is served. Raises InputError if the user's metric fails."""
@@ -120,76 +126,95 @@ class PartwiseOptimizer:
         return found
 
     def _note(self, reasons: Sequence[str], more: str) -> None:
-        self._ledger.notes += reasons[:MOST_REASONS]
-        if len(reasons) > MOST_REASONS:
-            self._ledger.notes.append(f"{len(reasons) - MOST_REASONS} {more}")
+        self._ledger.notes += shortened(reasons, more)
 
     def _optimize_submodules(self, regions: Sequence[Region], call_s: float) -> bool:
-        """Optimize them in FP32, then in lower precision; whether Ctrl-C has ended the work."""
+        """Optimize them in FP32, then in lower precision; whether Ctrl-C has ended the work.
+
+        An engine with threads of its own may be the fastest for a part alone and slow beside PyTorch's code,
+        whose threads spin on the same cores. Where that shows in the whole, they are optimized without such
+        engines, too, and what makes the whole faster is kept.
+        """
         took = [seconds_of_a_call(r.original, *r.calls[0], self._options.budget_s) for r in regions]
         inside = min(sum(took) / call_s, 1.0) if call_s else 1.0
         now = time.perf_counter()
         seconds = (self._end - now) * max(inside, 1 - MOST_BETWEEN)
-        end, lower = now + seconds, LowerParts(self._original, self._check, regions, took, self._part_options)
-        lower_s = 0.0
-        if seconds > 0:
-            try:
-                with interruptible():
-                    lower.look(call_s, seconds)
-                lower_s = lower.weight_s(end - time.perf_counter())
-            except KeyboardInterrupt:
-                return True
-            except Exception as error:
-                self._ledger.notes.append(f"lower precision was not tried: {first_line(error)}")
-        if self._optimize_in_fp32(regions, took, end, lower_s):
-            return True
-        return self._optimize_lower(lower, end)
+        has_second = bool(regions) and self._device.type == "cpu" and self._may_have_threads_of_their_own()
 
-    def _optimize_lower(self, lower: LowerParts, end: float) -> bool:
-        """Optimize submodules in lower precision, and keep that where it is right and faster.
+        def search(options: Options, share: float) -> tuple[PartsSearch, bool]:
+            parts = PartsSearch(
+                self._original,
+                self._check,
+                regions,
+                took,
+                call_s,
+                options,
+                progress=self._progress,
+                sandbox=self._sandbox,
+            )
+            left_s = share * (now + seconds - time.perf_counter())
+            return parts, parts.run(left_s, self._budget.left_s)
 
-        Gives whether Ctrl-C has ended the work.
-        """
-        was_cut_off = lower.optimize(self._modules, end, self._progress, self._sandbox)
+        parts, was_cut_off = search(self._part_options, FIRST_SHARE if has_second else 1.0)
+        self._adopt(parts)
+        if was_cut_off or not has_second or now + seconds < time.perf_counter():
+            return was_cut_off
         try:
-            lower.settle(0.0 if was_cut_off else self._budget.left_s)
+            if self._is_slower_than_its_parts(took):
+                without = sorted({*self._part_options.exclude, *THREADS_OF_THEIR_OWN})
+                options = dataclasses.replace(self._part_options, exclude=without)
+                others, was_cut_off = search(options, 1.0)
+                self._adopt_if_faster(others)
         except KeyboardInterrupt:
-            was_cut_off = True
+            return True
         except Exception as error:
-            lower.reasons.append(f"submodules stay in FP32: comparing the whole failed: {first_line(error)}")
-        self._lower, self._modules = lower, lower.modules
-        self._ledger.regions.update({name: module.report for name, module in self._modules.items()})
-        self._note(lower.reasons, "more submodules stay in FP32")
+            self._ledger.notes.append(f"parts without engines were not tried: {first_line(error)}")
         return was_cut_off
 
-    def _optimize_in_fp32(
-        self, regions: Sequence[Region], took: Sequence[float], end: float, lower_s: float
-    ) -> bool:
-        """Whether Ctrl-C has ended the work.
+    def _may_have_threads_of_their_own(self) -> bool:
+        names = {engine.name for engine in self._part_options.pipeline().engines}
+        return not names.isdisjoint(THREADS_OF_THEIR_OWN)
 
-        Lower precision gets a share of the time until `end`, too, as if it were a submodule of `lower_s`.
-        """
-        for index, region in enumerate(regions):
-            left = end - time.perf_counter()
-            if left <= 0 and index > 0:
-                self._ledger.notes.append(
-                    f"{len(regions) - index} submodules run as they were: the time budget was spent"
-                )
-                return False
-            share = max(left * took[index] / (sum(took[index:]) + lower_s), 0.1)
-            options = self._options.within(share)
-            try:
-                module, was_cut_off = optimize_region(region, options, self._progress, self._sandbox)
-            except KeyboardInterrupt:
-                return True
-            except Exception as error:
-                self._ledger.notes.append(f"submodule {region.name} runs as it was: {_reason(error)}")
-                continue
-            self._ledger.regions[region.name] = module.report
-            self._modules[region.name] = module
-            if was_cut_off:
-                return True
-        return False
+    def _adopt(self, parts: PartsSearch) -> None:
+        """Let these parts be the ones that serve, and the ledger tell of them."""
+        for told in self._parts.notes if self._parts is not None else ():
+            self._ledger.notes.remove(told)
+        self._parts, self._modules = parts, parts.modules
+        self._ledger.regions = dict(parts.reports)
+        self._ledger.notes += parts.notes
+
+    def _is_slower_than_its_parts(self, took: Sequence[float]) -> bool:
+        """Whether the whole takes longer than the times of parts with such engines, each alone, promise."""
+        assert self._parts is not None
+        chosen = {name: r.lanes[r.chosen] for name, r in self._parts.reports.items() if r.chosen in r.lanes}
+        if not any({*lane.passes} & {*THREADS_OF_THEIR_OWN} for lane in chosen.values()):
+            return False
+        with interruptible():
+            found = self._compared(patched(self._original, {}), patched(self._original, self._modules))
+        parts_s = sum(lane.best.median for lane in chosen.values())
+        expected = max(found.before.median - sum(took), 0.0) + parts_s
+        return found.after.median > CONTENDED * expected
+
+    def _adopt_if_faster(self, others: PartsSearch) -> None:
+        """Take parts without such engines where the whole is right and faster; the ledger says so."""
+        own, other = (patched(self._original, m) for m in (self._modules, others.modules))
+        with interruptible():
+            why_wrong = self._check.judge(other)[1]
+            found = None if why_wrong else self._compared(own, other)
+        if found is not None and found.gain.is_real:
+            self._adopt(others)
+            engines = " and ".join(THREADS_OF_THEIR_OWN)
+            self._ledger.notes.append(
+                f"parts are without {engines}, whose threads get into each other's way with PyTorch's: the "
+                f"whole is {found.gain.ratio:.2f}x faster"
+            )
+
+    def _compared(self, before: Callable[..., Any], after: Callable[..., Any]) -> Compared:
+        return compare_fairly(
+            latency(lambda: self._check.call(before), self._device),
+            latency(lambda: self._check.call(after), self._device),
+            seconds=min(COMPARING_S, max(self._budget.left_s, 0.0)),
+        )
 
     def _optimize_between(self) -> bool:
         """Optimize the code between submodules, and keep it if that is faster; whether Ctrl-C ended it."""
@@ -224,11 +249,7 @@ class PartwiseOptimizer:
         return None if self._gain_between(without, between.serve(inside)).is_real else "it is not faster"
 
     def _gain_between(self, without: Callable[..., Any], served: Callable[..., Any]) -> Gain:
-        return compare_fairly(
-            latency(lambda: self._check.call(without), self._device),
-            latency(lambda: self._check.call(served), self._device),
-            seconds=min(COMPARING_S, max(self._budget.left_s, 0.0)),
-        ).gain
+        return self._compared(without, served).gain
 
     def _compare_or_leave(self) -> None:
         """`_compare`; where it fails or is interrupted, the original is chosen, and a note says why."""
@@ -265,7 +286,7 @@ class PartwiseOptimizer:
         if not ledger.regions:
             refused = "nothing was optimized"
         ledger.baseline, ledger.gain, ledger.load = found.before, found.gain, found.load
-        served = next(iter(self._lower.lanes.values()), FP32) if self._lower is not None else FP32
+        served = next(iter(self._parts.lower.lanes.values()), FP32) if self._parts is not None else FP32
         summary = _summary(served, found.before, found.after, error, tuple(ledger.regions))
         own = dataclasses.replace(summary, refused=refused, gain=found.gain)
         summaries = [own, *self._other_lane(served, found.before)]
@@ -280,9 +301,9 @@ class PartwiseOptimizer:
 
     def _other_lane(self, served: Lane, before: Measurement) -> list[LaneSummary]:
         """The whole in FP32 where lower precision serves, or the other way round, if both were compared."""
-        if self._lower is None or self._lower.compared is None:
+        if self._parts is None or (found := self._parts.lower.compared) is None:
             return []
-        passes, found = tuple(self._ledger.regions), self._lower.compared
+        passes = tuple(self._ledger.regions)
         if served is FP32:
             return [_summary(found.lane, before, found.lower, found.lower_error, passes)]
         return [_summary(FP32, before, found.fp32, found.error, passes)]
@@ -309,7 +330,3 @@ def _limit(options: Options) -> float:
     if options.tolerance is not None:
         return options.tolerance
     return AUTO_TOLERANCE if options.metric is None else 0.0
-
-
-def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, AmpoptError) else first_line(error)

@@ -283,7 +283,7 @@ def test_a_region_that_fails_runs_as_it_was(monkeypatch: pytest.MonkeyPatch) -> 
     def failing(*args: Any) -> None:
         raise ZeroDivisionError("no time")
 
-    monkeypatch.setattr("ampopt.search.regions.optimize_region", failing)
+    monkeypatch.setattr("ampopt.search.parts_search.optimize_region", failing)
     model = Branching().eval()
     fast = optimize(model, X.abs(), cache=False)
     assert "submodule bright runs as it was: ZeroDivisionError: no time" in fast.report.notes

@@ -1,0 +1,117 @@
+"""Optimizes the submodules of a model that is not one graph: in FP32, and then in lower precision."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from torch import nn
+
+from ampopt.deploy.runtime import OptimizedModule
+from ampopt.errors import AmpoptError, first_line
+from ampopt.ir.lanes import FP32
+from ampopt.measure.ledger import Ledger
+from ampopt.search.lower_parts import LowerParts
+from ampopt.search.options import Options
+from ampopt.search.region import Region, optimize_region
+from ampopt.search.rehearsal import Sandbox
+from ampopt.search.trials import Progress
+from ampopt.search.whole_check import WholeCheck
+from ampopt.system.interrupts import interruptible
+
+MOST_REASONS = 8
+"""Number of submodules, and of other parts, whose reasons for running as they were are in a report."""
+
+
+class PartsSearch:
+    """The search for one set of submodules; `modules` are those that it has optimized, by name.
+
+    `reports` has their ledgers, `notes` says why others run as they were or stay in FP32. `options` are those
+    of a submodule, `took` is the time of each region's first call, `call_s` that of the whole, in seconds.
+    """
+
+    def __init__(
+        self,
+        original: nn.Module,
+        check: WholeCheck,
+        regions: Sequence[Region],
+        took: Sequence[float],
+        call_s: float,
+        options: Options,
+        *,
+        progress: Progress,
+        sandbox: Sandbox,
+    ) -> None:
+        self._regions, self._took, self._call_s, self._options = regions, took, call_s, options
+        self._progress, self._sandbox = progress, sandbox
+        self._fp32 = dataclasses.replace(options, precision=FP32.name)
+        self.lower = LowerParts(original, check, regions, took, options)
+        self.modules: dict[str, OptimizedModule] = {}
+        self.reports: dict[str, Ledger] = {}
+        self.notes: list[str] = []
+
+    def run(self, seconds: float, left_s: float) -> bool:
+        """Optimize them within a time; whether Ctrl-C has ended the work.
+
+        Comparing the whole in both precisions takes a part of `left_s`.
+        """
+        began = time.perf_counter()
+        end, lower_s = began + seconds, 0.0
+        if seconds > 0:
+            try:
+                with interruptible():
+                    self.lower.look(self._call_s, seconds)
+                lower_s = self.lower.weight_s(end - time.perf_counter())
+            except KeyboardInterrupt:
+                return True
+            except Exception as error:
+                self.notes.append(f"lower precision was not tried: {first_line(error)}")
+        if self._in_fp32(end, lower_s):
+            return True
+        was_cut_off = self.lower.optimize(self.modules, end, self._progress, self._sandbox)
+        try:
+            self.lower.settle(0.0 if was_cut_off else left_s - (time.perf_counter() - began))
+        except KeyboardInterrupt:
+            was_cut_off = True
+        except Exception as error:
+            self.lower.reasons.append(
+                f"submodules stay in FP32: comparing the whole failed: {first_line(error)}"
+            )
+        self.modules = self.lower.modules
+        self.reports.update({name: module.report for name, module in self.modules.items()})
+        self.notes += shortened(self.lower.reasons, "more submodules stay in FP32")
+        return was_cut_off
+
+    def _in_fp32(self, end: float, lower_s: float) -> bool:
+        """Whether Ctrl-C has ended the work.
+
+        Lower precision gets a share of the time until `end`, too, as if it were a submodule of `lower_s`.
+        """
+        for index, region in enumerate(self._regions):
+            left = end - time.perf_counter()
+            if left <= 0 and index > 0:
+                count = len(self._regions) - index
+                self.notes.append(f"{count} submodules run as they were: the time budget was spent")
+                return False
+            share = max(left * self._took[index] / (sum(self._took[index:]) + lower_s), 0.1)
+            options = self._fp32.within(share)
+            try:
+                module, was_cut_off = optimize_region(region, options, self._progress, self._sandbox)
+            except KeyboardInterrupt:
+                return True
+            except Exception as error:
+                reason = str(error) if isinstance(error, AmpoptError) else first_line(error)
+                self.notes.append(f"submodule {region.name} runs as it was: {reason}")
+                continue
+            self.reports[region.name] = module.report
+            self.modules[region.name] = module
+            if was_cut_off:
+                return True
+        return False
+
+
+def shortened(reasons: Sequence[str], more: str) -> list[str]:
+    """The first reasons, and how many more there are of what."""
+    rest = [f"{len(reasons) - MOST_REASONS} {more}"] if len(reasons) > MOST_REASONS else []
+    return [*reasons[:MOST_REASONS], *rest]
