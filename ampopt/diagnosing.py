@@ -18,6 +18,7 @@ from ampopt.diagnosis.ceilings import measure_ceilings
 from ampopt.diagnosis.examine import find_all, measure, untried_note
 from ampopt.diagnosis.finding import Finding
 from ampopt.diagnosis.findings.input_device import moved_along
+from ampopt.diagnosis.heap import Refilled, examine_heap
 from ampopt.diagnosis.optimized_column import add_optimized, check_optimized
 from ampopt.diagnosis.own_program import OwnKernel
 from ampopt.diagnosis.result import Diagnosis
@@ -128,6 +129,8 @@ def diagnose(
         called = given[0] if isinstance(given[0], tuple) else () if given[0] is None else (given[0],)
         called, given_kwargs = moved_along(model, called, given[1], where)
         with progress_line(progress, started, budget.seconds) as tell, untouched_rng(where):
+            tell("all", "memory")
+            refilled = _refilled(original, args, kwargs, where)
             tell("all", "watched call")
             seen = watch(exact_copy(original), *own_tensors(called, given_kwargs), where)
             tell("all", "ceilings")
@@ -142,6 +145,7 @@ def diagnose(
                 ceilings=measure_ceilings(where, lanes[-1].dtype),
                 budget=budget,
                 first_call_s=first_s,
+                refilled=refilled,
             )
             rows: list[BatchRow] = []
             own: tuple[OwnKernel, ...] = ()
@@ -208,6 +212,19 @@ def _trace_file(trace: object) -> Path | None:
     if path.is_dir() or not path.resolve().parent.is_dir():
         raise InputError(f"trace={str(path)!r}: give a file in a folder that exists")
     return path
+
+
+def _refilled(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> Refilled | None:
+    """See `examine_heap`; None where the model fails when it is called again, which others tell."""
+    try:
+        own_args, own_kwargs = own_tensors(args, kwargs)
+        call = eager_call(exact_copy(model), own_args, own_kwargs, device, FP32)
+        return examine_heap(call, device, timed_call(call, device))
+    except Exception as error:
+        check_interrupted(error)
+        return None
 
 
 def _first_call_s(model: nn.Module, inputs: Any, kwargs: dict[str, Any], device: torch.device) -> float:

@@ -12,6 +12,7 @@ from torch import nn
 from ampopt.diagnosis.accuracy import LayerError
 from ampopt.diagnosis.ceilings import Ceilings
 from ampopt.diagnosis.finding import Counterfactual
+from ampopt.diagnosis.heap import Refilled
 from ampopt.diagnosis.layers import Layer
 from ampopt.diagnosis.operators import Kernel
 from ampopt.diagnosis.watch import Watched
@@ -52,6 +53,7 @@ class Case:
     ceilings: Ceilings
     budget: Budget
     first_call_s: float = 0.0
+    refilled: Refilled | None = None
     program: Program | None = None
     not_a_graph: str | None = None
     lanes: dict[str, Lane] = dataclasses.field(default_factory=dict)

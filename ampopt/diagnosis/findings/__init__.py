@@ -20,6 +20,7 @@ from ampopt.diagnosis.findings import (
     memory_layout,
     mixed_precision,
     overflow,
+    page_faults,
     redundant,
     tf32,
     training_mode,
@@ -43,6 +44,7 @@ FINDINGS: tuple[Find, ...] = (
     tf32.find,
     overflow.find,
     cpu_threads.find,
+    page_faults.find,
     cold_calls.find,
 )
 """In the order in which they are looked for: first what costs no time, then what is most often the cause."""
