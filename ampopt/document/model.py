@@ -13,6 +13,10 @@ Tone = Literal["plain", "good", "warn", "bad", "note", "faint"]
 """How a thing is meant: HTML and plots give each tone a colour."""
 
 
+NOTHING = "–"
+"""What a cell says that has nothing to say."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Figure:
     """A number that is read first: `value` in a few characters, and in `note` what it is worth."""
@@ -54,6 +58,17 @@ class Table:
         made = tuple(Column(name, name.endswith((" ms", " s", " MB", "gain", "error"))) for name in columns)
         cells = tuple(tuple(Cell(c) if isinstance(c, str) else c for c in row) for row in rows)
         return cls(made, cells)
+
+    @property
+    def told(self) -> Table:
+        """The table without the columns in which no row says anything: those of a GPU on a CPU."""
+        kept = [
+            place
+            for place, _ in enumerate(self.columns)
+            if not self.rows or any(row[place].text not in ("", NOTHING) for row in self.rows)
+        ]
+        rows = tuple(tuple(row[place] for place in kept) for row in self.rows)
+        return dataclasses.replace(self, columns=tuple(self.columns[place] for place in kept), rows=rows)
 
 
 @dataclasses.dataclass(frozen=True)
