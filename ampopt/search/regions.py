@@ -184,7 +184,10 @@ class PartwiseOptimizer:
         self._ledger.notes += parts.notes
 
     def _is_slower_than_its_parts(self, took: Sequence[float]) -> bool:
-        """Whether the whole takes longer than the times of parts with such engines, each alone, promise."""
+        """Whether the whole takes longer than the times of parts with such engines, each alone, promise.
+
+        It does where it is no faster than the original, whose own time may be mostly that of page faults.
+        """
         assert self._parts is not None
         chosen = {name: r.lanes[r.chosen] for name, r in self._parts.reports.items() if r.chosen in r.lanes}
         if not any({*lane.passes} & {*THREADS_OF_THEIR_OWN} for lane in chosen.values()):
@@ -193,7 +196,7 @@ class PartwiseOptimizer:
             found = self._compared(patched(self._original, {}), patched(self._original, self._modules))
         parts_s = sum(lane.best.median for lane in chosen.values())
         expected = max(found.before.median - sum(took), 0.0) + parts_s
-        return found.after.median > CONTENDED * expected
+        return not found.gain.is_real or found.after.median > CONTENDED * expected
 
     def _adopt_if_faster(self, others: PartsSearch) -> None:
         """Take parts without such engines where the whole is right and faster; the ledger says so."""

@@ -59,9 +59,9 @@ def optimize(**options: Any) -> Ledger:
     return ampopt.optimize(Branching().eval(), X, precision="fp32", progress=False, **options).report
 
 
-def found(after_s: float) -> Compared:
+def found(after_s: float, gain: float = 2.0) -> Compared:
     """The whole's time with the parts that were found first."""
-    return Compared(times(PART_S + REST_S), times(after_s), Gain(1.0, 1.0, 1.0), None)
+    return Compared(times(PART_S + REST_S), times(after_s), Gain(gain, gain, gain), None)
 
 
 def decided(ratio: float) -> Compared:
@@ -73,10 +73,11 @@ PROMISED = REST_S + 0.1
 
 
 @pytest.mark.parametrize("engine", THREADS_OF_THEIR_OWN)
+@pytest.mark.parametrize("whole", [found(CONTENDING), found(PROMISED, gain=1.0)], ids=["slow", "no gain"])
 def test_where_the_whole_is_slower_than_its_parts_promise_they_are_made_without_such_engines(
-    monkeypatch: pytest.MonkeyPatch, engine: str
+    monkeypatch: pytest.MonkeyPatch, whole: Compared, engine: str
 ) -> None:
-    searches = Searches(monkeypatch, ("a", engine), ("b",), compared=[found(CONTENDING), decided(2.0)])
+    searches = Searches(monkeypatch, ("a", engine), ("b",), compared=[whole, decided(2.0)])
     report = optimize(exclude=("degroup",))
     assert searches.excluded == [{"degroup"}, {"degroup", *THREADS_OF_THEIR_OWN}]
     assert report.regions["bright"].lanes["fp32"].passes == ("b",)
