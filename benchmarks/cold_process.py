@@ -29,6 +29,7 @@ from benchmarks.cold_lines import BY_HAND, COMPILED, EAGER, EAGER_AMP, OURS
 from benchmarks.cold_networks import UnknownNetworkError
 from benchmarks.race_protocol import peak_bytes
 from benchmarks.regimes import Block, Subject, block, in_turn, summary
+from benchmarks.results_files import told
 from benchmarks.subjects import subject_of
 
 Facts = dict[str, Any]
@@ -67,7 +68,7 @@ def measure(
                 calls[name] = call
                 contestants[name] = {"prepare_s": time.perf_counter() - start}
             except Exception as failure:
-                contestants[name] = {"error": f"{type(failure).__name__}: {failure}"[:300]}
+                contestants[name] = {"error": told(failure)}
         blocks: dict[str, Callable[[str], Block]] = {}
         for name, call in calls.items():
             run: Callable[..., Any] = _directly if name == OURS else functools.partial(of_peers, pool)
@@ -105,7 +106,7 @@ def _expected(model: nn.Module, inputs: Inputs) -> tuple[list[Tensor] | None, st
     try:
         return reference(model, inputs), None
     except Exception as failure:
-        return None, f"{type(failure).__name__}: {failure}"[:300]
+        return None, told(failure)
 
 
 def of_peers(pool: Executor, work: Callable[[], T]) -> T:
@@ -234,7 +235,7 @@ def main() -> None:
     except UnknownNetworkError as unknown:
         write({"skipped": str(unknown)})
     except Exception as failure:
-        write({"error": f"{type(failure).__name__}: {failure}"[:300]})
+        write({"error": told(failure)})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from ampopt.system.environment import environment
 from benchmarks import cold_start
 from benchmarks.anybody import anybody
 from benchmarks.race_networks import RACE
-from benchmarks.results_files import Row, commit, results_folder
+from benchmarks.results_files import Row, commit, results_folder, told
 
 
 def row_of(
@@ -32,7 +32,7 @@ def row_of(
         try:
             lanes[lane.name] = measure(original, captured, lane)
         except Exception as failure:
-            lanes[lane.name] = {"error": f"{type(failure).__name__}: {failure}"}
+            lanes[lane.name] = {"error": told(failure)}
     return {"network": name, "environment": environment(device), "commit": commit(), "lanes": lanes}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
@@ -50,6 +51,14 @@ def results_folder(root: Path, device: torch.device) -> Path:
     folder = root / "-".join("".join(c if c.isalnum() else " " for c in name).split())
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+_FOLDERS = re.compile(r"(?:/[\w.+-]+)+/(?=[\w.+-]+)")
+
+
+def told(failure: Exception) -> str:
+    """A failure for a row: its kind and its text in short, with the names of files but not their folders."""
+    return f"{type(failure).__name__}: {_FOLDERS.sub('', str(failure))}"[:300]
 
 
 def update(

@@ -69,7 +69,8 @@ class FuseConvTriton(Pass):
     after the time for measurements; in a replay, choices that do not fit the shape; programs under autocast.
     Correct because: the kernel computes the same sums of the same products; what is fused reads the sums
     before they are rounded, so that fewer roundings happen. Groups computed together have zeros for each
-    other's weights. z and s are computed before the fused call, which stands in the last node's place.
+    other's weights. z and s are computed before the fused call, which stands in the last node's place. Shapes
+    are told without a run; strides that turn out otherwise are read, or copied, by the call itself.
     Cost: seconds of compilation and measurement, in Triton's own cache afterwards.
 
     `choices` holds the measured (node's name, tile) pairs; a replay applies them without measuring. They are

@@ -70,7 +70,7 @@ class RemoveInferenceNoops(Pass):
     strides shows the same elements in the same order (a slice as long as its input starts at 0 with step 1),
     and a cast to the dtype that is there already keeps every bit. The graph is functional, so it does not
     matter that a copy and its source become one tensor. Whatever no output depends on has no effect.
-    Cost: one run on the example inputs, which tells the shapes.
+    Cost: one run on the example inputs, which tells the shapes; what was told ahead of it must come true.
     """
 
     numerics = Numerics.BITWISE

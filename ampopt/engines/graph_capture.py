@@ -77,7 +77,8 @@ def _own_workspaces() -> Iterator[None]:
 
     PyTorch keeps one for each stream, and all captures are on the same stream: a graph would use one in the
     memory of an earlier graph, and an illegal address once that is gone (pytorch/pytorch#193402), or once
-    something clears them, as `torch.compile`'s own graphs do. What is cleared stays in its graph's memory.
+    something clears them, as `torch.compile`'s own graphs do. What is cleared stays in its graph's memory. As
+    with those, a graph of the user's own loses a workspace that its stream had before the capture.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ampopt.ir.program import Program
 from ampopt.ir.shapes import Foretold
 from ampopt.ir.transform import Applied, Pass, Result, replay
@@ -14,7 +16,9 @@ class Foreseen:
     takes the results if shapes come true.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, give_up: Callable[[], object] = lambda: None) -> None:
+        """`give_up` is called where shapes are others: what was begun on these results is of no use."""
+        self._give_up = give_up
         self._results: Applied = {}
         self._shapes = Foretold()
 
@@ -27,4 +31,5 @@ class Foreseen:
         """What the pass came to on this program; None where that is not known, or shapes are others."""
         if self._results and not self._shapes.came_true():
             self._results.clear()
+            self._give_up()
         return self._results.pop((program.lane, program.recipe, step), None)

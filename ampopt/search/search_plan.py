@@ -69,9 +69,9 @@ def begin_ahead(program: Program, pipeline: Pipeline, sandbox: Sandbox | None) -
     If that comes to something else, or another lane is searched first, they get that instead. Returns what
     passes came to for it.
     """
-    foreseen = Foreseen()
     if sandbox is None or not sandbox.works_beside:
-        return foreseen
+        return Foreseen()
+    foreseen = Foreseen(lambda: sandbox.give_up(program))
     try:
         expected = foreseen.replay(LaneSearch.expected(program, pipeline), program)
         for step in (*pipeline.rewrites, *pipeline.engines):
