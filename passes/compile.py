@@ -15,6 +15,7 @@ from torch._guards import TracingContext, tracing
 
 from ampopt.engines.divided import Chain, divided
 from ampopt.engines.inductor_code import InductorCode, is_whole, options, static_shapes
+from ampopt.engines.inductor_labels import name_by_place
 from ampopt.errors import first_line
 from ampopt.ir.capturing import capturing
 from ampopt.ir.graph import arguments, aten, calls, finish, insert_call, is_opaque, replace, where
@@ -152,6 +153,7 @@ class Compile(Engine):
             return made[-1][0]
 
         module = copy.deepcopy(program.graph).eval()
+        name_by_place(module)
         keep_indices(module)
         if program.device.type == "cpu":
             keep_nan(module)

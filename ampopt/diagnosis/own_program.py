@@ -94,7 +94,7 @@ def own_kernels(program: Program) -> tuple[OwnKernel, ...]:
     if isinstance(program.engine, OnnxEngine):
         by_value = node_parts(program)
         return tuple(OwnKernel(name, s, nodes, origins) for name, s, nodes, origins in by_value)
-    own = program.engine is None or isinstance(program.engine, Branched) or _codes(program.engine)
+    own = program.engine is None or isinstance(program.engine, Branched) or _codes(program)
     if not own and not program.cuda_graph:
         raise LookupError(f"nothing can look into what {program.recipe[-1].name} runs")
     parts = as_captured(program, functools.partial(_parts, program))
@@ -276,18 +276,20 @@ def _has(tensor: Tensor, memory_format: torch.memory_format) -> bool:
 
 
 def _run_engine(program: Program, entered: Sequence[Tensor], label: Label) -> Sequence[Tensor]:
-    if program.engine is None or not (codes := _codes(program.engine)):
+    if program.engine is None or not (codes := _codes(program)):
         return tuple(_Labelled(program, label).run(*entered))
     with contextlib.ExitStack() as stack:
-        for code in codes:
-            stack.enter_context(labelled(code, label))
+        for code, graph in codes:
+            stack.enter_context(labelled(code, graph, label))
         return tuple(program.engine(*entered))
 
 
-def _codes(engine: Any) -> list[Any]:
-    """Inductor's code in an engine, in order; none in another engine, whose graph runs by nodes."""
+def _codes(program: Program) -> list[tuple[Any, fx.GraphModule]]:
+    """Inductor's code in a program's engine, with its graph; none in another engine, whose graph runs by nodes."""
+    engine = program.engine
     functions = [function for _, function in engine.steps] if isinstance(engine, Chain) else [engine]
-    return [f.inner for f in functions if isinstance(f, HasInductorCode) and f.inner is not None]
+    each = zip(functions, _graphs(program), strict=True)
+    return [(f.inner, graph) for f, graph in each if isinstance(f, HasInductorCode) and f.inner is not None]
 
 
 class _Labelled(fx.Interpreter):

@@ -1,7 +1,9 @@
 """Runs inductor's code with each of its statements in a range that names the graph's nodes it computes.
 
 Inductor writes the names above its calls: `# Topologically Sorted Source Nodes: [conv2d, relu], …`. Where it
-writes none (on a CPU above its own kernels), a range has no names.
+writes none (on a CPU above its own kernels), a range has no names. A graph that is sent to another process
+loses its nodes' names there, and equal graphs share their code: so each node is named by its place before
+inductor gets the graph.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch import fx
+
+from ampopt.ir.graph import calls
 from ampopt.ir.parts import walk
 
 Label = Callable[[str, str], contextlib.AbstractContextManager[Any]]
@@ -20,13 +25,30 @@ Label = Callable[[str, str], contextlib.AbstractContextManager[Any]]
 
 _SOURCES = re.compile(r"^\s*# Topologically Sorted Source Nodes: \[([^\]]*)\]")
 _LABEL = "_ampopt_label"
+_PLACE = "ampopt_at_"
+
+
+def name_by_place(module: fx.GraphModule) -> None:
+    """Name the calls of a graph by their places, as inductor's code will."""
+    for place, node in enumerate(calls(module)):
+        node.name = f"{_PLACE}{place}"
+
+
+def names_of(places: str, graph: fx.GraphModule) -> str:
+    """The names in the graph of those that the code names; others are left out.
+
+    Inductor's own rewrites, and code that an older version has compiled, name no places.
+    """
+    own = [node.name for node in calls(graph)]
+    found = (place.removeprefix(_PLACE) for place in places.split(",") if place.startswith(_PLACE))
+    return ",".join(own[int(place)] for place in found if place.isdecimal() and int(place) < len(own))
 
 
 @contextlib.contextmanager
-def labelled(code: Any, label: Label) -> Iterator[None]:
-    """In the block, calls of a `CompiledFxGraph` open ranges. Raises LookupError for unknown code."""
+def labelled(code: Any, graph: fx.GraphModule, label: Label) -> Iterator[None]:
+    """In the block, calls of a graph's `CompiledFxGraph` open ranges. Raises LookupError for unknown code."""
     before = code.current_callable
-    code.current_callable = _with_labels(code, label)
+    code.current_callable = _with_labels(code, lambda called, places: label(called, names_of(places, graph)))
     try:
         yield
     finally:

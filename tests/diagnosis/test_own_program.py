@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from ampopt.diagnosis.operators import LABEL
 from ampopt.diagnosis.optimized_column import with_column
 from ampopt.diagnosis.own_onnx import computed_values
 from ampopt.diagnosis.own_program import OwnKernel, kernels_in, matched, own_kernels, resolved
+from ampopt.engines.divided import Chain, divided
 from ampopt.errors import InputError
 from ampopt.ir.graph import calls
 from ampopt.ir.origin import Origin
@@ -103,6 +105,36 @@ def test_inductors_statements_compute_nodes_of_the_graph() -> None:
     assert any(kernel.by == "node" for kernel in kernels)
     assert any("convolution" in kernel.name for kernel in kernels)
     assert torch.equal(program.run(x)[0], before)  # the labels are gone, the code is as it was
+
+
+@pytest.mark.slow
+def test_code_of_a_graph_that_was_sent_names_the_nodes_of_the_one_that_is_here() -> None:
+    program = small()
+    sent = program.replace(graph=pickle.loads(pickle.dumps(program.graph)))
+    assert {node.name for node in calls(sent.graph)} != {node.name for node in calls(program.graph)}
+    there = own_kernels(with_engine(Compile(), sent))
+    here = own_kernels(with_engine(Compile(), program).replace(engine=Compile().apply(sent).program.engine))
+    assert [kernel.by for kernel in here] == [kernel.by for kernel in there]
+    for mine, its in zip(here, there, strict=True):
+        places = ([node.name for node in calls(graph)] for graph in (program.graph, sent.graph))
+        known = dict(zip(*places, strict=True))
+        assert [known[name] for name in mine.nodes] == list(its.nodes)
+    assert any(kernel.by == "node" for kernel in here)
+
+
+@pytest.mark.slow
+def test_code_that_equal_pieces_share_names_the_nodes_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ampopt.engines.divided.LEAST_CALLS", 2)
+    convs = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))).eval()
+    program = program_of(convs, torch.randn(1, 8, 8, 8))
+    division = divided(program, 2)
+    assert division is not None
+    engines = [Compile().apply(piece).program.engine for piece in division.programs]
+    chain = program.replace(engine=Chain(division, engines), recipe=(Compile(),))
+    kernels = own_kernels(chain)
+    check_attributed(kernels)
+    own = [kernel for kernel in kernels if kernel.by == "node"]
+    assert [kernel.origins[0].module for kernel in own] == ["0", "1", "2", "3"]
 
 
 def test_what_nothing_can_look_into_is_said() -> None:
