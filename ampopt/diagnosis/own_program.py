@@ -285,7 +285,7 @@ def _run_engine(program: Program, entered: Sequence[Tensor], label: Label) -> Se
 
 
 def _codes(program: Program) -> list[tuple[Any, fx.GraphModule]]:
-    """Inductor's code in a program's engine, with its graph; none in another engine, whose graph runs by nodes."""
+    """Inductor's code in a program's engine, with its graph; none in another, whose graph runs by nodes."""
     engine = program.engine
     functions = [function for _, function in engine.steps] if isinstance(engine, Chain) else [engine]
     each = zip(functions, _graphs(program), strict=True)
