@@ -64,13 +64,14 @@ class LastComparison:
         """
         original = self._call_of_user()
 
-        def eager(lane: Lane) -> object:
+        def eager(lane: Lane, call: Callable[[], object]) -> object:
             with lane.scope(self._device):
-                return original()
+                return call()
 
         calls: dict[str, Any] = {"baseline": original, "baseline again": original}
         for state in states:
-            calls[f"eager {state.lane.name}"] = functools.partial(eager, state.lane)
+            own = self._call_of_user()  # what a model keeps from a call has the dtypes of its lane
+            calls[f"eager {state.lane.name}"] = functools.partial(eager, state.lane, own)
             calls[f"best {state.lane.name}"] = state.best.call
 
         def is_told(timed: Mapping[str, Measurement]) -> bool:

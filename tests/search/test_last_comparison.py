@@ -125,3 +125,23 @@ def test_the_error_of_each_output_and_both_graphs_are_written_down(kind: type, o
     before, after = fast.report.graphs
     assert any("batch_norm(" in line for line in before)
     assert len(after) <= len(before)
+
+
+class Remembering(nn.Module):
+    """It keeps its state itself, from the first call on, in the dtype in which it was computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.mix = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros(len(x), 8) if self.state is None else self.state
+        self.state = self.mix(torch.tanh(self.enter(x) + self.mix(state)))
+        return self.state
+
+
+def test_a_state_that_is_kept_under_autocast_is_not_given_to_the_call_in_fp32() -> None:
+    fast = optimize(Remembering().eval(), torch.randn(2, 8), precision="auto", cache=False)
+    assert set(fast.report.lanes) == {"fp32", "amp"}
+    assert not [note for note in fast.report.notes if "failed" in note]
