@@ -287,7 +287,7 @@ def _run_engine(program: Program, entered: Sequence[Tensor], label: Label) -> Se
 def _codes(program: Program) -> list[tuple[Any, fx.GraphModule]]:
     """Inductor's code in a program's engine, with its graph; none in another, whose graph runs by nodes."""
     engine = program.engine
-    functions = [function for _, function in engine.steps] if isinstance(engine, Chain) else [engine]
+    functions: list[Any] = [made for _, made in engine.steps] if isinstance(engine, Chain) else [engine]
     each = zip(functions, _graphs(program), strict=True)
     return [(f.inner, graph) for f, graph in each if isinstance(f, HasInductorCode) and f.inner is not None]
 

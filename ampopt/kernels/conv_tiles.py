@@ -204,12 +204,13 @@ class Site:
     def compile_key(self, tile: Tile) -> object:
         """Sites and tiles with equal keys share their compiled kernels."""
         outs, channels = self.weight_shape[:2]
-        if tile.kind == "depthwise":
-            unit = unit_of(outs, self.pixel)
-        else:
-            unit = unit_of(outs // self.groups, channels, self.pixel)
+        units = {
+            "depthwise": (unit_of(outs, self.pixel),),
+            "vector": (unit_of(outs, channels, self.pixel),),
+            "dense": (unit_of(channels, self.pixel), unit_of(outs // self.groups)),
+        }[tile.kind]
         flags = (self.dtype, self.bias, self.add, self.scale, self.act1, self.act2)
         is_wide = self._run > channels
         if tile.parts > 1:
-            return dataclasses.replace(tile, parts=2), self.taps, unit, is_wide, flags, combine_block(outs)
-        return tile, self.taps, unit, is_wide, flags, None
+            return dataclasses.replace(tile, parts=2), self.taps, units, is_wide, flags, combine_block(outs)
+        return tile, self.taps, units, is_wide, flags, None

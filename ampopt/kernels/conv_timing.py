@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
@@ -92,7 +93,9 @@ def fastest(
     """Time a site's `tiles`, `PLAIN`, and `BY_CUDNN` if cuDNN has that form.
 
     Tiles that this GPU cannot run, or whose results differ from PyTorch's, are left out; so are tiles whose
-    first sample is much slower. Of depthwise convolutions only tiles are timed, see `FuseConvTriton`.
+    first sample is much slower. So is what loses infinities that the same operators keep in PyTorch's usual
+    layout, as cuDNN's kernels for images of three channels in float16 do: no program may serve it. Of
+    depthwise convolutions only tiles are timed, see `FuseConvTriton`.
     """
     samplers, alive, refused = {}, [], dict[str, str]()
     with settings.scope(device):
@@ -107,6 +110,9 @@ def fastest(
             try:
                 if (error := relative_error(call(), expected)) > limit:
                     refused[name] = f"its error is {error:.1e}"
+                    continue
+                if name in ways and _loses_infinities(site, operands, ways[name]):
+                    refused[name] = "it loses infinities"
                     continue
                 graph = capture_calls(functools.partial(_repeat, call), warm_ups=0)[0]
             except Exception as failure:  # no room for a tile on this GPU, or nothing that cuDNN fuses
@@ -146,6 +152,15 @@ def _contiguous(operands: Operands) -> Operands:
     x, w, *others = operands
     b, z, s = (None if t is None else t.contiguous() for t in others)
     return x.contiguous(), w.contiguous(), b, z, s
+
+
+def _loses_infinities(site: Site, operands: Operands, run: Callable[[Site, Operands], Tensor]) -> bool:
+    """Whether one infinite element gives finite results where the usual layout's kernels give others."""
+    x = operands[0].clone()
+    x[tuple(size // 2 for size in x.shape)] = math.inf
+    given = (x, *operands[1:])
+    expected = _plain(site, _contiguous(given))
+    return bool((run(site, given).isfinite() & ~expected.isfinite()).any())
 
 
 def _plain(site: Site, operands: Operands) -> Tensor:

@@ -185,16 +185,17 @@ def _dense(call: _Call) -> None:
     sizes, geometry, taps = (1, 1, 1, 1), call.geometry or (1, 1, 0, 0, 1, 1), (1, 1)
     if call.geometry:
         sizes, taps = (*x.shape[2:], *y.shape[2:]), (w.shape[2], w.shape[3])
-    unit = unit_of(channels, outs, call.pixel)
+    unit, out_unit = unit_of(channels, call.pixel), unit_of(outs)
     # A replay may meet a larger shape than the one whose sums were worth splitting.
     parts = tile.parts if tile.parts * y.numel() < _LARGEST_OFFSET else 1
     target = y if parts == 1 else x.new_empty((parts, rows, w.shape[0]), dtype=torch.float32)
     dense[-(-rows // tile.rows), -(-outs // tile.cols), call.groups * parts](
         *(x, w, *call.added, call.s, target, rows, *sizes),
-        *(call.pixel // unit, channels // unit, outs // unit, call.groups, parts, *geometry),
+        *(call.pixel // unit, channels // unit, outs // out_unit, call.groups, parts, *geometry),
         KH=taps[0],
         KW=taps[1],
         UNIT=unit,
+        OUT_UNIT=out_unit,
         WIDE=call.s is None and reads_runs(channels, taps, call.groups, call.pixel, geometry),
         BM=tile.rows,
         BN=tile.cols,

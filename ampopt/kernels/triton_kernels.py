@@ -3,7 +3,8 @@
 Import this only where Triton is installed. Every kernel computes `y = act2(act1(conv(x · s, w) + b) + z)`
 with sums in float32; s, b, z, act1 and act2 may be absent. Channel counts come in units of `UNIT` channels,
 the largest power of two up to 8 that divides them all: memory is then read in wide blocks, although one
-compiled kernel is used for all shapes.
+compiled kernel is used for all shapes. `dense` has another unit for the channels that it writes, `OUT_UNIT`:
+images have three channels, and what is made of them many.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _STEPS = ["stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w"]
 _DENSE = [*_PLACES, "pixel_units", "in_units", "out_units", "groups", "parts", *_STEPS]
 _DEPTHWISE = [*_PLACES, "pixel_units", "units", *_STEPS]
 _COMBINE, _VECTOR = ["rows_total", "out_units", "parts"], ["pixel_units", "in_units", "out_units"]
-"""Sizes that the kernels are not specialized for, whatever divides them; `UNIT` gives the divisor."""
+"""Sizes that the kernels are not specialized for, whatever divides them; the units give the divisors."""
 
 MOST_UNROLLED: tl.constexpr = tl.constexpr(25)
 """Number of taps of a depthwise kernel up to which all are unrolled; of larger ones, one row at a time is.
@@ -70,7 +71,7 @@ def dense(
     x, w, b, z, s, y,
     rows_total, height, width, out_height, out_width, pixel_units, in_units, out_units, groups, parts,
     stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w,
-    KH: tl.constexpr, KW: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, WIDE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
     SCALE: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACT1: tl.constexpr, ACT2: tl.constexpr,
 ):  # fmt: skip
@@ -80,7 +81,7 @@ def dense(
     channels). `SPLIT`: each of the `parts` sums its share of the taps into its own float32 plane of y, see
     `combine`.
     """
-    channels, outs, pixel = in_units * UNIT, out_units * UNIT, pixel_units * UNIT
+    channels, outs, pixel = in_units * UNIT, out_units * OUT_UNIT, pixel_units * UNIT
     out_row = outs * groups
     group, part = tl.program_id(2) // parts, tl.program_id(2) % parts
     rows = tl.program_id(0) * BM + tl.arange(0, BM)

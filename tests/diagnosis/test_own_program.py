@@ -129,7 +129,7 @@ def test_code_that_equal_pieces_share_names_the_nodes_of_each(monkeypatch: pytes
     program = program_of(convs, torch.randn(1, 8, 8, 8))
     division = divided(program, 2)
     assert division is not None
-    engines = [Compile().apply(piece).program.engine for piece in division.programs]
+    engines: list[Any] = [Compile().apply(piece).program.engine for piece in division.programs]
     chain = program.replace(engine=Chain(division, engines), recipe=(Compile(),))
     kernels = own_kernels(chain)
     check_attributed(kernels)

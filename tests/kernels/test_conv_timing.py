@@ -129,6 +129,24 @@ def test_depthwise_convolutions_are_compared_with_nothing_but_tiles(
     assert found.refused.keys() == {*map(str, tiles)}
 
 
+@pytest.mark.parametrize("loses", [True, False])
+def test_what_loses_infinities_is_nothing_to_compare_with(
+    loses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As cuDNN's kernels for three channels do with the channel innermost."""
+
+    def in_any_layout(x: Tensor, *others: Any) -> Tensor:
+        result = reference(x, *others)
+        return result.clamp(min=-1e4) if loses and not x.is_contiguous() else result
+
+    monkeypatch.setattr(conv_timing, "reference", in_any_layout)
+    gpu = _Gpu(monkeypatch, {conv_timing.PLAIN: 0.5, FAST: 1.0, SLOW: 1.15, OTHER: 1.1})
+    found = fastest()
+    assert (conv_timing.PLAIN in found.seconds) == (conv_timing.PLAIN in gpu.interleaved) == (not loses)
+    assert found.refused == ({conv_timing.PLAIN: "it loses infinities"} if loses else {})
+    assert found.seconds[FAST] == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize(
     ("site", "factor", "is_refused"),
     [
@@ -213,7 +231,7 @@ def test_on_a_gpu_tiles_are_timed_beside_what_is_there(site: Site) -> None:
     conv_timing.compile_all([site], cuda, 60.0)
     times = conv_timing.fastest(site, site.tiles(), cuda, Settings(), seconds=0.02).seconds
     assert torch.equal(torch.cuda.get_rng_state(), state)
-    assert conv_timing.PLAIN in times
+    assert (conv_timing.PLAIN in times) == (not site.is_depthwise)
     assert (conv_timing.BY_CUDNN in times) == (site in (CONV_RELU, CONV_ADD_RELU))
     assert set(times) & {str(tile) for tile in site.tiles()}
     assert all(0 < seconds < 1 for seconds in times.values())

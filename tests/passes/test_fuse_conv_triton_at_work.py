@@ -133,6 +133,21 @@ def test_on_a_gpu_what_is_measured_to_be_faster_is_right(lane: Lane, before: lis
         assert targets_of(result.replay.apply(program).program) == targets_of(result.program)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", [nn.Identity, nn.ReLU, nn.Hardswish])
+def test_on_a_gpu_an_infinite_pixel_is_not_lost(activation: Callable[[], nn.Module]) -> None:
+    """cuDNN's kernels for three channels with the channel innermost make numbers of negative infinity."""
+    model = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), activation()).cuda().eval()
+    x = torch.randn(1, 3, 128, 128, device="cuda")
+    x[0, 1, 64, 64] = torch.inf
+    program = program_of(model, x, lane=FP16, on_top_of=[BakeAutocast()])
+    fused = apply_to_untouched(FuseConvTriton(), program).program
+    with torch.no_grad(), torch.autocast("cuda"):
+        expected = model(x).isfinite()
+    assert not expected.all()
+    assert not (fused.run(x)[0].isfinite() & ~expected).any()
+
+
 def _in_parts(tile: Tile) -> Tile:
     return dataclasses.replace(tile, parts=3) if tile.kind == "dense" else tile
 
