@@ -55,10 +55,10 @@ def measure(
     known({**facts, "error": "its process ended before peers were made"})
     calls: dict[str, Call] = {OURS: fast}
     contestants: dict[str, Facts] = {OURS: {}}
-    first: dict[str, object] = {}
+    first: dict[str, list[Tensor]] = {}
     with ThreadPoolExecutor(1) as pool, torch.no_grad():
         expected, facts["no_reference"] = _expected(model, inputs)
-        first[OURS] = fast(*fresh(inputs))
+        first[OURS] = effect(fast, inputs)
         for name, make in peers(device, compiled).items():
             known({**facts, "error": f"its process ended while {name} was made"})
             start = time.perf_counter()
@@ -87,12 +87,21 @@ def measure(
 Make = Callable[[nn.Module, Inputs], Call]
 
 
-def _made(make: Make, model: nn.Module, inputs: Inputs) -> tuple[Call, object]:
-    """A peer of a copy of the model, whose state is as ampopt's is, and what its first call gives."""
+def _made(make: Make, model: nn.Module, inputs: Inputs) -> tuple[Call, list[Tensor]]:
+    """A peer of a copy of the model, whose state is as ampopt's is, and what its first call does."""
     from ampopt.ir.model_copy import private_copy
 
     call = make(private_copy(model), fresh(inputs))
-    return call, call(*fresh(inputs))
+    return call, effect(call, inputs)
+
+
+def effect(call: Call, inputs: Inputs) -> list[Tensor]:
+    """The outputs of a call, and its inputs after it: a model may write to them, and a graph to copies."""
+    from ampopt.ir.signature import flatten_outputs
+
+    given = fresh(inputs)
+    outputs = flatten_outputs(call(*given))[0]
+    return [*outputs, *(leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor))]
 
 
 def fresh(inputs: Inputs) -> Inputs:
@@ -189,21 +198,17 @@ def _compiled(model: nn.Module, inputs: Inputs) -> Call:
 
 
 def reference(model: nn.Module, inputs: Inputs) -> list[Tensor]:
-    """The flat outputs of the model in float64."""
+    """The effect of a call of the model in float64."""
     from ampopt.ir.model_copy import private_copy
-    from ampopt.ir.signature import flatten_outputs
 
-    double = private_copy(model).double()
-    given = pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, fresh(inputs))
-    return list(flatten_outputs(double(*given))[0])
+    given = pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, inputs)
+    return effect(private_copy(model).double(), given)
 
 
-def error_of(outputs: object, expected: list[Tensor]) -> float | None:
-    """The largest relative error of the outputs; None where they have NaN, infinities or other shapes."""
+def error_of(found: list[Tensor], expected: list[Tensor]) -> float | None:
+    """The largest relative error of an effect; None where it has NaN, infinities or other shapes."""
     from ampopt.ir.numerics import relative_error
-    from ampopt.ir.signature import flatten_outputs
 
-    found = flatten_outputs(outputs)[0]
     if len(found) != len(expected):
         return None
     error = max(relative_error(ours, wanted) for ours, wanted in zip(found, expected, strict=True))

@@ -201,6 +201,17 @@ def test_errors_are_those_of_a_first_call_on_inputs_that_nobody_wrote_to(
     assert len(found) == 4
 
 
+def test_a_call_that_does_not_write_to_its_inputs_as_the_model_does_is_wrong() -> None:
+    def halves(x: Tensor) -> Tensor:
+        return x.mul_(0.5)
+
+    inputs = (torch.randn(3, 4),)
+    expected = cold_process.effect(halves, inputs)
+    on_copies = cold_process.effect(lambda x: halves(x.clone()), inputs)
+    assert cold_process.error_of(cold_process.effect(halves, inputs), expected) == 0
+    assert cold_process.error_of(on_copies, expected) == pytest.approx(1.0)
+
+
 def test_without_a_reference_in_float64_the_row_says_why_and_has_times(
     monkeypatch: pytest.MonkeyPatch, short_blocks: None
 ) -> None:
@@ -220,7 +231,7 @@ def test_without_a_reference_in_float64_the_row_says_why_and_has_times(
 
 def test_outputs_of_another_number_or_shape_have_no_error() -> None:
     ones = torch.ones(3)
-    assert cold_process.error_of({"a": ones}, [ones]) == 0
+    assert cold_process.error_of([ones], [ones]) == 0
     assert cold_process.error_of([ones, ones], [ones]) is None
     assert cold_process.error_of([torch.ones(4)], [ones]) is None
 
