@@ -22,9 +22,10 @@ METHOD = """
 Each row is `ampopt.optimize(model, x)` with nothing else in a process of its own whose caches are all empty.
 Then all are timed in turn in that process, back to back and at 30 Hz with idle gaps: medians of synchronised
 calls; each takes float32 and gives float32 that stays the caller's. `torch.compile`: reduce-overhead under
-FP16 autocast on a GPU, freezing in FP32 on a CPU. By hand: on a GPU FP16, channels_last, folded, in a plain
-CUDA graph; on a CPU folded and channels_last. Ratios are a peer's time over ampopt's in the less favourable
-regime. A peer counts up to an error of 1e-2, or twice eager's with autocast; where eager FP32's own is larger
+FP16 autocast on a GPU, or its defaults where that fails (below); freezing in FP32 on a CPU. By hand: on a GPU
+FP16, channels_last, folded, in a plain CUDA graph; on a CPU folded and channels_last. Ratios are a peer's
+time over ampopt's in the less favourable regime. Errors are of the outputs and of what a call writes to its
+inputs. A peer counts up to an error of 1e-2, or twice eager's with autocast; where eager FP32's own is larger
 than 1e-2, or cannot be told, because the outputs jump with roundings, every peer counts. Load: the average
 of the machine when the call had ended.
 """.strip()
@@ -144,6 +145,8 @@ def _not_run(rows: Sequence[Row]) -> list[str]:
         for name, each in row.get("contestants", {}).items():
             if "error" in each:
                 lines.append(f"- {row['network']}, {name}: {_one_line(each['error'])}")
+            told = f"- {row['network']}, {name} in another way: "
+            lines += [told + _one_line(reason) for reason in each.get("other_ways", ())]
     return lines
 
 

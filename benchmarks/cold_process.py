@@ -59,16 +59,22 @@ def measure(
     with ThreadPoolExecutor(1) as pool, torch.no_grad():
         expected, facts["no_reference"] = _expected(model, inputs)
         first[OURS] = effect(fast, inputs)
-        for name, make in peers(device, compiled).items():
+        for name, ways in peers(device, compiled).items():
             known({**facts, "error": f"its process ended while {name} was made"})
-            start = time.perf_counter()
-            try:
-                call, first[name] = of_peers(pool, functools.partial(_made, make, model, inputs))
-                of_peers(pool, functools.partial(call, *fresh(inputs)))  # it may fail when called again
-                calls[name] = call
-                contestants[name] = {"prepare_s": time.perf_counter() - start}
-            except Exception as failure:
-                contestants[name] = {"error": told(failure)}
+            failures: list[str] = []
+            for make in ways:
+                start = time.perf_counter()
+                try:
+                    call, effects = of_peers(pool, functools.partial(_made, make, model, inputs))
+                    of_peers(pool, functools.partial(call, *fresh(inputs)))  # it may fail when called again
+                except Exception as failure:
+                    failures.append(told(failure))
+                    continue
+                calls[name], first[name] = call, effects
+                contestants[name] = {"prepare_s": time.perf_counter() - start, "other_ways": failures}
+                break
+            else:
+                contestants[name] = {"error": "; ".join(failures)}
         blocks: dict[str, Callable[[str], Block]] = {}
         for name, call in calls.items():
             run: Callable[..., Any] = _directly if name == OURS else functools.partial(of_peers, pool)
@@ -174,19 +180,33 @@ def first_call(model: nn.Module, inputs: Inputs, device: torch.device) -> tuple[
     }, fast
 
 
-def peers(device: torch.device, compiled: bool) -> dict[str, Make]:
-    """What a user could have instead within minutes; all take and give float32 that stays the caller's."""
+def peers(device: torch.device, compiled: bool) -> dict[str, tuple[Make, ...]]:
+    """What a user could have instead within minutes; all take and give float32 that stays the caller's.
+
+    Each is made in the first of its ways that works. `torch.compile` has one option: freezing on a CPU, and
+    reduce-overhead under autocast on a GPU; where that fails, because a model keeps tensors of an earlier
+    call, it has none.
+    """
     on_gpu = device.type == "cuda"
     half = torch.float16 if on_gpu else torch.bfloat16
     recipe = by_hand.half_channels_last_fold_graph if on_gpu else by_hand.channels_last_fold
-    found = {EAGER: by_hand.eager, EAGER_AMP: by_hand.autocast(half), BY_HAND: recipe}
-    return found | ({COMPILED: _compiled} if compiled else {})
+    found: dict[str, tuple[Make, ...]] = {
+        EAGER: (by_hand.eager,),
+        EAGER_AMP: (by_hand.autocast(half),),
+        BY_HAND: (recipe,),
+    }
+    frozen = functools.partial(by_compile.compiled, options=by_compile.FREEZING)
+    ways: tuple[Make, ...] = (_in_its_graphs, _by_default) if on_gpu else (frozen,)
+    return found | ({COMPILED: ways} if compiled else {})
 
 
-def _compiled(model: nn.Module, inputs: Inputs) -> Call:
-    """`torch.compile` with one option: freezing on a CPU; reduce-overhead under autocast on a GPU."""
-    if by_hand.device_of(inputs).type == "cpu":
-        return by_compile.compiled(model, inputs, options=by_compile.FREEZING)
+def _by_default(model: nn.Module, inputs: Inputs) -> Call:
+    torch.compiler.reset()
+    made: Call = torch.compile(by_hand.autocast(torch.float16)(model, inputs), dynamic=False)
+    return made
+
+
+def _in_its_graphs(model: nn.Module, inputs: Inputs) -> Call:
     amp = by_hand.autocast(torch.float16)(model, inputs)
     inner = torch.compile(amp, mode="reduce-overhead", dynamic=False)
 

@@ -133,7 +133,7 @@ def test_optimize_is_called_as_the_readme_does_before_all_others(
 
     monkeypatch.setattr(ampopt, "optimize", optimize)
     given = cold_process.peers(CPU, False)
-    monkeypatch.setattr(cold_process, "peers", lambda *_: {"broken": broken, **given})
+    monkeypatch.setattr(cold_process, "peers", lambda *_: {"broken": (broken,), **given})
     facts = json.loads(json.dumps(cold_process.measure("linear5x128", CPU)))
     assert order == ["optimize", "peers"]
     assert (facts["chosen"], facts["judged"], facts["notes"]) == ("amp", ["amp"], ["a note"])
@@ -150,6 +150,31 @@ def test_optimize_is_called_as_the_readme_does_before_all_others(
     assert 1e-5 < found["eager amp"]["relative_error"] < 1e-1
 
 
+def test_a_peer_is_made_in_the_first_of_its_ways_that_works_and_the_others_are_told(
+    monkeypatch: pytest.MonkeyPatch, short_blocks: None
+) -> None:
+    def once_only(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+        calls: list[Tensor] = []
+
+        def call(x: Tensor) -> Any:
+            calls.append(x)
+            if len(calls) > 1:
+                raise RuntimeError("overwritten by a subsequent run")
+            return model(x)
+
+        return call
+
+    def eager(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+        return model
+
+    monkeypatch.setattr(ampopt, "optimize", lambda model, given: Fast(copy.deepcopy(model)))
+    monkeypatch.setattr(cold_process, "peers", lambda *_: {"two": (once_only, eager), "one": (eager,)})
+    found = cold_process.measure("linear5x128", CPU)["contestants"]
+    assert found["two"]["other_ways"] == ["RuntimeError: overwritten by a subsequent run"]
+    assert found["one"]["other_ways"] == []
+    assert set(REGIMES) <= set(found["two"])
+
+
 def test_peers_search_in_a_thread_of_their_own_and_ampopt_has_the_users_switch(
     monkeypatch: pytest.MonkeyPatch, short_blocks: None
 ) -> None:
@@ -164,7 +189,7 @@ def test_peers_search_in_a_thread_of_their_own_and_ampopt_has_the_users_switch(
     monkeypatch.setattr(fast, "forward", functools.partial(noting, "ours"))
     monkeypatch.setattr(ampopt, "optimize", lambda *_: fast)
     peer = functools.partial(noting, "peer")
-    monkeypatch.setattr(cold_process, "peers", lambda *_: {"peer": lambda *__: peer})
+    monkeypatch.setattr(cold_process, "peers", lambda *_: {"peer": (lambda *__: peer,)})
     assert not torch.backends.cudnn.benchmark
     cold_process.measure("linear5x128", CPU)
     assert not torch.backends.cudnn.benchmark
@@ -245,7 +270,7 @@ def test_what_the_first_call_gave_is_kept_if_peers_take_the_process_with_them(
     def gone(*_: object) -> Any:
         raise SystemExit
 
-    monkeypatch.setattr(cold_process, "peers", lambda *_: {"one": gone})
+    monkeypatch.setattr(cold_process, "peers", lambda *_: {"one": (gone,)})
     with pytest.raises(SystemExit):
         cold_process.measure("linear5x128", CPU, known=kept.append)
     before, row = kept
@@ -262,7 +287,7 @@ def test_a_peer_that_fails_when_it_is_called_again_has_its_error_in_the_row(
         return lambda *given: next(answers)(*given)
 
     monkeypatch.setattr(ampopt, "optimize", lambda model, x: Fast(model))
-    monkeypatch.setattr(cold_process, "peers", lambda *_: {"once": once})
+    monkeypatch.setattr(cold_process, "peers", lambda *_: {"once": (once,)})
     found = cold_process.measure("linear5x128", CPU)["contestants"]
     assert found["once"].keys() == {"error"}
     assert "StopIteration" in found["once"]["error"]
