@@ -62,8 +62,9 @@ class FuseConvTriton(Pass):
     its real shape, dtype and layout, in the tiles of `conv_tiles`, against the same operators one after
     another and against cuDNN's fused form. Depthwise convolutions get the fastest tile, or the likeliest one
     where the time for measurements is over: cuDNN would first compile a kernel for each of them, for up to
-    0.9 s, and has been slower everywhere (`benchmarks/depthwise.py`). Where values decide, groups are not
-    computed together: NaN of one reaches the others.
+    0.9 s, and has been slower everywhere in float16, and nowhere faster by more than a tenth in float32
+    (`benchmarks/depthwise.py`). Where values decide, groups are not computed together: NaN of one reaches the
+    others.
     Requires: CUDA and Triton; float32, float16 or bfloat16; feature maps with the channel innermost.
     Declines: other layouts and dtypes; intermediate results with other readers; chains without a gain, or
     after the time for measurements; in a replay, choices that do not fit the shape; programs under autocast.
