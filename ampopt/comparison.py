@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampopt.api import mode_note, prepare_call
 from ampopt.errors import CaptureError, InputError
 from ampopt.ir.arguments import progress_flag, refuse_more
 from ampopt.ir.capture import Captured, capture
@@ -24,6 +23,7 @@ from ampopt.search.ahead import Ahead
 from ampopt.search.choices import Choices
 from ampopt.search.compare_plan import Plan
 from ampopt.search.comparer import Comparer
+from ampopt.search.example_call import mode_note, prepare_call
 from ampopt.search.lane_probe import judgeable, seconds_of_a_call
 from ampopt.search.named_passes import Passes
 from ampopt.search.options import Options

@@ -220,7 +220,7 @@ def test_a_second_call_waits_for_the_first(first: str, second: str, monkeypatch:
         inside.append("out")
         raise ZeroDivisionError
 
-    for module in ("comparison", "api"):  # the first imports it of the second
+    for module in ("comparison", "api"):
         monkeypatch.setattr(f"ampopt.{module}.prepare_call", prepare_call)
 
     def call(name: str) -> None:
