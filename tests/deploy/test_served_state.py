@@ -116,7 +116,7 @@ def test_neither_prepare_nor_a_new_shape_advances_the_state_and_all_shapes_share
 def test_the_original_that_answers_goes_on_from_the_same_state(function: Any) -> None:
     model = keeping(function)
     fast, twin = served(model), private_copy(model)
-    fast._max_captures = 0
+    fast._new.max_captures = 0
     for x, y in zip(frames(3), frames(3, 1, 3, 6, 6), strict=True):
         assert same(fast(x), twin(x))
         assert same(fast(y), twin(y))

@@ -343,7 +343,7 @@ def test_shapes_share_a_state_of_fixed_shape(answered: str) -> None:
     if answered == "by programs":
         fast.prepare((5, SIZE))
     else:
-        fast._max_captures = 0
+        fast._new.max_captures = 0
     for x, y in zip(inputs(6), inputs(6, rows=5), strict=True):
         check_calls(fast, twin, [x, y])
     assert fast.health.served_by_original == (0 if answered == "by programs" else 6)
@@ -607,7 +607,7 @@ CALLS: list[torch.Size] = []
 def test_sizes_that_the_original_answers_all_the_time_cost_one_call_each_and_are_not_kept() -> None:
     model = Counted().eval()
     fast: Any = optimize(model, torch.randn(1, 3, 8, 8), precision="fp32", budget_s=3)
-    fast._max_captures = 1
+    fast._new.max_captures = 1
     for size in (9, 10):  # the last capture, and the first that the original answers
         fast(torch.randn(1, 3, size, size))
     kept = len(fast._maker._kinds._known)
