@@ -152,11 +152,10 @@ def optimize(
     """
     started = time.perf_counter()
     with interruptible():
-        options = Options.of(
+        options = Options(
             precision=precision,
             tolerance=tolerance,
             metric=metric,
-            budget_s=budget_s,
             outputs=outputs,
             policy=policy,
             amp_dtype=amp_dtype,
@@ -166,7 +165,7 @@ def optimize(
             passes=passes,
             io=io,
             dynamic=dynamic,
-        )
+        ).within(budget_s)
         progress = progress_flag(progress)
         refuse_more(more)
         given = {} if example_kwargs is None else example_kwargs

@@ -86,16 +86,15 @@ def compare(
     """
     started = time.perf_counter()
     with interruptible():
-        options = Options.of(
+        options = Options(
             precision=precision,
             tolerance=tolerance,
-            budget_s=budget_s,
             policy=policy,
             amp_dtype=amp_dtype,
             exclude=exclude,
             nan=nan,
             passes=passes,
-        )
+        ).within(budget_s)
         progress = progress_flag(progress)
         refuse_more(more)
         given = {} if example_kwargs is None else example_kwargs
