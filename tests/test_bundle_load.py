@@ -19,12 +19,13 @@ from ampopt.bundle.signing import generate_keys
 from ampopt.deploy.loaded_model import LoadedModel
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.engines.openvino_engine import OpenVinoEngine
-from ampopt.errors import BundleError, InputError
+from ampopt.errors import AmpoptError, BundleError, InputError
 from ampopt.ir.lanes import mixed
 from ampopt.ir.transform import Recipe
 from ampopt.measure.sampling import Measurement
 from ampopt.ort.openvino_options import OpenVinoOptions
 from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn, Openvino
+from ampopt.search.optimizer import Optimizer
 from tests.helpers import Model, with_statistics
 from tests.support.planted import module_of
 
@@ -126,6 +127,34 @@ def test_on_another_machine_it_is_measured_anew(bundle: Path, tmp_path: Path) ->
     assert "measured anew: device an abacus" in loaded.notes[0]
     assert isinstance(loaded._call, OptimizedModule)
     assert loaded._call.report.entries
+
+
+@pytest.mark.parametrize(
+    ("call_s", "given", "budget_s"),
+    [(1e-3, None, 60.0), (1.0, None, 200.0), (9.0, None, 600.0), (1.0, 5.0, 5.0)],
+)
+def test_without_a_budget_slow_calls_are_measured_anew_for_longer(
+    call_s: float,
+    given: float | None,
+    budget_s: float,
+    bundle: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def elsewhere(manifest: dict[str, Any], files: dict[str, bytes]) -> None:
+        manifest["fingerprint"]["device"] = "an abacus"
+
+    def run(optimizer: Optimizer) -> OptimizedModule:
+        seen.append(optimizer._options.budget_s)
+        raise InputError("seen")
+
+    seen: list[float] = []
+    monkeypatch.setattr("ampopt.search.optimizer.seconds_of_a_call", lambda *_: call_s)
+    monkeypatch.setattr(Optimizer, "run", run)
+    path = rewritten(bundle, tmp_path / "b", elsewhere)
+    with pytest.raises(AmpoptError, match="seen"):
+        ampopt.load(path, backend="ampopt", device="cpu", budget_s=given)
+    assert seen == [budget_s]
 
 
 def test_calls_of_another_kind_are_refused(bundle: Path) -> None:
