@@ -81,16 +81,11 @@ class LowerParts:
     """
 
     def __init__(
-        self,
-        original: nn.Module,
-        check: WholeCheck,
-        regions: Sequence[Region],
-        took: Sequence[float],
-        options: Options,
+        self, check: WholeCheck, regions: Sequence[Region], took: Sequence[float], options: Options
     ) -> None:
         """`took`: the time of each region's first call, in seconds. `options` are those of a submodule."""
-        self._original, self._check, self._options = original, check, options
-        self._device = check.device
+        self._check, self._options = check, options
+        self._original, self._device = check.original, check.device
         self._took = {region.name: seconds for region, seconds in zip(regions, took, strict=True)}
         self._regions = sorted(regions, key=lambda region: -self._took[region.name])
         lanes = lanes_for(options.precision, check.device, options.amp_dtype)

@@ -6,8 +6,6 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
-from torch import nn
-
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import AmpoptError, first_line
 from ampopt.ir.lanes import FP32
@@ -33,7 +31,6 @@ class PartsSearch:
 
     def __init__(
         self,
-        original: nn.Module,
         check: WholeCheck,
         regions: Sequence[Region],
         took: Sequence[float],
@@ -46,7 +43,7 @@ class PartsSearch:
         self._regions, self._took, self._call_s, self._options = regions, took, call_s, options
         self._progress, self._sandbox = progress, sandbox
         self._fp32 = dataclasses.replace(options, precision=FP32.name)
-        self.lower = LowerParts(original, check, regions, took, options)
+        self.lower = LowerParts(check, regions, took, options)
         self.modules: dict[str, OptimizedModule] = {}
         self.reports: dict[str, Ledger] = {}
         self.notes: list[str] = []
