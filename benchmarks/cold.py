@@ -21,7 +21,7 @@ import torch
 from benchmarks.cold_networks import COLD, all_names
 from benchmarks.cold_start import MOST_S, default_call
 from benchmarks.cold_table import to_markdown
-from benchmarks.command_line import add_place, device_of
+from benchmarks.command_line import add_place, device_of, parser_for
 from benchmarks.results_files import Row, commit, results_folder, write_table
 from benchmarks.time_left import TimeLeft
 
@@ -47,7 +47,7 @@ def write_row(folder: Path, row: Row) -> None:
 
 def main() -> None:
     """Run every network asked for that has no figures yet, and write the results after each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_for(__doc__)
     add_options(parser)
     parser.add_argument("--models", nargs="+", choices=all_names(), default=list(COLD), metavar="NAME")
     parser.add_argument("--again", action="store_true", help="also networks that have figures of this commit")

@@ -10,6 +10,11 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 
 
+def parser_for(about: str | None) -> argparse.ArgumentParser:
+    """A parser for the module with this docstring, whose first line it tells."""
+    return argparse.ArgumentParser(description=about.splitlines()[0] if about else None)
+
+
 def add_place(parser: argparse.ArgumentParser) -> None:
     """The options for where to measure and where to write."""
     default = "cuda" if torch.cuda.is_available() else "cpu"

@@ -32,7 +32,7 @@ from ampopt.ort.options import CPU, CUDA
 from ampopt.system.environment import environment
 from ampopt.system.quiet import quiet
 from benchmarks import cold_start
-from benchmarks.command_line import add_place, device_of
+from benchmarks.command_line import add_place, device_of, parser_for
 from benchmarks.export_networks import NETWORKS, network
 from benchmarks.exports_table import line, to_markdown
 from benchmarks.results_files import commit, results_folder, write_table
@@ -82,7 +82,7 @@ def write_rows(folder: Path, new: Sequence[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Run every network asked for in processes of its own, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_for(__doc__)
     parser.add_argument("--models", nargs="+", choices=NETWORKS, default=NETWORKS, metavar="NAME")
     parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS))
     add_place(parser)

@@ -9,7 +9,6 @@ network runs in this process.
 
 from __future__ import annotations
 
-import argparse
 import operator
 from typing import Any
 
@@ -20,7 +19,7 @@ from ampopt import AmpoptError, optimize
 from ampopt.passes import PIPELINE
 from ampopt.system.environment import environment
 from benchmarks import cold_lines, cold_start
-from benchmarks.command_line import add_place, device_of
+from benchmarks.command_line import add_place, device_of, parser_for
 from benchmarks.models import randomize_batch_norm
 from benchmarks.results_files import commit, results_folder, write_table
 
@@ -108,7 +107,7 @@ def to_markdown(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure every network asked for and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_for(__doc__)
     names = [*CLASSIFIERS, *SEGMENTERS]
     add_place(parser)
     parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="NAME")

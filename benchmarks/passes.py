@@ -31,7 +31,7 @@ from ampopt.measure.sampling import interleave
 from ampopt.system.environment import environment
 from ampopt.system.flags import cuda_math
 from benchmarks import by_hand, cold_start
-from benchmarks.command_line import add_place, device_of
+from benchmarks.command_line import add_place, device_of, parser_for
 from benchmarks.host_time import beyond_replay
 from benchmarks.models import CPU_WORKLOADS, WORKLOADS
 from benchmarks.results_files import commit, results_folder, write_results
@@ -114,7 +114,7 @@ def _in_new_thread(make: Callable[[], Any]) -> Any:
 
 def main() -> None:
     """Run every workload asked for in a process of its own, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_for(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), metavar="NAME")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds for each lane of each workload")
     add_place(parser)

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks import cold_start
 from benchmarks.cold import rows_in
-from benchmarks.command_line import add_place, device_of
+from benchmarks.command_line import add_place, device_of, parser_for
 from benchmarks.contestants import LANES, Contestant, contestants, ios_of
 from benchmarks.peers_table import draw, to_markdown
 from benchmarks.race import Row, race
@@ -99,7 +99,7 @@ def entered_in(
 
 def options_of(words: list[str]) -> argparse.Namespace:
     """What the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_for(__doc__)
     parser.add_argument("--models", nargs="+", choices=RACE, default=RACE, metavar="NAME")
     parser.add_argument("--contestants", nargs="+", metavar="NAME", help="by default all")
     parser.add_argument("--lanes", nargs="+", choices=LANES, default=list(LANES))

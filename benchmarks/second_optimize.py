@@ -9,7 +9,6 @@ that is made from it; networks and lanes that were not run this time keep the ro
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import operator
@@ -26,7 +25,7 @@ import torch
 import ampopt
 from ampopt.system.environment import environment
 from benchmarks import cold_lines, cold_start
-from benchmarks.command_line import add_place, device_of
+from benchmarks.command_line import add_place, device_of, parser_for
 from benchmarks.contestants import LANES
 from benchmarks.race_networks import RACE, racer
 from benchmarks.race_protocol import emptied
@@ -84,7 +83,7 @@ def to_markdown(rows: list[Row]) -> str:
 
 def main() -> None:
     """Measure every network and lane asked for and write the results after each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_for(__doc__)
     parser.add_argument("--models", nargs="+", choices=RACE, default=RACE, metavar="NAME")
     parser.add_argument("--lanes", nargs="+", choices=LANES, default=list(LANES))
     add_place(parser)

@@ -9,7 +9,6 @@ runs of this commit that are there already count.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from benchmarks.cold_lines import EAGER, OURS
 from benchmarks.cold_networks import all_names
 from benchmarks.cold_start import MOST_S, default_call
 from benchmarks.cold_table import seconds_to
-from benchmarks.command_line import device_of
+from benchmarks.command_line import device_of, parser_for
 from benchmarks.regimes import REGIMES, speedup
 from benchmarks.results_files import Row, commit, heading, results_folder
 from benchmarks.time_left import TimeLeft
@@ -83,7 +82,7 @@ def append(folder: Path, row: Row) -> list[Row]:
 
 def main() -> None:
     """Make the runs that are missing, network by network, and write the results after each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_for(__doc__)
     add_options(parser)
     parser.add_argument("--models", nargs="+", choices=all_names(), default=list(STEADY), metavar="NAME")
     parser.add_argument("--runs", type=int, default=RUNS)
