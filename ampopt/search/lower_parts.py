@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ampopt.deploy.runtime import OptimizedModule
-from ampopt.errors import AmpoptError, first_line
+from ampopt.errors import first_line, reason_of
 from ampopt.ir.lanes import FP32, Lane, lanes_for
 from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.ir.settings import Settings
@@ -238,7 +238,7 @@ class LowerParts:
         except KeyboardInterrupt:
             return True
         except Exception as error:
-            why = str(error) if isinstance(error, AmpoptError) else first_line(error)
+            why = reason_of(error)
         if why is None:
             self.modules[region.name], self.lanes[region.name] = module, lane
         else:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from ampopt.deploy.runtime import OptimizedModule
-from ampopt.errors import AmpoptError, first_line
+from ampopt.errors import first_line, reason_of
 from ampopt.ir.lanes import FP32
 from ampopt.measure.ledger import Ledger
 from ampopt.search.lower_parts import LowerParts
@@ -98,8 +98,7 @@ class PartsSearch:
             except KeyboardInterrupt:
                 return True
             except Exception as error:
-                reason = str(error) if isinstance(error, AmpoptError) else first_line(error)
-                self.notes.append(f"submodule {region.name} runs as it was: {reason}")
+                self.notes.append(f"submodule {region.name} runs as it was: {reason_of(error)}")
                 continue
             self.reports[region.name] = module.report
             self.modules[region.name] = module
