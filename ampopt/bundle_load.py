@@ -97,7 +97,7 @@ def load(
     backend: str = "auto",
     device: torch.device | str | None = None,
     verify_key: str | os.PathLike[str] | None = None,
-    budget_s: float = 60.0,
+    budget_s: float | None = None,
     types: Sequence[type] = (),
 ) -> LoadedModel:
     """Load the bundle at `path`. Nothing in it is unpickled or evaluated, so that untrusted files are safe.
@@ -110,7 +110,8 @@ def load(
         device: "cpu" or "cuda"; None: a GPU if there is one.
         verify_key: a public Ed25519 key in PEM that the bundle must be signed with.
         budget_s: seconds for measuring the passes again on a machine that differs from the bundle's
-            fingerprint.
+            fingerprint. None: as for `ampopt.optimize`, 60 s, or what 200 calls of the model take if that is
+            more, and at most 600 s.
         types: the model's namedtuple classes, if it returns any.
 
     Raises BundleError if the bundle is damaged or malicious, does not load, or fails its self-test (for
@@ -257,7 +258,7 @@ def _typed(
 
 
 def _own(
-    files: BundleFiles, captured: Captured, recipe: Recipe, budget_s: float, notes: list[str]
+    files: BundleFiles, captured: Captured, recipe: Recipe, budget_s: float | None, notes: list[str]
 ) -> OptimizedModule:
     """ampopt's program: the recipe replayed, or measured anew on a machine that it was not made on."""
     name, device = files.manifest["model"]["name"], captured.program.device
@@ -274,7 +275,7 @@ def _own(
         notes.append(f"made on another machine, so measured anew: {', '.join(changed)}")
         lane = files.manifest["lane"]["name"]
         low = recipe.lane.autocast if device.type == "cpu" else None
-        options = Options(precision=lane, tolerance=recipe.tolerance, budget_s=budget_s, amp_dtype=low)
+        options = Options(precision=lane, tolerance=recipe.tolerance, amp_dtype=low).within(budget_s)
         optimizer = Optimizer(
             original, captured, options, name=name, started=time.perf_counter(), max_captures=0
         )

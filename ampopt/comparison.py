@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampopt.api import mode_note, prepare_call
 from ampopt.errors import CaptureError, InputError
 from ampopt.ir.arguments import progress_flag, refuse_more
 from ampopt.ir.capture import Captured, capture
@@ -24,6 +23,7 @@ from ampopt.search.ahead import Ahead
 from ampopt.search.choices import Choices
 from ampopt.search.compare_plan import Plan
 from ampopt.search.comparer import Comparer
+from ampopt.search.example_call import mode_note, prepare_call
 from ampopt.search.lane_probe import judgeable, seconds_of_a_call
 from ampopt.search.named_passes import Passes
 from ampopt.search.options import Options
@@ -86,16 +86,15 @@ def compare(
     """
     started = time.perf_counter()
     with interruptible():
-        options = Options.of(
+        options = Options(
             precision=precision,
             tolerance=tolerance,
-            budget_s=budget_s,
             policy=policy,
             amp_dtype=amp_dtype,
             exclude=exclude,
             nan=nan,
             passes=passes,
-        )
+        ).within(budget_s)
         progress = progress_flag(progress)
         refuse_more(more)
         given = {} if example_kwargs is None else example_kwargs

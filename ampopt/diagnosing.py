@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampopt.api import mode_note, prepare_call, target_of
 from ampopt.diagnosing_training import Asked, diagnose_training, refuse_with_train
 from ampopt.diagnosis.case import Case, eager_call, own_tensors, timed_call
 from ampopt.diagnosis.ceilings import measure_ceilings
@@ -34,6 +33,7 @@ from ampopt.ir.lanes import FP32, LANES, lanes_for
 from ampopt.ir.model_copy import exact_copy, untouched_rng
 from ampopt.ir.signature import describe, flatten_call, tensors_of
 from ampopt.measure.headline import load_now
+from ampopt.search.example_call import mode_note, prepare_call, target_of
 from ampopt.search.progress import progress_line
 from ampopt.system.budget import Budget
 from ampopt.system.environment import environment

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampopt.api import prepare_call
 from ampopt.diagnosis.case import own_tensors
 from ampopt.diagnosis.ceilings import measure_ceilings
 from ampopt.diagnosis.examine import untried_note
@@ -25,6 +24,7 @@ from ampopt.errors import InputError
 from ampopt.ir.lanes import Lane
 from ampopt.ir.model_copy import exact_copy, untouched_rng
 from ampopt.ir.signature import describe, flatten_call, tensors_of
+from ampopt.search.example_call import prepare_call
 from ampopt.search.progress import progress_line
 from ampopt.system.budget import Budget
 from ampopt.system.environment import environment

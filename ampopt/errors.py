@@ -81,6 +81,11 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0] if text else ''}".removesuffix(": ")
 
 
+def reason_of(error: BaseException) -> str:
+    """Why something was not done, for a report: an error of ampopt's says it in words."""
+    return str(error) if isinstance(error, AmpoptError) else first_line(error)
+
+
 _PASSING = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "timed out", "Resource temporarily")
 
 

@@ -88,7 +88,8 @@ def _checked(mode: str | None, options: dict[str, Any]) -> tuple[bool | None, Op
     shown = progress_flag(options.pop("progress", None))
     if unknown := sorted(set(options) - _OPTIONS):
         raise InputError(f"unknown option {unknown[0]!r}: choose of {', '.join(sorted(_OPTIONS))}, progress")
-    return shown, Options(**{"precision": "fp32", **options})
+    seconds = options.pop("budget_s", None)
+    return shown, Options(**{"precision": "fp32", **options}).within(seconds)
 
 
 @optimizing.taken(waits=False)  # Dynamo's own lock is held here: the other thread may wait for that
@@ -101,7 +102,8 @@ def _compiled(
     weights = [place for place, each in enumerate(inputs) if is_weight(each)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._guards.tracing(None))  # Dynamo's fake tensors are none of the exporter's
-        tell = stack.enter_context(progress_line(shown, time.perf_counter(), options.budget_s))
+        limit_s = options.budget_s if options.is_budget_given else None
+        tell = stack.enter_context(progress_line(shown, time.perf_counter(), limit_s))
         sandbox = stack.enter_context(Sandbox(device))
         compiled = compile_graph(graph, inputs, weights, options, tell, sandbox)
     release(device)

@@ -21,7 +21,8 @@ import torch
 from benchmarks.cold_networks import COLD, all_names
 from benchmarks.cold_start import MOST_S, default_call
 from benchmarks.cold_table import to_markdown
-from benchmarks.results_files import Row, commit, results_folder, update
+from benchmarks.command_line import add_place, device_of, parser_for
+from benchmarks.results_files import Row, commit, results_folder, write_table
 from benchmarks.time_left import TimeLeft
 
 FIRST_GUESS_S = 120.0
@@ -41,18 +42,17 @@ def still_to_run(names: Sequence[str], rows: Sequence[Row], now: str) -> list[st
 
 def write_row(folder: Path, row: Row) -> None:
     """Add or replace a network's row in cold.json and make the table anew."""
-    rows = update(folder / "cold.json", [row], operator.itemgetter("network"), all_names())
-    (folder / "cold.md").write_text(to_markdown(rows), encoding="utf-8")
+    write_table(folder, "cold", [row], operator.itemgetter("network"), all_names(), to_markdown)
 
 
 def main() -> None:
     """Run every network asked for that has no figures yet, and write the results after each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_for(__doc__)
     add_options(parser)
     parser.add_argument("--models", nargs="+", choices=all_names(), default=list(COLD), metavar="NAME")
     parser.add_argument("--again", action="store_true", help="also networks that have figures of this commit")
     options = parser.parse_args()
-    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    device = device_of(options)
     folder, now = results_folder(options.out, device), commit()
     rows = rows_in(folder / "cold.json")
     names = options.models if options.again else still_to_run(options.models, rows, now)
@@ -87,15 +87,13 @@ def run_each(
 
 def add_options(parser: argparse.ArgumentParser, *, compiles: bool = True) -> None:
     """The options that every benchmark of cold processes has; `compiles`: `torch.compile` is optional."""
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
+    add_place(parser)
     parser.add_argument("--seconds", type=float, default=0.0, help="of sampling, beyond the fewest rounds")
     if compiles:
         parser.add_argument("--compile", action="store_true", help="torch.compile beside them")
     parser.add_argument(
         "--budget-left", type=float, metavar="S", help="begin no network that may end later than this"
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
 
 
 if __name__ == "__main__":

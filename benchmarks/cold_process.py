@@ -7,7 +7,6 @@ Writes the facts as JSON to FILE. Started by `benchmarks.cold_start`, with empty
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import functools
 import json
@@ -27,6 +26,7 @@ from benchmarks.anybody import anybody
 from benchmarks.by_hand import Call, Inputs
 from benchmarks.cold_lines import BY_HAND, COMPILED, EAGER, EAGER_AMP, OURS
 from benchmarks.cold_networks import UnknownNetworkError
+from benchmarks.command_line import parser_for
 from benchmarks.race_protocol import peak_bytes
 from benchmarks.regimes import Block, Subject, block, in_turn, summary
 from benchmarks.results_files import told
@@ -238,7 +238,7 @@ def error_of(found: list[Tensor], expected: list[Tensor]) -> float | None:
 def main() -> None:
     """See the module."""
     faulthandler.enable()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_for(__doc__)
     parser.add_argument("network")
     parser.add_argument("device", type=torch.device)
     parser.add_argument("file", type=Path)

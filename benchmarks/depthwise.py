@@ -11,6 +11,7 @@ graphs. Writes DIR/<device>/depthwise.json and the Markdown table that is made f
 from __future__ import annotations
 
 import functools
+import operator
 import statistics
 import time
 from pathlib import Path
@@ -31,7 +32,7 @@ from benchmarks import cold_lines
 from benchmarks.cold_networks import COLD, all_names
 from benchmarks.left_out import seconds
 from benchmarks.on_cuda import row_of, run
-from benchmarks.results_files import Row, heading, update
+from benchmarks.results_files import Row, heading, write_table
 
 PASSES = (BakeAutocast(), FoldConvBn(), ChannelsLast())
 
@@ -97,8 +98,7 @@ def _cells(found: dict[str, Any]) -> list[str]:
 
 def write_row(folder: Path, row: Row) -> None:
     """Add or replace a network's row in depthwise.json and make the table anew."""
-    rows = update(folder / "depthwise.json", [row], lambda each: each["network"], all_names())
-    (folder / "depthwise.md").write_text(to_markdown(rows), encoding="utf-8")
+    write_table(folder, "depthwise", [row], operator.itemgetter("network"), all_names(), to_markdown)
 
 
 def main() -> None:

@@ -32,9 +32,10 @@ from ampopt.ort.options import CPU, CUDA
 from ampopt.system.environment import environment
 from ampopt.system.quiet import quiet
 from benchmarks import cold_start
+from benchmarks.command_line import add_place, device_of, parser_for
 from benchmarks.export_networks import NETWORKS, network
 from benchmarks.exports_table import line, to_markdown
-from benchmarks.results_files import commit, results_folder, update
+from benchmarks.results_files import commit, results_folder, write_table
 
 MOST_S = 1800.0
 """After which a network's process is ended."""
@@ -76,24 +77,21 @@ def write_rows(folder: Path, new: Sequence[dict[str, Any]]) -> None:
     """Add rows to exports.json, in place of those of the same network and precision, and remake the table."""
     order = ((name, precision) for name in NETWORKS for precision in PRECISIONS)
     key = operator.itemgetter("workload", "precision")
-    ordered = update(folder / "exports.json", new, key, order)
-    (folder / "exports.md").write_text(to_markdown(ordered), encoding="utf-8")
+    write_table(folder, "exports", new, key, order, to_markdown)
 
 
 def main() -> None:
     """Run every network asked for in processes of its own, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = parser_for(__doc__)
     parser.add_argument("--models", nargs="+", choices=NETWORKS, default=NETWORKS, metavar="NAME")
     parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS))
-    parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
+    add_place(parser)
     parser.add_argument("--no-timing", action="store_true", help="export and verify only")
     parser.add_argument("--jobs", type=int, default=1, help="networks exported at a time; all before timing")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     cold_start.add_option(parser)
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    device = device_of(options)
     if options.one:
         rows: list[dict[str, Any]] = []
         with torch.no_grad():
@@ -133,7 +131,7 @@ def with_default_call(
     first, *others = rows
     if name != options.models[0] or not options.default_call:
         return [first, *others]
-    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    device = device_of(options)
     return [cold_start.beside(first, name, device), *others]
 
 

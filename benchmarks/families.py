@@ -9,9 +9,7 @@ network runs in this process.
 
 from __future__ import annotations
 
-import argparse
 import operator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +19,9 @@ from ampopt import AmpoptError, optimize
 from ampopt.passes import PIPELINE
 from ampopt.system.environment import environment
 from benchmarks import cold_lines, cold_start
+from benchmarks.command_line import add_place, device_of, parser_for
 from benchmarks.models import randomize_batch_norm
-from benchmarks.results_files import commit, results_folder, update
+from benchmarks.results_files import commit, results_folder, write_table
 
 CLASSIFIERS = (
     *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet"),
@@ -108,23 +107,20 @@ def to_markdown(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure every network asked for and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_for(__doc__)
     names = [*CLASSIFIERS, *SEGMENTERS]
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
+    add_place(parser)
     parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--budget", type=float, default=15.0, help="seconds for each lane of each network")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     cold_start.add_option(parser)
     options = parser.parse_args()
-    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    device = device_of(options)
     folder = results_folder(options.out, device)
     for name in options.models:
         row = measure(name, device, options.budget)
         if name == options.models[0] and options.default_call:
             row = cold_start.beside(row, f"torchvision/{name}", device)
-        rows = update(folder / "families.json", [row], operator.itemgetter("model"), names)
-        (folder / "families.md").write_text(to_markdown(rows), encoding="utf-8")
+        write_table(folder, "families", [row], operator.itemgetter("model"), names, to_markdown)
         print(to_markdown([row]).splitlines()[-3], flush=True)
 
 

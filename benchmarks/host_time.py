@@ -11,6 +11,7 @@ keep the rows that are there. Needs a CUDA device.
 from __future__ import annotations
 
 import functools
+import operator
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +34,7 @@ from ampopt.passes import BakeAutocast, ChannelsLast, CudaGraph, FoldConvBn
 from benchmarks import cold_lines
 from benchmarks.on_cuda import row_of, run
 from benchmarks.race_networks import RACE
-from benchmarks.results_files import Row, beyond_replays, heading, update
+from benchmarks.results_files import Row, beyond_replays, heading, write_table
 
 PASSES = (BakeAutocast(), FoldConvBn(), ChannelsLast(), CudaGraph())
 
@@ -135,8 +136,7 @@ def to_markdown(rows: list[Row]) -> str:
 
 def write_row(folder: Path, row: Row) -> None:
     """Add or replace a network's row in host_time.json and make the table anew."""
-    rows = update(folder / "host_time.json", [row], lambda each: each["network"], RACE)
-    (folder / "host_time.md").write_text(to_markdown(rows), encoding="utf-8")
+    write_table(folder, "host_time", [row], operator.itemgetter("network"), RACE, to_markdown)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ DIR/<device>/left_out.json and the Markdown table that is made from it. Needs a 
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn
 from benchmarks import cold_lines
 from benchmarks.on_cuda import row_of, run
 from benchmarks.race_networks import RACE
-from benchmarks.results_files import Row, heading, update
+from benchmarks.results_files import Row, heading, write_table
 
 MULTIPLE = 8
 """Channels that Tensor Cores want to be divisible by, for two bytes a number."""
@@ -183,8 +184,7 @@ def to_markdown(rows: list[Row]) -> str:
 
 def write_row(folder: Path, row: Row) -> None:
     """Add or replace a network's row in left_out.json and make the table anew."""
-    rows = update(folder / "left_out.json", [row], lambda each: each["network"], RACE)
-    (folder / "left_out.md").write_text(to_markdown(rows), encoding="utf-8")
+    write_table(folder, "left_out", [row], operator.itemgetter("network"), RACE, to_markdown)
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ampopt.ir.model_copy import private_copy
 from ampopt.system.environment import environment
 from benchmarks import cold_start
 from benchmarks.anybody import anybody
+from benchmarks.command_line import RESULTS, parser_for
 from benchmarks.race_networks import RACE
 from benchmarks.results_files import Row, commit, results_folder, told
 
@@ -48,9 +48,9 @@ def run(
 
     `networks` may be asked for; without any it is those of `default`.
     """
-    parser = argparse.ArgumentParser(description=about.splitlines()[0] if about else None)
+    parser = parser_for(about)
     parser.add_argument("--models", nargs="+", choices=networks, default=list(default), metavar="NAME")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     cold_start.add_option(parser)
     options = parser.parse_args()
     if not torch.cuda.is_available():

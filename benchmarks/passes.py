@@ -31,6 +31,7 @@ from ampopt.measure.sampling import interleave
 from ampopt.system.environment import environment
 from ampopt.system.flags import cuda_math
 from benchmarks import by_hand, cold_start
+from benchmarks.command_line import add_place, device_of, parser_for
 from benchmarks.host_time import beyond_replay
 from benchmarks.models import CPU_WORKLOADS, WORKLOADS
 from benchmarks.results_files import commit, results_folder, write_results
@@ -113,16 +114,14 @@ def _in_new_thread(make: Callable[[], Any]) -> Any:
 
 def main() -> None:
     """Run every workload asked for in a process of its own, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = parser_for(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), metavar="NAME")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds for each lane of each workload")
-    parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    add_place(parser)
     cold_start.add_option(parser)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    device = device_of(options)
     if options.one:
         with torch.no_grad():
             row = measure_workload(options.models[0], device, options.budget)

@@ -25,12 +25,13 @@ import torch
 
 from benchmarks import cold_start
 from benchmarks.cold import rows_in
+from benchmarks.command_line import add_place, device_of, parser_for
 from benchmarks.contestants import LANES, Contestant, contestants, ios_of
 from benchmarks.peers_table import draw, to_markdown
 from benchmarks.race import Row, race
 from benchmarks.race_networks import RACE
 from benchmarks.race_on_gpus import MOST_AT_ONCE, longest_first, run_all
-from benchmarks.results_files import commit, results_folder, update
+from benchmarks.results_files import commit, results_folder, write_table
 from benchmarks.time_left import TimeLeft
 from benchmarks.ways import IOS
 
@@ -48,15 +49,13 @@ def key_of(row: Row) -> tuple[str, str, str, int | None]:
 def write_row(folder: Path, row: Row) -> None:
     """Put a row into race.json, and remake the table and the chart."""
     order = itertools.product(RACE, LANES, IOS, THREADS)
-    ordered = update(folder / "race.json", [row], key_of, order)
-    (folder / "race.md").write_text(to_markdown(ordered), encoding="utf-8")
-    draw(ordered, folder / "race.png")
+    draw(write_table(folder, "race", [row], key_of, order, to_markdown), folder / "race.png")
 
 
 def main() -> None:
     """Race every network asked for, and write the results after each."""
     options = options_of(sys.argv[1:])
-    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    device = device_of(options)
     _narrow(options)
     folder = results_folder(options.out, device)
     rows = rows_in(folder / "race.json")
@@ -100,8 +99,7 @@ def entered_in(
 
 def options_of(words: list[str]) -> argparse.Namespace:
     """What the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = parser_for(__doc__)
     parser.add_argument("--models", nargs="+", choices=RACE, default=RACE, metavar="NAME")
     parser.add_argument("--contestants", nargs="+", metavar="NAME", help="by default all")
     parser.add_argument("--lanes", nargs="+", choices=LANES, default=list(LANES))
@@ -119,8 +117,7 @@ def options_of(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--missing", action="store_true", help="only what has no row of this commit")
     parser.add_argument("--budget-left", type=float, metavar="S", help="begin no race that may end later")
     cold_start.add_option(parser)
-    parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    add_place(parser)
     options = parser.parse_args(words)
     if options.gpus and len(options.gpus) > MOST_AT_ONCE:
         parser.error(f"at most {MOST_AT_ONCE} races run at once: more starve each other of the host")

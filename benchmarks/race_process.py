@@ -5,7 +5,6 @@ python -m benchmarks.race_process CONTESTANT DEVICE IO FOLDER
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import logging
@@ -26,6 +25,7 @@ from ampopt.ir.signature import flatten_outputs
 from ampopt.measure.clocks import latency, synchronize
 from ampopt.system.flags import cuda_math
 from benchmarks.by_onnx import exported
+from benchmarks.command_line import parser_for
 from benchmarks.contestants import border_of, contestants
 from benchmarks.host_time import beyond_replay
 from benchmarks.race_networks import racer
@@ -180,7 +180,7 @@ def _passes(made: object) -> list[str] | None:
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_for(__doc__)
     parser.add_argument("contestant")
     parser.add_argument("device", type=torch.device)
     parser.add_argument("io")

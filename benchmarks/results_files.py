@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import re
 import statistics
@@ -72,6 +73,20 @@ def update(
     return ordered
 
 
+def write_table(
+    folder: Path,
+    name: str,
+    new: Sequence[Row],
+    key: Callable[[Row], object],
+    order: Iterable[object],
+    to_table: Callable[[list[Row]], str],
+) -> list[Row]:
+    """Add rows to `name`.json, see `update`, and make `name`.md anew, the table of all rows; all rows."""
+    rows = update(folder / f"{name}.json", new, key, order)
+    (folder / f"{name}.md").write_text(to_table(rows), encoding="utf-8")
+    return rows
+
+
 def heading(title: str, rows: Sequence[Row]) -> list[str]:
     """The lines that say where, with what and at which commits rows were measured; the last goes on."""
     facts: dict[str, str] = next((row["environment"] for row in rows if "environment" in row), {})
@@ -86,8 +101,7 @@ def heading(title: str, rows: Sequence[Row]) -> list[str]:
 
 def write_results(folder: Path, row: dict[str, Any]) -> None:
     """Add or replace one workload's row in passes.json and make the table anew."""
-    ordered = update(folder / "passes.json", [row], lambda each: each["workload"], WORKLOADS)
-    (folder / "passes.md").write_text(to_markdown(ordered), encoding="utf-8")
+    write_table(folder, "passes", [row], operator.itemgetter("workload"), WORKLOADS, to_markdown)
 
 
 LARGEST_ERROR, TIMES_EAGERS = 1e-2, 2.0

@@ -9,9 +9,9 @@ that is made from it; networks and lanes that were not run this time keep the ro
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
+import operator
 import os
 import subprocess
 import sys
@@ -25,10 +25,11 @@ import torch
 import ampopt
 from ampopt.system.environment import environment
 from benchmarks import cold_lines, cold_start
+from benchmarks.command_line import add_place, device_of, parser_for
 from benchmarks.contestants import LANES
 from benchmarks.race_networks import RACE, racer
 from benchmarks.race_protocol import emptied
-from benchmarks.results_files import Row, commit, heading, results_folder, update
+from benchmarks.results_files import Row, commit, heading, results_folder, write_table
 
 Facts = dict[str, Any]
 
@@ -82,17 +83,15 @@ def to_markdown(rows: list[Row]) -> str:
 
 def main() -> None:
     """Measure every network and lane asked for and write the results after each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = parser_for(__doc__)
     parser.add_argument("--models", nargs="+", choices=RACE, default=RACE, metavar="NAME")
     parser.add_argument("--lanes", nargs="+", choices=LANES, default=list(LANES))
-    parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    add_place(parser)
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds of each call")
     cold_start.add_option(parser)
     parser.add_argument("--once", action="store_true", help="print the facts of one call and write nothing")
     options = parser.parse_args()
-    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    device = device_of(options)
     if options.once:
         print(json.dumps(optimize_once(options.models[0], options.lanes[0], device, options.budget)))
         return
@@ -101,9 +100,8 @@ def main() -> None:
         row = measure(network, lane, device, options.budget)
         if (network, lane) == (options.models[0], options.lanes[0]) and options.default_call:
             row = cold_start.beside(row, network, device)
-        order = itertools.product(RACE, LANES)
-        rows = update(folder / "second_optimize.json", [row], lambda r: (r["network"], r["lane"]), order)
-        (folder / "second_optimize.md").write_text(to_markdown(rows), encoding="utf-8")
+        key, order = operator.itemgetter("network", "lane"), itertools.product(RACE, LANES)
+        write_table(folder, "second_optimize", [row], key, order, to_markdown)
         print(to_markdown([row]).splitlines()[-1], flush=True)
 
 

@@ -9,19 +9,17 @@ runs of this commit that are there already count.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 from benchmarks.cold import FIRST_GUESS_S, add_options, rows_in
 from benchmarks.cold_lines import EAGER, OURS
 from benchmarks.cold_networks import all_names
 from benchmarks.cold_start import MOST_S, default_call
 from benchmarks.cold_table import seconds_to
+from benchmarks.command_line import device_of, parser_for
 from benchmarks.regimes import REGIMES, speedup
 from benchmarks.results_files import Row, commit, heading, results_folder
 from benchmarks.time_left import TimeLeft
@@ -84,12 +82,12 @@ def append(folder: Path, row: Row) -> list[Row]:
 
 def main() -> None:
     """Make the runs that are missing, network by network, and write the results after each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_for(__doc__)
     add_options(parser)
     parser.add_argument("--models", nargs="+", choices=all_names(), default=list(STEADY), metavar="NAME")
     parser.add_argument("--runs", type=int, default=RUNS)
     options = parser.parse_args()
-    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    device = device_of(options)
     folder, now = results_folder(options.out, device), commit()
     rows, left = rows_in(folder / "steady.json"), TimeLeft(options.budget_left, guess_s=FIRST_GUESS_S)
     for name in options.models:

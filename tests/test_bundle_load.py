@@ -6,12 +6,12 @@ import contextlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import ampopt
 from ampopt.bundle.files import open_bundle, write_bundle
@@ -19,37 +19,17 @@ from ampopt.bundle.signing import generate_keys
 from ampopt.deploy.loaded_model import LoadedModel
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.engines.openvino_engine import OpenVinoEngine
-from ampopt.errors import BundleError, InputError
-from ampopt.ir.lanes import FP32, mixed
+from ampopt.errors import AmpoptError, BundleError, InputError
+from ampopt.ir.lanes import mixed
 from ampopt.ir.transform import Recipe
-from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import Measurement
 from ampopt.ort.openvino_options import OpenVinoOptions
 from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn, Openvino
+from ampopt.search.optimizer import Optimizer
 from tests.helpers import Model, with_statistics
-from tests.support.planted import captured_of, module_of
+from tests.support.planted import module_of
 
 X = torch.randn(1, 3, 12, 12, generator=torch.Generator().manual_seed(0))
-
-
-class Answer(NamedTuple):
-    """What the model of these tests returns."""
-
-    scores: Tensor
-    mask: Tensor
-    scale: int
-
-
-class Nested(nn.Module):
-    """A call with keyword arguments, a dict and a float; a named tuple as its result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.bn = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor, *, gain: Tensor, flags: dict[str, float]) -> Answer:
-        y = torch.relu(self.bn(self.conv(x))) * gain
-        return Answer(y.mean((2, 3)), y > flags["least"], 3)
 
 
 @pytest.fixture(scope="module")
@@ -149,95 +129,39 @@ def test_on_another_machine_it_is_measured_anew(bundle: Path, tmp_path: Path) ->
     assert loaded._call.report.entries
 
 
+@pytest.mark.parametrize(
+    ("call_s", "given", "budget_s"),
+    [(1e-3, None, 60.0), (1.0, None, 200.0), (9.0, None, 600.0), (1.0, 5.0, 5.0)],
+)
+def test_without_a_budget_slow_calls_are_measured_anew_for_longer(
+    call_s: float,
+    given: float | None,
+    budget_s: float,
+    bundle: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def elsewhere(manifest: dict[str, Any], files: dict[str, bytes]) -> None:
+        manifest["fingerprint"]["device"] = "an abacus"
+
+    def run(optimizer: Optimizer) -> OptimizedModule:
+        seen.append(optimizer._options.budget_s)
+        raise InputError("seen")
+
+    seen: list[float] = []
+    monkeypatch.setattr("ampopt.search.optimizer.seconds_of_a_call", lambda *_: call_s)
+    monkeypatch.setattr(Optimizer, "run", run)
+    path = rewritten(bundle, tmp_path / "b", elsewhere)
+    with pytest.raises(AmpoptError, match="seen"):
+        ampopt.load(path, backend="ampopt", device="cpu", budget_s=given)
+    assert seen == [budget_s]
+
+
 def test_calls_of_another_kind_are_refused(bundle: Path) -> None:
     loaded = ampopt.load(bundle, backend="original", device="cpu")
     for args in ((torch.randn(1, 3, 13, 12),), (X.double(),), (X, X), ()):
         with pytest.raises(InputError, match="made for other calls"):
             loaded(*args)
-
-
-def test_nested_calls_and_results_come_back_in_their_own_types(tmp_path: Path) -> None:
-    model = with_statistics(Nested())
-    kwargs: dict[str, Any] = {"gain": torch.tensor(2.0), "flags": {"least": 0.5}}
-    original, captured = captured_of(model, X, **kwargs)
-    recipe = Recipe(FP32, ())
-    fast = OptimizedModule(original, captured, captured.program, recipe, Ledger("M", {"device": "d"}, ()))
-    fast.save(tmp_path / "b", tune_s=0.2)
-    expected = model(X, **kwargs)
-    for backend in ("ampopt", "onnxruntime"):
-        loaded = ampopt.load(tmp_path / "b", backend=backend, device="cpu", types=[Answer])
-        found = loaded(X, **kwargs)
-        assert type(found) is Answer
-        assert found.scale == 3
-        assert found.mask.dtype is torch.bool
-        assert torch.allclose(found.scores, expected.scores, atol=1e-5)
-        with pytest.raises(InputError, match=r"0\.5"):
-            loaded(X, gain=torch.tensor(2.0), flags={"least": 0.6})
-
-
-class Stereo(nn.Module):
-    """Takes two images by name, and further sensors in their order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-
-    def forward(self, right: Tensor, left: Tensor, **rest: Tensor) -> Tensor:
-        total: Tensor = self.conv(right) - 2 * self.conv(left)
-        for place, sensor in enumerate(rest.values()):
-            total = total + place * self.conv(sensor)
-        return total
-
-
-@pytest.mark.parametrize("backend", ["ampopt", "onnxruntime", "original"])
-@pytest.mark.parametrize("rest", [(), ("b", "a")], ids=["named", "with a rest"])
-def test_keyword_arguments_have_an_order_where_the_model_saw_it(
-    backend: str, rest: tuple[str, ...], tmp_path: Path
-) -> None:
-    torch.manual_seed(0)
-    model = Stereo().eval()
-    kwargs = {name: X + i for i, name in enumerate(("right", "left", *rest))}
-    original, captured = captured_of(model, **kwargs)
-    program = captured.program
-    fast = OptimizedModule(original, captured, program, Recipe(FP32, ()), Ledger("M", {"device": "d"}, ()))
-    fast.save(tmp_path / "b", tune_s=0.2)
-    loaded = ampopt.load(tmp_path / "b", backend=backend, device="cpu")
-    swapped = {"left": kwargs["left"], **kwargs}
-    for given in (kwargs, swapped):
-        assert torch.allclose(loaded(**given), model(**given), atol=1e-5)
-    turned = dict(reversed(kwargs.items()))
-    if rest:
-        with pytest.raises(InputError, match="made for other calls"):
-            loaded(**turned)
-    else:
-        assert torch.allclose(loaded(**turned), model(**turned), atol=1e-5)
-
-
-@pytest.mark.parametrize("asks", [True, False])
-def test_a_tensor_is_given_twice_only_where_the_model_does_not_ask(asks: bool, tmp_path: Path) -> None:
-    model = Model(lambda m, a, b: a - (3 if asks and a is b else 2) * b)
-    module_of(model, X, X + 1).save(tmp_path / "b", onnx=None)
-    loaded = ampopt.load(tmp_path / "b", backend="ampopt", device="cpu")
-    assert torch.allclose(loaded(X, X.clone()), model(X, X.clone()))
-    if asks:
-        with pytest.raises(InputError, match="takes nothing twice"):
-            loaded(X, X)
-    else:
-        assert torch.allclose(loaded(X, X), model(X, X))
-
-
-@pytest.mark.parametrize("asks", [True, False])
-def test_a_list_is_given_twice_only_where_the_model_does_not_ask(asks: bool, tmp_path: Path) -> None:
-    model = Model(lambda m, x, a, b: x * (3 if asks and a is b else 2) * a[0] * b[0])
-    module_of(model, X, [2], [2]).save(tmp_path / "b", onnx=None)
-    loaded = ampopt.load(tmp_path / "b", backend="ampopt", device="cpu")
-    given = [2]
-    assert torch.equal(loaded(X, given, [2]), model(X, given, [2]))
-    if asks:
-        with pytest.raises(InputError, match="takes nothing twice"):
-            loaded(X, given, given)
-    else:
-        assert torch.equal(loaded(X, given, given), model(X, given, given))
 
 
 def test_a_mixed_precision_lane_is_saved_with_its_own_tolerance(tmp_path: Path) -> None:

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from ampopt import errors
-from ampopt.errors import AmpoptError, Interrupted, MissingExtraError, first_line, is_passing, need, require
+from ampopt.errors import (
+    AmpoptError,
+    CaptureError,
+    Interrupted,
+    MissingExtraError,
+    first_line,
+    is_passing,
+    need,
+    reason_of,
+    require,
+)
 
 CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
 
@@ -66,6 +76,11 @@ def test_a_package_that_itself_lacks_another_is_not_called_missing(
 )
 def test_the_first_line_says_what_and_why(error: Exception, line: str) -> None:
     assert first_line(error) == line
+
+
+def test_an_error_of_ampopts_is_a_reason_in_its_own_words() -> None:
+    assert reason_of(CaptureError("it has no inputs:\nnone at all")) == "it has no inputs:\nnone at all"
+    assert reason_of(ValueError("no such kernel\nand much more")) == "ValueError: no such kernel"
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,12 @@ from ampopt.bundle.manifest import RefusedError, decode, encode
 from ampopt.errors import BundleError, ExportError, InputError
 from ampopt.ir.lanes import lanes_for
 from tests.deploy import test_served_state as buffers
-from tests.deploy import test_state_anywhere as models
 from tests.deploy.test_runtime_io import lane_module
-from tests.deploy.test_state_anywhere import Keeping, check, check_calls, inputs, served
+from tests.support import ways_to_keep as ways
 from tests.support.bundles import fields
+from tests.support.keeping import Keeping, check, check_calls, inputs, served
 
-GRU, NESTED = models._gru, models._nested
+GRU, NESTED = ways.gru, ways.nested
 BACKENDS = ["ampopt", "onnxruntime", "original", "auto"]
 
 
@@ -45,7 +45,7 @@ def started() -> Keeping:
     return model
 
 
-@pytest.mark.parametrize("function", models.FROM_THE_START)
+@pytest.mark.parametrize("function", ways.FROM_THE_START)
 def test_a_loaded_model_goes_on_from_call_to_call(function: Any, tmp_path: Path) -> None:
     model = Keeping(function).eval()
     with torch.no_grad():
@@ -58,7 +58,7 @@ def test_a_loaded_model_goes_on_from_call_to_call(function: Any, tmp_path: Path)
 
 
 def test_a_state_in_buffers_is_kept_too(tmp_path: Path) -> None:
-    model = buffers.keeping(buffers._smooth)
+    model = buffers.keeping(buffers.smooth)
     buffers.served(model).save(tmp_path / "b", tune_s=0.1)
     for backend in ("ampopt", "onnxruntime"):
         loaded, twin = ampopt.load(tmp_path / "b", backend=backend, device="cpu"), copy.deepcopy(model)
@@ -122,7 +122,7 @@ def test_a_step_and_a_call_that_fails_leave_the_state(bundle: Path) -> None:
     check(torch.from_numpy(found), expected, 1e-4)
 
 
-@pytest.mark.parametrize("function", [models._returned, models._returned_in_place, models._of_the_input])
+@pytest.mark.parametrize("function", [ways.returned, ways.returned_in_place, ways.of_the_input])
 def test_what_a_caller_writes_to_inputs_and_results_does_not_reach_the_state(
     function: Any, tmp_path: Path
 ) -> None:
@@ -147,7 +147,7 @@ def test_calls_in_inference_mode_advance_it_too(bundle: Path) -> None:
 
 
 def test_calls_of_several_threads_take_turns(tmp_path: Path) -> None:
-    model = Keeping(models._in_place).eval()
+    model = Keeping(ways.in_place).eval()
     served(model).save(tmp_path / "b", onnx=None)
     loaded, twin = ampopt.load(tmp_path / "b", device="cpu"), copy.deepcopy(model)
     (x,) = inputs(1)
@@ -182,8 +182,8 @@ def test_on_another_machine_it_is_measured_anew(bundle: Path, tmp_path: Path) ->
 
 
 REFUSED: dict[Any, str] = {
-    models._lazy: "makes a state in its attribute lazy in its first calls",
-    models._one_tensor_three_times_in_place: "makes a state|shares memory",
+    ways.lazy: "makes a state in its attribute lazy in its first calls",
+    ways.one_tensor_three_times_in_place: "makes a state|shares memory",
 }
 
 
@@ -195,7 +195,7 @@ def test_a_state_that_a_bundle_cannot_hold_is_refused_by_name(function: Any, tmp
 
 
 def test_a_state_in_the_models_dtype_behind_a_border_of_another_is_refused(tmp_path: Path) -> None:
-    fast = lane_module(Keeping(models._slicing).eval(), inputs(1)[0])
+    fast = lane_module(Keeping(ways.sliced).eval(), inputs(1)[0])
     with pytest.raises(ExportError, match="optimize it with io='original' for a bundle"):
         fast.save(tmp_path / "b", onnx=None)
 

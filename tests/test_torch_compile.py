@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ampopt.deploy.runtime import OptimizedModule
+from ampopt.errors import InputError
+from ampopt.search.optimizer import Optimizer
 from ampopt.system.turns import optimizing
 from ampopt.torch_compile import backend, compiled_graphs
 from tests.helpers import Model, with_statistics
@@ -58,6 +61,25 @@ def test_every_graph_is_optimized_for_each_shape_and_right() -> None:
     assert len(found) >= 4
     assert all(graph.is_current and graph.report.chosen == "fp32" for graph in found)
     assert any("fold-conv-bn" in graph.report.lanes["fp32"].passes for graph in found)
+
+
+@pytest.mark.parametrize(
+    ("given", "budget_s"), [({}, 200.0), ({"budget_s": None}, 200.0), ({"budget_s": 5.0}, 5.0)]
+)
+def test_without_a_budget_slow_graphs_get_more_time(
+    given: dict[str, Any], budget_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(optimizer: Optimizer) -> OptimizedModule:
+        seen.append(optimizer._options.budget_s)
+        raise InputError("seen")
+
+    seen: list[float] = []
+    monkeypatch.setattr("ampopt.search.optimizer.seconds_of_a_call", lambda *_: 1.0)
+    monkeypatch.setattr(Optimizer, "run", run)
+    model = nn.Conv2d(3, 4, 3).eval()
+    options = {"exclude": NO_ENGINES, "cache": False, "progress": True, **given}
+    assert torch.allclose(torch.compile(model, backend=backend, options=options)(X), model(X), atol=1e-5)
+    assert seen == [budget_s]
 
 
 def test_with_other_weights_a_graph_runs_as_it_was(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ampopt.bundle.stored_values import array, members, refuse
+from ampopt.ir.pass_text import tuples
 from ampopt.ir.transform import Pass
 from ampopt.passes import PIPELINE
 
@@ -43,7 +44,7 @@ def _read_pass(data: object, known: Mapping[str, Pass]) -> Pass:
         refuse(WHERE, f"there is no pass {reprlib.repr(name)}")
     example = known[name]
     names = tuple(field.name for field in dataclasses.fields(example))
-    values = {key: _tuples(value) for key, value in zip(names, members(fields, names, WHERE), strict=True)}
+    values = {key: tuples(value) for key, value in zip(names, members(fields, names, WHERE), strict=True)}
     for key, value in values.items():
         usual = getattr(example, key)
         if usual is not None and type(value) is not type(usual):
@@ -51,10 +52,6 @@ def _read_pass(data: object, known: Mapping[str, Pass]) -> Pass:
         if usual is None and not _is_pairs(value):
             refuse(WHERE, f"{name}'s {key} is {reprlib.repr(value)}, not pairs of texts")
     return dataclasses.replace(example, **values)
-
-
-def _tuples(value: object) -> object:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _is_pairs(value: object) -> bool:

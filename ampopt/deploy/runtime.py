@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, get_args
 
@@ -16,16 +14,16 @@ from torch.utils import _pytree as pytree
 from ampopt.deploy.deployable import DeployableGraph
 from ampopt.deploy.health import Callback, Event, Health, Monitor
 from ampopt.deploy.known_calls import KnownCalls, Served
+from ampopt.deploy.new_calls import NewCalls, Refusal, call_to_prepare
 from ampopt.deploy.optimized import Optimized
 from ampopt.deploy.program_maker import ProgramMaker, detached
 from ampopt.deploy.served_state import State
 from ampopt.deploy.sized_program import SizedProgram
 from ampopt.engines.cuda_graphs import Outputs
 from ampopt.engines.executable import Executable
-from ampopt.errors import AmpoptError, InputError, KindError, StrictError, is_passing
+from ampopt.errors import InputError, KindError, StrictError
 from ampopt.ir.capture import Captured
 from ampopt.ir.keywords import in_order
-from ampopt.ir.normal_form import is_normal, normal_form
 from ampopt.ir.plain_tensors import (
     check_no_derivatives,
     check_plain,
@@ -35,15 +33,9 @@ from ampopt.ir.plain_tensors import (
 )
 from ampopt.ir.program import Program
 from ampopt.ir.settings import autocast_now
-from ampopt.ir.signature import (
-    check_same_call,
-    describe,
-    flatten_call,
-    tensors_of,
-)
+from ampopt.ir.signature import describe, flatten_call, tensors_of
 from ampopt.ir.size_range import ranges_of
-from ampopt.ir.size_ranges import hold
-from ampopt.ir.transform import Recipe, is_slow
+from ampopt.ir.transform import Recipe
 from ampopt.measure.ledger import Ledger
 
 logger = logging.getLogger("ampopt")
@@ -55,17 +47,6 @@ _HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
-
-MOST_RETRIES = 3
-"""Retries for calls of one signature that fail for lack of memory or the like; then the original answers."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Refusal:
-    """Why no program could be made for a call; `may_pass`: another attempt may succeed."""
-
-    reason: str
-    may_pass: bool
 
 
 class OptimizedModule(DeployableGraph):
@@ -133,11 +114,16 @@ class OptimizedModule(DeployableGraph):
         sizes = () if sized is None else sized.sizes
         self._optimized = Optimized(original, captured, program, recipe, report, sizes)
         self._outputs: Outputs = outputs
-        self._max_captures, self._captures = max_captures, 0
         self._state = State(original, one_at_a_time=captured.lifted is not None)
         self._calls = KnownCalls(max_shapes)
         self._maker = ProgramMaker(self._optimized, self._state, outputs)
-        self._in_range = None if sized is None else self._maker.of_sizes(sized)
+        self._new = NewCalls(
+            self._optimized,
+            self._calls,
+            self._maker,
+            max_captures=max_captures,
+            in_range=None if sized is None else self._maker.of_sizes(sized),
+        )
         self._monitor = Monitor(chose_original=serve_original)
         self._serve_original = serve_original
         if serve_original:
@@ -221,7 +207,7 @@ class OptimizedModule(DeployableGraph):
         served = self._calls.find(leaves, spec)
         if served is None:
             found = self._first(args, kwargs, leaves, spec)
-            if isinstance(found, _Refusal):
+            if isinstance(found, Refusal):
                 return self._without_program(found, args, kwargs, leaves, spec)
             served = found
         if served.layout is None:
@@ -277,102 +263,35 @@ class OptimizedModule(DeployableGraph):
 
     def _first(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Any], spec: pytree.TreeSpec
-    ) -> Served | _Refusal:
+    ) -> Served | Refusal:
         """Find or make what answers a call that was not seen before; tell of it once the lock is free."""
-        tensors = tensors_of(leaves)
-        self._refusing(lambda: self._check(leaves, spec), _shown(tensors))
+        shown = _shown(tensors_of(leaves))
+        self._refusing(lambda: self._new.check(leaves, spec), shown)
         try:
-            with self._calls.lock:
-                before = self._captures
-                found = self._calls.find(leaves, spec) or self._serve(args, kwargs, leaves, spec)
-                is_new = self._captures > before and isinstance(found, Served)
+            found, is_new = self._new.answer(args, kwargs, leaves, spec)
         except KindError as error:
-            self._monitor.note(Event("refusal", str(error), _shown(tensors)))
+            self._monitor.note(Event("refusal", str(error), shown))
             raise
         if is_new:
-            shown = _shown(tensors)
             logger.warning("ampopt: captured and verified a program for a call not seen before: %s", shown)
             self._monitor.note(Event("capture", "no program was made for it ahead of time", shown))
         return found
 
-    def _check(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> None:
-        """Raise InputError where tensors are on another device, or of other dtypes at the same places."""
-        own = self._optimized.captured
-        is_alike = spec == own.spec or normal_form(leaves, spec)[1] == own.spec
-        check_same_call(own.leaves if is_alike else (), leaves, self.program.device)
-
-    def _serve(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Any], spec: pytree.TreeSpec
-    ) -> Served | _Refusal:
-        """Find or make what answers a call that was not seen before.
-
-        A program answers a call as it answers its normal form, where the original does so, too.
-        """
-        if not is_normal(leaves, spec):
-            self._maker.try_original(args, kwargs)  # its own error is raised
-            if reason := self._maker.why_not_normal(args, kwargs):
-                self._check_without_program(args, kwargs)
-                return _Refusal(reason, may_pass=False)
-            plain = normal_form(leaves, spec)
-            args, kwargs = pytree.tree_unflatten(*plain)
-            found = self._calls.find(*plain) or self._serve(args, kwargs, *plain)
-            return found if isinstance(found, _Refusal) else self._calls.remember(leaves, spec, found)
-        known = self._calls.of_any_strides(leaves, spec) or self._of_sizes(leaves, spec)
-        if known is not None:
-            if self._maker.holds(known, leaves):
-                return self._calls.remember(leaves, spec, known)
-            self._calls.distinguish_strides(leaves, spec)
-        if self._captures >= self._max_captures:
-            self._check_without_program(args, kwargs)
-            reason = (
-                f"no program was made for them ahead of time, and {self._max_captures} later ones at most are"
-            )
-            return _Refusal(reason, may_pass=False)
-        self._maker.try_original(args, kwargs)  # its own error is raised, and nothing made or remembered
-        quick_passes = tuple(step for step in self._optimized.recipe.passes if not is_slow(step))
-        try:
-            served = self._maker.make(args, kwargs, quick_passes)
-        except KindError:
-            raise  # the original would not have what a program leaves out
-        except Exception as error:  # whatever it is: the original answers, and the log says why
-            reason = str(error) if isinstance(error, AmpoptError) else f"{type(error).__name__}: {error}"
-            return _Refusal(textwrap.shorten(reason, 300), is_passing(error))
-        self._captures += 1
-        return self._calls.admit(served)
-
-    def _of_sizes(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Served | None:
-        """The program for a range of sizes, where this call is in it."""
-        own = self._optimized.captured
-        if self._in_range is None or not hold(self._optimized.sizes, own.leaves, own.spec, leaves, spec):
-            return None
-        return self._in_range
-
-    def _check_without_program(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raise KindError where the original cannot answer a call beside the programs that there are."""
-        if self._max_captures:  # a submodule with a program of its own has no state
-            self._maker.check_without_program(args, kwargs)
-
     def _without_program(
         self,
-        refusal: _Refusal,
+        refusal: Refusal,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         leaves: Sequence[Any],
         spec: pytree.TreeSpec,
     ) -> Any:
-        """Let the original answer a call for which no program could be made, from now on.
-
-        What may pass is tried again at the next calls of its kind, for some times.
-        """
-        tensors, reason, then = tensors_of(leaves), refusal.reason, ""
-        with self._calls.lock:
-            if self._calls.count_failure(leaves, spec, most=MOST_RETRIES if refusal.may_pass else 1):
-                then = " (it is tried again)"
-            else:
-                self._captures = min(self._captures + 1, self._max_captures)
-                self._calls.remember(leaves, spec, Served(self._call_original, reason=reason))
-        shown = _shown(tensors)
-        logger.warning("ampopt: the original model answers calls with %s, because %s%s", shown, reason, then)
+        """Let the original answer a call for which no program could be made, and log the reason."""
+        tensors, reason = tensors_of(leaves), refusal.reason
+        is_final = self._new.give_up(refusal, leaves, spec, Served(self._call_original, reason=reason))
+        then = "" if is_final else " (it is tried again)"
+        logger.warning(
+            "ampopt: the original model answers calls with %s, because %s%s", _shown(tensors), reason, then
+        )
         return self._by_original(reason, args, kwargs, tensors)
 
     def prepare(self, *calls: Any) -> None:
@@ -383,50 +302,16 @@ class OptimizedModule(DeployableGraph):
         served. If the original answers every call, `prepare` does nothing.
         """
         for call in calls:
-            self.prepare_call(self._as_arguments(call), {})
+            self.prepare_call(call_to_prepare(call, self.program.examples[0]), {})
 
     def prepare_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """`prepare` for one call with positional and keyword arguments."""
         kwargs = in_order(kwargs, self._optimized.captured.by_name)
         leaves, spec = flatten_call(args, kwargs)
         check_plain(tensors_of(leaves))
-        self._check(leaves, spec)
-        if self._serve_original:
-            return
-        try:
-            self._maker.try_original(args, kwargs)
-        except Exception as error:
-            raise InputError(f"the model fails on the call to prepare: {error}") from error
-        calls = self._calls
-        with calls.lock:
-            served = calls.find(leaves, spec)
-            if served is not None and served.layout is not None and served is not self._in_range:
-                return
-            if not is_normal(leaves, spec):
-                if reason := self._maker.why_not_normal(args, kwargs):
-                    raise InputError(f"only the original can answer the call to prepare: {reason}")
-                plain = normal_form(leaves, spec)
-                self.prepare_call(*pytree.tree_unflatten(*plain))
-                found = calls.find(*plain)
-                assert found is not None
-                calls.remember(leaves, spec, found)
-            else:
-                made = self._maker.make(args, kwargs, self._optimized.recipe.passes)
-                calls.max_programs = max(calls.max_programs, calls.programs + 1)
-                calls.admit(made)
-
-    def _as_arguments(self, call: Any) -> tuple[Any, ...]:
-        if isinstance(call, Tensor):
-            return (call,)
-        if isinstance(call, tuple) and call and all(isinstance(size, int) for size in call):
-            if min(call) < 0:
-                raise InputError(f"prepare: {call} is no shape: sizes are 0 or more")
-            example = self.program.examples[0]
-            generator = torch.Generator().manual_seed(0)
-            return (torch.randn(call, generator=generator, device="cpu").to(example.device, example.dtype),)
-        if isinstance(call, tuple):
-            return call
-        raise InputError(f"prepare takes shapes, tensors or tuples of arguments, not {type(call).__name__}")
+        self._new.check(leaves, spec)
+        if not self._serve_original:
+            self._new.prepare(args, kwargs, leaves, spec)
 
     def _private_original(self) -> nn.Module:
         return self._optimized.original
@@ -444,7 +329,7 @@ class OptimizedModule(DeployableGraph):
             serve_original=self._serve_original,
             strict=self.strict,
             max_shapes=self._calls.max_programs,
-            max_captures=self._max_captures,
+            max_captures=self._new.max_captures,
             sized=self._sized,
         )
         duplicate._state.take(self._state)

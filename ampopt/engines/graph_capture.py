@@ -66,8 +66,7 @@ def capture_calls(
         if keep_graph:
             graph.instantiate()
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
-        raise PassError(f"the CUDA graph could not be captured: {reason}") from error
+        raise PassError(f"the CUDA graph could not be captured: {first_line(error)}") from error
     return graph, outputs
 
 

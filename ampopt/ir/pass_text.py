@@ -100,11 +100,12 @@ def _value(text: str, at: int) -> tuple[Any, int]:
         value, end = _JSON.raw_decode(text, at)
     except (json.JSONDecodeError, RecursionError) as error:
         raise _unreadable(text, at, "a value, in JSON or a word") from error
-    return _tuples(value), end
+    return tuples(value), end
 
 
-def _tuples(value: object) -> object:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+def tuples(value: object) -> object:
+    """A value of JSON with tuples in place of lists, as fields of passes have them."""
+    return tuple(map(tuples, value)) if isinstance(value, list) else value
 
 
 def _skip(text: str, at: int) -> int:

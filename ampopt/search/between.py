@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ampopt.errors import AmpoptError, first_line
+from ampopt.errors import reason_of
 from ampopt.ir.capturing import capturing
 from ampopt.measure.clocks import synchronize
 from ampopt.measure.ledger import Ledger
@@ -130,7 +130,7 @@ class Between:
                     compiled = compile_graph(part.graph, part.inputs, part.weights, mine, progress, sandbox)
             except Exception as error:
                 check_interrupted(error)
-                yield part, None, str(error) if isinstance(error, AmpoptError) else first_line(error)
+                yield part, None, reason_of(error)
                 continue
             part.compiled = compiled
             yield part, compiled.report, ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ampopt.errors import InputError
+from ampopt.errors import InputError, first_line
 from ampopt.ir.model_copy import exact_copy, untouched_rng
 
 SIDE = 224
@@ -44,10 +44,6 @@ def infer_inputs(model: nn.Module, device: torch.device) -> tuple[tuple[Tensor, 
     except Exception as error:
         raise InputError(
             f"the input of {type(model).__name__} cannot be inferred: it does not take a tensor "
-            f"{list(shape)}, which its first {type(first).__name__} suggests ({_first_line(error)}); {asked}"
+            f"{list(shape)}, which its first {type(first).__name__} suggests ({first_line(error)}); {asked}"
         ) from error
     return (example,), f"example_inputs were inferred from the first {type(first).__name__}: {list(shape)}"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ampopt.deploy.runtime import OptimizedModule
-from ampopt.errors import AmpoptError, first_line
+from ampopt.errors import first_line, reason_of
 from ampopt.ir.lanes import FP32, Lane, lanes_for
 from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.ir.settings import Settings
@@ -81,16 +81,11 @@ class LowerParts:
     """
 
     def __init__(
-        self,
-        original: nn.Module,
-        check: WholeCheck,
-        regions: Sequence[Region],
-        took: Sequence[float],
-        options: Options,
+        self, check: WholeCheck, regions: Sequence[Region], took: Sequence[float], options: Options
     ) -> None:
         """`took`: the time of each region's first call, in seconds. `options` are those of a submodule."""
-        self._original, self._check, self._options = original, check, options
-        self._device = check.device
+        self._check, self._options = check, options
+        self._original, self._device = check.original, check.device
         self._took = {region.name: seconds for region, seconds in zip(regions, took, strict=True)}
         self._regions = sorted(regions, key=lambda region: -self._took[region.name])
         lanes = lanes_for(options.precision, check.device, options.amp_dtype)
@@ -243,7 +238,7 @@ class LowerParts:
         except KeyboardInterrupt:
             return True
         except Exception as error:
-            why = str(error) if isinstance(error, AmpoptError) else first_line(error)
+            why = reason_of(error)
         if why is None:
             self.modules[region.name], self.lanes[region.name] = module, lane
         else:

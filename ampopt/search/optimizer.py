@@ -95,6 +95,10 @@ class Optimizer:
         `call_s` is the time of a call in seconds, if known. `rival` calls an optimized form of the model in
         FP32 that is there already: then only the lanes asked for are searched, and none far behind it.
         """
+        if call_s is None:
+            args, kwargs = pytree.tree_unflatten(list(captured.leaves), captured.spec)
+            call_s = seconds_of_a_call(original, args, kwargs, options.budget_s)
+        self._call_s, options = call_s, options.with_time_for(call_s)
         self._sizes: Sizes = ()
         self._whole_s = options.budget_s
         if options.dynamic is not None:
@@ -119,10 +123,6 @@ class Optimizer:
         facts = options.cache_facts() | ({"rival": True} if rival is not None else {})
         self._key = key_of(program, facts) if self._cache else ""
         self._known = self._cache.find(self._key, self._pipeline) if self._cache else None
-        if call_s is None:
-            args, kwargs = pytree.tree_unflatten(list(captured.leaves), captured.spec)
-            call_s = seconds_of_a_call(original, args, kwargs, options.budget_s)
-        self._call_s = call_s
         self._begin(RECALL if self.is_tuned else SEARCH)
 
     def _begin(self, effort: Effort) -> None:

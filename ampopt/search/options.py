@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
@@ -48,15 +48,6 @@ class Options:
     io: str = "original"
     dynamic: Asked | None = None
     is_budget_given: bool = True
-
-    @classmethod
-    def of(cls, *, budget_s: float | None, **others: Any) -> Options:
-        """The options of a call; `budget_s` None: the default budget, see `with_time_for`."""
-        return cls(
-            budget_s=DEFAULT_S if budget_s is None else budget_s,
-            is_budget_given=budget_s is not None,
-            **others,
-        )
 
     def __post_init__(self) -> None:
         """Raise InputError, before any work, for an invalid value; convert numbers to Python's types."""
@@ -105,8 +96,10 @@ class Options:
         """The dtype of floating-point inputs and outputs; None: the original's."""
         return None if self.io == "original" else lanes_for(self.precision, device, self.amp_dtype)[0].dtype
 
-    def within(self, seconds: float) -> Options:
-        """These options for a part of the work that has a share of the time."""
+    def within(self, seconds: float | None) -> Options:
+        """These options with a time budget in seconds; None: the default one, see `with_time_for`."""
+        if seconds is None:
+            return dataclasses.replace(self, budget_s=DEFAULT_S, is_budget_given=False)
         return dataclasses.replace(self, budget_s=seconds, is_budget_given=True)
 
     def of_parts(self) -> Options:

@@ -6,10 +6,8 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
-from torch import nn
-
 from ampopt.deploy.runtime import OptimizedModule
-from ampopt.errors import AmpoptError, first_line
+from ampopt.errors import first_line, reason_of
 from ampopt.ir.lanes import FP32
 from ampopt.measure.ledger import Ledger
 from ampopt.search.lower_parts import LowerParts
@@ -33,7 +31,6 @@ class PartsSearch:
 
     def __init__(
         self,
-        original: nn.Module,
         check: WholeCheck,
         regions: Sequence[Region],
         took: Sequence[float],
@@ -46,7 +43,7 @@ class PartsSearch:
         self._regions, self._took, self._call_s, self._options = regions, took, call_s, options
         self._progress, self._sandbox = progress, sandbox
         self._fp32 = dataclasses.replace(options, precision=FP32.name)
-        self.lower = LowerParts(original, check, regions, took, options)
+        self.lower = LowerParts(check, regions, took, options)
         self.modules: dict[str, OptimizedModule] = {}
         self.reports: dict[str, Ledger] = {}
         self.notes: list[str] = []
@@ -101,8 +98,7 @@ class PartsSearch:
             except KeyboardInterrupt:
                 return True
             except Exception as error:
-                reason = str(error) if isinstance(error, AmpoptError) else first_line(error)
-                self.notes.append(f"submodule {region.name} runs as it was: {reason}")
+                self.notes.append(f"submodule {region.name} runs as it was: {reason_of(error)}")
                 continue
             self.reports[region.name] = module.report
             self.modules[region.name] = module

@@ -143,14 +143,7 @@ class PartwiseOptimizer:
 
         def search(options: Options, share: float) -> tuple[PartsSearch, bool]:
             parts = PartsSearch(
-                self._original,
-                self._check,
-                regions,
-                took,
-                call_s,
-                options,
-                progress=self._progress,
-                sandbox=self._sandbox,
+                self._check, regions, took, call_s, options, progress=self._progress, sandbox=self._sandbox
             )
             left_s = share * (now + seconds - time.perf_counter())
             return parts, parts.run(left_s, self._budget.left_s)

@@ -11,7 +11,7 @@ import pytest
 
 from ampopt.bundle.signing import SIGNATURE_BYTES, generate_keys, is_signed, sign
 from ampopt.errors import InputError, MissingExtraError
-from tests.system.test_atomic import FullDisk
+from tests.support.full_disk import FullDisk
 
 
 @pytest.fixture

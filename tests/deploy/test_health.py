@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ampopt.deploy.health import MOST_REASONS, OTHER_REASONS, Event, Monitor
-from ampopt.deploy.runtime import MOST_RETRIES, OptimizedModule
+from ampopt.deploy.new_calls import MOST_RETRIES
+from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import AmpoptError, InputError, StrictError, is_passing
 from tests.helpers import with_statistics
 from tests.support.planted import Planted, module_of
@@ -85,7 +86,7 @@ def test_a_refusal_is_counted_and_spends_nothing(bad: Tensor) -> None:
             fast(bad)
     assert kinds(events) == ["refusal"] * 2
     assert fast.health.refusals == 2
-    assert (fast._captures, len(fast._calls.answers)) == (0, 1)
+    assert (fast._new.captures, len(fast._calls.answers)) == (0, 1)
 
 
 CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
@@ -114,7 +115,7 @@ def test_a_wrong_call_raises_what_the_original_raises_and_leaves_nothing_behind(
         with pytest.raises(type(expected.value)) as found:
             fast(*args, **kwargs)
         assert str(found.value) == str(expected.value)
-    assert (fast._captures, len(fast._calls.answers), len(fast._calls.failures)) == (0, 1, 0)
+    assert (fast._new.captures, len(fast._calls.answers), len(fast._calls.failures)) == (0, 1, 0)
     with pytest.raises(InputError, match="the model fails on the call to prepare: "):
         fast.prepare_call(args, kwargs)
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ampopt.deploy.kinds_of_calls import MOST_REFUSED
 from ampopt.errors import InputError
 from tests.helpers import with_statistics
-from tests.support.planted import module_of
+from tests.support.planted import module_of, optimize
 
 
 def net() -> nn.Module:
@@ -107,3 +108,37 @@ def test_what_cannot_be_prepared_is_refused(model: nn.Module) -> None:
         fast.prepare((-1, 3, 8, 8))
     with pytest.raises(InputError, match="float64"):
         fast.prepare(image().double())
+
+
+class Counted(nn.Module):
+    """It has no state that a model has: its calls are counted outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        CALLS.append(x.shape)
+        result: Tensor = self.conv(x) * scale
+        return result
+
+
+CALLS: list[torch.Size] = []
+
+
+def test_sizes_that_the_original_answers_all_the_time_cost_one_call_each_and_are_not_kept() -> None:
+    model = Counted().eval()
+    fast: Any = optimize(model, torch.randn(1, 3, 8, 8), precision="fp32", budget_s=3)
+    fast._new.max_captures = 1
+    for size in (9, 10):  # the last capture, and the first that the original answers
+        fast(torch.randn(1, 3, size, size))
+    kept = len(fast._maker._kinds._known)
+    for size in range(11, 40):
+        x = torch.randn(1, 3, size, size)
+        CALLS.clear()
+        assert torch.equal(fast(x), model(x))
+        assert len(CALLS) == 2  # one of them is the test's
+    assert len(fast._maker._kinds._known) == kept
+    for number in range(40):
+        fast(torch.randn(1, 3, 8, 8), float(number))
+    assert len(fast._maker._kinds._known) <= kept + MOST_REFUSED

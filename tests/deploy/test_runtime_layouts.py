@@ -88,9 +88,9 @@ def test_the_questions_of_a_model_are_those_of_the_call_that_is_captured() -> No
     for careful, laid in itertools.product((False, True, False), LAYOUTS.values()):
         x = laid(image())
         assert same(fast(x, careful), model(x, careful))
-    captures = fast._captures
+    captures = fast._new.captures
     fast(LAYOUTS["a crop"](image()), False)
-    assert fast._captures == captures, "a program that holds for all strides is forgotten"
+    assert fast._new.captures == captures, "a program that holds for all strides is forgotten"
 
 
 def through_a_view(m: Any, x: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def test_only_the_first_few_other_strides_are_compared(monkeypatch: pytest.Monke
         for _ in range(2):
             assert same(fast(x), model(x))
     assert len(seen) == MOST_COMPARED
-    assert fast._captures == 0
+    assert fast._new.captures == 0
 
 
 def test_strides_that_the_original_refuses_are_served() -> None:

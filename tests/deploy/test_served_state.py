@@ -28,7 +28,7 @@ def frames(count: int, *shape: int) -> list[Tensor]:
     return [torch.randn(*(shape or SHAPE), generator=generator) for _ in range(count)]
 
 
-def _smooth(m: Any, x: Tensor) -> Tensor:
+def smooth(m: Any, x: Tensor) -> Tensor:
     m.h = m.conv(x).mean((2, 3), keepdim=True) + 0.5 * m.h
     out: Tensor = m.conv(x) + m.h
     return out
@@ -70,7 +70,7 @@ def served(model: nn.Module, lane: Lane = FP32) -> ampopt.OptimizedModule:
     return ampopt.OptimizedModule(original, captured, program, recipe, Ledger("model", {}, ()))
 
 
-FUNCTIONS = [_smooth, _in_place, _returned, _window]
+FUNCTIONS = [smooth, _in_place, _returned, _window]
 
 
 def same(a: Any, b: Any, limit: float = 1e-5) -> bool:
@@ -116,7 +116,7 @@ def test_neither_prepare_nor_a_new_shape_advances_the_state_and_all_shapes_share
 def test_the_original_that_answers_goes_on_from_the_same_state(function: Any) -> None:
     model = keeping(function)
     fast, twin = served(model), private_copy(model)
-    fast._max_captures = 0
+    fast._new.max_captures = 0
     for x, y in zip(frames(3), frames(3, 1, 3, 6, 6), strict=True):
         assert same(fast(x), twin(x))
         assert same(fast(y), twin(y))
@@ -131,7 +131,7 @@ def test_optimize_lifts_a_state(quick: None) -> None:
 
 
 def test_a_copy_goes_on_from_where_the_module_stands_and_alone() -> None:
-    model = keeping(_smooth)
+    model = keeping(smooth)
     fast, twin = served(model), private_copy(model)
     x, y, z = frames(3)
     assert same(fast(x), twin(x))
@@ -142,7 +142,7 @@ def test_a_copy_goes_on_from_where_the_module_stands_and_alone() -> None:
 
 
 def test_a_call_in_inference_mode_advances_the_state_like_any_other() -> None:
-    model = keeping(_smooth)
+    model = keeping(smooth)
     fast, twin = served(model), private_copy(model)
     for number, x in enumerate(frames(4)):
         with torch.inference_mode(mode=number % 2 == 0):
@@ -172,7 +172,7 @@ def test_a_state_that_is_not_lifted_is_named_and_served_from_its_beginning() -> 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_an_onnx_file_takes_and_returns_the_state(precision: str, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
-    model = keeping(_smooth)
+    model = keeping(smooth)
     fast, twin = served(model), private_copy(model)
     report = fast.export_onnx(tmp_path / "m.onnx", precision=precision)
     assert (report.inputs, report.output_names) == (("inputs_0", "h"), ("output", "h_next"))
@@ -185,7 +185,7 @@ def test_an_onnx_file_takes_and_returns_the_state(precision: str, tmp_path: Path
 
 
 def test_what_cannot_hold_a_state_says_so(tmp_path: Path) -> None:
-    fast = served(keeping(_smooth))
+    fast = served(keeping(smooth))
     with pytest.raises(InputError, match="keeps a state in its buffer h, whose sizes are fixed"):
         fast.export_onnx(tmp_path / "m.onnx", dynamic="batch")
     assert list(tmp_path.iterdir()) == []

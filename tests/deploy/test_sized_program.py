@@ -110,15 +110,15 @@ def test_a_size_that_is_prepared_has_a_program_of_its_own() -> None:
     fast = sized_module(model, image(), dynamic=BATCH)
     spec = fast._optimized.captured.spec
     fast(image(2))
-    assert fast._calls.find([image(2)], spec) is fast._in_range
+    assert fast._calls.find([image(2)], spec) is fast._new.in_range
     fast.prepare((2, 3, 8, 8))
     prepared = fast._calls.find([image(2)], spec)
-    assert prepared is not fast._in_range
+    assert prepared is not fast._new.in_range
     assert_right(fast, model, image(2))
     fast.prepare((2, 3, 8, 8))
     assert fast._calls.find([image(2)], spec) is prepared
     fast(image(3))
-    assert fast._calls.find([image(3)], spec) is fast._in_range
+    assert fast._calls.find([image(3)], spec) is fast._new.in_range
 
 
 def test_a_copy_has_the_range_too() -> None:

@@ -110,7 +110,7 @@ def outcome(
         return "refused"
     program, recipe = FP32.start(captured.program), Recipe(FP32, (), 0.01)
     fast = ampopt.OptimizedModule(original, captured, program, recipe, Ledger("model", {}, ()))
-    fast._captures = 0 if late else fast._max_captures  # or no program is made for another kind
+    fast._new.captures = 0 if late else fast._new.max_captures  # or no program is made for another kind
     twin = copy.deepcopy(model)
     for number in range(12):
         x = torch.randn(order.choice(kinds), 4)

@@ -179,7 +179,7 @@ def test_calls_that_the_original_answers_are_right_while_another_shape_is_captur
     answer = model(refused)
     assert close(fast(refused), answer)
     assert said(caplog, "the original model answers")
-    fast._max_captures = 12
+    fast._new.max_captures = 12
 
     def serve() -> None:
         assert close(fast(refused), answer)
@@ -220,7 +220,7 @@ def test_a_second_call_waits_for_the_first(first: str, second: str, monkeypatch:
         inside.append("out")
         raise ZeroDivisionError
 
-    for module in ("comparison", "api"):  # the first imports it of the second
+    for module in ("comparison", "api"):
         monkeypatch.setattr(f"ampopt.{module}.prepare_call", prepare_call)
 
     def call(name: str) -> None:

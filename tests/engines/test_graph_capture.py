@@ -124,18 +124,27 @@ def test_a_graph_whose_nodes_are_to_be_read_is_made_ready_at_once(cuda: _Cuda) -
     assert cuda.log[-3:] == ["captured", "clear workspaces", "instantiate"]
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("operation not permitted\nand a long trace"), "RuntimeError: operation not permitted"),
+        (NotImplementedError(), "NotImplementedError"),
+    ],
+    ids=["with a message", "without"],
+)
 @pytest.mark.parametrize("after", [0, graph_capture.WARM_UPS], ids=["in a warm-up", "in the capture"])
-def test_a_call_that_cannot_be_captured_is_a_pass_error_with_its_first_line(after: int, cuda: _Cuda) -> None:
+def test_a_call_that_cannot_be_captured_is_a_pass_error_with_its_first_line(
+    after: int, error: Exception, reason: str, cuda: _Cuda
+) -> None:
     def body() -> tuple[Tensor, ...]:
         if cuda.log.count("call") == after:
-            raise RuntimeError("operation not permitted when stream is capturing\nand a long trace")
+            raise error
         cuda.said("call")
         return ()
 
-    message = "^the CUDA graph could not be captured: operation not permitted when stream is capturing$"
-    with pytest.raises(PassError, match=message) as caught:
+    with pytest.raises(PassError, match=f"^the CUDA graph could not be captured: {reason}$") as caught:
         capture_calls(body)
-    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert caught.value.__cause__ is error
     assert cuda.log.count("clear workspaces") == (0 if after == 0 else 2)
 
 

@@ -45,7 +45,7 @@ def test_what_is_not_plain_is_refused_with_what_to_do(name: str) -> None:
         with pytest.raises(InputError, match=message):
             fast(tensor)
         assert torch.equal(fast(X), fast(X.clone()))
-    assert fast._captures == 0
+    assert fast._new.captures == 0
     assert len(fast._calls.answers) == 1
     with pytest.raises(InputError, match=message):
         fast.prepare(tensor)

@@ -1,11 +1,9 @@
-"""fuse-conv-triton: what is matched, declined and chosen, in Triton's interpreter and for real on a GPU."""
+"""fuse-conv-triton: what is matched, and what is declined, computed by the definition of its operator."""
 
 from __future__ import annotations
 
 import dataclasses
-import pickle
-from collections.abc import Callable, Iterable, Sequence
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,14 +16,8 @@ from ampopt.ir.program import Program
 from ampopt.ir.shapes import record_shapes
 from ampopt.ir.transform import Declined, Result
 from ampopt.kernels.conv_chains import Chain, find_chains
-from ampopt.kernels.conv_tiles import Site
-from ampopt.kernels.conv_timing import Timed
-from ampopt.kernels.fused_conv import Tile, fused_conv, reference
-from ampopt.passes import (
-    BakeAutocast,
-    ChannelsLast,
-    FuseConvTriton,
-)
+from ampopt.kernels.fused_conv import fused_conv, reference
+from ampopt.passes import FuseConvTriton
 from tests.helpers import (
     FP16,
     Model,
@@ -36,9 +28,7 @@ from tests.helpers import (
     spoilt,
     text_of,
 )
-
-Function = Callable[[Any, Tensor], Any]
-NHWC = [ChannelsLast()]
+from tests.support.convolving import NHWC, Function, convolving
 
 
 def _definition(
@@ -78,23 +68,6 @@ class OnCpu(FuseConvTriton):
 def _use_definition(module: fx.GraphModule) -> None:
     for node in calls(module, [fused_conv()]):
         node.target = _definition
-
-
-def _model(function: Function) -> Model:
-    """`a`, `b` of the same shape, strided `s`, `d`, grouped `g`, depthwise `w`, 1x1 `p`, `q`, linear `l`."""
-    return Model(
-        function,
-        a=nn.Conv2d(16, 16, 3, padding=1),
-        b=nn.Conv2d(16, 16, 3, padding=1, bias=False),
-        s=nn.Conv2d(16, 24, 3, stride=2, padding=(2, 1), dilation=2),
-        d=nn.Conv2d(16, 24, 1, stride=2),
-        t=nn.Conv2d(16, 24, 3, stride=2, padding=1),
-        g=nn.Conv2d(16, 16, 3, padding=1, groups=4),
-        w=nn.Conv2d(16, 16, 3, padding=1, groups=16),
-        p=nn.Conv2d(16, 16, 1),
-        q=nn.Conv2d(16, 16, 1),
-        l=nn.Linear(16, 16),
-    )
 
 
 def _squeezed(m: Any, x: Tensor) -> Tensor:
@@ -181,7 +154,7 @@ FUSED: dict[str, tuple[Function, list[str]]] = {
 @pytest.mark.parametrize("name", FUSED)
 def test_it_fuses(name: str) -> None:
     function, expected = FUSED[name]
-    model, x, elsewhere = _model(function), torch.randn(2, 16, 8, 8), [torch.randn(3, 16, 6, 6)]
+    model, x, elsewhere = convolving(function), torch.randn(2, 16, 8, 8), [torch.randn(3, 16, 6, 6)]
     chains, _ = _found(program_of(model, x, on_top_of=NHWC))
     assert [_describe(chain) for chain in chains] == expected
     result = check_pass(
@@ -191,7 +164,7 @@ def test_it_fuses(name: str) -> None:
 
 
 def test_the_fused_calls_read_as_documented() -> None:
-    model = _model(lambda m, x: (m.s(F.hardswish(m.w(x))) + m.s(x)).relu())
+    model = convolving(lambda m, x: (m.s(F.hardswish(m.w(x))) + m.s(x)).relu())
     program = program_of(model, torch.randn(2, 16, 8, 8), on_top_of=NHWC)
     choices = (("conv2d", "depthwise:8:32:1:1:2:1:ieee"), ("conv2d_1", "dense:16:32:32:1:2:4:ieee"))
     fused = FuseConvTriton(choices=choices).apply(program)
@@ -206,7 +179,7 @@ def test_the_fused_calls_read_as_documented() -> None:
 
 
 def test_an_input_in_another_order_is_copied_once() -> None:
-    model = _model(lambda m, x: [m.a(y := x.permute(0, 1, 3, 2)), m.b(y), m.s(y.sin())])
+    model = convolving(lambda m, x: [m.a(y := x.permute(0, 1, 3, 2)), m.b(y), m.s(y.sin())])
     result = OnCpu().apply(program_of(model, torch.randn(2, 16, 8, 8), on_top_of=NHWC))
     clones = list(calls(result.program.graph, [aten.clone.default]))
     assert result.rewrites == 3
@@ -214,7 +187,9 @@ def test_an_input_in_another_order_is_copied_once() -> None:
 
 
 def test_a_copy_that_comes_later_is_not_taken() -> None:
-    model = _model(lambda m, x: [m.a(y := x.permute(0, 1, 3, 2)), y.clone(memory_format=torch.channels_last)])
+    model = convolving(
+        lambda m, x: [m.a(y := x.permute(0, 1, 3, 2)), y.clone(memory_format=torch.channels_last)]
+    )
     check_pass(OnCpu(), model, torch.randn(2, 16, 8, 8), rewrites=1, on_top_of=NHWC)
 
 
@@ -281,7 +256,7 @@ def test_it_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_choices_for_nodes_that_are_gone_are_left_out() -> None:
-    program = program_of(_model(lambda m, x: m.a(x)), torch.randn(2, 16, 8, 8), on_top_of=NHWC)
+    program = program_of(convolving(lambda m, x: m.a(x)), torch.randn(2, 16, 8, 8), on_top_of=NHWC)
     tile = "dense:16:32:32:1:2:4:ieee"
     result = apply_to_untouched(FuseConvTriton(choices=(("conv2d", tile), ("conv2d_7", tile))), program)
     assert (result.rewrites, result.replay) == (1, FuseConvTriton(choices=(("conv2d", tile),)))
@@ -300,96 +275,10 @@ def test_choices_for_nodes_that_are_gone_are_left_out() -> None:
     ],
 )
 def test_a_choice_that_does_not_fit_the_shape_is_declined(function: Function, size: int, tile: str) -> None:
-    program = program_of(_model(function), torch.randn(2, 16, size, size), on_top_of=NHWC)
+    program = program_of(convolving(function), torch.randn(2, 16, size, size), on_top_of=NHWC)
     result = apply_to_untouched(FuseConvTriton(choices=(("conv2d", tile),)), program)
     assert result.rewrites == 0
     assert result.declined == (Declined("conv2d", "the tile that was chosen does not fit this shape"),)
-
-
-@dataclasses.dataclass
-class _Clock:
-    """Stands in for measurements: each takes a second and finds `times`."""
-
-    times: dict[str, float]
-    now: float = 0.0
-    ready: int | None = None
-    compiling: float = 0.0
-    measured: list[Site] = dataclasses.field(default_factory=list)
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def fastest(self, site: Site, tiles: Sequence[Tile], device: torch.device, settings: object) -> Timed:
-        assert tiles == site.tiles()[: self.ready]
-        self.measured.append(site)
-        self.now += 1.0
-        return Timed(self.times, {"dense:1": "OutOfResources: shared memory"})
-
-    def compile_all(self, sites: Iterable[Site], device: torch.device, seconds: float) -> set[object]:
-        assert seconds > 0
-        self.now += self.compiling
-        return {site.compile_key(tile) for site in sites for tile in site.tiles()[: self.ready]}
-
-
-def _measured_by(clock: _Clock, monkeypatch: pytest.MonkeyPatch, step: FuseConvTriton) -> Result:
-    monkeypatch.setattr(
-        "ampopt.passes.fuse_conv_triton.time", SimpleNamespace(perf_counter=clock.perf_counter)
-    )
-    monkeypatch.setattr("ampopt.kernels.conv_timing.fastest", clock.fastest)
-    monkeypatch.setattr("ampopt.kernels.conv_timing.compile_all", clock.compile_all)
-    model = _model(lambda m, x: m.s(m.a(m.a(x).relu()).relu()))
-    return apply_to_untouched(step, program_of(model, torch.randn(2, 16, 8, 8), on_top_of=NHWC))
-
-
-SLOW, FAST = "dense:16:32:32:1:2:4:ieee", "dense:32:32:32:1:4:4:ieee"
-
-
-def test_the_fastest_tile_is_taken_and_equal_sites_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = _Clock({"as it is": 5e-6, "by cuDNN": 4e-6, SLOW: 3e-6, FAST: 2e-6})
-    result = _measured_by(clock, monkeypatch, FuseConvTriton())
-    assert len(clock.measured) == 2
-    assert result.replay == FuseConvTriton(choices=tuple((f"conv2d{n}", FAST) for n in ("", "_1", "_2")))
-
-
-@pytest.mark.parametrize(
-    ("times", "reason"),
-    [
-        ({"as it is": 5e-6, "by cuDNN": 2e-6, FAST: 1.97e-6}, "as it is 2.0 µs, the best tile 2.0 µs"),
-        ({"as it is": 5e-6, SLOW: 8e-6, FAST: 7e-6}, "as it is 5.0 µs, the best tile 7.0 µs"),
-        ({"as it is": 5e-6}, "as it is 5.0 µs, the best tile fails: OutOfResources: shared memory"),
-    ],
-)
-def test_what_gains_too_little_is_declined(
-    times: dict[str, float], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    result = _measured_by(_Clock(times), monkeypatch, FuseConvTriton())
-    assert result.rewrites == 0
-    assert {declined.reason for declined in result.declined} == {reason}
-
-
-def test_measuring_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = _Clock({"as it is": 5e-6, FAST: 2e-6})
-    result = _measured_by(clock, monkeypatch, FuseConvTriton(seconds=0.5))
-    assert [name for name, _ in result.replay.choices or ()] == ["conv2d", "conv2d_1"]  # type: ignore[union-attr]
-    assert result.declined == (Declined("conv2d_2", "the time for measurements was spent"),)
-
-
-def test_what_took_long_to_compile_is_measured_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = _Clock({"as it is": 5e-6, FAST: 2e-6}, compiling=100.0)
-    assert _measured_by(clock, monkeypatch, FuseConvTriton(seconds=6.0)).rewrites == 3
-    clock = _Clock({"as it is": 5e-6, FAST: 2e-6}, compiling=100.0)
-    result = _measured_by(clock, monkeypatch, FuseConvTriton(seconds=0.5))
-    assert len(clock.measured) == 1
-    assert result.declined == (Declined("conv2d_2", "the time for measurements was spent"),)
-
-
-def test_tiles_that_were_not_compiled_in_time_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = _Clock({"as it is": 5e-6, FAST: 2e-6}, ready=1)
-    assert _measured_by(clock, monkeypatch, FuseConvTriton()).rewrites == 3
-    clock = _Clock({"as it is": 5e-6, FAST: 2e-6}, ready=0)
-    result = _measured_by(clock, monkeypatch, FuseConvTriton())
-    assert clock.measured == []
-    assert {declined.reason for declined in result.declined} == {"the time for measurements was spent"}
 
 
 class _ForgetsTheAddition(OnCpu):
@@ -404,7 +293,7 @@ def _forget_additions(module: fx.GraphModule) -> None:
 
 
 def test_the_check_catches_an_addition_that_is_forgotten() -> None:
-    model = _model(lambda m, x: (m.a(x) + x).relu())
+    model = convolving(lambda m, x: (m.a(x) + x).relu())
     with pytest.raises(AssertionError, match="the error is"):
         check_pass(_ForgetsTheAddition(), model, torch.randn(2, 16, 8, 8), rewrites=1, on_top_of=NHWC)
 
@@ -418,48 +307,3 @@ def test_where_values_decide_narrow_groups_are_not_computed_together() -> None:
     result = OnCpu().apply(program_of(model, torch.randn(1, 16, 8, 8), on_top_of=NHWC))
     assert result.rewrites == 0
     assert "NaN of one of its groups would reach others" in result.declined[0].reason
-
-
-def _sites_of(shares: Sequence[Callable[[], object]]) -> list[Site]:
-    calls = [pickle.loads(pickle.dumps(share)) for share in shares]
-    return [site for call in calls for site in call.args[0]]
-
-
-def test_other_processes_can_compile_every_tile_that_would_be_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(FuseConvTriton, "why_not", lambda *_: None)
-    clock = _Clock({"as it is": 5e-6, FAST: 2e-6})
-    _measured_by(clock, monkeypatch, FuseConvTriton())
-    model = _model(lambda m, x: m.s(m.a(m.a(x).relu()).relu()))
-    program = program_of(model, torch.randn(2, 16, 8, 8), on_top_of=NHWC)
-    for count in (1, 2, 3):
-        shares = FuseConvTriton().preparations(program, count)
-        assert len(shares) == min(count, 2)
-        assert sorted(map(repr, _sites_of(shares))) == sorted(map(repr, clock.measured))
-    assert FuseConvTriton(choices=()).preparations(program, 2) == ()
-
-
-def test_after_that_it_compiles_for_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = list[float]()
-
-    def compile_all(sites: Iterable[Site], device: torch.device, seconds: float) -> set[object]:
-        given.append(seconds)
-        return set()
-
-    for step in (FuseConvTriton(), FuseConvTriton().prepared()):
-        clock = _Clock({})
-        clock.compile_all = compile_all  # type: ignore[method-assign]
-        _measured_by(clock, monkeypatch, step)  # type: ignore[arg-type]
-    assert given[1] < 0.6 * given[0]
-
-
-@pytest.mark.gpu
-def test_what_other_processes_compile_is_all_that_there_is() -> None:
-    model = _model(lambda m, x: m.s(m.a(m.a(x).relu()).relu())).cuda()
-    program = program_of(
-        model, torch.randn(2, 16, 8, 8, device="cuda"), lane=FP16, on_top_of=[BakeAutocast()]
-    )
-    shares = FuseConvTriton().preparations(program, 2)
-    keys = {site.compile_key(tile) for site in _sites_of(shares) for tile in site.tiles()}
-    assert set().union(*(share() for share in shares)) == keys  # type: ignore[arg-type]

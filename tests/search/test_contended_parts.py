@@ -14,6 +14,7 @@ from ampopt.measure.headline import Compared
 from ampopt.measure.ledger import LaneSummary, Ledger
 from ampopt.measure.sampling import Gain, Measurement
 from ampopt.search import regions
+from ampopt.search.options import Options
 from ampopt.search.regions import CONTENDED, FIRST_SHARE, THREADS_OF_THEIR_OWN
 from tests.search.test_regions import Branching
 
@@ -41,8 +42,10 @@ class Searches:
         monkeypatch.setattr(f"{owner}._compared", lambda *_: self.compared.pop(0))
         monkeypatch.setattr(f"{owner}._optimize_between", lambda _: False)
 
-    def begin(self, *arguments: Any, **_: Any) -> Any:
-        self.excluded.append({*arguments[5].exclude})
+    def begin(
+        self, check: object, parts: object, took: object, call_s: float, options: Options, **_: Any
+    ) -> Any:
+        self.excluded.append({*options.exclude})
         lane = LaneSummary("fp32", "float32", times(PART_S), None, times(0.1), 0.0, self.passes.pop(0))
         report = Ledger("Branching", {}, (), lanes={"fp32": lane}, chosen="fp32")
         return SimpleNamespace(

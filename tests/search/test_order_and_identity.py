@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampopt.api import prepare_call
 from ampopt.measure.entry import ORIGINAL
+from ampopt.search.example_call import prepare_call
 from ampopt.search.partly_optimized import PartlyOptimizedModule
 from tests.support.planted import keep_the_patched, optimize
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 
 import pytest
 
@@ -22,6 +23,17 @@ def test_a_name_with_brackets_is_shown_and_not_read(monkeypatch: pytest.MonkeyPa
         tell("fp32", "mine [/b] [bold]")
     assert tell is not silent
     assert "fp32: mine [/b] [bold] · " in terminal.getvalue()
+
+
+@pytest.mark.parametrize(("budget_s", "limit"), [(60.0, "of at most 60 s"), (None, "")])
+def test_a_time_limit_is_shown_where_it_is_known(
+    budget_s: float | None, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := _Terminal())
+    with progress_line(None, time.perf_counter(), budget_s) as tell:
+        tell("fp32", "compile")
+    assert f"fp32: compile · 0 s {limit}".rstrip() in terminal.getvalue()
+    assert ("at most" in terminal.getvalue()) == bool(limit)
 
 
 @pytest.mark.parametrize("shown", [False, None])

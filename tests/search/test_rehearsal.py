@@ -4,82 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import ampopt
 from ampopt.errors import PassError
-from ampopt.ir.graph import aten
-from ampopt.ir.lanes import lanes_for
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Engine, Pass, Rehearsed, Result
 from ampopt.measure.entry import Verdict
 from ampopt.search.rehearsal import Sandbox, TooLongError, how_many
-from tests.support.planted import Bench, captured_of, rewritten
-
-X = torch.ones(1, 3)
-CPU = torch.device("cpu")
-
-
-@dataclasses.dataclass(frozen=True)
-class Risky(Engine):
-    """Negates the output twice; in any process but `home` it does what `elsewhere` says before that."""
-
-    risky = True
-
-    elsewhere: str = "nothing"
-    home: int = 0
-    note: str = ""
-
-    def apply(self, program: Program) -> Result:
-        """See the class."""
-        if self.note:
-            Path(self.note).write_text(f"{os.getpid()} {torch.get_num_threads()}")
-        if os.getpid() != self.home:
-            if self.elsewhere == "crash":
-                os.kill(os.getpid(), signal.SIGSEGV)
-            if self.elsewhere == "exit":
-                os._exit(3)
-            if self.elsewhere == "hang":
-                time.sleep(600)
-            if self.elsewhere == "raise":
-                raise ValueError("no such kernel\nand much more")
-        return Result(rewritten(rewritten(program, aten.neg.default), aten.neg.default), 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Waiting(Risky):
-    """In another process it waits for the note, which it writes at home before it asks how that one does."""
-
-    def apply(self, program: Program) -> Result:
-        """See the class."""
-        while not Path(self.note).exists():
-            time.sleep(0.01)
-        return super().apply(program)
-
-    def apply_beside(self, program: Program, rehearsed: Callable[[], Rehearsed]) -> Result:
-        """See the class."""
-        Path(self.note).touch()
-        return super().apply_beside(program, rehearsed)
-
-
-def made(sandbox: Sandbox, step: Pass, program: Program) -> bool:
-    """Whether a step that was begun ahead ends well within a minute."""
-    deadline = time.perf_counter() + 60
-    while not sandbox.has_made(step, program) and time.perf_counter() < deadline:
-        time.sleep(0.05)
-    return sandbox.has_made(step, program)
-
-
-def rehearse(sandbox: Sandbox, step: Engine, program: Program, *, seconds: float) -> str | None:
-    with sandbox.rehearsing(step, program, seconds=seconds) as rehearsed:
-        return rehearsed().why_not
+from tests.support.planted import Bench, captured_of
+from tests.support.risky import CPU, Risky, Waiting, X, rehearse
 
 
 @pytest.fixture
@@ -192,174 +130,6 @@ def test_a_pass_may_begin_here_while_it_is_rehearsed(program: Program, tmp_path:
             sandbox.apply(Waiting("crash", home, str(tmp_path / "b")), program, seconds=60)
 
 
-@pytest.fixture
-def beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sandbox that works beside measurements on this device, too."""
-    monkeypatch.setattr(Sandbox, "works_beside", True)
-
-
-@pytest.mark.usefixtures("beside")
-def test_a_rehearsal_that_was_begun_ahead_is_taken_up_by_its_trial(program: Program, tmp_path: Path) -> None:
-    step = Risky("nothing", os.getpid(), str(tmp_path / "note"))
-    with Sandbox(CPU) as sandbox:
-        sandbox.begin(step, program)
-        assert sandbox.is_rehearsing(step, program)
-        assert not sandbox.is_rehearsing(Risky("raise"), program)
-        assert sandbox.ahead_s(Risky("raise"), program) == 0.0 < sandbox.ahead_s(step, program)
-        assert made(sandbox, step, program)
-        done = (tmp_path / "note").read_text()
-        with sandbox.rehearsing(step, program, seconds=60) as rehearsed:
-            assert rehearsed().why_not is None
-        assert (tmp_path / "note").read_text() == done  # it was not done again
-        assert not sandbox.is_rehearsing(step, program)
-
-
-@pytest.mark.usefixtures("beside")
-def test_a_failure_ahead_is_told_to_its_trial_alone(program: Program, tmp_path: Path) -> None:
-    note = tmp_path / "note"
-    with Sandbox(CPU) as sandbox:
-        sandbox.begin(Risky("crash", note=str(note)), program)
-        rehearse(sandbox, Risky(), program, seconds=60)  # it waits, and has a process of its own
-        done = note.read_text()
-        with pytest.raises(PassError, match="signal SIGSEGV"):
-            rehearse(sandbox, Risky("crash", note=str(note)), program, seconds=60)
-        assert note.read_text() == done  # it did not crash a second time
-
-
-@pytest.mark.usefixtures("beside")
-def test_what_is_begun_on_one_lane_follows_each_other_in_one_process(
-    program: Program, tmp_path: Path
-) -> None:
-    notes = [str(tmp_path / name) for name in ("a", "b")]
-    steps = [Risky("nothing", os.getpid(), note) for note in notes]
-    with Sandbox(CPU) as sandbox:
-        for step in (*steps, steps[0]):  # what was begun is not begun again
-            sandbox.begin(step, program)
-        assert all(sandbox.is_rehearsing(step, program) for step in steps)
-        assert sandbox.begun(steps[0], program) == [program]
-        rehearse(sandbox, steps[1], program, seconds=60)
-        assert sandbox.has_made(steps[0], program)  # it was before that one
-        assert not sandbox.has_made(steps[1], program)
-        rehearse(sandbox, steps[0], program, seconds=60)
-        assert not sandbox.has_made(steps[0], program)
-    (first, _), (second, _) = (Path(note).read_text().split() for note in notes)
-    assert first == second
-
-
-@pytest.mark.usefixtures("beside")
-def test_what_is_begun_on_a_lane_stays_until_that_lane_is_given_up(program: Program) -> None:
-    other = program.replace(lane=lanes_for("bf16", CPU)[0])
-    with Sandbox(CPU) as sandbox:
-        sandbox.begin(Risky(), program)
-        assert made(sandbox, Risky(), program)
-        sandbox.begin(Risky(), other)
-        sandbox.give_up(program)
-        assert not sandbox.is_rehearsing(Risky(), program)
-        assert made(sandbox, Risky(), other)
-
-
-@pytest.mark.usefixtures("beside")
-def test_what_is_begun_on_another_capture_takes_the_place_of_the_first(
-    program: Program, tmp_path: Path
-) -> None:
-    other = captured_of(nn.Linear(3, 2), X)[1].program
-    note = tmp_path / "note"
-    with Sandbox(CPU) as sandbox:
-        sandbox.begin(Risky("hang", note=str(note)), program)
-        sandbox.begin(Risky(), program)
-        while not note.exists() or not note.read_text():
-            time.sleep(0.05)
-        process = sandbox.workers[0].process
-        sandbox.begin(Risky(), other)
-        assert sandbox.begun(Risky(), program) == []
-        assert process is not None
-        assert process.poll() is not None  # it worked on what is not wanted any more
-        assert made(sandbox, Risky(), other)
-
-
-@pytest.mark.usefixtures("beside")
-def test_what_is_given_up_before_its_turn_is_passed_by(program: Program, tmp_path: Path) -> None:
-    other = program.replace(lane=lanes_for("bf16", CPU)[0])
-    first, note = str(tmp_path / "first"), tmp_path / "note"
-    with Sandbox(CPU) as sandbox:
-        sandbox.begin(Waiting("nothing", os.getpid(), first), program)
-        sandbox.begin(Risky(note=str(note)), other)
-        sandbox.begin(Risky(), program)
-        process = sandbox.workers[0].process
-        sandbox.give_up(other)
-        Path(first).touch()
-        assert made(sandbox, Risky(), program)
-        assert sandbox.workers[0].process is process
-    assert not note.exists()
-
-
-@pytest.mark.usefixtures("beside")
-def test_two_processes_work_at_once_where_the_machine_is_large(
-    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second one begins although the first does not end before that."""
-    monkeypatch.setattr("ampopt.search.rehearsal.how_many", lambda _: 2)
-    first, second = (str(tmp_path / name) for name in ("first", "second"))
-    waiting, step = Waiting("nothing", os.getpid(), first), Risky("nothing", os.getpid(), second)
-    with Sandbox(CPU) as sandbox:
-        sandbox.prepare()
-        processes = [worker.process for worker in sandbox.workers]
-        sandbox.begin(waiting, program)
-        sandbox.begin(step, program)
-        assert made(sandbox, step, program)
-        assert not sandbox.has_made(waiting, program)
-        assert not sandbox.has_answered()
-        Path(first).touch()
-        assert made(sandbox, waiting, program)
-        assert sandbox.has_answered()
-        assert Path(first).read_text().split()[0] != Path(second).read_text().split()[0]
-    assert len(processes) == 2
-    assert all(process is not None and process.poll() is not None for process in processes)
-
-
-@dataclasses.dataclass(frozen=True)
-class InHalves(Risky):
-    """It is rehearsed as two programs, of which the second one has other examples."""
-
-    def divided(self, program: Program, count: int) -> list[Program]:
-        """See the class."""
-        return [program, program.replace(examples=(2 * X,))] if count > 1 else [program]
-
-    def send(self, program: Program) -> dict[str, object] | None:
-        """See the class."""
-        return {"example": program.examples[0]}
-
-
-@pytest.mark.usefixtures("beside")
-@pytest.mark.parametrize("is_begun", [True, False])
-@pytest.mark.parametrize(("count", "expected"), [(1, [X]), (2, [X, 2 * X])])
-def test_the_pieces_of_a_program_are_rehearsed_at_once_and_told_together(
-    program: Program, count: int, expected: list[Tensor], is_begun: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ampopt.search.rehearsal.how_many", lambda _: count)
-    with Sandbox(CPU) as sandbox:
-        if is_begun:
-            sandbox.begin(InHalves(), program)
-            assert made(sandbox, InHalves(), program)
-        with sandbox.rehearsing(InHalves(), program, seconds=60) as rehearsed:
-            sent = rehearsed().sent
-        assert sandbox.begun(InHalves(), program) == []
-    assert [torch.equal(each["example"], x) for each, x in zip(sent, expected, strict=True) if each] == [
-        True
-    ] * count
-
-
-@pytest.mark.usefixtures("beside")
-def test_where_one_piece_fails_the_whole_does(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ampopt.search.rehearsal.how_many", lambda _: 2)
-    with Sandbox(CPU) as sandbox:
-        sandbox.begin(InHalves("raise"), program)
-        with pytest.raises(PassError, match="no such kernel"):
-            rehearse(sandbox, InHalves("raise"), program, seconds=60)
-        assert not sandbox.has_made(InHalves("raise"), program)
-        assert rehearse(sandbox, InHalves(), program, seconds=60) is None
-
-
 @pytest.mark.parametrize(
     ("device", "cpus", "free", "expected"),
     [("cpu", 64, 80, 1), ("cuda", 4, 80, 1), ("cuda", 16, 2, 1), ("cuda", 8, 80, 2), ("cuda", 64, 80, 4)],
@@ -400,71 +170,6 @@ def test_what_is_sent_back_is_loaded_once_and_told_as_often_as_asked_for(
     assert sent is not None
     assert torch.equal(sent["weight"], torch.ones(2))
     assert len(loaded) == 1
-
-
-@pytest.mark.usefixtures("beside")
-def test_what_waits_in_the_queue_was_not_begun(program: Program) -> None:
-    with Sandbox(CPU) as sandbox:
-        sandbox.begin(Risky("hang"), program)
-        sandbox.begin(Risky(), program)
-        time.sleep(0.01)
-        assert sandbox.ahead_s(Risky("hang"), program) > 0
-        assert sandbox.ahead_s(Risky(), program) == 0.0
-
-
-@pytest.mark.usefixtures("beside")
-def test_a_failure_ahead_has_made_nothing(program: Program) -> None:
-    with Sandbox(CPU) as sandbox:
-        sandbox.begin(Risky("raise"), program)
-        sandbox.begin(Risky(), program)
-        with pytest.raises(PassError):
-            rehearse(sandbox, Risky("raise"), program, seconds=60)
-        sandbox.begin(Risky("raise"), program)
-        rehearse(sandbox, Risky(), program, seconds=60)
-        assert not sandbox.has_made(Risky("raise"), program)
-
-
-@pytest.mark.usefixtures("beside")
-def test_a_full_disk_costs_the_rehearsal_alone(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with Sandbox(CPU) as sandbox:
-        monkeypatch.setattr("ampopt.search.worker.pickle.dump", full)
-        sandbox.begin(Risky(), program)
-        assert not sandbox.is_rehearsing(Risky(), program)
-        said = rehearse(sandbox, Risky(), program, seconds=60)
-        assert said is not None
-        assert "No space left on device" in said
-
-
-@pytest.mark.usefixtures("beside")
-@pytest.mark.parametrize(("elsewhere", "is_kept"), [("hang", False), ("crash", False), ("raise", True)])
-def test_what_waits_behind_one_that_fails_has_its_turn_all_the_same(
-    program: Program, elsewhere: str, is_kept: bool
-) -> None:
-    """The process goes on where nothing in it is broken, else another one takes its place."""
-    with Sandbox(CPU) as sandbox:
-        sandbox.begin(Risky(elsewhere), program)
-        sandbox.begin(Risky(), program)
-        process = sandbox.workers[0].process
-        if elsewhere == "hang":
-            with pytest.raises(TooLongError):
-                rehearse(sandbox, Risky(elsewhere), program, seconds=1)
-        assert made(sandbox, Risky(), program)
-        assert (sandbox.workers[0].process is process) == is_kept
-
-
-@pytest.mark.usefixtures("beside")
-def test_what_was_begun_ahead_and_hangs_ends_with_the_sandbox(program: Program) -> None:
-    began = time.perf_counter()
-    with Sandbox(CPU) as sandbox:
-        sandbox.begin(Risky("hang"), program)
-        assert not sandbox.has_made(Risky("hang"), program)
-        process = sandbox.workers[0].process
-    assert process is not None
-    assert process.poll() is not None
-    assert time.perf_counter() - began < 30
 
 
 def test_on_a_cpu_nothing_is_begun_ahead(program: Program) -> None:

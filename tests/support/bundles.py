@@ -22,6 +22,7 @@ FILES: dict[str, bytes] = {
     "weights.safetensors": random.Random(2).randbytes(5000),
     "report.json": b"",
 }
+SIZE = 1 << 20
 
 
 def fields(**changes: Any) -> dict[str, Any]:
@@ -81,3 +82,8 @@ def refuses(path: Path, reason: str) -> None:
     """Opening is refused for this reason, and the message names the bundle."""
     with pytest.raises(BundleError, match=f"(?s){path.name}.*{reason}"):
         open_bundle(path)
+
+
+def version(number: int) -> dict[str, bytes | Path]:
+    """Files whose every byte is of one version."""
+    return {name: bytes([number]) * size for name, size in (("a.bin", SIZE), ("b.bin", 10), ("c.bin", SIZE))}

@@ -139,6 +139,15 @@ class PlantedFoundation(Planted):
     enables_others = True
 
 
+@dataclasses.dataclass(frozen=True)
+class Compiler(Engine):
+    """An engine that runs the graph as it is."""
+
+    def apply(self, program: Program) -> Result:
+        """See the class."""
+        return Result(program.replace(engine=program.graph), 1)
+
+
 Cost = Callable[[frozenset[str]], float]
 """Seconds that a call of a program takes, by the names of the passes in its recipe."""
 

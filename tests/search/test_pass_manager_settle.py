@@ -1,0 +1,99 @@
+"""A lane's winner is verified far outside of the examples' range; what is wrong there is left out of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampopt.ir.graph import aten, copy_of, finish, insert_call
+from ampopt.ir.numerics import Check
+from ampopt.ir.program import Program
+from ampopt.ir.transform import Engine, Result
+from ampopt.measure.entry import Verdict
+from tests.support.planted import Bench, Planted
+
+
+@dataclasses.dataclass(frozen=True)
+class WrongAtLargeInputs(Planted):
+    """Right within the examples' range, and zero where an input is over 50."""
+
+    def apply(self, program: Program) -> Result:
+        """Multiply by 0 there."""
+        module = copy_of(program.graph)
+        output = module.graph.output_node()
+        first = output.all_input_nodes[0]
+        (x,) = module.graph.find_nodes(op="placeholder")
+        small = insert_call(
+            module, output, aten.lt.Scalar, insert_call(module, output, aten.max.default, x), 50.0
+        )
+        output.replace_input_with(first, insert_call(module, output, aten.mul.Tensor, first, small))
+        return Result(program.with_graph(finish(module)), 1)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_a_winner_that_is_wrong_outside_of_the_examples_range_loses_the_pass_that_is(
+    monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    passes: list[Planted] = [Planted(f"good{number}") for number in range(3)]
+    passes.insert(place, WrongAtLargeInputs("narrow"))
+    costs = {step.name: 0.5 for step in passes}
+    bench = Bench(monkeypatch, nn.Linear(8, 4), torch.randn(2, 8), cost=costs)
+    bench.rewrite(*passes)
+    assert "narrow" in bench.kept
+    bench.manager.settle(bench.state)
+    assert bench.state.check is not None
+    assert bench.state.check.passed
+    assert bench.kept == ["good0", "good1", "good2"]
+    last = bench.ledger.entries[-1]
+    assert (last.name, last.verdict) == ("narrow", Verdict.REVERTED)
+    assert "inputs x100" in last.reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Choosing(Engine):
+    """An engine with a faster form that is wrong at large inputs."""
+
+    form: str
+
+    @property
+    def name(self) -> str:
+        """Its form's."""
+        return self.form
+
+    def apply(self, program: Program) -> Result:
+        """Multiply by 0 there, if it is that form."""
+
+        def run(x: Tensor) -> tuple[Tensor, ...]:
+            (y,) = program.graph(x)
+            return (y * (x.max() < 50) if self.form == "fast" else y,)
+
+        return Result(program.replace(engine=run), 1)
+
+
+@pytest.mark.parametrize(("forms", "kept"), [(("sure", "fast"), ["good", "sure"]), (("fast",), ["good"])])
+def test_an_engine_that_is_wrong_there_gives_way_to_what_was_the_best_before_it(
+    monkeypatch: pytest.MonkeyPatch, forms: tuple[str, ...], kept: list[str]
+) -> None:
+    cost = {"good": 0.9, "sure": 0.5, "fast": 0.3}
+    bench = Bench(monkeypatch, nn.Linear(8, 4), torch.randn(2, 8), cost=cost)
+    bench.rewrite(Planted("good"), *(Choosing(form) for form in forms))
+    assert bench.kept == ["good", "fast"]
+    bench.manager.settle(bench.state)
+    assert bench.kept == kept
+    assert bench.state.check is not None
+    assert bench.state.check.passed
+    assert bench.state.former == []
+
+
+def test_a_lane_that_is_wrong_from_the_start_is_left_with_no_pass_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(monkeypatch, nn.Linear(8, 4), torch.randn(2, 8), cost={"good": 0.5})
+    bench.rewrite(Planted("good"))
+    monkeypatch.setattr(bench.verifier, "check", lambda *a, **k: Check(1.0, 0.1, "wrong"))
+    bench.manager.settle(bench.state)
+    assert bench.state.check == Check(1.0, 0.1, "wrong")
+    assert bench.kept == []
