@@ -33,7 +33,7 @@ def small() -> nn.Module:
 @pytest.mark.parametrize(
     "remedy",
     [
-        *("as it is", "channels_last", "heap kept", "after idling"),
+        *("as it is", "channels_last", "heap given back", "after idling"),
         *("graph as it is", "graph folded", "graph with other groups", "graph without no-ops"),
     ],
 )
@@ -90,6 +90,9 @@ def test_the_findings_of_a_diagnosis_have_ways() -> None:
         Way("amp", "graph as it is"),
         Way("amp", "graph folded"),
     )
+    assert ways_of({**told, "name": "page-faults"}) == (Way("amp", "heap given back"), Way("amp"))
+    assert not Way("amp", "heap given back").environment
+    assert "MALLOC_TRIM_THRESHOLD_" in Way("amp").environment
     assert ways_of({**told, "name": "new"}) is None
 
 
