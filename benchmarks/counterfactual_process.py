@@ -1,9 +1,10 @@
 """What runs in a process of its own: a network's diagnosis, or one way to run the network, timed alone.
 
-    python -m benchmarks.counterfactual_process NETWORK DEVICE diagnose BUDGET_S
-    python -m benchmarks.counterfactual_process NETWORK DEVICE time SECONDS LANE REMEDY OF
+    python -m benchmarks.counterfactual_process NETWORK DEVICE CLOCK diagnose BUDGET_S
+    python -m benchmarks.counterfactual_process NETWORK DEVICE CLOCK time SECONDS LANE REMEDY OF
 
-Prints a line of JSON. The second one first gets ready, prints so, and times when a line comes.
+Prints a line of JSON. The second one first gets ready, prints so, and times when a line comes. CLOCK "cpu" is
+the time that the process computes, in place of the time that passes ("wall").
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,13 +23,20 @@ from benchmarks.counterfactual_ways import Run, Way, prepared, wait
 
 READY = "ready"
 
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+"""By name. Other load of the machine changes the time that passes more than the time that a thread computes."""
+
 WARM_S, LEAST, MOST = 0.3, 8, 300
 """Seconds of calls that are not timed, and the fewest and most that are."""
 
 
-def diagnosed(name: str, device: torch.device, budget_s: float) -> dict[str, Any]:
+def diagnosed(name: str, device: torch.device, clock: Callable[[], float], budget_s: float) -> dict[str, Any]:
     """What `ampopt.diagnose` says, with the samples of its counterfactuals in seconds."""
     import ampopt
+    from ampopt.measure import sampling
+
+    if clock is not time.perf_counter:
+        setattr(sampling, "time", types.SimpleNamespace(perf_counter=clock, sleep=time.sleep))  # noqa: B010
 
     model, inputs = network(name, device)
     found = ampopt.diagnose(model, inputs, budget_s=budget_s, progress=False)
@@ -38,7 +48,7 @@ def diagnosed(name: str, device: torch.device, budget_s: float) -> dict[str, Any
     return {key: told[key] for key in kept}
 
 
-def sampled(run: Run, device: torch.device, seconds: float) -> list[float]:
+def sampled(run: Run, device: torch.device, clock: Callable[[], float], seconds: float) -> list[float]:
     """Seconds of calls one after another, each waited for."""
     once(run, device)
     end = time.perf_counter() + WARM_S
@@ -47,33 +57,34 @@ def sampled(run: Run, device: torch.device, seconds: float) -> list[float]:
     found: list[float] = []
     end = time.perf_counter() + seconds
     while len(found) < LEAST or (len(found) < MOST and time.perf_counter() < end):
-        found.append(once(run, device))
+        found.append(once(run, device, clock))
     return found
 
 
-def once(run: Run, device: torch.device) -> float:
+def once(run: Run, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds of a call."""
     if run.before is not None:
         run.before()
     wait(device)
-    start = time.perf_counter()
+    start = clock()
     run.call()
     wait(device)
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def main() -> None:
     """See the module."""
-    name, device, what, seconds = sys.argv[1], torch.device(sys.argv[2]), sys.argv[3], float(sys.argv[4])
+    name, device, clock, what = sys.argv[1], torch.device(sys.argv[2]), CLOCKS[sys.argv[3]], sys.argv[4]
+    seconds = float(sys.argv[5])
     if what == "diagnose":
-        print(json.dumps(diagnosed(name, device, seconds)), flush=True)
+        print(json.dumps(diagnosed(name, device, clock, seconds)), flush=True)
         return
     with torch.no_grad():
-        run = prepared(Way(*sys.argv[5:8]), *network(name, device))
+        run = prepared(Way(*sys.argv[6:9]), *network(name, device))
         once(run, device)
         print(READY, flush=True)
         sys.stdin.readline()
-        print(json.dumps(sampled(run, device, seconds)), flush=True)
+        print(json.dumps(sampled(run, device, clock, seconds)), flush=True)
 
 
 if __name__ == "__main__":

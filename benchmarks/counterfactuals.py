@@ -28,7 +28,7 @@ from ampopt.measure.sampling import Measurement
 from benchmarks.cold import rows_in, still_to_run
 from benchmarks.cold_start import compiled_modules
 from benchmarks.counterfactual_networks import NETWORKS
-from benchmarks.counterfactual_process import READY
+from benchmarks.counterfactual_process import CLOCKS, READY
 from benchmarks.counterfactual_ways import Way, ways_of
 from benchmarks.counterfactuals_table import to_markdown
 from benchmarks.race_protocol import emptied
@@ -53,7 +53,7 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> Row
         environment = {**emptied(Path(folder), os.environ), **compiled_modules(), **_threads(options.threads)}
         budget_s = str(options.budget or BUDGET_S[device.type])
         done = subprocess.run(
-            _command(name, device, "diagnose", budget_s),
+            _command(name, device, options.clock, "diagnose", budget_s),
             stdout=subprocess.PIPE,
             env=environment,
             timeout=MOST_S,
@@ -67,10 +67,10 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> Row
         ways = dict.fromkeys(way for _, pair in pairs for way in pair or ())
         alone: dict[Way, list[list[float] | str]] = {way: [] for way in ways}
         for _ in range(options.processes or PROCESSES[device.type]):
-            for way, samples in _timed(name, device, list(ways), options.seconds, environment).items():
+            for way, samples in _timed(name, device, list(ways), options, environment).items():
                 alone[way].append(samples)
     load = load_now()
-    row |= {**told, "load": None if load is None else load.average}
+    row |= {**told, "clock": options.clock, "load": None if load is None else load.average}
     row["counterfactuals"] = [_beside(each, pair, alone) for each, pair in pairs if pair is not None]
     row["not_measured"] = [each["name"] for each, pair in pairs if pair is None]
     return row
@@ -85,7 +85,11 @@ def _command(name: str, device: torch.device, *more: str) -> list[str]:
 
 
 def _timed(
-    name: str, device: torch.device, ways: Sequence[Way], seconds: float, environment: Mapping[str, str]
+    name: str,
+    device: torch.device,
+    ways: Sequence[Way],
+    options: argparse.Namespace,
+    environment: Mapping[str, str],
 ) -> dict[Way, list[float] | str]:
     """The samples of each way from a process of its own, or why there are none.
 
@@ -95,7 +99,8 @@ def _timed(
     with contextlib.ExitStack() as stack:
         processes = {}
         for way in ways:
-            command = _command(name, device, "time", str(seconds), way.lane, way.remedy, way.of)
+            asked = (options.clock, "time", str(options.seconds), way.lane, way.remedy, way.of)
+            command = _command(name, device, *asked)
             processes[way] = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -173,6 +178,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="of timing, for each process")
     parser.add_argument("--processes", type=int, help="that time a way; 1 on a GPU, 3 on a CPU")
     parser.add_argument("--threads", type=int, help="of every process; as many as PyTorch takes")
+    parser.add_argument(
+        "--clock", default="wall", choices=CLOCKS, help="cpu, with --threads 1, where others use the machine"
+    )
     parser.add_argument("--budget", type=float, metavar="S", help="of a diagnosis; 25 on a GPU, 60 on a CPU")
     parser.add_argument("--again", action="store_true", help="also networks that have figures of this commit")
     parser.add_argument(

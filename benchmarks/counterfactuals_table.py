@@ -44,16 +44,27 @@ def measured(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def to_markdown(rows: Sequence[Row]) -> str:
     """The rows as a table, and the shares."""
     figures = (*("before: said", "alone", "off"), *("after: said", "alone", "off"), *("gain: said", "alone"))
-    head = ("network", "finding", *figures, "load", "commit")
+    head = ("network", "finding", *figures, "clock", "load", "commit")
     lines = [*heading("Counterfactuals of `diagnose` beside the same thing alone", rows), ""]
     lines += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in rows:
         for each in measured([row]):
             load = "–" if row["load"] is None else f"{row['load']:.1f}"
             cells = (row["network"], f"{each['finding']} ({each['lane']})", *_cells(each))
-            lines.append("| " + " | ".join((*cells, load, row["commit"])) + " |")
-    lines += ["", "Milliseconds; *off*: how far what was said is from what was measured alone.", ""]
+            lines.append("| " + " | ".join((*cells, row["clock"], load, row["commit"])) + " |")
+    lines += [
+        "",
+        "Milliseconds; *off*: how far what was said is from what was measured alone.",
+        *_clocks(rows),
+        "",
+    ]
     return "\n".join([*lines, *_said(rows)]) + "\n"
+
+
+def _clocks(rows: Sequence[Row]) -> list[str]:
+    if all(row.get("clock") != "cpu" for row in rows):
+        return []
+    return ["Of the clock *cpu*, they are the processor's time for a call, in one thread beside other load."]
 
 
 def _cells(each: Mapping[str, Any]) -> Iterator[str]:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from benchmarks.counterfactual_networks import PLANTED, Scaled, network
-from benchmarks.counterfactual_process import LEAST, sampled
+from benchmarks.counterfactual_process import CLOCKS, LEAST, sampled
 from benchmarks.counterfactual_ways import Run, Way, prepared, ways_of
 from benchmarks.counterfactuals import write_row
 from benchmarks.counterfactuals_table import certainly_differs, differs, to_markdown
@@ -29,6 +30,13 @@ def small() -> nn.Module:
     return model.eval()
 
 
+def result(way: Way, model: nn.Module, x: Tensor) -> Tensor:
+    """What a way of a network with one output gives."""
+    (found,) = pytree.tree_leaves(prepared(way, model, (x,)).call())
+    assert isinstance(found, Tensor)
+    return found
+
+
 @pytest.mark.parametrize("lane", ["fp32", "amp"])
 @pytest.mark.parametrize(
     "remedy",
@@ -41,7 +49,7 @@ def small() -> nn.Module:
 def test_a_remedy_computes_what_the_model_does(lane: str, remedy: str) -> None:
     x = torch.randn(2, 3, 16, 16)
     expected = small()(x)
-    found: Any = prepared(Way(lane, remedy), small(), (x,)).call()
+    found = result(Way(lane, remedy), small(), x)
     assert torch.allclose(found.float(), expected, atol=1e-5 if lane == "fp32" else 3e-2)
 
 
@@ -56,10 +64,10 @@ def test_weights_that_are_cast_once_give_what_autocast_gives() -> None:
 @torch.no_grad()
 def test_what_is_merged_or_computed_once_is_the_same() -> None:
     x, chain = torch.randn(3, 8), nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-    found: Any = prepared(Way("fp32", "graph merged"), chain, (x,)).call()
+    found = result(Way("fp32", "graph merged"), chain, x)
     assert torch.allclose(found, chain(x), atol=1e-5)
     scaled = Scaled(8)
-    once: Any = prepared(Way("fp32", "graph computed once"), scaled, (x,)).call()
+    once = result(Way("fp32", "graph computed once"), scaled, x)
     assert torch.allclose(once, scaled(x), atol=1e-5)
 
 
@@ -107,7 +115,7 @@ def test_planted_faults_are_networks_that_run(name: str) -> None:
 def test_a_rest_comes_before_every_call_and_is_not_timed() -> None:
     order: list[str] = []
     run = Run(lambda: order.append("call"), lambda: order.append("rest"))
-    assert len(sampled(run, CPU, 0.0)) == LEAST
+    assert len(sampled(run, CPU, CLOCKS["cpu"], 0.0)) == LEAST
     assert order[:4] == ["rest", "call", "rest", "call"]
 
 
@@ -128,7 +136,14 @@ def counterfactual(said: float, alone: float, spread: float = 0.0) -> dict[str, 
 
 
 def row(network: str, *found: dict[str, Any], **facts: Any) -> dict[str, Any]:
-    return {"network": network, "commit": "c0ffee", "load": 0.5, "counterfactuals": list(found), **facts}
+    return {
+        "network": network,
+        "commit": "c0ffee",
+        "load": 0.5,
+        "clock": "cpu",
+        "counterfactuals": list(found),
+        **facts,
+    }
 
 
 def test_a_figure_differs_from_a_tenth_on_and_certainly_where_intervals_are_apart() -> None:
@@ -148,7 +163,7 @@ def test_the_table_has_both_figures_and_the_share_that_differs(tmp_path: Path) -
     text = (tmp_path / "counterfactuals.md").read_text()
     assert text == to_markdown(rows)
     assert "| linear5x128 | memory-layout (fp32) | 4 (4 to 4) | 4 (4 to 4) | +0% | 2.5 (2.5 to 2.5) |" in text
-    assert "| **+25%** | 1.60 | 2.00 | 0.5 | c0ffee |" in text
+    assert "| **+25%** | 1.60 | 2.00 | cpu | 0.5 | c0ffee |" in text
     assert "- by their medians: 1 (50%)" in text
     assert "- resnet18, fp32, channels_last: status 1" in text
     assert "- resnet18: not measured alone: new" in text
