@@ -24,7 +24,7 @@ from benchmarks.counterfactual_ways import Run, Way, prepared, wait
 READY = "ready"
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
-"""By name. Other load of the machine changes the time that passes more than the time that a thread computes."""
+"""By name. Other load changes the time that passes more than the time that a thread computes."""
 
 WARM_S, LEAST, MOST = 0.3, 8, 300
 """Seconds of calls that are not timed, and the fewest and most that are."""

@@ -70,8 +70,9 @@ def _figures(found: Diagnosis) -> Iterator[Figure]:
 
 def _findings(found: Diagnosis) -> Iterator[Section]:
     for number, finding in enumerate(found.findings, 1):
-        mark = "fault" if finding.is_fault else f"{finding.share:.0%} of a call"
-        yield Section(f"{number}. {finding.name} ({finding.lane}, {mark})", (Points(tuple(_told(finding))),))
+        whole = f" of a {'step' if found.training else 'call'}"
+        heading = f"{number}. {finding.name} ({finding.mark(whole)})"
+        yield Section(heading, (Points(tuple(_told(finding))),))
 
 
 def _told(finding: Finding) -> Iterator[str]:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import ampopt
+from ampopt.diagnosis.finding import Finding
 from ampopt.document.render import FORMATS, render
 
 
@@ -28,6 +29,12 @@ def test_every_format_has_the_verdict_the_layers_and_the_sweep() -> None:
         assert "batch_norm" in render(document, Path(f"report{suffix}")), suffix
     assert render(document, Path("report.html")).count("<svg") >= 2
     assert "conv2d" in (found._repr_html_() or "")
+
+
+def test_a_findings_heading_has_the_share_only_where_it_costs_one() -> None:
+    assert Finding("a", "", lane="amp", share=0.314).mark(" of a call") == "amp, 31% of a call"
+    assert Finding("a", "", share=0.001).mark() == "fp32"
+    assert Finding("a", "", is_fault=True).mark() == "fp32, fault"
 
 
 def test_what_there_was_no_time_for_is_one_note_that_says_what_to_give() -> None:
