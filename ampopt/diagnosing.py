@@ -162,7 +162,7 @@ def diagnose(
                 sampled = [case.lanes[name] for name in case.latency]
                 share = SWEEPING * budget.left_s
                 call_s = sum(measured.median for measured in case.latency.values())
-                rows, ended = sweep(case.original, args, kwargs, where, sampled, sizes, share, call_s)
+                rows, ended = sweep(case.original, args, kwargs, where, sampled, sizes, share, call_s, module)
                 case.notes += [ended] if ended else []
             findings = find_all(case, tell)
             told_verdict = verdict(case, findings)

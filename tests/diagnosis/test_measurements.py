@@ -152,6 +152,20 @@ def test_the_sweep_ends_where_a_batch_fails() -> None:
     assert rows[1].throughput("fp32") == pytest.approx(2 / rows[1].latency["fp32"].median)
 
 
+def test_the_sweep_has_the_optimized_program_after_it_has_taken_in_a_shape() -> None:
+    batches: list[int] = []
+
+    def optimized(x: Tensor) -> Tensor:
+        batches.append(len(x))
+        return x
+
+    model = Model(lambda m, x: x * 2)
+    rows, ended = sweep(model, (torch.ones(1, 3),), {}, CPU, [FP32], [1, 2], 0.2, 0.0, optimized)
+    assert ended is None
+    assert [list(row.latency) for row in rows] == [["fp32", "optimized"]] * 2
+    assert batches.count(2) > len(rows[1].latency["optimized"].samples)
+
+
 def test_a_batch_that_would_take_too_long_is_not_made() -> None:
     model = Model(lambda m, x: pytest.fail("it was called"))
     rows, ended = sweep(model, (torch.ones(2, 3),), {}, CPU, [FP32], [10**12], 1.0, 1e-6)
