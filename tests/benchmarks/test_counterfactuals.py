@@ -15,7 +15,7 @@ from benchmarks.counterfactual_networks import PLANTED, Scaled, network
 from benchmarks.counterfactual_process import CLOCKS, LEAST, sampled
 from benchmarks.counterfactual_ways import Run, Way, prepared, ways_of
 from benchmarks.counterfactuals import write_row
-from benchmarks.counterfactuals_table import certainly_differs, differs, to_markdown
+from benchmarks.counterfactuals_table import certainly_differs, differs, gain_differs, to_markdown
 
 CPU = torch.device("cpu")
 
@@ -152,6 +152,12 @@ def test_a_figure_differs_from_a_tenth_on_and_certainly_where_intervals_are_apar
     assert certainly_differs(counterfactual(2.3, 2.0))
     assert certainly_differs(counterfactual(2.0, 2.5))
     assert not certainly_differs(counterfactual(2.3, 2.0, spread=0.2))
+    assert gain_differs(counterfactual(2.3, 2.0))
+    drifted = counterfactual(2.3, 2.0)
+    drifted["before"]["diagnosed"] = figure(4.6)
+    drifted["gain"]["ratio"] = 2.0
+    assert differs(drifted)
+    assert not gain_differs(drifted)
 
 
 def test_the_table_has_both_figures_and_the_share_that_differs(tmp_path: Path) -> None:
