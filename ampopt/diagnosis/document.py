@@ -63,6 +63,8 @@ def _figures(found: Diagnosis) -> Iterator[Figure]:
     for lane, measured in found.latency.items():
         busy = found.device_time.get(lane)
         note = "" if busy is None else f"of which kernels {milliseconds(busy.median)} ms"
+        if lane in found.launches:
+            note = f"{found.launches[lane]}; {note}"
         yield Figure(
             f"{lane}, {'a step' if found.training else 'a call'}", f"{milliseconds(measured.median)} ms", note
         )

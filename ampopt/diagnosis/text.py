@@ -41,6 +41,7 @@ def to_rich(found: Diagnosis, *, everything: bool = False) -> Group:
         Text(f"{found.model} on {found.environment.get('device', '?')}, inputs {', '.join(found.inputs)}"),
         Text(f"this device: {found.ceilings}"),
     ]
+    parts += [Text(f"a call in {lane}: {launches}") for lane, launches in found.launches.items()]
     if found.findings:
         parts += [Text("\nfindings", style="bold")]
     for number, finding in enumerate(found.findings, 1):
