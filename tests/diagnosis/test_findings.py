@@ -129,6 +129,17 @@ def test_what_is_the_same_in_every_call(monkeypatch: pytest.MonkeyPatch) -> None
     assert "compute the same in every call" in found["fold-constants"].says
 
 
+@pytest.mark.gpu
+def test_tf32_and_cudnns_search_are_executed_on_calls_of_the_model() -> None:
+    model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1))
+    x = torch.randn(8, 64, 56, 56, device="cuda")
+    found = ampopt.diagnose(model.cuda().eval(), x, budget_s=25, progress=False)
+    told = [*found.notes, *(str(finding.counterfactual) for finding in found.findings)]
+    for change in ("in TF32", "with searched algorithms"):
+        assert any(change in text and "a call takes" in text for text in told), (change, told)
+    assert not torch.backends.cudnn.benchmark
+
+
 def test_permutes_by_their_kernels_names() -> None:
     assert is_permute("void cudnn::ops::nchwToNhwcKernel<__half, __half, float>")
     assert not is_permute("sm90_xmma_fprop_implicit_gemm_f16f16_nhwc_nhwc")
