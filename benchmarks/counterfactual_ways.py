@@ -84,6 +84,8 @@ def ways_of(finding: Mapping[str, Any]) -> tuple[Way, Way] | None:
     if name == "cpu-threads":
         threads = re.findall(r"\d+", finding["advice"])
         return plain, Way(lane, "threads", threads[-1])
+    if name == "autocast-casts":
+        return Way(lane, "graph under autocast"), Way(lane, "graph as it is")
     if name in _OF_GRAPHS:
         return Way(lane, "graph as it is"), Way(lane, f"graph {_OF_GRAPHS[name]}")
     remedy = _OF_CALLS.get(name)
@@ -92,7 +94,6 @@ def ways_of(finding: Mapping[str, Any]) -> tuple[Way, Way] | None:
 
 _OF_CALLS = {
     "memory-layout": "channels_last",
-    "autocast-casts": "weights cast",
     "launch-bound": "CUDA graph",
     "allow-tf32": "TF32",
     "search-conv-algorithms": "searched",
@@ -146,10 +147,13 @@ def _exported(way: Way, model: Callable[..., object], inputs: Inputs) -> Callabl
         return model
     if way.lane == "fp32":
         return _bare(model, inputs)
+    if way.remedy == "graph under autocast":
+        graph = _bare(model, inputs)
+        return lambda *given: _in_lane(way, device_of(inputs), functools.partial(graph, *given))()
     half = HALF[device_of(inputs).type]
     low = pytree.tree_map_only(Tensor, lambda t: t.to(half), inputs)
-    graph = _bare(model.to(half), low)
-    return lambda *given: graph(*[x.to(half) for x in given])
+    low_graph = _bare(model.to(half), low)
+    return lambda *given: low_graph(*[x.to(half) for x in given])
 
 
 def _bare(model: nn.Module, inputs: Inputs) -> Callable[..., object]:
@@ -192,15 +196,6 @@ def _channels_last(_: Way, model: nn.Module, inputs: Inputs) -> Changed:
 
 def _folded(_: Way, model: nn.Module, inputs: Inputs) -> Changed:
     return fold(model), inputs
-
-
-def _weights_cast(_: Way, model: nn.Module, inputs: Inputs) -> Changed:
-    """Weights of convolutions and linear layers in half: autocast finds nothing to cast in them."""
-    half = HALF[device_of(inputs).type]
-    for module in model.modules():
-        if isinstance(module, (nn.modules.conv._ConvNd, nn.Linear)):
-            module.to(half)
-    return model, inputs
 
 
 def _other_groups(way: Way, model: nn.Module, inputs: Inputs) -> Changed:
@@ -292,7 +287,7 @@ REMEDIES: dict[str, Callable[[Way, nn.Module, Inputs], Changed]] = {
     "CUDA graph": _as_it_is,
     "channels_last": _channels_last,
     "folded": _folded,
-    "weights cast": _weights_cast,
+    "under autocast": _as_it_is,
     "with other groups": _other_groups,
     "alone": _alone,
     "alone and padded": _alone_and_padded,

@@ -142,14 +142,16 @@ class Case:
     def rewritten(self, change: str, lane: Lane, step: Pass) -> tuple[Counterfactual, int] | None:
         """The graph after a pass against the graph before it, and the pass's rewrites; None as above.
 
-        In a mixed lane both have autocast's casts in them. What eager does around operators is in neither.
+        In a mixed lane both have autocast's casts in them, unless the pass writes them. What eager
+        does around operators is in neither.
         """
         program, count = self.start(lane), 0
 
         def make() -> tuple[Callable[[], object], Callable[[], object]] | None:
             nonlocal count
             assert program is not None
-            baked, _ = _after((BakeAutocast(),) if lane.is_mixed else (), program)
+            bakes = lane.is_mixed and not isinstance(step, BakeAutocast)
+            baked, _ = _after((BakeAutocast(),) if bakes else (), program)
             changed, count = _after((step,), baked)
             return (_run_of(baked), _run_of(changed)) if count else None
 

@@ -16,10 +16,8 @@ def find(case: Case) -> Iterator[Finding]:
             continue
         spent = [layer.spent[name] for layer in case.layers if name in layer.spent]
         count, seconds = sum(each.casts for each in spent), sum(each.casts_s for each in spent)
-        ran = case.against_eager(
-            "with the casts in the graph and the weights cast once", lane, BakeAutocast()
-        )
-        if not count or ran is None or not ran.helps:
+        ran = case.rewritten("with the casts in the graph and the weights cast once", lane, BakeAutocast())
+        if not count or ran is None or not ran[0].helps:
             continue
         worst = sorted(
             case.layers, key=lambda layer: -(layer.spent[name].casts_s if name in layer.spent else 0)
@@ -30,6 +28,6 @@ def find(case: Case) -> Iterator[Finding]:
             places=tuple(layer.work.place for layer in worst[:3] if layer.work.place),
             advice="cast the weights once: ampopt.optimize bakes autocast into the graph",
             lane=name,
-            share=saved(ran),
-            counterfactual=ran,
+            share=saved(ran[0]),
+            counterfactual=ran[0],
         )
