@@ -72,6 +72,12 @@ def once(run: Run, device: torch.device, clock: Callable[[], float] = time.perf_
     return clock() - start
 
 
+def await_turn() -> None:
+    """Say that everything is ready, and wait for a line."""
+    print(READY, flush=True)
+    sys.stdin.readline()
+
+
 def main() -> None:
     """See the module."""
     name, device, clock, what = sys.argv[1], torch.device(sys.argv[2]), CLOCKS[sys.argv[3]], sys.argv[4]
@@ -80,10 +86,13 @@ def main() -> None:
         print(json.dumps(diagnosed(name, device, clock, seconds)), flush=True)
         return
     with torch.no_grad():
-        run = prepared(Way(*sys.argv[6:9]), *network(name, device))
+        way, (model, inputs) = Way(*sys.argv[6:9]), network(name, device)
+        if way.chooses:
+            await_turn()
+        run = prepared(way, model, inputs)
         once(run, device)
-        print(READY, flush=True)
-        sys.stdin.readline()
+        if not way.chooses:
+            await_turn()
         print(json.dumps(sampled(run, device, clock, seconds)), flush=True)
 
 

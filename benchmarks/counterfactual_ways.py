@@ -49,6 +49,11 @@ class Way:
         return ", ".join(part for part in (self.lane, self.remedy, self.of) if part)
 
     @property
+    def chooses(self) -> bool:
+        """Whether it is made by timing: then nothing else may run meanwhile."""
+        return self.remedy in ("searched", "graph with other groups")
+
+    @property
     def environment(self) -> Mapping[str, str]:
         """What its process needs from its beginning: as in a diagnosis, its heap keeps what is freed."""
         return {} if self.remedy == "heap given back" else HEAP
@@ -110,13 +115,14 @@ _OF_GRAPHS = {
 
 def prepared(way: Way, model: nn.Module, inputs: Inputs) -> Run:
     """The way as calls, in a process that does nothing else: flags are set for good. `model` is its own."""
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = way.remedy == "TF32"
-    torch.backends.cudnn.benchmark = way.remedy == "searched"
     if way.remedy == "threads":
         torch.set_num_threads(int(way.of))
     if way.remedy != "as given":
         model.eval()
     home = next(model.parameters()).device
+    if home.type == "cuda":
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = way.remedy == "TF32"
+        torch.backends.cudnn.benchmark = way.remedy == "searched"
     given = inputs
     if way.remedy != "inputs copied":
         given = pytree.tree_map_only(Tensor, lambda t: t.to(home), inputs)

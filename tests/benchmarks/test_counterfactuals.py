@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ampopt.system.flags import cuda_math
 from benchmarks.counterfactual_networks import PLANTED, Scaled, network
 from benchmarks.counterfactual_process import CLOCKS, LEAST, sampled
 from benchmarks.counterfactual_ways import Run, Way, prepared, ways_of
@@ -57,6 +58,17 @@ def test_a_remedy_computes_what_the_model_does(lane: str, remedy: str) -> None:
     expected = small()(x)
     found = result(Way(lane, remedy), small(), x)
     assert torch.allclose(found.float(), expected, atol=1e-5 if lane == "fp32" else 3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("remedy", ["as it is", "CUDA graph", "channels_last", "searched", "graph folded"])
+@torch.no_grad()
+def test_a_remedy_on_a_gpu_computes_what_the_model_does(remedy: str) -> None:
+    x = torch.randn(2, 3, 16, 16, device="cuda")
+    with cuda_math(tf32=False, search=False):  # puts back what the way sets
+        expected = small().cuda()(x)
+        found = result(Way("amp", remedy), small().cuda(), x)
+    assert torch.allclose(found.float(), expected, atol=1e-2)
 
 
 @torch.no_grad()
