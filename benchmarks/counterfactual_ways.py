@@ -121,8 +121,10 @@ def prepared(way: Way, model: nn.Module, inputs: Inputs) -> Run:
         model.eval()
     home = next(model.parameters()).device
     if home.type == "cuda":
-        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = way.remedy == "TF32"
-        torch.backends.cudnn.benchmark = way.remedy == "searched"
+        backends: Any = torch.backends  # all three: the older flag cannot be read while they differ
+        for kind in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
+            kind.fp32_precision = "tf32" if way.remedy == "TF32" else "ieee"
+        backends.cudnn.benchmark = way.remedy == "searched"
     given = inputs
     if way.remedy != "inputs copied":
         given = pytree.tree_map_only(Tensor, lambda t: t.to(home), inputs)
