@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import ampopt
 from ampopt.diagnosis.ceilings import Ceilings
 from ampopt.diagnosis.finding import Counterfactual, Finding, milliseconds, ranked
-from ampopt.diagnosis.findings import FINDINGS, cold_calls, mixed_precision, overflow, redundant
+from ampopt.diagnosis.findings import FINDINGS, cold_calls, cpu_threads, mixed_precision, overflow, redundant
 from ampopt.diagnosis.findings.input_device import moved_along
 from ampopt.diagnosis.findings.memory_layout import is_permute
 from ampopt.diagnosis.operators import Kernel, Spent
@@ -236,3 +236,25 @@ def test_what_imports_change_is_put_back(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_input_that_does_not_fit() -> None:
     with pytest.raises(InputError, match="fails on the example inputs"):
         ampopt.diagnose(several_kinds(), torch.ones(1, 4, 8, 8))
+
+
+def test_other_threads_are_tried_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    every_remedy_helps(monkeypatch)
+    monkeypatch.setattr(cpu_threads, "usable_cpus", lambda: {0, 1})
+    seen: list[int] = []
+
+    def noting(model: Model, x: Tensor) -> Tensor:
+        seen.append(torch.get_num_threads())
+        return x
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        case = case_of(nn.ReLU(), X, latency_ms={"fp32": 1e3})
+        case.original = Model(noting)
+        (found,) = cpu_threads.find(case)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+    assert found.advice == "torch.set_num_threads(2)"
+    assert seen == [2, 1, 2]  # once, before and after
