@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from ampopt.diagnosis.ceilings import measure_ceilings
 from ampopt.diagnosis.examine import find_all, measure, untried_note
 from ampopt.diagnosis.finding import Finding
 from ampopt.diagnosis.findings.input_device import moved_along
-from ampopt.diagnosis.heap import Refilled, examine_heap
+from ampopt.diagnosis.heap import KEPT, SPARE, Refilled, examine_heap, kept
 from ampopt.diagnosis.optimized_column import add_optimized, check_optimized
 from ampopt.diagnosis.own_program import OwnKernel
 from ampopt.diagnosis.result import Diagnosis
@@ -128,7 +129,10 @@ def diagnose(
         )
         called = given[0] if isinstance(given[0], tuple) else () if given[0] is None else (given[0],)
         called, given_kwargs = moved_along(model, called, given[1], where)
-        with progress_line(progress, started, budget.seconds) as tell, untouched_rng(where):
+        with contextlib.ExitStack() as stack:
+            tell = stack.enter_context(progress_line(progress, started, budget.seconds))
+            stack.enter_context(untouched_rng(where))
+            stack.enter_context(torch.no_grad())  # so that no call has to switch gradients off
             tell("all", "memory")
             refilled = _refilled(original, args, kwargs, where)
             tell("all", "watched call")
@@ -149,6 +153,8 @@ def diagnose(
             )
             rows: list[BatchRow] = []
             own: tuple[OwnKernel, ...] = ()
+            taken = 0.0 if refilled is None else refilled.taken
+            stack.enter_context(kept(where, max(KEPT, SPARE * int(taken))))
             measure(case, lanes, tell)
             module = None if optimized is None else check_optimized(optimized, case)
             if sizes:
@@ -156,7 +162,7 @@ def diagnose(
                 sampled = [case.lanes[name] for name in case.latency]
                 share = SWEEPING * budget.left_s
                 call_s = sum(measured.median for measured in case.latency.values())
-                rows, ended = sweep(case.original, args, kwargs, where, sampled, sizes, share, call_s)
+                rows, ended = sweep(case.original, args, kwargs, where, sampled, sizes, share, call_s, module)
                 case.notes += [ended] if ended else []
             findings = find_all(case, tell)
             told_verdict = verdict(case, findings)

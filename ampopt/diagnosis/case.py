@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from typing import Any
 
 import torch
@@ -20,10 +22,13 @@ from ampopt.engines.executable import executable
 from ampopt.errors import first_line
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.program import Program
+from ampopt.ir.settings import Settings
 from ampopt.ir.signature import map_tensors
 from ampopt.ir.transform import Pass
 from ampopt.measure.clocks import latency
 from ampopt.measure.sampling import Measurement, gain, interleave
+from ampopt.passes import BakeAutocast
+from ampopt.system import flags
 from ampopt.system.budget import Budget
 from ampopt.system.interrupts import check_interrupted
 
@@ -93,43 +98,97 @@ class Case:
         *,
         of: str = "a call",
         seconds: float = SECONDS,
+        elsewhere: Executor | None = None,
     ) -> Counterfactual:
-        """Run and time two ways in turn."""
-        samplers = {"before": latency(before, self.device), "after": latency(after, self.device)}
+        """Run and time two ways in turn; with `elsewhere`, the second one in its thread."""
+        changed = latency(after, self.device)
+        samplers = {
+            "before": latency(before, self.device),
+            "after": changed if elsewhere is None else lambda: flags.work_elsewhere(elsewhere, changed),
+        }
         found = interleave(samplers, seconds=seconds, least=LEAST, most=MOST)
         return Counterfactual(
             change, found["before"], found["after"], gain(found["before"], found["after"]), of
         )
 
-    def with_passes(
-        self, change: str, lane: Lane, *steps: Pass, on_top_of: tuple[Pass, ...] = ()
-    ) -> tuple[Counterfactual, int] | None:
-        """The graph in a lane with passes against without, and the passes' rewrites.
+    def remedied(
+        self,
+        change: str,
+        lane: Lane,
+        make: Callable[[], Callable[[], object]],
+        *,
+        elsewhere: Executor | None = None,
+    ) -> Counterfactual | None:
+        """A call against one with a remedy, which `make` makes; None, and noted, where it cannot be executed.
 
-        None if the passes change nothing, cannot be applied, or no time is left. `on_top_of` are passes that
-        both have.
+        `elsewhere`: see `counterfactual`.
+        """
+        return self._executed(change, lane, lambda: (self.eager(lane), make()), elsewhere=elsewhere)
+
+    def against_eager(self, change: str, lane: Lane, step: Pass) -> Counterfactual | None:
+        """A call against its graph after a pass, for a remedy that replaces what eager does around operators.
+
+        None if the pass changes nothing, or it cannot be executed.
         """
         program = self.start(lane)
-        if program is None or lane.name not in self.latency:
+
+        def make() -> tuple[Callable[[], object], Callable[[], object]] | None:
+            assert program is not None
+            changed, rewrites = _after((step,), program)
+            return (self.eager(lane), _run_of(changed)) if rewrites else None
+
+        return None if program is None else self._executed(change, lane, make)
+
+    def rewritten(self, change: str, lane: Lane, step: Pass) -> tuple[Counterfactual, int] | None:
+        """The graph after a pass against the graph before it, and the pass's rewrites; None as above.
+
+        In a mixed lane both have autocast's casts in them, unless the pass writes them. What eager
+        does around operators is in neither.
+        """
+        program, count = self.start(lane), 0
+
+        def make() -> tuple[Callable[[], object], Callable[[], object]] | None:
+            nonlocal count
+            assert program is not None
+            bakes = lane.is_mixed and not isinstance(step, BakeAutocast)
+            baked, _ = _after((BakeAutocast(),) if bakes else (), program)
+            changed, count = _after((step,), baked)
+            return (_run_of(baked), _run_of(changed)) if count else None
+
+        ran = None if program is None else self._executed(change, lane, make, of="its graph")
+        return None if ran is None else (ran, count)
+
+    def _executed(
+        self,
+        change: str,
+        lane: Lane,
+        make: Callable[[], tuple[Callable[[], object], Callable[[], object]] | None],
+        *,
+        of: str = "a call",
+        elsewhere: Executor | None = None,
+    ) -> Counterfactual | None:
+        """Make both ways and time them; what fails, does not help or has no time is noted."""
+        if lane.name not in self.latency:
             return None
         if not self.has_time(self.latency[lane.name].median):
             self.untried.append(f"{change} in the {lane.name} lane")
             return None
         try:
-            program, _ = _after(on_top_of, program)
-            changed, rewrites = _after(steps, program)
-            if not rewrites:
+            if (both := make()) is None:
                 return None
-            before, after = executable(program), executable(changed)
-            inputs = program.examples
-            ran = self.counterfactual(change, lambda: before(*inputs), lambda: after(*inputs))
+            ran = self.counterfactual(change, *both, of=of, elsewhere=elsewhere)
         except Exception as error:
             check_interrupted(error)
             self.notes.append(f"not tried: {change} in the {lane.name} lane ({first_line(error)})")
             return None
         if not ran.helps:
             self.notes.append(f"tried in the {lane.name} lane, not certainly faster: {ran}")
-        return ran, rewrites
+        return ran
+
+
+def _run_of(program: Program) -> Callable[[], object]:
+    run, inputs = executable(program), program.examples
+    return lambda: run(*inputs)
 
 
 def _after(steps: tuple[Pass, ...], program: Program) -> tuple[Program, int]:
@@ -143,15 +202,36 @@ def _after(steps: tuple[Pass, ...], program: Program) -> tuple[Program, int]:
 
 
 def eager_call(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device, lane: Lane
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    lane: Lane,
+    settings: Settings | None = None,
 ) -> Callable[[], object]:
-    """A call of a model in a lane, without gradients, as eager answers it."""
+    """A call of a model in a lane, without gradients, as its user makes it.
+
+    Autocast keeps the weights that it has cast until its end, which it does for those that require gradients.
+    """
+    around = settings or Settings()
 
     def call() -> object:
-        with lane.scope(device):
+        with around.scope(device), _autocast(device, lane):
             return model(*args, **kwargs)
 
     return call
+
+
+def _autocast(device: torch.device, lane: Lane) -> contextlib.AbstractContextManager[object]:
+    on = lane.autocast is not None
+    return torch.autocast(device.type, dtype=lane.autocast) if on else contextlib.nullcontext()
+
+
+def trained_as(model: nn.Module, given: nn.Module) -> None:
+    """Let those weights of a copy require gradients that do in the model that it is of."""
+    asking = {name for name, weight in given.named_parameters() if weight.requires_grad}
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(name in asking)
 
 
 def timed_call(call: Callable[[], object], device: torch.device) -> float:

@@ -63,6 +63,8 @@ def _figures(found: Diagnosis) -> Iterator[Figure]:
     for lane, measured in found.latency.items():
         busy = found.device_time.get(lane)
         note = "" if busy is None else f"of which kernels {milliseconds(busy.median)} ms"
+        if lane in found.launches:
+            note = f"{found.launches[lane]}; {note}"
         yield Figure(
             f"{lane}, {'a step' if found.training else 'a call'}", f"{milliseconds(measured.median)} ms", note
         )
@@ -70,8 +72,9 @@ def _figures(found: Diagnosis) -> Iterator[Figure]:
 
 def _findings(found: Diagnosis) -> Iterator[Section]:
     for number, finding in enumerate(found.findings, 1):
-        mark = "fault" if finding.is_fault else f"{finding.share:.0%} of a call"
-        yield Section(f"{number}. {finding.name} ({finding.lane}, {mark})", (Points(tuple(_told(finding))),))
+        whole = f" of a {'step' if found.training else 'call'}"
+        heading = f"{number}. {finding.name} ({finding.mark(whole)})"
+        yield Section(heading, (Points(tuple(_told(finding))),))
 
 
 def _told(finding: Finding) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ampopt.diagnosis.case import Case, eager_call
+from ampopt.diagnosis.case import Case, eager_call, trained_as
 from ampopt.diagnosis.finding import Finding, ranked
 from ampopt.diagnosis.findings import FINDINGS
 from ampopt.diagnosis.layers import layers_of, works
@@ -42,6 +42,7 @@ def measure(case: Case, lanes: tuple[Lane, ...], tell: Progress) -> None:
         case.program = captured.program
     except CaptureError as error:
         case.not_a_graph = str(error)
+    trained_as(case.original, case.model)  # not before: a graph's weights need no gradients
     tell("all", "eager")
     _time_eager(case, lanes)
     _time_device(case)

@@ -68,6 +68,11 @@ class Finding:
     is_fault: bool = False
     counterfactual: Counterfactual | None = None
 
+    def mark(self, whole: str = "") -> str:
+        """`amp, 31%`: the lane, and what share it costs (of `whole`), if any, or that it is a fault."""
+        cost = "fault" if self.is_fault else f"{self.share:.0%}{whole}"
+        return self.lane if cost.startswith("0%") else f"{self.lane}, {cost}"
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         ran = None if self.counterfactual is None else self.counterfactual.to_dict()

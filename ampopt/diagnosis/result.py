@@ -20,6 +20,22 @@ from ampopt.measure.sampling import Measurement
 
 
 @dataclasses.dataclass(frozen=True)
+class Launches:
+    """The kernels of one call: their number and mean in seconds, and the share of it in which none runs."""
+
+    kernels: int
+    mean_s: float
+    gaps: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, the mean in microseconds."""
+        return {"kernels": self.kernels, "mean_us": round(1e6 * self.mean_s, 3), "gaps": round(self.gaps, 4)}
+
+    def __str__(self) -> str:
+        return f"{self.kernels} kernels of {1e6 * self.mean_s:.3g} µs in the mean, {self.gaps:.0%} gaps"
+
+
+@dataclasses.dataclass(frozen=True)
 class Diagnosis:
     """The result of `diagnose`. `print` it: the verdict comes first.
 
@@ -46,6 +62,18 @@ class Diagnosis:
     training: Mapping[str, StepTimes] = dataclasses.field(default_factory=dict)
     own: tuple[OwnKernel, ...] = ()
 
+    @property
+    def launches(self) -> dict[str, Launches]:
+        """What a call of eager launches on a GPU, by lane."""
+        found: dict[str, Launches] = {}
+        for lane, measured in self.latency.items():
+            spent = [layer.spent[lane] for layer in self.layers if lane in layer.spent]
+            kernels = [kernel.seconds for each in spent for kernel in each.kernels]
+            if kernels and lane in self.device_time:
+                gaps = max(1 - self.device_time[lane].median / measured.median, 0.0)
+                found[lane] = Launches(len(kernels), sum(kernels) / len(kernels), gaps)
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """The diagnosis as JSON data, times in milliseconds."""
         return {
@@ -56,6 +84,7 @@ class Diagnosis:
             "findings": [finding.to_dict() for finding in self.findings],
             "latency": {lane: measured.to_dict() for lane, measured in self.latency.items()},
             "device_time": {lane: measured.to_dict() for lane, measured in self.device_time.items()},
+            "launches": {lane: each.to_dict() for lane, each in self.launches.items()},
             "ceilings": self.ceilings.to_dict(),
             "layers": [layer.to_dict() for layer in self.layers],
             "accuracy": {lane: [e.to_dict() for e in errors] for lane, errors in self.accuracy.items()},

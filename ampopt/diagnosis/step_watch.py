@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ampopt.diagnosis.host_reads import HostRead, HostReads, is_inside
 from ampopt.errors import first_line
 from ampopt.ir.place_in_code import place_in_code, place_of_call
 from ampopt.system.interrupts import check_interrupted
@@ -61,7 +62,8 @@ class WatchedSteps:
 
     `forwards` counts calls of the model with gradients, `evaluated` those in evaluation mode, and
     `evaluated_at` is the line of one. `unused` are the names of the optimizer's weights that never got a
-    gradient. `error`, `failed_at`: why and where a step failed.
+    gradient. `reads` are what the host waits for in the last step. `error`, `failed_at`: why and where a step
+    failed.
     """
 
     updates: list[Update] = dataclasses.field(default_factory=list)
@@ -69,6 +71,7 @@ class WatchedSteps:
     evaluated: int = 0
     evaluated_at: str = ""
     unused: list[str] = dataclasses.field(default_factory=list)
+    reads: tuple[HostRead, ...] = ()
     error: str | None = None
     failed_at: str | None = None
 
@@ -88,12 +91,15 @@ def watch_steps(
         for state.call in range(MOST_CALLS):
             if state.call >= CALLS and seen.updates:
                 break
+            reads = HostReads(watch_steps.__code__, is_own=lambda: state.updating or _inside(_STEPS))
             try:
-                step(model, optimizer, *args, **kwargs)
+                with reads.watching():
+                    step(model, optimizer, *args, **kwargs)
             except Exception as raised:
                 check_interrupted(raised)
                 seen.error, seen.failed_at = first_line(raised), place_in_code(raised)
                 break
+            seen.reads = reads.reads
     seen.unused = [name for name, weight in state.trained.items() if id(weight) not in state.ever]
     return seen
 
@@ -114,6 +120,7 @@ class _State:
     is_stale: bool = False
     is_scaled: bool = False
     refused_by: str = ""
+    updating: bool = False
     before: list[Tensor] = dataclasses.field(default_factory=list)
 
 
@@ -132,6 +139,15 @@ def _watching(seen: WatchedSteps, model: nn.Module, optimizer: torch.optim.Optim
             seen.evaluated += 1
             seen.evaluated_at = seen.evaluated_at or user_line()
 
+    def unseen(hook: Callable[..., None]) -> Callable[..., None]:
+        """The hook, whose own operators are nobody's."""
+
+        def called_unseen(*given: Any) -> None:
+            with _disable_current_modes():
+                hook(*given)
+
+        return called_unseen
+
     def comes(weight: Tensor) -> Callable[[Tensor], None]:
         def note(_: Tensor) -> None:
             if id(weight) not in state.fresh and seen.updates and weight.grad is not None:
@@ -142,6 +158,7 @@ def _watching(seen: WatchedSteps, model: nn.Module, optimizer: torch.optim.Optim
         return note
 
     def begins(*_: object) -> None:
+        state.updating = True
         state.before = [weight.detach().clone() for weight in trained.values()]
 
     def ends(*_: object) -> None:
@@ -160,14 +177,14 @@ def _watching(seen: WatchedSteps, model: nn.Module, optimizer: torch.optim.Optim
                 moved=sum(each**2 for each in moved) ** 0.5,
             )
         )
-        state.fresh, state.before = set(), []
+        state.fresh, state.before, state.updating = set(), [], False
         state.is_stale, state.is_scaled, state.refused_by = False, False, ""
 
     handles: list[Any] = [
         model.register_forward_pre_hook(called),
-        optimizer.register_step_pre_hook(begins),
-        optimizer.register_step_post_hook(ends),
-        *(weight.register_hook(comes(weight)) for weight in trained.values()),
+        optimizer.register_step_pre_hook(unseen(begins)),
+        optimizer.register_step_post_hook(unseen(ends)),
+        *(weight.register_hook(unseen(comes(weight))) for weight in trained.values()),
     ]
     try:
         yield state
@@ -197,14 +214,8 @@ class _Scaling(TorchDispatchMode):
         return result
 
 
-def _inside(code: CodeType) -> bool:
-    """Whether a function of PyTorch has led here, from a watched step."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not watch_steps.__code__:
-        if frame.f_code is code:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+_inside = functools.partial(is_inside, within=watch_steps.__code__)
+"""Whether a function of PyTorch has led here, from a watched step."""
 
 
 def update_once(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> None:

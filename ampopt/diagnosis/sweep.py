@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ampopt.diagnosis.case import eager_call
+from ampopt.diagnosis.layers import OPTIMIZED
 from ampopt.errors import first_line, is_passing
 from ampopt.ir.lanes import Lane
 from ampopt.ir.signature import flatten_call, map_tensors, tensors_of
 from ampopt.measure.clocks import latency
-from ampopt.measure.sampling import Measurement, interleave
+from ampopt.measure.sampling import Measurement, Sampler, interleave
 from ampopt.system.interrupts import check_interrupted
 
 LEAST, MOST = 3, 30
@@ -50,12 +51,14 @@ def sweep(
     batches: Sequence[int],
     seconds: float,
     example_s: float,
+    optimized: Callable[..., object] | None = None,
 ) -> tuple[list[BatchRow], str | None]:
     """The rows of the batches, smallest first, until memory or `seconds` are out; and why it ended, if so.
 
     The batch is the first dimension of every tensor that has as many entries there as the first tensor.
     `example_s`: seconds that the example's calls take, in all lanes together; a batch is expected to take as
-    much for each of its entries as the one before it.
+    much for each of its entries as the one before it. `optimized` is sampled beside the lanes, after a call
+    with which it takes in the new shape.
     """
     rows: list[BatchRow] = []
     started, last_batch, last_s = time.perf_counter(), max(_batch_of(args, kwargs), 1), example_s
@@ -69,6 +72,9 @@ def sweep(
                 lane.name: latency(eager_call(model, own_args, own_kwargs, device, lane), device)
                 for lane in lanes
             }
+            if optimized is not None:
+                samplers[OPTIMIZED] = _of_optimized(optimized, own_args, own_kwargs, device)
+                left_s = seconds - (time.perf_counter() - started)
             share = max(left_s, 0.0) / (len(batches) - place)
             rows.append(
                 BatchRow(batch, interleave(samplers, seconds=min(share, 2.0), least=LEAST, most=MOST))
@@ -79,6 +85,13 @@ def sweep(
             why = "memory was out" if is_passing(error) else first_line(error)
             return rows, f"the batch sweep ended before {batch}: {why}"
     return rows, None
+
+
+def _of_optimized(
+    module: Callable[..., object], args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
+) -> Sampler:
+    module(*args, **kwargs)
+    return latency(lambda: module(*args, **kwargs), device)
 
 
 def of_batch(

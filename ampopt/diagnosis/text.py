@@ -41,11 +41,11 @@ def to_rich(found: Diagnosis, *, everything: bool = False) -> Group:
         Text(f"{found.model} on {found.environment.get('device', '?')}, inputs {', '.join(found.inputs)}"),
         Text(f"this device: {found.ceilings}"),
     ]
+    parts += [Text(f"a call in {lane}: {launches}") for lane, launches in found.launches.items()]
     if found.findings:
         parts += [Text("\nfindings", style="bold")]
     for number, finding in enumerate(found.findings, 1):
-        mark = "fault" if finding.is_fault else f"{finding.share:.0%}"
-        parts.append(Text(f"{number}. [{finding.lane}, {mark}] {finding.name}: {finding.says}"))
+        parts.append(Text(f"{number}. [{finding.mark()}] {finding.name}: {finding.says}"))
         more = [f"at {place}" for place in finding.places]
         more += [f"executed: {finding.counterfactual}"] if finding.counterfactual else []
         more += [f"do: {finding.advice}"] if finding.advice else []

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampopt.diagnosis.finding import Counterfactual, Finding, milliseconds, saved
+from ampopt.diagnosis.findings.host_reads import told
 from ampopt.diagnosis.findings.memory_layout import is_permute
 from ampopt.diagnosis.step_watch import Update
 from ampopt.diagnosis.training import ONCE, YOURS, TrainingCase
@@ -171,6 +172,23 @@ def _learns(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and module.track_running_stats
 
 
+def host_reads(case: TrainingCase) -> Iterator[Finding]:
+    """Lines of the step, or of the model, at which the host waits for a value, or which copy across."""
+    lane = "fp32" if case.steps is None else YOURS
+    reads = case.called.reads if case.steps is None else case.steps.reads
+    for read in reads:
+        if lane in case.times:
+            whole_s, instead = case.times[lane].step.median, _READ_LESS[read.is_own]
+            yield told(read, case.device, whole_s, lane=lane, each="step", instead=instead)
+
+
+_READ_LESS = {
+    True: "make the optimizer with fused=True: it looks at overflows and counts its steps on the device",
+    False: "keep it on the device (total += loss.detach()), and read or print it every hundredth step",
+}
+"""What to do about a read, by whether PyTorch's optimizer or `GradScaler` makes it."""
+
+
 def mixed_precision(case: TrainingCase) -> Iterator[Finding]:
     """AMP against FP32, both executed, with their parts."""
     low = case.lane.name
@@ -266,6 +284,7 @@ FINDINGS: tuple[Callable[[TrainingCase], Iterator[Finding]], ...] = (
     no_update,
     evaluation_mode,
     batch_norm_momentum,
+    host_reads,
     mixed_precision,
     memory_layout,
     optimizer,

@@ -78,6 +78,11 @@ def to_svg(plot: Plot, *, salt: str) -> str:
     return _for_page(file.getvalue(), plot.title)
 
 
+def _digits(value: float) -> str:
+    """Three digits, and all of a whole number that has more: never an exponent for thousands."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
+
+
 def _waterfall(axes: Any, plot: Waterfall) -> None:
     for place, span in enumerate(plot.spans):
         colour, pale = COLOURS[span.tone], 1.0 if span.is_kept else 0.4
@@ -85,7 +90,7 @@ def _waterfall(axes: Any, plot: Waterfall) -> None:
         axes.barh(place, width, left=left, height=0.6, color=colour, alpha=pale)
         axes.plot([span.end] * 2, [place - 0.38, place + 0.38], color=colour, linewidth=2)
         axes.annotate(
-            f"{span.start:.3g} → {span.end:.3g}",
+            f"{_digits(span.start)} → {_digits(span.end)}",
             (max(span.start, span.end), place),
             xytext=(5, 0),
             textcoords="offset points",
@@ -104,7 +109,7 @@ def _bars(axes: Any, plot: Bars) -> None:
         if bar.low is not None and bar.high is not None:
             axes.plot([bar.low, bar.high], [place] * 2, color=INK, linewidth=1.4, marker="|", markersize=7)
         axes.annotate(
-            f"{bar.value:.3g}",
+            _digits(bar.value),
             (max(bar.value, bar.high or bar.value, plot.origin), place),
             xytext=(5, 0),
             textcoords="offset points",

@@ -69,10 +69,15 @@ class Budget:
         whole = time.perf_counter() - self.started + needed_s
         unit = 10.0 ** max(math.floor(math.log10(whole)) - 1, 0)
         return (
-            f"a call takes {call_s:.2g} s here, so that {what} takes about {needed_s:.2g} s, and "
-            f"{max(self.left_s - MARGIN_S, 0.0):.2g} s of the time budget are left: "
+            f"a call takes {call_s:.2g} s here, so that {what} takes about {_told(needed_s)} s, and "
+            f"{_told(max(self.left_s - MARGIN_S, 0.0))} s of the time budget are left: "
             f"give budget_s={unit * math.ceil(whole / unit):.0f}"
         )
+
+
+def _told(seconds: float) -> str:
+    """Two digits of a time, and all of it from 100 s on."""
+    return f"{seconds:.2g}" if seconds < 99.5 else f"{seconds:.0f}"
 
 
 def default_budget_s(call_s: float) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import ampopt
 from ampopt.diagnosis.ceilings import Ceilings
 from ampopt.diagnosis.finding import Counterfactual, Finding, milliseconds, ranked
-from ampopt.diagnosis.findings import FINDINGS, cold_calls, mixed_precision, overflow, redundant
+from ampopt.diagnosis.findings import FINDINGS, cold_calls, cpu_threads, mixed_precision, overflow, redundant
 from ampopt.diagnosis.findings.input_device import moved_along
 from ampopt.diagnosis.findings.memory_layout import is_permute
 from ampopt.diagnosis.operators import Kernel, Spent
@@ -129,6 +129,17 @@ def test_what_is_the_same_in_every_call(monkeypatch: pytest.MonkeyPatch) -> None
     assert "compute the same in every call" in found["fold-constants"].says
 
 
+@pytest.mark.gpu
+def test_tf32_and_cudnns_search_are_executed_on_calls_of_the_model() -> None:
+    model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1))
+    x = torch.randn(8, 64, 56, 56, device="cuda")
+    found = ampopt.diagnose(model.cuda().eval(), x, budget_s=25, progress=False)
+    told = [*found.notes, *(str(finding.counterfactual) for finding in found.findings)]
+    for change in ("in TF32", "with searched algorithms"):
+        assert any(change in text and "a call takes" in text for text in told), (change, told)
+    assert not torch.backends.cudnn.benchmark
+
+
 def test_permutes_by_their_kernels_names() -> None:
     assert is_permute("void cudnn::ops::nchwToNhwcKernel<__half, __half, float>")
     assert not is_permute("sm90_xmma_fprop_implicit_gemm_f16f16_nhwc_nhwc")
@@ -225,3 +236,25 @@ def test_what_imports_change_is_put_back(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_input_that_does_not_fit() -> None:
     with pytest.raises(InputError, match="fails on the example inputs"):
         ampopt.diagnose(several_kinds(), torch.ones(1, 4, 8, 8))
+
+
+def test_other_threads_are_tried_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    every_remedy_helps(monkeypatch)
+    monkeypatch.setattr(cpu_threads, "usable_cpus", lambda: {0, 1})
+    seen: list[int] = []
+
+    def noting(model: Model, x: Tensor) -> Tensor:
+        seen.append(torch.get_num_threads())
+        return x
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        case = case_of(nn.ReLU(), X, latency_ms={"fp32": 1e3})
+        case.original = Model(noting)
+        (found,) = cpu_threads.find(case)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+    assert found.advice == "torch.set_num_threads(2)"
+    assert seen == [2, 1, 2]  # once, before and after

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ampopt.diagnosis.accuracy import layer_errors
 from ampopt.diagnosis.ceilings import measure_ceilings
+from ampopt.diagnosis.examine import measure
 from ampopt.diagnosis.layers import layers_of, works
 from ampopt.diagnosis.operators import Kernel, Spent, profiled
 from ampopt.diagnosis.sweep import BatchRow, of_batch, pays_from, sweep
@@ -20,7 +21,7 @@ from ampopt.diagnosis.watch import watch
 from ampopt.ir.beside import accumulated, observe
 from ampopt.ir.lanes import FP32
 from tests.helpers import BF16, FP16, Model, program_of, several_kinds
-from tests.support.cases import CEILINGS, CPU, taking
+from tests.support.cases import CEILINGS, CPU, case_of, taking
 
 X = torch.randn(2, 3, 12, 12)
 
@@ -151,6 +152,20 @@ def test_the_sweep_ends_where_a_batch_fails() -> None:
     assert rows[1].throughput("fp32") == pytest.approx(2 / rows[1].latency["fp32"].median)
 
 
+def test_the_sweep_has_the_optimized_program_after_it_has_taken_in_a_shape() -> None:
+    batches: list[int] = []
+
+    def optimized(x: Tensor) -> Tensor:
+        batches.append(len(x))
+        return x
+
+    model = Model(lambda m, x: x * 2)
+    rows, ended = sweep(model, (torch.ones(1, 3),), {}, CPU, [FP32], [1, 2], 0.2, 0.0, optimized)
+    assert ended is None
+    assert [list(row.latency) for row in rows] == [["fp32", "optimized"]] * 2
+    assert batches.count(2) > len(rows[1].latency["optimized"].samples)
+
+
 def test_a_batch_that_would_take_too_long_is_not_made() -> None:
     model = Model(lambda m, x: pytest.fail("it was called"))
     rows, ended = sweep(model, (torch.ones(2, 3),), {}, CPU, [FP32], [10**12], 1.0, 1e-6)
@@ -169,3 +184,27 @@ def test_a_trace_has_modules_and_lanes(tmp_path: Path) -> None:
     write_trace(tmp_path / "t.json", model, (X,), {}, CPU, {"fp32": FP32, "amp": BF16})
     names = {event.get("name") for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"]}
     assert {"call in fp32", "call in amp", "Sequential", "0", "aten::conv2d"} <= names
+
+
+def test_eager_runs_as_its_user_runs_it_and_autocast_keeps_the_weights_that_it_has_cast() -> None:
+    seen: list[tuple[bool, bool, bool]] = []
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.linear.weight
+            seen.append((torch.is_autocast_cache_enabled(), weight.requires_grad, torch.is_grad_enabled()))
+            return self.linear(self.linear(x))  # type: ignore[no-any-return]
+
+    model = Twice().eval()
+    frozen = nn.Sequential(model, nn.Linear(4, 4))
+    frozen[1].weight.requires_grad_(False)
+    case = case_of(frozen, torch.randn(2, 4))
+    measure(case, tuple(case.lanes.values()), lambda *_: None)
+    seen.clear()
+    case.eager(case.lanes["amp"])()
+    assert seen == [(True, True, False)]
+    assert not case.original[1].weight.requires_grad  # type: ignore[index]

@@ -38,7 +38,7 @@ def test_what_calls_take_from_the_system_is_counted_and_sampled_in_both_ways() -
 
 @on_linux
 @pytest.mark.parametrize(
-    ("device", "call_s"), [(torch.device("meta"), 1e-3), (CPU, 0.1)], ids=["no CPU", "too long"]
+    ("device", "call_s"), [(torch.device("meta"), 1e-3), (CPU, 0.5)], ids=["no CPU", "too long"]
 )
 def test_what_cannot_be_examined_is_not_called(device: torch.device, call_s: float) -> None:
     def fail() -> None:
@@ -55,9 +55,9 @@ def test_little_memory_is_not_worth_a_look() -> None:
 
 @on_linux
 def test_longer_calls_have_fewer_samples() -> None:
-    found = examine_heap(taking_pages, CPU, 0.08)
+    found = examine_heap(taking_pages, CPU, 0.3)
     assert found is not None
-    assert len(found.kept.after.samples) == 7
+    assert len(found.kept.after.samples) == 9
 
 
 def refilled(before_ms: float, after_ms: float) -> Refilled:
@@ -76,5 +76,17 @@ def test_it_is_told_with_what_keeping_the_memory_brought() -> None:
     assert found.share == pytest.approx(0.5)
     assert "took 6.0 MiB anew from the system (1536 page faults)" in found.says
     assert "MALLOC_TRIM_THRESHOLD_" in found.advice
+    assert "a process that keeps its memory" in case.notes.pop()
     case.refilled = refilled(2.0, 2.0)
     assert [*page_faults.find(case)] == []
+    assert "not certainly faster: with this memory kept" in case.notes.pop()
+
+
+@on_linux
+def test_a_call_takes_nothing_anew_where_memory_is_kept() -> None:
+    def call() -> None:
+        for size in (1 << 20, 3 << 20, 40 << 10):
+            torch.ones(size, dtype=torch.uint8)
+
+    with heap.kept(CPU):
+        assert examine_heap(call, CPU, 1e-3) is None

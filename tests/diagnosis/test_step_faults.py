@@ -9,15 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import ampopt
 from ampopt.diagnosis.finding import Finding
 from ampopt.diagnosis.step_watch import WatchedSteps, watch_steps
 from ampopt.diagnosis.training import TrainingCase
 from ampopt.diagnosis.training_findings import find_in_training, verdict_of
+from ampopt.diagnosis.watch import watch
+from tests.support.cases import CPU
 from tests.support.training import (
     SCALER,
     TARGET,
     Optimizer,
     again_after_scaler,
+    batch,
     case_of,
     clean,
     line_of,
@@ -157,3 +161,87 @@ def test_nothing_is_left_on_what_was_watched() -> None:
     assert all(update.by_scaler and update.moved > 0 for update in seen.updates)
     assert not training.model._forward_pre_hooks
     assert not any(weight._backward_hooks for weight in training.model.parameters())
+
+
+class Watching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.inner(x)
+        assert found.isfinite().all()
+        return found  # type: ignore[no-any-return]
+
+
+def reading(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    loss = loss_of(model(x))
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    print(loss)
+    for _ in range(2):
+        float(loss)
+
+
+def reads_of(case: TrainingCase) -> dict[str, Finding]:
+    return {each.says: each for each in find_in_training(case) if each.name == "host-read"}
+
+
+def test_host_reads_in_a_step_are_named_with_their_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    found = reads_of(watched(reading, Watching()))
+    for text, what in (("print(loss)", "printing a tensor, once"), ("float(loss)", ".item(), 2 times")):
+        (says,) = (each for each in found if line_of(reading, text) in each)
+        assert f"waits for a value on the host ({what}) in every step" in says
+    (of_model,) = (each for each in found if line_of(Watching.forward, "isfinite") in each)
+    assert "is_nonzero" in of_model or ".item()" in of_model
+    assert len(found) == 3  # not what updates read, and what watches them
+    assert all(each.lane == "yours" and "every hundredth step" in each.advice for each in found.values())
+    assert "tensor(" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_what_an_optimizer_reads_on_the_host_is_none(kind: Any) -> None:
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+        clean(model, optimizer, x)
+
+    case = case_of(net(), step, kind)
+    training = case.subject.copied()
+    seen = watch_steps(step, training.model, training.optimizer, training.args, {})
+    assert seen.updates
+    assert seen.reads == ()
+
+
+def test_without_a_step_of_ones_own_the_models_reads_are_named() -> None:
+    model = Watching()
+    case = watched(None, model)
+    case.called = watch(model, (batch(),), {}, CPU)
+    (found,) = reads_of(case).values()
+    assert line_of(Watching.forward, "isfinite") in found.says
+    assert found.lane == "fp32"
+
+
+@pytest.mark.gpu
+def test_host_reads_in_a_step_on_a_gpu() -> None:
+    scaler = torch.amp.GradScaler("cuda")
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = model(x).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        seen = loss.detach().cpu()
+        assert seen.isfinite()
+
+    found = ampopt.diagnose(
+        net().cuda().train(), batch().cuda(), train=True, step=step, budget_s=30, progress=False
+    )
+    says = {each.name: each for each in found.findings if each.name.startswith("host-")}
+    assert line_of(step, "loss.detach().cpu()") in says["host-copy"].says
+    assert "copy from cuda:0 to cpu" in says["host-copy"].says
+    own = [e for e in found.findings if e.name == "host-read" and line_of(step, "scaler.step(") in e.says]
+    assert "of PyTorch's own" in own[0].says
+    assert "fused=True" in own[0].advice

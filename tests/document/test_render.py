@@ -236,3 +236,14 @@ def test_a_page_needs_the_extra_before_anything_is_measured(monkeypatch: pytest.
     check_report(Path("r.md"))
     with pytest.raises(MissingExtraError, match=r"pip install 'ampopt\[report\]'"):
         check_report(Path("r.html"))
+
+
+def test_bars_of_thousands_are_labelled_without_an_exponent() -> None:
+    plots: tuple[Plot, ...] = (
+        Bars("times", "ms", (Bar("one", 1870.3),)),
+        Waterfall("steps", "ms", (Span("a", 12345.0, 2.5),)),
+    )
+    text = to_html(document(plots=plots))
+    assert ">1870<" in text
+    assert "12345 → 2.5" in text
+    assert "e+0" not in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 
 import pytest
 import torch
@@ -72,6 +73,7 @@ def every_remedy_helps(monkeypatch: pytest.MonkeyPatch, times: float = 2.0) -> N
         *,
         of: str = "a call",
         seconds: float = 0.0,
+        elsewhere: Executor | None = None,
     ) -> Counterfactual:
         before()
         after()

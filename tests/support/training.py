@@ -73,7 +73,8 @@ def watched(step: Any, model: nn.Module | None = None) -> TrainingCase:
     case = case_of(model, step)
     with_parts = dict(zip(PARTS, (0.1e-3, 0.6e-3, 1.0e-3, 0.3e-3), strict=True))
     training = case.subject.copied()
-    case.steps = watch_steps(step, training.model, training.optimizer, training.args, {})
+    if step is not None:
+        case.steps = watch_steps(step, training.model, training.optimizer, training.args, {})
     for name in ways_of(case):
         parts = {} if name.startswith("yours") else with_parts
         case.times[name] = StepTimes(taking(2 if name in ("fp32", YOURS) else 1), parts)

@@ -16,7 +16,7 @@ def find(case: Case) -> Iterator[Finding]:
             continue
         spent = [layer.spent[name] for layer in case.layers if name in layer.spent]
         count, seconds = sum(each.casts for each in spent), sum(each.casts_s for each in spent)
-        ran = case.with_passes("with the casts in the graph and the weights cast once", lane, BakeAutocast())
+        ran = case.rewritten("with the casts in the graph and the weights cast once", lane, BakeAutocast())
         if not count or ran is None or not ran[0].helps:
             continue
         worst = sorted(

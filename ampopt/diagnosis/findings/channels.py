@@ -77,7 +77,9 @@ def find(case: Case) -> Iterator[Finding]:
             if not ran.helps or ran.gain.ratio < 1.05:
                 continue
             entering, leaving = product.sizes
-            why = ", so it misses Tensor Cores" if case.device.type == "cuda" else ""
+            kernels = spent[product.name].spent[name].kernels
+            by = f" (it runs {max(kernels, key=lambda k: k.seconds).name[:60]})" if kernels else ""
+            why = f", so it misses Tensor Cores{by}" if case.device.type == "cuda" else ""
             yield Finding(
                 "misaligned-channels",
                 f"{product.name} has {entering} channels in and {leaving} out, no multiples of 8{why}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
@@ -22,7 +21,15 @@ def find(case: Case) -> Iterator[Finding]:
     """PyTorch's threads and the cores; executed: half of the cores, all of them, and one thread."""
     if case.device.type != "cpu":
         return
-    now, cores = torch.get_num_threads(), len(usable_cpus())
+    now = torch.get_num_threads()
+    try:
+        yield from _compared(case, now)
+    finally:
+        torch.set_num_threads(now)
+
+
+def _compared(case: Case, now: int) -> Iterator[Finding]:
+    cores = len(usable_cpus())
     best: tuple[int, Counterfactual] | None = None
     for count in sorted({1, max(cores // 2, 1), cores} - {now}):
         if not case.has_time(case.latency["fp32"].median):
@@ -52,18 +59,11 @@ def _with_threads(case: Case, now: int, count: int) -> Counterfactual:
 
 
 def _in_threads(count: int, call: Callable[[], object]) -> Callable[[], object]:
+    """The call in so many threads, which stay: the untimed call before a sample makes them."""
+
     def run() -> object:
-        with _threads(count):
-            return call()
+        if torch.get_num_threads() != count:
+            torch.set_num_threads(count)
+        return call()
 
     return run
-
-
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

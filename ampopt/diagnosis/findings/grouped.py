@@ -12,7 +12,7 @@ from ampopt.ir.lanes import Lane
 from ampopt.ir.origin import place_of
 from ampopt.ir.shapes import record_shapes
 from ampopt.kernels.group_forms import GroupedConv
-from ampopt.passes import BakeAutocast, Degroup
+from ampopt.passes import Degroup
 
 LEAST = 0.1
 """From this share of the operators' time on, grouped convolutions are told."""
@@ -50,10 +50,7 @@ def find(case: Case) -> Iterator[Finding]:
 
 
 def _degrouped(case: Case, lane: Lane) -> Counterfactual | None:
-    baked = (BakeAutocast(),) if lane.is_mixed else ()
-    ran = case.with_passes(
-        "with its grouped convolutions in the fastest form", lane, Degroup(), on_top_of=baked
-    )
+    ran = case.rewritten("with its grouped convolutions in the fastest form", lane, Degroup())
     return ran[0] if ran is not None and ran[0].helps else None
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from ampopt.diagnosis.case import Case
 from ampopt.diagnosis.finding import Finding
+from ampopt.diagnosis.host_reads import HostRead
 
 
 def find(case: Case) -> Iterator[Finding]:
@@ -14,23 +17,29 @@ def find(case: Case) -> Iterator[Finding]:
     There is no counterfactual: without it the model would be another one.
     """
     for read in case.watched.reads:
-        times = "once" if read.count == 1 else f"{read.count} times"
-        does = (
-            f"makes a {read.what} {times}"
-            if read.is_copy
-            else f"waits for a value on the host ({read.what}, {times})"
-        )
-        spent = f", in {1e6 * read.seconds:.0f} µs" if read.seconds else ""
-        after = "" if read.is_copy else ", after which nothing is queued, and no CUDA graph is possible"
-        call_s = case.latency["fp32"].median
-        yield Finding(
-            "host-copy" if read.is_copy else "host-read",
-            f"{read.place or 'a line outside of the model'} {does} in every call{spent}{after}",
-            places=tuple(part for part in (read.module,) if part),
-            advice=(
-                "keep the tensors on one device"
-                if read.is_copy
-                else "compute on tensors instead: torch.where for a branch, a mask for a selection"
-            ),
-            share=min(read.seconds / call_s, 1.0) if case.device.type == "cuda" else 0.0,
-        )
+        yield told(read, case.device, case.latency["fp32"].median)
+
+
+def told(
+    read: HostRead,
+    device: torch.device,
+    whole_s: float,
+    *,
+    lane: str = "fp32",
+    each: str = "call",
+    instead: str = "compute on tensors instead: torch.where for a branch, a mask for a selection",
+) -> Finding:
+    """A read as a finding; `each` ("call", "step") takes `whole_s` seconds, `instead` is advice."""
+    times = "once" if read.count == 1 else f"{read.count} times"
+    by = f"{read.what} of PyTorch's own" if read.is_own else read.what
+    does = f"makes a {by} {times}" if read.is_copy else f"waits for a value on the host ({by}, {times})"
+    spent = f", in {1e6 * read.seconds:.0f} µs" if read.seconds else ""
+    after = "" if read.is_copy else ", after which nothing is queued, and no CUDA graph is possible"
+    return Finding(
+        "host-copy" if read.is_copy else "host-read",
+        f"{read.place or 'a line outside of the model'} {does} in every {each}{spent}{after}",
+        places=tuple(part for part in (read.module,) if part),
+        advice="keep the tensors on one device" if read.is_copy else instead,
+        lane=lane,
+        share=min(read.seconds / whole_s, 1.0) if device.type == "cuda" else 0.0,
+    )

@@ -20,8 +20,8 @@ def find(case: Case) -> Iterator[Finding]:
             continue
         call_s, busy_s = case.latency[name].median, case.device_time[name].median
         gaps = 1 - busy_s / call_s
-        ran = case.with_passes("under a CUDA graph", lane, CudaGraph()) if gaps >= LEAST_GAPS else None
-        if ran is None or not ran[0].helps:
+        ran = case.against_eager("under a CUDA graph", lane, CudaGraph()) if gaps >= LEAST_GAPS else None
+        if ran is None or not ran.helps:
             continue
         mean_us = 1e6 * sum(kernel.seconds for kernel in kernels) / len(kernels)
         yield Finding(
@@ -30,6 +30,6 @@ def find(case: Case) -> Iterator[Finding]:
             f"{'kernel' if len(kernels) == 1 else 'kernels'}, mean {mean_us:.3g} µs)",
             advice="launch all kernels as one CUDA graph: ampopt.optimize does",
             lane=name,
-            share=saved(ran[0]),
-            counterfactual=ran[0],
+            share=saved(ran),
+            counterfactual=ran,
         )

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
-from ampopt.diagnosis.case import Case
+from torch import Tensor
+
+from ampopt.diagnosis.case import Case, eager_call
 from ampopt.diagnosis.finding import Finding, saved
-from ampopt.passes import ChannelsLast
+from ampopt.ir.lanes import Lane
+from ampopt.ir.model_copy import exact_copy
+from ampopt.ir.program import CHANNELS_LAST
+from ampopt.ir.signature import map_tensors
 
 _PERMUTES = ("nchwtonhwc", "nhwctonchw", "nchw2nhwc", "nhwc2nchw")
 """Parts of the names of cuDNN's kernels that permute, in lower case."""
@@ -14,9 +20,11 @@ _PERMUTES = ("nchwtonhwc", "nhwctonchw", "nchw2nhwc", "nhwc2nchw")
 
 def find(case: Case) -> Iterator[Finding]:
     """The kernels that permute, where they can be seen; executed: weights and inputs in channels_last."""
+    if not any(weight.dim() in CHANNELS_LAST for weight in case.original.parameters()):
+        return
     for name, lane in case.lanes.items():
-        ran = case.with_passes("in channels_last", lane, ChannelsLast())
-        if ran is None or not ran[0].helps:
+        ran = case.remedied("in channels_last", lane, functools.partial(_in_channels_last, case, lane))
+        if ran is None or not ran.helps:
             continue
         permutes = [kernel for kernel in case.kernels(name) if is_permute(kernel.name)]
         spent_ms = 1e3 * sum(kernel.seconds for kernel in permutes)
@@ -30,9 +38,24 @@ def find(case: Case) -> Iterator[Finding]:
             seen,
             advice="model.to(memory_format=torch.channels_last), and the inputs, too",
             lane=name,
-            share=saved(ran[0]),
-            counterfactual=ran[0],
+            share=saved(ran),
+            counterfactual=ran,
         )
+
+
+def _in_channels_last(case: Case, lane: Lane) -> Callable[[], object]:
+    """A call of the model as the advice makes it."""
+    ranks = {weight.dim() for weight in case.original.parameters()}
+    memory_format = next(CHANNELS_LAST[rank] for rank in CHANNELS_LAST if rank in ranks)
+    model = exact_copy(case.original)
+    model.to(memory_format=memory_format)
+
+    def moved(tensor: Tensor) -> Tensor:
+        is_image = CHANNELS_LAST.get(tensor.dim()) is memory_format
+        return tensor.contiguous(memory_format=memory_format) if is_image else tensor
+
+    args, kwargs = map_tensors(moved, case.args, case.kwargs)
+    return eager_call(model, args, kwargs, case.device, lane)
 
 
 def is_permute(kernel: str) -> bool:

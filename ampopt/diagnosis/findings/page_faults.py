@@ -16,8 +16,12 @@ ADVICE = (
 def find(case: Case) -> Iterator[Finding]:
     """Minor page faults of a call; executed: with as much free memory kept in the heap, see `heap`."""
     found = case.refilled
-    if found is None or not found.kept.helps:
+    if found is None:
         return
+    if not found.kept.helps:
+        case.notes.append(f"tried in the fp32 lane, not certainly faster: {found.kept}")
+        return
+    case.notes.append("all times but those of page-faults are of a process that keeps its memory")
     yield Finding(
         "page-faults",
         f"before anything else was done here, every call took {found.taken / 2**20:.1f} MiB anew from the "

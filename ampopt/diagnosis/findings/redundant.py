@@ -19,7 +19,7 @@ _PASSES = {
 def find(case: Case) -> Iterator[Finding]:
     """What the passes of the algebra find to rewrite; executed: the rewritten graph."""
     for step, says in _PASSES.items():
-        ran = case.with_passes(f"without them ({step.name})", FP32, step)
+        ran = case.rewritten(f"without them ({step.name})", FP32, step)
         if ran is None or not ran[0].helps:
             continue
         yield Finding(

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
-from ampopt.diagnosis.case import Case
+from ampopt.diagnosis.case import Case, eager_call
 from ampopt.diagnosis.finding import Finding, saved
 from ampopt.ir.lanes import FP32
-from ampopt.passes import AllowTf32, SearchConvAlgorithms
+from ampopt.ir.settings import Settings
 
-_PASSES = {
-    AllowTf32(): ("products do not use TF32", "in TF32", 'torch.set_float32_matmul_precision("high")'),
-    SearchConvAlgorithms(): (
+_SETTINGS = {
+    "allow-tf32": (
+        Settings(tf32=True),
+        *("products do not use TF32", "in TF32", 'torch.set_float32_matmul_precision("high")'),
+    ),
+    "search-conv-algorithms": (
+        Settings(search_algorithms=True),
         "cuDNN takes the algorithms of its heuristic",
         "with searched algorithms",
         "torch.backends.cudnn.benchmark = True, if shapes do not vary",
@@ -20,10 +26,16 @@ _PASSES = {
 
 
 def find(case: Case) -> Iterator[Finding]:
-    """Executed: the graph with TF32, and with cuDNN's algorithm search."""
+    """Executed: a call with TF32, and with cuDNN's algorithm search.
+
+    Each in a new thread: PyTorch keeps cuDNN's plans by thread, also those that were chosen without a search.
+    """
     if case.device.type != "cuda":
         return
-    for step, (says, change, advice) in _PASSES.items():
-        ran = case.with_passes(change, FP32, step)
-        if ran is not None and ran[0].helps:
-            yield Finding(step.name, says, advice=advice, share=saved(ran[0]), counterfactual=ran[0])
+    own = (case.original, case.args, case.kwargs, case.device, FP32)
+    for name, (settings, says, change, advice) in _SETTINGS.items():
+        with ThreadPoolExecutor(1) as thread:
+            make = functools.partial(eager_call, *own, settings)
+            ran = case.remedied(change, FP32, make, elsewhere=thread)
+        if ran is not None and ran.helps:
+            yield Finding(name, says, advice=advice, share=saved(ran), counterfactual=ran)
