@@ -21,6 +21,7 @@ from ampopt.diagnosis.watch import Watched
 from ampopt.engines.executable import executable
 from ampopt.errors import first_line
 from ampopt.ir.lanes import FP32, Lane
+from ampopt.ir.model_copy import working_copy
 from ampopt.ir.program import Program
 from ampopt.ir.settings import Settings
 from ampopt.ir.signature import map_tensors
@@ -209,15 +210,16 @@ def eager_call(
     lane: Lane,
     settings: Settings | None = None,
 ) -> Callable[[], object]:
-    """A call of a model in a lane, without gradients, as its user makes it.
+    """A call of a copy of a model in a lane, without gradients, as its user makes it.
 
-    Autocast keeps the weights that it has cast until its end, which it does for those that require gradients.
+    What the model keeps from a call is the copy's own: it has the dtypes of its lane. Autocast keeps the
+    weights that it has cast until its end, which it does for those that require gradients.
     """
-    around = settings or Settings()
+    around, own = settings or Settings(), working_copy(model)
 
     def call() -> object:
         with around.scope(device), _autocast(device, lane):
-            return model(*args, **kwargs)
+            return own(*args, **kwargs)
 
     return call
 

@@ -258,3 +258,25 @@ def test_other_threads_are_tried_and_put_back(monkeypatch: pytest.MonkeyPatch) -
         torch.set_num_threads(before)
     assert found.advice == "torch.set_num_threads(2)"
     assert seen == [2, 1, 2]  # once, before and after
+
+
+class Remembering(nn.Module):
+    """It keeps its state itself, from the first call on, in the dtype in which it was computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.mix = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(len(x), 8) if self.state is None else self.state
+        self.state = self.mix(torch.tanh(self.enter(x) + self.mix(state)))
+        return self.state
+
+
+@pytest.mark.slow
+def test_what_a_model_keeps_in_one_lane_is_not_given_to_its_calls_in_another() -> None:
+    found = ampopt.diagnose(Remembering().eval(), torch.randn(2, 8), batches=(1, 4), progress=False)
+    assert set(found.latency) == {"fp32", "amp"}
+    assert [row.batch for row in found.sweep] == [1, 4]
+    assert not [note for note in found.notes if "fails" in note]
