@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor, nn
 
 from ampopt.errors import InputError
 from ampopt.ir.lane_io import original_of
-from ampopt.ir.model_copy import exact_copy, same_tensor
+from ampopt.ir.model_copy import same_tensor
 from ampopt.ir.normal_form import true_copy
 
 Self = TypeVar("Self", bound="InferenceModule")
-Weight = TypeVar("Weight", bound=Tensor)
+Value = TypeVar("Value")
 
 
 class InferenceModule(nn.Module):
@@ -106,10 +106,18 @@ class InferenceModule(nn.Module):
         """Copies of the original's buffers as they were when it was optimized, one at a time."""
         return _copies(self._named.named_buffers(prefix, recurse, remove_duplicate))
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(  # type: ignore[override]
+        self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
         """A copy of the original's state when it was optimized: `torch.nn.Module.state_dict`."""
-        state: dict[str, Any] = exact_copy(self._named).state_dict(*args, **kwargs)
-        return state
+        state: Any = self._named.state_dict(prefix=prefix, keep_vars=True)
+        for name, value in _copies(state.items()):
+            state[name] = value.detach() if isinstance(value, Tensor) and not keep_vars else value
+        if destination is None:
+            return state  # type: ignore[no-any-return]
+        destination.update(state)
+        getattr(destination, "_metadata", {}).update(state._metadata)
+        return destination  # type: ignore[no-any-return]
 
     def _load_from_state_dict(
         self,
@@ -132,13 +140,13 @@ class InferenceModule(nn.Module):
         missing += [name for name in own if name not in given]
 
 
-def _copies(named: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
-    """Copies of named tensors, made one by one; what comes again is the same copy again."""
-    made: dict[int, Weight] = {}
-    for name, weight in named:
-        if id(weight) not in made:
-            made[id(weight)] = cast("Weight", true_copy(weight))
-        yield name, made[id(weight)]
+def _copies(named: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Value]]:
+    """Named values, tensors as copies that are made one by one; what comes again is the same copy again."""
+    made: dict[int, Any] = {}
+    for name, value in named:
+        if id(value) not in made:
+            made[id(value)] = true_copy(value) if isinstance(value, Tensor) else value
+        yield name, made[id(value)]
 
 
 def _is_same(a: object, b: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -135,7 +136,19 @@ def test_weights_that_are_tied_are_tied_in_what_it_gives() -> None:
     fast: Any = optimize(model, torch.randn(2, 4), precision="fp32", budget_s=3)
     given = dict(fast.named_parameters(remove_duplicate=False))
     assert given["0.weight"] is given["1.weight"]
+    saved = nn.Sequential(fast).state_dict()
+    assert saved["0.0.weight"].data_ptr() == saved["0.1.weight"].data_ptr()
+    assert saved["0.0.weight"].data_ptr() != fast.state_dict()["0.weight"].data_ptr()
+    assert isinstance(fast.state_dict(keep_vars=True)["0.weight"], nn.Parameter)
     assert [name for name, _ in fast.named_parameters()] == ["0.weight", "0.bias", "1.bias"]
+
+
+def test_the_weights_of_a_model_that_cannot_be_copied_can_be_read() -> None:
+    model = network().eval()
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    fast: Any = optimize(model, X, precision="fp32", budget_s=3)
+    assert [*fast.state_dict()] == [*model.state_dict()]
+    assert [name for name, _ in fast.named_buffers()] == [name for name, _ in model.named_buffers()]
 
 
 def test_what_reads_the_model_itself_is_told_where_it_is(pair: Pair) -> None:
