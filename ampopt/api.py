@@ -22,6 +22,7 @@ from ampopt.ir.arguments import (
     as_module,
     as_tensors_say,
     check_example,
+    flag,
     progress_flag,
     refuse_more,
 )
@@ -179,7 +180,7 @@ def optimize(
             io=io,
             dynamic=dynamic,
         )
-        progress = progress_flag(progress)
+        progress, strict = progress_flag(progress), flag("strict", strict)
         refuse_more(more)
         given = {} if example_kwargs is None else example_kwargs
         sandbox = Sandbox(target_of(model, example_inputs, given, device))
