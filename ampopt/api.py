@@ -13,7 +13,7 @@ from ampopt.deploy.runtime import OptimizedModule
 from ampopt.engines.cuda_graphs import Outputs
 from ampopt.engines.quick_call import bind_ahead
 from ampopt.errors import CaptureError, UncopyableError
-from ampopt.ir.arguments import progress_flag, refuse_more
+from ampopt.ir.arguments import flag, progress_flag, refuse_more
 from ampopt.ir.capture import capture
 from ampopt.ir.lane_io import LaneIO, original_of
 from ampopt.ir.model_copy import device_of
@@ -166,7 +166,7 @@ def optimize(
             io=io,
             dynamic=dynamic,
         ).within(budget_s)
-        progress = progress_flag(progress)
+        progress, strict = progress_flag(progress), flag("strict", strict)
         refuse_more(more)
         given = {} if example_kwargs is None else example_kwargs
         sandbox = Sandbox(target_of(model, example_inputs, given, device))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,12 @@ def test_every_backend_gives_the_models_outputs(fast: OptimizedModule, bundle: P
     y = torch.randn(1, 3, 12, 12)
     assert torch.allclose(loaded(y), fast._optimized.original(y), atol=1e-5)
     assert not loaded.notes
+
+
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_stays_in_its_process(bundle: Path, take: Callable[[object], object]) -> None:
+    with pytest.raises(InputError, match="load the bundle again, in each process that runs it"):
+        take(ampopt.load(bundle, backend="onnxruntime"))
 
 
 def test_the_recipe_is_replayed_on_the_machine_that_it_was_measured_on(bundle: Path) -> None:

@@ -11,6 +11,7 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from ampopt.bundle.files import BundleFiles
+from ampopt.bundle.of_one_process import OfOneProcess
 from ampopt.bundle.stored_sizes import StoredSizes, in_corner, read_sizes
 from ampopt.bundle.stored_state import read_state
 from ampopt.errors import BundleError, InputError
@@ -29,7 +30,7 @@ from ampopt.ort.session import (
 SELF_TEST = "self_test.safetensors"
 
 
-class RobotModel:
+class RobotModel(OfOneProcess):
     """A bundle's model, ready to be called; its self-test has passed.
 
     `inputs` and `outputs` are in the manifest's order. `options` are those of the session; `notes` say where

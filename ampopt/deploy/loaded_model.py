@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ampopt.bundle.files import BundleFiles
+from ampopt.bundle.of_one_process import OfOneProcess
 from ampopt.deploy.health import Callback, Event, Health, Monitor
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import BundleError, InputError
@@ -32,7 +33,7 @@ class Way:
     threads: int
 
 
-class LoadedModel:
+class LoadedModel(OfOneProcess):
     """A loaded bundle's model with the original's call signature; its self-test has passed.
 
     `backend` is the name of what runs it: "ampopt" (the bundle's program), "onnxruntime", "openvino", or

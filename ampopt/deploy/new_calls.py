@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ampopt.deploy.known_calls import KnownCalls, Served
@@ -53,7 +53,12 @@ class NewCalls:
         self.max_captures, self.captures, self.in_range = max_captures, 0, in_range
 
     def check(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> None:
-        """Raise InputError where tensors are on another device, or of other dtypes at the same places."""
+        """Raise InputError where tensors are on another device, or of other dtypes at the same places.
+
+        Nor may anything be a stand-in of `torch.fx`, which would trace the original's copy.
+        """
+        if any(isinstance(leaf, fx.Proxy) for leaf in leaves):
+            raise InputError("an optimized module cannot be traced by torch.fx: trace the original model")
         own = self._optimized.captured
         is_alike = spec == own.spec or normal_form(leaves, spec)[1] == own.spec
         check_same_call(own.leaves if is_alike else (), leaves, self._optimized.program.device)

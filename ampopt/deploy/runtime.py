@@ -9,6 +9,8 @@ from typing import Any, NoReturn, get_args
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.modules.module import _global_forward_hooks as _hooks_of_all
+from torch.nn.modules.module import _global_forward_pre_hooks as _pre_hooks_of_all
 from torch.utils import _pytree as pytree
 
 from ampopt.deploy.deployable import DeployableGraph
@@ -130,16 +132,17 @@ class OptimizedModule(DeployableGraph):
             self.forward = self._call_original  # type: ignore[method-assign]
         else:
             self._calls.admit(self._maker.first(ready))
+        self._is_complete = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`nn.Module.__call__`, with a fast path for tensors like the last ones if no hooks are registered.
 
-        The fast path's tensor check does not see tangents or dispatch modes (some tracers are dispatch
-        modes), and a nested tensor makes it crash the process.
+        Nor is it taken where `forward` was replaced. The fast path's tensor check does not see tangents or
+        dispatch modes (some tracers are dispatch modes), and a nested tensor makes it crash the process.
         """
-        if self._forward_pre_hooks or self._forward_hooks:
+        if self._forward_pre_hooks or self._forward_hooks or _hooks_of_all or _pre_hooks_of_all:
             return super().__call__(*args, **kwargs)
-        answer = None if kwargs else self._calls.latest.get(len(args))
+        answer = None if kwargs or "forward" in self.__dict__ else self._calls.latest.get(len(args))
         if answer is not None and forward_ad._current_level < 0 and not _count_modes():
             for each in args:
                 if getattr(each, "is_nested", True) is not False:

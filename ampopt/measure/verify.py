@@ -104,9 +104,8 @@ class Verifier(Original):
             self.check_metric(run)
         except Exception as error:
             raise InputError(
-                f"metric={self.metric!r} fails on the original's own outputs: {type(error).__name__}: "
-                f"{first_line(error)}. It gets the outputs and those of the original in float64, and returns "
-                "a number"
+                f"metric={self.metric!r} fails on the original's own outputs: {first_line(error)}. It gets "
+                "the outputs and those of the original in float64, and returns a number"
             ) from error
 
     def _accepted(self, draws: Sequence[Draw]) -> list[Draw]:

@@ -62,6 +62,7 @@ class PartlyOptimizedModule(Deployable):
         self._is_copy, self._answer = is_copy, list[Callable[..., Any]]([model])
         if is_copy:
             self.reset_state()
+        self._is_complete = True
 
     def reset_state(self) -> None:
         """Reset the state of the model to what it was when the model was optimized."""

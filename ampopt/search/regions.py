@@ -213,7 +213,17 @@ class PartwiseOptimizer:
         )
 
     def _optimize_between(self) -> bool:
-        """Optimize the code between submodules, and keep it if that is faster; whether Ctrl-C ended it."""
+        """Optimize the code between submodules, and keep it if that is faster; whether Ctrl-C ended it.
+
+        Dynamo, like `torch.export`, takes another path through an encoder that makes nested tensors of what
+        its padding mask leaves.
+        """
+        encoders = [each for each in self._original.modules() if isinstance(each, nn.TransformerEncoder)]
+        if any(each.use_nested_tensor for each in encoders):
+            self._ledger.notes.append(
+                "the code between submodules runs as it was: nn.TransformerEncoder may make nested tensors"
+            )
+            return False
         try:
             with interruptible():
                 between = Between(self._check.call, patched(self._original, self._modules))

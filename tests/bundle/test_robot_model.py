@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+import pickle
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,12 @@ def test_what_a_model_was_made_of_is_told(tmp_path: Path) -> None:
     assert model.error < 1e-6
     assert model.inputs == (TensorInfo("x", (1, 3, 8, 8), np.dtype("float32")),)
     np.testing.assert_array_equal(model.example["x"], image())
+
+
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_stays_in_its_process(tmp_path: Path, take: Callable[[object], object]) -> None:
+    with pytest.raises(InputError, match="load the bundle again, in each process that runs it"):
+        take(load(one_output(tmp_path / "b")))
 
 
 def test_one_output_is_an_array(tmp_path: Path) -> None:

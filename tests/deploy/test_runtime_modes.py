@@ -210,8 +210,9 @@ def test_a_gradient_beside_the_model_is_right() -> None:
         lambda fast, x: torch.jit.trace(fast, x),
         lambda fast, x: torch.export.export(nn.Sequential(nn.ReLU(), fast), (x,)),
         lambda fast, x: torch.fx.experimental.proxy_tensor.make_fx(fast)(x),
+        lambda fast, x: torch.fx.symbolic_trace(nn.Sequential(nn.ReLU(), fast)),
     ],
-    ids=["jit.trace", "export", "make_fx"],
+    ids=["jit.trace", "export", "make_fx", "fx"],
 )
 def test_tracers_are_refused(trace: Any) -> None:
     fast, x = module_of(net(), image()), image()

@@ -94,6 +94,7 @@ def test_an_option_of_another_kind_is_refused(
         ("cache", "no", "cache='no': give True or False"),
         ("cache", None, "cache=None: give True or False"),
         ("progress", "no", "progress='no': give True or False"),
+        ("strict", "no", "strict='no': give True or False"),
     ],
 )
 def test_an_option_that_only_optimize_has_is_refused(option: str, value: object, advice: str) -> None:
