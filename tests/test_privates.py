@@ -14,7 +14,7 @@ import ampopt
 
 ROOT = Path(ampopt.__file__).parent.parent
 
-TORCHS = {*dir(torch.Tensor), *vars(nn.Module())}
+TORCHS = {*dir(torch.Tensor), *vars(nn.Module()), *vars(nn.Module().state_dict())}
 """Names that may be PyTorch's although a file of ours has the same."""
 
 

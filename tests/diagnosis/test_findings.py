@@ -243,15 +243,16 @@ def test_other_threads_are_tried_and_put_back(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cpu_threads, "usable_cpus", lambda: {0, 1})
     seen: list[int] = []
 
-    def noting(model: Model, x: Tensor) -> Tensor:
-        seen.append(torch.get_num_threads())
-        return x
+    class Noting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.get_num_threads())
+            return x
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         case = case_of(nn.ReLU(), X, latency_ms={"fp32": 1e3})
-        case.original = Model(noting)
+        case.original = Noting()
         (found,) = cpu_threads.find(case)
         assert torch.get_num_threads() == 1
     finally:
