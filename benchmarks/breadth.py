@@ -10,18 +10,16 @@ another commit, after those that never ran.
 
 from __future__ import annotations
 
-import argparse
 import operator
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 from benchmarks.breadth_networks import BREADTH
 from benchmarks.breadth_table import draw, standing, to_markdown
 from benchmarks.cold import add_options, rows_in, run_each
 from benchmarks.cold_table import seconds_to
-from benchmarks.results_files import Row, commit, results_folder, update
+from benchmarks.command_line import device_of, parser_for
+from benchmarks.results_files import Row, commit, results_folder, write_table
 
 MOST_S = 3600.0
 """After which a cold process is ended: a detector takes seconds a call on a CPU, and is called 200 times."""
@@ -43,19 +41,18 @@ def write_row(folder: Path, row: Row) -> None:
     kept = {key: value for key, value in row.items() if key != "report"}  # of 30 kB each
     if "report" in row:
         kept["nearly_s"] = seconds_to(row)
-    rows = update(folder / "breadth.json", [kept], operator.itemgetter("network"), BREADTH)
-    (folder / "breadth.md").write_text(to_markdown(rows), encoding="utf-8")
+    rows = write_table(folder, "breadth", [kept], operator.itemgetter("network"), BREADTH, to_markdown)
     draw(rows, folder / "breadth.png")
 
 
 def main() -> None:
     """Run every network asked for that has no figures yet, and write the results after each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_for(__doc__)
     add_options(parser, compiles=False)
     parser.add_argument("--models", nargs="+", choices=BREADTH, default=list(BREADTH), metavar="NAME")
     parser.add_argument("--again", action="store_true", help="also networks that have figures")
     options = parser.parse_args()
-    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    device = device_of(options)
     folder = results_folder(options.out, device)
     rows = rows_in(folder / "breadth.json")
     names = options.models if options.again else still_to_run(options.models, rows, commit())

@@ -27,12 +27,13 @@ from ampopt.measure.headline import load_now
 from ampopt.measure.sampling import Measurement
 from benchmarks.cold import rows_in, still_to_run
 from benchmarks.cold_start import compiled_modules
+from benchmarks.command_line import add_place, device_of, parser_for
 from benchmarks.counterfactual_networks import NETWORKS
 from benchmarks.counterfactual_process import CLOCKS, READY
 from benchmarks.counterfactual_ways import Way, ways_of
 from benchmarks.counterfactuals_table import to_markdown
 from benchmarks.race_protocol import emptied
-from benchmarks.results_files import Row, commit, results_folder, update
+from benchmarks.results_files import Row, commit, results_folder, write_table
 from benchmarks.time_left import TimeLeft
 
 BUDGET_S = {"cuda": 25.0, "cpu": 60.0}
@@ -165,15 +166,13 @@ def _figure(samples: Sequence[float]) -> dict[str, Any]:
 
 def write_row(folder: Path, row: Row) -> None:
     """Add or replace a network's row in counterfactuals.json and make the table anew."""
-    rows = update(folder / "counterfactuals.json", [row], lambda each: each["network"], NETWORKS)
-    (folder / "counterfactuals.md").write_text(to_markdown(rows), encoding="utf-8")
+    write_table(folder, "counterfactuals", [row], lambda each: each["network"], NETWORKS, to_markdown)
 
 
 def main() -> None:
     """Diagnose and measure every network asked for, and write the results after each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
+    parser = parser_for(__doc__)
+    add_place(parser)
     parser.add_argument("--models", nargs="+", choices=NETWORKS, default=list(NETWORKS), metavar="NAME")
     parser.add_argument("--seconds", type=float, default=1.0, help="of timing, for each process")
     parser.add_argument("--processes", type=int, help="that time a way; 1 on a GPU, 3 on a CPU")
@@ -186,9 +185,8 @@ def main() -> None:
     parser.add_argument(
         "--budget-left", type=float, metavar="S", help="begin none that may end later than this"
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
-    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    device = device_of(options)
     folder, now = results_folder(options.out, device), commit()
     rows = rows_in(folder / "counterfactuals.json")
     names = options.models if options.again else still_to_run(options.models, rows, now)

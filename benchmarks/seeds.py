@@ -10,14 +10,12 @@ row, and the table and the plot from it.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 import gc
 import json
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +30,8 @@ from ampopt.measure.clocks import latency, synchronize
 from ampopt.measure.sampling import interleave
 from ampopt.passes import BakeAutocast
 from ampopt.system.environment import environment
-from benchmarks.results_files import Row, commit, results_folder, update
+from benchmarks.command_line import add_place, device_of, parser_for
+from benchmarks.results_files import Row, commit, results_folder, write_table
 from benchmarks.seeds_table import draw, to_markdown
 from benchmarks.seeds_workloads import SEEDS, Seed
 from benchmarks.time_left import TimeLeft
@@ -131,9 +130,8 @@ def _inference(
 
 def main() -> None:
     """Measure every workload asked for, and write the results after each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
+    parser = parser_for(__doc__)
+    add_place(parser)
     parser.add_argument("--models", nargs="+", choices=list(SEEDS), default=list(SEEDS), metavar="NAME")
     parser.add_argument(
         "--seconds", type=float, default=4.0, help="of sampling, for training and inference each"
@@ -143,9 +141,8 @@ def main() -> None:
     parser.add_argument(
         "--budget-left", type=float, metavar="S", help="begin none that may end later than this"
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
-    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    device = device_of(options)
     folder, left = results_folder(options.out, device), TimeLeft(options.budget_left, guess_s=FIRST_GUESS_S)
     for name in options.models:
         if not left.another():
@@ -154,8 +151,7 @@ def main() -> None:
         row = measure(
             SEEDS[name], device, seconds=options.seconds, most_s=options.most_s, optimize=options.optimize
         )
-        rows = update(folder / "seeds.json", [row], lambda each: each["workload"], SEEDS)
-        (folder / "seeds.md").write_text(to_markdown(rows), encoding="utf-8")
+        rows = write_table(folder, "seeds", [row], lambda each: each["workload"], SEEDS, to_markdown)
         draw(rows, folder / "seeds.png")
         print(name, json.dumps({k: v.get("p50_ms") for k, v in row.get("training", {}).items()}), flush=True)
 

@@ -60,11 +60,12 @@ class FuseConvTriton(Pass):
     at a time. The program is converted to channels_last first, as by the pass of that name, because the
     kernels read this format, and both together may gain where the format alone loses. Each chain is timed at
     its real shape, dtype and layout, in the tiles of `conv_tiles`, against the same operators one after
-    another and against cuDNN's fused form. Depthwise convolutions get the fastest tile, or the likeliest one
-    where the time for measurements is over: cuDNN would first compile a kernel for each of them, for up to
-    0.9 s, and has been slower everywhere in float16, and nowhere faster by more than a tenth in float32
-    (`benchmarks/depthwise.py`). Where values decide, groups are not computed together: NaN of one reaches the
-    others.
+    another and against cuDNN's fused form; where both lose infinities that PyTorch's usual layout keeps, as
+    cuDNN does for three channels in float16, it gets the fastest tile. Depthwise convolutions get the fastest
+    tile, or the likeliest one where the time for measurements is over: cuDNN would first compile a kernel for
+    each of them, for up to 0.9 s; where it was measured it was slower in float16, and never faster by more
+    than a tenth in float32 (`benchmarks/depthwise.py`). Where values decide, groups are not computed
+    together: NaN of one reaches the others.
     Requires: CUDA and Triton; float32, float16 or bfloat16; feature maps with the channel innermost.
     Declines: other layouts and dtypes; intermediate results with other readers; chains without a gain, or
     after the time for measurements; in a replay, choices that do not fit the shape; programs under autocast.

@@ -36,6 +36,8 @@ COMPILERS = min(8, os.cpu_count() or 1)
 PLAIN, BY_CUDNN = "as it is", "by cuDNN"
 """The alternatives to a tile: separate operators one after another, or cuDNN's fused operator."""
 
+Way = Callable[[Site, Operands], Tensor]
+
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
@@ -103,6 +105,7 @@ def fastest(
         ways = {} if site.is_depthwise else _other_ways(site)
         calls = {name: functools.partial(run, site, operands) for name, run in ways.items()}
         expected = _plain(site, _contiguous(operands) if site.is_depthwise else operands)
+        loses_infinities = _infinities(site, operands)
         limit = 1e-4 if site.dtype is torch.float32 and not site.tf32 else 2e-2
         for tile in tiles:
             calls[str(tile)] = functools.partial(launch, site, operands, tile)
@@ -111,7 +114,7 @@ def fastest(
                 if (error := relative_error(call(), expected)) > limit:
                     refused[name] = f"its error is {error:.1e}"
                     continue
-                if name in ways and _loses_infinities(site, operands, ways[name]):
+                if name in ways and loses_infinities(ways[name]):
                     refused[name] = "it loses infinities"
                     continue
                 graph = capture_calls(functools.partial(_repeat, call), warm_ups=0)[0]
@@ -139,8 +142,8 @@ def _repeat(call: Callable[[], Tensor]) -> tuple[Tensor, ...]:
     return (result,)
 
 
-def _other_ways(site: Site) -> dict[str, Callable[[Site, Operands], Tensor]]:
-    ways: dict[str, Callable[[Site, Operands], Tensor]] = {PLAIN: _plain}
+def _other_ways(site: Site) -> dict[str, Way]:
+    ways: dict[str, Way] = {PLAIN: _plain}
     acts = (site.act1, site.add, site.act2)
     if site.geometry and not site.scale and acts in (("relu", False, ""), ("", True, "relu")):
         ways[BY_CUDNN] = _by_cudnn
@@ -154,13 +157,21 @@ def _contiguous(operands: Operands) -> Operands:
     return x.contiguous(), w.contiguous(), b, z, s
 
 
-def _loses_infinities(site: Site, operands: Operands, run: Callable[[Site, Operands], Tensor]) -> bool:
-    """Whether one infinite element gives finite results where the usual layout's kernels give others."""
-    x = operands[0].clone()
-    x[tuple(size // 2 for size in x.shape)] = math.inf
-    given = (x, *operands[1:])
-    expected = _plain(site, _contiguous(given))
-    return bool((run(site, given).isfinite() & ~expected.isfinite()).any())
+def _infinities(site: Site, operands: Operands) -> Callable[[Way], bool]:
+    """Tells whether a way makes finite results of one infinite element, where the usual layout does not."""
+
+    @functools.cache
+    def infinite() -> tuple[Operands, Tensor]:
+        x = operands[0].clone()
+        x[tuple(size // 2 for size in x.shape)] = math.inf
+        given = (x, *operands[1:])
+        return given, _plain(site, _contiguous(given)).isfinite()
+
+    def are_lost(way: Way) -> bool:
+        given, finite = infinite()
+        return bool((way(site, given).isfinite() & ~finite).any())
+
+    return are_lost
 
 
 def _plain(site: Site, operands: Operands) -> Tensor:

@@ -25,6 +25,7 @@ from ampopt.errors import InputError
 from ampopt.measure.sampling import Measurement, gain
 from tests.helpers import FP16, Model, WearsOut, several_kinds
 from tests.support.cases import case_of, every_remedy_helps, fp32_only, taking
+from tests.support.lanes import Remembering
 
 X = torch.randn(2, 3, 12, 12)
 
@@ -259,20 +260,6 @@ def test_other_threads_are_tried_and_put_back(monkeypatch: pytest.MonkeyPatch) -
         torch.set_num_threads(before)
     assert found.advice == "torch.set_num_threads(2)"
     assert seen == [2, 1, 2]  # once, before and after
-
-
-class Remembering(nn.Module):
-    """It keeps its state itself, from the first call on, in the dtype in which it was computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.mix = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.state: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = x.new_zeros(len(x), 8) if self.state is None else self.state
-        self.state = self.mix(torch.tanh(self.enter(x) + self.mix(state)))
-        return self.state
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -15,28 +15,15 @@ from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.headline import Load
 from ampopt.measure.report import summary_lines
 from ampopt.measure.sampling import Gain, Measurement
-from tests.helpers import with_statistics
+from tests.support.lanes import X, measure_as, small_model
 from tests.support.planted import optimize
 
 pytestmark = pytest.mark.usefixtures("quick")
-X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture
 def model() -> nn.Module:
-    return with_statistics(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()))
-
-
-def measure_as(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[str], float]) -> None:
-    """Let the final comparisons find these times, by what is called."""
-
-    def measured(samplers: dict[str, Any], **options: Any) -> dict[str, Measurement]:
-        for sampler in samplers.values():
-            sampler()
-        return {name: Measurement((seconds(name),) * 6) for name in samplers}
-
-    for module in ("search.last_comparison", "measure.headline"):
-        monkeypatch.setattr(f"ampopt.{module}.interleave", measured)
+    return small_model()
 
 
 @pytest.fixture

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ampopt.measure.sampling import Measurement
-from tests.helpers import with_statistics
+from tests.support.lanes import Remembering, X, measure_as, small_model
 from tests.support.planted import optimize
 
 pytestmark = pytest.mark.usefixtures("quick")
-X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture
 def model() -> nn.Module:
-    return with_statistics(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()))
-
-
-def measure_as(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[str], float]) -> None:
-    """Let the final comparisons find these times, by what is called."""
-
-    def measured(samplers: dict[str, Any], **options: Any) -> dict[str, Measurement]:
-        return {name: Measurement((seconds(name),) * 6) for name in samplers}
-
-    for module in ("search.last_comparison", "measure.headline"):
-        monkeypatch.setattr(f"ampopt.{module}.interleave", measured)
+    return small_model()
 
 
 @pytest.fixture
@@ -125,20 +112,6 @@ def test_the_error_of_each_output_and_both_graphs_are_written_down(kind: type, o
     before, after = fast.report.graphs
     assert any("batch_norm(" in line for line in before)
     assert len(after) <= len(before)
-
-
-class Remembering(nn.Module):
-    """It keeps its state itself, from the first call on, in the dtype in which it was computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.mix = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.state: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = torch.zeros(len(x), 8) if self.state is None else self.state
-        self.state = self.mix(torch.tanh(self.enter(x) + self.mix(state)))
-        return self.state
 
 
 def test_a_state_that_is_kept_under_autocast_is_not_given_to_the_call_in_fp32() -> None:
