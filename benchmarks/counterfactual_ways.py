@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from ampopt.system.flags import older_flags_readable
 from benchmarks.by_hand import Inputs, as_channels_last, cuda_graph, device_of, fold
 
 HALF = {"cuda": torch.float16, "cpu": torch.bfloat16}
@@ -169,7 +170,8 @@ def _bare(model: nn.Module, inputs: Inputs) -> Callable[..., object]:
 
     Its results are a tuple.
     """
-    graph = torch.export.export(model, inputs).module()
+    with older_flags_readable():
+        graph = torch.export.export(model, inputs).module()
     assert isinstance(graph, fx.GraphModule)
     graph._forward_pre_hooks.clear()
     graph.graph.set_codegen(fx.graph.CodeGen())

@@ -82,23 +82,30 @@ def _call_of(current: Any) -> tuple[Any, Any]:
 
 
 def _labelled(body: list[ast.stmt], lines: list[str], start: int) -> list[ast.stmt]:
-    """Statements with each that may launch something in a range; `start` is the line above the first."""
+    """Statements with each that may launch something in a range; `start` is the line above the first.
+
+    The names stand above the launch, with what prepares it (`stream0 = get_raw_stream(0)`) in between.
+    """
     made: list[ast.stmt] = []
     for statement in body:
         if isinstance(statement, ast.With):
             statement.body = _labelled(statement.body, lines, statement.lineno)
             made.append(statement)
+            start = statement.end_lineno or statement.lineno
         elif isinstance(statement, (ast.Expr, ast.Assign)) and (called := _called(statement)):
             above = [_SOURCES.match(line) for line in lines[start : statement.lineno - 1]]
             names = next((match[1] for match in reversed(above) if match is not None), "")
             made.append(_in_range(statement, called, names.replace(" ", "")))
+            start = statement.end_lineno or statement.lineno
         else:
             made.append(statement)
-        start = statement.end_lineno or statement.lineno
     return made
 
 
-_PREPARING = ("args.", "empty_strided", "assert_", "reinterpret_tensor", "get_raw_stream", "alloc_from_pool")
+_PREPARING = (
+    *("args.", "empty_strided", "assert_", "reinterpret_tensor", "get_raw_stream", "alloc_from_pool"),
+    "torch.cuda.set_device",
+)
 """How the functions are called that launch nothing."""
 
 

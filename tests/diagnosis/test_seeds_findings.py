@@ -47,9 +47,10 @@ def test_s1_a_single_convolution_is_slower_by_what_the_profile_shows_largest() -
         assert "only permute between NCHW and NHWC" in first.says
     elif max(permutes, casts, slower) == casts:
         assert first.name == "autocast-casts" or "casts take" in first.says
-    else:  # cuDNN has no kernel with Tensor Cores for three channels
-        assert first.name in ("amp-harmful", "amp-useless")
-        assert "without casts its operators take" in first.says
+    else:  # cuDNN's kernel is slower itself: for three channels, and more so in this layout
+        told = next(each for each in found.findings if each.name in ("amp-harmful", "amp-useless"))
+        assert first.name == "memory-layout" or first is told
+        assert "without casts its operators take" in told.says
 
 
 def test_s1_the_linear_layers_are_bound_by_compute_and_amp_pays() -> None:
@@ -81,7 +82,10 @@ def test_s2_amp_pays_from_a_batch_on() -> None:
 def test_s4_small_kernels_and_casts_and_from_which_batch_on_amp_pays() -> None:
     found = diagnosed("mnist-b512", batches=(64, 512, 4096, 16384))
     named = {(each.name, each.lane): each for each in found.findings}
-    assert found.findings[0].name in ("launch-bound", "amp-harmful")
+    pays = found.latency["amp"].median < found.latency["fp32"].median  # by the host, more than by the GPU
+    assert found.findings[0].name in ("launch-bound", "amp-pays" if pays else "amp-harmful")
+    first = next(each for each in found.findings if each.lane == "amp")
+    assert first.name in ("launch-bound", "autocast-casts", "amp-harmful")
     assert ("launch-bound", "amp") in named
     assert ("autocast-casts", "amp") in named
     crosses = pays_from(found.sweep, "amp")

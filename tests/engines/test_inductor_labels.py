@@ -1,0 +1,82 @@
+"""Inductor's code in ranges: the names above a launch are its own, whatever prepares it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ampopt.engines.inductor_labels import labelled, name_by_place, names_of
+
+SOURCE = """
+def call(self, args):
+    x, = args
+    args.clear()
+    with guard(0):
+        set_device(0)
+        # Topologically Sorted Source Nodes: [ampopt_at_0], Original ATen: [aten.mean]
+        stream0 = get_raw_stream(0)
+        kernel_0.run(x, stream=stream0)
+        buf0 = empty_strided_cuda((8,))
+        # Topologically Sorted Source Nodes: [ampopt_at_1, ampopt_at_0], Original ATen: [aten.relu]
+        stream0 = get_raw_stream(0)
+        kernel_1.run(x, buf0, stream=stream0)
+        del buf0
+        kernel_2.run(x)
+    return (x, )
+"""
+"""As versions write it: some ask for the stream again above each launch, below the names."""
+
+
+class TwoCalls(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(torch.mean(x))
+
+
+def test_a_launch_has_the_names_above_what_prepares_it() -> None:
+    graph = fx.symbolic_trace(TwoCalls())
+    first, second = (node.name for node in graph.graph.nodes if node.op == "call_function")
+    ran: list[str] = []
+    launch = SimpleNamespace(run=lambda *_, **__: ran.append(seen[-1][0]))
+    code = made({f"kernel_{at}": launch for at in range(3)})
+    seen: list[tuple[str, str]] = []
+
+    @contextlib.contextmanager
+    def label(called: str, names: str) -> Iterator[None]:
+        seen.append((called, names))
+        yield
+
+    with labelled(code, graph, label):
+        code.current_callable([torch.ones(1)])
+    assert [each for each in seen if each[0].startswith("kernel")] == [
+        ("kernel_0", first),
+        ("kernel_1", f"{second},{first}"),
+        ("kernel_2", ""),
+    ]
+    assert ran == ["kernel_0", "kernel_1", "kernel_2"]
+
+
+def made(kernels: dict[str, Any]) -> Any:
+    """What stands for a `CompiledFxGraph` whose code launches these kernels."""
+    namespace = {
+        **kernels,
+        "guard": lambda _: contextlib.nullcontext(),
+        "set_device": lambda _: None,
+        "get_raw_stream": lambda _: 0,
+        "empty_strided_cuda": lambda _: torch.empty(8),
+    }
+    exec(SOURCE, namespace)
+    runner = type("Runner", (), {"call": namespace["call"]})()
+    return SimpleNamespace(source_code=SOURCE, current_callable=runner.call)
+
+
+def test_places_are_names_again() -> None:
+    graph = fx.symbolic_trace(TwoCalls())
+    names = [node.name for node in graph.graph.nodes if node.op == "call_function"]
+    assert names_of("ampopt_at_1,ampopt_at_0,ampopt_at_7,other", graph) == ",".join(reversed(names))
+    name_by_place(graph)
+    assert [n.name for n in graph.graph.nodes if n.op == "call_function"] == ["ampopt_at_0", "ampopt_at_1"]
