@@ -195,6 +195,7 @@ def test_item_in_forward_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 def test_channels_that_are_no_multiple_of_8_on_a_gpu() -> None:
     model, x = Misaligned().cuda().eval(), torch.randn(1, 126, 64, 64, device="cuda")
     found = ampopt.diagnose(model, x, budget_s=20, progress=False)

@@ -13,7 +13,7 @@ from ampopt.diagnosis.findings.memory_layout import is_permute
 from ampopt.diagnosis.sweep import pays_from
 from benchmarks.seeds_workloads import SEEDS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timing]
 
 
 def diagnosed(name: str, *, train: bool = False, **options: Any) -> Diagnosis:
