@@ -3,8 +3,9 @@
     python -m benchmarks.steady [--models NAME ...] [--runs 10] [--budget-left S]
 
 The figure is the interquartile range over the median of the *speed-up* over eager FP32, which is timed beside
-ampopt in each cold process; beside it stand those of the two times that it is made of. Appends to DIR/<device>/steady.json, run by run, and makes the table from it;
-runs of this commit that are there already count.
+ampopt in each cold process; beside it stand those of the two times that it is made of. Appends to
+DIR/<device>/steady.json, run by run, and makes the table from it; runs of this commit that are there already
+count.
 """
 
 from __future__ import annotations
