@@ -2,10 +2,11 @@
 
     python -m benchmarks.counterfactuals [--models NAME ...] [--device cpu] [--processes 3] [--budget-left S]
 
-A network is diagnosed in one process. Then what each finding's "before" and "after" are is written in plain
-PyTorch (`benchmarks.counterfactual_ways`) and timed by itself, in `--processes` processes, of which one runs
-at a time; the figure is the median of all calls. Writes DIR/<device>/counterfactuals.json, a row as soon as a
-network is done, and the table that is made from it. Networks that have figures of this commit are skipped.
+A network is diagnosed in one process with empty caches. Then what each finding's "before" and "after" are is
+written in plain PyTorch (`benchmarks.counterfactual_ways`) and timed by itself, in `--processes` processes, of
+which one runs at a time; the figure is the median of all calls. Writes DIR/<device>/counterfactuals.json, a row
+as soon as a network is done, and the table that is made from it. Networks that have figures of this commit are
+skipped.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import torch
 
 from ampopt.measure.headline import load_now
 from ampopt.measure.sampling import Measurement
+from benchmarks import cold_start
 from benchmarks.cold import rows_in, still_to_run
-from benchmarks.cold_start import compiled_modules
 from benchmarks.command_line import add_place, device_of, parser_for
 from benchmarks.counterfactual_networks import NETWORKS
 from benchmarks.counterfactual_process import CLOCKS, READY
@@ -51,7 +52,11 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> Row
     """A network's diagnosis, and each of its counterfactuals beside the same thing alone."""
     row: Row = {"network": name, "commit": commit()}
     with tempfile.TemporaryDirectory(prefix="ampopt-counterfactuals-") as folder:
-        environment = {**emptied(Path(folder), os.environ), **compiled_modules(), **_threads(options.threads)}
+        environment = {
+            **emptied(Path(folder), os.environ),
+            **cold_start.compiled_modules(),
+            **_threads(options.threads),
+        }
         budget_s = str(options.budget or BUDGET_S[device.type])
         done = subprocess.run(
             _command(name, device, options.clock, "diagnose", budget_s),
@@ -185,6 +190,7 @@ def main() -> None:
     parser.add_argument(
         "--budget-left", type=float, metavar="S", help="begin none that may end later than this"
     )
+    cold_start.add_option(parser)
     options = parser.parse_args()
     device = device_of(options)
     folder, now = results_folder(options.out, device), commit()
@@ -196,6 +202,8 @@ def main() -> None:
             print(f"no time left for {', '.join(names[place:])}", flush=True)
             return
         row = measure(name, device, options)
+        if name == options.models[0] and options.default_call:
+            row = cold_start.beside(row, name, device)
         write_row(folder, row)
         print(*to_markdown([row]).splitlines()[5:], sep="\n", flush=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks import cold_lines
 from benchmarks.results_files import Row, heading
 
 TOLERATED = 0.1
@@ -69,7 +70,7 @@ def to_markdown(rows: Sequence[Row]) -> str:
         *_clocks(rows),
         "",
     ]
-    return "\n".join([*lines, *_said(rows)]) + "\n"
+    return "\n".join([*lines, *_said(rows), *cold_lines.lines(rows)]) + "\n"
 
 
 def _clocks(rows: Sequence[Row]) -> list[str]:
