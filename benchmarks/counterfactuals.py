@@ -3,10 +3,10 @@
     python -m benchmarks.counterfactuals [--models NAME ...] [--device cpu] [--processes 3] [--budget-left S]
 
 A network is diagnosed in one process with empty caches. Then what each finding's "before" and "after" are is
-written in plain PyTorch (`benchmarks.counterfactual_ways`) and timed by itself, in `--processes` processes, of
-which one runs at a time; the figure is the median of all calls. Writes DIR/<device>/counterfactuals.json, a row
-as soon as a network is done, and the table that is made from it. Networks that have figures of this commit are
-skipped.
+written in plain PyTorch (`benchmarks.counterfactual_ways`) and timed by itself, in `--processes` processes,
+of which one runs at a time; the figure is the median of all calls. Writes DIR/<device>/counterfactuals.json,
+a row as soon as a network is done, and the table that is made from it. Networks that have figures of this
+commit are skipped.
 """
 
 from __future__ import annotations
