@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import functools
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +38,14 @@ def command(engine: str, folder: Path, threads: int) -> list[str]:
     return [*module, engine, str(folder), str(threads)]
 
 
+def converted(engine: str, folder: Path, threads: int) -> None:
+    """Convert a network in a process of its own. Raises RuntimeError where the engine does not."""
+    convert_it = [*command(engine, folder, threads), "--convert"]
+    done = subprocess.run(convert_it, capture_output=True, text=True, timeout=CONVERTS_S)
+    if done.returncode:
+        raise RuntimeError(f"not converted: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+
+
 class InEngine:
     """An engine with one network."""
 
@@ -49,12 +56,7 @@ class InEngine:
     def make(self) -> Facts:
         """Convert the network in a process of its own, then load it."""
         start = time.perf_counter()
-        convert_it = [sys.executable, "-m", "benchmarks.engine_process", self._engine, str(self._folder)]
-        done = subprocess.run(
-            [*convert_it, str(self._threads), "--convert"], capture_output=True, text=True, timeout=CONVERTS_S
-        )
-        if done.returncode:
-            raise RuntimeError(f"not converted: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+        converted(self._engine, self._folder, self._threads)
         with np.load(self._folder / "inputs.npz") as stored:
             inputs = tuple(stored.values())
         before, resident = peak_bytes(), resident_bytes()

@@ -129,6 +129,11 @@ def resident_bytes() -> int:
     return _of_this_process("VmRSS:")
 
 
+def anonymous_bytes() -> int:
+    """The part of it that no file holds: libraries that are mapped can be shared, and dropped."""
+    return _of_this_process("RssAnon:")
+
+
 def _of_this_process(name: str) -> int:
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
