@@ -27,6 +27,7 @@ from ampopt.ort.openvino_tuning import tune_openvino
 from ampopt.ort.options import PREFERRED
 from ampopt.ort.session import OnnxRunner, SessionError, SessionOptions, onnxruntime
 from ampopt.ort.tuning import tune
+from ampopt.system.heap import trim_heap
 
 __all__ = ["RobotModel", "load", "main"]
 
@@ -81,7 +82,9 @@ def load(
             raise BundleError(f"{os.fspath(path)} does not load on this machine: {e}") from e
     for note in notes:
         logger.warning("%s: %s", os.fspath(path), note)
-    return RobotModel(files, runner, notes)
+    loaded = RobotModel(files, runner, notes)
+    trim_heap()
+    return loaded
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from ampopt.bundle.signing import generate_keys
 from ampopt.errors import BundleError
 from ampopt.ort.options import CPU, CUDA, OPENVINO, SessionOptions
 from ampopt.ort.session import OnnxRunner, SessionError
-from tests.support.onnx_models import convolution, expected, image, one_output, save_bundle
+from tests.support.onnx_models import convolution, expected, image, model, one_output, save_bundle
 
 HERE = Path(__file__).resolve().parents[1]
 OTHERS = {CUDA, OPENVINO} & set(onnxruntime.get_available_providers())
@@ -199,3 +199,44 @@ def test_neither_importing_nor_running_needs_torch_or_onnx(tmp_path: Path) -> No
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "ran (1, 4, 8, 8) 0"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_loaded_model_takes_little_more_memory_than_its_weights(tmp_path: Path) -> None:
+    count, channels = 8, 512
+    names = [f"w{at}" for at in range(count)]
+    rng = np.random.default_rng(0)
+    weights = {name: rng.standard_normal((channels, channels, 3, 3)).astype(np.float32) for name in names}
+    steps = ["x", *(f"c{at}" for at in range(count - 1)), "y"]
+    nodes = [
+        onnx.helper.make_node("Conv", [steps[at], names[at]], [steps[at + 1]], name=names[at], pads=[1] * 4)
+        for at in range(count)
+    ]
+    shape = [1, channels, 7, 7]
+    made = model(nodes, {"x": shape}, {"y": shape}, weights)
+    x = rng.standard_normal(shape).astype(np.float32)
+    (y,) = OnnxRunner(made, SessionOptions())(x)
+    path = save_bundle(tmp_path / "b", made, {"x": x}, {"y": y})
+    script = textwrap.dedent("""
+        import sys
+        import onnxruntime
+        import ampopt.robot
+
+        def resident():
+            with open("/proc/self/statm") as file:
+                return 4096 * int(file.read().split()[1])
+
+        before = resident()
+        model = ampopt.robot.load(sys.argv[1])
+        model(**model.example)
+        print(resident() - before)
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path)],
+        env={**os.environ, "PYTHONPATH": str(HERE)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 1.7 * sum(weight.nbytes for weight in weights.values())

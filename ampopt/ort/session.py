@@ -232,6 +232,7 @@ def open_session(model: bytes | Path, native: Any, options: SessionOptions) -> A
         raise SessionError(
             f"ONNX Runtime {ort.__version__} does not load the model with {options}: {e}"
         ) from e
+    vars(session)["_model_bytes"] = None  # which it keeps, to be made anew for other providers
     if options.provider not in (found := session.get_providers()):
         raise SessionError(
             f"{options.provider} did not load, and ONNX Runtime would run the model on {', '.join(found)}."

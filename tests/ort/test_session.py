@@ -136,6 +136,14 @@ def test_weights_beside_the_model_are_found_by_path(tmp_path: Path) -> None:
     assert np.array_equal(found, OnnxRunner(convolution(), SessionOptions())(image())[0])
 
 
+def test_a_session_keeps_no_copy_of_the_model_file() -> None:
+    data = bytes(bytearray(convolution()))
+    before = sys.getrefcount(data)
+    runner = OnnxRunner(data, SessionOptions())
+    assert sys.getrefcount(data) == before
+    assert runner(image())
+
+
 @pytest.mark.parametrize("broken", [b"", b"no model", convolution()[:-40]])
 def test_a_broken_model_does_not_load(broken: bytes) -> None:
     with pytest.raises(SessionError, match="does not load the model"):
