@@ -9,13 +9,13 @@ match.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
 
@@ -119,11 +119,28 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
     return value.dtype if isinstance(value, Tensor) else None
 
 
-def _promoted(node: fx.Node) -> torch.dtype | None:
-    """The dtype that an operator's tensor arguments promote to."""
-    values = [source.meta.get("val") for source in node.all_input_nodes]
-    dtypes = [value.dtype for value in values if isinstance(value, Tensor) and value.dim() > 0]
-    return functools.reduce(torch.promote_types, dtypes) if dtypes else _dtype(node)
+def _keeps_dtype(node: fx.Node, functional: torch._ops.OpOverload) -> bool:
+    """Whether the functional form of a call gives the dtype of the tensor that the call overwrites.
+
+    A comparison gives booleans, and an argument of another dtype promotes. The operator is asked, with
+    tensors that have no numbers; one that does not answer does not.
+    """
+    overwritten = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
+    if not isinstance(overwritten, FakeTensor):
+        return False
+    mode = overwritten.fake_mode
+
+    def valued(source: fx.Node) -> Any:
+        value = source.meta["val"]
+        is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+        return mode.from_tensor(value, static_shapes=True) if is_real else value
+
+    try:
+        with mode:
+            result = functional(*fx.map_arg(node.args, valued), **fx.map_arg(node.kwargs, valued))
+    except Exception:
+        return False
+    return isinstance(result, Tensor) and result.dtype is overwritten.dtype
 
 
 def _rename_in_place(module: fx.GraphModule) -> bool:
@@ -133,9 +150,7 @@ def _rename_in_place(module: fx.GraphModule) -> bool:
         if not _is_mutable(node):
             continue
         functional, overwritten = _functional_form(node), node.args[0]
-        if isinstance(overwritten, fx.Node) and _dtype(overwritten) is not _promoted(node):
-            return False  # the functional form would give another dtype than the tensor that is overwritten
-        if functional is None or not isinstance(overwritten, fx.Node):
+        if functional is None or not isinstance(overwritten, fx.Node) or not _keeps_dtype(node, functional):
             return False
         others = [user for user in overwritten.users if user is not node]
         aliased = any(order[user] > order[node] or not makes_fresh_tensor(user) for user in others)

@@ -106,6 +106,18 @@ def _bits_wrap_around(m: Any, x: Tensor) -> Tensor:
     return out
 
 
+def _comparisons_are_numbers(m: Any, x: Tensor) -> Tensor:
+    y, z = m.conv(x), m.conv(x)
+    out: Tensor = y.gt_(0) + z.lt_(1)  # 0, 1 or 2; `gt` and `lt` would give booleans, whose sum is one
+    return out
+
+
+def _negations_are_numbers(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x).relu()
+    out: Tensor = -y.logical_not_()  # `neg` refuses booleans
+    return out
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -119,6 +131,8 @@ def _bits_wrap_around(m: Any, x: Tensor) -> Tensor:
         _write_through_two_names,
         _narrower_than_what_is_added,
         _bits_wrap_around,
+        _comparisons_are_numbers,
+        _negations_are_numbers,
     ],
 )
 def test_writing_in_place_stays_right(function: Any) -> None:
