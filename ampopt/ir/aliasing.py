@@ -25,6 +25,11 @@ def aliased_by(node: fx.Node) -> list[fx.Node]:
     return list(node.all_input_nodes)
 
 
+def may_be_memory_of(node: fx.Node, op: str) -> bool:
+    """Whether a node may share memory with one of a kind: `placeholder` or `get_attr`."""
+    return node.op == op or any(may_be_memory_of(source, op) for source in aliased_by(node))
+
+
 def _arguments_that(node: fx.Node, *, write: bool) -> list[fx.Node]:
     """The arguments that a call, by its schema, writes to, or else those that its result aliases."""
     if node.op != "call_function":

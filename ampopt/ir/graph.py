@@ -286,10 +286,13 @@ def draws_random_numbers(node: fx.Node) -> bool:
     return not any(name in values and values[name] == off for name, off in SWITCHES.items())
 
 
+STRIDED = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
+"""Operators that see their argument's memory in place of its elements."""
+
+
 def reads_strides(module: fx.GraphModule) -> fx.Node | None:
     """The first operator whose result depends on its input's memory layout; None if there is none."""
-    depends = (aten.as_strided.default, aten.view_as_real.default, aten.view_as_complex.default)
-    return next(calls(module, depends), None)
+    return next(calls(module, (*STRIDED, aten.view_as_real.default, aten.view_as_complex.default)), None)
 
 
 _NUMBERS = ("SymInt", "int", "float", "number", "Scalar", "bool")

@@ -38,6 +38,7 @@ from ampopt.ir.graph import (
 from ampopt.ir.origin import carry_on, note_borders, note_exported
 from ampopt.ir.own_autocast import FULL_PRECISION
 from ampopt.ir.own_limits import widen_limits
+from ampopt.ir.strided_reads import fix_layouts
 from ampopt.ir.weight_norms import write_out_weight_norms
 
 _hop = torch.ops.higher_order
@@ -70,32 +71,6 @@ def _write_out_padding(module: fx.GraphModule, node: fx.Node) -> None:
     node.target = _PADDED[node.target]
     node.args = (own["input"], own["weight"], own["bias"], own["stride"], padding, dilation, own["groups"])
     node.kwargs = {}
-
-
-_ANTIALIASED = (
-    *(aten._upsample_bilinear2d_aa.vec, aten._upsample_bilinear2d_aa.default),
-    *(aten._upsample_bicubic2d_aa.vec, aten._upsample_bicubic2d_aa.default),
-)
-
-
-def _is_column(node: fx.Node) -> bool:
-    """Whether a result is one pixel wide: PyTorch antialiases that wrongly with the channel innermost."""
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.shape[-1] == 1
-
-
-def _fix_layout(module: fx.GraphModule, node: fx.Node) -> None:
-    """Let an operator that depends on strides find its argument as eager lays it out.
-
-    A pass may compute the argument in another memory format, which no other operator notices; a copy in the
-    usual one stands between them, where eager's is of that format.
-    """
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    value = source.meta.get("val")
-    if source.op == "call_function" and isinstance(value, Tensor) and value.is_contiguous():
-        copied = insert_call(module, node, aten.clone.default, source, memory_format=torch.contiguous_format)
-        node.replace_input_with(source, copied)
 
 
 def _functional_form(node: fx.Node) -> torch._ops.OpOverload | None:
@@ -348,11 +323,7 @@ def _lower(exported: ExportedProgram, states: Sequence[str]) -> fx.GraphModule:
         node.target = _ANY_LAYOUT.get(node.target, node.target)
     for node in calls(module, _PADDED):
         _write_out_padding(module, node)
-    for node in calls(module, [aten.as_strided.default]):
-        _fix_layout(module, node)
-    for node in calls(module, _ANTIALIASED):
-        if _is_column(node):
-            _fix_layout(module, node)
+    fix_layouts(module)
     write_out_weight_norms(module)
     widen_limits(module)
     note_borders(module)
