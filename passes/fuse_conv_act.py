@@ -13,10 +13,11 @@ from ampopt.ir.graph import (
     arguments,
     aten,
     calls,
+    computed_weight,
     constant,
     finish,
+    gives_a_tensor,
     insert_call,
-    is_constant,
     only_user,
     replace,
     tensor_meta,
@@ -105,8 +106,8 @@ def _why_not(conv: fx.Node, relu: fx.Node, other: fx.Node | None) -> str | None:
     reader = only_user(conv)
     if reader is None:
         return f"{conv.name} has other readers"
-    if not is_constant(conv.args[1]):
-        return f"the weight of {conv.name} is computed"
+    if (name := computed_weight(conv)) is not None:
+        return f"the {name} of {conv.name} is computed"
     if len(tensor_meta(conv).shape) != 4:
         return f"the input of {conv.name} has no batch"
     if tensor_meta(conv).dtype not in _DTYPES:
@@ -117,6 +118,8 @@ def _why_not(conv: fx.Node, relu: fx.Node, other: fx.Node | None) -> str | None:
         return f"{reader.name} has other readers"
     if arguments(reader)["alpha"] != 1:
         return f"{reader.name} multiplies its operand"
+    if not gives_a_tensor(other):
+        return f"{other.name} is a number"
     mine, theirs = tensor_meta(conv), tensor_meta(other)
     if (mine.shape, mine.dtype, mine.stride) != (theirs.shape, theirs.dtype, theirs.stride):
         return f"{other.name} differs from {conv.name} in shape, dtype or memory layout"

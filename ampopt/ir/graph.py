@@ -71,6 +71,14 @@ def is_constant(node: object) -> bool:
     return isinstance(node, fx.Node) and node.op == "get_attr"
 
 
+def computed_weight(layer: fx.Node) -> str | None:
+    """Which of a layer's `weight` and `bias` is computed; None where the graph owns what there is of them."""
+    own = arguments(layer)
+    return next(
+        (key for key in ("weight", "bias") if own[key] is not None and not is_constant(own[key])), None
+    )
+
+
 def constant(module: fx.GraphModule, node: object) -> Tensor | None:
     """The weight behind an argument; None if the argument is None.
 
@@ -252,6 +260,11 @@ def tensor_meta(node: fx.Node) -> TensorMetadata:
     if not isinstance(meta, TensorMetadata):
         raise TypeError(f"{node.name} has no single output tensor")
     return meta
+
+
+def gives_a_tensor(node: fx.Node) -> bool:
+    """Whether a node has one output tensor, after `shapes.record_shapes`; others give numbers or several."""
+    return isinstance(node.meta.get("tensor_meta"), TensorMetadata)
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:

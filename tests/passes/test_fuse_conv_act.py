@@ -188,6 +188,11 @@ DECLINED: dict[str, tuple[Function, str]] = {
         lambda m, x: F.conv2d(x, m.a.weight.sigmoid()).relu(),
         "the weight of conv2d is computed",
     ),
+    "a computed bias": (
+        lambda m, x: F.conv2d(x, m.a.weight, x.mean((0, 2, 3))).relu(),
+        "the bias of conv2d is computed",
+    ),
+    "a number": (lambda m, x: (m.a(x) + x[0, 0, 0, 0].item()).relu(), "item is a number"),
 }
 
 
