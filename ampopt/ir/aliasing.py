@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, fx
@@ -28,6 +28,27 @@ def aliased_by(node: fx.Node) -> list[fx.Node]:
 def may_be_memory_of(node: fx.Node, op: str) -> bool:
     """Whether a node may share memory with one of a kind: `placeholder` or `get_attr`."""
     return node.op == op or any(may_be_memory_of(source, op) for source in aliased_by(node))
+
+
+def sharing(node: fx.Node, is_apart: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """The nodes that may share memory with a node, itself included.
+
+    What `is_apart` shares no memory with its arguments, whatever its schema says.
+    """
+    found, todo = {node}, [node]
+    while todo:
+        last = todo.pop()
+        above = [] if is_apart(last) else aliased_by(last)
+        users = [user for user in last.users if user.op != "output" and not is_apart(user)]
+        below = [user for user in users if last in aliased_by(user)]
+        todo += (new := {*above, *below} - found)
+        found |= new
+    return found
+
+
+def is_returned(nodes: Iterable[fx.Node]) -> bool:
+    """Whether one of the nodes is an output of its graph."""
+    return any(node.graph.output_node() in node.users for node in nodes)
 
 
 def _arguments_that(node: fx.Node, *, write: bool) -> list[fx.Node]:

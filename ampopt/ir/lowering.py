@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
 
 from ampopt.errors import CaptureError, first_line
-from ampopt.ir.aliasing import overlapping_write
+from ampopt.ir.aliasing import is_returned, overlapping_write, sharing
 from ampopt.ir.functional_losses import drop_idle_dropouts, keep_casts
 from ampopt.ir.graph import (
     arguments,
@@ -256,11 +256,12 @@ def _restore_vocabulary(module: fx.GraphModule) -> None:
 
     `_native_batch_norm_legit_no_training` returns (normalized, empty, empty): its first result is
     `batch_norm` with running statistics. `convolution` is `convNd`, or `conv_transposeNd` where it says so.
-    `_to_copy` to the dtype that a tensor has is a cast.
+    `_to_copy` to the dtype that a tensor has is a cast; one that the caller gets may be a copy for him.
     """
     for node in calls(module, [aten._to_copy.default]):
         source = node.args[0]
-        if isinstance(source, fx.Node) and node.kwargs == {"dtype": _dtype(source)}:
+        is_idle = isinstance(source, fx.Node) and node.kwargs == {"dtype": _dtype(source)}
+        if is_idle and not is_returned(sharing(node, makes_fresh_tensor)):
             node.target, node.args, node.kwargs = aten.to.dtype, (source, node.kwargs["dtype"]), {}
     for node in calls(module, [aten._native_batch_norm_legit_no_training.default]):
         for user in list(node.users):

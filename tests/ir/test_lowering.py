@@ -267,6 +267,17 @@ def test_a_cast_that_has_work_to_do_under_autocast_alone_stays(function: Any) ->
             assert torch.allclose(low, original(X), atol=0.05)
 
 
+def test_a_copy_that_the_caller_gets_is_one_in_a_graph_made_functional() -> None:
+    def copied(m: Any, x: Tensor) -> Any:
+        y = m.conv(x)
+        y[0] = 1
+        z = y.to(torch.float32, copy=True)
+        return y, z, z.to(torch.float32, copy=True).view(-1)
+
+    outputs = captured_of(Model(copied, conv=conv()), X)[1].program.run(X)
+    assert len({output.data_ptr() for output in outputs}) == 3
+
+
 def _cast_then_write(m: Any, x: Tensor) -> Any:
     y = m.conv(x)
     y.float()[:, 0] = 2  # the same tensor, so a write to it
