@@ -46,8 +46,12 @@ def _is_noop(node: fx.Node, source: fx.Node) -> bool:
         return True
     if node.target not in _VIEWS_AND_CASTS or _copies_for_the_caller(node, source):
         return False
-    before, after = tensor_meta(source), tensor_meta(node)
-    return (before.shape, before.dtype, before.stride) == (after.shape, after.dtype, after.stride)
+    return _kind(node) == _kind(source)
+
+
+def _kind(node: fx.Node) -> tuple[object, ...]:
+    meta = tensor_meta(node)
+    return meta.shape, meta.dtype, meta.stride, node.meta["device"]
 
 
 def _copies_for_the_caller(node: fx.Node, source: fx.Node) -> bool:
@@ -72,14 +76,14 @@ class RemoveInferenceNoops(Pass):
     """Remove operators without effect in inference, and dead code: `noop(x)` -> `x`.
 
     Rewrites: dropout of every kind with `train=False`; alias and detach; views, slices, expands, permutes
-    and casts whose result has the shape, the dtype and the strides of their input.
+    and casts whose result has the shape, the dtype, the strides and the device of their input.
     Requires: nothing.
     Declines: copies which keep the caller's tensors separate: a result, or what it is a view of, from an
     input, a weight or another result; operators that are not proven no-ops are not examined.
     Correct because: dropout is defined as the identity outside training. A view that keeps shape and
     strides shows the same elements in the same order (a slice as long as its input starts at 0 with step 1),
-    and a cast to the dtype that is there already keeps every bit. The graph is functional, so it does not
-    matter that a copy and its source become one tensor. Whatever no output depends on has no effect.
+    and a cast to the dtype and device that are there already keeps every bit. The graph is functional, so it
+    does not matter that a copy and its source become one tensor. Whatever no output depends on has no effect.
     Cost: one run on the example inputs, which tells the shapes; what was told ahead of it must come true.
     """
 

@@ -36,6 +36,15 @@ def test_every_kind_of_dropout_is_removed(dropout: nn.Module, shape: tuple[int, 
     assert targets_of(result.program) == [aten.sigmoid.default, aten.relu.default]
 
 
+def test_a_copy_to_another_device_stays() -> None:
+    program = program_of(Model(lambda m, x: x.relu().to("cpu").exp()), torch.randn(2, 3))
+    module = copy_of(program.graph)
+    (cast,) = calls(module, [aten.to.dtype_layout, aten.to.device])
+    cast.kwargs = {**cast.kwargs, "device": torch.device("meta")}
+    module.recompile()
+    assert RemoveInferenceNoops().apply(program.with_graph(module)).rewrites == 0
+
+
 def test_a_dropout_that_is_switched_on_stays() -> None:
     program = program_of(nn.Sequential(nn.Dropout(), nn.ReLU()), torch.randn(2, 3))
     module = copy_of(program.graph)
