@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
 
 from ampopt.errors import CaptureError, first_line
-from ampopt.ir.aliasing import is_returned, overlapping_write, sharing
+from ampopt.ir.aliasing import is_returned, overlapping_write, sharing, write_between_gaps
 from ampopt.ir.functional_losses import drop_idle_dropouts, keep_casts
 from ampopt.ir.graph import (
     arguments,
@@ -313,6 +313,8 @@ def _lower(exported: ExportedProgram, states: Sequence[str]) -> fx.GraphModule:
             raise CaptureError(
                 f"the model writes in place to a tensor whose elements share memory: {where(node)}"
             )
+        if (node := write_between_gaps(module.graph.nodes)) is not None:
+            raise CaptureError(f"the model writes in place to a part of a tensor by unfold: {where(node)}")
         drop_idle_dropouts(exported)
         keep_casts(exported)
         exported = exported.run_decompositions({})

@@ -92,6 +92,13 @@ def _write_through_two_names(m: Any, x: Tensor) -> Tensor:
     return out
 
 
+def _write_to_windows(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    y.unfold(3, 2, 2).add_(1)  # of eight columns
+    out: Tensor = y * 2
+    return out
+
+
 def _narrower_than_what_is_added(m: Any, x: Tensor) -> Tensor:
     y = m.conv(x).to(torch.bfloat16).clone()
     y += m.conv(x)  # stays bfloat16; `add` would give float32
@@ -129,6 +136,7 @@ def _negations_are_numbers(m: Any, x: Tensor) -> Tensor:
         _write_to_a_broadcast,
         _fill_a_canvas,
         _write_through_two_names,
+        _write_to_windows,
         _narrower_than_what_is_added,
         _bits_wrap_around,
         _comparisons_are_numbers,
@@ -233,6 +241,19 @@ def test_a_write_to_parts_that_do_not_overlap_stays_right() -> None:
     original, captured = captured_of(Model(_zero_a_part, conv=conv()), X)
     with torch.no_grad():
         assert torch.equal(captured.program.run(X)[0], original(X))
+
+
+@pytest.mark.parametrize(("size", "step"), [(3, 3), (2, 3)])
+def test_a_write_to_windows_with_gaps_is_refused(size: int, step: int) -> None:
+    """PyTorch's functional form makes what is in no window 0."""
+
+    def writes(m: Any, x: Tensor) -> Any:
+        y = m.conv(x)
+        y.unfold(3, size, step)[0].add_(1)
+        return y
+
+    with pytest.raises(CaptureError, match="part of a tensor by unfold"):
+        captured_of(Model(writes, conv=conv()), X)
 
 
 def _cast_to_own_dtype(m: Any, x: Tensor) -> Any:
