@@ -2,8 +2,8 @@
 
 So no program file may hold it (`ir.operator_list`), and bundles could not hold such a model.
 
-Correct because: `v g / ‖v‖`, with the norm along all dimensions but one, or all for dim -1, is what it is; other
-negative dims count from the end.
+Correct because: `v g / ‖v‖`, with the norm along all dimensions but one, or all for dim -1, is what it is;
+other negative dims count from the end.
 """
 
 from __future__ import annotations
