@@ -80,6 +80,9 @@ class Degroup(Pass):
                 if form.merge > 1 and decides is not None:
                     declined.append(Declined(node.name, f"{where(decides)} may take NaN of a merged group"))
                     form = AS_IS
+                elif conv.groups % form.merge != 0:
+                    declined.append(Declined(node.name, f"{form} does not divide its {conv.groups} groups"))
+                    form = AS_IS
             elif conv not in cache and time.perf_counter() > end:
                 form = AS_IS
                 declined.append(Declined(node.name, "the time for measurements was spent"))

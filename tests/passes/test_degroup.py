@@ -146,6 +146,14 @@ def test_measuring_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [d.reason for d in result.declined] == ["the time for measurements was spent"]
 
 
+@pytest.mark.parametrize("form", ["merge=4", "merge=12"])
+def test_a_choice_that_does_not_divide_the_groups_is_left_alone(form: str) -> None:
+    """As where a replay finds another convolution by the name."""
+    model, x = nn.Conv2d(6, 6, 3, groups=6), torch.randn(1, 6, 6, 6)
+    result = check_pass(_choose(form), model, x, rewrites=0)
+    assert [d.reason for d in result.declined] == [f"{form} does not divide its 6 groups"]
+
+
 def test_a_gain_below_the_least_is_no_reason_to_rewrite(monkeypatch: pytest.MonkeyPatch) -> None:
     _pretend(monkeypatch, {Form(merge=2): 0.9})
     model, x = nn.Conv2d(4, 4, 3, groups=2), torch.randn(1, 4, 6, 6)
