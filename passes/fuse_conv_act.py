@@ -38,10 +38,10 @@ class FuseConvAct(Pass):
     tensor of the same shape, dtype and memory layout, then ReLU, to `cudnn_convolution_add_relu`.
     Requires: CUDA with cuDNN; float32, float16 or bfloat16 throughout; the convolution's only reader is the
     add or the ReLU, and the add's only reader is the ReLU.
-    Declines: other readers; other dtypes; inputs without a batch; an operand that broadcasts or is laid out
-    differently; an add with a factor; programs under autocast (the fused operators are not on its lists).
-    With `keeps_nan`, a call for which cuDNN chooses a kernel whose ReLU turns NaN into a number (tested by
-    running it).
+    Declines: other readers; other dtypes; computed weights; inputs without a batch, or with an empty one; an
+    operand that broadcasts or is laid out differently; an add with a factor; programs under autocast (the
+    fused operators are not on its lists). With `keeps_nan`, a call for which cuDNN chooses a kernel whose
+    ReLU turns NaN into a number (tested by running it).
     Correct because: the operators are defined as relu(conv(x, W, b)) and relu(conv(x, W, b) + α·z), here with
     α = 1; addition commutes, so either operand of the add may be the convolution. z is computed before the
     add and so before the fused call, which stands in the ReLU's place. Intermediate results stay in FP32
@@ -110,6 +110,8 @@ def _why_not(conv: fx.Node, relu: fx.Node, other: fx.Node | None) -> str | None:
         return f"the {name} of {conv.name} is computed"
     if len(tensor_meta(conv).shape) != 4:
         return f"the input of {conv.name} has no batch"
+    if 0 in tensor_meta(conv).shape:
+        return f"{conv.name} is empty"
     if tensor_meta(conv).dtype not in _DTYPES:
         return f"cuDNN does not fuse {str(tensor_meta(conv).dtype).removeprefix('torch.')}"
     if other is None:

@@ -208,6 +208,12 @@ def test_float64_is_declined() -> None:
     assert len(check_pass(OnCpu(), _model(lambda m, x: m.a(x).relu()).double(), x, rewrites=0).declined) == 1
 
 
+def test_an_empty_batch_is_declined() -> None:
+    program = program_of(_model(lambda m, x: m.a(x).relu()), torch.randn(0, 4, 8, 8))
+    (declined,) = OnCpu().apply(program).declined
+    assert declined.reason == "conv2d is empty"
+
+
 def test_an_input_without_a_batch_is_declined() -> None:
     x = torch.randn(4, 8, 8)
     assert len(check_pass(OnCpu(), _model(lambda m, x: m.a(x).relu()), x, rewrites=0).declined) == 1
