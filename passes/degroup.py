@@ -14,12 +14,12 @@ from ampopt.ir.graph import (
     arguments,
     aten,
     calls,
+    computed_weight,
     constant,
     deciding_node,
     dtype_of,
     finish,
     insert_call,
-    is_constant,
     replace,
     tensor_meta,
     where,
@@ -71,14 +71,17 @@ class Degroup(Pass):
         cache: dict[GroupedConv, list[tuple[Form, float]]] = {}
         declined, hints, chosen = list[Declined](), list[str](), list[tuple[str, str]]()
         for node in convs:
-            if not is_constant(node.args[1]) or len(tensor_meta(node).shape) != 4:
-                declined.append(Declined(node.name, "its weight is computed, or its input has no batch"))
+            if reason := _why_not(node):
+                declined.append(Declined(node.name, reason))
                 continue
             conv = _describe(module, node)
             if fixed is not None:
                 form = Form.parse(fixed[node.name]) if node.name in fixed else AS_IS
                 if form.merge > 1 and decides is not None:
                     declined.append(Declined(node.name, f"{where(decides)} may take NaN of a merged group"))
+                    form = AS_IS
+                elif conv.groups % form.merge != 0:
+                    declined.append(Declined(node.name, f"{form} does not divide its {conv.groups} groups"))
                     form = AS_IS
             elif conv not in cache and time.perf_counter() > end:
                 form = AS_IS
@@ -99,6 +102,12 @@ class Degroup(Pass):
         changed = program.with_graph(finish(module))
         frozen = dataclasses.replace(self, choices=tuple(chosen))
         return Result(changed, len(chosen), tuple(declined), tuple(hints), frozen)
+
+
+def _why_not(node: fx.Node) -> str | None:
+    if (name := computed_weight(node)) is not None:
+        return f"its {name} is computed"
+    return "its input has no batch" if len(tensor_meta(node).shape) != 4 else None
 
 
 def _describe(module: fx.GraphModule, node: fx.Node) -> GroupedConv:

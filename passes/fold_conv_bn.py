@@ -24,6 +24,7 @@ from ampopt.ir.graph import (
     replace,
     shape_of,
 )
+from ampopt.ir.numerics import is_finite_in
 from ampopt.ir.program import Program
 from ampopt.ir.shapes import record_shapes
 from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
@@ -119,7 +120,7 @@ def _fold(module: fx.GraphModule, layer: fx.Node, norm: fx.Node) -> bool:
     new_bias = shift if bias is None else shift + bias.double() * scale
     groups = own["groups"] if layer.target in TRANSPOSED_CONVOLUTIONS else None
     new_weight = weight.double() * _along_output_channel(scale, weight, groups)
-    if any(_overflows(exact, stored.dtype) for exact in (new_weight, new_bias)):
+    if not all(is_finite_in(stored.dtype, exact) for exact in (new_weight, new_bias)):
         return False
     parameters = [p.name for p in layer.target._schema.arguments]  # type: ignore[union-attr]
     replace(norm, layer)  # first: the new weights come from both
@@ -127,10 +128,6 @@ def _fold(module: fx.GraphModule, layer: fx.Node, norm: fx.Node) -> bool:
     own["bias"] = add_rounded(module, f"{norm.name}_bias", new_bias, stored.dtype, layer)
     layer.args, layer.kwargs = tuple(own[name] for name in parameters), {}
     return True
-
-
-def _overflows(exact: Tensor, dtype: torch.dtype) -> bool:
-    return bool((torch.isfinite(exact) & ~torch.isfinite(exact.to(dtype))).any())
 
 
 def _scale_and_shift(module: fx.GraphModule, norm: fx.Node) -> tuple[Tensor, Tensor]:

@@ -13,10 +13,11 @@ from ampopt.ir.graph import (
     arguments,
     aten,
     calls,
+    computed_weight,
     constant,
     finish,
+    gives_a_tensor,
     insert_call,
-    is_constant,
     only_user,
     replace,
     tensor_meta,
@@ -37,10 +38,10 @@ class FuseConvAct(Pass):
     tensor of the same shape, dtype and memory layout, then ReLU, to `cudnn_convolution_add_relu`.
     Requires: CUDA with cuDNN; float32, float16 or bfloat16 throughout; the convolution's only reader is the
     add or the ReLU, and the add's only reader is the ReLU.
-    Declines: other readers; other dtypes; inputs without a batch; an operand that broadcasts or is laid out
-    differently; an add with a factor; programs under autocast (the fused operators are not on its lists).
-    With `keeps_nan`, a call for which cuDNN chooses a kernel whose ReLU turns NaN into a number (tested by
-    running it).
+    Declines: other readers; other dtypes; computed weights; inputs without a batch, or with an empty one; an
+    operand that broadcasts or is laid out differently; an add with a factor; programs under autocast (the
+    fused operators are not on its lists). With `keeps_nan`, a call for which cuDNN chooses a kernel whose
+    ReLU turns NaN into a number (tested by running it).
     Correct because: the operators are defined as relu(conv(x, W, b)) and relu(conv(x, W, b) + α·z), here with
     α = 1; addition commutes, so either operand of the add may be the convolution. z is computed before the
     add and so before the fused call, which stands in the ReLU's place. Intermediate results stay in FP32
@@ -105,10 +106,12 @@ def _why_not(conv: fx.Node, relu: fx.Node, other: fx.Node | None) -> str | None:
     reader = only_user(conv)
     if reader is None:
         return f"{conv.name} has other readers"
-    if not is_constant(conv.args[1]):
-        return f"the weight of {conv.name} is computed"
+    if (name := computed_weight(conv)) is not None:
+        return f"the {name} of {conv.name} is computed"
     if len(tensor_meta(conv).shape) != 4:
         return f"the input of {conv.name} has no batch"
+    if 0 in tensor_meta(conv).shape:
+        return f"{conv.name} is empty"
     if tensor_meta(conv).dtype not in _DTYPES:
         return f"cuDNN does not fuse {str(tensor_meta(conv).dtype).removeprefix('torch.')}"
     if other is None:
@@ -117,6 +120,8 @@ def _why_not(conv: fx.Node, relu: fx.Node, other: fx.Node | None) -> str | None:
         return f"{reader.name} has other readers"
     if arguments(reader)["alpha"] != 1:
         return f"{reader.name} multiplies its operand"
+    if not gives_a_tensor(other):
+        return f"{other.name} is a number"
     mine, theirs = tensor_meta(conv), tensor_meta(other)
     if (mine.shape, mine.dtype, mine.stride) != (theirs.shape, theirs.dtype, theirs.stride):
         return f"{other.name} differs from {conv.name} in shape, dtype or memory layout"

@@ -13,11 +13,12 @@ from ampopt.ir.graph import (
     arguments,
     aten,
     calls,
+    computed_weight,
     constant,
     dtype_of,
     finish,
+    gives_a_tensor,
     insert_call,
-    is_constant,
     only_user,
     replace,
     shape_of,
@@ -96,8 +97,8 @@ class FuseConvOnednn(Pass):
 
 
 def _why_not(conv: fx.Node) -> str | None:
-    if not is_constant(conv.args[1]):
-        return "its weight is computed"
+    if (name := computed_weight(conv)) is not None:
+        return f"its {name} is computed"
     if len(shape_of(conv)) != 4:
         return "its input has no batch"
     if dtype_of(conv) not in (torch.float32, torch.bfloat16):
@@ -123,6 +124,8 @@ def _chain(conv: fx.Node) -> _Chain:
 
 
 def _same_kind(conv: fx.Node, other: fx.Node) -> bool:
+    if not gives_a_tensor(other):
+        return False
     mine, theirs = tensor_meta(conv), tensor_meta(other)
     return mine.shape == theirs.shape and mine.dtype is theirs.dtype
 

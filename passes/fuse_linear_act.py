@@ -30,7 +30,8 @@ class FuseLinearAct(Pass):
 
     Rewrites: linear with constant weights and a bias, whose only reader is a ReLU, to ATen's
     `_addmm_activation`; inputs of more than two dimensions are flattened before and restored after.
-    Requires: CUDA. Declines: a missing bias; other readers; computed weights; programs under autocast.
+    Requires: CUDA. Declines: a missing bias, or one of another shape than the features; a vector as a weight;
+    other readers; computed weights; programs under autocast.
     Correct because: the operator is defined as relu(b + x·Wᵀ) on matrices, and linear treats all leading
     dimensions as rows. The activation is applied to the accumulator before it is rounded to the output's
     dtype; rounding is monotonic and keeps zero, so ReLU before and after rounding are equal.
@@ -56,7 +57,7 @@ class FuseLinearAct(Pass):
             linear = relu.args[0]
             if not isinstance(linear, fx.Node) or linear.target is not aten.linear.default:
                 continue
-            if reason := _why_not(linear, relu):
+            if reason := _why_not(module, linear, relu):
                 declined.append(Declined(relu.name, reason))
                 continue
             _fuse(module, linear, relu)
@@ -64,13 +65,18 @@ class FuseLinearAct(Pass):
         return Result(program.with_graph(finish(module)) if rewrites else program, rewrites, tuple(declined))
 
 
-def _why_not(linear: fx.Node, relu: fx.Node) -> str | None:
+def _why_not(module: fx.GraphModule, linear: fx.Node, relu: fx.Node) -> str | None:
     if only_user(linear) is not relu:
         return f"{linear.name} has other readers"
     if len(linear.args) < 3 or linear.args[2] is None:
         return f"{linear.name} has no bias"
     if not all(is_constant(node) for node in linear.args[1:]):
         return "one of the weights is computed"
+    weight, bias = (constant(module, node) for node in linear.args[1:])
+    assert weight is not None
+    assert bias is not None
+    if weight.dim() != 2 or bias.shape != weight.shape[:1]:
+        return "its weight is no matrix, or its bias not one number for each feature"
     return None
 
 

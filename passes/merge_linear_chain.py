@@ -20,6 +20,7 @@ from ampopt.ir.graph import (
     only_user,
     replace,
 )
+from ampopt.ir.numerics import is_finite_in, is_rounded, widened
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
 
@@ -30,13 +31,15 @@ class MergeLinearChain(Pass):
 
     Rewrites: two linear layers of which the second is the first one's only reader; chains of any length,
     pair by pair.
-    Requires: A, a, B, b are weights of the graph (each bias may be missing), stored in one dtype.
-    Declines: other readers of the first; computed weights; pairs with a bottleneck between them, where the
-    product has more weights than both factors.
-    Correct because: B·(A·x + a) + b = (B·A)·x + (B·a + b): matrix multiplication is associative and linear.
-    The product is computed in float64 from the unrounded weights, carried on unrounded through the chain, and
-    rounded once to the dtype of B: there is no rounding between the layers, which matters in lower
-    precisions.
+    Requires: A, a, B, b are weights of the graph (each bias may be missing), real or complex, stored in one
+    dtype; A and B are matrices.
+    Declines: other readers of the first; computed weights; integers, which wrap around; a vector as A or B;
+    products that the dtype of B cannot hold; pairs with a bottleneck between them, where the product has more
+    weights than both factors.
+    Correct because: B·(A·x + a) + b = (B·A)·x + (B·a + b): matrix multiplication is associative and linear. A
+    bias of another shape than its layer's features is broadcast before it is multiplied. The product is
+    computed in float64 from the unrounded weights, carried on unrounded through the chain, and rounded once
+    to the dtype of B: there is no rounding between the layers, which matters in lower precisions.
     Cost: none; the product has at most as many weights as the factors.
     """
 
@@ -55,7 +58,9 @@ class MergeLinearChain(Pass):
             if reason := _why_not(module, first, second):
                 declined.append(Declined(second.name, reason))
                 continue
-            _merge(module, first, second)
+            if not _merge(module, first, second):
+                declined.append(Declined(second.name, f"the dtype of {second.name} cannot hold the product"))
+                continue
             rewrites += 1
         return Result(program.with_graph(finish(module)) if rewrites else program, rewrites, tuple(declined))
 
@@ -70,28 +75,36 @@ def _why_not(module: fx.GraphModule, first: fx.Node, second: fx.Node) -> str | N
     assert b is not None
     if a.dtype is not b.dtype:
         return f"{first.name} is stored in another dtype"
+    if not is_rounded(a):
+        return "its weights are integers"
+    if (a.dim(), b.dim()) != (2, 2):
+        return "one of the weights is no matrix"
     if b.shape[0] * a.shape[1] > a.numel() + b.numel():
         return f"the product of {list(b.shape)} and {list(a.shape)} has more weights than both"
     return None
 
 
-def _merge(module: fx.GraphModule, first: fx.Node, second: fx.Node) -> None:
+def _merge(module: fx.GraphModule, first: fx.Node, second: fx.Node) -> bool:
+    """Merge two layers; False, and nothing is done, where a number of the product overflows."""
     inner, outer = arguments(first), arguments(second)
     a, b = exact_constant(module, inner["weight"]), exact_constant(module, outer["weight"])
     stored = constant(module, outer["weight"])
     assert a is not None
     assert b is not None
     assert stored is not None
-    wide = b.double()
-    bias = exact_constant(module, outer["bias"])
+    product, bias = widened(b) @ widened(a), exact_constant(module, outer["bias"])
     inner_bias = exact_constant(module, inner["bias"])
     if inner_bias is not None:
-        shift = wide @ inner_bias.double()
-        bias = shift if bias is None else shift + bias.double()
+        shape = torch.broadcast_shapes(inner_bias.shape, a.shape[:1])
+        shift = widened(inner_bias).broadcast_to(shape) @ widened(b).T
+        bias = shift if bias is None else shift + widened(bias)
+    if not all(new is None or is_finite_in(stored.dtype, new) for new in (product, bias)):
+        return False
     second.args, second.kwargs = (inner["input"], outer["weight"], outer["bias"]), {}
     replace(first, second)  # before the new weights are made, which come from both
-    weight_node = add_rounded(module, f"{second.name}_weight", wide @ a.double(), stored.dtype, second)
+    weight_node = add_rounded(module, f"{second.name}_weight", product, stored.dtype, second)
     bias_node = None
     if bias is not None:
-        bias_node = add_rounded(module, f"{second.name}_bias", bias.to(torch.float64), stored.dtype, second)
+        bias_node = add_rounded(module, f"{second.name}_bias", bias, stored.dtype, second)
     second.args, second.kwargs = (inner["input"], weight_node, bias_node), {}
+    return True

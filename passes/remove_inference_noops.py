@@ -6,6 +6,7 @@ import dataclasses
 
 from torch import fx
 
+from ampopt.ir.aliasing import is_returned, sharing
 from ampopt.ir.graph import arguments, aten, calls, finish, replace, tensor_meta
 from ampopt.ir.program import Program
 from ampopt.ir.shapes import record_shapes
@@ -45,16 +46,29 @@ def _is_noop(node: fx.Node, source: fx.Node) -> bool:
         return True
     if node.target not in _VIEWS_AND_CASTS or _copies_for_the_caller(node, source):
         return False
-    before, after = tensor_meta(source), tensor_meta(node)
-    return (before.shape, before.dtype, before.stride) == (after.shape, after.dtype, after.stride)
+    return _kind(node) == _kind(source)
+
+
+def _kind(node: fx.Node) -> tuple[object, ...]:
+    meta = tensor_meta(node)
+    return meta.shape, meta.dtype, meta.stride, node.meta["device"]
 
 
 def _copies_for_the_caller(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a copy keeps a result of the model apart from its inputs, its weights, or another result."""
-    if node.target is not aten._to_copy.default and not arguments(node).get("copy"):
+    """Whether a copy keeps a result of the model apart from its inputs, its weights, or another result.
+
+    Each of them may be a view of what is copied, or of the copy.
+    """
+    if not _is_copy(node) or not is_returned(sharing(node, _is_copy)):
         return False
-    output = node.graph.output_node()
-    return source.op != "call_function" or (output in source.users and output in node.users)
+    others = sharing(source, _is_copy)
+    return is_returned(others) or any(other.op != "call_function" for other in others)
+
+
+def _is_copy(node: fx.Node) -> bool:
+    if node.target not in _VIEWS_AND_CASTS:
+        return False
+    return node.target is aten._to_copy.default or bool(arguments(node).get("copy"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +76,14 @@ class RemoveInferenceNoops(Pass):
     """Remove operators without effect in inference, and dead code: `noop(x)` -> `x`.
 
     Rewrites: dropout of every kind with `train=False`; alias and detach; views, slices, expands, permutes
-    and casts whose result has the shape, the dtype and the strides of their input.
+    and casts whose result has the shape, the dtype, the strides and the device of their input.
     Requires: nothing.
-    Declines: copies of inputs and of weights, and copies of one result as another, which keep the caller's
-    tensors separate; operators that are not proven no-ops are not examined.
+    Declines: copies which keep the caller's tensors separate: a result, or what it is a view of, from an
+    input, a weight or another result; operators that are not proven no-ops are not examined.
     Correct because: dropout is defined as the identity outside training. A view that keeps shape and
     strides shows the same elements in the same order (a slice as long as its input starts at 0 with step 1),
-    and a cast to the dtype that is there already keeps every bit. The graph is functional, so it does not
-    matter that a copy and its source become one tensor. Whatever no output depends on has no effect.
+    and a cast to the dtype and device that are there already keeps every bit. The graph is functional, so it
+    does not matter that a copy and its source become one tensor. Whatever no output depends on has no effect.
     Cost: one run on the example inputs, which tells the shapes; what was told ahead of it must come true.
     """
 

@@ -129,7 +129,7 @@ class ProgramMaker:
             draws=draws,
             faults=recipe.faults,
         )
-        return verifier.check(run, recipe.lane).reason
+        return verifier.check(run, recipe.lane, static=self._outputs == "static").reason
 
     def _asked(self, captured: Captured) -> Asked:
         """What the model's code asks in the captured call; everything where that cannot be known."""

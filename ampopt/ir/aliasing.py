@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, fx
@@ -23,6 +23,32 @@ def aliased_by(node: fx.Node) -> list[fx.Node]:
     if isinstance(overload, torch._ops.OpOverload) and any(r.alias_info for r in overload._schema.returns):
         return _arguments_that(node, write=False)
     return list(node.all_input_nodes)
+
+
+def may_be_memory_of(node: fx.Node, op: str) -> bool:
+    """Whether a node may share memory with one of a kind: `placeholder` or `get_attr`."""
+    return node.op == op or any(may_be_memory_of(source, op) for source in aliased_by(node))
+
+
+def sharing(node: fx.Node, is_apart: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """The nodes that may share memory with a node, itself included.
+
+    What `is_apart` shares no memory with its arguments, whatever its schema says.
+    """
+    found, todo = {node}, [node]
+    while todo:
+        last = todo.pop()
+        above = [] if is_apart(last) else aliased_by(last)
+        users = [user for user in last.users if user.op != "output" and not is_apart(user)]
+        below = [user for user in users if last in aliased_by(user)]
+        todo += (new := {*above, *below} - found)
+        found |= new
+    return found
+
+
+def is_returned(nodes: Iterable[fx.Node]) -> bool:
+    """Whether one of the nodes is an output of its graph."""
+    return any(node.graph.output_node() in node.users for node in nodes)
 
 
 def _arguments_that(node: fx.Node, *, write: bool) -> list[fx.Node]:
@@ -65,6 +91,19 @@ def never_written(graph: fx.Graph) -> set[fx.Node]:
 
 def overlapping_write(nodes: Iterable[fx.Node]) -> fx.Node | None:
     """The first call that writes to a tensor with overlapping elements, or to a part of one."""
+    return _first_write(nodes, lambda node: _overlaps_itself(node.meta.get("val")))
+
+
+def write_between_gaps(nodes: Iterable[fx.Node]) -> fx.Node | None:
+    """The first call that writes to windows of a tensor, `unfold`, with elements beside or between them.
+
+    PyTorch makes these 0 where it makes a graph functional.
+    """
+    return _first_write(nodes, _has_gaps)
+
+
+def _first_write(nodes: Iterable[fx.Node], is_wrong: Callable[[fx.Node], bool]) -> fx.Node | None:
+    """The first call that writes to a node, or to a view of one, for which something is wrong."""
     for node in nodes:
         waiting, seen = written_by(node), set[fx.Node]()
         while waiting:
@@ -72,16 +111,23 @@ def overlapping_write(nodes: Iterable[fx.Node]) -> fx.Node | None:
             if target in seen:
                 continue
             seen.add(target)
-            value = target.meta.get("val")
-            if isinstance(value, Tensor) and _overlaps_itself(value):
+            if is_wrong(target):
                 return node
             waiting += aliased_by(target)
     return None
 
 
-def _overlaps_itself(value: Tensor) -> bool:
+def _has_gaps(node: fx.Node) -> bool:
+    if node.target is not torch.ops.aten.unfold.default:
+        return False
+    windows, whole = node.meta.get("val"), arguments(node)["self"].meta.get("val")
+    known = isinstance(windows, Tensor) and isinstance(whole, Tensor)
+    return not known or bool(windows.numel() != whole.numel())  # type: ignore[union-attr]
+
+
+def _overlaps_itself(value: object) -> bool:
     """Whether elements may share memory: where a stride is no longer than what the shorter ones span."""
-    if value.layout is not torch.strided:
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return False
     if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
         return False  # a size that depends on values is of a result of its own, laid out densely

@@ -71,6 +71,14 @@ def is_constant(node: object) -> bool:
     return isinstance(node, fx.Node) and node.op == "get_attr"
 
 
+def computed_weight(layer: fx.Node) -> str | None:
+    """Which of a layer's `weight` and `bias` is computed; None where the graph owns what there is of them."""
+    own = arguments(layer)
+    return next(
+        (key for key in ("weight", "bias") if own[key] is not None and not is_constant(own[key])), None
+    )
+
+
 def constant(module: fx.GraphModule, node: object) -> Tensor | None:
     """The weight behind an argument; None if the argument is None.
 
@@ -254,6 +262,11 @@ def tensor_meta(node: fx.Node) -> TensorMetadata:
     return meta
 
 
+def gives_a_tensor(node: fx.Node) -> bool:
+    """Whether a node has one output tensor, after `shapes.record_shapes`; others give numbers or several."""
+    return isinstance(node.meta.get("tensor_meta"), TensorMetadata)
+
+
 def shape_of(node: fx.Node) -> tuple[int, ...]:
     """The shape of a node's output, after `shapes.record_shapes`."""
     return tuple(tensor_meta(node).shape)
@@ -286,10 +299,13 @@ def draws_random_numbers(node: fx.Node) -> bool:
     return not any(name in values and values[name] == off for name, off in SWITCHES.items())
 
 
+STRIDED = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
+"""Operators that see their argument's memory in place of its elements."""
+
+
 def reads_strides(module: fx.GraphModule) -> fx.Node | None:
     """The first operator whose result depends on its input's memory layout; None if there is none."""
-    depends = (aten.as_strided.default, aten.view_as_real.default, aten.view_as_complex.default)
-    return next(calls(module, depends), None)
+    return next(calls(module, (*STRIDED, aten.view_as_real.default, aten.view_as_complex.default)), None)
 
 
 _NUMBERS = ("SymInt", "int", "float", "number", "Scalar", "bool")

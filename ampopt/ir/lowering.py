@@ -9,18 +9,18 @@ match.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
 
 from ampopt.errors import CaptureError, first_line
-from ampopt.ir.aliasing import overlapping_write
+from ampopt.ir.aliasing import is_returned, overlapping_write, sharing, write_between_gaps
 from ampopt.ir.functional_losses import drop_idle_dropouts, keep_casts
 from ampopt.ir.graph import (
     arguments,
@@ -38,6 +38,7 @@ from ampopt.ir.graph import (
 from ampopt.ir.origin import carry_on, note_borders, note_exported
 from ampopt.ir.own_autocast import FULL_PRECISION
 from ampopt.ir.own_limits import widen_limits
+from ampopt.ir.strided_reads import fix_layouts
 from ampopt.ir.weight_norms import write_out_weight_norms
 
 _hop = torch.ops.higher_order
@@ -72,32 +73,6 @@ def _write_out_padding(module: fx.GraphModule, node: fx.Node) -> None:
     node.kwargs = {}
 
 
-_ANTIALIASED = (
-    *(aten._upsample_bilinear2d_aa.vec, aten._upsample_bilinear2d_aa.default),
-    *(aten._upsample_bicubic2d_aa.vec, aten._upsample_bicubic2d_aa.default),
-)
-
-
-def _is_column(node: fx.Node) -> bool:
-    """Whether a result is one pixel wide: PyTorch antialiases that wrongly with the channel innermost."""
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.shape[-1] == 1
-
-
-def _fix_layout(module: fx.GraphModule, node: fx.Node) -> None:
-    """Let an operator that depends on strides find its argument as eager lays it out.
-
-    A pass may compute the argument in another memory format, which no other operator notices; a copy in the
-    usual one stands between them, where eager's is of that format.
-    """
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    value = source.meta.get("val")
-    if source.op == "call_function" and isinstance(value, Tensor) and value.is_contiguous():
-        copied = insert_call(module, node, aten.clone.default, source, memory_format=torch.contiguous_format)
-        node.replace_input_with(source, copied)
-
-
 def _functional_form(node: fx.Node) -> torch._ops.OpOverload | None:
     """The operator that computes what an in-place one does, into a new tensor."""
     overload = node.target
@@ -119,11 +94,28 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
     return value.dtype if isinstance(value, Tensor) else None
 
 
-def _promoted(node: fx.Node) -> torch.dtype | None:
-    """The dtype that an operator's tensor arguments promote to."""
-    values = [source.meta.get("val") for source in node.all_input_nodes]
-    dtypes = [value.dtype for value in values if isinstance(value, Tensor) and value.dim() > 0]
-    return functools.reduce(torch.promote_types, dtypes) if dtypes else _dtype(node)
+def _keeps_dtype(node: fx.Node, functional: torch._ops.OpOverload) -> bool:
+    """Whether the functional form of a call gives the dtype of the tensor that the call overwrites.
+
+    A comparison gives booleans, and an argument of another dtype promotes. The operator is asked, with
+    tensors that have no numbers; one that does not answer does not.
+    """
+    overwritten = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
+    if not isinstance(overwritten, FakeTensor):
+        return False
+    mode = overwritten.fake_mode
+
+    def valued(source: fx.Node) -> Any:
+        value = source.meta["val"]
+        is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+        return mode.from_tensor(value, static_shapes=True) if is_real else value
+
+    try:
+        with mode:
+            result = functional(*fx.map_arg(node.args, valued), **fx.map_arg(node.kwargs, valued))
+    except Exception:
+        return False
+    return isinstance(result, Tensor) and result.dtype is overwritten.dtype
 
 
 def _rename_in_place(module: fx.GraphModule) -> bool:
@@ -133,9 +125,7 @@ def _rename_in_place(module: fx.GraphModule) -> bool:
         if not _is_mutable(node):
             continue
         functional, overwritten = _functional_form(node), node.args[0]
-        if isinstance(overwritten, fx.Node) and _dtype(overwritten) is not _promoted(node):
-            return False  # the functional form would give another dtype than the tensor that is overwritten
-        if functional is None or not isinstance(overwritten, fx.Node):
+        if functional is None or not isinstance(overwritten, fx.Node) or not _keeps_dtype(node, functional):
             return False
         others = [user for user in overwritten.users if user is not node]
         aliased = any(order[user] > order[node] or not makes_fresh_tensor(user) for user in others)
@@ -266,11 +256,12 @@ def _restore_vocabulary(module: fx.GraphModule) -> None:
 
     `_native_batch_norm_legit_no_training` returns (normalized, empty, empty): its first result is
     `batch_norm` with running statistics. `convolution` is `convNd`, or `conv_transposeNd` where it says so.
-    `_to_copy` to the dtype that a tensor has is a cast.
+    `_to_copy` to the dtype that a tensor has is a cast; one that the caller gets may be a copy for him.
     """
     for node in calls(module, [aten._to_copy.default]):
         source = node.args[0]
-        if isinstance(source, fx.Node) and node.kwargs == {"dtype": _dtype(source)}:
+        is_idle = isinstance(source, fx.Node) and node.kwargs == {"dtype": _dtype(source)}
+        if is_idle and not is_returned(sharing(node, makes_fresh_tensor)):
             node.target, node.args, node.kwargs = aten.to.dtype, (source, node.kwargs["dtype"]), {}
     for node in calls(module, [aten._native_batch_norm_legit_no_training.default]):
         for user in list(node.users):
@@ -322,6 +313,8 @@ def _lower(exported: ExportedProgram, states: Sequence[str]) -> fx.GraphModule:
             raise CaptureError(
                 f"the model writes in place to a tensor whose elements share memory: {where(node)}"
             )
+        if (node := write_between_gaps(module.graph.nodes)) is not None:
+            raise CaptureError(f"the model writes in place to a part of a tensor by unfold: {where(node)}")
         drop_idle_dropouts(exported)
         keep_casts(exported)
         exported = exported.run_decompositions({})
@@ -333,11 +326,7 @@ def _lower(exported: ExportedProgram, states: Sequence[str]) -> fx.GraphModule:
         node.target = _ANY_LAYOUT.get(node.target, node.target)
     for node in calls(module, _PADDED):
         _write_out_padding(module, node)
-    for node in calls(module, [aten.as_strided.default]):
-        _fix_layout(module, node)
-    for node in calls(module, _ANTIALIASED):
-        if _is_column(node):
-            _fix_layout(module, node)
+    fix_layouts(module)
     write_out_weight_norms(module)
     widen_limits(module)
     note_borders(module)

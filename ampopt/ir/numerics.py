@@ -23,6 +23,11 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
+def is_finite_in(dtype: torch.dtype, tensor: Tensor) -> bool:
+    """Whether all numbers of a tensor are finite, and those of a dtype that they are rounded to."""
+    return bool(torch.isfinite(tensor.to(dtype)).all())
+
+
 def least_error(dtype: torch.dtype) -> float:
     """The relative error that results in a dtype may always have; 0 for integers, booleans and float64.
 

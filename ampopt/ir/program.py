@@ -40,7 +40,11 @@ class Border:
     memory_format: torch.memory_format = torch.contiguous_format
 
     def convert(self, tensor: Tensor) -> Tensor:
-        """Convert `tensor` to this dtype and format; returns it unchanged if it already has them."""
+        """Convert `tensor` to this dtype and format; returns it unchanged if it already has them.
+
+        What is negated or conjugated by a bit alone is written out: an engine reads memory.
+        """
+        tensor = tensor.resolve_conj().resolve_neg()
         if self.memory_format is torch.contiguous_format and tensor.dtype is self.dtype:
             return tensor.contiguous()
         if tensor.dim() in CHANNELS_LAST and self.memory_format is CHANNELS_LAST[tensor.dim()]:

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.shape_prop import ShapeProp
 
@@ -21,7 +21,8 @@ from ampopt.system.interrupts import check_interrupted
 def record_shapes(program: Program) -> fx.GraphModule:
     """A copy of the program's graph whose nodes have their tensors' shape, dtype and strides recorded.
 
-    One real run on the example inputs fills `node.meta["tensor_meta"]`; see `graph.shape_of` and `dtype_of`.
+    One real run on the example inputs fills `node.meta["tensor_meta"]`, see `graph.shape_of` and `dtype_of`,
+    and `node.meta["device"]`.
     While shapes are `foretold`, they are told without it.
     """
     foretold = _foretold.get()
@@ -115,7 +116,7 @@ def _metadata(module: fx.GraphModule) -> dict[str, Any]:
 
 
 class _Shapes(ShapeProp):
-    """Runs each call as the program does, also where the model switches autocast off."""
+    """Runs each call as the program does, also where the model switches autocast off; notes devices, too."""
 
     def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
         super().__init__(module)
@@ -123,7 +124,10 @@ class _Shapes(ShapeProp):
 
     def run_node(self, n: fx.Node) -> Any:
         with own_scope(n, self._device):
-            return super().run_node(n)
+            result = super().run_node(n)
+        if isinstance(result, Tensor):
+            n.meta["device"] = result.device
+        return result
 
 
 def decides_by_values(program: Program) -> fx.Node | None:

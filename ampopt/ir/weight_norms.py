@@ -2,7 +2,8 @@
 
 So no program file may hold it (`ir.operator_list`), and bundles could not hold such a model.
 
-Correct because: `v g / ‖v‖`, with the norm along all dimensions but one, or all for dim -1, is what it is.
+Correct because: `v g / ‖v‖`, with the norm along all dimensions but one, or all for dim -1, is what it is;
+other negative dims count from the end.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def _normed(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     own = arguments(node)
     value = own["v"].meta["val"]
     assert isinstance(value, Tensor)
-    dims = [dim for dim in range(value.dim()) if dim != own["dim"]]
+    kept = own["dim"] if own["dim"] == -1 else own["dim"] % value.dim()
+    dims = [dim for dim in range(value.dim()) if dim != kept]
     norm = insert_call(module, node, aten.linalg_vector_norm.default, own["v"], 2, dims, True)
     factor = insert_call(module, node, aten.div.Tensor, own["g"], norm)
     return insert_call(module, node, aten.mul.Tensor, own["v"], factor), norm

@@ -1,8 +1,8 @@
 """Verification: programs against the original model in float64.
 
-It runs programs on the examples and on fresh draws; with a fault (NaN, infinity) in one element of the
-inputs, which must still reach the outputs; and, for programs that are served or exported, far outside of the
-examples' range.
+It runs programs on the examples and on fresh draws, and watches whose memory they write and return; with a
+fault (NaN, infinity) in one element of the inputs, which must still reach the outputs; and, for programs that
+are served or exported, far outside of the examples' range.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from ampopt.measure.draws import (
 )
 from ampopt.measure.fault_check import FaultCheck, Faults
 from ampopt.measure.original import Original, Run
+from ampopt.measure.ownership import Watched
 
 Metric = Callable[[Any, Any], float]
 """A user's distance: (outputs, the original's outputs) -> number; 0 for equal, smaller is better."""
@@ -197,13 +198,17 @@ class Verifier(Original):
             self._unlimited[lane, draw.name] = found
         return min(self._unlimited[lane, draw.name][output], most)
 
-    def check(self, run: Run, lane: Lane, *, everywhere: bool = False) -> Check:
+    def check(self, run: Run, lane: Lane, *, everywhere: bool = False, static: bool = False) -> Check:
         """Verify a function of flat tensors as a program of the lane.
 
         `everywhere`: also on the draws outside of the examples' range, with faults in other places, and with
-        other integers; the reported error is that inside the range.
+        other integers; the reported error is that inside the range. `static`: results may stay in memory of
+        the program's own.
         """
-        worst = self.check_errors(run, lane, everywhere=everywhere)
+        watched = Watched(run, static=static)
+        worst = self.check_errors(watched, lane, everywhere=everywhere)
+        if worst.passed and watched.reason is not None and watched.reason != self._own_ways(lane):
+            return Check(worst.error, worst.limit, watched.reason)
         if worst.passed and everywhere:
             worst = self._check_integers(run, lane, worst)
         if not worst.passed or self.faults == "ignore":
@@ -279,6 +284,13 @@ class Verifier(Original):
                 worst = max(worst, value if value == value else float("inf"))
         reason = None if worst <= limit else f"the metric gives {worst:.3g}, over the tolerance {limit:.3g}"
         return Check(worst, limit, reason)
+
+    def _own_ways(self, lane: Lane) -> str | None:
+        """What the original itself does with its caller's memory."""
+        watched = Watched(self.eager(lane))
+        for draw in self.draws:
+            self.steps(watched, draw)
+        return watched.reason
 
     def lost_fault(self, run: Run, lane: Lane) -> str | None:
         """Why NaN or infinity of an input is lost; None if it is not lost, or if `faults` is "ignore"."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from ampopt.ir.aliasing import aliased_by, never_written, overlapping_write, written_by
+from ampopt.ir.aliasing import aliased_by, is_returned, never_written, overlapping_write, sharing, written_by
 
 aten = torch.ops.aten
 
@@ -47,6 +47,19 @@ def test_a_result_aliases_what_the_schema_says_and_everything_where_it_says_noth
     assert aliased_by(chunks) == [b]
     assert aliased_by(graph.call_function(operator.getitem, (chunks, 0))) == [chunks]
     assert aliased_by(a) == []
+
+
+def test_views_share_memory_and_what_is_apart_does_not() -> None:
+    graph, (a, _) = inputs(2)
+    copy = graph.call_function(aten.to.dtype, (a, torch.float32, False, True))
+    first, second = (graph.call_function(aten.select.int, (node, 0, 0)) for node in (a, copy))
+    total = graph.call_function(aten.add.Tensor, (first, second))
+    assert sharing(first, lambda node: False) == {a, copy, first, second}
+    assert sharing(first, lambda node: node is copy) == {a, first}
+    assert sharing(copy, lambda node: node is copy) == {copy, second}
+    graph.output((second, total))  # which are still no views of each other
+    assert sharing(second, lambda node: node is copy) == {copy, second}
+    assert [is_returned([node]) for node in (first, second, total)] == [False, True, True]
 
 
 @pytest.mark.parametrize(("target", "writes"), [(aten.relu_.default, True), (aten.relu.default, False)])

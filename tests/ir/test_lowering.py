@@ -92,6 +92,13 @@ def _write_through_two_names(m: Any, x: Tensor) -> Tensor:
     return out
 
 
+def _write_to_windows(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    y.unfold(3, 2, 2).add_(1)  # of eight columns
+    out: Tensor = y * 2
+    return out
+
+
 def _narrower_than_what_is_added(m: Any, x: Tensor) -> Tensor:
     y = m.conv(x).to(torch.bfloat16).clone()
     y += m.conv(x)  # stays bfloat16; `add` would give float32
@@ -106,6 +113,18 @@ def _bits_wrap_around(m: Any, x: Tensor) -> Tensor:
     return out
 
 
+def _comparisons_are_numbers(m: Any, x: Tensor) -> Tensor:
+    y, z = m.conv(x), m.conv(x)
+    out: Tensor = y.gt_(0) + z.lt_(1)  # 0, 1 or 2; `gt` and `lt` would give booleans, whose sum is one
+    return out
+
+
+def _negations_are_numbers(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x).relu()
+    out: Tensor = -y.logical_not_()  # `neg` refuses booleans
+    return out
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -117,8 +136,11 @@ def _bits_wrap_around(m: Any, x: Tensor) -> Tensor:
         _write_to_a_broadcast,
         _fill_a_canvas,
         _write_through_two_names,
+        _write_to_windows,
         _narrower_than_what_is_added,
         _bits_wrap_around,
+        _comparisons_are_numbers,
+        _negations_are_numbers,
     ],
 )
 def test_writing_in_place_stays_right(function: Any) -> None:
@@ -221,6 +243,19 @@ def test_a_write_to_parts_that_do_not_overlap_stays_right() -> None:
         assert torch.equal(captured.program.run(X)[0], original(X))
 
 
+@pytest.mark.parametrize(("size", "step"), [(3, 3), (2, 3)])
+def test_a_write_to_windows_with_gaps_is_refused(size: int, step: int) -> None:
+    """PyTorch's functional form makes what is in no window 0."""
+
+    def writes(m: Any, x: Tensor) -> Any:
+        y = m.conv(x)
+        y.unfold(3, size, step)[0].add_(1)
+        return y
+
+    with pytest.raises(CaptureError, match="part of a tensor by unfold"):
+        captured_of(Model(writes, conv=conv()), X)
+
+
 def _cast_to_own_dtype(m: Any, x: Tensor) -> Any:
     y = m.conv(x).float()
     z = y + 1
@@ -251,6 +286,17 @@ def test_a_cast_that_has_work_to_do_under_autocast_alone_stays(function: Any) ->
         (low,) = BF16.start(captured.program).run(X)  # of a dtype that these operators do not take
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert torch.allclose(low, original(X), atol=0.05)
+
+
+def test_a_copy_that_the_caller_gets_is_one_in_a_graph_made_functional() -> None:
+    def copied(m: Any, x: Tensor) -> Any:
+        y = m.conv(x)
+        y[0] = 1
+        z = y.to(torch.float32, copy=True)
+        return y, z, z.to(torch.float32, copy=True).view(-1)
+
+    outputs = captured_of(Model(copied, conv=conv()), X)[1].program.run(X)
+    assert len({output.data_ptr() for output in outputs}) == 3
 
 
 def _cast_then_write(m: Any, x: Tensor) -> Any:

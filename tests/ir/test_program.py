@@ -43,6 +43,17 @@ def test_what_is_as_the_border_says_crosses_as_it_is() -> None:
     assert Border(torch.float32).convert(X) is X
 
 
+@pytest.mark.parametrize("tensor", [torch._neg_view(X), torch.complex(X, X).conj()])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_bits_that_memory_does_not_hold_stop_at_the_border(
+    tensor: Tensor, memory_format: torch.memory_format
+) -> None:
+    crossed = Border(tensor.dtype, memory_format).convert(tensor)
+    assert not crossed.is_neg()
+    assert not crossed.is_conj()
+    assert torch.equal(crossed, tensor)
+
+
 def test_it_runs_under_autocast_until_its_casts_are_written_down() -> None:
     seen: list[torch.dtype | None] = []
 

@@ -21,6 +21,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "along the first dimension": lambda: weight_norm(nn.Conv2d(3, 4, 3)),
     "along another": lambda: weight_norm(nn.ConvTranspose2d(3, 4, 3), dim=1),
     "along the last": lambda: weight_norm(nn.Linear(8, 5), dim=1),
+    "along one from the end": lambda: weight_norm(nn.Conv2d(3, 4, 3), dim=-3),
     "of the whole": lambda: weight_norm(nn.Linear(8, 5), dim=-1),
 }
 

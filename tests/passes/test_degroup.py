@@ -146,6 +146,14 @@ def test_measuring_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [d.reason for d in result.declined] == ["the time for measurements was spent"]
 
 
+@pytest.mark.parametrize("form", ["merge=4", "merge=12"])
+def test_a_choice_that_does_not_divide_the_groups_is_left_alone(form: str) -> None:
+    """As where a replay finds another convolution by the name."""
+    model, x = nn.Conv2d(6, 6, 3, groups=6), torch.randn(1, 6, 6, 6)
+    result = check_pass(_choose(form), model, x, rewrites=0)
+    assert [d.reason for d in result.declined] == [f"{form} does not divide its 6 groups"]
+
+
 def test_a_gain_below_the_least_is_no_reason_to_rewrite(monkeypatch: pytest.MonkeyPatch) -> None:
     _pretend(monkeypatch, {Form(merge=2): 0.9})
     model, x = nn.Conv2d(4, 4, 3, groups=2), torch.randn(1, 4, 6, 6)
@@ -165,22 +173,29 @@ def test_where_the_form_that_is_there_is_the_fastest_it_declines(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("model", "shape"),
+    ("model", "shape", "reason"),
     [
         pytest.param(
             Model(lambda m, x: F.conv2d(x, m.w.sigmoid(), groups=2), w=torch.randn(4, 2, 3, 3)),
             (1, 4, 6, 6),
+            "its weight is computed",
             id="computed weight",
         ),
-        pytest.param(nn.Conv2d(4, 4, 3, groups=2), (4, 6, 6), id="input without a batch"),
+        pytest.param(
+            Model(lambda m, x: F.conv2d(x, m.w, x.mean((0, 2, 3)), groups=2), w=torch.randn(4, 2, 3, 3)),
+            (1, 4, 6, 6),
+            "its bias is computed",
+            id="computed bias",
+        ),
+        pytest.param(
+            nn.Conv2d(4, 4, 3, groups=2), (4, 6, 6), "its input has no batch", id="input without a batch"
+        ),
     ],
 )
 @pytest.mark.parametrize("step", [Degroup(), _choose("merge=2")], ids=["measured", "replayed"])
-def test_it_declines(step: Degroup, model: nn.Module, shape: tuple[int, ...]) -> None:
+def test_it_declines(step: Degroup, model: nn.Module, shape: tuple[int, ...], reason: str) -> None:
     result = check_pass(step, model, torch.randn(shape), rewrites=0)
-    assert [(d.node, d.reason) for d in result.declined] == [
-        ("conv2d", "its weight is computed, or its input has no batch")
-    ]
+    assert [(d.node, d.reason) for d in result.declined] == [("conv2d", reason)]
 
 
 @pytest.mark.parametrize(

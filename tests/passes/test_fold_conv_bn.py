@@ -344,3 +344,14 @@ def test_weights_that_the_dtype_cannot_hold_when_they_are_folded_are_left_alone(
     assert result.rewrites == 0
     assert "cannot hold the folded weights" in result.declined[0].reason
     assert FoldConvBn().apply(program_of(model, x)).rewrites == 1
+
+
+def test_a_norm_that_divides_by_zero_is_left_alone() -> None:
+    """Infinite weights would make NaN of sums that eager, on a GPU, makes infinite."""
+    norm = nn.BatchNorm2d(4, eps=0.0)
+    assert norm.running_var is not None
+    norm.running_var.data[0] = 0.0
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), norm).eval()
+    result = FoldConvBn().apply(program_of(model, torch.randn(1, 4, 8, 8)))
+    assert result.rewrites == 0
+    assert "cannot hold the folded weights" in result.declined[0].reason

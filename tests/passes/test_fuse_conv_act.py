@@ -188,6 +188,11 @@ DECLINED: dict[str, tuple[Function, str]] = {
         lambda m, x: F.conv2d(x, m.a.weight.sigmoid()).relu(),
         "the weight of conv2d is computed",
     ),
+    "a computed bias": (
+        lambda m, x: F.conv2d(x, m.a.weight, x.mean((0, 2, 3))).relu(),
+        "the bias of conv2d is computed",
+    ),
+    "a number": (lambda m, x: (m.a(x) + x[0, 0, 0, 0].item()).relu(), "item is a number"),
 }
 
 
@@ -201,6 +206,12 @@ def test_it_declines(name: str) -> None:
 def test_float64_is_declined() -> None:
     x = torch.randn(2, 4, 8, 8).double()
     assert len(check_pass(OnCpu(), _model(lambda m, x: m.a(x).relu()).double(), x, rewrites=0).declined) == 1
+
+
+def test_an_empty_batch_is_declined() -> None:
+    program = program_of(_model(lambda m, x: m.a(x).relu()), torch.randn(0, 4, 8, 8))
+    (declined,) = OnCpu().apply(program).declined
+    assert declined.reason == "conv2d is empty"
 
 
 def test_an_input_without_a_batch_is_declined() -> None:

@@ -116,10 +116,17 @@ def test_two_branches_that_meet_are_added_by_one_of_them() -> None:
     [
         lambda m, x: F.relu(y := m.c(x)) + y,
         lambda m, x: m.c(x) + x[:1],
+        lambda m, x: m.c(x) + x[0, 0, 0, 0].item(),
         lambda m, x: torch.add(m.c(x), x, alpha=2),
         lambda m, x: F.gelu(m.c(x)),
     ],
-    ids=["another reader", "an operand that broadcasts", "a factor", "an activation with parameters"],
+    ids=[
+        "another reader",
+        "an operand that broadcasts",
+        "a number",
+        "a factor",
+        "an activation with parameters",
+    ],
 )
 def test_what_cannot_be_fused_stays_behind_the_packed_convolution(function: Callable[..., Tensor]) -> None:
     targets = fused(function, c=nn.Conv2d(4, 4, 3, padding=1))
@@ -127,11 +134,19 @@ def test_what_cannot_be_fused_stays_behind_the_packed_convolution(function: Call
     assert len(targets) > 1
 
 
-def test_a_computed_weight_is_declined() -> None:
-    model = Model(lambda m, x: F.conv2d(x, m.w * x.mean()), w=torch.randn(4, 4, 3, 3))
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda m, x: F.conv2d(x, m.w * x.mean()), "its weight is computed"),
+        (lambda m, x: F.conv2d(x, m.w, x.mean((0, 2, 3)), padding=1) + x, "its bias is computed"),
+    ],
+    ids=["weight", "bias"],
+)
+def test_a_computed_weight_is_declined(function: Callable[[Any, Tensor], Tensor], reason: str) -> None:
+    model = Model(function, w=torch.randn(4, 4, 3, 3))
     result = FuseConvOnednn().apply(program_of(model, torch.randn(1, 4, 8, 8)))
     assert not result.modified
-    assert result.declined[0].reason == "its weight is computed"
+    assert result.declined[0].reason == reason
 
 
 def test_other_dtypes_and_inputs_without_a_batch_are_declined() -> None:

@@ -37,11 +37,15 @@ def test_the_rewrite_is_right_wherever_the_operator_runs(shape: tuple[int, ...])
         (lambda m, x: F.relu(y := m.a(x)) + y, "linear has other readers"),
         (lambda m, x: F.relu(m.b(x)), "linear has no bias"),
         (lambda m, x: F.relu(F.linear(x, m.a.weight * x.mean(), m.a.bias)), "one of the weights is computed"),
+        (
+            lambda m, x: F.relu(F.linear(x.expand(2, 3, 8), m.a.weight, m.rows)),
+            "its weight is no matrix, or its bias not one number for each feature",
+        ),
     ],
-    ids=["other readers", "no bias", "computed weight"],
+    ids=["other readers", "no bias", "computed weight", "bias of rows"],
 )
 def test_it_declines(function: Callable[[Any, Tensor], Tensor], reason: str) -> None:
-    model = Model(function, a=nn.Linear(8, 6), b=nn.Linear(8, 6, bias=False))
+    model = Model(function, a=nn.Linear(8, 6), b=nn.Linear(8, 6, bias=False), rows=torch.randn(3, 6))
     result = check_pass(FuseLinearAct(), model, torch.randn(3, 8), rewrites=0)
     assert [item.reason for item in result.declined] == [reason]
 

@@ -7,10 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampopt.passes import BakeAutocast, MergeLinearChain
-from tests.helpers import BF16, Model, check_pass, eager_of, error_of, largest_error, program_of, reference_of
+from tests.helpers import (
+    BF16,
+    FP16,
+    Model,
+    check_pass,
+    eager_of,
+    error_of,
+    largest_error,
+    program_of,
+    reference_of,
+)
 
 
 def test_a_chain_becomes_one_layer() -> None:
@@ -60,6 +71,52 @@ def test_it_declines(
     width = 32 if "more weights" in reason else 8
     result = check_pass(MergeLinearChain(), Model(function, **members), torch.randn(4, width), rewrites=0)
     assert reason in result.declined[0].reason
+
+
+def _complex(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.complex64)
+
+
+def test_complex_layers_keep_their_imaginary_parts() -> None:
+    members = {"a": _complex(4, 4), "c": _complex(4), "b": _complex(4, 4), "d": _complex(4)}
+    model = Model(lambda m, x: F.linear(F.linear(x, m.a, m.c), m.b, m.d), **members)
+    result = check_pass(MergeLinearChain(), model, x := _complex(3, 4), rewrites=1)
+    assert torch.allclose(result.program.run(x)[0], model(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 4), (4, 4)])
+def test_a_bias_may_be_of_any_shape_that_its_layer_takes(shape: tuple[int, ...]) -> None:
+    """[4, 4] is one for each row, which is none of the features."""
+    bias = torch.randn(shape)
+    model = Model(lambda m, x: m.b(F.linear(x, m.a, m.c)), a=torch.randn(4, 4), c=bias, b=nn.Linear(4, 4))
+    check_pass(MergeLinearChain(), model, torch.randn(4, 4), rewrites=1)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "reason"),
+    [
+        pytest.param(torch.randn(3), torch.randn(5, 4), "no matrix", id="first a vector"),
+        pytest.param(torch.randn(4, 3), torch.randn(4), "no matrix", id="second a vector"),
+        pytest.param(torch.full((4, 3), 2**40), torch.full((5, 4), 2**40), "integers", id="integers"),
+        pytest.param(torch.full((4, 3), 1e30), torch.full((5, 4), 1e30), "cannot hold", id="overflow"),
+    ],
+)
+def test_weights_without_a_product_are_left_alone(a: Tensor, b: Tensor, reason: str) -> None:
+    model = Model(lambda m, x: F.linear(F.linear(x, m.a), m.b), a=a, b=b)
+    program = program_of(model, torch.ones(4, 3, dtype=a.dtype))
+    result = MergeLinearChain().apply(program)
+    assert result.rewrites == 0
+    assert reason in result.declined[0].reason
+
+
+def test_a_product_that_the_lower_precision_cannot_hold_is_left_alone() -> None:
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    for layer in (first, second):
+        layer.weight.data.fill_(200.0)
+    model, x = nn.Sequential(first, second), torch.randn(3, 8)
+    assert MergeLinearChain().apply(program_of(model, x)).rewrites == 1
+    program = program_of(model, x, lane=FP16, on_top_of=(BakeAutocast(),))
+    assert MergeLinearChain().apply(program).rewrites == 0
 
 
 def test_in_lower_precision_the_merged_layer_is_rounded_once() -> None:

@@ -36,6 +36,15 @@ def test_every_kind_of_dropout_is_removed(dropout: nn.Module, shape: tuple[int, 
     assert targets_of(result.program) == [aten.sigmoid.default, aten.relu.default]
 
 
+def test_a_copy_to_another_device_stays() -> None:
+    program = program_of(Model(lambda m, x: x.relu().to("cpu").exp()), torch.randn(2, 3))
+    module = copy_of(program.graph)
+    (cast,) = calls(module, [aten.to.dtype_layout, aten.to.device])
+    cast.kwargs = {**cast.kwargs, "device": torch.device("meta")}
+    module.recompile()
+    assert RemoveInferenceNoops().apply(program.with_graph(module)).rewrites == 0
+
+
 def test_a_dropout_that_is_switched_on_stays() -> None:
     program = program_of(nn.Sequential(nn.Dropout(), nn.ReLU()), torch.randn(2, 3))
     module = copy_of(program.graph)
@@ -154,6 +163,37 @@ def test_results_that_the_model_keeps_apart_stay_apart() -> None:
     model, x = Model(function), torch.randn(2, 3)
     outputs = RemoveInferenceNoops().apply(program_of(model, x)).program.run(x)
     assert len({output.data_ptr() for output in outputs}) == 3
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(lambda y, z: (y, z.view(3, 2)), id="view of the copy"),
+        pytest.param(lambda y, z: (y.view(3, 2), z), id="view of what is copied"),
+        pytest.param(lambda y, z: (y.view(3, 2), z.t()), id="views of both"),
+        pytest.param(lambda y, z: (y[0], z[1]), id="parts"),
+        pytest.param(lambda y, z: (y.chunk(2)[1], z.to(torch.float32, copy=True)), id="copy of the copy"),
+    ],
+)
+def test_views_of_what_the_model_keeps_apart_stay_apart(
+    function: Callable[..., tuple[Tensor, Tensor]],
+) -> None:
+    model, x = Model(lambda m, x: function(y := x + 1, y.to(torch.float32, copy=True))), torch.randn(2, 3)
+    first, second = RemoveInferenceNoops().apply(program_of(model, x)).program.run(x)
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(lambda y, z: (y.exp(), z.t()), id="one is returned"),
+        pytest.param(lambda y, z: (y, z.exp()), id="the other is returned"),
+        pytest.param(lambda y, z: y.exp() + z, id="neither is returned"),
+    ],
+)
+def test_a_copy_that_keeps_nothing_apart_is_removed(function: Callable[..., object]) -> None:
+    model = Model(lambda m, x: function(y := x + 1, y.to(torch.float32, copy=True)))
+    check_pass(RemoveInferenceNoops(), model, torch.randn(2, 3), rewrites=1)
 
 
 def _looks_alike(node: fx.Node, source: fx.Node) -> bool:

@@ -1,0 +1,64 @@
+"""Whose memory a program's results are, and whether its caller's inputs stay as they were.
+
+No error of an output tells: `relu_` in the place of `relu` gives right numbers, and leaves others in the
+caller's image; a result that is a view of a weight is right until the caller writes to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ampopt.ir.model_copy import same_tensor
+from ampopt.measure.original import Run
+
+WATCHED = 2
+"""Number of calls that are watched: memory of the program's own shows in the second."""
+
+
+class Watched:
+    """A function of flat tensors whose first calls are watched; `reason` says what is wrong with them.
+
+    With `static`, results may stay where the next call writes its own, as the caller has asked for.
+    """
+
+    def __init__(self, run: Run, *, static: bool = False) -> None:
+        self.reason: str | None = None
+        self._run, self._left, self._last, self._static = run, WATCHED, list[Tensor](), static
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Call the function."""
+        if self._left == 0:
+            self._last = []
+            return self._run(*tensors)
+        self._left -= 1
+        before = [tensor.clone() for tensor in tensors]
+        outputs = self._run(*tensors)
+        self.reason = self.reason or self._why_not_own(tensors, before, outputs)
+        if not self._static:
+            self._last = list(outputs)  # alive in the next call, so that nothing else gets its memory
+        return outputs
+
+    def _why_not_own(
+        self, tensors: Sequence[Tensor], before: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> str | None:
+        for place, (tensor, kept) in enumerate(zip(tensors, before, strict=True)):
+            if not same_tensor(tensor, kept):
+                tensor.copy_(kept)  # it verifies other programs, too
+                return f"it writes to input {place}"
+        for place, output in enumerate(outputs):
+            if any(_share_memory(output, tensor) for tensor in tensors):
+                return f"output {place} shares memory with an input"
+            if any(_share_memory(output, other) for other in self._last):
+                return f"output {place} shares memory with an earlier call's"
+        return None
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    if a.numel() == 0 or b.numel() == 0 or a.device != b.device:
+        return False
+    if not a.layout is b.layout is torch.strided:
+        return False
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

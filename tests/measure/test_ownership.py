@@ -1,0 +1,63 @@
+"""Ownership: right numbers in memory that is not the caller's, or in the caller's own, are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ampopt.ir.lanes import FP32
+from ampopt.measure.verify import Verifier
+from tests.helpers import Model
+from tests.support.planted import captured_of
+
+X = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
+W = torch.ones(3)
+
+
+def reason_for(function: Callable[[Any, Tensor], Any], run: Callable[[Tensor], list[Tensor]]) -> str | None:
+    original, captured = captured_of(Model(function, w=W.clone()), X.clone())
+    return Verifier(original, captured).check(run, FP32).reason
+
+
+def test_a_program_that_writes_to_its_input_is_refused() -> None:
+    original, captured = captured_of(Model(lambda m, x: x.relu() + 0), X.clone())
+    verifier = Verifier(original, captured)
+    assert verifier.check(lambda x: [x.relu_() + 0], FP32).reason == "it writes to input 0"
+    assert torch.equal(captured.program.examples[0], X), "the next program is verified with other inputs"
+
+
+@pytest.mark.parametrize("run", [lambda x: [x[0]], lambda x: [x.unbind(0)[0].view(4, 4).view(-1)]])
+def test_a_result_that_is_a_view_of_an_input_is_refused(run: Callable[[Tensor], list[Tensor]]) -> None:
+    assert reason_for(lambda m, x: x[0].clone(), run) == "output 0 shares memory with an input"
+
+
+def test_a_result_that_is_the_programs_own_memory_is_refused() -> None:
+    own = torch.ones(3)
+    reason = reason_for(lambda m, x: (x + 1, m.w * 1), lambda x: [x + 1, own[:]])
+    assert reason == "output 1 shares memory with an earlier call's"
+
+
+def test_results_may_stay_in_the_programs_memory_where_the_caller_asks_for_that() -> None:
+    own = torch.ones(2, 16)
+    original, captured = captured_of(Model(lambda m, x: x + 1), X.clone())
+    verifier = Verifier(original, captured)
+    assert verifier.check(lambda x: [torch.add(x, 1, out=own)], FP32, static=True).passed
+    assert not verifier.check(lambda x: [torch.add(x, 1, out=own)], FP32).passed
+    writes = verifier.check(lambda x: [torch.add(x.relu_(), 1, out=own)], FP32, static=True)
+    assert writes.reason is not None
+
+
+def test_results_of_ones_own_pass() -> None:
+    assert reason_for(lambda m, x: (x + 1, m.w * 1), lambda x: [x + 1, W.clone()]) is None
+
+
+@pytest.mark.parametrize("function", [lambda m, x: x[0], lambda m, x: (x.relu(), m.w[:])])
+def test_what_the_original_does_itself_is_no_fault(function: Callable[[Any, Tensor], Any]) -> None:
+    original, captured = captured_of(Model(function, w=W.clone()), X.clone())
+    verifier = Verifier(original, captured)
+    assert verifier.check(verifier.eager(FP32), FP32).passed
+    assert verifier.check(captured.program.run, FP32).passed
