@@ -42,6 +42,35 @@ def test_a_fault_in_one_element_stays_one(run: Any, faults: Any, passes: bool) -
     assert (check.spread is not None) is (run is spreading and passes)
 
 
+TAKEN_FOR: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "a mask": (lambda x: x > 0, lambda x: ~(x <= 0)),
+    "a class": (lambda x: x.argmax(1), lambda x: x.nan_to_num(-9.0).argmax(1)),
+    "a truth": (lambda x: x.bool(), lambda x: (x > 0) | (x < 0)),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN_FOR)
+def test_what_a_fault_is_taken_for_is_what_eager_takes_it_for(name: str) -> None:
+    function, other = TAKEN_FOR[name]
+    verifier, original = verifier_of(Model(lambda m, x: function(x)), X)
+    assert torch.equal(other(X), function(X))
+    assert verifier.check(lambda x: [original(x)], FP32).passed
+    check = verifier.check(lambda x: [other(x)], FP32)
+    assert "with NaN in one element: " in str(check.reason)
+    assert "would be taken for a value" in str(check.reason)
+    ignoring, _ = verifier_of(Model(lambda m, x: function(x)), X, faults="ignore")
+    assert ignoring.check(lambda x: [other(x)], FP32).passed
+
+
+def test_an_integer_that_rounding_changes_without_a_fault_is_no_loss() -> None:
+    numbers = torch.randn(1, 4000, generator=torch.Generator().manual_seed(0))
+    numbers[0, 7] = 0.5  # a bound that one of both reaches, and rounding alone seldom does
+    verifier, original = verifier_of(Model(lambda m, x: x >= 0.5), numbers, tolerance=0.1)
+    check = verifier.check(lambda x: [x > 0.5], FP32)
+    assert torch.equal((numbers > 0.5) ^ original(numbers), numbers == 0.5)
+    assert check.passed, check.reason
+
+
 class Unchecked(nn.Module):
     """Its convolution reads where its input says, and does not look whether that is a number."""
 
