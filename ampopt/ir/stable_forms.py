@@ -3,7 +3,7 @@
 PyTorch computes log(sigmoid(x)) as min(x, 0) - log1p(exp(-|x|)); torch.onnx writes Log(Sigmoid(x)), which is
 -inf from about -17 on, because ONNX Runtime's Sigmoid is exactly 0 there. `FORMS` is the table of all such
 operators: each is written with other operators that ONNX has and that neither overflow nor cancel. Pooling to
-one pixel is among them because its usual form is slow.
+one pixel is among them because its usual form is slow; those of `deciding_forms` are exact.
 
 Correct because: every form is equal to its operator over the real numbers, but the series of log1p, which
 stops where the next term is below float32's rounding. Where eager overflows on finite numbers, the form may
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.shape_prop import ShapeProp
 
+from ampopt.ir import deciding_forms
+from ampopt.ir.deciding_forms import Call
 from ampopt.ir.graph import (
     arguments,
     aten,
@@ -35,9 +37,6 @@ from ampopt.ir.graph import (
 
 MOST_AT_ONCE = 256
 """Pixels whose sum is taken at once: the error of a sum of equal numbers is then at most 2e-5."""
-
-Call = Callable[..., Any]
-"""Makes the node of a new call from an operator and its arguments."""
 
 SERIES = 0.03
 """Limit of the argument up to which log1p uses its series; both forms are within about 2e-6 of it there."""
@@ -206,6 +205,7 @@ def _attention(call: Call, node: fx.Node) -> Any:
 
 
 FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
+    **deciding_forms.FORMS,
     aten.log_sigmoid.default: lambda call, node: _log_sigmoid(call, node.args[0]),
     aten.log.default: _log,
     aten.logaddexp.default: lambda call, node: _log_add_exp(call, node, 1.0),
