@@ -53,10 +53,11 @@ def _of_numbers(call: Call, node: fx.Node) -> tuple[Any, Any] | None:
     is_down = node.kwargs.get("rounding_mode", "floor") == "floor"
     if not dtype_of(node).is_floating_point or not is_down or b == 0 or not isinstance(a, fx.Node):
         return None
-    return _cast(call, a, node), _cast(call, b, node)
+    return in_dtype_of(call, a, node), in_dtype_of(call, b, node)
 
 
-def _cast(call: Call, value: Any, node: fx.Node) -> Any:
+def in_dtype_of(call: Call, value: Any, node: fx.Node) -> Any:
+    """An operand in the dtype of a node's result; a number stays."""
     is_other = isinstance(value, fx.Node) and dtype_of(value) is not dtype_of(node)
     return call(aten._to_copy.default, value, dtype=dtype_of(node)) if is_other else value
 

@@ -54,6 +54,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "special.expm1": torch.special.expm1,
     "special.log1p": lambda v: torch.special.log1p(v.clamp_min(-0.99)),
     "hypot": lambda v: torch.hypot(v, v.flip(-1)),
+    "hypot of nothing": lambda v: torch.hypot(v * 0, v * 0),
     "hypot of huge": lambda v: torch.hypot(v * 1e30, v * 1e30),
     "atan2": lambda v: torch.atan2(v.flip(-1) + 0.25, v + 0.125),
     "logit": lambda v: torch.logit(torch.sigmoid(v * 0.01), eps=1e-6),

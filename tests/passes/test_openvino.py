@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampopt.deploy.recipe_file import read_recipe, write_recipe
@@ -243,6 +244,12 @@ def test_what_cannot_be_expressed_fails_with_its_name(
         (Model(lambda m, x: m.a(x).topk(2)[0], a=nn.Linear(4, 4)), (4, 4), "output_0", "TopK loses NaN"),
         (Unpooling(), (1, 3, 8, 8), "max_pool2d", "MaxPool gives other places than NaN's"),
         (Model(lambda m, x: m.a(x)[:0], a=nn.Linear(4, 4)), (4, 4), "slice", "it is empty"),
+        (
+            Model(lambda m, x: F.grid_sample(x[None, None], x.view(1, 2, 4, 2), "nearest")),
+            (4, 4),
+            "grid_sampler",
+            "the other of two nearest pixels",
+        ),
         (Model(lambda m, x: x % 0.1), (4, 4), "remainder", "from a rounded quotient"),
         (Model(lambda m, x: x.fmod(0.1)), (4, 4), "fmod", "from a rounded quotient"),
         (Model(lambda m, x: x // 0.1), (4, 4), "floor_divide", "from a rounded quotient"),
