@@ -17,6 +17,7 @@ from ampopt.measure.fault_masks import (
     Bools,
     Calls,
     Masks,
+    finite_errors,
     joined_elements,
     left_in,
     lost_elements,
@@ -43,13 +44,16 @@ class FaultCheck:
     """Compares where programs and the original are not finite, for inputs with a fault in one element.
 
     Their integers and booleans are compared by value: a class, a mask and a place say what NaN was taken for.
-    What rounding alone changes without a fault, too, is no loss.
+    What rounding alone changes without a fault, too, is no loss. So are numbers that stay finite, which a
+    model may put in the place of faults.
     """
 
-    def __init__(self, original: Original, faults: Faults) -> None:
-        self._original, self._faults = original, faults
+    def __init__(self, original: Original, faults: Faults, most: float) -> None:
+        """`most`: an error of what stays finite that is allowed in every lane."""
+        self._original, self._faults, self._most = original, faults, most
         self._masks: dict[tuple[Lane, str], Masks | None] = {}
         self._wholes: dict[tuple[Lane, str], Calls] = {}
+        self._own: dict[tuple[Lane, str], list[float]] = {}
         self._rounded: dict[tuple[Lane, str], tuple[Masks, Iterator[tuple[int, Run]]]] = {}
 
     def check(self, run: Run, lane: Lane, check: Check, draws: Sequence[Draw]) -> Check:
@@ -69,6 +73,8 @@ class FaultCheck:
                 if count:
                     reason = _reason(count, masks.count(index), whole=is_whole[index])
                     return Check(check.error, check.limit, f"output {index} with {draw.name}: {reason}")
+            if (other := self._why_other(outputs, lane, draw)) is not None:
+                return Check(check.error, check.limit, other)
             for index, joined in enumerate(joined_elements(found, masks.ever)):
                 if joined and spread is None:
                     more, less = share(found, index), share(masks.always, index)
@@ -106,8 +112,9 @@ class FaultCheck:
         return Masks.of(*(self._left_in(calls, lane, draw) for calls in (eager, exact)))
 
     def _eager(self, lane: Lane, draw: Draw) -> Calls:
-        """Eager's outputs; its integers and booleans are kept."""
+        """Eager's outputs; of these its integers and booleans, and its errors, are kept."""
         eager = self._original.steps(self._original.eager(lane), draw)
+        self._own[lane, draw.name] = finite_errors(eager, self._original.reference(draw))
         self._wholes[lane, draw.name] = [
             [o.new_empty(0) if is_rounded(o) else o for o in outputs] for outputs in eager
         ]
@@ -127,6 +134,27 @@ class FaultCheck:
         plain = Draw(f"the example {in_a_row} times", (self._original.captured.inputs,) * in_a_row)
         usual = self._original.steps(run, plain)
         return with_others(found, masks.always, usual, self._wholes_of(lane, plain))
+
+    def _why_other(self, outputs: Calls, lane: Lane, draw: Draw) -> str | None:
+        """Why numbers that stay finite with a fault are wrong; None if they are right."""
+        exact, limit = self._original.reference(draw), max(lane.limits.largest, self._most)
+        own, errors = self._own[lane, draw.name], finite_errors(outputs, exact)
+        for index, (error, mine) in enumerate(zip(errors, own, strict=True)):
+            if error > limit >= mine and not self._moves(lane, draw, index, error / 2):
+                return (
+                    f"output {index} with {draw.name}: the error {error:.2g} of what is finite is over "
+                    f"{limit:.2g}: a sensor's fault would be taken for another value"
+                )
+        return None
+
+    def _moves(self, lane: Lane, draw: Draw, index: int, least: float) -> bool:
+        """Whether rounding alone changes as much of what is finite in an output."""
+        exact = self._original.reference(draw)
+        for moved in self._original.runs_rounded_anew(lane, ROUNDINGS_TO_SEE, within=True):
+            with contextlib.suppress(Exception):  # a composite kernel may not bear to be taken apart
+                if finite_errors(self._original.steps(moved, draw), exact)[index] >= least:
+                    return True
+        return False
 
     def explained(self, lane: Lane, draw: Draw, found: Bools, masks: Masks) -> Masks:
         """The masks with what rounding alone changes: NaN goes where the largest of a window lies.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ampopt.ir.numerics import is_rounded
+from ampopt.ir.numerics import is_rounded, relative_error
 
 Bools = list[list[Tensor]]
 """A boolean mask for each output of each call."""
@@ -97,3 +97,19 @@ def with_others(found: Bools, always: Bools, calls: Calls, eager: Calls) -> Bool
         ]
         for each in zip(found, always, calls, eager, strict=True)
     ]
+
+
+def finite_errors(calls: Calls, exact: Calls) -> list[float]:
+    """The relative error of what is finite in both, for each output, largest over calls; 0 for integers."""
+    errors = [
+        [_finite_error(output, reference) for output, reference in zip(*outputs, strict=True)]
+        for outputs in zip(calls, exact, strict=True)
+    ]
+    return [max(each) for each in zip(*errors, strict=True)]
+
+
+def _finite_error(output: Tensor, reference: Tensor) -> float:
+    if not is_rounded(output):
+        return 0.0
+    known = torch.isfinite(output) & torch.isfinite(reference)
+    return relative_error(output[known], reference[known])
