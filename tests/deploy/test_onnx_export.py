@@ -81,6 +81,16 @@ def test_options_that_are_not_there_are_refused(tmp_path: Path) -> None:
         export(conv_bn(), tmp_path)
 
 
+def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file" / "m.onnx", tmp_path / f"{'m' * 300}.onnx"):
+        with pytest.raises(ExportError, match=r"m\.onnx' cannot be written: .*; see to that path"):
+            export(conv_bn(), place)
+    with pytest.raises(InputError, match="has a NUL in it"):
+        export(conv_bn(), tmp_path / "m\0.onnx")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(MissingExtraError, match=r"onnxscript is not installed.*ampopt\[onnx\]"):
