@@ -136,6 +136,8 @@ def export_onnx(
         raise InputError(f"the path {str(place)!r} has a NUL in it: give another one")
     if os.path.isdir(place):  # a name that is too long is none
         raise InputError(f"{place} is a folder: name the file, such as {place / 'model.onnx'}")
+    if os.path.exists(place) and not place.is_file():
+        raise InputError(f"{place} is not a regular file: name another one")
     inputs = input_names_of(captured, input_names)
     outputs = output_names_of(captured, inputs, output_names)
     if not outputs:
