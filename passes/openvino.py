@@ -45,6 +45,18 @@ INDICES: frozenset[object] = frozenset(
 """Operators whose integers are places in a tensor."""
 
 
+REMAINDERS: frozenset[object] = frozenset(
+    {
+        aten.fmod.Scalar,
+        aten.fmod.Tensor,
+        aten.remainder.Scalar,
+        aten.remainder.Tensor,
+        aten.floor_divide.default,
+    }
+)
+"""Operators whose results jump at multiples of the divisor; divisions that are rounded down do, too."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Openvino(Engine):
     """Run the graph in OpenVINO, with the options that are fastest on this machine.
@@ -56,8 +68,9 @@ class Openvino(Engine):
     Declines: programs that still run under autocast, or that call operators ONNX does not know; float64, and
     integers that are not places in a tensor, because OpenVINO computes in 32 bits, and int32 in float32, that
     is inexactly from 2²⁴ on (measured with 2026.4: quotients, maxima, matrix products, shifts); the values of
-    a top-k, which lose NaN, and places of maxima that are computed with; empty tensors; in FP32 roundings of
-    the model's own to 16 bits, which OpenVINO leaves out.
+    a top-k, which lose NaN, and places of maxima that are computed with; empty tensors; remainders, which it
+    computes from a rounded quotient; the nearest pixels of a grid, for which it rounds halves otherwise; in
+    FP32 roundings of the model's own to 16 bits, which OpenVINO leaves out.
     Correct because: ONNX's operators are the graph's own (`onnx_graph` refuses operators without an
     equivalent), and the runtime computes the same expressions, possibly in another order, in the precision
     that is asked for: the compiled model is asked which one it has. Operators of OpenVINO that lose NaN are
@@ -151,6 +164,11 @@ def _why_wider(node: fx.Node) -> str | None:
         return None  # several results, each of which a node of its own takes
     if 0 in meta.shape:
         return "it is empty, which OpenVINO computes otherwise"
+    if node.target is aten.grid_sampler.default and node.args[2] == 1:
+        return "OpenVINO takes the other of two nearest pixels"
+    is_rest = node.target in REMAINDERS or node.kwargs.get("rounding_mode") == "floor"
+    if is_rest and meta.dtype.is_floating_point:
+        return "OpenVINO computes remainders from a rounded quotient"
     if meta.dtype is torch.float64:
         return "OpenVINO computes float64 in float32"
     if meta.dtype in (torch.int8, torch.uint8, torch.int16) and node.op == "call_function":

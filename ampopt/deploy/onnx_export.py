@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ampopt.deploy.onnx_names import input_names_of, output_names_of
 from ampopt.deploy.onnx_verify import OnnxCheck, OutputCheck, emulated, verify_onnx
 from ampopt.deploy.portable import HALF, portable_program
 from ampopt.engines.onnx_graph import OPSETS, Dims, dims_in, outer_dtype, to_onnx
-from ampopt.errors import ExportError, InputError, VerificationError, need
+from ampopt.errors import ExportError, InputError, VerificationError, first_line, need
 from ampopt.ir.capture import Captured
 from ampopt.ir.lane_io import original_of
 from ampopt.ir.lanes import FP32
@@ -118,9 +119,9 @@ def export_onnx(
         sizes: the ranges of sizes that the file is for and verified at, where `dynamic` is None.
 
     Raises:
-        InputError: an argument does not fit. ExportError: ONNX cannot express the model. VerificationError:
-        the file's outputs are over the error limit. MissingExtraError: a package is missing. In all these
-        cases no file is written, and an existing file stays unchanged.
+        InputError: an argument does not fit. ExportError: ONNX cannot express the model, or its file cannot
+        be written. VerificationError: the file's outputs are over the error limit. MissingExtraError: a
+        package is missing. In all these cases no file is written, and an existing file stays unchanged.
     """
     started = time.perf_counter()
     for option, value in (("precision", precision), ("io", io)):
@@ -131,8 +132,12 @@ def export_onnx(
     for package in ("onnx", "onnxscript", "onnxruntime"):
         need(package, "onnx")
     place = Path(path)
-    if place.is_dir():
+    if "\0" in str(place):
+        raise InputError(f"the path {str(place)!r} has a NUL in it: give another one")
+    if os.path.isdir(place):  # a name that is too long is none
         raise InputError(f"{place} is a folder: name the file, such as {place / 'model.onnx'}")
+    if os.path.exists(place) and not place.is_file():
+        raise InputError(f"{place} is not a regular file: name another one")
     inputs = input_names_of(captured, input_names)
     outputs = output_names_of(captured, inputs, output_names)
     if not outputs:
@@ -160,8 +165,7 @@ def export_onnx(
     model.producer_name, model.producer_version = "ampopt", __version__
     io = io or _io_of(captured)
     lane = PRECISIONS["fp16" if "fp16" in (precision, io) else "fp32"]
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with replacing_together(place, data_path(place)) as folder:
+    with _writing(place), replacing_together(place, data_path(place)) as folder:
         written = folder / place.name
         write_model(model, written)
         _check_file(written)
@@ -206,6 +210,19 @@ def export_onnx(
         notes=(*check.notes, *_how_to_keep(captured, inputs)),
         seconds=time.perf_counter() - started,
     )
+
+
+@contextlib.contextmanager
+def _writing(place: Path) -> Iterator[None]:
+    """Make the file's folder; raise ExportError where the block cannot write there."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        reason = error.strerror or first_line(error)
+        raise ExportError(
+            f"{str(place)!r} cannot be written: {reason}; see to that path, its permissions and its disk"
+        ) from error
 
 
 def _io_of(captured: Captured) -> str:

@@ -3,7 +3,8 @@
 PyTorch computes log(sigmoid(x)) as min(x, 0) - log1p(exp(-|x|)); torch.onnx writes Log(Sigmoid(x)), which is
 -inf from about -17 on, because ONNX Runtime's Sigmoid is exactly 0 there. `FORMS` is the table of all such
 operators: each is written with other operators that ONNX has and that neither overflow nor cancel. Pooling to
-one pixel is among them because its usual form is slow.
+one pixel is among them because its usual form is slow; `deciding_forms` are exact, and `border_forms` are for
+signs of zero and infinities.
 
 Correct because: every form is equal to its operator over the real numbers, but the series of log1p, which
 stops where the next term is below float32's rounding. Where eager overflows on finite numbers, the form may
@@ -20,6 +21,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.shape_prop import ShapeProp
 
+from ampopt.ir import border_forms, deciding_forms
+from ampopt.ir.border_forms import smallest, with_nan_of
+from ampopt.ir.deciding_forms import Call
 from ampopt.ir.graph import (
     arguments,
     aten,
@@ -35,9 +39,6 @@ from ampopt.ir.graph import (
 
 MOST_AT_ONCE = 256
 """Pixels whose sum is taken at once: the error of a sum of equal numbers is then at most 2e-5."""
-
-Call = Callable[..., Any]
-"""Makes the node of a new call from an operator and its arguments."""
 
 SERIES = 0.03
 """Limit of the argument up to which log1p uses its series; both forms are within about 2e-6 of it there."""
@@ -106,20 +107,14 @@ def _hypot(call: Call, node: fx.Node) -> Any:
     """The larger one times sqrt(1 + (smaller / larger)²), which does not overflow."""
     a, b = (call(aten.abs.default, x) for x in node.args[:2])
     large, small = call(aten.maximum.default, a, b), call(aten.minimum.default, a, b)
-    ratio = call(aten.div.Tensor, small, call(aten.clamp_min.default, large, 1e-37))
+    ratio = call(aten.div.Tensor, small, call(aten.clamp_min.default, large, smallest(node)))
     square = call(aten.add.Tensor, call(aten.mul.Tensor, ratio, ratio), 1.0)
     return call(aten.mul.Tensor, large, call(aten.sqrt.default, square))
 
 
 def _keeping_nan(call: Call, node: fx.Node) -> Any:
-    """The operator itself, whose ONNX form compares and so loses NaN, plus 0 or what NaN makes of it."""
-    values = arguments(node)
-    result = call(node.target, *node.args, **node.kwargs)
-    for value in (values["self"], values.get("other")):
-        if value is not None:
-            bounded = call(aten.tanh.default, value)  # of an infinity, 0 times would be NaN
-            result = call(aten.add.Tensor, result, call(aten.mul.Tensor, bounded, 0.0))
-    return result
+    """The operator itself, whose ONNX form compares and so loses NaN, and NaN."""
+    return with_nan_of(call, call(node.target, *node.args, **node.kwargs), node.args[0])
 
 
 def _one_bound(call: Call, node: fx.Node) -> Any:
@@ -130,20 +125,6 @@ def _one_bound(call: Call, node: fx.Node) -> Any:
         return None
     low, high = (-math.inf if low is None else low), (math.inf if high is None else high)
     return call(aten.hardtanh.default, values["self"], low, high)
-
-
-def _sampled(call: Call, node: fx.Node) -> Any:
-    """The samples, plus 0 or the NaN that they are where the grid is not finite: ONNX Runtime has pixels.
-
-    The mode is 0 for bilinear, 2 for bicubic; a bilinear one with padding has pixels there in PyTorch, too.
-    """
-    values = arguments(node)
-    padded = values["padding_mode"] != 0
-    if values["interpolation_mode"] == 1 or (values["interpolation_mode"] == 0 and padded):
-        return None
-    place = call(aten.sum.dim_IntList, call(aten.mul.Tensor, values["grid"], 0.0), [-1])
-    samples = call(node.target, *node.args, **node.kwargs)
-    return call(aten.add.Tensor, samples, call(aten.unsqueeze.default, place, 1))
 
 
 def _mean_of_pixels(call: Call, node: fx.Node) -> Any:
@@ -206,6 +187,8 @@ def _attention(call: Call, node: fx.Node) -> Any:
 
 
 FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
+    **deciding_forms.FORMS,
+    **border_forms.FORMS,
     aten.log_sigmoid.default: lambda call, node: _log_sigmoid(call, node.args[0]),
     aten.log.default: _log,
     aten.logaddexp.default: lambda call, node: _log_add_exp(call, node, 1.0),
@@ -218,9 +201,7 @@ FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.clamp_min.default: _one_bound,
     aten.clamp_max.default: _one_bound,
     aten.clamp.default: _one_bound,
-    aten.atan2.default: _keeping_nan,
     aten.logit.default: _keeping_nan,
-    aten.grid_sampler.default: _sampled,
     aten.adaptive_avg_pool2d.default: _mean_of_pixels,
     aten.mean.dim: _mean_of_many,
     aten.scaled_dot_product_attention.default: _attention,

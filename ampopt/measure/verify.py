@@ -85,7 +85,8 @@ class Verifier(Original):
         self._own: dict[tuple[Lane, str], list[float]] = {}
         self._unlimited: dict[tuple[Lane, str], list[float]] = {}
         self._jumps: dict[tuple[Lane, str], list[float]] = {}
-        self.fault_check = FaultCheck(self, faults)
+        most = math.inf if metric is not None else tolerance or 0.0  # a metric alone knows what is right
+        self.fault_check = FaultCheck(self, faults, most)
         in_a_row, inputs = CALLS_IN_A_ROW if captured.lifted else 1, captured.inputs
         self.draws = self._accepted(plain_draws(inputs, draws, seed, in_a_row=in_a_row))
         self._range_draws = range_draws(inputs, in_a_row=in_a_row)

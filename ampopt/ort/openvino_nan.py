@@ -1,10 +1,10 @@
-"""Lets NaN through an OpenVINO model: its maxima, minima, clamps, ReLUs and softmaxes make numbers of it.
+"""Lets NaN through an OpenVINO model: its maxima, clamps, softmaxes, comparisons make something else of it.
 
 Measured with OpenVINO 2026.4 on an AVX-512 processor: ReLU, clamp, hard sigmoid, maximum, minimum, maxima of
 windows and of axes lose NaN, alone and fused into a convolution; softmax loses NaN and infinity; exp makes
-infinity of NaN, of which a clamp makes a number. All other operators that vision models have keep it. What is
-added here depends on one property of the processor only: `x == x` is false for NaN. (OpenVINO's `x > y` is
-true for it.)
+infinity of NaN, of which a clamp makes a number; `x > y` and `x >= y` are true for NaN, and as a boolean it
+is false. All other operators that vision models have keep it. What is added here depends on three properties
+of the processor only: for NaN `x == x`, `x < y` and `x <= y` are false.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ _BY_ELEMENT = ("Relu", "Clamp", "HardSigmoid", "Exp")
 _OF_TWO = ("Maximum", "Minimum")
 _OF_AXES = ("ReduceMax", "ReduceMin")
 _SOFTMAXES = ("Softmax", "LogSoftmax")
+_COMPARISONS = ("Greater", "GreaterEqual")
 _MOVES = ("Convert", "Reshape", "Squeeze", "Unsqueeze")
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -38,8 +39,8 @@ def keep_nan(model: Any) -> int:
 
     `relu(x)` -> `relu(x) + zero(x)`, where `zero(x)` is NaN for NaN and 0 for all other numbers, infinity
     too: no finite result changes. Where a maximum is of several numbers, the result is NaN if one of them is;
-    of a softmax, also if one of them is infinity. Not repaired: a maximum over nothing but negative infinity
-    is the smallest float, and likewise a minimum.
+    of a softmax, also if one of them is infinity. `x > y` -> `y < x`, and a boolean of x is `x != 0`. Not
+    repaired: a maximum over nothing but negative infinity is the smallest float, and likewise a minimum.
 
     Raises LostNanError where a result cannot be repaired: the values of a top-k,
     and the places of maxima, if anything is computed of them.
@@ -49,19 +50,34 @@ def keep_nan(model: Any) -> int:
 
 def _repaired(op: Any) -> bool:
     kind = op.get_type_name()
-    if op.get_output_size() == 0 or not op.output(0).get_element_type().is_real():
+    if op.get_output_size() == 0:
         return False
     result = op.output(0)
     readers = list(result.get_target_inputs())
+    if not result.get_element_type().is_real():
+        return _replaced(readers, _as_boolean(op, kind))
     if kind == "TopK" and readers:
         raise LostNanError(op.get_friendly_name(), "OpenVINO's TopK loses NaN")
     if kind in ("TopK", "MaxPool") and op.get_output_size() == 2 and not _is_only_returned(op.output(1)):
         raise LostNanError(op.get_friendly_name(), f"OpenVINO's {kind} gives other places than NaN's")
-    if (repaired := _with_nan(op, kind, result)) is None:
-        return False
-    for reader in readers:
+    return _replaced(readers, _with_nan(op, kind, result))
+
+
+def _replaced(readers: Sequence[Any], repaired: Any) -> bool:
+    for reader in readers if repaired is not None else ():
         reader.replace_source_output(repaired.output(0))
-    return True
+    return repaired is not None
+
+
+def _as_boolean(op: Any, kind: str) -> Any:
+    """The node that gives PyTorch's boolean of numbers; None if `op` gives it, or is of integers."""
+    if op.get_input_size() == 0 or not (source := op.input_value(0)).get_element_type().is_real():
+        return None
+    if kind in _COMPARISONS:
+        swapped = _opset().less if kind == "Greater" else _opset().less_equal
+        return swapped(op.input_value(1), source)
+    is_boolean = kind == "Convert" and op.output(0).get_element_type().get_type_name() == "boolean"
+    return _opset().not_equal(source, _number(0)) if is_boolean else None
 
 
 def _is_only_returned(places: Any) -> bool:

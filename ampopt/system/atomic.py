@@ -115,15 +115,16 @@ def _create(target: Path, folder: bool) -> tuple[Path, int]:
     other container or other machine is mistaken for the owner.
     """
     while True:
-        temporary = _new_name(target)
+        temporary, is_made = _new_name(target), False
         # Another process that removes leftovers may be there before the lock: then begin again.
         try:
             if folder:
                 temporary.mkdir()
+                is_made = True
             flags = os.O_RDONLY | os.O_DIRECTORY if folder else os.O_WRONLY | os.O_CREAT | os.O_EXCL
             descriptor = os.open(temporary, flags, 0o666)
         except BaseException as e:
-            if not isinstance(e, FileNotFoundError) or not target.parent.is_dir():
+            if not (is_made and isinstance(e, FileNotFoundError) and target.parent.is_dir()):
                 _remove(temporary)
                 raise
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -79,6 +80,24 @@ def test_options_that_are_not_there_are_refused(tmp_path: Path) -> None:
             export(conv_bn(), tmp_path / "m.onnx", **options)
     with pytest.raises(InputError, match="is a folder"):
         export(conv_bn(), tmp_path)
+
+
+def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file" / "m.onnx", tmp_path / f"{'m' * 300}.onnx"):
+        with pytest.raises(ExportError, match=r"m\.onnx' cannot be written: .*; see to that path"):
+            export(conv_bn(), place)
+    with pytest.raises(InputError, match="has a NUL in it"):
+        export(conv_bn(), tmp_path / "m\0.onnx")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names")
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "m.onnx")
+    with pytest.raises(InputError, match="is not a regular file"):
+        export(conv_bn(), pipe)
+    assert pipe.is_fifo()
 
 
 def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

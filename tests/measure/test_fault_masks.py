@@ -7,7 +7,15 @@ import math
 import pytest
 import torch
 
-from ampopt.measure.fault_masks import Bools, Masks, joined_elements, lost_elements, not_finite, share
+from ampopt.measure.fault_masks import (
+    Bools,
+    Masks,
+    joined_elements,
+    left_in,
+    lost_elements,
+    share,
+    with_others,
+)
 
 
 def masks(*calls: tuple[str, ...]) -> Bools:
@@ -22,13 +30,20 @@ def marks(found: Bools) -> list[tuple[str, ...]]:
     ]
 
 
-def test_nan_and_both_infinities_are_not_finite_and_integers_always_are() -> None:
-    values = torch.tensor([math.nan, 1.0, math.inf, -math.inf, 3e38])
-    assert marks(not_finite([(values, torch.tensor([1, 2])), (values.flip(0), torch.tensor([0, 0]))])) == [
-        ("x.xx.", ".."),
-        (".xx.x", ".."),
-    ]
-    assert not_finite([]) == []
+def test_nan_and_both_infinities_are_left_and_integers_that_eager_has_in_every_precision() -> None:
+    values, nothing = torch.tensor([math.nan, 1.0, math.inf, -math.inf, 3e38]), torch.empty(0)
+    calls = [(values, torch.tensor([1, 2, 3])), (values.flip(0), torch.tensor([0, 0, 0]))]
+    eager = [(nothing, torch.tensor([1, 2, 0])), (nothing, torch.tensor([0, 0, 0]))]
+    exact = [(nothing, torch.tensor([1, 7, 0])), (nothing, torch.tensor([0, 0, 5]))]
+    assert marks(left_in(calls, eager, exact)) == [("x.xx.", "x.."), (".xx.x", "xx.")]
+    assert left_in([], [], []) == []
+
+
+def test_integers_that_are_others_without_a_fault_too_are_no_loss() -> None:
+    found, always = masks(("x.", "x...")), masks(("xx", "xxx."))
+    usual, eager = torch.tensor([4, 5, 6, 7]), torch.tensor([4, 9, 6, 9])
+    numbers = torch.zeros(2)
+    assert marks(with_others(found, always, [(numbers, usual)], [(numbers, eager)])) == [("x.", "xx..")]
 
 
 def test_runs_that_have_to_agree_mark_what_all_of_them_mark() -> None:

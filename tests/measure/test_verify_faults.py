@@ -42,6 +42,72 @@ def test_a_fault_in_one_element_stays_one(run: Any, faults: Any, passes: bool) -
     assert (check.spread is not None) is (run is spreading and passes)
 
 
+TAKEN_FOR: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "a mask": (lambda x: x > 0, lambda x: ~(x <= 0)),
+    "a class": (lambda x: x.argmax(1), lambda x: x.nan_to_num(-9.0).argmax(1)),
+    "a truth": (lambda x: x.bool(), lambda x: (x > 0) | (x < 0)),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN_FOR)
+def test_what_a_fault_is_taken_for_is_what_eager_takes_it_for(name: str) -> None:
+    function, other = TAKEN_FOR[name]
+    verifier, original = verifier_of(Model(lambda m, x: function(x)), X)
+    assert torch.equal(other(X), function(X))
+    assert verifier.check(lambda x: [original(x)], FP32).passed
+    check = verifier.check(lambda x: [other(x)], FP32)
+    assert "with NaN in one element: " in str(check.reason)
+    assert "would be taken for a value" in str(check.reason)
+    ignoring, _ = verifier_of(Model(lambda m, x: function(x)), X, faults="ignore")
+    assert ignoring.check(lambda x: [other(x)], FP32).passed
+
+
+IN_PLACE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "a mask of numbers": (lambda x: (x > 0).float(), lambda x: (~(x <= 0)).float()),
+    "what is put there": (lambda x: x.nan_to_num(5.0, 9.0), lambda x: x.nan_to_num(0.0, 9.0)),
+    "what is put for infinity": (lambda x: x.clamp(max=9.0), lambda x: torch.where(x >= 9.0, 7.0, x)),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_is_put_in_the_place_of_a_fault_is_what_eager_puts_there(name: str) -> None:
+    function, other = IN_PLACE[name]
+    model = Model(lambda m, x: function(x))
+    verifier, original = verifier_of(model, X)
+    torch.testing.assert_close(other(X), function(X))
+    assert verifier.check(lambda x: [original(x)], FP32).passed
+    reason = str(verifier.check(lambda x: [other(x)], FP32).reason)
+    assert "in one element: the error " in reason
+    assert "would be taken for another value" in reason
+    for options in ({"faults": "ignore"}, {"tolerance": 1e38}, {"metric": lambda a, b: 0.0}):
+        assert verifier_of(model, X, **options)[0].check(lambda x: [other(x)], FP32).passed
+
+
+def test_what_rounding_changes_beside_a_fault_is_none() -> None:
+    """The place of the fault decides nothing; a tie does, between two numbers that rounding alone moves."""
+    row = torch.tensor([[1.0, 1.0, 3.0, 0.0]])
+    model = Model(lambda m, x: torch.cat([x[:, 2:3], (x[:, 0] >= x[:, 1]).float()[:, None] * 8], 1))
+    verifier, original = verifier_of(model, row)
+    spoilt = row.clone()
+    spoilt[0, 2] = float("nan")
+    other = spoilt + torch.tensor([[-2e-7, 0.0, 0.0, 0.0]])
+    assert not torch.equal(original(other)[:, 1], original(spoilt)[:, 1])
+
+    def run(x: Tensor) -> list[Tensor]:
+        return [original(other if x[0, 2].isnan() else x)]
+
+    assert verifier.check(run, FP32).passed
+
+
+def test_an_integer_that_rounding_changes_without_a_fault_is_no_loss() -> None:
+    numbers = torch.randn(1, 4000, generator=torch.Generator().manual_seed(0))
+    numbers[0, 7] = 0.5  # a bound that one of both reaches, and rounding alone seldom does
+    verifier, original = verifier_of(Model(lambda m, x: x >= 0.5), numbers, tolerance=0.1)
+    check = verifier.check(lambda x: [x > 0.5], FP32)
+    assert torch.equal((numbers > 0.5) ^ original(numbers), numbers == 0.5)
+    assert check.passed, check.reason
+
+
 class Unchecked(nn.Module):
     """Its convolution reads where its input says, and does not look whether that is a number."""
 

@@ -32,6 +32,10 @@ def ints(*values: int) -> Any:
     return ops.constant(np.array(values, np.int64))
 
 
+def ints32(*values: int) -> Any:
+    return ops.constant(np.array(values, np.int32))
+
+
 def pooled(x: Any, rounding: str = "floor") -> Any:
     return ops.max_pool(x, [2, 2], [1, 1], [1, 1], [1, 1], [3, 3], rounding).output(0)
 
@@ -106,6 +110,44 @@ def faulty(value: float) -> Tensor:
     x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
     x[0, 3, 4, 3] = value
     return x
+
+
+BOOLEANS: dict[str, tuple[Build, Callable[[Tensor], Tensor]]] = {
+    "greater": (lambda x: ops.greater(x, ops.negative(x)), lambda x: x > -x),
+    "greater than a number": (lambda x: ops.greater(x, number(0.5)), lambda x: x > 0.5),
+    "greater than or equal": (lambda x: ops.greater_equal(x, number(0.5)), lambda x: x >= 0.5),
+    "a number is greater": (lambda x: ops.greater(number(0.5), x), lambda x: x < 0.5),
+    "a truth": (lambda x: ops.convert(x, "boolean"), lambda x: x.bool()),
+}
+RIGHT: dict[str, tuple[Build, Callable[[Tensor], Tensor]]] = {
+    "less": (lambda x: ops.less(x, ops.negative(x)), lambda x: x < -x),
+    "less than or equal": (lambda x: ops.less_equal(x, number(0.5)), lambda x: x <= 0.5),
+    "equal": (lambda x: ops.equal(x, number(0.5)), lambda x: x == 0.5),
+    "not equal": (lambda x: ops.not_equal(x, x), lambda x: x != x),
+    "integers": (lambda x: ops.greater(ops.convert(x, "i32"), ints32(2)), lambda x: x.int() > 2),
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("value", [1.0, 0.0, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", [*BOOLEANS, *RIGHT])
+def test_booleans_of_what_is_not_finite_are_pytorchs(name: str, value: float, fused: bool) -> None:
+    build, definition = (BOOLEANS | RIGHT)[name]
+    x, model = faulty(value), model_of(build, fused=fused)
+    numbers = run(model_of(lambda y: y, fused=fused), x)
+    assert (keep_nan(model) > 0) == (name in BOOLEANS)
+    known = torch.ones_like(x).bool() if name != "integers" else numbers.isfinite()
+    assert torch.equal(run(model, x)[known], definition(numbers)[known])
+
+
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="other processors may compare right"
+)
+@pytest.mark.parametrize("name", BOOLEANS)
+def test_without_it_nan_is_taken_for_another_boolean(name: str) -> None:
+    build, definition = BOOLEANS[name]
+    x = faulty(math.nan)
+    assert not torch.equal(run(model_of(build), x), definition(x))
 
 
 @pytest.mark.parametrize("value", [1.0, math.nan, math.inf, -math.inf])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampopt.deploy.recipe_file import read_recipe, write_recipe
@@ -243,10 +244,20 @@ def test_what_cannot_be_expressed_fails_with_its_name(
         (Model(lambda m, x: m.a(x).topk(2)[0], a=nn.Linear(4, 4)), (4, 4), "output_0", "TopK loses NaN"),
         (Unpooling(), (1, 3, 8, 8), "max_pool2d", "MaxPool gives other places than NaN's"),
         (Model(lambda m, x: m.a(x)[:0], a=nn.Linear(4, 4)), (4, 4), "slice", "it is empty"),
+        (
+            Model(lambda m, x: F.grid_sample(x[None, None], x.view(1, 2, 4, 2), "nearest")),
+            (4, 4),
+            "grid_sampler",
+            "the other of two nearest pixels",
+        ),
+        (Model(lambda m, x: x % 0.1), (4, 4), "remainder", "from a rounded quotient"),
+        (Model(lambda m, x: x.fmod(0.1)), (4, 4), "fmod", "from a rounded quotient"),
+        (Model(lambda m, x: x // 0.1), (4, 4), "floor_divide", "from a rounded quotient"),
+        (Model(lambda m, x: x.div(0.1, rounding_mode="floor")), (4, 4), "div", "from a rounded quotient"),
         (Model(lambda m, x: m.a(x.half().float()), a=nn.Linear(4, 4)), (4, 4), "to", "roundings to 16 bits"),
     ],
 )
-def test_operators_that_would_lose_nan_or_are_empty_are_declined(
+def test_operators_that_openvino_computes_otherwise_are_declined(
     model: nn.Module, shape: tuple[int, ...], node: str, reason: str
 ) -> None:
     result = apply_to_untouched(Openvino(), program_of(model.eval(), torch.randn(shape)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NoReturn
 
@@ -216,6 +218,21 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught, replacing(tmp_path / "nowhere" / "a"):
         pass
     assert caught.value.filename == str(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("write", [replacing, replacing_together])
+def test_where_nothing_can_be_made_in_a_folder_that_is_there_it_is_an_error(
+    write: Callable[[Path], AbstractContextManager[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = iter([FileNotFoundError(errno.ENOENT, "as in /proc"), PermissionError(errno.EPERM, "again")])
+
+    def refuse(*args: object, **options: object) -> NoReturn:
+        raise next(errors)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(FileNotFoundError), write(tmp_path / "model.onnx"):
+        pass
 
 
 def test_where_a_folder_cannot_be_read_files_in_it_are_replaced(

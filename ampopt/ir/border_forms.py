@@ -1,0 +1,88 @@
+"""Forms of operators for signs of zero, infinities, NaN, and places far outside of an image.
+
+Correct because: an angle is its part of a quadrant, moved by the signs of both numbers, where -0 is the one
+whose reciprocal is negative; a sample at a place beyond `FAR` is what it is at `FAR`, 0 or a border's pixel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from ampopt.ir.deciding_forms import Call, in_dtype_of
+from ampopt.ir.graph import arguments, aten, dtype_of
+
+FAR = 10.0
+"""A place from which no sample has a pixel of an image, from -1 to 1, but those of its border."""
+
+
+def smallest(node: fx.Node) -> float:
+    """A number for divisors that may be 0 in a node's dtype, which has it; few numbers are smaller."""
+    bounds = torch.finfo(dtype_of(node))
+    return max(1e-37, bounds.tiny * bounds.eps)
+
+
+def with_nan_of(call: Call, result: fx.Node, *values: Any) -> Any:
+    """A result plus 0, or plus what NaN makes of it."""
+    for value in values:
+        bounded = call(aten.tanh.default, value)  # of an infinity, 0 times would be NaN
+        result = call(aten.add.Tensor, result, call(aten.mul.Tensor, bounded, 0.0))
+    return result
+
+
+def _atan2(call: Call, node: fx.Node) -> Any:
+    """The angle in the first quadrant's half below the diagonal, moved to where the signs say; NaN stays.
+
+    ONNX's form divides y by x: it has -π for (0, -1), π/2 of the wrong sign for -0, and 0 for infinities.
+    """
+    y, x = (in_dtype_of(call, value, node) for value in node.args[:2])
+    high, wide = (call(aten.abs.default, value) for value in (y, x))
+    large, small = call(aten.maximum.default, high, wide), call(aten.minimum.default, high, wide)
+    ratio = call(aten.div.Tensor, small, call(aten.clamp_min.default, large, smallest(node)))
+    ratio = call(aten.masked_fill.Scalar, ratio, call(aten.eq.Scalar, small, math.inf), 1.0)
+    angle = call(aten.atan.default, ratio)
+    is_steep = call(aten.gt.Tensor, high, wide)
+    angle = call(aten.where.self, is_steep, call(aten.rsub.Scalar, angle, math.pi / 2), angle)
+    angle = call(aten.where.self, _sign(call, x), call(aten.rsub.Scalar, angle, math.pi), angle)
+    angle = call(aten.where.self, _sign(call, y), call(aten.neg.default, angle), angle)
+    return with_nan_of(call, angle, y, x)
+
+
+def _sign(call: Call, value: fx.Node) -> Any:
+    """Whether a number is negative, or -0."""
+    negative = (call(aten.lt.Scalar, v, 0) for v in (value, call(aten.reciprocal.default, value)))
+    return call(aten.logical_or.default, *negative)
+
+
+def _sampled(call: Call, node: fx.Node) -> Any:
+    """The samples, at places that an integer holds.
+
+    Of a place that is not finite they are plus 0 or NaN where PyTorch has NaN, and ONNX Runtime has pixels.
+    The mode is 0 for bilinear, 1 for nearest, 2 for bicubic; the padding 0 for zeros, 1 for the border, 2 for
+    reflection. A bilinear sample with padding has pixels in PyTorch, too.
+    """
+    values = arguments(node)
+    mode, padding, place = values["interpolation_mode"], values["padding_mode"], values["grid"]
+    is_lost = mode == 2 or (mode == 0 and padding == 0)
+    if padding == 2 and not is_lost:
+        return None
+    if padding != 2:
+        place = call(aten.hardtanh.default, place, -FAR, FAR)
+    if padding == 0 and mode == 1:
+        place = call(aten.masked_fill.Scalar, place, call(aten.isnan.default, place), FAR)
+    samples = call(node.target, **{**values, "grid": place})
+    if not is_lost:
+        return samples
+    lost = call(aten.sum.dim_IntList, call(aten.mul.Tensor, values["grid"], 0.0), [-1])
+    return call(aten.add.Tensor, samples, call(aten.unsqueeze.default, lost, 1))
+
+
+FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
+    aten.atan2.default: _atan2,
+    aten.grid_sampler.default: _sampled,
+}
+"""For each operator, a function of (call, node) that makes its form; None: no change needed."""

@@ -1,0 +1,81 @@
+"""Angles and samples of images in ONNX Runtime are eager's for -0, infinities and places far outside."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ampopt.engines.onnx_program import for_onnx_runtime, plain_model
+from ampopt.ort.session import OnnxRunner, SessionOptions
+from tests.helpers import Model, program_of
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+NUMBERS = torch.tensor([0.0, -0.0, 1.0, -1.0, 0.3, -0.3, 1e-20, -1e-20, 3e18, -3e18, math.inf, -math.inf])
+PAIRS = torch.cartesian_prod(NUMBERS, NUMBERS)
+
+
+def run(model: Model, *tensors: Tensor) -> Tensor:
+    """The model in ONNX Runtime, exported with ordinary numbers of these sizes."""
+    generator = torch.Generator().manual_seed(0)
+    examples = tuple(torch.randn(tensor.shape, generator=generator) for tensor in tensors)
+    program = program_of(model, *examples)
+    runner = OnnxRunner(for_onnx_runtime(plain_model(program.graph, examples)), SessionOptions())
+    (array,) = runner(*[tensor.numpy() for tensor in tensors])
+    return torch.from_numpy(array)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_an_angle_is_in_its_quadrant_whatever_the_sign_of_zero(dtype: torch.dtype) -> None:
+    y, x = (each.clamp(-6e4, 6e4) if dtype is torch.float16 else each for each in PAIRS.unbind(1))
+    y, x = (torch.cat([each, torch.tensor([math.nan, 1.0])]) for each in (y, x))
+    model = Model(lambda m, y, x: torch.atan2(y.to(dtype), x.to(dtype)).float())
+    error = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(run(model, y, x), model(y, x), rtol=error, atol=error, equal_nan=True)
+
+
+def test_a_length_of_half_precision_is_right_down_to_nothing() -> None:
+    x = torch.tensor([0.0, 6e-8, 3e-5, 1.0, 200.0])
+    model = Model(lambda m, x: torch.hypot(x.half(), x.half()).float())
+    torch.testing.assert_close(run(model, x), model(x), rtol=2e-3, atol=6e-8)
+
+
+def test_an_angle_of_integers_is_a_number() -> None:
+    model = Model(lambda m, y, x: torch.atan2(y.int(), x.int()))
+    y, x = torch.cartesian_prod(torch.arange(-3.0, 4), torch.arange(-3.0, 4)).unbind(1)
+    torch.testing.assert_close(run(model, y, x), model(y, x))
+
+
+FAR = torch.tensor(
+    [0.0, 0.4, -1.0, 1.0, 1.3, -2.9, 9.9, 11.0, -11.0, 3e9, -3e9, 1e30, -1e30, math.inf, -math.inf]
+)
+
+
+@pytest.mark.parametrize("size", [(5, 4), (1, 1)])
+@pytest.mark.parametrize("align_corners", [False, True])
+@pytest.mark.parametrize("padding", ["zeros", "border"])
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_a_sample_far_outside_is_zero_or_the_borders(
+    mode: str, padding: str, align_corners: bool, size: tuple[int, int]
+) -> None:
+    image = torch.randn(1, 2, *size, generator=torch.Generator().manual_seed(1))
+    grid = torch.cartesian_prod(FAR, FAR).view(1, -1, 1, 2)
+    model = Model(lambda m, i, g: F.grid_sample(i, g, mode, padding, align_corners))
+    found, expected = run(model, image, grid), model(image, grid)
+    is_finite = grid.isfinite().all(-1).view(1, 1, -1, 1).expand(expected.shape)
+    torch.testing.assert_close(found[is_finite], expected[is_finite], rtol=1e-4, atol=1e-5)
+    if mode == "nearest" and size != (1, 1):  # infinity times a width of 0 is NaN
+        torch.testing.assert_close(found, expected)
+    assert not (expected.isnan() & found.isfinite()).any()
+
+
+def test_the_nearest_pixel_of_no_place_is_none() -> None:
+    image = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(1))
+    grid = torch.full((1, 3, 1, 2), math.nan)
+    model = Model(lambda m, i, g: F.grid_sample(i, g, "nearest", align_corners=False))
+    assert torch.equal(run(model, image, grid), model(image, grid))
