@@ -9,7 +9,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import safetensors.torch
@@ -49,6 +48,7 @@ from ampopt.search.optimizer import Optimizer
 from ampopt.search.options import Options
 from ampopt.system.environment import environment
 from ampopt.system.memory import release
+from ampopt.system.plain_files import path_of
 from ampopt.system.process_state import process_kept
 
 logger = logging.getLogger("ampopt")
@@ -120,7 +120,7 @@ def load(
     if backend not in BACKENDS:
         raise InputError(f"backend={backend!r}: choose from {', '.join(BACKENDS)}")
     where = _device(device)
-    files = open_bundle(path, verify_key=None if verify_key is None else Path(verify_key))
+    files = open_bundle(path, verify_key=None if verify_key is None else path_of(verify_key))
     with _refusing(path):
         captured, recipe, tests = _read(files, where, types)
         state = tests[0].state

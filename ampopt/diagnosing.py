@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -40,6 +39,7 @@ from ampopt.system.budget import Budget
 from ampopt.system.environment import environment
 from ampopt.system.interrupts import check_interrupted, interruptible, watched
 from ampopt.system.memory import release
+from ampopt.system.plain_files import path_of
 from ampopt.system.process_state import imports_kept, process_kept
 from ampopt.system.turns import optimizing
 
@@ -212,9 +212,7 @@ def _trace_file(trace: object) -> Path | None:
     """Where the trace goes. Raises InputError where no file can be, before anything is measured."""
     if trace is None:
         return None
-    if not isinstance(trace, (str, os.PathLike)):
-        raise InputError(f"trace={trace!r}: give the path of a file")
-    path = Path(trace)
+    path = path_of(trace)
     if path.is_dir() or not path.resolve().parent.is_dir():
         raise InputError(f"trace={str(path)!r}: give a file in a folder that exists")
     return path

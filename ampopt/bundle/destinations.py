@@ -10,6 +10,7 @@ from pathlib import Path
 from ampopt.bundle.files import check_target
 from ampopt.bundle.signing import sign
 from ampopt.errors import InputError, require
+from ampopt.system.plain_files import path_of
 
 ONNX_PACKAGES = ("onnx", "onnx_ir", "onnxscript", "onnxruntime")
 
@@ -34,7 +35,7 @@ def is_onnx(path: str | os.PathLike[str]) -> bool:
 
     Raises InputError for a suffix of a format that ampopt does not write.
     """
-    suffix = Path(path).suffix.lower()
+    suffix = path_of(path).suffix.lower()
     if suffix in FOREIGN:
         raise InputError(
             f"{os.fspath(path)}: {suffix} stands for {FOREIGN[suffix]}: "
@@ -45,7 +46,7 @@ def is_onnx(path: str | os.PathLike[str]) -> bool:
 
 def check_onnx(path: str | os.PathLike[str]) -> None:
     """Raise InputError or MissingExtraError if no ONNX file can be written to `path`."""
-    place = Path(path)
+    place = path_of(path)
     if not is_onnx(place) and place.suffix.lower() == ".ampopt":
         raise InputError(
             f"{place}: .ampopt stands for a bundle, which `save` writes: name it {place.stem}.onnx"
@@ -73,7 +74,7 @@ def check_bundle(
     for package in ONNX_PACKAGES if onnx else ():
         require(package, "onnx")
     if sign_key is not None:
-        sign(Path(sign_key), b"")  # a key that cannot be used says so
+        sign(path_of(sign_key), b"")  # a key that cannot be used says so
     check_target(path)
 
 

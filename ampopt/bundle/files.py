@@ -34,6 +34,7 @@ from ampopt.bundle.manifest import (
 from ampopt.bundle.signing import SIGNATURE_BYTES, is_signed, sign
 from ampopt.errors import BundleError
 from ampopt.system.atomic import replacing
+from ampopt.system.plain_files import path_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +173,7 @@ def check_target(path: str | os.PathLike[str]) -> None:
 def _bundle_errors(path: str | os.PathLike[str], outcome: str) -> Iterator[None]:
     """Make every refusal, and every error of the operating system, a BundleError that names the bundle."""
     try:
-        if "\0" in os.fspath(path):
+        if "\0" in str(path_of(path)):
             raise RefusedError("its path has a NUL in it", "give another path")
         yield
     except RefusedError as e:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ampopt.errors import InputError, need
 from ampopt.system.atomic import create
-from ampopt.system.plain_files import open_named
+from ampopt.system.plain_files import open_named, path_of
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -109,7 +109,7 @@ def _public_key(path: str | Path) -> Ed25519PublicKey:
 
 def _read_pem(path: str | Path) -> bytes:
     try:
-        with open_named(Path(path), "the key", MOST_KEY_BYTES) as file:
+        with open_named(path_of(path), "the key", MOST_KEY_BYTES) as file:
             return file.read()
     except OSError as e:
         raise InputError(f"the key {path} cannot be read: {e.strerror}") from e

@@ -18,6 +18,14 @@ class NotPlainError(OSError):
     """The path is not a regular file, or the file is too large; `strerror` says which."""
 
 
+def path_of(given: object) -> Path:
+    """The path that a user gave as the name of a file. Raises InputError for what names none."""
+    name = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
+    if not isinstance(name, str):
+        raise InputError(f"{given!r} is no name of a file: give a str or a pathlib.Path")
+    return Path(name)
+
+
 def open_plain(path: str | Path, *, folder: int | None = None, follow: bool = True) -> BinaryIO:
     """Open a regular file for reading, relative to `folder` (a descriptor) if given.
 

@@ -41,6 +41,26 @@ def test_a_name_of_something_else_is_refused(suffix: str, tmp_path: Path) -> Non
             refuse(tmp_path / f"out{suffix}")
 
 
+@pytest.mark.parametrize("name", [None, 3, b"robot.ampopt", ["robot.ampopt"]])
+def test_what_names_no_file_is_refused(name: Any) -> None:
+    x = torch.zeros(1, 2)
+    module = module_of(nn.Linear(2, 2), x)
+    calls: list[Callable[[], object]] = [
+        *(lambda: check_onnx(name), lambda: check_bundle(name, onnx=False, sign_key=None)),
+        *(lambda: module.save(name), lambda: module.export_onnx(name)),
+        *(lambda: ampopt.load(name), lambda: ampopt.robot.load(name)),
+    ]
+    if name is not None:
+        calls += [
+            *(lambda: ampopt.load("robot.ampopt", verify_key=name),),
+            *(lambda: module.save("robot.ampopt", sign_key=name),),
+            *(lambda: ampopt.diagnose(nn.Linear(2, 2), x, trace=name, progress=False),),
+        ]
+    for call in calls:
+        with pytest.raises(InputError, match=r"is no name of a file: give a str or a pathlib\.Path"):
+            call()
+
+
 def test_the_other_kinds_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"name it robot\.onnx"):
         check_onnx(tmp_path / "robot.ampopt")

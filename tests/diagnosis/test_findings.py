@@ -205,7 +205,7 @@ def test_a_whole_diagnosis() -> None:
         ({"precision": None}, "precision=None: choose from fp32, amp, bf16"),
         ({"precision": "fp17"}, "precision='fp17': choose"),
         ({"example_kwargs": 3}, "example_kwargs takes a dict"),
-        ({"trace": 3}, "trace=3: give the path of a file"),
+        ({"trace": 3}, "3 is no name of a file"),
         ({"trace": "/no/such/folder/trace.json"}, "give a file in a folder that exists"),
         ({"progress": "often"}, "progress='often': give True or False"),
     ],
