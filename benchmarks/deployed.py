@@ -86,7 +86,7 @@ def _command(way: str, folder: Path, threads: int) -> list[str]:
 def _racer(way: str, folder: Path, threads: int, stack: contextlib.ExitStack) -> Racer:
     """A way's process. Raises RuntimeError where its engine is missing, or does not convert the network."""
     if way in ENGINES:
-        engine_process.converted(way, folder, threads)
+        engine_process.converted(str(python_of(way)), way, folder, threads)
     racer = Racer(_command(way, folder, threads), racing_environment(way, folder, threads))
     stack.callback(racer.end)
     return racer

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,9 +39,10 @@ def command(engine: str, folder: Path, threads: int) -> list[str]:
     return [*module, engine, str(folder), str(threads)]
 
 
-def converted(engine: str, folder: Path, threads: int) -> None:
-    """Convert a network in a process of its own. Raises RuntimeError where the engine does not."""
-    convert_it = [*command(engine, folder, threads), "--convert"]
+def converted(python: str, engine: str, folder: Path, threads: int) -> None:
+    """Convert a network in a process of an interpreter. Raises RuntimeError where the engine does not."""
+    module = [python, "-m", "benchmarks.engine_process"]
+    convert_it = [*module, engine, str(folder), str(threads), "--convert"]
     done = subprocess.run(convert_it, capture_output=True, text=True, timeout=CONVERTS_S)
     if done.returncode:
         raise RuntimeError(f"not converted: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
@@ -56,7 +58,7 @@ class InEngine:
     def make(self) -> Facts:
         """Convert the network in a process of its own, then load it."""
         start = time.perf_counter()
-        converted(self._engine, self._folder, self._threads)
+        converted(sys.executable, self._engine, self._folder, self._threads)
         with np.load(self._folder / "inputs.npz") as stored:
             inputs = tuple(stored.values())
         before, resident = peak_bytes(), resident_bytes()
