@@ -68,7 +68,9 @@ class FaultCheck:
             lost = lost_elements(found, masks.always)
             if any(count for count, whole in zip(lost, is_whole, strict=True) if whole):
                 found = self._with_others(found, masks, run, lane, len(draw.calls))
-            masks = self.explained(lane, draw, found, masks)
+            is_known = spread is not None and self._no_spreading is None  # that it spreads, as it may
+            if not is_known or any(lost_elements(found, masks.always)):
+                masks = self.explained(lane, draw, found, masks)
             for index, count in enumerate(lost_elements(found, masks.always)):
                 if count:
                     reason = _reason(count, masks.count(index), whole=is_whole[index])

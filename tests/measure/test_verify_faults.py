@@ -42,6 +42,23 @@ def test_a_fault_in_one_element_stays_one(run: Any, faults: Any, passes: bool) -
     assert (check.spread is not None) is (run is spreading and passes)
 
 
+def test_that_a_fault_spreads_is_explained_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    verifier, _ = verifier_of(nn.ReLU(), X)
+    explained, explain = list[str](), verifier.fault_check.explained
+
+    def noting(lane: Any, draw: Any, found: Any, masks: Any) -> Masks:
+        explained.append(draw.name)
+        return explain(lane, draw, found, masks)
+
+    monkeypatch.setattr(verifier.fault_check, "explained", noting)
+    check = verifier.check(spreading, FP32, everywhere=True)
+    assert check.passed
+    assert check.spread is not None
+    assert len(explained) == 1
+    assert verifier.check(lambda x: [x.relu()], FP32, everywhere=True).passed
+    assert len(explained) > 2, "there are more draws with faults"
+
+
 TAKEN_FOR: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "a mask": (lambda x: x > 0, lambda x: ~(x <= 0)),
     "a class": (lambda x: x.argmax(1), lambda x: x.nan_to_num(-9.0).argmax(1)),
