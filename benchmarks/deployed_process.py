@@ -12,57 +12,35 @@ import functools
 import importlib
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from benchmarks.deployed_ways import BUNDLE, WAYS
-from benchmarks.engines_on_cpu import Array
-from benchmarks.meters import cpu_meter
+from benchmarks.engine_process import Loaded
 from benchmarks.race_protocol import Facts, anonymous_bytes, peak_bytes, resident_bytes, serve_pipe
-from benchmarks.regimes import Block, Subject, block
 
 SAVE = "save"
 
-SETTLE_S = 1.0
 
-
-class Deployed:
+class Deployed(Loaded):
     """A way that has loaded its network."""
-
-    def __init__(self, way: str, folder: Path, threads: int) -> None:
-        self._way, self._folder, self._threads = way, folder, threads
-        self._call: Callable[[], list[Array]] | None = None
 
     def make(self) -> Facts:
         """Load the network and run it once; what both took, with all that had to be imported."""
-        with np.load(self._folder / "inputs.npz") as stored:
-            inputs = tuple(stored.values())
-        resident, start = resident_bytes(), time.perf_counter()
-        self._call = functools.partial(WAYS[self._way](self._folder, inputs, self._threads), *inputs)
-        self._call()
+        inputs, resident, start = self.inputs(), resident_bytes(), time.perf_counter()
+        self.call = functools.partial(WAYS[self.name](self.folder, inputs, self.threads), *inputs)
+        self.call()
         return {"first_answer_s": time.perf_counter() - start, "bare_bytes": resident}
 
     def choose(self) -> Facts:
-        """Write the outputs for whoever knows what they should be."""
-        assert self._call is not None
-        np.savez(self._folder / f"{self._way}.npz", *self._call())
+        """Write the outputs for whoever knows what they should be; a bundle knows its threads itself."""
+        super().choose()
         return {}
 
     def settle(self) -> Facts:
         """Warm up; the memory of the process then, and the most that it has had."""
-        assert self._call is not None
-        end = time.perf_counter() + SETTLE_S
-        while time.perf_counter() < end:
-            self._call()
+        super().settle()
         own = {"resident_bytes": resident_bytes(), "anonymous_bytes": anonymous_bytes()}
         return {**own, "peak_bytes": peak_bytes()}
-
-    def block(self, regime: str) -> Block:
-        """Time a block."""
-        assert self._call is not None
-        return block(Subject(self._call, meter=cpu_meter()), regime)
 
 
 def save(folder: Path) -> Facts:

@@ -55,16 +55,14 @@ def openvino(folder: Path, _: tuple[Array, ...], threads: int) -> Run:
     return lambda *arrays: list(request.infer(list(arrays)).to_tuple())
 
 
-WITHOUT_TORCH: dict[str, Callable[[Path, tuple[Array, ...], int], Run]] = {
+WAYS: dict[str, Callable[[Path, tuple[Array, ...], int], Run]] = {
     "ampopt.robot": robot,
     "ONNX Runtime": onnxruntime,
     "OpenVINO": openvino,
     **ENGINES,
+    "ampopt.load": load,
+    "eager": eager,
 }
-
-WITH_TORCH: dict[str, Callable[[Path, tuple[Array, ...], int], Run]] = {"ampopt.load": load, "eager": eager}
-
-WAYS = {**WITHOUT_TORCH, **WITH_TORCH}
 
 
 def _torch(threads: int) -> Any:

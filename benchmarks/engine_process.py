@@ -48,44 +48,49 @@ def converted(python: str, engine: str, folder: Path, threads: int) -> None:
         raise RuntimeError(f"not converted: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
 
 
-class InEngine:
-    """An engine with one network."""
+class Loaded:
+    """A network that runs in this process without PyTorch's own tensors; who makes it sets `call`."""
 
-    def __init__(self, engine: str, folder: Path, threads: int) -> None:
-        self._engine, self._folder, self._threads = engine, folder, threads
-        self._call: Callable[[], list[Array]] | None = None
+    def __init__(self, name: str, folder: Path, threads: int) -> None:
+        self.name, self.folder, self.threads = name, folder, threads
+        self.call: Callable[[], list[Array]] = list
 
-    def make(self) -> Facts:
-        """Convert the network in a process of its own, then load it."""
-        start = time.perf_counter()
-        converted(sys.executable, self._engine, self._folder, self._threads)
-        with np.load(self._folder / "inputs.npz") as stored:
-            inputs = tuple(stored.values())
-        before, resident = peak_bytes(), resident_bytes()
-        run = ENGINES[self._engine](self._folder, inputs, self._threads)
-        self._call = functools.partial(run, *inputs)
-        self._call()
-        taken = {"bytes": peak_bytes() - before, "kept_bytes": resident_bytes() - resident}
-        return {"prepare_s": time.perf_counter() - start, **taken}
+    def inputs(self) -> tuple[Array, ...]:
+        """The network's inputs."""
+        with np.load(self.folder / "inputs.npz") as stored:
+            return tuple(stored.values())
 
     def choose(self) -> Facts:
         """Write the outputs for whoever knows what they should be."""
-        assert self._call is not None
-        np.savez(self._folder / f"{self._engine}.npz", *self._call())
-        return {"way": f"{self._threads} threads"}
+        np.savez(self.folder / f"{self.name}.npz", *self.call())
+        return {"way": f"{self.threads} threads"}
 
     def settle(self) -> Facts:
         """Warm up."""
-        assert self._call is not None
         end = time.perf_counter() + SETTLE_S
         while time.perf_counter() < end:
-            self._call()
+            self.call()
         return {}
 
     def block(self, regime: str) -> Block:
         """Time a block."""
-        assert self._call is not None
-        return block(Subject(self._call, meter=cpu_meter()), regime)
+        return block(Subject(self.call, meter=cpu_meter()), regime)
+
+
+class InEngine(Loaded):
+    """An engine with one network."""
+
+    def make(self) -> Facts:
+        """Convert the network in a process of its own, then load it."""
+        start = time.perf_counter()
+        converted(sys.executable, self.name, self.folder, self.threads)
+        inputs = self.inputs()
+        before, resident = peak_bytes(), resident_bytes()
+        run = ENGINES[self.name](self.folder, inputs, self.threads)
+        self.call = functools.partial(run, *inputs)
+        self.call()
+        taken = {"bytes": peak_bytes() - before, "kept_bytes": resident_bytes() - resident}
+        return {"prepare_s": time.perf_counter() - start, **taken}
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ match.
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -40,6 +41,9 @@ from ampopt.ir.own_autocast import FULL_PRECISION
 from ampopt.ir.own_limits import widen_limits
 from ampopt.ir.strided_reads import fix_layouts
 from ampopt.ir.weight_norms import write_out_weight_norms
+from ampopt.system.interrupts import check_interrupted
+
+logger = logging.getLogger("ampopt")
 
 _hop = torch.ops.higher_order
 
@@ -113,7 +117,9 @@ def _keeps_dtype(node: fx.Node, functional: torch._ops.OpOverload) -> bool:
     try:
         with mode:
             result = functional(*fx.map_arg(node.args, valued), **fx.map_arg(node.kwargs, valued))
-    except Exception:
+    except Exception as error:
+        check_interrupted(error)
+        logger.debug("ampopt: PyTorch itself makes %s functional: %s", node, first_line(error))
         return False
     return isinstance(result, Tensor) and result.dtype is overwritten.dtype
 
