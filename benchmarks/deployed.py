@@ -58,7 +58,7 @@ def measure(network: str, threads: int) -> Row:
         folder = Path(name)
         write_parts(network, device, folder, as_onnx=True)
         env = {**racing_environment("save", folder, threads), **compiled_modules()}
-        done = subprocess.run(_command(SAVE, folder, threads), env=env, timeout=MOST_S, check=False)
+        done = subprocess.run(command(SAVE, folder, threads), env=env, timeout=MOST_S, check=False)
         if done.returncode:
             return {**row, "error": f"its default call ended with status {done.returncode}"}
         row["saved"] = json.loads((folder / "saved.json").read_text(encoding="utf-8"))
@@ -78,7 +78,8 @@ def measure(network: str, threads: int) -> Row:
     return {**row, "ways": ways}
 
 
-def _command(way: str, folder: Path, threads: int) -> list[str]:
+def command(way: str, folder: Path, threads: int) -> list[str]:
+    """What starts a way's process. Raises RuntimeError where its engine's environment was not made."""
     python = str(python_of(way)) if way in ENGINES else sys.executable
     return [python, "-m", "benchmarks.deployed_process", way, str(folder), str(threads)]
 
@@ -87,7 +88,7 @@ def _racer(way: str, folder: Path, threads: int, stack: contextlib.ExitStack) ->
     """A way's process. Raises RuntimeError where its engine is missing, or does not convert the network."""
     if way in ENGINES:
         engine_process.converted(str(python_of(way)), way, folder, threads)
-    racer = Racer(_command(way, folder, threads), racing_environment(way, folder, threads))
+    racer = Racer(command(way, folder, threads), racing_environment(way, folder, threads))
     stack.callback(racer.end)
     return racer
 

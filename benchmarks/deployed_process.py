@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.deployed_ways import BUNDLE, WAYS
 from benchmarks.engine_process import Loaded
-from benchmarks.race_protocol import Facts, anonymous_bytes, peak_bytes, resident_bytes, serve_pipe
+from benchmarks.race_protocol import Facts, memory_bytes, resident_bytes, serve_pipe
 
 SAVE = "save"
 
@@ -39,8 +39,7 @@ class Deployed(Loaded):
     def settle(self) -> Facts:
         """Warm up; the memory of the process then, and the most that it has had."""
         super().settle()
-        own = {"resident_bytes": resident_bytes(), "anonymous_bytes": anonymous_bytes()}
-        return {**own, "peak_bytes": peak_bytes()}
+        return memory_bytes()
 
 
 def save(folder: Path) -> Facts:

@@ -117,23 +117,24 @@ def serve_pipe(make_runner: Callable[[], Runner]) -> None:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had on the host.
-
-    Not `getrusage`'s, which a process inherits from the one that started it.
-    """
-    return _of_this_process("VmHWM:")
+    """The most memory that this process has had on the host."""
+    return memory_bytes()["peak_bytes"]
 
 
 def resident_bytes() -> int:
     """The memory that this process has on the host now."""
-    return _of_this_process("VmRSS:")
+    return memory_bytes()["resident_bytes"]
 
 
-def anonymous_bytes() -> int:
-    """The part of it that no file holds: libraries that are mapped can be shared, and dropped."""
-    return _of_this_process("RssAnon:")
+_MEMORY = {"VmHWM": "peak_bytes", "VmRSS": "resident_bytes", "RssAnon": "anonymous_bytes"}
 
 
-def _of_this_process(name: str) -> int:
+def memory_bytes() -> dict[str, int]:
+    """The memory of this process on the host at one moment: the most so far, all, and what no file holds.
+
+    Of the last, libraries that are mapped are no part: they can be shared, and dropped. The most is not
+    `getrusage`'s, which a process inherits from the one that started it.
+    """
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+    told = dict(line.split(":", 1) for line in lines)
+    return {key: int(told[name].split()[0]) * 1024 for name, key in _MEMORY.items()}

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 import ampopt
-from benchmarks import engine_process
 from benchmarks.by_onnx import exported
-from benchmarks.deployed import write_row
-from benchmarks.deployed_process import Deployed
+from benchmarks.deployed import command, write_row
 from benchmarks.deployed_table import to_markdown
 from benchmarks.deployed_ways import BUNDLE
+from benchmarks.race_protocol import Racer, racing_environment
 from benchmarks.regimes import BACK_TO_BACK, REGIMES
 
 
@@ -36,18 +35,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["ampopt.robot", "ampopt.load", "eager", "ONNX Runtime", "OpenVINO"])
-def test_a_way_answers_as_the_network_does(way: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_way_answers_as_the_network_does(way: str, folder: Path, tmp_path: Path) -> None:
     if way == "OpenVINO":
         pytest.importorskip("openvino")
-    monkeypatch.setattr(engine_process, "SETTLE_S", 0.05)
-    runner = Deployed(way, folder, torch.get_num_threads())
-    facts = {**runner.make(), **runner.choose(), **runner.settle()}
+    racer = Racer(command(way, folder, 2), racing_environment(way, tmp_path, 2))
+    try:
+        facts = {**racer.ask("make"), **racer.ask("choose"), **racer.ask("settle")}
+        assert racer.ask("block", BACK_TO_BACK)["seconds"]
+    finally:
+        racer.end()
     assert 0 < facts["anonymous_bytes"] < facts["resident_bytes"] <= facts["peak_bytes"]
-    assert 0 < facts["bare_bytes"] < facts["peak_bytes"]
+    assert 0 < facts["bare_bytes"] < facts["resident_bytes"]
     model, x = torch.load(folder / "model.pt", weights_only=False), np.load(folder / "inputs.npz")["arr_0"]
     with torch.no_grad(), np.load(folder / f"{way}.npz") as stored:
         assert np.allclose(stored["arr_0"], model(torch.from_numpy(x)).numpy(), atol=1e-4)
-    assert runner.block(BACK_TO_BACK)["seconds"]
 
 
 def facts_of(kept_mib: int, ms: float = 1.0) -> dict[str, Any]:
