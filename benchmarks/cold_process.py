@@ -11,6 +11,8 @@ import faulthandler
 import functools
 import json
 import math
+import os
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -56,7 +58,8 @@ def measure(
     calls: dict[str, Call] = {OURS: fast}
     contestants: dict[str, Facts] = {OURS: {}}
     first: dict[str, list[Tensor]] = {}
-    with ThreadPoolExecutor(1) as pool, torch.no_grad():
+    pool = ThreadPoolExecutor(1)  # its thread is not ended, see `main`
+    with torch.no_grad():
         expected, facts["no_reference"] = _expected(model, inputs)
         first[OURS] = effect(fast, inputs)
         for name, ways in peers(device, compiled).items():
@@ -236,7 +239,11 @@ def error_of(found: list[Tensor], expected: list[Tensor]) -> float | None:
 
 
 def main() -> None:
-    """See the module."""
+    """See the module.
+
+    The process ends without tidying up. `torch.compile` keeps its CUDA graphs by thread and frees them when
+    the thread of the peers has ended: some processes were killed by that (SIGSEGV) with all figures made.
+    """
     faulthandler.enable()
     parser = parser_for(__doc__)
     parser.add_argument("network")
@@ -261,6 +268,9 @@ def main() -> None:
         write({"skipped": str(unknown)})
     except Exception as failure:
         write({"error": told(failure)})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
