@@ -52,7 +52,7 @@ COMPARING_S = 1.0
 FEWEST_CALLS = calls_to_verify(0) + CALLS_OF_A_TRIAL + CALLS_TO_COMPARE
 """Number of calls of a submodule for which its share has to last. Else FP32 keeps the whole time."""
 
-ENOUGH_S = 10.0
+ENOUGH_S = 8.0
 """Time in seconds that the search for the longest submodule's FP32 form keeps in any case: some passes and
 engines take seconds however short a call is."""
 
@@ -81,11 +81,19 @@ class LowerParts:
     """
 
     def __init__(
-        self, check: WholeCheck, regions: Sequence[Region], took: Sequence[float], options: Options
+        self,
+        check: WholeCheck,
+        model: nn.Module,
+        regions: Sequence[Region],
+        took: Sequence[float],
+        options: Options,
     ) -> None:
-        """`took`: the time of each region's first call, in seconds. `options` are those of a submodule."""
+        """`model`: whose submodules they are. `took`: the time of each region's first call, in seconds.
+
+        `options` are those of a submodule.
+        """
         self._check, self._options = check, options
-        self._original, self._device = check.original, check.device
+        self._original, self._device = model, check.device
         self._took = {region.name: seconds for region, seconds in zip(regions, took, strict=True)}
         self._regions = sorted(regions, key=lambda region: -self._took[region.name])
         lanes = lanes_for(options.precision, check.device, options.amp_dtype)
@@ -105,12 +113,12 @@ class LowerParts:
 
         `call_s` is the time of a call of the whole, `seconds` that of optimizing the submodules.
         """
-        end = time.perf_counter() + LOOKING * seconds
         worth = [region for region in self._regions if self._took[region.name] >= LEAST * call_s]
         for lane in self._asked:
             answering = [r for r in worth if self._is_callable(r, lane, seconds)]
             overflowing = [r for r in answering if self._overflows(r, lane)]
             told = [r for r in answering if r not in overflowing]
+            end = time.perf_counter() + LOOKING * seconds  # the first calls of a process load kernels
             found = [*self._accepted([], told, lane, end), *overflowing]
             self._tolerated[lane] = sorted(found, key=lambda region: -self._took[region.name])
 
@@ -135,13 +143,28 @@ class LowerParts:
         return 0.0
 
     def optimize(
-        self, modules: Mapping[str, OptimizedModule], end: float, progress: Progress, sandbox: Sandbox
+        self,
+        modules: Mapping[str, OptimizedModule],
+        end: float,
+        rest_s: float,
+        progress: Progress,
+        sandbox: Sandbox,
     ) -> bool:
         """Try lower precision until `end`, the longest submodules first; whether Ctrl-C has ended it.
 
         `modules` are the FP32 forms. What is kept is right at every time; `settle` decides about the whole.
+        `rest_s`: the time of a call outside of submodules. Where most of a call is now there, the code
+        between them gets most of the time.
         """
         self._fp32, self.modules = dict(modules), dict(modules)
+        own_s = sum(self._seconds_now(name) for name in self._took)
+        if rest_s > own_s:
+            now, share = time.perf_counter(), own_s / (own_s + rest_s)
+            end = now + share * (end - now)
+            self._spent = (
+                f"it could save at most {100 * share:.0f} % of a call, and the time goes to the code between "
+                "submodules: a larger budget_s tries both"
+            )
         for lane, tolerated in self._tolerated.items():
             waiting = [region for region in tolerated if region.name not in self.lanes]
             for index, region in enumerate(waiting):
@@ -153,6 +176,12 @@ class LowerParts:
                 if self._try(region, lane, share, progress, sandbox):
                     return True
         return False
+
+    def _seconds_now(self, name: str) -> float:
+        """The time of a call of a submodule in FP32, as it serves."""
+        if (module := self._fp32.get(name)) is None or module.report.chosen not in module.report.lanes:
+            return self._took[name]
+        return module.report.lanes[module.report.chosen].best.median
 
     def settle(self, seconds: float) -> None:
         """Take FP32 for all, unless the whole is faster outside the noise with what was kept."""
@@ -183,7 +212,7 @@ class LowerParts:
         call = functools.partial(_Lowered(working_copy(region.original), lane, self._device), *args, **kwargs)
         try:
             with untouched_rng(self._device):
-                loading_s = LOADING * seconds
+                loading_s = LOADING * self._options.budget_s  # once for all of them
                 took = seconds_once_loaded(
                     call, self._device, long_s=SLOW_CALL_S, most_s=most_s, loading_s=loading_s
                 )

@@ -6,9 +6,12 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
+from torch import nn
+
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import first_line, reason_of
 from ampopt.ir.lanes import FP32
+from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.ledger import Ledger
 from ampopt.search.lower_parts import LowerParts
 from ampopt.search.options import Options
@@ -23,15 +26,17 @@ MOST_REASONS = 8
 
 
 class PartsSearch:
-    """The search for one set of submodules; `modules` are those that it has optimized, by name.
+    """The search for one set of submodules; `modules` are those that are faster optimized, by name.
 
     `reports` has their ledgers, `notes` says why others run as they were or stay in FP32. `options` are those
-    of a submodule, `took` is the time of each region's first call, `call_s` that of the whole, in seconds.
+    of a submodule, `took` is the time of each region's first call, `call_s` that of the whole `model`, in
+    seconds.
     """
 
     def __init__(
         self,
         check: WholeCheck,
+        model: nn.Module,
         regions: Sequence[Region],
         took: Sequence[float],
         call_s: float,
@@ -43,7 +48,7 @@ class PartsSearch:
         self._regions, self._took, self._call_s, self._options = regions, took, call_s, options
         self._progress, self._sandbox = progress, sandbox
         self._fp32 = dataclasses.replace(options, precision=FP32.name)
-        self.lower = LowerParts(check, regions, took, options)
+        self.lower = LowerParts(check, model, regions, took, options)
         self.modules: dict[str, OptimizedModule] = {}
         self.reports: dict[str, Ledger] = {}
         self.notes: list[str] = []
@@ -66,7 +71,8 @@ class PartsSearch:
                 self.notes.append(f"lower precision was not tried: {first_line(error)}")
         if self._in_fp32(end, lower_s):
             return True
-        was_cut_off = self.lower.optimize(self.modules, end, self._progress, self._sandbox)
+        rest_s = max(self._call_s - sum(self._took), 0.0)
+        was_cut_off = self.lower.optimize(self.modules, end, rest_s, self._progress, self._sandbox)
         try:
             self.lower.settle(0.0 if was_cut_off else left_s - (time.perf_counter() - began))
         except KeyboardInterrupt:
@@ -75,8 +81,10 @@ class PartsSearch:
             self.lower.reasons.append(
                 f"submodules stay in FP32: comparing the whole failed: {first_line(error)}"
             )
-        self.modules = self.lower.modules
-        self.reports.update({name: module.report for name, module in self.modules.items()})
+        self.reports.update({name: module.report for name, module in self.lower.modules.items()})
+        self.modules = {
+            name: module for name, module in self.lower.modules.items() if module.report.chosen != ORIGINAL
+        }
         self.notes += shortened(self.lower.reasons, "more submodules stay in FP32")
         return was_cut_off
 

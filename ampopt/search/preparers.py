@@ -18,7 +18,8 @@ from ampopt.ir.program import Program
 from ampopt.ir.transform import Pass
 from ampopt.kernels.conv_tiles import Site
 from ampopt.kernels.conv_timing import compile_all
-from ampopt.kernels.fused_conv import fused_conv, is_available
+from ampopt.kernels.fused_conv import is_available
+from ampopt.kernels.own_operators import register
 from ampopt.system.children import start_child
 from ampopt.system.interrupts import check_interrupted
 
@@ -92,6 +93,6 @@ def _load_compiler(device: torch.device) -> None:
 
 if __name__ == "__main__":
     gc.disable()
-    fused_conv()
+    register()
     _load_compiler(torch.device(sys.argv[1]))
     pickle.load(sys.stdin.buffer)()

@@ -25,6 +25,7 @@ from ampopt.measure.sampling import Gain, Measurement
 from ampopt.search.between import Between
 from ampopt.search.lane_probe import seconds_of_a_call
 from ampopt.search.last_comparison import HEADLINE
+from ampopt.search.loops_trial import BatchedLoops, with_batched_loops
 from ampopt.search.optimizer import BRIEFLY_S
 from ampopt.search.options import AUTO_TOLERANCE, Options
 from ampopt.search.partly_optimized import PartlyOptimizedModule, patched
@@ -61,7 +62,8 @@ class PartwiseOptimizer:
 
     `original`, a private copy, is not called: copies of it are, so that the result starts with its state.
 
-    The parts are the largest capturable submodules, and then the graphs of the code between them; each gets
+    Loops that have a batched form get it first, see `ampopt.batched`, where that is right and faster. The
+    parts are the largest capturable submodules, and then the graphs of the code between them; each gets
     the time that is its share of a call. They are optimized in FP32, and submodules then in the other lanes
     that were asked for, too, see `LowerParts`. The whole model is compared with the original; if it differs
     by more than the tolerance, or is not faster, the original is served.
@@ -91,6 +93,8 @@ class PartwiseOptimizer:
         self._options = dataclasses.replace(self._part_options, precision=FP32.name)
         self._parts: PartsSearch | None = None
         self._check = WholeCheck(original, args, kwargs, self._device, _limit(options), options.metric)
+        self._form, self._has_batched = original, False
+        self._batched: BatchedLoops | None = None
         self._modules: dict[str, OptimizedModule] = {}
         self._between: Between | None = None
 
@@ -99,7 +103,11 @@ class PartwiseOptimizer:
         with interruptible():
             if self._check.metric is not None:
                 self._check.try_metric()
-            inside, args, kwargs = original_call(self._original, self._args, self._kwargs)
+            self._batched, notes = with_batched_loops(self._check, self._compared)
+            if self._batched is not None and self._batched.is_faster:
+                self._form, self._has_batched = self._batched.form, True
+            self._ledger.notes += notes
+            inside, args, kwargs = original_call(self._form, self._args, self._kwargs)
             regions, call_s = self._find(inside, args, kwargs), 0.0
             if self._budget.left_s > 0:
                 call_s = seconds_of_a_call(inside, args, kwargs, self._options.budget_s)
@@ -109,13 +117,13 @@ class PartwiseOptimizer:
         if was_cut_off:
             self._ledger.notes.append("interrupted: this is the best so far")
             self._options = self._options.within(BRIEFLY_S)
-        if not self._ledger.regions:
+        if not self._ledger.regions and not self._has_batched:
             self._ledger.notes.append("no part of it can be captured: the model runs as it was")
         self._compare_or_leave()
         self._ledger.seconds = time.perf_counter() - self._started
         if self._ledger.chosen == ORIGINAL:
-            self._modules, self._between = {}, None
-        return PartlyOptimizedModule(self._original, self._modules, self._between, self._ledger, self._device)
+            self._modules, self._between, self._form = {}, None, self._original
+        return PartlyOptimizedModule(self._form, self._modules, self._between, self._ledger, self._device)
 
     def _find(self, inside: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Region]:
         """The submodules to optimize."""
@@ -142,9 +150,8 @@ class PartwiseOptimizer:
         has_second = bool(regions) and self._device.type == "cpu" and self._may_have_threads_of_their_own()
 
         def search(options: Options, share: float) -> tuple[PartsSearch, bool]:
-            parts = PartsSearch(
-                self._check, regions, took, call_s, options, progress=self._progress, sandbox=self._sandbox
-            )
+            own = self._check, self._form, regions, took, call_s, options
+            parts = PartsSearch(*own, progress=self._progress, sandbox=self._sandbox)
             left_s = share * (now + seconds - time.perf_counter())
             return parts, parts.run(left_s, self._budget.left_s)
 
@@ -186,14 +193,14 @@ class PartwiseOptimizer:
         if not any({*lane.passes} & {*THREADS_OF_THEIR_OWN} for lane in chosen.values()):
             return False
         with interruptible():
-            found = self._compared(patched(self._original, {}), patched(self._original, self._modules))
+            found = self._compared(patched(self._form, {}), patched(self._form, self._modules))
         parts_s = sum(lane.best.median for lane in chosen.values())
         expected = max(found.before.median - sum(took), 0.0) + parts_s
         return not found.gain.is_real or found.after.median > CONTENDED * expected
 
     def _adopt_if_faster(self, others: PartsSearch) -> None:
         """Take parts without such engines where the whole is right and faster; the ledger says so."""
-        own, other = (patched(self._original, m) for m in (self._modules, others.modules))
+        own, other = (patched(self._form, m) for m in (self._modules, others.modules))
         with interruptible():
             why_wrong = self._check.judge(other)[1]
             found = None if why_wrong else self._compared(own, other)
@@ -226,7 +233,8 @@ class PartwiseOptimizer:
             return False
         try:
             with interruptible():
-                between = Between(self._check.call, patched(self._original, self._modules))
+                form = self._form if self._batched is None else self._batched.form
+                between = Between(self._check.call, patched(form, self._modules))
                 reports, reasons = dict[str, Ledger](), list[str]()
                 for part, report, reason in between.optimize(
                     self._options, self._end - time.perf_counter(), self._progress, self._sandbox
@@ -235,10 +243,10 @@ class PartwiseOptimizer:
                         reasons.append(f"code from {part.place} on runs as it was: {reason}")
                     else:
                         reports[part.place] = report
-                if why := self._why_not_between(between) if reports else "nothing of it was optimized":
+                if why := self._why_not_between(between, form) if reports else "nothing of it was optimized":
                     reasons.append(f"the code between submodules runs as it was: {why}")
                 else:
-                    self._between = between
+                    self._take(between, form)
                     self._ledger.regions.update(reports)
                 self._note(reasons, "more parts of the code run as they were")
         except KeyboardInterrupt:
@@ -247,9 +255,16 @@ class PartwiseOptimizer:
             self._ledger.notes.append(f"the code between submodules runs as it was: {first_line(error)}")
         return False
 
-    def _why_not_between(self, between: Between) -> str | None:
-        """Why the submodules alone are better; None where the code between them is a gain."""
-        without, inside = patched(self._original, self._modules), patched(self._original, self._modules)
+    def _take(self, between: Between, form: nn.Module) -> None:
+        """Let optimized code between the submodules serve, which is that of a form of the model."""
+        if form is not self._form and self._batched is not None:
+            self._ledger.notes.append(f"{self._batched.loops}: batched, with fixed sizes, as graphs")
+            self._has_batched = True
+        self._between, self._form = between, form
+
+    def _why_not_between(self, between: Between, form: nn.Module) -> str | None:
+        """Why the submodules alone are better; None where the code between them, in a form, is a gain."""
+        without, inside = patched(self._form, self._modules), patched(form, self._modules)
         if why_wrong := self._check.judge(between.serve(inside))[1]:
             return why_wrong
         return None if self._gain_between(without, between.serve(inside)).is_real else "it is not faster"
@@ -274,7 +289,7 @@ class PartwiseOptimizer:
 
     def _compare(self) -> None:
         """Compare and time the whole model; the ledger's choice becomes the lane, or `ORIGINAL`."""
-        model, ledger = patched(self._original, self._modules), self._ledger
+        model, ledger = patched(self._form, self._modules), self._ledger
         answer: Callable[..., Any] = model if self._between is None else self._between.serve(model)
         error, refused = self._check.judge(answer)
         inside, own_args, own_kwargs = original_call(working_copy(self._original), self._args, self._kwargs)
@@ -289,7 +304,7 @@ class PartwiseOptimizer:
                 latency(serve, self._device),
                 seconds=HEADLINE * self._options.budget_s,
             )
-        if not ledger.regions:
+        if not ledger.regions and not self._has_batched:
             refused = "nothing was optimized"
         ledger.baseline, ledger.gain, ledger.load = found.before, found.gain, found.load
         served = next(iter(self._parts.lower.lanes.values()), FP32) if self._parts is not None else FP32

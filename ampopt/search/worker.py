@@ -31,7 +31,7 @@ from ampopt.errors import AmpoptError, PassError, first_line
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Pass, Rehearsed
 from ampopt.kernels.cudnn_shapes import know_shapes
-from ampopt.kernels.fused_conv import fused_conv
+from ampopt.kernels.own_operators import register
 from ampopt.measure.clocks import synchronize
 from ampopt.system.children import start_child
 from ampopt.system.interrupts import check_interrupted
@@ -303,7 +303,7 @@ def _main(line: Connection) -> None:
 
 if __name__ == "__main__":
     know_shapes()
-    fused_conv()  # programs that come may call it
+    register()  # programs that come may call them
     _device, _line = torch.device(sys.argv[2]), Connection(int(sys.argv[1]))
     if _device.type != "cpu":  # where the first program is waiting
         _load_inductor(_device, _line)

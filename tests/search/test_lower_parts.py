@@ -193,7 +193,7 @@ def test_fp32_keeps_the_whole_time_where_half_of_it_is_too_short(
     none: Any = None
     found = [Region(name, model.get_submodule(name), none, []) for name in ("first", "second")]
     check = WholeCheck(model, (X,), {}, torch.device("cpu"), 1e-2)
-    lower = LowerParts(check, found, [call_s, call_s], options)
+    lower = LowerParts(check, model, found, [call_s, call_s], options)
     assert lower.weight_s(seconds) == 0.0  # before anything is known to be tolerated
     lower._tolerated = {BF16: found}
     assert lower.weight_s(seconds) == weight

@@ -1,0 +1,1 @@
+"""Batched forms of Python loops in well-known libraries: fixed sizes and masks, all classes at once."""

@@ -1,0 +1,51 @@
+"""The batched form of what SSD and SSDLite of torchvision do after the network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ampopt.batched.suppression import best_first, clipped, kept_in_rows
+
+
+def detections(
+    self: Any,
+    head_outputs: dict[str, Tensor],
+    image_anchors: list[Tensor],
+    image_shapes: list[tuple[int, int]],
+) -> list[dict[str, Tensor]]:
+    """`SSD.postprocess_detections` with all classes at once.
+
+    The loop takes, of each class, the scores over a threshold, the best `k` of them, and their boxes; of
+    those together it suppresses by class, and takes the best. Here scores that are not over the threshold are
+    -inf, behind all others, so that the best `k` of a row begin with the same ones in the same order, and a
+    mask says which. Rows follow each other as the classes' boxes do in the loop. Where scores of one class
+    are equal, either form's order among them is that of PyTorch's `topk`, which promises none.
+    """
+    scores = F.softmax(head_outputs["cls_logits"], dim=-1)
+    codes = head_outputs["bbox_regression"]
+    found = [_best(self, *each) for each in zip(codes, scores, image_anchors, image_shapes, strict=True)]
+    counts = torch.stack([each[3] for each in found]).tolist()
+    return [
+        {"boxes": boxes[:count], "scores": best[:count], "labels": labels[:count]}
+        for (boxes, best, labels, _), count in zip(found, counts, strict=True)
+    ]
+
+
+def _best(
+    self: Any, codes: Tensor, scores: Tensor, anchors: Tensor, shape: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Boxes, scores and labels of an image's best detections, and how many they are; others are behind."""
+    boxes = clipped(self.box_coder.decode_single(codes, anchors), shape)
+    by_class = scores[:, 1:].t()
+    count = min(self.topk_candidates, boxes.shape[0])
+    best, places = torch.where(by_class > self.score_thresh, by_class, -torch.inf).topk(count, dim=1)
+    valid = best > self.score_thresh
+    candidates = boxes[places]
+    kept = kept_in_rows(candidates, valid, 1, self.nms_thresh)
+    first, found = best_first(best.flatten(), kept.flatten(), self.detections_per_img)
+    labels = torch.div(first, count, rounding_mode="floor") + 1
+    return candidates.flatten(0, 1)[first], best.flatten()[first], labels, found

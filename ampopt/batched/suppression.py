@@ -1,0 +1,71 @@
+"""What torchvision's `batched_nms` keeps, for boxes that are in rows by their class: with fixed sizes.
+
+The library has two ways: of many boxes it takes classes one by one, of few it moves each class to a place of
+its own, so that boxes of two classes never meet, and takes all at once. Moving rounds the coordinates, which
+may decide about an overlap near the threshold; so boxes are moved here exactly where they are there. Rows are
+then suppressed alone: this is the first way as it is, and the second, because rows do not meet.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LARGE_CPU, _LARGE = 4_000, 100_000
+"""Number of coordinates above which `batched_nms` in `torchvision/ops/boxes.py` takes classes one by one."""
+
+
+def kept_in_rows(boxes: Tensor, valid: Tensor, first_class: int, threshold: float) -> Tensor:
+    """Which boxes `batched_nms` keeps of the valid ones, bool [classes, boxes].
+
+    `boxes`: float32 [classes, boxes, 4], in each row the best first, of `first_class` and those after it.
+    `row_suppression.suppress_rows` has to be registered.
+    """
+    classes = torch.arange(first_class, first_class + len(boxes), device=boxes.device)
+    compared = _where_compared(boxes, classes[:, None], valid)
+    kept: Tensor = torch.ops.ampopt.suppress_rows(compared, valid, threshold)
+    return kept
+
+
+def kept_by_label(
+    boxes: Tensor, scores: Tensor, labels: Tensor, valid: Tensor, classes: int, threshold: float
+) -> Tensor:
+    """Which boxes [boxes, 4] `batched_nms` keeps of the valid ones, bool [boxes]; labels are below `classes`.
+
+    Every class gets a row of all boxes, its own first.
+    """
+    own = (labels == torch.arange(classes, device=labels.device)[:, None]) & valid
+    order = torch.where(own, scores, -torch.inf).sort(dim=1, descending=True, stable=True)[1]
+    compared = _where_compared(boxes, labels, valid)[order]
+    kept = torch.ops.ampopt.suppress_rows(compared, own.gather(1, order), threshold)
+    return torch.zeros_like(kept).scatter(1, order, kept).any(0)
+
+
+def _where_compared(boxes: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
+    """The boxes [..., 4] where `batched_nms` compares them: those of many are not moved by their labels."""
+    largest = torch.where(valid[..., None], boxes, -torch.inf).amax()
+    moved = boxes + (labels.to(boxes.dtype) * (largest + 1.0))[..., None]
+    large = _LARGE if boxes.is_cuda else _LARGE_CPU
+    return torch.where(4 * valid.sum() > large, boxes, moved)
+
+
+def best_first(scores: Tensor, kept: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """The places of the best `most` that are kept, the best first, and how many there are; flat tensors.
+
+    Of equal ones the first comes first, as in torchvision's `nms`.
+    """
+    order = torch.where(kept, scores, -torch.inf).sort(descending=True, stable=True)[1]
+    return order[:most], kept.sum().clamp(max=most)
+
+
+def wide_enough(boxes: Tensor, least: float) -> Tensor:
+    """Which of the boxes [..., 4] `remove_small_boxes` keeps, bool [...]."""
+    return (boxes[..., 2] - boxes[..., 0] >= least) & (boxes[..., 3] - boxes[..., 1] >= least)
+
+
+def clipped(boxes: Tensor, shape: tuple[int, int]) -> Tensor:
+    """The boxes [..., 4] inside an image of a height and a width in pixels, as torchvision clips them."""
+    from torchvision.ops.boxes import clip_boxes_to_image
+
+    inside: Tensor = clip_boxes_to_image(boxes, shape)
+    return inside

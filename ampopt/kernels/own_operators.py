@@ -1,0 +1,13 @@
+"""ampopt's own operators, for processes that get programs which may call them."""
+
+from __future__ import annotations
+
+from ampopt.ir.pool_indices import max_pool2d_with_indices
+from ampopt.kernels.fused_conv import fused_conv
+from ampopt.kernels.row_suppression import suppress_rows
+
+
+def register() -> None:
+    """Register all of them with PyTorch."""
+    for operator in (fused_conv, max_pool2d_with_indices, suppress_rows):
+        operator()

@@ -1,0 +1,91 @@
+"""Small detectors of torchvision whose scores are spread, so that thresholds and suppression decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchvision.models.detection import FCOS, FasterRCNN, KeypointRCNN, MaskRCNN, RetinaNet
+from torchvision.models.detection.anchor_utils import AnchorGenerator, DefaultBoxGenerator
+from torchvision.models.detection.ssd import SSD
+from torchvision.ops import MultiScaleRoIAlign
+
+CLASSES = 5
+SIZES = {"min_size": 64, "max_size": 96}
+
+
+class Pyramid(nn.Module):
+    """Feature maps of three levels, by name."""
+
+    def __init__(self, channels: int = 8) -> None:
+        super().__init__()
+        self.out_channels: int | list[int] = channels
+        self.first = nn.Conv2d(3, channels, 3, 4, 1)
+        self.more = nn.ModuleList([nn.Conv2d(channels, channels, 3, 2, 1) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        found = [torch.tanh(self.first(x))]
+        for layer in self.more:
+            found.append(torch.tanh(layer(found[-1])))
+        return {str(place): each for place, each in enumerate(found)}
+
+
+def _anchors(ratios: int) -> AnchorGenerator:
+    return AnchorGenerator(((8, 12), (16, 24), (32, 48)), ((0.5, 1.0, 2.0)[:ratios],) * 3)
+
+
+def _ssd() -> nn.Module:
+    boxes = DefaultBoxGenerator([[2], [2, 3], [2]], min_ratio=10, max_ratio=80)
+    backbone = Pyramid()
+    backbone.out_channels = [8, 8, 8]
+    model: nn.Module = SSD(backbone, boxes, (64, 64), CLASSES, topk_candidates=40, detections_per_img=50)
+    return model
+
+
+def _of_regions(kind: Callable[..., nn.Module], **options: Any) -> nn.Module:
+    pool = MultiScaleRoIAlign(["0", "1", "2"], 3, 2)
+    counts = {"rpn_pre_nms_top_n_test": 60, "rpn_post_nms_top_n_test": 40, "box_detections_per_img": 30}
+    own = {"rpn_anchor_generator": _anchors(3), "box_roi_pool": pool, **counts, **SIZES, **options}
+    return kind(Pyramid(), CLASSES, **own)
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "ssd": _ssd,
+    "faster": lambda: _of_regions(FasterRCNN),
+    "mask": lambda: _of_regions(MaskRCNN, mask_roi_pool=MultiScaleRoIAlign(["0", "1", "2"], 4, 2)),
+    "keypoint": lambda: _of_regions(
+        KeypointRCNN, num_keypoints=3, keypoint_roi_pool=MultiScaleRoIAlign(["0", "1", "2"], 4, 2)
+    ),
+    "retinanet": lambda: RetinaNet(
+        Pyramid(), CLASSES, anchor_generator=_anchors(3), topk_candidates=80, detections_per_img=30, **SIZES
+    ),
+    "fcos": lambda: FCOS(
+        Pyramid(32),
+        CLASSES,
+        anchor_generator=AnchorGenerator(((8,), (16,), (32,)), ((1.0,),) * 3),
+        topk_candidates=80,
+        detections_per_img=30,
+        **SIZES,
+    ),
+}
+
+
+def detector(kind: str, threshold: float | None = None) -> nn.Module:
+    """One with random weights; `threshold` is its least score."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = KINDS[kind]().eval()
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std={2: 0.03, 4: 0.15}.get(parameter.dim(), 0.3))
+    if threshold is not None:
+        owner: Any = getattr(model, "roi_heads", model)
+        owner.score_thresh = threshold
+    return model
+
+
+def images(count: int = 1, seed: int = 0) -> list[Tensor]:
+    """Images of several sizes in pixels."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.rand(3, 64, 64 + 16 * place, generator=generator) for place in range(count)]

@@ -1,0 +1,120 @@
+"""The batched forms of loops: bit for bit what the loops give, for what torchvision's own methods do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampopt.batched import suppression
+from ampopt.batched.loops import batched_loops
+from tests.batched.detectors import KINDS, detector, images
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def batched(model: nn.Module) -> nn.Module:
+    """All forms, those for CUDA among them."""
+    found = batched_loops(model, CUDA)
+    assert found is not None
+    return found[0]
+
+
+def assert_same(found: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
+    assert len(found) == len(expected)
+    for own, other in zip(found, expected, strict=True):
+        assert list(own) == list(other)
+        for name in own:
+            assert own[name].dtype is other[name].dtype, name
+            assert own[name].shape == other[name].shape, name
+            assert torch.equal(own[name], other[name]), name
+
+
+@pytest.mark.parametrize("large", [4_000, 40], ids=["moved", "one by one"])
+@pytest.mark.parametrize("threshold", [0.05, 0.25, 0.6, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batched_form_gives_what_the_loop_gives(
+    kind: str, threshold: float, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torchvision.ops.boxes as boxes
+
+    source = boxes.batched_nms.__code__
+    constants = tuple(large if each == 4_000 else each for each in source.co_consts)
+    assert 4_000 in source.co_consts
+    monkeypatch.setattr(boxes.batched_nms, "__code__", source.replace(co_consts=constants))
+    monkeypatch.setattr(suppression, "_LARGE_CPU", large)
+    model = detector(kind, threshold)
+    form = batched(model)
+    with torch.no_grad():
+        for count in (1, 2):
+            given = images(count, seed=count)
+            assert_same(form(given), model(given))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_detectors_of_these_tests_find_some_boxes_and_suppress_others(kind: str) -> None:
+    model, counts = detector(kind, 0.05), []
+    for threshold in (0.3, 1.0):
+        owner: Any = getattr(model, "roi_heads", model)
+        owner.nms_thresh = threshold
+        owner.detections_per_img = 10_000
+        with torch.no_grad():
+            counts.append(len(model(images())[0]["scores"]))
+    assert 0 < counts[0] < counts[1]
+
+
+def test_without_proposals_nothing_is_detected() -> None:
+    model: Any = detector("faster")
+    model.rpn.score_thresh = 2.0
+    with torch.no_grad():
+        found, expected = batched(model)(images()), model(images())
+    assert_same(found, expected)
+    assert len(found[0]["scores"]) == 0
+
+
+def test_the_names_of_the_loops_are_told_and_the_model_stays_as_it_was() -> None:
+    model = detector("faster")
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    found = batched_loops(model, CPU)
+    assert found is not None
+    form, names = found
+    assert names == ["RegionProposalNetwork.filter_proposals", "RoIHeads.postprocess_detections"]
+    assert {name: type(module) for name, module in model.named_modules()} == kinds
+    assert isinstance(form, type(model))
+    assert all(isinstance(module, kinds[name]) for name, module in form.named_modules())
+
+
+def test_on_a_gpu_every_level_pools_all_boxes() -> None:
+    found = batched_loops(detector("mask"), CUDA)
+    assert found is not None
+    assert "MultiScaleRoIAlign.forward" in found[1]
+
+
+def test_a_loop_of_the_users_own_stays() -> None:
+    model: Any = detector("ssd")
+    own = type(model)
+
+    class Mine(own):  # type: ignore[misc, valid-type]
+        def postprocess_detections(self, *_: Any) -> list[dict[str, Tensor]]:
+            return []
+
+    model.__class__ = Mine
+    assert batched_loops(model, CPU) is None
+    model.__class__ = own
+    model.postprocess_detections = lambda *_: []
+    assert batched_loops(model, CPU) is None
+
+
+def test_a_subclass_that_keeps_the_loop_gets_the_form() -> None:
+    model: Any = detector("ssd")
+    model.__class__ = type("Mine", (type(model),), {})
+    form = batched(model)
+    assert type(form).__name__ == "Mine"
+    with torch.no_grad():
+        assert_same(form(images()), model(images()))
+
+
+def test_a_model_without_such_loops_has_no_form() -> None:
+    assert batched_loops(nn.Sequential(nn.Linear(2, 2)), CPU) is None

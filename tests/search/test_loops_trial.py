@@ -1,0 +1,107 @@
+"""Batched forms of loops are candidates where they are right, and serve where that is faster."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ampopt
+from ampopt.batched import loops
+from ampopt.search import regions
+from ampopt.search.loops_trial import with_batched_loops
+from ampopt.search.whole_check import WholeCheck
+from tests.batched.detectors import detector, images
+
+CPU = torch.device("cpu")
+SSD = ("torchvision.models.detection.ssd", "SSD", "postprocess_detections")
+
+
+def check_of(model: nn.Module) -> WholeCheck:
+    return WholeCheck(model, (images(),), {}, CPU, 1e-2)
+
+
+def comparing(is_real: bool) -> Any:
+    """What times two forms, and finds the second so."""
+    return lambda *_: SimpleNamespace(gain=SimpleNamespace(is_real=is_real, ratio=3.0))
+
+
+def test_a_right_and_faster_form_is_told() -> None:
+    with torch.no_grad():
+        found, notes = with_batched_loops(check_of(detector("ssd")), comparing(True))
+    assert found is not None
+    assert found.is_faster
+    (note,) = notes
+    assert note == (
+        "the loop in SSD.postprocess_detections: batched, with fixed sizes, the whole is 3.00x faster"
+    )
+
+
+def test_a_right_form_that_is_no_faster_by_itself_stays_a_candidate() -> None:
+    with torch.no_grad():
+        found, notes = with_batched_loops(check_of(detector("faster")), comparing(False))
+    assert found is not None
+    assert not found.is_faster
+    assert notes == []
+    assert found.loops.startswith("the loops in RegionProposalNetwork.filter_proposals, RoIHeads.")
+
+
+def test_a_wrong_form_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(self: Any, *given: Any) -> list[dict[str, Tensor]]:
+        return [{name: each + 1 for name, each in own.items()} for own in right(self, *given)]
+
+    right = loops._FORMS[SSD]
+    monkeypatch.setitem(loops._FORMS, SSD, wrong)
+    monkeypatch.setitem(loops._FORMS_ON_CUDA, SSD, wrong)
+    loops._subclass.cache_clear()
+    with torch.no_grad():
+        found, notes = with_batched_loops(check_of(detector("ssd")), comparing(True))
+    loops._subclass.cache_clear()
+    assert found is None
+    assert "as they were, because batched the whole model's error" in notes[0]
+
+
+def test_a_form_that_fails_takes_nothing_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> None:
+        raise RuntimeError("no such head")
+
+    monkeypatch.setitem(loops._FORMS_ON_CUDA, SSD, failing)
+    loops._subclass.cache_clear()
+    with torch.no_grad():
+        found, notes = with_batched_loops(check_of(detector("ssd")), comparing(True))
+    loops._subclass.cache_clear()
+    assert found is None
+    assert notes == [
+        "the loop in SSD.postprocess_detections: as they were, because batched RuntimeError: no such head"
+    ]
+
+
+@pytest.mark.parametrize("kind", ["ssd", "faster"])
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_what_serves_gives_the_original_s_results(
+    kind: str, is_faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the clock says here; and the same after its state is set back."""
+
+    def tried(check: WholeCheck, _: Any) -> Any:
+        return with_batched_loops(check, comparing(is_faster))
+
+    monkeypatch.setattr(regions, "with_batched_loops", tried)
+    model = detector(kind)
+    fast = ampopt.optimize(model, images(), precision="fp32", budget_s=12, progress=False, cache=False)
+    told = [note for note in fast.report.notes if "batched, with fixed sizes, the whole is 3.00x" in note]
+    assert bool(told) == is_faster
+    for seed in (1, 2):
+        given = images(1, seed)
+        with torch.no_grad():
+            expected = model(given)
+        for _ in range(2):
+            (found,) = fast(given)
+            fast.reset_state()
+            assert {name: len(each) for name, each in found.items()} == {
+                name: len(each) for name, each in expected[0].items()
+            }
+            torch.testing.assert_close(found["boxes"], expected[0]["boxes"], rtol=1e-3, atol=1e-3)
