@@ -124,7 +124,8 @@ def compile_graph(
     """The optimized graph; `places` are those of the weights among its inputs, which become constants.
 
     Raises CaptureError with the reason where the graph has to run as it was: it may need gradients, has sizes
-    that change from call to call, writes to its inputs, computes nothing but views, or is no faster.
+    that change from call to call, writes to its inputs, computes nothing but views, or is no faster. Raises
+    KeyboardInterrupt where Ctrl-C has ended the work on it.
     """
     if not all(isinstance(each, Tensor) for each in inputs):
         raise CaptureError("its sizes change from call to call: torch.compile(..., dynamic=False)")
@@ -143,7 +144,9 @@ def compile_graph(
         computed = original.only(layout.own)
         captured = capture(computed, given, {}, sandbox.device, lift_state=False)
     name = f"graph of {size_of(graph)} operators"
-    module, _ = optimize_captured(computed, captured, options, name, progress, sandbox)
+    module, was_cut_off = optimize_captured(computed, captured, options, name, progress, sandbox)
+    if was_cut_off:
+        raise KeyboardInterrupt
     if module.report.chosen == ORIGINAL:
         raise CaptureError("nothing that was tried is faster")
     return CompiledGraph(original, module, weights, layout)

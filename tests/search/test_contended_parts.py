@@ -43,7 +43,14 @@ class Searches:
         monkeypatch.setattr(f"{owner}._optimize_between", lambda _: False)
 
     def begin(
-        self, check: object, parts: object, took: object, call_s: float, options: Options, **_: Any
+        self,
+        check: object,
+        model: object,
+        parts: object,
+        took: object,
+        call_s: float,
+        options: Options,
+        **_: Any,
     ) -> Any:
         self.excluded.append({*options.exclude})
         lane = LaneSummary("fp32", "float32", times(PART_S), None, times(0.1), 0.0, self.passes.pop(0))
