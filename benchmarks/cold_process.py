@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,7 @@ def measure(
     calls: dict[str, Call] = {OURS: fast}
     contestants: dict[str, Facts] = {OURS: {}}
     first: dict[str, list[Tensor]] = {}
-    pool = ThreadPoolExecutor(1)  # its thread is not ended, see `main`
+    pool = ThreadPoolExecutor(1)  # its thread is not ended, see `leave`
     with torch.no_grad():
         expected, facts["no_reference"] = _expected(model, inputs)
         first[OURS] = effect(fast, inputs)
@@ -239,11 +239,7 @@ def error_of(found: list[Tensor], expected: list[Tensor]) -> float | None:
 
 
 def main() -> None:
-    """See the module.
-
-    The process ends without tidying up. `torch.compile` keeps its CUDA graphs by thread and frees them when
-    the thread of the peers has ended: some processes were killed by that (SIGSEGV) with all figures made.
-    """
+    """See the module."""
     faulthandler.enable()
     parser = parser_for(__doc__)
     parser.add_argument("network")
@@ -268,6 +264,14 @@ def main() -> None:
         write({"skipped": str(unknown)})
     except Exception as failure:
         write({"error": told(failure)})
+
+
+def leave() -> NoReturn:
+    """End the process without tidying up.
+
+    `torch.compile` keeps its CUDA graphs by thread and frees them when the thread of the peers has ended:
+    some processes were killed by that (SIGSEGV) with all figures made.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -275,3 +279,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

@@ -167,10 +167,14 @@ class PartlyOptimizedModule(Deployable):
 
 
 def patched(original: nn.Module, optimized: Mapping[str, OptimizedModule]) -> nn.Module:
-    """A copy of the model in which some submodules are optimized, in the state of the original."""
+    """A copy of the model in which some submodules are optimized, in the state of the original.
+
+    One for which nothing was faster stays as it was, so that the code around it can be captured with it.
+    """
     model = working_copy(original)
     for name, module in optimized.items():
-        model.get_submodule(name).forward = module.__call__
+        if module.report.chosen != ORIGINAL:
+            model.get_submodule(name).forward = module.__call__
     return model
 
 

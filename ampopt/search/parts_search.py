@@ -11,7 +11,6 @@ from torch import nn
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import first_line, reason_of
 from ampopt.ir.lanes import FP32
-from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.ledger import Ledger
 from ampopt.search.lower_parts import LowerParts
 from ampopt.search.options import Options
@@ -26,7 +25,7 @@ MOST_REASONS = 8
 
 
 class PartsSearch:
-    """The search for one set of submodules; `modules` are those that are faster optimized, by name.
+    """The search for one set of submodules; `modules` are those that it has optimized, by name.
 
     `reports` has their ledgers, `notes` says why others run as they were or stay in FP32. `options` are those
     of a submodule, `took` is the time of each region's first call, `call_s` that of the whole `model`, in
@@ -81,10 +80,8 @@ class PartsSearch:
             self.lower.reasons.append(
                 f"submodules stay in FP32: comparing the whole failed: {first_line(error)}"
             )
-        self.reports.update({name: module.report for name, module in self.lower.modules.items()})
-        self.modules = {
-            name: module for name, module in self.lower.modules.items() if module.report.chosen != ORIGINAL
-        }
+        self.modules = self.lower.modules
+        self.reports.update({name: module.report for name, module in self.modules.items()})
         self.notes += shortened(self.lower.reasons, "more submodules stay in FP32")
         return was_cut_off
 

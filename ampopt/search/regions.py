@@ -56,6 +56,12 @@ MOST_BETWEEN = 0.5
 COMPARING_S = 1.0
 """Time in seconds of comparing calls with and without optimized code between the submodules."""
 
+BATCHED_AS_GRAPHS = ("cuda",)
+"""Devices where batched loops are tried as graphs, also where they are no faster by themselves.
+
+On a GPU launches and waits are most of their time. On a CPU masks and fixed sizes are more work.
+"""
+
 
 class PartwiseOptimizer:
     """The work of one `optimize` call for a private copy of a model; `reason` says why it is not one graph.
@@ -233,7 +239,9 @@ class PartwiseOptimizer:
             return False
         try:
             with interruptible():
-                form = self._form if self._batched is None else self._batched.form
+                form = self._form
+                if self._batched is not None and self._device.type in BATCHED_AS_GRAPHS:
+                    form = self._batched.form
                 between = Between(self._check.call, patched(form, self._modules))
                 reports, reasons = dict[str, Ledger](), list[str]()
                 for part, report, reason in between.optimize(

@@ -90,6 +90,7 @@ def test_what_serves_gives_the_original_s_results(
         return with_batched_loops(check, comparing(is_faster))
 
     monkeypatch.setattr(regions, "with_batched_loops", tried)
+    monkeypatch.setattr(regions, "BATCHED_AS_GRAPHS", ("cpu",))
     model = detector(kind)
     fast = ampopt.optimize(model, images(), precision="fp32", budget_s=12, progress=False, cache=False)
     told = [note for note in fast.report.notes if "batched, with fixed sizes, the whole is 3.00x" in note]

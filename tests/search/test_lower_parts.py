@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -179,6 +180,21 @@ def test_where_no_time_is_left_fp32_serves(monkeypatch: pytest.MonkeyPatch) -> N
     assert (report.chosen, list(report.lanes)) == ("fp32", ["fp32"])
     assert lanes_of(report) == {"first": "fp32", "second": "fp32"}
     assert "the time budget was spent: budget_s=" in notes_on(report, "first")[0]
+
+
+def test_where_most_of_a_call_is_between_submodules_that_code_gets_the_time() -> None:
+    model, options = Tolerant().eval(), Options(precision="auto")
+    none: Any = None
+    found = [Region(name, model.get_submodule(name), none, []) for name in ("first", "second")]
+    check = WholeCheck(model, (X,), {}, torch.device("cpu"), 1e-2)
+    lower = LowerParts(check, model, found, [0.01, 0.01], options)
+    lower._tolerated = {BF16: found}
+    cut_off = lower.optimize({}, time.perf_counter() + 30.0, 0.18, none, none)
+    assert not cut_off
+    assert [reason.partition(": in ")[2] for reason in lower.reasons] == [
+        "amp it could save at most 10 % of a call, and the time goes to the code between submodules: "
+        "a larger budget_s tries both"
+    ] * 2
 
 
 @pytest.mark.parametrize(

@@ -230,8 +230,9 @@ def test_wherever_it_strikes_there_is_a_right_module_or_an_error_of_ours(
     model = make()
     with torch.no_grad():
         expected = model(X)
-    with _Striking() as whole:
-        optimize(model, X)
+    for _ in range(2):  # TorchDynamo's first work in a process takes more calls
+        with _Striking() as whole:
+            optimize(model, X)
     before, outcomes = snapshot.of_torch(), set()
     rounds = 20 if presses == 1 else 6
     for number in range(rounds):
