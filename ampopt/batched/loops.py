@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampopt.batched import dense, rcnn, ssd
+from ampopt.batched import dense, masks, rcnn, ssd
 from ampopt.ir.model_copy import working_copy
 from ampopt.kernels.row_suppression import suppress_rows
 
@@ -36,6 +36,14 @@ _FORMS_ON_CUDA: dict[Key, Callable[..., Any]] = {
     ("torchvision.ops.poolers", "MultiScaleRoIAlign", "forward"): rcnn.pooled,
 }
 
+_FORMS_WITH_MASKS: dict[Key, Callable[..., Any]] = {
+    (
+        "torchvision.models.detection.transform",
+        "GeneralizedRCNNTransform",
+        "postprocess",
+    ): masks.postprocessed,
+}
+
 
 def batched_loops(model: nn.Module, device: torch.device) -> tuple[nn.Module, list[str]] | None:
     """A copy of a model with batched loops, in the same state, and their names; None where there are none.
@@ -43,6 +51,8 @@ def batched_loops(model: nn.Module, device: torch.device) -> tuple[nn.Module, li
     Its modules are of a subclass with other methods. One that overrides the loop keeps its own.
     """
     forms = _FORMS_ON_CUDA if device.type == "cuda" else _FORMS
+    if any(getattr(module, "mask_predictor", None) is not None for module in model.modules()):
+        forms = {**forms, **_FORMS_WITH_MASKS}
     if not any(_keys_of(module, forms) for module in model.modules()):
         return None
     suppress_rows()  # the forms call it by its name, which TorchDynamo captures
@@ -68,6 +78,7 @@ def _keys_of(module: nn.Module, forms: dict[Key, Callable[..., Any]]) -> tuple[K
 
 @functools.cache
 def _subclass(kind: Any, keys: tuple[Key, ...]) -> type[nn.Module]:
-    methods = {key[2]: _FORMS_ON_CUDA[key] for key in keys}
+    forms = {**_FORMS_ON_CUDA, **_FORMS_WITH_MASKS}
+    methods = {key[2]: forms[key] for key in keys}
     made: type[nn.Module] = type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})
     return made
