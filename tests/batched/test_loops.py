@@ -54,6 +54,18 @@ def test_a_batched_form_gives_what_the_loop_gives(
             assert_same(form(given), model(given))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("threshold", [0.05, 0.25, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu_a_batched_form_gives_what_the_loop_gives(kind: str, threshold: float) -> None:
+    model = detector(kind, threshold).cuda()
+    form = batched(model)
+    with torch.no_grad():
+        for count in (1, 2):
+            given = [image.cuda() for image in images(count, seed=count)]
+            assert_same(form(given), model(given))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_detectors_of_these_tests_find_some_boxes_and_suppress_others(kind: str) -> None:
     model, counts = detector(kind, 0.05), []
