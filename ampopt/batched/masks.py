@@ -35,7 +35,7 @@ def pasted(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
     """`paste_masks_in_image`: masks [masks, 1, side, side] in their boxes [masks, 4], [masks, 1, *size].
 
     Linear interpolation in two dimensions is a product with the weights of the rows from the left, and with
-    those of the columns from the right. Outside of the box, all weights are 0. A mask with NaN is NaN all over.
+    those of the columns from the right. Outside of the box, all weights are 0. A mask with NaN becomes NaN.
     """
     from torchvision.models.detection.roi_heads import expand_boxes, expand_masks
 
