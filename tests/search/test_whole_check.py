@@ -158,3 +158,44 @@ def test_other_inputs_with_which_rounding_decides_tell_nothing() -> None:
 
     assert check_of(model).judge(answer) == (0.0, None)
     assert check_of(Giving(MADE["tensor"], scale=1.0).eval()).judge(answer)[1] is not None
+
+
+class Close(nn.Module):
+    """Takes one of two rows, by a sum of which float32 loses what is on the other side of the threshold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 5.0]]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = (x[0] + x[1]) + x[2]
+        return self.rows[1] if total > 1e8 else self.rows[0]
+
+
+def test_what_the_original_gives_in_float64_is_right_where_its_own_rounding_decides() -> None:
+    x = torch.tensor([1e8, 1.0, 1.0])
+    model = Close()
+    check = WholeCheck(model, (x,), {}, torch.device("cpu"), 1e-2)
+    with torch.no_grad():
+        assert torch.equal(model(x), model.rows[0])
+        exact, between = model.rows[1].clone(), model.rows.mean(0)
+        others = model.rows[0].clone()
+
+    def answering(first: Tensor) -> Callable[..., Tensor]:
+        return lambda given: first if torch.equal(given, x) else model(given)
+
+    assert check.judge(answering(exact)) == (0.0, None)
+    assert check.judge(answering(others)) == (0.0, None)
+    error, why = check.judge(answering(between))
+    assert error > 0.1
+    assert why is not None
+
+
+def test_a_model_that_cannot_be_called_in_float64_is_compared_with_itself_alone() -> None:
+    class Only32(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ torch.ones(3, 2)
+
+    check = WholeCheck(Only32(), (torch.ones(1, 3),), {}, torch.device("cpu"), 1e-2)
+    error, why = check.judge(lambda x: x @ torch.ones(3, 2) * 2)
+    assert (error, why is not None) == (1.0, True)
