@@ -90,7 +90,7 @@ class WholeCheck:
         return first.error, None
 
     def _nearest(self, place: int, found: Any) -> Distance:
-        """The distance from the original's result for a call, or from that in float64, where within the limit."""
+        """The distance from the original's result for a call, or from that in float64 where it is near."""
         own = self._distance(self._expected[place][1], found)
         if own.error <= self.limit or self.metric is not None or place >= len(self._in_float64):
             return own
