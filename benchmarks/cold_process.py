@@ -279,4 +279,5 @@ def leave() -> NoReturn:
 
 if __name__ == "__main__":
     main()
-    leave()
+    if "--compile" in sys.argv:
+        leave()

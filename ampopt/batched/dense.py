@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt.batched.suppression import best_first, clipped, kept_by_label
+from ampopt.batched.suppression import best_first, clipped, cut, kept_by_label
 
 Levels = list[Tensor]
 
@@ -61,8 +61,4 @@ def _detections(
         kept = kept_by_label(boxes, best, labels, valid, scores[0].shape[-1], self.nms_thresh)
         first, count = best_first(best, kept, self.detections_per_img)
         found.append((boxes[first], best[first], labels[first], count))
-    counts = torch.stack([each[3] for each in found]).tolist()
-    return [
-        {"boxes": boxes[:count], "scores": best[:count], "labels": labels[:count]}
-        for (boxes, best, labels, _), count in zip(found, counts, strict=True)
-    ]
+    return cut(found)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ampopt.batched.suppression import best_first, clipped, kept_in_rows, wide_enough
+from ampopt.batched.suppression import best_first, clipped, cut, kept_in_rows, wide_enough
 
 _LEAST_SIDE = 1e-2
 """Side in pixels below which `RoIHeads` drops a box."""
@@ -73,10 +73,8 @@ def detections(
     sizes = [len(each) for each in proposals]
     boxes = self.box_coder.decode(box_regression, proposals).split(sizes, 0)
     scores = F.softmax(class_logits, -1).split(sizes, 0)
-    found = [_best_detections(self, *each) for each in zip(boxes, scores, image_shapes, strict=True)]
-    counts = torch.stack([each[3] for each in found]).tolist()
-    ours = [[each[:count] for each in own[:3]] for own, count in zip(found, counts, strict=True)]
-    return [own[0] for own in ours], [own[1] for own in ours], [own[2] for own in ours]
+    ours = cut([_best_detections(self, *each) for each in zip(boxes, scores, image_shapes, strict=True)])
+    return [own["boxes"] for own in ours], [own["scores"] for own in ours], [own["labels"] for own in ours]
 
 
 def _best_detections(

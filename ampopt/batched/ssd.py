@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ampopt.batched.suppression import best_first, clipped, kept_in_rows
+from ampopt.batched.suppression import best_first, clipped, cut, kept_in_rows
 
 
 def detections(
@@ -27,12 +27,7 @@ def detections(
     """
     scores = F.softmax(head_outputs["cls_logits"], dim=-1)
     codes = head_outputs["bbox_regression"]
-    found = [_best(self, *each) for each in zip(codes, scores, image_anchors, image_shapes, strict=True)]
-    counts = torch.stack([each[3] for each in found]).tolist()
-    return [
-        {"boxes": boxes[:count], "scores": best[:count], "labels": labels[:count]}
-        for (boxes, best, labels, _), count in zip(found, counts, strict=True)
-    ]
+    return cut([_best(self, *each) for each in zip(codes, scores, image_anchors, image_shapes, strict=True)])
 
 
 def _best(

@@ -8,6 +8,8 @@ then suppressed alone: this is the first way as it is, and the second, because r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -56,6 +58,15 @@ def best_first(scores: Tensor, kept: Tensor, most: int) -> tuple[Tensor, Tensor]
     """
     order = torch.where(kept, scores, -torch.inf).sort(descending=True, stable=True)[1]
     return order[:most], kept.sum().clamp(max=most)
+
+
+def cut(found: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]) -> list[dict[str, Tensor]]:
+    """The detections of each image, of its boxes, scores, labels and their number, which is read here."""
+    counts = torch.stack([each[3] for each in found]).tolist()
+    return [
+        {"boxes": boxes[:count], "scores": scores[:count], "labels": labels[:count]}
+        for (boxes, scores, labels, _), count in zip(found, counts, strict=True)
+    ]
 
 
 def wide_enough(boxes: Tensor, least: float) -> Tensor:

@@ -6,11 +6,10 @@ one takes a set a row, keeps all sizes, and waits for nothing, so that a CUDA gr
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
+from ampopt.kernels.fused_conv import is_available
 from ampopt.system.once import once
 
 MOST_BOXES = 8192
@@ -38,7 +37,7 @@ def suppress_rows() -> torch._ops.OpOverload:
 
 def _compute(boxes: Tensor, valid: Tensor, threshold: float) -> Tensor:
     fits = boxes.is_cuda and boxes.dtype is torch.float32 and 0 < boxes.shape[1] <= MOST_BOXES
-    if fits and len(boxes) and importlib.util.find_spec("triton") is not None:
+    if fits and len(boxes) and is_available():
         return _by_triton(boxes, valid, threshold)
     if not boxes.is_cuda and hasattr(torch.ops.torchvision, "nms"):
         return _row_by_row(boxes, valid, threshold)

@@ -44,11 +44,11 @@ def with_batched_loops(
     loops = f"the loops in {', '.join(names)}" if len(names) > 1 else f"the loop in {names[0]}"
     try:
         if why_not := check.judge(working_copy(form))[1]:
-            return None, [f"{loops}: as they were, because batched {why_not}"]
+            return None, [f"{loops}: as before, because batched {why_not}"]
         gain = compare(working_copy(check.original), working_copy(form)).gain
     except Exception as error:
         check_interrupted(error)
-        return None, [f"{loops}: as they were, because batched {first_line(error)}"]
+        return None, [f"{loops}: as before, because batched {first_line(error)}"]
     told = (
         [f"{loops}: batched, with fixed sizes, the whole is {gain.ratio:.2f}x faster"] if gain.is_real else []
     )

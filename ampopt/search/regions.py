@@ -99,7 +99,7 @@ class PartwiseOptimizer:
         self._options = dataclasses.replace(self._part_options, precision=FP32.name)
         self._parts: PartsSearch | None = None
         self._check = WholeCheck(original, args, kwargs, self._device, _limit(options), options.metric)
-        self._form, self._has_batched = original, False
+        self._form = original
         self._batched: BatchedLoops | None = None
         self._modules: dict[str, OptimizedModule] = {}
         self._between: Between | None = None
@@ -111,7 +111,7 @@ class PartwiseOptimizer:
                 self._check.try_metric()
             self._batched, notes = with_batched_loops(self._check, self._compared)
             if self._batched is not None and self._batched.is_faster:
-                self._form, self._has_batched = self._batched.form, True
+                self._form = self._batched.form
             self._ledger.notes += notes
             inside, args, kwargs = original_call(self._form, self._args, self._kwargs)
             regions, call_s = self._find(inside, args, kwargs), 0.0
@@ -123,7 +123,7 @@ class PartwiseOptimizer:
         if was_cut_off:
             self._ledger.notes.append("interrupted: this is the best so far")
             self._options = self._options.within(BRIEFLY_S)
-        if not self._ledger.regions and not self._has_batched:
+        if not self._ledger.regions and self._form is self._original:
             self._ledger.notes.append("no part of it can be captured: the model runs as it was")
         self._compare_or_leave()
         self._ledger.seconds = time.perf_counter() - self._started
@@ -267,7 +267,6 @@ class PartwiseOptimizer:
         """Let optimized code between the submodules serve, which is that of a form of the model."""
         if form is not self._form and self._batched is not None:
             self._ledger.notes.append(f"{self._batched.loops}: batched, with fixed sizes, as graphs")
-            self._has_batched = True
         self._between, self._form = between, form
 
     def _why_not_between(self, between: Between, form: nn.Module) -> str | None:
@@ -312,7 +311,7 @@ class PartwiseOptimizer:
                 latency(serve, self._device),
                 seconds=HEADLINE * self._options.budget_s,
             )
-        if not ledger.regions and not self._has_batched:
+        if not ledger.regions and self._form is self._original:
             refused = "nothing was optimized"
         ledger.baseline, ledger.gain, ledger.load = found.before, found.gain, found.load
         served = next(iter(self._parts.lower.lanes.values()), FP32) if self._parts is not None else FP32

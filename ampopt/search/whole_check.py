@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from ampopt.ir.signature import copied, flatten_call, map_tensors, tensors_of
 from ampopt.measure.results import Distance, IncomparableError, distance, kept
 from ampopt.measure.verify import Metric
 from ampopt.system.interrupts import check_interrupted
+
+logger = logging.getLogger("ampopt")
 
 DRAWS = 2
 """Number of calls with random inputs like the example's, after the call with the example."""
@@ -150,6 +153,7 @@ class WholeCheck:
                 found.append(kept(pytree.tree_map_only(Tensor, _in(torch.float64, torch.float32), result)))
         except Exception as error:
             check_interrupted(error)
+            logger.debug("ampopt: the whole model is not compared in float64: %s", first_line(error))
         return found
 
     def _rows(self) -> Iterator[Sequence[Any]]:

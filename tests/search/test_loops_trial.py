@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ampopt
-from ampopt.batched import loops
+from ampopt.batched import loops, ssd
 from ampopt.search import regions
 from ampopt.search.loops_trial import with_batched_loops
 from ampopt.search.whole_check import WholeCheck
@@ -49,34 +50,28 @@ def test_a_right_form_that_is_no_faster_by_itself_stays_a_candidate() -> None:
     assert found.loops.startswith("the loops in RegionProposalNetwork.filter_proposals, RoIHeads.")
 
 
-def test_a_wrong_form_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(self: Any, *given: Any) -> list[dict[str, Tensor]]:
-        return [{name: each + 1 for name, each in own.items()} for own in right(self, *given)]
+def _wrong(self: Any, *given: Any) -> list[dict[str, Tensor]]:
+    return [{name: each + 1 for name, each in own.items()} for own in ssd.detections(self, *given)]
 
-    right = loops._FORMS[SSD]
-    monkeypatch.setitem(loops._FORMS, SSD, wrong)
-    monkeypatch.setitem(loops._FORMS_ON_CUDA, SSD, wrong)
+
+def _failing(*_: Any) -> None:
+    raise RuntimeError("no such head")
+
+
+@pytest.mark.parametrize(
+    ("form", "why"), [(_wrong, "the whole model's error"), (_failing, "RuntimeError: no such head")]
+)
+def test_a_form_that_is_wrong_or_fails_is_none(
+    form: Callable[..., Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(loops._FORMS_ON_CUDA, SSD, form)
     loops._subclass.cache_clear()
     with torch.no_grad():
         found, notes = with_batched_loops(check_of(detector("ssd")), comparing(True))
     loops._subclass.cache_clear()
     assert found is None
-    assert "as they were, because batched the whole model's error" in notes[0]
-
-
-def test_a_form_that_fails_takes_nothing_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: Any) -> None:
-        raise RuntimeError("no such head")
-
-    monkeypatch.setitem(loops._FORMS_ON_CUDA, SSD, failing)
-    loops._subclass.cache_clear()
-    with torch.no_grad():
-        found, notes = with_batched_loops(check_of(detector("ssd")), comparing(True))
-    loops._subclass.cache_clear()
-    assert found is None
-    assert notes == [
-        "the loop in SSD.postprocess_detections: as they were, because batched RuntimeError: no such head"
-    ]
+    (note,) = notes
+    assert note.startswith(f"the loop in SSD.postprocess_detections: as before, because batched {why}")
 
 
 @pytest.mark.parametrize("kind", ["ssd", "faster"])

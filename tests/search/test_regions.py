@@ -20,9 +20,8 @@ from ampopt import robot
 from ampopt.bundle.files import open_bundle
 from ampopt.errors import InputError
 from ampopt.measure.entry import ORIGINAL
-from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import Gain, Measurement
-from ampopt.search.partly_optimized import PartlyOptimizedModule, patched
+from ampopt.search.partly_optimized import PartlyOptimizedModule
 from benchmarks.models import randomize_batch_norm
 from tests.helpers import Model, with_statistics
 from tests.support import snapshot
@@ -384,23 +383,3 @@ def test_a_model_of_one_graph_has_no_parts(tmp_path: Path) -> None:
     for write, name in ((fast.save, "b.ampopt"), (fast.export_onnx, "m.onnx")):
         with pytest.raises(InputError, match=r"is one graph, and .* holds all of it: leave part='0'"):
             write(tmp_path / name, part="0")
-
-
-def test_a_submodule_for_which_nothing_is_faster_is_part_of_the_code_around_it() -> None:
-    """Its report and its bundle stay; what serves has no wrapper in its place."""
-
-    class Branching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.first(x)
-            return y * 2 if y.sum() > -100 else y
-
-    report = Ledger("first", {}, (), chosen=ORIGINAL)
-    faster = Ledger("first", {}, (), chosen="fp32")
-    model = Branching().eval()
-    for own, is_patched in ((report, False), (faster, True)):
-        stand_in: Any = type("Part", (nn.Identity,), {"report": own})()
-        assert ("forward" in vars(patched(model, {"first": stand_in}).first)) == is_patched
