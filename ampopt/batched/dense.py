@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt.batched.suppression import best_first, clipped, cut, kept_by_label
+from ampopt.batched.suppression import best_first, clipped, filled, kept_by_label
 
 Levels = list[Tensor]
 
@@ -40,7 +40,9 @@ def _detections(
     image_shapes: list[tuple[int, int]],
     decode: Callable[[Tensor, Tensor], Tensor],
 ) -> list[dict[str, Tensor]]:
-    """The best detections of each image; `scores` and `codes` are [images, anchors, ...] of each level.
+    """The best detections of each image, filled up to a fixed number.
+
+    `scores` and `codes` are [images, anchors, ...] of each level.
 
     Of each level, the scores over a threshold and the best `k` of them are taken: here the others are -inf,
     behind them, and a mask says which. All levels follow each other and are suppressed by class. Where scores
@@ -59,6 +61,7 @@ def _detections(
         boxes, best, labels = (torch.cat(each) for each in zip(*parts, strict=True))
         valid = best > self.score_thresh
         kept = kept_by_label(boxes, best, labels, valid, scores[0].shape[-1], self.nms_thresh)
-        first, count = best_first(best, kept, self.detections_per_img)
-        found.append((boxes[first], best[first], labels[first], count))
-    return cut(found)
+        first, is_kept = best_first(best, kept, self.detections_per_img)
+        own_boxes, own_scores = filled(boxes[first], best[first], is_kept)
+        found.append({"boxes": own_boxes, "scores": own_scores, "labels": labels[first]})
+    return found

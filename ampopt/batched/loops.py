@@ -10,62 +10,91 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from ampopt.batched import dense, masks, rcnn, ssd
+from ampopt.batched.fixed import Cut, CutForHeads, detected
+from ampopt.batched.suppression import cut, cut_lists
 from ampopt.ir.model_copy import working_copy
 from ampopt.kernels.row_suppression import suppress_rows
 
 Key = tuple[str, str, str]
 """The module, the class and the method that a form replaces."""
 
-_FORMS: dict[Key, Callable[..., Any]] = {
-    ("torchvision.models.detection.ssd", "SSD", "postprocess_detections"): ssd.detections,
-    ("torchvision.models.detection.retinanet", "RetinaNet", "postprocess_detections"): dense.retinanet,
-    ("torchvision.models.detection.fcos", "FCOS", "postprocess_detections"): dense.fcos,
-    ("torchvision.models.detection.rpn", "RegionProposalNetwork", "filter_proposals"): rcnn.proposals,
-    ("torchvision.models.detection.roi_heads", "RoIHeads", "postprocess_detections"): rcnn.detections,
-}
+_DETECTION = "torchvision.models.detection"
 
-_FORMS_ON_CUDA: dict[Key, Callable[..., Any]] = {
-    **_FORMS,
-    ("torchvision.ops.poolers", "MultiScaleRoIAlign", "forward"): rcnn.pooled,
+_FORMS: dict[Key, Callable[..., Any]] = {
+    (f"{_DETECTION}.ssd", "SSD", "postprocess_detections"): ssd.detections,
+    (f"{_DETECTION}.retinanet", "RetinaNet", "postprocess_detections"): dense.retinanet,
+    (f"{_DETECTION}.fcos", "FCOS", "postprocess_detections"): dense.fcos,
+    (f"{_DETECTION}.rpn", "RegionProposalNetwork", "filter_proposals"): rcnn.proposals,
+    (f"{_DETECTION}.roi_heads", "RoIHeads", "postprocess_detections"): rcnn.detections,
 }
+"""Their results are filled up to fixed numbers: what fills up has a score of -inf, and is the last."""
+
+_CUTS: dict[str, Callable[..., Any]] = {
+    "SSD": cut,
+    "RetinaNet": cut,
+    "FCOS": cut,
+    "RegionProposalNetwork": cut_lists,
+    "RoIHeads": cut_lists,
+}
+"""What cuts the results of a class's form to their numbers."""
+
+_POOLED: Key = ("torchvision.ops.poolers", "MultiScaleRoIAlign", "forward")
+_FORMS_ON_CUDA: dict[Key, Callable[..., Any]] = {**_FORMS, _POOLED: rcnn.pooled}
 
 _FORMS_WITH_MASKS: dict[Key, Callable[..., Any]] = {
-    (
-        "torchvision.models.detection.transform",
-        "GeneralizedRCNNTransform",
-        "postprocess",
-    ): masks.postprocessed,
+    (f"{_DETECTION}.transform", "GeneralizedRCNNTransform", "postprocess"): masks.postprocessed,
 }
 
+_WHOLE_FORMS: dict[Key, Callable[..., Any]] = {
+    (f"{_DETECTION}.generalized_rcnn", "GeneralizedRCNN", "forward"): detected,
+}
+"""Forms of detectors that are cut after a graph."""
 
-def batched_loops(model: nn.Module, device: torch.device) -> tuple[nn.Module, list[str]] | None:
+_FORWARDS: list[Key] = [
+    *((f"{_DETECTION}.{file}", owner, "forward") for file, owner in (("ssd", "SSD"), ("fcos", "FCOS"))),
+    (f"{_DETECTION}.retinanet", "RetinaNet", "forward"),
+    (f"{_DETECTION}.rpn", "RegionProposalNetwork", "forward"),
+    (f"{_DETECTION}.roi_heads", "RoIHeads", "forward"),
+    *_WHOLE_FORMS,
+]
+
+
+def batched_loops(
+    model: nn.Module, device: torch.device, *, is_one_graph: bool = False
+) -> tuple[nn.Module, list[str]] | None:
     """A copy of a model with batched loops, in the same state, and their names; None where there are none.
 
-    Its modules are of a subclass with other methods. One that overrides the loop keeps its own.
+    Its modules are of a subclass with other methods. One that overrides the loop keeps its own. With
+    `is_one_graph`, detectors are graphs of fixed sizes that are cut at their end, see `ampopt.batched.fixed`;
+    None where there is no detector that can be.
     """
-    forms = _FORMS_ON_CUDA if device.type == "cuda" else _FORMS
+    forms = _FORMS_ON_CUDA if device.type == "cuda" or is_one_graph else _FORMS
     if any(getattr(module, "mask_predictor", None) is not None for module in model.modules()):
         forms = {**forms, **_FORMS_WITH_MASKS}
     if not any(_keys_of(module, forms) for module in model.modules()):
         return None
     suppress_rows()  # the forms call it by its name, which TorchDynamo captures
     copy, names = working_copy(model), dict[str, None]()
-    for module in copy.modules():
+    whole = {name: parts for name, each in copy.named_modules() if (parts := _fixed_parts(each))}
+    if is_one_graph and not whole:
+        return None
+    filled = {id(part) for parts in whole.values() for part in parts} if is_one_graph else set()
+    for module in list(copy.modules()):
         if keys := _keys_of(module, forms):
             kind: Any = type(module)
-            module.__class__ = _subclass(kind, keys)
+            module.__class__ = _subclass(kind, keys, id(module) not in filled)
             names.update({f"{kind.__name__}.{name}": None for _, _, name in keys})
-    return copy, list(names)
+    return (_cut_at_their_ends(copy, list(whole)) if is_one_graph else copy), list(names)
 
 
-def _keys_of(module: nn.Module, forms: dict[Key, Callable[..., Any]]) -> tuple[Key, ...]:
+def _keys_of(module: nn.Module, forms: Iterable[Key]) -> tuple[Key, ...]:
     """The forms for the methods that a module has from the library."""
     found: list[Key] = []
     for key in forms:
@@ -76,9 +105,52 @@ def _keys_of(module: nn.Module, forms: dict[Key, Callable[..., Any]]) -> tuple[K
     return tuple(found)
 
 
+def _fixed_parts(module: Any) -> list[nn.Module]:
+    """The parts of a detector that fill up where it is of fixed sizes; none if anything is the user's own."""
+    if not _keys_of(module, _FORWARDS):
+        return []
+    parts = [module]
+    if hasattr(module, "roi_heads"):
+        parts += [module.rpn, module.roi_heads]
+        if not _keys_of(module.roi_heads.box_roi_pool, [_POOLED]):
+            return []
+    forms = [_keys_of(part, _FORMS) for part in parts if part is not module or len(parts) == 1]
+    forwards = [_keys_of(part, _FORWARDS) for part in parts]
+    is_free = not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+    return parts if all(forms) and all(forwards) and is_free else []
+
+
+def _cut_at_their_ends(model: nn.Module, names: list[str]) -> nn.Module:
+    """The model with these detectors cut after their graphs."""
+    for name in names:
+        detector: Any = model.get_submodule(name)
+        heads = getattr(detector, "roi_heads", None)
+        kind = Cut
+        if heads is not None and (heads.has_mask() or heads.has_keypoint()):
+            owner_kind: Any = type(detector)
+            detector.__class__ = _subclass(owner_kind, tuple(_WHOLE_FORMS), is_cut=False)
+            kind = CutForHeads
+        if not name:
+            return kind(detector)
+        owner, _, own = name.rpartition(".")
+        setattr(model.get_submodule(owner), own, kind(detector))
+    return model
+
+
+def _then(form: Callable[..., Any], after: Callable[..., Any]) -> Callable[..., Any]:
+    def method(*args: Any) -> Any:
+        return after(form(*args))
+
+    return method
+
+
 @functools.cache
-def _subclass(kind: Any, keys: tuple[Key, ...]) -> type[nn.Module]:
-    forms = {**_FORMS_ON_CUDA, **_FORMS_WITH_MASKS}
+def _subclass(kind: Any, keys: tuple[Key, ...], is_cut: bool) -> type[nn.Module]:
+    """A subclass with forms; without `is_cut` their results stay filled up."""
+    forms = {**_FORMS_ON_CUDA, **_FORMS_WITH_MASKS, **_WHOLE_FORMS}
     methods = {key[2]: forms[key] for key in keys}
+    for _, owner, name in keys:
+        if is_cut and owner in _CUTS:
+            methods[name] = _then(methods[name], _CUTS[owner])
     made: type[nn.Module] = type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})
     return made

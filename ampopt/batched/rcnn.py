@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ampopt.batched.suppression import best_first, clipped, cut, kept_in_rows, wide_enough
+from ampopt.batched.suppression import best_first, clipped, filled, kept_in_rows, wide_enough
 
 _LEAST_SIDE = 1e-2
 """Side in pixels below which `RoIHeads` drops a box."""
@@ -25,7 +25,8 @@ def proposals(
 
     The best of each level are taken by the same calls of `topk`, so that they come in the same order. What is
     removed there (small boxes, low scores) is not valid here. Shorter levels are filled up with what is not
-    valid either, and so behind all others in the last order.
+    valid either, and so behind all others in the last order; so are the proposals, up to a fixed number: a
+    box without a side gives no detection, because it has none either when it is decoded.
     """
     objectness = objectness.detach().reshape(proposals.shape[0], -1)
     counts = [min(self.pre_nms_top_n(), count) for count in num_anchors_per_level]
@@ -42,20 +43,18 @@ def proposals(
         rows.append((F.pad(at, (0, 0, 0, end)), F.pad(best.sigmoid(), (0, end)), inside))
     boxes, scores, inside = (torch.stack(each, 1) for each in zip(*rows, strict=True))
     found = [_best_proposals(self, *each) for each in zip(boxes, scores, inside, image_shapes, strict=True)]
-    numbers = torch.stack([each[2] for each in found]).tolist()
-    ours = [(own[:count], best[:count]) for (own, best, _), count in zip(found, numbers, strict=True)]
-    return [own for own, _ in ours], [best for _, best in ours]
+    return [own for own, _ in found], [best for _, best in found]
 
 
 def _best_proposals(
     self: Any, boxes: Tensor, scores: Tensor, inside: Tensor, shape: tuple[int, int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Boxes and scores of an image's best proposals, and how many they are; others are behind."""
+) -> tuple[Tensor, Tensor]:
+    """Boxes and scores of an image's best proposals."""
     boxes = clipped(boxes, shape)
     valid = inside & wide_enough(boxes, self.min_size) & (scores >= self.score_thresh)
     kept = kept_in_rows(boxes, valid, 0, self.nms_thresh)
-    first, found = best_first(scores.flatten(), kept.flatten(), self.post_nms_top_n())
-    return boxes.flatten(0, 1)[first], scores.flatten()[first], found
+    first, is_kept = best_first(scores.flatten(), kept.flatten(), self.post_nms_top_n())
+    return filled(boxes.flatten(0, 1)[first], scores.flatten()[first], is_kept)
 
 
 def detections(
@@ -68,47 +67,52 @@ def detections(
     """`RoIHeads.postprocess_detections` with masks; rows are the classes.
 
     Within a class the order is that of `nms`: by score, of equal ones the earlier proposal first. The last
-    order is over proposals, and classes within them, as there.
+    order is over proposals, and classes within them, as there. Filled up to a fixed number.
     """
     sizes = [len(each) for each in proposals]
     boxes = self.box_coder.decode(box_regression, proposals).split(sizes, 0)
     scores = F.softmax(class_logits, -1).split(sizes, 0)
-    ours = cut([_best_detections(self, *each) for each in zip(boxes, scores, image_shapes, strict=True)])
-    return [own["boxes"] for own in ours], [own["scores"] for own in ours], [own["labels"] for own in ours]
+    found = [_best_detections(self, *each) for each in zip(boxes, scores, image_shapes, strict=True)]
+    return [own for own, _, _ in found], [best for _, best, _ in found], [label for _, _, label in found]
 
 
 def _best_detections(
     self: Any, boxes: Tensor, scores: Tensor, shape: tuple[int, int]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Boxes, scores and labels of an image's best detections, and how many they are; others are behind."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Boxes, scores and labels of an image's best detections."""
     boxes, scores = clipped(boxes, shape)[:, 1:], scores[:, 1:]
     classes = scores.shape[1]
     if not len(boxes):
-        labels = torch.zeros(0, dtype=torch.int64, device=boxes.device)
-        return boxes.reshape(0, 4), scores.reshape(0), labels, labels.sum()
+        return boxes.reshape(0, 4), scores.reshape(0), scores.new_zeros(0, dtype=torch.int64)
     valid = ((scores > self.score_thresh) & wide_enough(boxes, _LEAST_SIDE)).t()
     order = torch.where(valid, scores.t(), -torch.inf).sort(dim=1, descending=True, stable=True)[1]
     rows = boxes.transpose(0, 1).gather(1, order[..., None].expand(-1, -1, 4))
     kept = kept_in_rows(rows, valid.gather(1, order), 1, self.nms_thresh)
     kept = torch.zeros_like(kept).scatter(1, order, kept).t().flatten()
-    first, found = best_first(scores.flatten(), kept, self.detections_per_img)
-    return boxes.reshape(-1, 4)[first], scores.flatten()[first], first % classes + 1, found
+    first, is_kept = best_first(scores.flatten(), kept, self.detections_per_img)
+    own, best = filled(boxes.reshape(-1, 4)[first], scores.flatten()[first], is_kept)
+    return own, best, first % classes + 1
 
 
 def pooled(
     self: Any, x: dict[str, Tensor], boxes: list[Tensor], image_shapes: list[tuple[int, int]]
 ) -> Tensor:
-    """`MultiScaleRoIAlign.forward`, where every level pools all boxes, and each box takes its own level's."""
+    """`MultiScaleRoIAlign.forward`, where every level pools all boxes, and each box takes its own level's.
+
+    Scales of the levels that no call has set yet are those of this call, and are not kept: a graph has no
+    state.
+    """
     from torchvision.ops import poolers
 
     features = poolers._filter_input(x, self.featmap_names)
-    if self.scales is None or self.map_levels is None:
+    scales, map_levels = self.scales, self.map_levels
+    if scales is None or map_levels is None:
         own = features, image_shapes, self.canonical_scale, self.canonical_level
-        self.scales, self.map_levels = poolers._setup_scales(*own)
+        scales, map_levels = poolers._setup_scales(*own)
     rois = poolers._convert_to_roi_format(boxes)
-    levels = self.map_levels(boxes)[:, None, None, None]
+    levels = map_levels(boxes)[:, None, None, None]
     result = torch.empty(0)
-    for level, (feature, scale) in enumerate(zip(features, self.scales, strict=True)):
+    for level, (feature, scale) in enumerate(zip(features, scales, strict=True)):
         own = poolers.roi_align(feature, rois, self.output_size, scale, self.sampling_ratio)
         result = torch.where(levels == level, own.to(result.dtype), result) if level else own
     return result

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ampopt.batched.suppression import best_first, clipped, cut, kept_in_rows
+from ampopt.batched.suppression import best_first, clipped, filled, kept_in_rows
 
 
 def detections(
@@ -17,7 +17,7 @@ def detections(
     image_anchors: list[Tensor],
     image_shapes: list[tuple[int, int]],
 ) -> list[dict[str, Tensor]]:
-    """`SSD.postprocess_detections` with all classes at once.
+    """`SSD.postprocess_detections` with all classes at once, filled up to a fixed number of detections.
 
     The loop takes, of each class, the scores over a threshold, the best `k` of them, and their boxes; of
     those together it suppresses by class, and takes the best. Here scores that are not over the threshold are
@@ -27,13 +27,12 @@ def detections(
     """
     scores = F.softmax(head_outputs["cls_logits"], dim=-1)
     codes = head_outputs["bbox_regression"]
-    return cut([_best(self, *each) for each in zip(codes, scores, image_anchors, image_shapes, strict=True)])
+    return [_best(self, *each) for each in zip(codes, scores, image_anchors, image_shapes, strict=True)]
 
 
 def _best(
     self: Any, codes: Tensor, scores: Tensor, anchors: Tensor, shape: tuple[int, int]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Boxes, scores and labels of an image's best detections, and how many they are; others are behind."""
+) -> dict[str, Tensor]:
     boxes = clipped(self.box_coder.decode_single(codes, anchors), shape)
     by_class = scores[:, 1:].t()
     count = min(self.topk_candidates, boxes.shape[0])
@@ -41,6 +40,7 @@ def _best(
     valid = best > self.score_thresh
     candidates = boxes[places]
     kept = kept_in_rows(candidates, valid, 1, self.nms_thresh)
-    first, found = best_first(best.flatten(), kept.flatten(), self.detections_per_img)
+    first, is_kept = best_first(best.flatten(), kept.flatten(), self.detections_per_img)
+    own, scores = filled(candidates.flatten(0, 1)[first], best.flatten()[first], is_kept)
     labels = torch.div(first, count, rounding_mode="floor") + 1
-    return candidates.flatten(0, 1)[first], best.flatten()[first], labels, found
+    return {"boxes": own, "scores": scores, "labels": labels}

@@ -52,21 +52,36 @@ def _where_compared(boxes: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
 
 
 def best_first(scores: Tensor, kept: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """The places of the best `most` that are kept, the best first, and how many there are; flat tensors.
+    """The places of the best `most`, the kept ones first, by their scores, and which are kept; flat tensors.
 
     Of equal ones the first comes first, as in torchvision's `nms`.
     """
-    order = torch.where(kept, scores, -torch.inf).sort(descending=True, stable=True)[1]
-    return order[:most], kept.sum().clamp(max=most)
+    order = torch.where(kept, scores, -torch.inf).sort(descending=True, stable=True)[1][:most]
+    return order, kept[order]
 
 
-def cut(found: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]) -> list[dict[str, Tensor]]:
-    """The detections of each image, of its boxes, scores, labels and their number, which is read here."""
-    counts = torch.stack([each[3] for each in found]).tolist()
+def filled(boxes: Tensor, scores: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Boxes [boxes, 4] and scores [boxes]: those of what is not kept are the empty box and -inf."""
+    return torch.where(kept[:, None], boxes, 0.0), torch.where(kept, scores, -torch.inf)
+
+
+def cut(found: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The detections of each image without those of score -inf, which are the last; their number is read."""
+    counts = torch.stack([(each["scores"] > -torch.inf).sum() for each in found]).tolist()
     return [
-        {"boxes": boxes[:count], "scores": scores[:count], "labels": labels[:count]}
-        for (boxes, scores, labels, _), count in zip(found, counts, strict=True)
+        {name: values[:count] for name, values in each.items()}
+        for each, count in zip(found, counts, strict=True)
     ]
+
+
+def cut_lists(found: Sequence[list[Tensor]]) -> tuple[list[Tensor], ...]:
+    """The same for lists of each image's boxes, scores and others, in this order."""
+    boxes, scores, *others = found
+    images = [{"boxes": own, "scores": best} for own, best in zip(boxes, scores, strict=True)]
+    for place, other in enumerate(others):
+        for image, own in zip(images, other, strict=True):
+            image[str(place)] = own
+    return tuple(map(list, zip(*(each.values() for each in cut(images)), strict=True)))
 
 
 def wide_enough(boxes: Tensor, least: float) -> Tensor:

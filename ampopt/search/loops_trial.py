@@ -22,22 +22,25 @@ Answer = Callable[..., Any]
 class BatchedLoops:
     """A right form of a model with batched loops, in the state of the original, and what to say of them.
 
-    `is_faster` as it is, without graphs of the code around the loops.
+    `is_faster` as it is, without graphs of the code around the loops. `is_one_graph`: its detectors are made
+    to be graphs.
     """
 
     form: nn.Module
     loops: str
     is_faster: bool
+    is_one_graph: bool
 
 
 def with_batched_loops(
-    check: WholeCheck, compare: Callable[[Answer, Answer], Compared]
+    check: WholeCheck, compare: Callable[[Answer, Answer], Compared], *, is_one_graph: bool
 ) -> tuple[BatchedLoops | None, list[str]]:
     """The model that `check` has with batched loops, if it has such and is right with them; and notes on it.
 
-    `compare` times calls of the model and of another.
+    `compare` times calls of the model and of another. With `is_one_graph`, detectors are graphs of fixed
+    sizes; None where there are none that can be, or the model is not right with them.
     """
-    found = batched_loops(check.original, check.device)
+    found = batched_loops(check.original, check.device, is_one_graph=is_one_graph)
     if found is None:
         return None, []
     form, names = found
@@ -52,4 +55,4 @@ def with_batched_loops(
     told = (
         [f"{loops}: batched, with fixed sizes, the whole is {gain.ratio:.2f}x faster"] if gain.is_real else []
     )
-    return BatchedLoops(form, loops, gain.is_real), told
+    return BatchedLoops(form, loops, gain.is_real, is_one_graph), told

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ampopt.batched.fixed import Cut
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import first_line
 from ampopt.ir.lane_io import original_call, original_of
@@ -109,12 +110,8 @@ class PartwiseOptimizer:
         with interruptible():
             if self._check.metric is not None:
                 self._check.try_metric()
-            self._batched, notes = with_batched_loops(self._check, self._compared)
-            if self._batched is not None and self._batched.is_faster:
-                self._form = self._batched.form
-            self._ledger.notes += notes
+            regions, call_s = self._as_one_graph() or self._with_loops(), 0.0
             inside, args, kwargs = original_call(self._form, self._args, self._kwargs)
-            regions, call_s = self._find(inside, args, kwargs), 0.0
             if self._budget.left_s > 0:
                 call_s = seconds_of_a_call(inside, args, kwargs, self._options.budget_s)
         was_cut_off = self._optimize_submodules(regions, call_s)
@@ -131,16 +128,39 @@ class PartwiseOptimizer:
             self._modules, self._between, self._form = {}, None, self._original
         return PartlyOptimizedModule(self._form, self._modules, self._between, self._ledger, self._device)
 
-    def _find(self, inside: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Region]:
-        """The submodules to optimize."""
+    def _as_one_graph(self) -> list[Region]:
+        """The submodules to optimize if detectors are graphs of fixed sizes; none where they cannot be."""
+        if self._device.type not in BATCHED_AS_GRAPHS:
+            return []
+        batched, _ = with_batched_loops(self._check, self._compared, is_one_graph=True)
+        if batched is None:
+            return []
+        regions, reasons = self._find(batched.form)
+        inside = original_of(batched.form)
+        owners = [inside.get_submodule(region.name.rpartition(".")[0]) for region in regions]
+        if not any(isinstance(owner, Cut) for owner in owners):
+            return []
+        self._batched, self._form = batched, batched.form
+        told = "batched, with fixed sizes: one graph, whose results are cut to their numbers after it"
+        self._ledger.notes += [f"{batched.loops}: {told}", *reasons]
+        return regions
+
+    def _with_loops(self) -> list[Region]:
+        """The submodules to optimize, of the model with batched loops if those are right and faster."""
+        self._batched, notes = with_batched_loops(self._check, self._compared, is_one_graph=False)
+        if self._batched is not None and self._batched.is_faster:
+            self._form = self._batched.form
+        regions, reasons = self._find(self._form)
+        self._ledger.notes += [*notes, *reasons]
+        return regions
+
+    def _find(self, form: nn.Module) -> tuple[list[Region], list[str]]:
+        """The submodules of a form of the model to optimize, and why others cannot be."""
+        inside, args, kwargs = original_call(form, self._args, self._kwargs)
         reasons = list[str]()
         is_over = lambda: self._budget.left_s <= 0  # noqa: E731
         found = list(find_regions(inside, args, kwargs, self._device, reasons, is_over))
-        self._note(reasons, "more submodules are no single graph either")
-        return found
-
-    def _note(self, reasons: Sequence[str], more: str) -> None:
-        self._ledger.notes += shortened(reasons, more)
+        return found, shortened(reasons, "more submodules are no single graph either")
 
     def _optimize_submodules(self, regions: Sequence[Region], call_s: float) -> bool:
         """Optimize them in FP32, then in lower precision; whether Ctrl-C has ended the work.
@@ -256,7 +276,7 @@ class PartwiseOptimizer:
                 else:
                     self._take(between, form)
                     self._ledger.regions.update(reports)
-                self._note(reasons, "more parts of the code run as they were")
+                self._ledger.notes += shortened(reasons, "more parts of the code run as they were")
         except KeyboardInterrupt:
             return True
         except Exception as error:

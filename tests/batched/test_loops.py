@@ -15,9 +15,9 @@ from tests.batched.detectors import KINDS, detector, images
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def batched(model: nn.Module) -> nn.Module:
+def batched(model: nn.Module, is_one_graph: bool = False) -> nn.Module:
     """All forms, those for CUDA among them."""
-    found = batched_loops(model, CUDA)
+    found = batched_loops(model, CUDA, is_one_graph=is_one_graph)
     assert found is not None
     return found[0]
 
@@ -35,9 +35,10 @@ def assert_same(found: list[dict[str, Tensor]], expected: list[dict[str, Tensor]
 
 @pytest.mark.parametrize("large", [4_000, 40], ids=["moved", "one by one"])
 @pytest.mark.parametrize("threshold", [0.05, 0.25, 0.6, 1.0])
+@pytest.mark.parametrize("is_one_graph", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batched_form_gives_what_the_loop_gives(
-    kind: str, threshold: float, large: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, is_one_graph: bool, threshold: float, large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torchvision.ops.boxes as boxes
 
@@ -47,7 +48,7 @@ def test_a_batched_form_gives_what_the_loop_gives(
     monkeypatch.setattr(boxes.batched_nms, "__code__", source.replace(co_consts=constants))
     monkeypatch.setattr(suppression, "_LARGE_CPU", large)
     model = detector(kind, threshold)
-    form = batched(model)
+    form = batched(model, is_one_graph)
     with torch.no_grad():
         for count in (1, 2):
             given = images(count, seed=count)
@@ -56,10 +57,13 @@ def test_a_batched_form_gives_what_the_loop_gives(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("threshold", [0.05, 0.25, 1.0])
+@pytest.mark.parametrize("is_one_graph", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_a_gpu_a_batched_form_gives_what_the_loop_gives(kind: str, threshold: float) -> None:
+def test_on_a_gpu_a_batched_form_gives_what_the_loop_gives(
+    kind: str, is_one_graph: bool, threshold: float
+) -> None:
     model = detector(kind, threshold).cuda()
-    form = batched(model)
+    form = batched(model, is_one_graph)
     with torch.no_grad():
         for count in (1, 2):
             given = [image.cuda() for image in images(count, seed=count)]

@@ -32,7 +32,7 @@ def comparing(is_real: bool) -> Any:
 
 def test_a_right_and_faster_form_is_told() -> None:
     with torch.no_grad():
-        found, notes = with_batched_loops(check_of(detector("ssd")), comparing(True))
+        found, notes = with_batched_loops(check_of(detector("ssd")), comparing(True), is_one_graph=False)
     assert found is not None
     assert found.is_faster
     (note,) = notes
@@ -43,7 +43,7 @@ def test_a_right_and_faster_form_is_told() -> None:
 
 def test_a_right_form_that_is_no_faster_by_itself_stays_a_candidate() -> None:
     with torch.no_grad():
-        found, notes = with_batched_loops(check_of(detector("faster")), comparing(False))
+        found, notes = with_batched_loops(check_of(detector("faster")), comparing(False), is_one_graph=False)
     assert found is not None
     assert not found.is_faster
     assert notes == []
@@ -67,7 +67,7 @@ def test_a_form_that_is_wrong_or_fails_is_none(
     monkeypatch.setitem(loops._FORMS_ON_CUDA, SSD, form)
     loops._subclass.cache_clear()
     with torch.no_grad():
-        found, notes = with_batched_loops(check_of(detector("ssd")), comparing(True))
+        found, notes = with_batched_loops(check_of(detector("ssd")), comparing(True), is_one_graph=False)
     loops._subclass.cache_clear()
     assert found is None
     (note,) = notes
@@ -81,8 +81,8 @@ def test_what_serves_gives_the_original_s_results(
 ) -> None:
     """Whatever the clock says here; and the same after its state is set back."""
 
-    def tried(check: WholeCheck, _: Any) -> Any:
-        return with_batched_loops(check, comparing(is_faster))
+    def tried(check: WholeCheck, _: Any, **asked: bool) -> Any:
+        return with_batched_loops(check, comparing(is_faster), **asked)
 
     monkeypatch.setattr(regions, "with_batched_loops", tried)
     monkeypatch.setattr(regions, "BATCHED_AS_GRAPHS", ("cpu",))

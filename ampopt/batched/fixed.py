@@ -1,0 +1,88 @@
+"""Detectors of torchvision as one graph of fixed sizes; results are cut to their numbers after it.
+
+With batched loops that fill up to fixed numbers, a detector from its images to its detections is tensors and
+nothing else: it is captured as one graph. What fills up has a score of -inf. The numbers are read once, after
+the graph; masks and keypoints are computed then, for the detections that there are.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from torch import Tensor, nn
+
+from ampopt.batched.suppression import cut
+
+Sizes = list[tuple[int, int]]
+
+_HEADS = (
+    *("mask_roi_pool", "mask_head", "mask_predictor"),
+    *("keypoint_roi_pool", "keypoint_head", "keypoint_predictor"),
+)
+"""The parts of `RoIHeads` that work on detections."""
+
+
+class Cut(nn.Module):
+    """A detector's graph, and the cut of its results; other attributes are those of the detector."""
+
+    def __init__(self, graph: nn.Module) -> None:
+        super().__init__()
+        self.graph: Any = graph
+
+    def forward(self, *args: Any, **kwargs: Any) -> list[dict[str, Tensor]]:
+        """The detections of each image, as the detector gives them."""
+        return cut(self.graph(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        modules = self.__dict__.get("_modules", {})
+        return modules[name] if name in modules else getattr(modules.get("graph"), name)
+
+
+class CutForHeads(Cut):
+    """A graph to the detections, the cut, and the heads that work on them."""
+
+    def __init__(self, graph: Any) -> None:
+        super().__init__(graph)
+        self.heads: Any = nn.Module()
+        for part in _HEADS:
+            setattr(self.heads, part, getattr(graph.roi_heads, part))
+            setattr(graph.roi_heads, part, None)
+
+    def forward(self, *args: Any, **kwargs: Any) -> list[dict[str, Tensor]]:
+        """The detections of each image, with their masks and keypoints, as `RoIHeads` computes them."""
+        from torchvision.models.detection.roi_heads import keypointrcnn_inference, maskrcnn_inference
+
+        padded, features, sizes, original_sizes = self.graph(*args, **kwargs)
+        found, own = cut(padded), self.heads
+        boxes = [each["boxes"] for each in found]
+        if own.mask_predictor is not None:
+            logits = own.mask_predictor(own.mask_head(own.mask_roi_pool(features, boxes, sizes)))
+            masks = maskrcnn_inference(logits, [each["labels"] for each in found])
+            for each, mask in zip(found, masks, strict=True):
+                each["masks"] = mask
+        if own.keypoint_predictor is not None:
+            logits = own.keypoint_predictor(own.keypoint_head(own.keypoint_roi_pool(features, boxes, sizes)))
+            both = zip(*keypointrcnn_inference(logits, boxes), strict=True)
+            for each, (points, scores) in zip(found, both, strict=True):
+                each["keypoints"], each["keypoints_scores"] = points, scores
+        result: list[dict[str, Tensor]] = self.graph.transform.postprocess(found, sizes, original_sizes)
+        return result
+
+
+def detected(
+    self: Any, images: list[Tensor], targets: Any = None
+) -> tuple[list[dict[str, Tensor]], dict[str, Tensor], Sizes, Sizes]:
+    """`GeneralizedRCNN.forward` up to the heads that work on detections.
+
+    Returns also the features, and the sizes of the images that those are of, and of the given ones, in
+    pixels.
+    """
+    given = [(image.shape[-2], image.shape[-1]) for image in images]
+    batch, targets = self.transform(images, targets)
+    features = self.backbone(batch.tensors)
+    if isinstance(features, Tensor):
+        features = OrderedDict([("0", features)])
+    proposals, _ = self.rpn(batch, features, targets)
+    found, _ = self.roi_heads(features, proposals, batch.image_sizes, targets)
+    return found, features, batch.image_sizes, given
