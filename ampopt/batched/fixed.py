@@ -86,3 +86,13 @@ def detected(
     proposals, _ = self.rpn(batch, features, targets)
     found, _ = self.roi_heads(features, proposals, batch.image_sizes, targets)
     return found, features, batch.image_sizes, given
+
+
+def move_anchors(model: nn.Module) -> None:
+    """Move the anchors of torchvision's `AnchorGenerator`s to the weights, as their first call would do."""
+    from torchvision.models.detection.anchor_utils import AnchorGenerator
+
+    device = next(model.parameters()).device
+    for module in model.modules():
+        if isinstance(module, AnchorGenerator):
+            module.cell_anchors = [anchors.to(device) for anchors in module.cell_anchors]

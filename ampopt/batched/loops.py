@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ampopt.batched import dense, masks, rcnn, ssd
-from ampopt.batched.fixed import Cut, CutForHeads, detected
+from ampopt.batched.fixed import Cut, CutForHeads, detected, move_anchors
 from ampopt.batched.suppression import cut, cut_lists
 from ampopt.ir.model_copy import working_copy
 from ampopt.kernels.row_suppression import suppress_rows
@@ -91,7 +91,10 @@ def batched_loops(
             kind: Any = type(module)
             module.__class__ = _subclass(kind, keys, id(module) not in filled)
             names.update({f"{kind.__name__}.{name}": None for _, _, name in keys})
-    return (_cut_at_their_ends(copy, list(whole)) if is_one_graph else copy), list(names)
+    if is_one_graph:
+        move_anchors(copy)
+        copy = _cut_at_their_ends(copy, list(whole))
+    return copy, list(names)
 
 
 def _keys_of(module: nn.Module, forms: Iterable[Key]) -> tuple[Key, ...]:

@@ -34,8 +34,13 @@ def kept_by_label(
 ) -> Tensor:
     """Which boxes [boxes, 4] `batched_nms` keeps of the valid ones, bool [boxes]; labels are below `classes`.
 
-    Every class gets a row of all boxes, its own first.
+    Where it moves them in any case, all are one row. Else every class gets a row of all boxes, its own first.
     """
+    if boxes.numel() <= _large(boxes):
+        order = torch.where(valid, scores, -torch.inf).sort(descending=True, stable=True)[1]
+        compared = _where_compared(boxes, labels, valid)[order]
+        kept = torch.ops.ampopt.suppress_rows(compared[None], valid[order][None], threshold)
+        return torch.zeros_like(valid).scatter(0, order, kept[0])
     own = (labels == torch.arange(classes, device=labels.device)[:, None]) & valid
     order = torch.where(own, scores, -torch.inf).sort(dim=1, descending=True, stable=True)[1]
     compared = _where_compared(boxes, labels, valid)[order]
@@ -47,8 +52,12 @@ def _where_compared(boxes: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
     """The boxes [..., 4] where `batched_nms` compares them: those of many are not moved by their labels."""
     largest = torch.where(valid[..., None], boxes, -torch.inf).amax()
     moved = boxes + (labels.to(boxes.dtype) * (largest + 1.0))[..., None]
-    large = _LARGE if boxes.is_cuda else _LARGE_CPU
-    return torch.where(4 * valid.sum() > large, boxes, moved)
+    return torch.where(4 * valid.sum() > _large(boxes), boxes, moved)
+
+
+def _large(boxes: Tensor) -> int:
+    """The number of coordinates above which `batched_nms` does not move boxes."""
+    return _LARGE if boxes.is_cuda else _LARGE_CPU
 
 
 def best_first(scores: Tensor, kept: Tensor, most: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,13 @@ from ampopt.kernels.fused_conv import is_available
 from ampopt.system.once import once
 
 MOST_BOXES = 8192
-"""Number of boxes in a row up to which the kernel in Triton holds them all in registers."""
+"""Number of boxes in a row up to which the kernel in Triton holds a bit of each in registers."""
+
+MOST_BYTES = 1 << 28
+"""Memory that the kernels may take for the overlaps of boxes; of more rows, some are suppressed at a time."""
+
+_BLOCK = 128
+"""Boxes that 32 others are compared with by one program."""
 
 
 @once
@@ -55,14 +61,23 @@ def _row_by_row(boxes: Tensor, valid: Tensor, threshold: float) -> Tensor:
 
 
 def _by_triton(boxes: Tensor, valid: Tensor, threshold: float) -> Tensor:
-    from ampopt.kernels.triton_suppression import suppress
+    from ampopt.kernels.triton_suppression import overlaps, suppress
 
     rows, count = valid.shape
-    block = max(32, 1 << (count - 1).bit_length())
-    given, kept = valid.contiguous(), torch.empty_like(valid, memory_format=torch.contiguous_format)
+    words = (count + 31) // 32
+    most = max(1, MOST_BYTES // (4 * count * words))
+    kept = torch.empty_like(valid, memory_format=torch.contiguous_format)
+    found = torch.empty(min(rows, most), count, words, dtype=torch.int32, device=boxes.device)
     with torch.cuda.device(boxes.device):
-        arguments = boxes.contiguous(), given.view(torch.uint8), kept.view(torch.uint8), count, threshold
-        suppress[(rows,)](*arguments, BLOCK=block, num_warps=max(1, block // 512))
+        for first in range(0, rows, most):
+            given = valid[first : first + most].contiguous().view(torch.uint8)
+            grid = len(given), words, (count + _BLOCK - 1) // _BLOCK
+            own = boxes[first : first + most].contiguous()
+            overlaps[grid](own, given, found, count, words, threshold, BLOCK=_BLOCK)
+            result = kept[first : first + most].view(torch.uint8)
+            whole = 1 << (words - 1).bit_length()
+            warps = max(1, whole // 32)
+            suppress[grid[:1]](found, given, result, count, words, WORDS=whole, num_warps=warps)
     return kept
 
 

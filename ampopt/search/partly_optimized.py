@@ -74,8 +74,9 @@ class PartlyOptimizedModule(Deployable):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Answer one call, in the caller's autocast, and in inference mode if the caller is in it.
 
-        Inference tensors can only be written in inference mode. Raises InputError if a derivative is
-        requested.
+        Inference tensors can only be written in inference mode. Code that is not optimized computes in the
+        caller's settings of TF32; where graphs of code between submodules serve, all is called as those were
+        captured. Raises InputError if a derivative is requested.
         """
         if is_surrounded():
             try:
@@ -85,7 +86,10 @@ class PartlyOptimizedModule(Deployable):
                 raise
         with contextlib.ExitStack() as stack:
             is_inference = torch.is_inference_mode_enabled()
-            stack.enter_context(Settings().scope(self._device, autocast_now(self._device)))
+            if self._between is None:
+                stack.enter_context(torch.no_grad())
+            else:
+                stack.enter_context(Settings().scope(self._device, autocast_now(self._device)))
             if is_inference:
                 stack.enter_context(torch.inference_mode())
             result = self._answer[0](*args, **kwargs)

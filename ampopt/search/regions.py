@@ -321,8 +321,10 @@ class PartwiseOptimizer:
         error, refused = self._check.judge(answer)
         inside, own_args, own_kwargs = original_call(working_copy(self._original), self._args, self._kwargs)
 
+        around = torch.no_grad if self._between is None else lambda: Settings().scope(self._device)
+
         def serve() -> object:
-            with Settings().scope(self._device):
+            with around():
                 return answer(*self._args, **self._kwargs)
 
         with torch.no_grad(), untouched_rng(self._device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import ampopt
 from ampopt.batched import loops, ssd
+from ampopt.measure.headline import compare_fairly
 from ampopt.search import regions
 from ampopt.search.loops_trial import with_batched_loops
 from ampopt.search.whole_check import WholeCheck
@@ -74,22 +76,39 @@ def test_a_form_that_is_wrong_or_fails_is_none(
     assert note.startswith(f"the loop in SSD.postprocess_detections: as before, because batched {why}")
 
 
-@pytest.mark.parametrize("kind", ["ssd", "faster"])
-@pytest.mark.parametrize("is_faster", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "can_be_one_graph", "is_faster"),
+    [
+        ("ssd", True, True),
+        ("mask", True, True),
+        ("keypoint", True, False),
+        ("ssd", False, True),
+        ("faster", False, False),
+    ],
+)
 def test_what_serves_gives_the_original_s_results(
-    kind: str, is_faster: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, can_be_one_graph: bool, is_faster: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the clock says here; and the same after its state is set back."""
 
-    def tried(check: WholeCheck, _: Any, **asked: bool) -> Any:
-        return with_batched_loops(check, comparing(is_faster), **asked)
+    def tried(check: WholeCheck, _: Any, *, is_one_graph: bool) -> Any:
+        if is_one_graph and not can_be_one_graph:
+            return None, []
+        return with_batched_loops(check, comparing(is_faster), is_one_graph=is_one_graph)
 
+    def comparing_briefly(*calls: Any, **_: Any) -> Any:
+        found = compare_fairly(*calls, seconds=0.1)
+        return dataclasses.replace(found, gain=dataclasses.replace(found.gain, ratio=3.0, low=2.0, high=4.0))
+
+    monkeypatch.setattr(regions, "compare_fairly", comparing_briefly)
     monkeypatch.setattr(regions, "with_batched_loops", tried)
     monkeypatch.setattr(regions, "BATCHED_AS_GRAPHS", ("cpu",))
     model = detector(kind)
-    fast = ampopt.optimize(model, images(), precision="fp32", budget_s=12, progress=False, cache=False)
-    told = [note for note in fast.report.notes if "batched, with fixed sizes, the whole is 3.00x" in note]
-    assert bool(told) == is_faster
+    fast = ampopt.optimize(model, images(), precision="fp32", budget_s=6, progress=False, cache=False)
+    assert fast.report.chosen == "fp32"
+    assert any("one graph, whose results are cut" in note for note in fast.report.notes) == can_be_one_graph
+    told = any("batched, with fixed sizes, the whole is 3.00x" in note for note in fast.report.notes)
+    assert told == (is_faster and not can_be_one_graph)
     for seed in (1, 2):
         given = images(1, seed)
         with torch.no_grad():
