@@ -101,6 +101,7 @@ class LowerParts:
         self._tolerated: dict[Lane, list[Region]] = {}
         self._fp32: dict[str, OptimizedModule] = {}
         self._lower_reports: dict[str, Ledger] = {}
+        self._together = set[str]()
         self._spent = SPENT
         self.modules: dict[str, OptimizedModule] = {}
         self.lanes: dict[str, Lane] = {}
@@ -142,6 +143,21 @@ class LowerParts:
         self._spent = f"{SPENT}: budget_s={unit * math.ceil(whole / unit):.0f} would do"
         return 0.0
 
+    def lanes_of(self, region: Region) -> list[Lane]:
+        """The lanes in which the whole tolerates a submodule."""
+        return [lane for lane, tolerated in self._tolerated.items() if region in tolerated]
+
+    def takes(self, region: Region, module: OptimizedModule) -> bool:
+        """Take a submodule that was optimized in all lanes at once, if the whole is right with it."""
+        self._together.add(region.name)
+        lane = next((lane for lane in self.lanes_of(region) if lane.name == module.report.chosen), None)
+        if lane is not None:
+            if why := self._why_wrong(patched(self._original, {region.name: module})):
+                self.reasons.append(self._stays(region, lane, why))
+                return False
+            self.lanes[region.name] = lane
+        return True
+
     def optimize(
         self,
         modules: Mapping[str, OptimizedModule],
@@ -166,7 +182,8 @@ class LowerParts:
                 "submodules: a larger budget_s tries both"
             )
         for lane, tolerated in self._tolerated.items():
-            waiting = [region for region in tolerated if region.name not in self.lanes]
+            done = self._together | set(self.lanes)
+            waiting = [region for region in tolerated if region.name not in done]
             for index, region in enumerate(waiting):
                 left, took = end - time.perf_counter(), self._took[region.name]
                 share = left * took / sum(self._took[each.name] for each in waiting[index:])
@@ -184,9 +201,13 @@ class LowerParts:
         return module.report.lanes[module.report.chosen].best.median
 
     def settle(self, seconds: float) -> None:
-        """Take FP32 for all, unless the whole is faster outside the noise with what was kept."""
-        kept, self.modules, lanes, self.lanes = self.modules, self._fp32, self.lanes, {}
-        if lanes:
+        """Take FP32 for all that were optimized in FP32 first, unless the whole is faster with what was kept.
+
+        Faster is what is so outside the noise.
+        """
+        kept, lanes, self.modules = self.modules, self.lanes, self._fp32
+        self.lanes = {name: lane for name, lane in lanes.items() if name in self._together}
+        if len(lanes) > len(self.lanes):
             with interruptible():
                 forms = patched(self._original, self._fp32), patched(self._original, kept)
                 error, lower_error = (self._check.judge(form)[0] for form in forms)

@@ -20,6 +20,12 @@ from ampopt.search.trials import Progress
 from ampopt.search.whole_check import WholeCheck
 from ampopt.system.interrupts import interruptible
 
+MAIN = 0.8
+"""Share of the time of all submodules from which on one is optimized in all lanes at once.
+
+What begins a search, the references in float64 among it, is then done once.
+"""
+
 MOST_REASONS = 8
 """Number of submodules, and of other parts, whose reasons for running as they were are in a report."""
 
@@ -88,7 +94,8 @@ class PartsSearch:
     def _in_fp32(self, end: float, lower_s: float) -> bool:
         """Whether Ctrl-C has ended the work.
 
-        Lower precision gets a share of the time until `end`, too, as if it were a submodule of `lower_s`.
+        Lower precision gets a share of the time until `end`, too, as if it were a submodule of `lower_s`. A
+        submodule that takes most of the time is optimized in lower precision at once.
         """
         for index, region in enumerate(self._regions):
             left = end - time.perf_counter()
@@ -96,10 +103,16 @@ class PartsSearch:
                 count = len(self._regions) - index
                 self.notes.append(f"{count} submodules run as they were: the time budget was spent")
                 return False
-            share = max(left * self._took[index] / (sum(self._took[index:]) + lower_s), 0.1)
-            options = self._fp32.within(share)
+            weights, own_lower_s = sum(self._took[index:]) + lower_s, 0.0
+            if is_main := self._is_main(index):
+                own_lower_s = min(self._took[index], lower_s)
+                lower_s -= own_lower_s
+            share = max(left * (self._took[index] + own_lower_s) / weights, 0.1)
             try:
-                module, was_cut_off = optimize_region(region, options, self._progress, self._sandbox)
+                if is_main:
+                    module, was_cut_off = self._in_all_lanes(region, share, end)
+                else:
+                    module, was_cut_off = self._optimized(region, self._fp32.within(share))
             except KeyboardInterrupt:
                 return True
             except Exception as error:
@@ -110,6 +123,22 @@ class PartsSearch:
             if was_cut_off:
                 return True
         return False
+
+    def _optimized(self, region: Region, options: Options) -> tuple[OptimizedModule, bool]:
+        return optimize_region(region, options, self._progress, self._sandbox)
+
+    def _is_main(self, index: int) -> bool:
+        is_long = self._took[index] >= MAIN * sum(self._took)
+        return is_long and bool(self.lower.lanes_of(self._regions[index]))
+
+    def _in_all_lanes(self, region: Region, share: float, end: float) -> tuple[OptimizedModule, bool]:
+        """A submodule in the fastest lane of those that the whole tolerates; else in FP32, until `end`."""
+        lanes = ",".join(lane.name for lane in (FP32, *self.lower.lanes_of(region)))
+        options = dataclasses.replace(self._options, precision=lanes)
+        module, was_cut_off = self._optimized(region, options.within(share))
+        if was_cut_off or self.lower.takes(region, module):
+            return module, was_cut_off
+        return self._optimized(region, self._fp32.within(max(end - time.perf_counter(), 0.1)))
 
 
 def shortened(reasons: Sequence[str], more: str) -> list[str]:

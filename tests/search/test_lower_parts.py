@@ -16,7 +16,7 @@ from ampopt.measure import headline
 from ampopt.measure.headline import Compared
 from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import Gain
-from ampopt.search import lower_parts
+from ampopt.search import lower_parts, parts_search
 from ampopt.search.lower_parts import LowerParts
 from ampopt.search.options import Options
 from ampopt.search.region import Region
@@ -32,8 +32,12 @@ X = torch.randn(1, 3, 12, 12, generator=torch.Generator().manual_seed(0)).abs()
 
 @pytest.fixture
 def faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is compared with its former self is twice as fast, and every submodule is worth a try."""
+    """Whatever is compared with its former self is twice as fast, and every submodule is worth a try.
+
+    None is optimized in all lanes at once.
+    """
     keep_the_patched(monkeypatch)
+    monkeypatch.setattr(parts_search, "MAIN", 2.0)
     monkeypatch.setattr(lower_parts, "LEAST", 0.0)
 
 
@@ -116,6 +120,40 @@ def test_submodules_are_in_lower_precision_where_the_whole_tolerates_it(precisio
             assert fast(x).dtype is torch.float32
             assert (fast(x) - model(x)).norm() < 1e-2 * model(x).norm()
         assert not torch.allclose(fast(X), model(X), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("why_wrong", [None, "the whole model's error 2 is over 0.01"])
+def test_what_takes_most_of_the_time_is_optimized_in_all_lanes_at_once(
+    why_wrong: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It serves in the lane that its search has chosen; in FP32 where the whole is wrong with that."""
+    asked, real = list[str](), parts_search.optimize_region
+
+    def in_amp(region: Any, options: Any, *given: Any) -> Any:
+        asked.append(options.precision)
+        module, was_cut_off = real(region, options, *given)
+        if options.precision != "fp32":
+            module.report.chosen = "amp"
+        return module, was_cut_off
+
+    monkeypatch.setattr(parts_search, "MAIN", 0.0)
+    monkeypatch.setattr(parts_search, "optimize_region", in_amp)
+    monkeypatch.setattr(LowerParts, "look", _tolerating_all)
+    monkeypatch.setattr(LowerParts, "_why_wrong", lambda *_: why_wrong)
+    report = made(Tolerant().eval()).report
+    if why_wrong is None:
+        assert asked == ["fp32,amp"] * 2
+        assert lanes_of(report) == {"first": "amp", "second": "amp"}
+        assert report.chosen == "amp"
+        assert notes_on(report, "first") == []
+    else:
+        assert asked == ["fp32,amp", "fp32"] * 2
+        assert "amp" not in lanes_of(report).values()
+        assert notes_on(report, "first") == [f"submodule first stays in FP32: in amp {why_wrong}"]
+
+
+def _tolerating_all(self: Any, *_: float) -> None:
+    self._tolerated = {lane: self._regions for lane in self._asked}
 
 
 def test_in_fp32_no_lower_precision_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
