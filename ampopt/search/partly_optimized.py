@@ -27,6 +27,9 @@ from ampopt.measure.ledger import Ledger
 from ampopt.search.between import Between
 from ampopt.system.environment import environment
 
+SHORT_S = 2e-3
+"""Time in seconds of a call up to which a submodule that is not faster is captured with what is around it."""
+
 
 class PartlyOptimizedModule(Deployable):
     """A model of which some parts are optimized; calls, results and dtypes are the original's.
@@ -173,11 +176,13 @@ class PartlyOptimizedModule(Deployable):
 def patched(original: nn.Module, optimized: Mapping[str, OptimizedModule]) -> nn.Module:
     """A copy of the model in which some submodules are optimized, in the state of the original.
 
-    One for which nothing was faster stays as it was, so that the code around it can be captured with it.
+    A short one for which nothing was faster stays as it was, so that the code around it can be captured with
+    it: launches may be what takes its time.
     """
     model = working_copy(original)
     for name, module in optimized.items():
-        if module.report.chosen != ORIGINAL:
+        before = module.report.baseline
+        if module.report.chosen != ORIGINAL or (before is not None and before.median > SHORT_S):
             model.get_submodule(name).forward = module.__call__
     return model
 

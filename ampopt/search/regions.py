@@ -331,7 +331,7 @@ class PartwiseOptimizer:
             found = compare_fairly(
                 latency(lambda: inside(*own_args, **own_kwargs), self._device),
                 latency(serve, self._device),
-                seconds=HEADLINE * self._options.budget_s,
+                seconds=min(HEADLINE * self._options.budget_s, max(self._budget.left_s, 0.0)),
             )
         if not ledger.regions and self._form is self._original:
             refused = "nothing was optimized"

@@ -153,7 +153,7 @@ def test_what_takes_most_of_the_time_is_optimized_in_all_lanes_at_once(
 
 
 def _tolerating_all(self: Any, *_: float) -> None:
-    self._tolerated = {lane: self._regions for lane in self._asked}
+    self._tolerated = dict.fromkeys(self._asked, self._regions)
 
 
 def test_in_fp32_no_lower_precision_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
