@@ -19,7 +19,7 @@ from ampopt.measure.sampling import Gain
 from ampopt.search import lower_parts, parts_search
 from ampopt.search.lower_parts import LowerParts
 from ampopt.search.options import Options
-from ampopt.search.region import Region
+from ampopt.search.region import Region, optimize_region
 from ampopt.search.whole_check import WholeCheck
 from tests.helpers import BF16, with_statistics
 from tests.support import snapshot
@@ -127,11 +127,11 @@ def test_what_takes_most_of_the_time_is_optimized_in_all_lanes_at_once(
     why_wrong: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It serves in the lane that its search has chosen; in FP32 where the whole is wrong with that."""
-    asked, real = list[str](), parts_search.optimize_region
+    asked = list[str]()
 
     def in_amp(region: Any, options: Any, *given: Any) -> Any:
         asked.append(options.precision)
-        module, was_cut_off = real(region, options, *given)
+        module, was_cut_off = optimize_region(region, options, *given)
         if options.precision != "fp32":
             module.report.chosen = "amp"
         return module, was_cut_off
