@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt.batched.suppression import best_first, clipped, filled, kept_by_label
+from ampopt.batched.suppression import beside, best_first, clipped, filled, kept_by_label
 
 Levels = list[Tensor]
 
@@ -63,5 +63,11 @@ def _detections(
         kept = kept_by_label(boxes, best, labels, valid, scores[0].shape[-1], self.nms_thresh)
         first, is_kept = best_first(best, kept, self.detections_per_img)
         own_boxes, own_scores = filled(boxes[first], best[first], is_kept)
-        found.append({"boxes": own_boxes, "scores": own_scores, "labels": labels[first]})
-    return found
+        own_labels = torch.where(is_kept, labels[first], 0)
+        found.append({"boxes": own_boxes, "scores": own_scores, "labels": own_labels})
+    levels = range(len(scores))
+    return beside(
+        found,
+        **{f"scores_{level}": scores[level] for level in levels},
+        **{f"codes_{level}": codes[level] for level in levels},
+    )

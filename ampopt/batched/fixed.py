@@ -1,7 +1,7 @@
 """Detectors of torchvision as one graph of fixed sizes; results are cut to their numbers after it.
 
 With batched loops that fill up to fixed numbers, a detector from its images to its detections is tensors and
-nothing else: it is captured as one graph. What fills up has a score of -inf. The numbers are read once, after
+nothing else: it is captured as one graph. What fills up has a score of -1. The numbers are read once, after
 the graph; masks and keypoints are computed then, for the detections that there are.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ampopt.batched.suppression import cut
+from ampopt.batched.suppression import beside, cut
 
 Sizes = list[tuple[int, int]]
 
@@ -76,16 +76,35 @@ def detected(
     """`GeneralizedRCNN.forward` up to the heads that work on detections.
 
     Returns also the features, and the sizes of the images that those are of, and of the given ones, in
-    pixels.
+    pixels. Beside the detections are the heads' values; of the second, which follow the order of proposals,
+    the means over these, because rounding changes the order.
     """
+    from torchvision.models.detection.rpn import concat_box_prediction_layers
+
     given = [(image.shape[-2], image.shape[-1]) for image in images]
-    batch, targets = self.transform(images, targets)
-    features = self.backbone(batch.tensors)
+    batch, _ = self.transform(images, targets)
+    sizes, features = batch.image_sizes, self.backbone(batch.tensors)
     if isinstance(features, Tensor):
         features = OrderedDict([("0", features)])
-    proposals, _ = self.rpn(batch, features, targets)
-    found, _ = self.roi_heads(features, proposals, batch.image_sizes, targets)
-    return found, features, batch.image_sizes, given
+    rpn, heads, levels = self.rpn, self.roi_heads, list(features.values())
+    objectness, deltas = rpn.head(levels)
+    anchors = rpn.anchor_generator(batch, levels)
+    counts = [each[0].numel() for each in objectness]
+    objectness, deltas = concat_box_prediction_layers(objectness, deltas)
+    boxes = rpn.box_coder.decode(deltas, anchors).view(len(images), -1, 4)
+    proposals, _ = rpn.filter_proposals(boxes, objectness, sizes, counts)
+    logits, codes = heads.box_predictor(heads.box_head(heads.box_roi_pool(features, proposals, sizes)))
+    rows = zip(*heads.postprocess_detections(logits, codes, proposals, sizes), strict=True)
+    found = [{"boxes": own, "labels": label, "scores": best} for own, best, label in rows]
+    means = {"logits": logits.mean(0), "codes": codes.mean(0)}
+    return beside(found, objectness=objectness, deltas=deltas, **means), features, sizes, given
+
+
+def detections(self: Any, images: list[Tensor], targets: Any = None) -> list[dict[str, Tensor]]:
+    """`GeneralizedRCNN.forward` of a detector without such heads."""
+    found, _, sizes, given = detected(self, images, targets)
+    result: list[dict[str, Tensor]] = self.transform.postprocess(found, sizes, given)
+    return result
 
 
 def move_anchors(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ampopt.batched import dense, masks, rcnn, ssd
-from ampopt.batched.fixed import Cut, CutForHeads, detected, move_anchors
+from ampopt.batched.fixed import Cut, CutForHeads, detected, detections, move_anchors
 from ampopt.batched.suppression import cut, cut_lists
 from ampopt.ir.model_copy import working_copy
 from ampopt.kernels.row_suppression import suppress_rows
@@ -34,7 +34,7 @@ _FORMS: dict[Key, Callable[..., Any]] = {
     (f"{_DETECTION}.rpn", "RegionProposalNetwork", "filter_proposals"): rcnn.proposals,
     (f"{_DETECTION}.roi_heads", "RoIHeads", "postprocess_detections"): rcnn.detections,
 }
-"""Their results are filled up to fixed numbers: what fills up has a score of -inf, and is the last."""
+"""Their results are filled up to fixed numbers: what fills up has a score of -1, and is the last."""
 
 _CUTS: dict[str, Callable[..., Any]] = {
     "SSD": cut,
@@ -52,17 +52,16 @@ _FORMS_WITH_MASKS: dict[Key, Callable[..., Any]] = {
     (f"{_DETECTION}.transform", "GeneralizedRCNNTransform", "postprocess"): masks.postprocessed,
 }
 
-_WHOLE_FORMS: dict[Key, Callable[..., Any]] = {
-    (f"{_DETECTION}.generalized_rcnn", "GeneralizedRCNN", "forward"): detected,
-}
-"""Forms of detectors that are cut after a graph."""
+_REGIONS, _OUTPUTS = (
+    (f"{_DETECTION}.generalized_rcnn", "GeneralizedRCNN", method) for method in ("forward", "eager_outputs")
+)
 
 _FORWARDS: list[Key] = [
     *((f"{_DETECTION}.{file}", owner, "forward") for file, owner in (("ssd", "SSD"), ("fcos", "FCOS"))),
     (f"{_DETECTION}.retinanet", "RetinaNet", "forward"),
     (f"{_DETECTION}.rpn", "RegionProposalNetwork", "forward"),
     (f"{_DETECTION}.roi_heads", "RoIHeads", "forward"),
-    *_WHOLE_FORMS,
+    _REGIONS,
 ]
 
 
@@ -88,8 +87,8 @@ def batched_loops(
     filled = {id(part) for parts in whole.values() for part in parts} if is_one_graph else set()
     for module in list(copy.modules()):
         if keys := _keys_of(module, forms):
-            kind: Any = type(module)
-            module.__class__ = _subclass(kind, keys, id(module) not in filled)
+            kind, is_cut = _class_of(module), id(module) not in filled
+            module.__class__ = _subclass(kind, tuple((key[2], _method(key, is_cut)) for key in keys))
             names.update({f"{kind.__name__}.{name}": None for _, _, name in keys})
     if is_one_graph:
         move_anchors(copy)
@@ -115,7 +114,7 @@ def _fixed_parts(module: Any) -> list[nn.Module]:
     parts = [module]
     if hasattr(module, "roi_heads"):
         parts += [module.rpn, module.roi_heads]
-        if not _keys_of(module.roi_heads.box_roi_pool, [_POOLED]):
+        if not (_keys_of(module, [_OUTPUTS]) and _keys_of(module.roi_heads.box_roi_pool, [_POOLED])):
             return []
     forms = [_keys_of(part, _FORMS) for part in parts if part is not module or len(parts) == 1]
     forwards = [_keys_of(part, _FORWARDS) for part in parts]
@@ -127,12 +126,11 @@ def _cut_at_their_ends(model: nn.Module, names: list[str]) -> nn.Module:
     """The model with these detectors cut after their graphs."""
     for name in names:
         detector: Any = model.get_submodule(name)
-        heads = getattr(detector, "roi_heads", None)
-        kind = Cut
-        if heads is not None and (heads.has_mask() or heads.has_keypoint()):
-            owner_kind: Any = type(detector)
-            detector.__class__ = _subclass(owner_kind, tuple(_WHOLE_FORMS), is_cut=False)
-            kind = CutForHeads
+        kind, heads = Cut, getattr(detector, "roi_heads", None)
+        if heads is not None:
+            has_heads = heads.has_mask() or heads.has_keypoint()
+            kind, form = (CutForHeads, detected) if has_heads else (Cut, detections)
+            detector.__class__ = _subclass(_class_of(detector), (("forward", form),))
         if not name:
             return kind(detector)
         owner, _, own = name.rpartition(".")
@@ -140,20 +138,25 @@ def _cut_at_their_ends(model: nn.Module, names: list[str]) -> nn.Module:
     return model
 
 
-def _then(form: Callable[..., Any], after: Callable[..., Any]) -> Callable[..., Any]:
+@functools.cache
+def _method(key: Key, is_cut: bool) -> Callable[..., Any]:
+    """A form; without `is_cut` its results stay filled up."""
+    form = {**_FORMS_ON_CUDA, **_FORMS_WITH_MASKS}[key]
+    if not is_cut or key[1] not in _CUTS:
+        return form
+    after = _CUTS[key[1]]
+
     def method(*args: Any) -> Any:
         return after(form(*args))
 
     return method
 
 
+def _class_of(module: nn.Module) -> Any:
+    return type(module)
+
+
 @functools.cache
-def _subclass(kind: Any, keys: tuple[Key, ...], is_cut: bool) -> type[nn.Module]:
-    """A subclass with forms; without `is_cut` their results stay filled up."""
-    forms = {**_FORMS_ON_CUDA, **_FORMS_WITH_MASKS, **_WHOLE_FORMS}
-    methods = {key[2]: forms[key] for key in keys}
-    for _, owner, name in keys:
-        if is_cut and owner in _CUTS:
-            methods[name] = _then(methods[name], _CUTS[owner])
-    made: type[nn.Module] = type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})
+def _subclass(kind: Any, methods: tuple[tuple[str, Callable[..., Any]], ...]) -> type[nn.Module]:
+    made: type[nn.Module] = type(kind.__name__, (kind,), {**dict(methods), "__module__": kind.__module__})
     return made

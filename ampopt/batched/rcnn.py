@@ -91,7 +91,7 @@ def _best_detections(
     kept = torch.zeros_like(kept).scatter(1, order, kept).t().flatten()
     first, is_kept = best_first(scores.flatten(), kept, self.detections_per_img)
     own, best = filled(boxes.reshape(-1, 4)[first], scores.flatten()[first], is_kept)
-    return own, best, first % classes + 1
+    return own, best, torch.where(is_kept, first % classes + 1, 0)
 
 
 def pooled(

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ampopt.batched.suppression import best_first, clipped, filled, kept_in_rows
+from ampopt.batched.suppression import beside, best_first, clipped, filled, kept_in_rows
 
 
 def detections(
@@ -27,7 +27,8 @@ def detections(
     """
     scores = F.softmax(head_outputs["cls_logits"], dim=-1)
     codes = head_outputs["bbox_regression"]
-    return [_best(self, *each) for each in zip(codes, scores, image_anchors, image_shapes, strict=True)]
+    found = [_best(self, *each) for each in zip(codes, scores, image_anchors, image_shapes, strict=True)]
+    return beside(found, logits=head_outputs["cls_logits"], codes=codes)
 
 
 def _best(
@@ -43,4 +44,4 @@ def _best(
     first, is_kept = best_first(best.flatten(), kept.flatten(), self.detections_per_img)
     own, scores = filled(candidates.flatten(0, 1)[first], best.flatten()[first], is_kept)
     labels = torch.div(first, count, rounding_mode="floor") + 1
-    return {"boxes": own, "scores": scores, "labels": labels}
+    return {"boxes": own, "scores": scores, "labels": torch.where(is_kept, labels, 0)}

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+BESIDE = "_"
+"""Begins the names of values that are no detections."""
+
 _LARGE_CPU, _LARGE = 4_000, 100_000
 """Number of coordinates above which `batched_nms` in `torchvision/ops/boxes.py` takes classes one by one."""
 
@@ -70,15 +73,24 @@ def best_first(scores: Tensor, kept: Tensor, most: int) -> tuple[Tensor, Tensor]
 
 
 def filled(boxes: Tensor, scores: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Boxes [boxes, 4] and scores [boxes]: those of what is not kept are the empty box and -inf."""
-    return torch.where(kept[:, None], boxes, 0.0), torch.where(kept, scores, -torch.inf)
+    """Boxes [boxes, 4] and scores [boxes]: those of what is not kept are the empty box and -1."""
+    return torch.where(kept[:, None], boxes, 0.0), torch.where(kept, scores, -1.0)
+
+
+def beside(found: list[dict[str, Tensor]], **values: Tensor) -> list[dict[str, Tensor]]:
+    """The detections with values that they were chosen by, in the first image's: `cut` leaves them out.
+
+    So they are results of a graph, and it is verified on them, also where nothing is detected.
+    """
+    found[0].update({f"{BESIDE}{name}": value for name, value in values.items()})
+    return found
 
 
 def cut(found: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """The detections of each image without those of score -inf, which are the last; their number is read."""
-    counts = torch.stack([(each["scores"] > -torch.inf).sum() for each in found]).tolist()
+    """The detections of each image without those of score -1, which are the last; their number is read."""
+    counts = torch.stack([(each["scores"] >= 0).sum() for each in found]).tolist()
     return [
-        {name: values[:count] for name, values in each.items()}
+        {name: values[:count] for name, values in each.items() if not name.startswith(BESIDE)}
         for each, count in zip(found, counts, strict=True)
     ]
 

@@ -27,7 +27,7 @@ from ampopt.ir.settings import Settings
 from ampopt.ir.signature import copied, map_tensors
 from ampopt.measure.clocks import engine_latency, latency, seconds_once_loaded
 from ampopt.measure.headline import compare_fairly
-from ampopt.measure.ledger import Ledger
+from ampopt.measure.ledger import LaneSummary, Ledger
 from ampopt.measure.sampling import Measurement, Sampler
 from ampopt.search.lane_probe import LOADING, SLOW_CALL_S
 from ampopt.search.options import Options
@@ -147,12 +147,13 @@ class LowerParts:
         """The lanes in which the whole tolerates a submodule."""
         return [lane for lane, tolerated in self._tolerated.items() if region in tolerated]
 
-    def takes(self, region: Region, module: OptimizedModule) -> bool:
-        """Take a submodule that was optimized in all lanes at once, if the whole is right with it."""
+    def takes(self, region: Region, module: OptimizedModule, lane: Lane) -> bool:
+        """Take a submodule that was optimized in a lane and FP32 at once, if the whole is right with it."""
         self._together.add(region.name)
-        lane = next((lane for lane in self.lanes_of(region) if lane.name == module.report.chosen), None)
-        if lane is not None:
-            if why := self._why_wrong(patched(self._original, {region.name: module})):
+        found = module.report.lanes.get(lane.name)
+        if found is not None and module.report.chosen == lane.name and found.answered_by is None:
+            whole = patched(self._original, {region.name: module})
+            if why := self._why_not_known(found) or self._why_wrong(whole):
                 self.reasons.append(self._stays(region, lane, why))
                 return False
             self.lanes[region.name] = lane
@@ -301,10 +302,21 @@ class LowerParts:
             found = module.report.lanes.get(lane.name)
             reason = found.refused if found is not None else "; ".join(module.report.notes[:1])
             return reason or "it is not faster"
+        if why := self._why_not_known(module.report.lanes[lane.name]):
+            return why
         before, after = (self._sampler(region, form) for form in (self._fp32.get(region.name), module))
         if not compare_fairly(before, after, seconds=seconds).gain.is_real:
             return "it is not faster"
         return self._why_wrong(patched(self._original, {**self.modules, region.name: module}))
+
+    def _why_not_known(self, found: LaneSummary) -> str | None:
+        """Why a submodule may not have lower precision, where results of the whole do not tell about it."""
+        if not self._check.is_empty or found.error <= self._check.limit:
+            return None
+        return (
+            f"its own error {found.error:.2g} is over {self._check.limit:g}, and the model's results, which "
+            "could tell what that does, are empty: give an example with something in it"
+        )
 
     def _sampler(self, region: Region, form: OptimizedModule | None) -> Sampler:
         """Samples all calls of a submodule in a call of the whole."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import first_line, reason_of
-from ampopt.ir.lanes import FP32
+from ampopt.ir.lanes import FP32, Lane
 from ampopt.measure.ledger import Ledger
 from ampopt.search.lower_parts import LowerParts
 from ampopt.search.options import Options
@@ -21,7 +21,7 @@ from ampopt.search.whole_check import WholeCheck
 from ampopt.system.interrupts import interruptible
 
 MAIN = 0.8
-"""Share of the time of all submodules from which on one is optimized in all lanes at once.
+"""Share of the time of all submodules from which on one is optimized in FP32 and a lower lane at once.
 
 What begins a search, the references in float64 among it, is then done once.
 """
@@ -104,13 +104,13 @@ class PartsSearch:
                 self.notes.append(f"{count} submodules run as they were: the time budget was spent")
                 return False
             weights, own_lower_s = sum(self._took[index:]) + lower_s, 0.0
-            if is_main := self._is_main(index):
+            if lane := self._lane_at_once(index):
                 own_lower_s = min(self._took[index], lower_s)
                 lower_s -= own_lower_s
             share = max(left * (self._took[index] + own_lower_s) / weights, 0.1)
             try:
-                if is_main:
-                    module, was_cut_off = self._in_all_lanes(region, share, end)
+                if lane is not None:
+                    module, was_cut_off = self._in_both(region, lane, share, end)
                 else:
                     module, was_cut_off = self._optimized(region, self._fp32.within(share))
             except KeyboardInterrupt:
@@ -127,16 +127,19 @@ class PartsSearch:
     def _optimized(self, region: Region, options: Options) -> tuple[OptimizedModule, bool]:
         return optimize_region(region, options, self._progress, self._sandbox)
 
-    def _is_main(self, index: int) -> bool:
+    def _lane_at_once(self, index: int) -> Lane | None:
+        """The lower lane in which a submodule is optimized together with FP32; None: it is not."""
         is_long = self._took[index] >= MAIN * sum(self._took)
-        return is_long and bool(self.lower.lanes_of(self._regions[index]))
+        return next(iter(self.lower.lanes_of(self._regions[index])), None) if is_long else None
 
-    def _in_all_lanes(self, region: Region, share: float, end: float) -> tuple[OptimizedModule, bool]:
-        """A submodule in the fastest lane of those that the whole tolerates; else in FP32, until `end`."""
-        lanes = ",".join(lane.name for lane in (FP32, *self.lower.lanes_of(region)))
-        options = dataclasses.replace(self._options, precision=lanes)
+    def _in_both(self, region: Region, lane: Lane, share: float, end: float) -> tuple[OptimizedModule, bool]:
+        """A submodule in a lane or in FP32, which is faster; in FP32, until `end`, if the whole is wrong so.
+
+        A search in one lane tries FP32, too. The error that the lane may have is for the whole to judge.
+        """
+        options = dataclasses.replace(self._options, precision=lane.name)
         module, was_cut_off = self._optimized(region, options.within(share))
-        if was_cut_off or self.lower.takes(region, module):
+        if was_cut_off or self.lower.takes(region, module, lane):
             return module, was_cut_off
         return self._optimized(region, self._fp32.within(max(end - time.perf_counter(), 0.1)))
 

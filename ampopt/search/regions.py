@@ -319,6 +319,11 @@ class PartwiseOptimizer:
         model, ledger = patched(self._form, self._modules), self._ledger
         answer: Callable[..., Any] = model if self._between is None else self._between.serve(model)
         error, refused = self._check.judge(answer)
+        if self._check.is_empty:
+            ledger.notes.append(
+                "the model's results are empty for the example and for random inputs: its parts are verified "
+                "by their own, and an example with something in it would tell more"
+            )
         inside, own_args, own_kwargs = original_call(working_copy(self._original), self._args, self._kwargs)
 
         around = torch.no_grad if self._between is None else lambda: Settings().scope(self._device)

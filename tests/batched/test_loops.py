@@ -55,6 +55,20 @@ def test_a_batched_form_gives_what_the_loop_gives(
             assert_same(form(given), model(given))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_nothing_is_detected_the_graph_is_verified_on_values_of_every_weight(kind: str) -> None:
+    model = detector(kind, 1.0)
+    with torch.no_grad():
+        assert len(model(images())[0]["scores"]) == 0
+    graph: Any = batched(model, is_one_graph=True).graph
+    found = graph(images())
+    first = (found if isinstance(found, list) else found[0])[0]
+    beside = [value for name, value in first.items() if name.startswith(suppression.BESIDE)]
+    weights = list(graph.parameters())
+    for grad in torch.autograd.grad(sum(value.square().sum() for value in beside), weights):
+        assert grad.abs().sum() > 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("threshold", [0.05, 0.25, 1.0])
 @pytest.mark.parametrize("is_one_graph", [False, True])

@@ -67,10 +67,10 @@ def test_a_form_that_is_wrong_or_fails_is_none(
     form: Callable[..., Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(loops._FORMS_ON_CUDA, SSD, form)
-    loops._subclass.cache_clear()
+    loops._method.cache_clear()
     with torch.no_grad():
         found, notes = with_batched_loops(check_of(detector("ssd")), comparing(True), is_one_graph=False)
-    loops._subclass.cache_clear()
+    loops._method.cache_clear()
     assert found is None
     (note,) = notes
     assert note.startswith(f"the loop in SSD.postprocess_detections: as before, because batched {why}")

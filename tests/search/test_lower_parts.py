@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ X = torch.randn(1, 3, 12, 12, generator=torch.Generator().manual_seed(0)).abs()
 def faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is compared with its former self is twice as fast, and every submodule is worth a try.
 
-    None is optimized in all lanes at once.
+    None is optimized in both lanes at once.
     """
     keep_the_patched(monkeypatch)
     monkeypatch.setattr(parts_search, "MAIN", 2.0)
@@ -123,7 +124,7 @@ def test_submodules_are_in_lower_precision_where_the_whole_tolerates_it(precisio
 
 
 @pytest.mark.parametrize("why_wrong", [None, "the whole model's error 2 is over 0.01"])
-def test_what_takes_most_of_the_time_is_optimized_in_all_lanes_at_once(
+def test_what_takes_most_of_the_time_is_optimized_in_both_lanes_at_once(
     why_wrong: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It serves in the lane that its search has chosen; in FP32 where the whole is wrong with that."""
@@ -134,6 +135,8 @@ def test_what_takes_most_of_the_time_is_optimized_in_all_lanes_at_once(
         module, was_cut_off = optimize_region(region, options, *given)
         if options.precision != "fp32":
             module.report.chosen = "amp"
+            own = dataclasses.replace(module.report.lanes["amp"], answered_by=None)
+            module.report.lanes["amp"] = own
         return module, was_cut_off
 
     monkeypatch.setattr(parts_search, "MAIN", 0.0)
@@ -142,14 +145,46 @@ def test_what_takes_most_of_the_time_is_optimized_in_all_lanes_at_once(
     monkeypatch.setattr(LowerParts, "_why_wrong", lambda *_: why_wrong)
     report = made(Tolerant().eval()).report
     if why_wrong is None:
-        assert asked == ["fp32,amp"] * 2
+        assert asked == ["amp"] * 2
         assert lanes_of(report) == {"first": "amp", "second": "amp"}
         assert report.chosen == "amp"
         assert notes_on(report, "first") == []
     else:
-        assert asked == ["fp32,amp", "fp32"] * 2
+        assert asked == ["amp", "fp32"] * 2
         assert "amp" not in lanes_of(report).values()
         assert notes_on(report, "first") == [f"submodule first stays in FP32: in amp {why_wrong}"]
+
+
+class Finding(Tolerant):
+    """One that gives the features over a threshold: none of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The features over a threshold."""
+        y = super().forward(x)
+        return y[y > 1e6]
+
+
+@pytest.mark.parametrize("error", [0.005, 0.5])
+@pytest.mark.parametrize("kind", [Finding, Tolerant])
+def test_where_the_whole_gives_nothing_a_part_has_to_be_precise_itself(
+    kind: type[nn.Module], error: float
+) -> None:
+    check = WholeCheck(kind().eval(), (X,), {}, torch.device("cpu"), 1e-2)
+    with torch.no_grad():
+        assert check.is_empty == (kind is Finding)
+        parts = LowerParts(check, check.original, [], [], Options())
+        why = parts._why_not_known(SimpleNamespace(error=error))  # type: ignore[arg-type]
+    if kind is Finding and error > 1e-2:
+        assert why is not None
+        assert why.startswith("its own error 0.5 is over 0.01, and the model's results")
+    else:
+        assert why is None
+
+
+def test_a_model_that_gives_nothing_is_told_of() -> None:
+    for kind, is_told in ((Finding, True), (Tolerant, False)):
+        notes = made(kind().eval()).report.notes
+        assert any(note.startswith("the model's results are empty") for note in notes) == is_told, notes
 
 
 def _tolerating_all(self: Any, *_: float) -> None:
