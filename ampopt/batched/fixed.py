@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ampopt.batched.suppression import beside, cut
@@ -77,7 +78,7 @@ def detected(
 
     Returns also the features, and the sizes of the images that those are of, and of the given ones, in
     pixels. Beside the detections are the heads' values; of the second, which follow the order of proposals,
-    the means over these, because rounding changes the order.
+    what has no order: see `_sizes_over_rows`.
     """
     from torchvision.models.detection.rpn import concat_box_prediction_layers
 
@@ -96,8 +97,16 @@ def detected(
     logits, codes = heads.box_predictor(heads.box_head(heads.box_roi_pool(features, proposals, sizes)))
     rows = zip(*heads.postprocess_detections(logits, codes, proposals, sizes), strict=True)
     found = [{"boxes": own, "labels": label, "scores": best} for own, best, label in rows]
-    means = {"logits": logits.mean(0), "codes": codes.mean(0)}
-    return beside(found, objectness=objectness, deltas=deltas, **means), features, sizes, given
+    second = {"logits": _sizes_over_rows(logits), "codes": _sizes_over_rows(codes)}
+    return beside(found, objectness=objectness, deltas=deltas, **second), features, sizes, given
+
+
+def _sizes_over_rows(values: Tensor) -> Tensor:
+    """The norms of positive and of negative values in each column of [rows, columns], [2, columns].
+
+    Rounding changes the order of rows, and not these. Of a sum, it would change much where values cancel out.
+    """
+    return torch.stack([part.clamp(min=0).square().sum(0).sqrt() for part in (values, -values)])
 
 
 def detections(self: Any, images: list[Tensor], targets: Any = None) -> list[dict[str, Tensor]]:

@@ -143,6 +143,11 @@ class LowerParts:
         self._spent = f"{SPENT}: budget_s={unit * math.ceil(whole / unit):.0f} would do"
         return 0.0
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether results of the whole tell nothing about precision."""
+        return self._check.is_empty
+
     def lanes_of(self, region: Region) -> list[Lane]:
         """The lanes in which the whole tolerates a submodule."""
         return [lane for lane, tolerated in self._tolerated.items() if region in tolerated]

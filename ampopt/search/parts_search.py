@@ -135,9 +135,11 @@ class PartsSearch:
     def _in_both(self, region: Region, lane: Lane, share: float, end: float) -> tuple[OptimizedModule, bool]:
         """A submodule in a lane or in FP32, which is faster; in FP32, until `end`, if the whole is wrong so.
 
-        A search in one lane tries FP32, too. The error that the lane may have is for the whole to judge.
+        A search in one lane tries FP32, too. The error that the lane may have is for the whole to judge. If
+        its results are empty, the search itself chooses, by the error that a model may have.
         """
-        options = dataclasses.replace(self._options, precision=lane.name)
+        lanes = f"{FP32.name},{lane.name}" if self.lower.is_empty else lane.name
+        options = dataclasses.replace(self._options, precision=lanes)
         module, was_cut_off = self._optimized(region, options.within(share))
         if was_cut_off or self.lower.takes(region, module, lane):
             return module, was_cut_off

@@ -39,6 +39,7 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     keep_the_patched(monkeypatch)
     monkeypatch.setattr(parts_search, "MAIN", 2.0)
+    monkeypatch.setattr(lower_parts, "LEAST_S", 0.0)  # however busy the machine is
     monkeypatch.setattr(lower_parts, "LEAST", 0.0)
 
 
@@ -187,6 +188,22 @@ def test_a_model_that_gives_nothing_is_told_of() -> None:
         assert any(note.startswith("the model's results are empty") for note in notes) == is_told, notes
 
 
+def test_where_the_whole_gives_nothing_the_search_of_both_lanes_chooses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = list[str]()
+
+    def noting(region: Any, options: Any, *given: Any) -> Any:
+        asked.append(options.precision)
+        return optimize_region(region, options, *given)
+
+    monkeypatch.setattr(parts_search, "MAIN", 0.0)
+    monkeypatch.setattr(parts_search, "optimize_region", noting)
+    monkeypatch.setattr(LowerParts, "look", _tolerating_all)
+    made(Finding().eval())
+    assert asked == ["fp32,amp"] * 2
+
+
 def _tolerating_all(self: Any, *_: float) -> None:
     self._tolerated = dict.fromkeys(self._asked, self._regions)
 
@@ -255,7 +272,10 @@ def test_where_no_time_is_left_fp32_serves(monkeypatch: pytest.MonkeyPatch) -> N
     assert "the time budget was spent: budget_s=" in notes_on(report, "first")[0]
 
 
-def test_where_most_of_a_call_is_between_submodules_that_code_gets_the_time() -> None:
+def test_where_most_of_a_call_is_between_submodules_that_code_gets_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lower_parts, "LEAST_S", 5.0)
     model, options = Tolerant().eval(), Options(precision="auto")
     none: Any = None
     found = [Region(name, model.get_submodule(name), none, []) for name in ("first", "second")]
