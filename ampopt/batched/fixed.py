@@ -37,7 +37,11 @@ class Cut(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         modules = self.__dict__.get("_modules", {})
-        return modules[name] if name in modules else getattr(modules.get("graph"), name)
+        if name in modules:
+            return modules[name]
+        if name.startswith("__") or "graph" not in modules:  # how it is copied is its own
+            raise AttributeError(name)
+        return getattr(modules["graph"], name)
 
 
 class CutForHeads(Cut):

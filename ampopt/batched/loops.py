@@ -56,12 +56,15 @@ _REGIONS, _OUTPUTS = (
     (f"{_DETECTION}.generalized_rcnn", "GeneralizedRCNN", method) for method in ("forward", "eager_outputs")
 )
 
-_FORWARDS: list[Key] = [
-    *((f"{_DETECTION}.{file}", owner, "forward") for file, owner in (("ssd", "SSD"), ("fcos", "FCOS"))),
+_DETECTORS: list[Key] = [
+    (f"{_DETECTION}.ssd", "SSD", "forward"),
+    (f"{_DETECTION}.fcos", "FCOS", "forward"),
     (f"{_DETECTION}.retinanet", "RetinaNet", "forward"),
+    _REGIONS,
+]
+_PARTS: list[Key] = [
     (f"{_DETECTION}.rpn", "RegionProposalNetwork", "forward"),
     (f"{_DETECTION}.roi_heads", "RoIHeads", "forward"),
-    _REGIONS,
 ]
 
 
@@ -109,7 +112,7 @@ def _keys_of(module: nn.Module, forms: Iterable[Key]) -> tuple[Key, ...]:
 
 def _fixed_parts(module: Any) -> list[nn.Module]:
     """The parts of a detector that fill up where it is of fixed sizes; none if anything is the user's own."""
-    if not _keys_of(module, _FORWARDS):
+    if not _keys_of(module, _DETECTORS):
         return []
     parts = [module]
     if hasattr(module, "roi_heads"):
@@ -117,7 +120,7 @@ def _fixed_parts(module: Any) -> list[nn.Module]:
         if not (_keys_of(module, [_OUTPUTS]) and _keys_of(module.roi_heads.box_roi_pool, [_POOLED])):
             return []
     forms = [_keys_of(part, _FORMS) for part in parts if part is not module or len(parts) == 1]
-    forwards = [_keys_of(part, _FORWARDS) for part in parts]
+    forwards = [_keys_of(part, _PARTS) for part in parts[1:]]
     is_free = not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
     return parts if all(forms) and all(forwards) and is_free else []
 

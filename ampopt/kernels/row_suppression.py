@@ -42,6 +42,8 @@ def suppress_rows() -> torch._ops.OpOverload:
 
 
 def _compute(boxes: Tensor, valid: Tensor, threshold: float) -> Tensor:
+    if boxes.dtype in (torch.float16, torch.bfloat16):
+        boxes = boxes.float()  # as torchvision does it under autocast
     fits = boxes.is_cuda and boxes.dtype is torch.float32 and 0 < boxes.shape[1] <= MOST_BOXES
     if fits and len(boxes) and is_available():
         return _by_triton(boxes, valid, threshold)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampopt.batched.fixed import Cut
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import first_line
 from ampopt.ir.lane_io import original_call, original_of
@@ -24,14 +23,14 @@ from ampopt.measure.headline import Compared, compare_fairly
 from ampopt.measure.ledger import LaneSummary, Ledger
 from ampopt.measure.sampling import Gain, Measurement
 from ampopt.search.between import Between
+from ampopt.search.forms import AS_GRAPHS, form_of
 from ampopt.search.lane_probe import seconds_of_a_call
 from ampopt.search.last_comparison import HEADLINE
-from ampopt.search.loops_trial import BatchedLoops, with_batched_loops
 from ampopt.search.optimizer import BRIEFLY_S
 from ampopt.search.options import AUTO_TOLERANCE, Options
 from ampopt.search.partly_optimized import PartlyOptimizedModule, patched
 from ampopt.search.parts_search import PartsSearch, shortened
-from ampopt.search.region import Region, find_regions
+from ampopt.search.region import Region
 from ampopt.search.rehearsal import Sandbox
 from ampopt.search.trials import Progress
 from ampopt.search.whole_check import WholeCheck
@@ -56,12 +55,6 @@ MOST_BETWEEN = 0.5
 
 COMPARING_S = 1.0
 """Time in seconds of comparing calls with and without optimized code between the submodules."""
-
-BATCHED_AS_GRAPHS = ("cuda",)
-"""Devices where batched loops are tried as graphs, also where they are no faster by themselves.
-
-On a GPU launches and waits are most of their time. On a CPU masks and fixed sizes are more work.
-"""
 
 
 class PartwiseOptimizer:
@@ -101,7 +94,8 @@ class PartwiseOptimizer:
         self._parts: PartsSearch | None = None
         self._check = WholeCheck(original, args, kwargs, self._device, _limit(options), options.metric)
         self._form = original
-        self._batched: BatchedLoops | None = None
+        self._with_loops: nn.Module | None = None
+        self._loops = ""
         self._modules: dict[str, OptimizedModule] = {}
         self._between: Between | None = None
 
@@ -110,11 +104,13 @@ class PartwiseOptimizer:
         with interruptible():
             if self._check.metric is not None:
                 self._check.try_metric()
-            regions, call_s = self._as_one_graph() or self._with_loops(), 0.0
+            found, call_s = form_of(self._check, self._compared, lambda: self._budget.left_s <= 0), 0.0
+            self._form, self._with_loops, self._loops = found.model, found.with_loops, found.loops
+            self._ledger.notes += found.notes
             inside, args, kwargs = original_call(self._form, self._args, self._kwargs)
             if self._budget.left_s > 0:
                 call_s = seconds_of_a_call(inside, args, kwargs, self._options.budget_s)
-        was_cut_off = self._optimize_submodules(regions, call_s)
+        was_cut_off = self._optimize_submodules(found.regions, call_s)
         if not was_cut_off and time.perf_counter() < self._end:
             was_cut_off = self._optimize_between()
         if was_cut_off:
@@ -127,40 +123,6 @@ class PartwiseOptimizer:
         if self._ledger.chosen == ORIGINAL:
             self._modules, self._between, self._form = {}, None, self._original
         return PartlyOptimizedModule(self._form, self._modules, self._between, self._ledger, self._device)
-
-    def _as_one_graph(self) -> list[Region]:
-        """The submodules to optimize if detectors are graphs of fixed sizes; none where they cannot be."""
-        if self._device.type not in BATCHED_AS_GRAPHS:
-            return []
-        batched, _ = with_batched_loops(self._check, self._compared, is_one_graph=True)
-        if batched is None:
-            return []
-        regions, reasons = self._find(batched.form)
-        inside = original_of(batched.form)
-        owners = [inside.get_submodule(region.name.rpartition(".")[0]) for region in regions]
-        if not any(isinstance(owner, Cut) for owner in owners):
-            return []
-        self._batched, self._form = batched, batched.form
-        told = "batched, with fixed sizes: one graph, whose results are cut to their numbers after it"
-        self._ledger.notes += [f"{batched.loops}: {told}", *reasons]
-        return regions
-
-    def _with_loops(self) -> list[Region]:
-        """The submodules to optimize, of the model with batched loops if those are right and faster."""
-        self._batched, notes = with_batched_loops(self._check, self._compared, is_one_graph=False)
-        if self._batched is not None and self._batched.is_faster:
-            self._form = self._batched.form
-        regions, reasons = self._find(self._form)
-        self._ledger.notes += [*notes, *reasons]
-        return regions
-
-    def _find(self, form: nn.Module) -> tuple[list[Region], list[str]]:
-        """The submodules of a form of the model to optimize, and why others cannot be."""
-        inside, args, kwargs = original_call(form, self._args, self._kwargs)
-        reasons = list[str]()
-        is_over = lambda: self._budget.left_s <= 0  # noqa: E731
-        found = list(find_regions(inside, args, kwargs, self._device, reasons, is_over))
-        return found, shortened(reasons, "more submodules are no single graph either")
 
     def _optimize_submodules(self, regions: Sequence[Region], call_s: float) -> bool:
         """Optimize them in FP32, then in lower precision; whether Ctrl-C has ended the work.
@@ -260,8 +222,8 @@ class PartwiseOptimizer:
         try:
             with interruptible():
                 form = self._form
-                if self._batched is not None and self._device.type in BATCHED_AS_GRAPHS:
-                    form = self._batched.form
+                if self._with_loops is not None and self._device.type in AS_GRAPHS:
+                    form = self._with_loops
                 between = Between(self._check.call, patched(form, self._modules))
                 reports, reasons = dict[str, Ledger](), list[str]()
                 for part, report, reason in between.optimize(
@@ -285,8 +247,8 @@ class PartwiseOptimizer:
 
     def _take(self, between: Between, form: nn.Module) -> None:
         """Let optimized code between the submodules serve, which is that of a form of the model."""
-        if form is not self._form and self._batched is not None:
-            self._ledger.notes.append(f"{self._batched.loops}: batched, with fixed sizes, as graphs")
+        if form is not self._form:
+            self._ledger.notes.append(f"{self._loops}: batched, with fixed sizes, as graphs")
         self._between, self._form = between, form
 
     def _why_not_between(self, between: Between, form: nn.Module) -> str | None:

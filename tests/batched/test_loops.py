@@ -167,3 +167,20 @@ def test_a_subclass_that_keeps_the_loop_gets_the_form() -> None:
 
 def test_a_model_without_such_loops_has_no_form() -> None:
     assert batched_loops(nn.Sequential(nn.Linear(2, 2)), CPU) is None
+
+
+def _own_forward(self: Any, *given: Any) -> Any:
+    return super(type(self), self).forward(*given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"), [("ssd", ""), ("faster", "roi_heads"), ("mask", "rpn"), ("fcos", "")]
+)
+def test_with_code_of_the_users_own_in_it_a_detector_is_no_graph(kind: str, part: str) -> None:
+    assert batched_loops(detector(kind), CPU, is_one_graph=True) is not None
+    overriding, hooked = detector(kind), detector(kind)
+    module: Any = overriding.get_submodule(part)
+    module.__class__ = type("Mine", (type(module),), {"forward": _own_forward})
+    assert batched_loops(overriding, CPU, is_one_graph=True) is None
+    hooked.get_submodule(part).register_forward_hook(lambda *_: None)
+    assert batched_loops(hooked, CPU, is_one_graph=True) is None

@@ -51,6 +51,14 @@ def test_some_boxes_are_kept_and_some_suppressed() -> None:
     assert 0 < int(kept.sum()) < int(some(5, 40).sum())
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_boxes_of_lower_precision_are_compared_in_float32(dtype: torch.dtype, device: str) -> None:
+    given, valid = rows(3, 40, dtype=dtype).to(device), some(3, 40).to(device)
+    expected = suppress_rows()(given.float(), valid, 0.3)
+    assert torch.equal(suppress_rows()(given, valid, 0.3), expected)
+
+
 def test_inputs_stay_as_they_were() -> None:
     given, valid = rows(3, 20), some(3, 20)
     before = given.clone(), valid.clone()

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import ampopt
 from ampopt.batched import loops, ssd
 from ampopt.measure.headline import compare_fairly
-from ampopt.search import regions
-from ampopt.search.loops_trial import with_batched_loops
+from ampopt.search import forms, regions
+from ampopt.search.forms import form_of
 from ampopt.search.whole_check import WholeCheck
 from tests.batched.detectors import detector, images
 
@@ -32,23 +32,25 @@ def comparing(is_real: bool) -> Any:
     return lambda *_: SimpleNamespace(gain=SimpleNamespace(is_real=is_real, ratio=3.0))
 
 
-def test_a_right_and_faster_form_is_told() -> None:
+def found_for(model: nn.Module, is_faster: bool) -> forms.Form:
     with torch.no_grad():
-        found, notes = with_batched_loops(check_of(detector("ssd")), comparing(True), is_one_graph=False)
-    assert found is not None
-    assert found.is_faster
-    (note,) = notes
-    assert note == (
+        return form_of(check_of(model), comparing(is_faster), lambda: True)
+
+
+def test_a_right_and_faster_form_is_told() -> None:
+    found = found_for(detector("ssd"), True)
+    assert found.model is found.with_loops
+    assert found.notes[0] == (
         "the loop in SSD.postprocess_detections: batched, with fixed sizes, the whole is 3.00x faster"
     )
 
 
 def test_a_right_form_that_is_no_faster_by_itself_stays_a_candidate() -> None:
-    with torch.no_grad():
-        found, notes = with_batched_loops(check_of(detector("faster")), comparing(False), is_one_graph=False)
-    assert found is not None
-    assert not found.is_faster
-    assert notes == []
+    model = detector("faster")
+    found = found_for(model, False)
+    assert found.model is model
+    assert found.with_loops is not None
+    assert not any("loop" in note for note in found.notes)
     assert found.loops.startswith("the loops in RegionProposalNetwork.filter_proposals, RoIHeads.")
 
 
@@ -68,12 +70,41 @@ def test_a_form_that_is_wrong_or_fails_is_none(
 ) -> None:
     monkeypatch.setitem(loops._FORMS_ON_CUDA, SSD, form)
     loops._method.cache_clear()
-    with torch.no_grad():
-        found, notes = with_batched_loops(check_of(detector("ssd")), comparing(True), is_one_graph=False)
+    model = detector("ssd")
+    found = found_for(model, True)
     loops._method.cache_clear()
-    assert found is None
-    (note,) = notes
-    assert note.startswith(f"the loop in SSD.postprocess_detections: as before, because batched {why}")
+    assert found.model is model
+    assert found.with_loops is None
+    told = f"the loop in SSD.postprocess_detections: as before, because batched {why}"
+    assert found.notes[0].startswith(told)
+
+
+def test_on_a_gpu_a_detector_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms, "AS_GRAPHS", ("cpu",))
+    check = check_of(detector("retinanet"))
+    with torch.no_grad():
+        found = form_of(check, comparing(False), lambda: False)
+        assert [region.name for region in found.regions] == ["graph"]
+        assert found.model is found.with_loops
+        assert check.judge(found.model)[1] is None
+    assert found.notes[0].endswith("one graph, whose results are cut to their numbers after it")
+
+
+def test_a_detector_inside_of_a_model_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.detector = detector("fcos")
+
+        def forward(self, pixels: list[Tensor]) -> Any:
+            return [own["boxes"] / self.detector.nms_thresh for own in self.detector(pixels)]
+
+    monkeypatch.setattr(forms, "AS_GRAPHS", ("cpu",))
+    check = check_of(Around().eval())
+    with torch.no_grad():
+        found = form_of(check, comparing(False), lambda: False)
+        assert [region.name for region in found.regions] == ["detector.graph"]
+        assert check.judge(found.model)[1] is None
 
 
 @pytest.mark.parametrize(
@@ -91,18 +122,15 @@ def test_what_serves_gives_the_original_s_results(
 ) -> None:
     """Whatever the clock says here; and the same after its state is set back."""
 
-    def tried(check: WholeCheck, _: Any, *, is_one_graph: bool) -> Any:
-        if is_one_graph and not can_be_one_graph:
-            return None, []
-        return with_batched_loops(check, comparing(is_faster), is_one_graph=is_one_graph)
-
     def comparing_briefly(*calls: Any, **_: Any) -> Any:
         found = compare_fairly(*calls, seconds=0.1)
         return dataclasses.replace(found, gain=dataclasses.replace(found.gain, ratio=3.0, low=2.0, high=4.0))
 
     monkeypatch.setattr(regions, "compare_fairly", comparing_briefly)
-    monkeypatch.setattr(regions, "with_batched_loops", tried)
-    monkeypatch.setattr(regions, "BATCHED_AS_GRAPHS", ("cpu",))
+    found_by = lambda check, _, is_over: form_of(check, comparing(is_faster), is_over)  # noqa: E731
+    monkeypatch.setattr(regions, "form_of", found_by)
+    monkeypatch.setattr(regions, "AS_GRAPHS", ("cpu",))
+    monkeypatch.setattr(forms, "AS_GRAPHS", ("cpu",) if can_be_one_graph else ())
     model = detector(kind)
     fast = ampopt.optimize(model, images(), precision="fp32", budget_s=6, progress=False, cache=False)
     assert fast.report.chosen == "fp32"
