@@ -95,7 +95,7 @@ def batched_loops(
             names.update({f"{kind.__name__}.{name}": None for _, _, name in keys})
     if is_one_graph:
         move_anchors(copy)
-        copy = _cut_at_their_ends(copy, list(whole))
+        copy = _cut_at_their_ends(copy, [copy.get_submodule(name) for name in whole])
     return copy, list(names)
 
 
@@ -125,19 +125,22 @@ def _fixed_parts(module: Any) -> list[nn.Module]:
     return parts if all(forms) and all(forwards) and is_free else []
 
 
-def _cut_at_their_ends(model: nn.Module, names: list[str]) -> nn.Module:
-    """The model with these detectors cut after their graphs."""
-    for name in names:
-        detector: Any = model.get_submodule(name)
+def _cut_at_their_ends(model: nn.Module, detectors: list[Any]) -> nn.Module:
+    """The model with these of its detectors cut after their graphs, under every name that they have."""
+    for detector in detectors:
+        modules = list(model.named_modules(remove_duplicate=False))
+        names = [name for name, each in modules if each is detector]
         kind, heads = Cut, getattr(detector, "roi_heads", None)
         if heads is not None:
             has_heads = heads.has_mask() or heads.has_keypoint()
             kind, form = (CutForHeads, detected) if has_heads else (Cut, detections)
             detector.__class__ = _subclass(_class_of(detector), (("forward", form),))
-        if not name:
-            return kind(detector)
-        owner, _, own = name.rpartition(".")
-        setattr(model.get_submodule(owner), own, kind(detector))
+        whole = kind(detector)
+        for name in names:
+            if not name:
+                return whole
+            owner, _, own = name.rpartition(".")
+            setattr(model.get_submodule(owner), own, whole)
     return model
 
 

@@ -107,7 +107,7 @@ class LowerParts:
         self.lanes: dict[str, Lane] = {}
         self.reasons: list[str] = []
         self.compared: ComparedParts | None = None
-        """The whole as `settle` has compared it; None: no lower form was kept."""
+        """The whole in FP32 and lower, as `settle` has compared it; None: it has not."""
 
     def look(self, call_s: float, seconds: float) -> None:
         """Learn which submodules the whole tolerates in lower precision, of those that take long enough.
@@ -222,7 +222,8 @@ class LowerParts:
                 )
                 found = compare_fairly(before, after, seconds=min(COMPARING_S, max(seconds, 0.0)))
             lane = next(iter(lanes.values()))
-            self.compared = ComparedParts(lane, found.before, found.after, error, lower_error)
+            if not self.lanes:  # else neither form is in FP32
+                self.compared = ComparedParts(lane, found.before, found.after, error, lower_error)
             if found.gain.is_real:
                 self.modules, self.lanes = kept, lanes
             else:

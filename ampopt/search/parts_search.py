@@ -141,8 +141,10 @@ class PartsSearch:
         lanes = f"{FP32.name},{lane.name}" if self.lower.is_empty else lane.name
         options = dataclasses.replace(self._options, precision=lanes)
         module, was_cut_off = self._optimized(region, options.within(share))
-        if was_cut_off or self.lower.takes(region, module, lane):
+        if self.lower.takes(region, module, lane):
             return module, was_cut_off
+        if was_cut_off:
+            raise KeyboardInterrupt
         return self._optimized(region, self._fp32.within(max(end - time.perf_counter(), 0.1)))
 
 

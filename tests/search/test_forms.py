@@ -90,6 +90,26 @@ def test_on_a_gpu_a_detector_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.notes[0].endswith("one graph, whose results are cut to their numbers after it")
 
 
+def test_a_detector_with_two_names_is_cut_under_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = self.second = detector("retinanet")
+
+        def forward(self, pixels: list[Tensor]) -> Any:
+            return (self.first if len(pixels) == 1 else self.second)(pixels)
+
+    monkeypatch.setattr(forms, "AS_GRAPHS", ("cpu",))
+    model = Twice().eval()
+    with torch.no_grad():
+        found = form_of(check_of(model), comparing(False), lambda: False)
+        assert found.notes[0].endswith("one graph, whose results are cut to their numbers after it")
+        for count in (1, 2):
+            for own, expected in zip(found.model(images(count)), model(images(count)), strict=True):
+                assert list(own) == list(expected)
+                assert torch.equal(own["boxes"], expected["boxes"])
+
+
 def test_a_detector_inside_of_a_model_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     class Around(nn.Module):
         def __init__(self) -> None:

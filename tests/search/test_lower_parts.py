@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,52 +14,22 @@ from torch import Tensor, nn
 from ampopt.errors import InputError
 from ampopt.measure import headline
 from ampopt.measure.headline import Compared
-from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import Gain
-from ampopt.search import lower_parts, parts_search
+from ampopt.search import lower_parts
 from ampopt.search.lower_parts import LowerParts
 from ampopt.search.options import Options
-from ampopt.search.region import Region, optimize_region
+from ampopt.search.region import Region
 from ampopt.search.whole_check import WholeCheck
-from tests.helpers import BF16, with_statistics
-from tests.support import snapshot
-from tests.support.planted import keep_the_patched, optimize
+from tests.helpers import BF16
+from tests.support import two_parts
+from tests.support.two_parts import Tolerant, X, body, lanes_of, made, notes_on
 
 pytestmark = pytest.mark.usefixtures("quick", "faster")
-PASSES = ["fold-conv-bn", "bake-autocast"]
-X = torch.randn(1, 3, 12, 12, generator=torch.Generator().manual_seed(0)).abs()
 
 
 @pytest.fixture
 def faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is compared with its former self is twice as fast, and every submodule is worth a try.
-
-    None is optimized in both lanes at once.
-    """
-    keep_the_patched(monkeypatch)
-    monkeypatch.setattr(parts_search, "MAIN", 2.0)
-    monkeypatch.setattr(lower_parts, "LEAST_S", 0.0)  # however busy the machine is
-    monkeypatch.setattr(lower_parts, "LEAST", 0.0)
-
-
-def body(channels: int = 3) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(channels, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
-
-
-class Tolerant(nn.Module):
-    """Two submodules with a branch between them that no rounding changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = body()
-        self.second: nn.Module = nn.Conv2d(4, 4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The features, shaded where they are far too bright."""
-        y = self.first(x)
-        if y.mean().item() > 1e6:
-            y = y * 0.5
-        return self.second(y)  # type: ignore[no-any-return]
+    two_parts.are_worth_it(monkeypatch)
 
 
 def level(y: Tensor) -> int:
@@ -89,23 +58,6 @@ class OneOfTwo(Tolerant):
         return {"features": self.first(x), "level": level(self.second(x))}
 
 
-def made(model: nn.Module, keep: Sequence[str] = (), **options: Any) -> Any:
-    with_statistics(model)
-    before = snapshot.of_model(model), snapshot.of_torch()
-    fast = optimize(model, X, cache=False, passes=[*PASSES, *keep], **options)
-    assert snapshot.differences(before[0], snapshot.of_model(model)) == []
-    assert snapshot.differences(before[1], snapshot.of_torch()) == []
-    return fast
-
-
-def lanes_of(report: Ledger) -> dict[str, str | None]:
-    return {name: region.chosen for name, region in report.regions.items()}
-
-
-def notes_on(report: Ledger, name: str) -> list[str]:
-    return [note for note in report.notes if note.startswith(f"submodule {name} stays in FP32: in amp ")]
-
-
 @pytest.mark.parametrize("precision", ["auto", "amp", "bf16", "fp32,amp"])
 def test_submodules_are_in_lower_precision_where_the_whole_tolerates_it(precision: str) -> None:
     model = Tolerant().eval()
@@ -122,90 +74,6 @@ def test_submodules_are_in_lower_precision_where_the_whole_tolerates_it(precisio
             assert fast(x).dtype is torch.float32
             assert (fast(x) - model(x)).norm() < 1e-2 * model(x).norm()
         assert not torch.allclose(fast(X), model(X), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("why_wrong", [None, "the whole model's error 2 is over 0.01"])
-def test_what_takes_most_of_the_time_is_optimized_in_both_lanes_at_once(
-    why_wrong: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It serves in the lane that its search has chosen; in FP32 where the whole is wrong with that."""
-    asked = list[str]()
-
-    def in_amp(region: Any, options: Any, *given: Any) -> Any:
-        asked.append(options.precision)
-        module, was_cut_off = optimize_region(region, options, *given)
-        if options.precision != "fp32":
-            module.report.chosen = "amp"
-            own = dataclasses.replace(module.report.lanes["amp"], answered_by=None)
-            module.report.lanes["amp"] = own
-        return module, was_cut_off
-
-    monkeypatch.setattr(parts_search, "MAIN", 0.0)
-    monkeypatch.setattr(parts_search, "optimize_region", in_amp)
-    monkeypatch.setattr(LowerParts, "look", _tolerating_all)
-    monkeypatch.setattr(LowerParts, "_why_wrong", lambda *_: why_wrong)
-    report = made(Tolerant().eval()).report
-    if why_wrong is None:
-        assert asked == ["amp"] * 2
-        assert lanes_of(report) == {"first": "amp", "second": "amp"}
-        assert report.chosen == "amp"
-        assert notes_on(report, "first") == []
-    else:
-        assert asked == ["amp", "fp32"] * 2
-        assert "amp" not in lanes_of(report).values()
-        assert notes_on(report, "first") == [f"submodule first stays in FP32: in amp {why_wrong}"]
-
-
-class Finding(Tolerant):
-    """One that gives the features over a threshold: none of them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The features over a threshold."""
-        y = super().forward(x)
-        return y[y > 1e6]
-
-
-@pytest.mark.parametrize("error", [0.005, 0.5])
-@pytest.mark.parametrize("kind", [Finding, Tolerant])
-def test_where_the_whole_gives_nothing_a_part_has_to_be_precise_itself(
-    kind: type[nn.Module], error: float
-) -> None:
-    check = WholeCheck(kind().eval(), (X,), {}, torch.device("cpu"), 1e-2)
-    with torch.no_grad():
-        assert check.is_empty == (kind is Finding)
-        parts = LowerParts(check, check.original, [], [], Options())
-        why = parts._why_not_known(SimpleNamespace(error=error))  # type: ignore[arg-type]
-    if kind is Finding and error > 1e-2:
-        assert why is not None
-        assert why.startswith("its own error 0.5 is over 0.01, and the model's results")
-    else:
-        assert why is None
-
-
-def test_a_model_that_gives_nothing_is_told_of() -> None:
-    for kind, is_told in ((Finding, True), (Tolerant, False)):
-        notes = made(kind().eval()).report.notes
-        assert any(note.startswith("the model's results are empty") for note in notes) == is_told, notes
-
-
-def test_where_the_whole_gives_nothing_the_search_of_both_lanes_chooses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = list[str]()
-
-    def noting(region: Any, options: Any, *given: Any) -> Any:
-        asked.append(options.precision)
-        return optimize_region(region, options, *given)
-
-    monkeypatch.setattr(parts_search, "MAIN", 0.0)
-    monkeypatch.setattr(parts_search, "optimize_region", noting)
-    monkeypatch.setattr(LowerParts, "look", _tolerating_all)
-    made(Finding().eval())
-    assert asked == ["fp32,amp"] * 2
-
-
-def _tolerating_all(self: Any, *_: float) -> None:
-    self._tolerated = dict.fromkeys(self._asked, self._regions)
 
 
 def test_in_fp32_no_lower_precision_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
