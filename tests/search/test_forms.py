@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import ampopt
 from ampopt.batched import loops, ssd
 from ampopt.measure.headline import compare_fairly
+from ampopt.passes.fold_constants import FoldConstants
 from ampopt.search import forms, regions
 from ampopt.search.forms import form_of
 from ampopt.search.whole_check import WholeCheck
@@ -152,7 +153,9 @@ def test_what_serves_gives_the_original_s_results(
     monkeypatch.setattr(regions, "AS_GRAPHS", ("cpu",))
     monkeypatch.setattr(forms, "AS_GRAPHS", ("cpu",) if can_be_one_graph else ())
     model = detector(kind)
-    fast = ampopt.optimize(model, images(), precision="fp32", budget_s=6, progress=False, cache=False)
+    fast = ampopt.optimize(
+        model, images(), precision="fp32", passes=(FoldConstants(),), budget_s=60, progress=False, cache=False
+    )
     assert fast.report.chosen == "fp32"
     assert any("one graph, whose results are cut" in note for note in fast.report.notes) == can_be_one_graph
     told = any("batched, with fixed sizes, the whole is 3.00x" in note for note in fast.report.notes)
