@@ -30,6 +30,10 @@ class Judge(Protocol):
     def check(self, program: Program) -> Check:
         """The verification of a program, with the limit that it has to keep."""
 
+    @property
+    def exact_s(self) -> float:
+        """Seconds of a call in float64, as far as known."""
+
     def has_time(self, seconds: float = 0.0) -> bool:
         """Whether more may be begun that takes so many seconds, as far as known."""
 
@@ -62,6 +66,8 @@ class OwnJudge:
         limits, own = program.lane.limits, self._error(program)
         allowed = min(limits.allowed(own), limits.largest)
         self._limit = allowed if own <= limits.largest else limits.without_eager
+
+    exact_s = 0.0
 
     def check(self, program: Program) -> Check:
         """The largest relative error of an output, and the limit."""

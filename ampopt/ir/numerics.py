@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -51,11 +52,17 @@ def relative_error(actual: Tensor, reference: Tensor, *, least_norm: float = 0.0
         return float((actual != reference).double().mean()) if reference.numel() else 0.0
     wide = torch.complex128 if reference.dtype.is_complex else torch.float64
     a, r = actual.detach().to(wide), reference.detach().to(wide)
+    difference, norm = float(torch.linalg.vector_norm(a - r)), float(torch.linalg.vector_norm(r))
+    if math.isfinite(difference) and math.isfinite(norm):  # so is every element
+        return _ratio(difference, max(norm, least_norm))
     finite = torch.isfinite(r)
     if not torch.equal(finite, torch.isfinite(a)) or not _same(a[~finite], r[~finite]):
         return float("inf")
     difference = float(torch.linalg.vector_norm((a - r)[finite]))
-    norm = max(float(torch.linalg.vector_norm(r[finite])), least_norm)
+    return _ratio(difference, max(float(torch.linalg.vector_norm(r[finite])), least_norm))
+
+
+def _ratio(difference: float, norm: float) -> float:
     return difference / norm if norm > 0 else difference
 
 

@@ -27,6 +27,9 @@ TRIALS = 8
 NEAR_ENOUGH = 0.1
 """A bisection ends within this share of the number that it has found."""
 
+LOOKING = 6.0
+"""How many times longer it takes to observe one input than a program's check and a call in float64 do."""
+
 RANKING = 3.0
 """How many times longer `contributions` takes than `observe`: about ten runs for three."""
 
@@ -65,9 +68,12 @@ class PrecisionSearch:
     def find(self) -> Found | str:
         """The operators that stay, of a program that the judge has passed; or why none are to be found."""
         plain, _ = bake(self._program, self._policy)
+        began = time.perf_counter()
         self.last = self._judge.check(plain)
         if self.last.passed:
             return "it is right with every operator in the lane's precision"
+        if not self._judge.has_time(LOOKING * (time.perf_counter() - began + self._judge.exact_s)):
+            return f"{self.last.reason}; there is no time to look for the operators that make it so"
         try:
             self._seen = self._observed(plain)
         except Exception as error:

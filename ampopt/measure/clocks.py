@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt.measure import sampling
-from ampopt.measure.sampling import Sampler, rested
+from ampopt.measure.sampling import Sampler
 
 MOST_CALLS_TO_LOAD, CLEARLY_SHORTER = 4, 0.8
 """First calls that may load something; a call of at most 0.8 times the one before says that it still did."""
@@ -39,7 +39,7 @@ def latency(
     return sampling.latency(call, functools.partial(synchronize, device), long_s=long_s, last_s=last_s)
 
 
-LONG_ENGINE_CALL_S = 0.2
+LONG_ENGINE_CALL_S = 0.05
 """On a CPU, engine calls shorter than this are timed after an untimed call, see `engine_latency`."""
 
 
@@ -59,11 +59,30 @@ def engine_latency(
 
     On a CPU the threads of one engine spin for milliseconds after its call, on the cores that the next
     engine's threads need: so longer calls, too, are timed after an untimed one, and after `rest_s` without
-    calls. Without such a rest RegNet-Y 400MF in ONNX Runtime took 8.2 ms beside eager on two cores, and 5.9
-    alone.
+    calls; calls from `engine_long_s` on after a rest instead. Without a rest RegNet-Y 400MF in ONNX Runtime
+    took 8.2 ms beside eager on two cores, and 5.9 alone.
     """
-    sampler = latency(call, device, long_s=engine_long_s(device), last_s=last_s)
-    return rested(sampler, rest_s) if rest_s else sampler
+    sampler, last = latency(call, device, long_s=engine_long_s(device), last_s=last_s), last_s
+
+    def sample() -> float:
+        nonlocal last
+        if pause_s := _pause_s(last, device, rest_s):
+            time.sleep(pause_s)
+        last = sampler()
+        return last
+
+    return sample
+
+
+def engine_sample_s(call_s: float, device: torch.device, *, rest_s: float = 0.0) -> float:
+    """The time in seconds that a sample of `engine_latency` takes."""
+    calls = 1 if call_s >= engine_long_s(device) else 2
+    return calls * call_s + _pause_s(call_s, device, rest_s)
+
+
+def _pause_s(call_s: float, device: torch.device, rest_s: float) -> float:
+    is_long = device.type == "cpu" and call_s >= engine_long_s(device)
+    return max(rest_s, REST_S) if is_long else rest_s
 
 
 def seconds_once_loaded(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from ampopt.ir.model_copy import private_copy, untouched_rng, working_copy
 from ampopt.ir.numerics import ResultsRoundedAnew, rounded_anew, roundings_of_sums, widened
 from ampopt.ir.settings import Settings
 from ampopt.ir.signature import flatten_outputs
+from ampopt.measure.clocks import synchronize
 from ampopt.measure.draws import Draw, steps_of
 
 Run = Callable[..., Sequence[Tensor]]
@@ -38,6 +40,8 @@ class Original:
         self.device = captured.program.device
         self._exact = self._in_float64()
         self._references: dict[str, list[list[Tensor]]] = {}
+        self.exact_s = 0.0
+        """Seconds that the references of the last draw took."""
 
     def call_original(self, model: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The original's flat outputs for flat input tensors, from a copy; the state is last in both."""
@@ -68,8 +72,11 @@ class Original:
     def reference(self, draw: Draw) -> list[list[Tensor]]:
         """The original's outputs in float64, for each call of a draw."""
         if draw.name not in self._references:
+            began = time.perf_counter()
             with Settings().scope(self.device):
                 self._references[draw.name] = self._reference(draw)
+            synchronize(self.device)
+            self.exact_s = time.perf_counter() - began
         return self._references[draw.name]
 
     def _reference(self, draw: Draw) -> list[list[Tensor]]:

@@ -46,6 +46,11 @@ class VerifiersJudge:
             return found
         return Check(found.error, self.bound, f"error {found.error:.2g} is over {self.bound:.2g}")
 
+    @property
+    def exact_s(self) -> float:
+        """Seconds of the references of one draw."""
+        return self.verifier.exact_s
+
     def has_time(self, seconds: float = 0.0) -> bool:
         """Whether the deadline will not be over in so many seconds."""
         return time.perf_counter() + seconds < self.deadline

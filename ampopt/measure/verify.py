@@ -8,6 +8,7 @@ are served or exported, far outside of the examples' range.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import statistics
 import textwrap
@@ -137,8 +138,8 @@ class Verifier(Original):
 
     def errors(self, run: Run, draw: Draw) -> list[float]:
         """The relative error of each output on a draw, the largest over its calls."""
-        reference, usual = self.reference(draw), self.reference(self.draws[0])[0]
-        norms = [LEAST_NORM * _norm(tensor) if draw not in self.draws else 0.0 for tensor in usual]
+        reference, usual = self.reference(draw), self._usual_norms
+        norms = [LEAST_NORM * norm if draw not in self.draws else 0.0 for norm in usual]
         worst = [0.0] * len(usual)
         for outputs, expected in zip(self.steps(run, draw), reference, strict=True):
             if len(outputs) != len(expected):
@@ -156,6 +157,19 @@ class Verifier(Original):
             except Exception:  # the model does not take such inputs
                 continue
             yield draw
+
+    @functools.cached_property
+    def _usual_norms(self) -> list[float]:
+        """The norm of each output's finite elements on the examples."""
+        return [_norm(tensor) for tensor in self.reference(self.draws[0])[0]]
+
+    def settling_s(self, call_s: float) -> float:
+        """Seconds to verify a first program outside of the examples' range, as far as known.
+
+        The references, eager, whose calls take `call_s`, and the program run on each draw.
+        """
+        draws = [*self._range_draws, *self._faults_elsewhere]
+        return sum(self.exact_s + 2 * call_s * len(draw.calls) for draw in draws)
 
     def counts(self, lane: Lane, draw: Draw, output: int, error: float) -> bool:
         """Whether an error on a draw affects the verdict.

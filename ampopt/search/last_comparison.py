@@ -133,6 +133,16 @@ class LastComparison:
             for name, value, *each in zip(names, values, *errors, strict=False)
         )
 
+    def is_too_inexact(self, state: LaneState) -> bool:
+        """Whether a lane's winner is right, and over the tolerance: that is told, and it is not chosen."""
+        if self._bound is None or not state.lane.is_mixed:
+            return False
+        check = self._verifier.check(state.best.run, state.lane)
+        if not check.passed or check.error <= self._bound:
+            return False
+        state.check = check
+        return True
+
     def _why_over(self, lane: Lane, error: float) -> str | None:
         """Why a lane is refused for its error, with what would accept it."""
         if self._bound is None or error <= self._bound or lane == FP32:

@@ -41,7 +41,6 @@ from ampopt.search.tuning_cache import default_cache, key_of
 from ampopt.system.budget import (
     CALLS_OF_A_TRIAL,
     CALLS_TO_COMPARE,
-    CALLS_TO_SETTLE,
     Budget,
     calls_to_verify,
 )
@@ -52,6 +51,9 @@ logger = logging.getLogger("ampopt")
 
 SETTLING = 0.1
 """Share of the time budget for verifying a winner after the budget is spent."""
+
+LEAST = 0.55
+"""Least share of the time budget for trying passes, also where calls take long in what follows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,12 +171,14 @@ class Optimizer:
         self._last = LastComparison(
             self._original, captured, self._verifier, self.ledger, self._lanes, self._bound
         )
-        deadline = self._started + TRYING * options.budget_s  # the rest is for the last comparison
+        finishing_s = self._verifier.settling_s(self._call_s) + 2 * CALLS_TO_COMPARE * self._call_s
+        shares = TRYING * options.budget_s, options.budget_s - finishing_s
+        trying_s = max(min(shares), LEAST * options.budget_s)
         self._manager = PassManager(
             captured.program,
             self._verifier,
             self.ledger,
-            deadline=deadline,
+            deadline=self._started + trying_s,
             progress=self._progress,
             sandbox=self._sandbox,
             started=self._started,
@@ -316,8 +320,10 @@ class Optimizer:
         """Verify each lane's winner outside of the examples' range, where the time budget has room for it."""
         budget = Budget(self._started, self._options.budget_s)
         for state in self._states:
+            if self._last.is_too_inexact(state):
+                continue
             call_s, what = state.call_s, "verifying outside of the examples' range"
-            needed_s = CALLS_TO_SETTLE * call_s
+            needed_s = self._verifier.settling_s(call_s)
             why_not = budget.why_not(needed_s, call_s, what)
             if why_not and needed_s > SETTLING * self._options.budget_s:
                 self.ledger.notes.append(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from ampopt.measure.clocks import engine_latency, engine_long_s
+from ampopt.measure.clocks import engine_latency, engine_sample_s
 from ampopt.measure.headline import LEAST, MOST
 from ampopt.measure.rounds import Batch, Told, between, sample
 from ampopt.measure.sampling import Sampler
@@ -96,9 +96,9 @@ class PairTimer:
 
     def _round_s(self, pairs: Sequence[Timed]) -> float:
         """About how long a round takes: one sample of each program, and another of the first."""
-        long_s = engine_long_s(self._device)
         samples = [
-            p.call_s * (1 if p.call_s >= long_s else 2) + rest_s(p.program) for p in _programs(pairs).values()
+            engine_sample_s(p.call_s, self._device, rest_s=rest_s(p.program))
+            for p in _programs(pairs).values()
         ]
         return max(sum(samples) + max(samples), 1e-6)
 

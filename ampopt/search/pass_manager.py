@@ -89,7 +89,8 @@ class PassManager(Trials):
         """
         while True:
             began, recipe = time.perf_counter(), state.best.program.recipe
-            check = self.verifier.check(state.best.run, state.lane, everywhere=True)
+            best = state.best
+            check = best.settled or self.verifier.check(best.run, state.lane, everywhere=True)
             if check.passed or len(recipe) <= state.founded:
                 state.check, state.former = check, []
                 return

@@ -9,6 +9,7 @@ import torch
 from ampopt.engines.executable import Executable, executable, quick
 from ampopt.engines.graph_capture import ReplayedProgram
 from ampopt.errors import AmpoptError
+from ampopt.ir.numerics import Check
 from ampopt.ir.program import Program
 from ampopt.measure.clocks import REST_S
 
@@ -30,6 +31,8 @@ class Subject:
         self.device = program.device
         self._replayed: ReplayedProgram | None = None
         self._replays = self.device.type == "cuda"
+        self.settled: Check | None = None
+        """Its verification far outside of the examples' range, which it has passed; None before."""
 
     def replayed(self) -> ReplayedProgram | None:
         """The program in a CUDA graph, for the device clock; None if it cannot be captured."""

@@ -36,11 +36,8 @@ LEAST_ENABLING = 0.95
 SPENT = "the time budget was spent"
 """The reason of a trial that was not begun."""
 
-CALLS_FOR_AN_ENGINE = 60
-"""Number of calls in the trial of an engine.
-
-On a CPU they include an untimed call before each timed one, and a repeated comparison if there is noise.
-"""
+CALLS_FOR_AN_ENGINE = 30
+"""Number of calls in the trial of an engine. On a CPU they include an untimed call before each timed one."""
 
 OWN_SHARE = 0.4
 """Share of a compiler's time that it takes in this process, after its rehearsal."""
@@ -50,6 +47,9 @@ LOADING_SHARE = 0.15
 
 MOST_FORMER = 3
 """Programs that were the best before the present one and are kept, the latest: engines hold memory."""
+
+LOOKING_FAR = 0.06
+"""Largest share of a search for verifying what is to lead outside of the examples' range, once."""
 
 SEARCHING = 0.25
 """The share of the time that is left in which a pass that searches may make programs."""
@@ -241,8 +241,12 @@ class Trials:
             verdict, what = Verdict.REVERTED, "slower" if found.is_loss else "no gain outside the noise"
             if mine is not None and mine.family in (Family.REWRITE, Family.PLACEMENT):
                 state.too_slow.append(mine)
+        leads = runs or state.best is state.graph
+        if verdict is Verdict.KEPT and leads and (why := self._why_wrong_elsewhere(state, candidate)):
+            self.end(trial, Verdict.REVERTED, f"{what}, but wrong elsewhere: {why}")
+            return
         trial.program = candidate.program
-        if runs or state.best is state.graph:
+        if leads:
             before = state.best if runs else state.graph
             note_rival(state, before, candidate, found, kept=verdict is Verdict.KEPT)
         state.judging.append(time.perf_counter() - began)
@@ -252,6 +256,18 @@ class Trials:
                 self._keep(state, candidate, trial.entry, runs)
             pace = f"{what}: {found.ratio:.3f}x ({found.low:.3f} to {found.high:.3f})"
             self.end(trial, verdict, pace)
+
+    def _why_wrong_elsewhere(self, state: LaneState, candidate: Subject) -> str | None:
+        """Why a program must not lead, for what it gives far outside of the examples' range; None if it may.
+
+        A wrong one would be the yardstick of those that come after it, and leave nothing when it falls. Where
+        calls take long, only the winner is verified there, see `PassManager.settle`.
+        """
+        if self.verifier.settling_s(state.call_s) > LOOKING_FAR * (self.deadline - self._started):
+            return None
+        check = self.verifier.check(candidate.run, state.lane, everywhere=True)
+        candidate.settled = check if check.passed else None
+        return check.reason
 
     def lead(self, state: LaneState, subject: Subject, name: str, seconds: float) -> None:
         """A program that a call takes so many seconds of is the lane's best now; `name` is its trial's."""

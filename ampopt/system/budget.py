@@ -40,12 +40,6 @@ CALLS_TO_COMPARE = 45
 FAULTS = 2
 """Number of inputs with NaN or infinity, for which references are computed, too."""
 
-CALLS_TO_SETTLE = 10 * (FLOAT64 + 2)
-"""Calls on inputs outside of the examples' range, and with faults elsewhere: float64, eager and a program.
-
-`draws.range_draws` gives 7, `draws.faults_elsewhere` 3 for an image.
-"""
-
 CALLS_OF_A_TRIAL = 20
 """Minimum number of calls to verify and time a pass: three draws, warm-ups, six samples before and after."""
 

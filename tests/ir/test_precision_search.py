@@ -32,6 +32,8 @@ def linears(count: int) -> Program:
 class Asked:
     """A judge that passes the programs that `accepts` does, by the names of calls that are in FP32."""
 
+    exact_s = 0.0
+
     def __init__(self, accepts: Callable[[set[str]], bool], *, most: float = math.inf) -> None:
         self.calls: Sequence[Sequence[Tensor]] = [(X,), (torch.randn(2, 8),)]
         self.accepts, self.most, self.asked = accepts, most, 0
@@ -129,8 +131,9 @@ class Hurried(Asked):
 
 
 def test_what_would_take_longer_than_there_is_time_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One input is observed in any case; the operators' own errors rank."""
+    """With time for one input alone, the operators' own errors rank."""
     looked = list[str]()
+    monkeypatch.setattr(precision_search, "LOOKING", 0.0)
 
     def spied(name: str) -> Callable[..., Any]:
         inner = getattr(precision_search, name)
@@ -150,3 +153,11 @@ def test_what_would_take_longer_than_there_is_time_is_not_begun(monkeypatch: pyt
     looked.clear()
     PrecisionSearch(linears(8), "amp", Asked(lambda kept: len(kept) >= 2), 1.0).find()
     assert looked == ["observe", "observe", "contributions", "contributions"]
+
+
+def test_without_time_to_observe_an_input_nothing_is_looked_for() -> None:
+    judge = Hurried(lambda kept: len(kept) >= 2)
+    judge.exact_s = 5.0
+    found = PrecisionSearch(linears(8), "amp", judge, 1.0).find()
+    assert found == "it is wrong; there is no time to look for the operators that make it so"
+    assert judge.asked == 1

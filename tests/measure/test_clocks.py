@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ampopt.measure import clocks as measure
-from ampopt.measure.clocks import engine_latency, engine_long_s, latency, seconds_once_loaded
+from ampopt.measure.clocks import REST_S, engine_latency, engine_long_s, latency, seconds_once_loaded
 
 
 def test_a_quick_call_is_timed_after_an_untimed_one_and_a_long_one_is_not(
@@ -44,9 +44,15 @@ def test_a_call_that_is_known_to_be_long_is_timed_at_once() -> None:
 def test_a_call_in_an_engines_own_threads_begins_after_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[object] = []
     monkeypatch.setattr("ampopt.measure.sampling.time.sleep", done.append)
-    for rest, expected in ((0.02, [0.02, "call", "call"]), (0.0, ["call", "call"])):
+    cpu = torch.device("cpu")
+    for rest, last, expected in (
+        (0.02, 0.0, [0.02, "call", "call"]),
+        (0.0, 0.0, ["call", "call"]),
+        (0.0, engine_long_s(cpu), [REST_S, "call"]),
+        (0.3, engine_long_s(cpu), [0.3, "call"]),
+    ):
         done.clear()
-        engine_latency(lambda: done.append("call"), torch.device("cpu"), rest_s=rest)()
+        engine_latency(lambda: done.append("call"), cpu, rest_s=rest, last_s=last)()
         assert done == expected
 
 

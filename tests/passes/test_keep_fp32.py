@@ -183,6 +183,8 @@ def test_a_tolerance_below_that_of_plain_amp_is_met_by_a_mix(lane: Any) -> None:
 class _Counting:
     """Counts what a judge is asked."""
 
+    exact_s = 0.0
+
     def __init__(self, judge: VerifiersJudge) -> None:
         self.judge, self.asked = judge, 0
 

@@ -56,7 +56,7 @@ def test_short_calls_have_more_first_rounds(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_widest_interval_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    timing = Timing(monkeypatch, 0.05, deadline=5.0)
+    timing = Timing(monkeypatch, 0.08, deadline=5.0)
     timing.machine.noises = {"c": 0.5}
     wide, narrow = (timing.b, timing.c), (timing.a, timing.b)
     timing.timer.time([narrow])
@@ -91,10 +91,10 @@ def test_nothing_is_refined_once_the_intervals_are_narrow(monkeypatch: pytest.Mo
 
 
 def test_nothing_is_refined_without_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    timing = Timing(monkeypatch, 0.1, deadline=3.7, noise=0.3)
+    timing = Timing(monkeypatch, 0.1, deadline=2.4, noise=0.3)
     pairs = [(timing.a, timing.b)]
     timing.timer.time(pairs)
-    assert 3.0 < timing.machine.time < 3.7
+    assert 1.9 < timing.machine.time < 2.4
     calls = dict(timing.machine.calls)
     assert not timing.timer.refine(pairs)
     assert timing.machine.calls == calls

@@ -91,7 +91,7 @@ class _Engine(Planted, Engine):
     family = Family.ENGINE
 
 
-@pytest.mark.parametrize(("engine", "seconds"), [(False, 101), (True, 301)])
+@pytest.mark.parametrize(("engine", "seconds"), [(False, 101), (True, 151)])
 def test_what_there_is_no_time_left_to_judge_is_not_begun(
     engine: bool, seconds: int, monkeypatch: pytest.MonkeyPatch, net: nn.Module
 ) -> None:

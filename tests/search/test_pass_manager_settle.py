@@ -1,4 +1,4 @@
-"""A lane's winner is verified far outside of the examples' range; what is wrong there is left out of it."""
+"""What is to lead, and a lane's winner, are verified far outside of the examples' range."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ampopt.ir.numerics import Check
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Result
 from ampopt.measure.entry import Verdict
+from ampopt.search import trials
 from tests.support.planted import Bench, Planted
 
 
@@ -33,6 +34,33 @@ class WrongAtLargeInputs(Planted):
         return Result(program.with_graph(finish(module)), 1)
 
 
+@pytest.fixture
+def only_winners(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls take so long that nothing but a lane's winner is verified there."""
+    monkeypatch.setattr(trials, "LOOKING_FAR", 0.0)
+
+
+def test_what_is_wrong_there_does_not_lead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes after it has to be faster than what is right, and is kept."""
+    cost = {"narrow": 0.3, "sure": 0.7}
+    bench = Bench(monkeypatch, nn.Linear(8, 4), torch.randn(2, 8), cost=cost)
+    narrow, sure = bench.rewrite(WrongAtLargeInputs("narrow"), Planted("sure"))
+    assert (narrow.name, narrow.verdict) == ("narrow", Verdict.REVERTED)
+    assert narrow.reason.startswith("faster, but wrong elsewhere: output 0 with inputs x100: error 1 is over")
+    assert (sure.name, sure.verdict) == ("sure", Verdict.KEPT)
+    assert bench.kept == ["sure"]
+
+
+def test_what_leads_is_not_verified_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, nn.Linear(8, 4), torch.randn(2, 8), cost={"good": 0.5})
+    bench.rewrite(Planted("good"))
+    monkeypatch.setattr(bench.verifier, "check", lambda *a, **k: pytest.fail("it was verified"))
+    bench.manager.settle(bench.state)
+    assert bench.state.check is bench.state.best.settled
+    assert bench.state.check is not None
+
+
+@pytest.mark.usefixtures("only_winners")
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 def test_a_winner_that_is_wrong_outside_of_the_examples_range_loses_the_pass_that_is(
     monkeypatch: pytest.MonkeyPatch, place: int
@@ -74,6 +102,7 @@ class Choosing(Engine):
         return Result(program.replace(engine=run), 1)
 
 
+@pytest.mark.usefixtures("only_winners")
 @pytest.mark.parametrize(("forms", "kept"), [(("sure", "fast"), ["good", "sure"]), (("fast",), ["good"])])
 def test_an_engine_that_is_wrong_there_gives_way_to_what_was_the_best_before_it(
     monkeypatch: pytest.MonkeyPatch, forms: tuple[str, ...], kept: list[str]
@@ -89,6 +118,7 @@ def test_an_engine_that_is_wrong_there_gives_way_to_what_was_the_best_before_it(
     assert bench.state.former == []
 
 
+@pytest.mark.usefixtures("only_winners")
 def test_a_lane_that_is_wrong_from_the_start_is_left_with_no_pass_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -18,6 +18,7 @@ from ampopt.ir.numerics import Check
 from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Family, Numerics, Pass, Result
+from ampopt.measure.clocks import LONG_ENGINE_CALL_S, REST_S
 from ampopt.measure.compared import ComparedPass
 from ampopt.search.choices import Choices
 from ampopt.search.compare_plan import Plan
@@ -203,7 +204,7 @@ class Machine:
                 raise RuntimeError("it does not run")
             took = cost * self.random.lognormvariate(0, noise)
             self.calls[f"{program.lane.name}: {names_of(program)}"] += 1
-            self.pass_by(took if cost >= 0.2 else 2 * took)
+            self.pass_by(REST_S + took if cost >= LONG_ENGINE_CALL_S else 2 * took)
             return took
 
         return sample

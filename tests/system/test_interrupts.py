@@ -238,8 +238,9 @@ def test_wherever_it_strikes_there_is_a_right_module_or_an_error_of_ours(
     for number in range(rounds):
         first = 1 + number * (whole.calls - 1) // rounds
         at = [first + 10 * press for press in range(presses)]
+        striking = _Striking(*at)
         try:
-            with _Striking(*at):
+            with striking:
                 fast = optimize(model, X)
         except Interrupted:
             outcomes.add("error")
@@ -248,7 +249,8 @@ def test_wherever_it_strikes_there_is_a_right_module_or_an_error_of_ours(
                 assert torch.allclose(fast(X), expected, atol=1e-5), at
             outcomes.add("module")
             said = [note for note in fast.report.notes if "interrupted" in note]
-            assert said or first > 0.9 * whole.calls, at
+            has_struck = striking.calls >= first  # a busy machine takes fewer samples, and so fewer calls
+            assert said or not has_struck or first > 0.9 * whole.calls, at
         assert snapshot.differences(before, snapshot.of_torch()) == [], at
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert outcomes == {"error", "module"}
