@@ -110,6 +110,9 @@ def _subject(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], as
     if not any(weight.requires_grad for weight in model.parameters()):
         raise InputError("no parameter of the model requires a gradient: there is nothing to train")
     optimizer = asked.optimizer or sgd
+    for name, given in (("optimizer", asked.optimizer), ("loss", asked.loss), ("step", asked.step)):
+        if given is not None and not callable(given) and not isinstance(given, Optimizer):
+            raise InputError(f"{name}={given!r} cannot be called: give a function or a class")
     if isinstance(optimizer, Optimizer) and not _optimized(model, optimizer):
         raise InputError(
             "the optimizer has none of the model's parameters: make it of this model's, or pass what makes "

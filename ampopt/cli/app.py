@@ -21,6 +21,7 @@ from ampopt.bundle.destinations import check_distinct
 from ampopt.cli import deploy as cli_deploy
 from ampopt.cli import diagnose as cli_diagnose
 from ampopt.cli import options as cli
+from ampopt.cli.model_source import is_model_file
 from ampopt.cli.options import (
     check_lane_io,
     check_request,
@@ -100,6 +101,8 @@ def run(
         then = _baseline(baseline, threshold, precision)
         sizes = ranges(dynamic)
         loaded, args, kwargs, where = model_and_call(*source)
+        if not is_model_file(model):
+            loaded.eval()  # as it was made, it is in training mode: that needs no note
         if then is not None:
             changes.check_model(then, type(loaded).__name__)
             if args or kwargs:
@@ -139,7 +142,7 @@ def run(
             write(json_file, to_json(document))
         if markdown_file is not None:
             write(markdown_file, to_markdown(document))
-        if not comparing and not found.verified:
+        if not comparing and found.lanes and not found.verified:
             raise VerificationError("no optimized program could be verified: the report says why")
         if changed is not None and not changed.compared:
             raise InputError("nothing was measured in both runs: give both a longer --budget")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from typer import Option
 
 import ampopt
@@ -16,7 +17,10 @@ from ampopt.document.render import to_json
 from ampopt.errors import InputError
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.optim import Optimizer
+
+    from ampopt.deploy.runtime import OptimizedModule
 
 
 def diagnose(
@@ -69,7 +73,7 @@ def diagnose(
             loaded.train(train)  # as it was made, it is in training mode: that is no finding
         from ampopt.diagnosis.text import WIDTH, to_rich
 
-        fast = ampopt.optimize(loaded, args, example_kwargs=kwargs, device=where) if optimized else None
+        fast = _optimized(loaded, args, kwargs, where, budget) if optimized else None
         found = ampopt.diagnose(
             loaded,
             args,
@@ -93,6 +97,19 @@ def diagnose(
         write_report(document, report_file)
         if json_file is not None:
             write(json_file, to_json(document))
+
+
+def _optimized(
+    model: nn.Module, args: Any, kwargs: Mapping[str, Any], device: Any, budget: float | None
+) -> OptimizedModule | None:
+    """The model as `optimize` makes it within the budget; None, and a line on stderr, without a column."""
+    from ampopt.deploy.runtime import OptimizedModule
+
+    fast = ampopt.optimize(model, args, example_kwargs=kwargs, device=device, budget_s=budget)
+    if isinstance(fast, OptimizedModule):
+        return fast
+    typer.echo(f"there is no column of the optimized model: {fast.report.notes[0]}", err=True)
+    return None
 
 
 def check_training(train: bool, training: Mapping[str, str | None], calls: Mapping[str, object]) -> None:

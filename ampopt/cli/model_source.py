@@ -80,7 +80,7 @@ def check_function(source: str, option: str) -> None:
     where, _, name = source.rpartition(":")
     if not where or not name or where in ZOOS:
         raise InputError(f"{option} {source}: name a file and a function in it, as in train.py:my_step")
-    _check_code(source)
+    _check_code(source, option)
 
 
 def load_function(source: str, option: str) -> Callable[..., Any]:
@@ -94,8 +94,8 @@ def load_function(source: str, option: str) -> Callable[..., Any]:
     return function
 
 
-def _check_code(source: str) -> None:
-    """That a MODEL names a zoo that is installed, a file that can be parsed, or a package that is there."""
+def _check_code(source: str, option: str = "MODEL") -> None:
+    """That an option names a zoo that is installed, a file that can be parsed, or a package that is there."""
     where, _, name = source.rpartition(":")
     if not where or not name:
         path = Path(source)
@@ -107,7 +107,7 @@ def _check_code(source: str) -> None:
     if where in ZOOS:
         require(where, ZOOS[where])
     elif Path(where).suffix == ".py":
-        with open_named(Path(where), "MODEL", MOST_CODE_BYTES) as file:
+        with open_named(Path(where), option, MOST_CODE_BYTES) as file:
             code = file.read()
         try:
             ast.parse(code, where)
@@ -178,6 +178,11 @@ def _import(where: str) -> ModuleType:
         sys.path.insert(0, beside)
     try:
         return _run_file(path) if is_file else importlib.import_module(where)
+    except SystemExit as e:
+        raise InputError(
+            f"{where} ends Python when it is imported (exit status {e.code}), as a script does that reads "
+            'its arguments: put that under  if __name__ == "__main__":'
+        ) from e
     except Exception as e:
         raise InputError(f"{where} cannot be imported: {type(e).__name__}: {e}") from e
 
@@ -204,7 +209,7 @@ def _call_factory(module: ModuleType, name: str, source: str) -> nn.Module:
         return factory
     try:
         model = factory()
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise InputError(f"{source} fails when called without arguments: {type(e).__name__}: {e}") from e
     if not isinstance(model, nn.Module):
         raise InputError(f"{source} returns {type(model).__name__}, not a torch.nn.Module")
@@ -240,8 +245,12 @@ def _load_file(path: Path, trusted: bool) -> Loaded:
         raise InputError(f"{path} is {kind.words} and cannot be loaded: {e}") from e
 
 
+_STATES = ("state_dict", "model_state_dict", "model")
+"""Keys of a checkpoint under which its state dict may be."""
+
+
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a state dict into a model, strictly; a checkpoint may hold it under 'state_dict' or 'model'.
+    """Load a state dict into a model, strictly; a checkpoint may hold it under one of `_STATES`.
 
     Nothing in the file is executed. Raises InputError if the file or its keys do not fit.
     """
@@ -280,11 +289,17 @@ def _read_state(path: Path) -> Mapping[str, Tensor]:
     except Exception as e:
         reason = "it is no file of weights only" if "weights_only" in str(e) else str(e)
         raise InputError(f"the weights in {path} cannot be read: {reason}") from e
-    for key in ("state_dict", "model"):
+    for key in _STATES:
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
             state = state[key]
     if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
-        raise InputError(f"{path} holds no state dict, a mapping from names to tensors")
+        is_mapping = isinstance(state, Mapping)
+        held = f"has the keys {', '.join(map(repr, list(state)[:8]))}" if is_mapping else "is no mapping"
+        raise InputError(
+            f"{path} holds no state dict, a mapping from names to tensors, by itself or under "
+            f"{', '.join(map(repr, _STATES))}: it {held}; torch.save(model.state_dict(), 'weights.pt') "
+            "writes one"
+        )
     return state
 
 

@@ -128,7 +128,7 @@ class LoadedModel(OfOneProcess):
     def _why_not(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> str | None:
         own = self.captured
         if (is_other := spec != own.spec) and normal_form(leaves, spec)[1] != own.spec:
-            return f"its arguments are {own.spec}, and these are {spec}"
+            return f"it takes {_told(own.spec)}, and these are {_told(spec)}"
         if own.all_differ and (is_other or not is_normal(leaves, spec)):
             return "it takes nothing twice: its results depend on which of its arguments are the same"
         for mine, theirs in zip(self._fitting(leaves), leaves, strict=True):
@@ -195,3 +195,12 @@ def run_self_test(model: LoadedModel, test: SelfTestCall, tolerance: float) -> N
                     f"the self-test{test.place} fails on {model.backend}: output {number} has a relative "
                     f"error of {error:.3g}, and the manifest allows {tolerance:.3g}"
                 )
+
+
+def _told(spec: pytree.TreeSpec) -> str:
+    """The arguments of a call: how many by position, the names of the others, and their structure if any."""
+    args, kwargs = pytree.tree_unflatten(range(spec.num_leaves), spec)
+    by_name = f" and by name {', '.join(kwargs)}" if kwargs else ", none by name"
+    is_flat = all(isinstance(each, int) for each in (*args, *kwargs.values()))
+    count = f"{len(args)} argument{'s' * (len(args) != 1)} by position{by_name}"
+    return count if is_flat else f"{count} ({spec})"

@@ -20,6 +20,7 @@ from ampopt.ir.half_numbers import with_numbers_that_fit
 from ampopt.ir.integer_forms import with_integer_forms
 from ampopt.ir.origin import Origin, hand_on, origins_of
 from ampopt.ir.program import Program
+from ampopt.ir.resize_forms import check_varying
 from ampopt.ir.shapes import record_shapes
 from ampopt.ir.size_range import Sizes
 from ampopt.ir.stable_forms import with_stable_forms
@@ -97,6 +98,8 @@ def _exported(graph: fx.GraphModule, examples: tuple[Tensor, ...], dims: Dims) -
     """The graph in the forms that ONNX gets, exported; its nodes have their origins, also for `_explain`."""
     shapes = tuple(dict.fromkeys(named, torch.export.Dim.DYNAMIC) for named in dims)
     dynamic = shapes if any(dims) else None
+    if any(index >= 2 for named in dims for index in named):
+        check_varying(graph)
     with capturing(), torch.no_grad(), EmulatedHalf():
         fitting = with_numbers_that_fit(graph, examples)
         stable = with_stable_forms(fitting, examples)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.shape_prop import ShapeProp
 
-from ampopt.ir import border_forms, deciding_forms
+from ampopt.ir import border_forms, deciding_forms, resize_forms
 from ampopt.ir.border_forms import smallest, with_nan_of
 from ampopt.ir.deciding_forms import Call
 from ampopt.ir.graph import (
@@ -60,6 +60,8 @@ def with_stable_forms(module: fx.GraphModule, examples: Sequence[Tensor]) -> fx.
 
         form = FORMS[node.target](call, node)
         if form is not None:
+            if "tensor_meta" in node.meta:  # another form may ask what it reads
+                form.meta["tensor_meta"] = node.meta["tensor_meta"]
             replace(node, form)
     return finish(changed)
 
@@ -247,6 +249,7 @@ def _attention(call: Call, node: fx.Node) -> Any:
 FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     **deciding_forms.FORMS,
     **border_forms.FORMS,
+    **resize_forms.FORMS,
     aten.log_sigmoid.default: lambda call, node: _log_sigmoid(call, node.args[0]),
     aten.log.default: _log,
     aten.logaddexp.default: lambda call, node: _log_add_exp(call, node, 1.0),

@@ -25,6 +25,7 @@ from ampopt.ir.signature import describe, flatten_call, tensors_of
 from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.ledger import Ledger
 from ampopt.search.between import Between
+from ampopt.search.served_part import ServedPart
 from ampopt.system.environment import environment
 
 SHORT_S = 2e-3
@@ -50,11 +51,12 @@ class PartlyOptimizedModule(Deployable):
         device: torch.device,
         *,
         is_copy: bool = True,
+        was_tried: bool = True,
     ) -> None:
         """`model` is a private copy, which is not called; `optimized` are its submodules' replacements.
 
         `between`: the optimized code between them, if that is faster. Without `is_copy` the model is the
-        user's own, and is called itself.
+        user's own, and is called itself. Without `was_tried` the report's first note is why.
         """
         super().__init__()
         self._between = between
@@ -62,6 +64,7 @@ class PartlyOptimizedModule(Deployable):
         self._why = report.notes[0] if report.notes else "nothing of it was tried"
         self._original, self._optimized = [model], dict(optimized)  # in a list: `.to()` leaves it alone
         self._monitor, self._strict = Monitor(chose_original=report.chosen == ORIGINAL), False
+        self._was_not_tried = not was_tried
         self._is_copy, self._answer = is_copy, list[Callable[..., Any]]([model])
         if is_copy:
             self.reset_state()
@@ -127,6 +130,11 @@ class PartlyOptimizedModule(Deployable):
 
         return stop
 
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Empty: no program of it is for a range of sizes."""
+        return {}
+
     def _private_original(self) -> nn.Module:
         return self._original[0]
 
@@ -142,6 +150,8 @@ class PartlyOptimizedModule(Deployable):
         if part is not None and part in self._optimized:
             return self._optimized[part]
         names = ", ".join(map(repr, self._optimized))
+        if self._was_not_tried:
+            raise InputError(f"{what} holds an optimized model, and nothing of this one was: {self._why}")
         if part is None:
             alone = f"part= writes one of its parts alone: {names}" if names else self._no_part
             raise InputError(
@@ -183,7 +193,8 @@ def patched(original: nn.Module, optimized: Mapping[str, OptimizedModule]) -> nn
     for name, module in optimized.items():
         before = module.report.baseline
         if module.report.chosen != ORIGINAL or (before is not None and before.median > SHORT_S):
-            model.get_submodule(name).forward = module.__call__
+            part = model.get_submodule(name)
+            part.forward = ServedPart(part, module).__call__
     return model
 
 
@@ -207,4 +218,4 @@ def as_it_was(
     name = type(original_of(original)).__name__
     ledger = Ledger(name, environment(device), inputs, notes=notes, chosen=ORIGINAL)
     ledger.seconds = time.perf_counter() - started
-    return PartlyOptimizedModule(original, {}, None, ledger, device, is_copy=is_copy)
+    return PartlyOptimizedModule(original, {}, None, ledger, device, is_copy=is_copy, was_tried=False)

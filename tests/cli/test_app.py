@@ -335,7 +335,7 @@ def test_the_policies_are_those_that_the_engine_knows() -> None:
             ["{model}", "--report", "{folder}/r.md", "--json", "{folder}/r.md"],
             "--report and --json are the same",
         ),
-        (["{folder}/exits.py:Tiny"], "SystemExit"),
+        (["{folder}/exits.py:Tiny"], "ends Python when it is imported (exit status"),
         (["{model}", "--weights", "{folder}/weights.pt"], "1 keys are unexpected (other)"),
         (["{model}", "--input", "1x3x"], "--input '1x3x' is no shape"),
         (["{model}", "--npz", "{folder}/tiny.py"], "cannot be read"),

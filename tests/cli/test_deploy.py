@@ -264,7 +264,7 @@ def test_verify_refuses_wrong_options(
 def test_a_model_of_several_graphs_cannot_be_exported(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ampopt, "optimize", _in_parts)
+    monkeypatch.setattr(ampopt, "optimize", lambda *args, **given: _in_parts(*args, was_tried=True, **given))
     for file in ("m.onnx", "b.ampopt"):
         result = call("export", model, "-o", tmp_path / file, *INPUT)
         assert result.exit_code == 1
@@ -293,8 +293,21 @@ def test_a_part_of_such_a_model_is_exported(
     assert json.loads(report.read_text())["model"] == "head"
 
 
-def _in_parts(model: torch.nn.Module, *args: Any, **_: Any) -> PartlyOptimizedModule:
-    return as_it_was(model, args, {}, "it reads a number", started=0.0)
+def test_a_model_of_which_nothing_was_tried_is_not_said_to_be_of_several_graphs(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ampopt, "optimize", _in_parts)
+    for more in ([], ["--part", "head"]):
+        result = call("export", model, "-o", tmp_path / "b.ampopt", *INPUT, *more)
+        assert result.exit_code == 1
+        assert "a bundle holds an optimized model, and nothing of this one was: it reads a n" in told(result)
+
+
+def _in_parts(model: torch.nn.Module, *args: Any, was_tried: bool = False, **_: Any) -> PartlyOptimizedModule:
+    made = as_it_was(model, args, {}, "it reads a number", started=0.0)
+    if not was_tried:
+        return made
+    return PartlyOptimizedModule(made._original[0], {}, None, made.report, torch.device("cpu"))
 
 
 def told(result: Any) -> str:

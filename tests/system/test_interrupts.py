@@ -250,7 +250,7 @@ def test_wherever_it_strikes_there_is_a_right_module_or_an_error_of_ours(
             outcomes.add("module")
             said = [note for note in fast.report.notes if "interrupted" in note]
             has_struck = striking.calls >= first  # a busy machine takes fewer samples, and so fewer calls
-            assert said or not has_struck or first > 0.9 * whole.calls, at
+            assert said or not has_struck or first > 0.85 * whole.calls, at
         assert snapshot.differences(before, snapshot.of_torch()) == [], at
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert outcomes == {"error", "module"}

@@ -1,0 +1,88 @@
+"""Interpolations by a factor, which ONNX holds in float32, with the sizes that PyTorch gives in float64.
+
+PyTorch's size is floor(size * factor) in float64: 0.7 of 90 is 62, as 0.7 is a little less, and 0.7 of 20 is
+14, as the product is rounded. A runtime computes the same of the factor in float32, and has 63 or 13. The
+form has a factor within a few roundings of that, whose product with the size is as PyTorch's; pixels are
+taken at places that differ by as little. The nearest pixel may be another one then, so that such
+interpolations stay as they are, and verification decides. Where sizes vary and one factor does not fit all,
+there is no model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from ampopt.errors import ExportError
+from ampopt.ir.deciding_forms import Call
+from ampopt.ir.graph import arguments, aten, calls, shape_of, where
+
+MOST_ROUNDINGS = 16
+"""How far a factor may be from the nearest one in float32, in roundings: 1e-6 of it, a pixel in a million."""
+
+MOST_PIXELS = 4096
+"""Sizes up to this are looked at where they vary."""
+
+_NEAREST = (
+    *(aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec, aten.upsample_nearest3d.vec),
+    *(aten._upsample_nearest_exact1d.vec, aten._upsample_nearest_exact2d.vec),
+    aten._upsample_nearest_exact3d.vec,
+)
+
+_BETWEEN = (
+    *(aten.upsample_linear1d.vec, aten.upsample_bilinear2d.vec, aten.upsample_trilinear3d.vec),
+    *(aten.upsample_bicubic2d.vec, aten._upsample_bilinear2d_aa.vec, aten._upsample_bicubic2d_aa.vec),
+)
+
+
+def fitting_factor(factor: float, size: int) -> float | None:
+    """The number in float32 nearest to a factor that makes of a size what PyTorch makes of it; None: none."""
+    wanted = math.floor(size * factor)
+    for candidate in _near(factor):
+        if np.floor(np.float32(size) * candidate) == wanted == math.floor(size * float(candidate)):
+            return float(candidate)
+    return None
+
+
+def _near(factor: float) -> Iterator[np.float32]:
+    yield np.float32(factor)
+    below = above = np.float32(factor)
+    for _ in range(MOST_ROUNDINGS):
+        below, above = np.nextafter(below, np.float32(-math.inf)), np.nextafter(above, np.float32(math.inf))
+        yield below
+        yield above
+
+
+def _resized(call: Call, node: fx.Node) -> Any:
+    values = arguments(node)
+    if (factors := values["scale_factors"]) is None:
+        return None
+    sizes = shape_of(values["input"])[2:]
+    found = [fitting_factor(factor, size) for factor, size in zip(factors, sizes, strict=True)]
+    if None in found or found == [float(np.float32(factor)) for factor in factors]:
+        return None
+    return call(node.target, **{**values, "scale_factors": found})
+
+
+FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = dict.fromkeys(_BETWEEN, _resized)
+"""The forms of interpolations of images of one size."""
+
+
+def check_varying(module: fx.GraphModule) -> None:
+    """Raise ExportError for an interpolation that would have another size in ONNX, where sizes vary."""
+    for node in calls(module, (*_NEAREST, *_BETWEEN)):
+        for factor in arguments(node)["scale_factors"] or ():
+            if not np.array_equal(_sizes(np.float64(factor)), _sizes(np.float32(factor))):
+                raise ExportError(
+                    f"ONNX holds factors in float32, so that an interpolation by {factor} has other sizes "
+                    f"there than in PyTorch, and these vary: {where(node)}; give it sizes, or one shape"
+                )
+
+
+def _sizes(factor: Any) -> Any:
+    """The sizes that a factor gives, computed in its precision."""
+    return np.floor(np.arange(1, MOST_PIXELS + 1).astype(type(factor)) * factor)

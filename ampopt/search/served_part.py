@@ -1,0 +1,62 @@
+"""`ServedPart`: an optimized submodule in the place of its code, as long as its model leaves it as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ampopt.deploy.runtime import OptimizedModule
+from ampopt.errors import InputError
+from ampopt.ir.plain_tensors import keep_from_dynamo
+
+_PLAIN = (bool, int, float, complex, str, type(None))
+"""Classes of attributes that code decides by, and whose values are compared."""
+
+
+class ServedPart:
+    """Calls an optimized submodule, or its own code where the program of the first does not hold.
+
+    A program has weights, buffers and plain attributes for constants. Two calls in which they stayed tell
+    that the submodule itself leaves them; the code around it may still write to them, after a bright frame,
+    or at night. So each call looks whether they are the same tensors, which nobody has written to (by
+    `_version`, which does not see what is written through `.data`), and the same values. Calls with other
+    dtypes, or with tensors that are not plain, have no program either.
+    """
+
+    def __init__(self, module: nn.Module, optimized: OptimizedModule) -> None:
+        """`module`: the submodule of the model that is served, whose own code answers otherwise."""
+        self._optimized, self._own = optimized, module.forward
+        self._tensors: list[tuple[dict[str, Any], str, Tensor, int]] = []
+        self._values: list[tuple[dict[str, Any], str, object]] = []
+        for inner in module.modules():
+            for named in (inner._parameters, inner._buffers):
+                self._tensors += [
+                    (named, name, tensor, -1 if tensor.is_inference() else tensor._version)
+                    for name, tensor in named.items()
+                    if tensor is not None
+                ]
+            own = vars(inner)
+            self._values += [(own, name, value) for name, value in own.items() if type(value) in _PLAIN]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The submodule's result."""
+        if not self._is_as_it_was():
+            return self._own(*args, **kwargs)
+        try:
+            return self._optimized(*args, **kwargs)
+        except InputError:
+            if self._optimized.strict:
+                raise
+            return self._own(*args, **kwargs)
+
+    def _is_as_it_was(self) -> bool:
+        for named, name, tensor, version in self._tensors:
+            if named.get(name) is not tensor or (version >= 0 and tensor._version != version):
+                return False
+        return all(own.get(name, _GONE) == value for own, name, value in self._values)
+
+
+_GONE = object()
+
+keep_from_dynamo(ServedPart.__call__)
