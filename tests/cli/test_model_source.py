@@ -184,7 +184,13 @@ State = dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda s: s, lambda s: {"state_dict": s, "epoch": 3}, lambda s: {"model": s}]
+    "wrap",
+    [
+        lambda s: s,
+        lambda s: {"state_dict": s, "epoch": 3},
+        lambda s: {"model": s},
+        lambda s: {"epoch": 3, "model_state_dict": s, "loss": 0.5},
+    ],
 )
 @pytest.mark.parametrize("suffix", [".pt", ".pth"])
 def test_weights_are_loaded_from_a_checkpoint(
@@ -194,6 +200,20 @@ def test_weights_are_loaded_from_a_checkpoint(
     torch.save(wrap(source.state_dict()), tmp_path / f"w{suffix}")
     load_weights(target, tmp_path / f"w{suffix}")
     assert torch.equal(source.weight, target.weight)
+
+
+def test_a_checkpoint_without_a_state_dict_is_refused_with_its_keys(tmp_path: Path) -> None:
+    torch.save({"epoch": 3, "net": {"weight": torch.zeros(3, 2)}}, tmp_path / "w.pt")
+    with pytest.raises(InputError, match=r"'model_state_dict', 'model': it has the keys 'epoch', 'net';"):
+        load_weights(nn.Linear(2, 3), tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize("made", ["import", "call"])
+def test_code_that_ends_python_is_told_of(tmp_path: Path, made: str) -> None:
+    body = "raise SystemExit(2)" if made == "import" else "def net():\n    raise SystemExit(2)"
+    (tmp_path / "ends.py").write_text(body)
+    with pytest.raises(InputError, match=r"exit status 2|SystemExit: 2"):
+        load_model(f"{tmp_path}/ends.py:net")
 
 
 def test_weights_are_loaded_from_safetensors(code: Path) -> None:

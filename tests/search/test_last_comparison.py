@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ampopt.measure.headline import Compared
+from ampopt.measure.sampling import Measurement, gain
 from tests.support.lanes import Remembering, X, measure_as, small_model
 from tests.support.planted import optimize
 
@@ -69,6 +71,24 @@ def test_a_lane_that_is_refused_for_its_error_is_not_hidden_behind_fp32(model: n
     assert report.lanes["amp"].refused is not None
     assert report.lanes["amp"].answered_by is None
     assert report.chosen == "fp32"
+
+
+@pytest.mark.parametrize("rounds", [6, 9])
+def test_a_refused_lane_is_compared_with_the_original_in_its_own_rounds(
+    model: nn.Module, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is faster; the original's times beside the winner were taken at another time."""
+    measure_as(monkeypatch, lambda name: 1.0 if name == "best amp" else 2.0)
+
+    def compared(*_: Any, **__: Any) -> Compared:
+        before, after = Measurement((1.0,) * rounds), Measurement((2.0,) * rounds)
+        return Compared(before, after, gain(before, after), None)
+
+    monkeypatch.setattr("ampopt.search.last_comparison.compare_fairly", compared)
+    report = optimize(model, X, precision="auto", tolerance=1e-5).report
+    assert report.chosen == "original"
+    assert report.verified
+    assert any(note.startswith("the amp lane would be at least 2.00x faster still") for note in report.notes)
 
 
 def test_where_a_named_lane_is_refused_fp32_answers_with_the_reason(
