@@ -35,6 +35,9 @@ SLOW_CALL_S = 0.05
 """A shorter call does not overrun a time budget by much, however small the budget is."""
 
 
+DISTURBED, MOST_TO_LOOK = 1.5, 12
+"""Calls that differ by this factor are repeated, up to so many."""
+
 LOOKING = 0.03
 """The share of it for measuring the time of a call."""
 
@@ -45,13 +48,14 @@ def seconds_of_a_call(
     """Time in seconds of a call of a copy of a model: the shortest of three, or of fewer (see `LOOKING`).
 
     A single call may be disturbed by other load, and the first one of a process loads libraries: it is
-    repeated within `LOADING`. Each call gets its own tensors, as it may write to them. An error of the first
-    call is raised.
+    repeated within `LOADING`. Where later ones differ, other load stalls the threads of an operator that wait
+    for each other: there are more then. Each call gets its own tensors, as it may write to them. An error of
+    the first call is raised.
     """
 
     device, times = device_of(model, flatten_call(args, kwargs)[0]), list[float]()
     model = working_copy(model)
-    while len(times) < CALLS_TO_LOOK and (
+    while (len(times) < CALLS_TO_LOOK or _are_disturbed(times[1:])) and (
         sum(times) < LOOKING * budget_s or (len(times) == 1 and times[0] < LOADING * budget_s)
     ):
         with Settings().scope(device), untouched_rng(device):
@@ -68,6 +72,11 @@ def seconds_of_a_call(
                 break  # it fails when it is called again, which is not for its timing to tell
         times.append(time.perf_counter() - began)
     return min(times)
+
+
+def _are_disturbed(times: Sequence[float]) -> bool:
+    """Whether so few calls differ by so much that the shortest may have been disturbed, too."""
+    return len(times) < MOST_TO_LOOK and max(times) > DISTURBED * min(times)
 
 
 def judgeable(

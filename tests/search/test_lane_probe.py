@@ -158,3 +158,22 @@ def test_the_default_call_keeps_a_lane_whose_first_calls_load(monkeypatch: pytes
     report = optimize(model, X, budget_s=20.0, exclude=exclude, cache=False).report
     assert set(report.lanes) == {"fp32", "amp"}
     assert not any("was not tried" in note for note in report.notes)
+
+
+class Stalled(nn.ReLU):
+    """Its first calls wait for threads that other load has stopped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stalls = [0.2, 0.3, 0.1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if stalls := self.stalls:
+            time.sleep(stalls.pop(0))
+        return super().forward(x)
+
+
+@pytest.mark.timing
+def test_calls_that_differ_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ampopt.search.lane_probe.working_copy", lambda model: model)
+    assert seconds_of_a_call(Stalled(), (X,), {}, budget_s=60.0) < 0.05
