@@ -109,6 +109,8 @@ class OptimizedModule(DeployableGraph):
         `sized`: a verified program for a range of sizes.
         """
         super().__init__()
+        self.is_part = False
+        """Whether calls of other dtypes, which a model may make of a part, are for the original to answer."""
         if outputs not in get_args(Outputs):
             raise InputError(f"outputs={outputs!r}: choose 'copy' or 'static'")
         self.report, self.program, self.strict = report, program, strict
@@ -230,6 +232,20 @@ class OptimizedModule(DeployableGraph):
             outputs = tuple(output.to(cast) for output, cast in zip(outputs, casts, strict=True))
         return without_derivatives(served.layout.restore(outputs), tensors)
 
+    def pass_on(self, reason: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Count a call that others answer for a reason; raises StrictError with `strict`."""
+        tensors = tensors_of(flatten_call(args, kwargs)[0])
+        self._check_not_strict(reason, tensors)
+        self._monitor.note(Event("original", reason, _shown(tensors)))
+
+    def _check_not_strict(self, reason: str, tensors: Sequence[Tensor]) -> None:
+        if self.strict:
+            self._monitor.note(Event("refusal", reason, _shown(tensors)))
+            raise StrictError(
+                f"only the original model could answer a call with {_shown(tensors)}, because {reason}: call "
+                "prepare for it ahead of time, or set strict to False"
+            )
+
     def _by_original(
         self,
         reason: str,
@@ -240,15 +256,10 @@ class OptimizedModule(DeployableGraph):
         allowed: bool = False,
     ) -> Any:
         """The original's answer, which is counted; StrictError where that is not wanted, unless `allowed`."""
-        shown = _shown(tensors)
-        if self.strict and not allowed:
-            self._monitor.note(Event("refusal", reason, shown))
-            raise StrictError(
-                f"only the original model could answer a call with {shown}, because {reason}: call "
-                "prepare for it ahead of time, or set strict to False"
-            )
+        if not allowed:
+            self._check_not_strict(reason, tensors)
         result = without_derivatives(self._run_original(args, kwargs), tensors)
-        self._monitor.note(Event("original", reason, shown))
+        self._monitor.note(Event("original", reason, _shown(tensors)))
         return result
 
     def _run_original(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -269,7 +280,13 @@ class OptimizedModule(DeployableGraph):
     ) -> Served | Refusal:
         """Find or make what answers a call that was not seen before; tell of it once the lock is free."""
         shown = _shown(tensors_of(leaves))
-        self._refusing(lambda: self._new.check(leaves, spec), shown)
+        try:
+            self._new.check(leaves, spec)
+        except InputError as error:
+            if self.is_part:
+                return Refusal(str(error), may_pass=False)
+            self._monitor.note(Event("refusal", str(error), shown))
+            raise
         try:
             found, is_new = self._new.answer(args, kwargs, leaves, spec)
         except KindError as error:

@@ -193,7 +193,7 @@ def patched(original: nn.Module, optimized: Mapping[str, OptimizedModule]) -> nn
     for name, module in optimized.items():
         before = module.report.baseline
         if module.report.chosen != ORIGINAL or (before is not None and before.median > SHORT_S):
-            part = model.get_submodule(name)
+            part, module.is_part = model.get_submodule(name), True
             part.forward = ServedPart(part, module).__call__
     return model
 

@@ -37,11 +37,7 @@ def test_what_takes_most_of_the_time_is_optimized_in_both_lanes_at_once(
     def in_amp(region: Any, options: Any, *given: Any) -> Any:
         asked.append(options.precision)
         module, was_cut_off = optimize_region(region, options, *given)
-        if options.precision != "fp32":
-            module.report.chosen = "amp"
-            own = dataclasses.replace(module.report.lanes["amp"], answered_by=None)
-            module.report.lanes["amp"] = own
-        return module, was_cut_off
+        return module if options.precision == "fp32" else _in_amp(module), was_cut_off
 
     monkeypatch.setattr(parts_search, "optimize_region", in_amp)
     monkeypatch.setattr(LowerParts, "look", _tolerating_all)
@@ -105,6 +101,13 @@ def test_where_the_whole_gives_nothing_the_search_of_both_lanes_chooses(
     assert asked == ["fp32,amp"] * 2
 
 
+def _in_amp(module: Any) -> Any:
+    """An optimized module whose search has chosen its program in float16."""
+    module.report.chosen = "amp"
+    module.report.lanes["amp"] = dataclasses.replace(module.report.lanes["amp"], answered_by=None)
+    return module
+
+
 def _tolerating_all(self: Any, *_: float) -> None:
     self._tolerated = dict.fromkeys(self._asked, self._regions)
 
@@ -113,11 +116,7 @@ def test_what_was_interrupted_in_both_lanes_serves_only_if_the_whole_is_right(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def cut_off(region: Any, options: Any, *given: Any) -> Any:
-        module, _ = optimize_region(region, options, *given)
-        module.report.chosen = "amp"
-        own = dataclasses.replace(module.report.lanes["amp"], answered_by=None)
-        module.report.lanes["amp"] = own
-        return module, True
+        return _in_amp(optimize_region(region, options, *given)[0]), True
 
     monkeypatch.setattr(parts_search, "optimize_region", cut_off)
     monkeypatch.setattr(LowerParts, "look", _tolerating_all)

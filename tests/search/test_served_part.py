@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ampopt
-from ampopt.errors import InputError
+from ampopt.errors import InputError, StrictError
 from ampopt.search.partly_optimized import patched
 from ampopt.search.served_part import ServedPart
 from tests.support.planted import module_of
@@ -81,15 +81,34 @@ def test_a_part_that_is_left_alone_is_answered_for() -> None:
 
 
 def test_a_call_of_another_dtype_runs_the_part_s_own_code() -> None:
-    head = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)).eval()
+    model = nn.Sequential(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))).eval()
     x = torch.arange(6)
-    program = module_of(head, x)
-    part = ServedPart(head, program)
+    program = module_of(model[0], x)
+    with pytest.raises(InputError, match="int32"):
+        program(x.int())
+    refused, served = program.health.refusals, patched(model, {"0": program})
     with torch.no_grad():
-        torch.testing.assert_close(part(x.int()), head(x))
+        torch.testing.assert_close(served(x.int()), model(x))
+        assert (program.health.served_by_original, program.health.refusals) == (1, refused)
         program.strict = True
-        with pytest.raises(InputError, match="int32"):
-            part(x.int())
+        with pytest.raises(StrictError, match="int32"):
+            served(x.int() + 0 * x.int()[:1])
+
+
+def test_what_a_part_s_own_code_answers_is_counted_and_refused_where_that_is_asked_for() -> None:
+    torch.manual_seed(0)
+    model, x = Around(WRITES["a flag"]).eval(), torch.randn(2, 4)
+    program = module_of(model.head, x)
+    served = patched(model, {"head": program})
+    with torch.no_grad():
+        served(x)
+        assert program.health.served_by_original == 0
+        served(x + 10)
+        served(x)
+        assert program.health.served_by_original == 2
+        program.strict = True
+        with pytest.raises(StrictError, match="the model has written to this part of it"):
+            served(x)
 
 
 def test_a_model_in_parts_has_no_ranges_of_sizes() -> None:
