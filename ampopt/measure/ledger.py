@@ -93,7 +93,8 @@ class Ledger:
     `chosen` over `baseline`, sampled in turn in a separate comparison, and `load` the machine's load at that
     time; `control` is the original's gain over itself, from the comparison of the lanes. `best_so_far` has
     an element for each time that a lane got a faster program. `graphs` are the lines of the captured graph,
-    and of the chosen program's, see `graph_listing`.
+    and of the chosen program's, see `graph_listing`. `called_error` is the original's error with the present
+    global flags, where these let it round to TF32.
     """
 
     model: str
@@ -111,6 +112,7 @@ class Ledger:
     best_so_far: list[BestSoFar] = dataclasses.field(default_factory=list)
     regions: dict[str, Ledger] = dataclasses.field(default_factory=dict)
     graphs: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    called_error: float | None = None
 
     @property
     def speedup(self) -> float | None:
@@ -144,6 +146,7 @@ class Ledger:
             "environment": self.environment,
             "inputs": list(self.inputs),
             "baseline": None if self.baseline is None else self.baseline.to_dict(),
+            "called_error": finite(self.called_error),
             "chosen": self.chosen,
             "speedup": self.speedup,
             "gain": None if self.gain is None else dataclasses.asdict(self.gain),

@@ -17,7 +17,7 @@ from ampopt.ir.lane_io import original_of
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.model_copy import private_copy, untouched_rng, working_copy
 from ampopt.ir.numerics import ResultsRoundedAnew, rounded_anew, roundings_of_sums, widened
-from ampopt.ir.settings import Settings
+from ampopt.ir.settings import Settings, autocast_scope
 from ampopt.ir.signature import flatten_outputs
 from ampopt.measure.clocks import synchronize
 from ampopt.measure.draws import Draw, steps_of
@@ -94,6 +94,11 @@ class Original:
                 return self.call_original(model or self._model, tensors)
 
         return run
+
+    def as_called(self, *tensors: Tensor) -> list[Tensor]:
+        """The original as the process calls it: its setting of TF32 is not changed."""
+        with torch.no_grad(), autocast_scope(self.device, None):
+            return self.call_original(self._model, tensors)
 
     def steps(self, run: Run, draw: Draw) -> list[list[Tensor]]:
         """What a function of flat tensors gives for each call of a draw."""

@@ -40,6 +40,7 @@ from ampopt.measure.draws import (
 from ampopt.measure.fault_check import FaultCheck, Faults
 from ampopt.measure.original import Original, Run
 from ampopt.measure.ownership import Watched
+from ampopt.system.flags import rounds_to_tf32
 
 Metric = Callable[[Any, Any], float]
 """A user's distance: (outputs, the original's outputs) -> number; 0 for equal, smaller is better."""
@@ -129,6 +130,13 @@ class Verifier(Original):
     def own_error(self, lane: Lane) -> float:
         """Eager's largest relative error in the lane, over outputs and draws."""
         return max((max(self.own_errors(lane, draw), default=0.0) for draw in self.draws), default=0.0)
+
+    @functools.cached_property
+    def called_error(self) -> float | None:
+        """The original's error as the process calls it, with its setting of TF32; None without TF32."""
+        if not rounds_to_tf32(self.device):
+            return None
+        return max((max(self.errors(self.as_called, draw), default=0.0) for draw in self.draws), default=0.0)
 
     def own_errors(self, lane: Lane, draw: Draw) -> list[float]:
         """Eager's relative error of each output on a draw, in the lane."""

@@ -27,10 +27,10 @@ from ampopt.ir.settings import Settings
 from ampopt.ir.signature import copied, map_tensors
 from ampopt.measure.clocks import engine_latency, latency, seconds_once_loaded
 from ampopt.measure.headline import compare_fairly
-from ampopt.measure.ledger import LaneSummary, Ledger
+from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import Measurement, Sampler
 from ampopt.search.lane_probe import LOADING, SLOW_CALL_S
-from ampopt.search.options import Options
+from ampopt.search.options import Options, auto_bound
 from ampopt.search.partly_optimized import patched
 from ampopt.search.region import MOST_CALLS, Region, optimize_region
 from ampopt.search.rehearsal import Sandbox
@@ -158,7 +158,7 @@ class LowerParts:
         found = module.report.lanes.get(lane.name)
         if found is not None and module.report.chosen == lane.name and found.answered_by is None:
             whole = patched(self._original, {region.name: module})
-            if why := self._why_not_known(found) or self._why_wrong(whole):
+            if why := self._why_not_known(module.report, lane) or self._why_wrong(whole):
                 self.reasons.append(self._stays(region, lane, why))
                 return False
             self.lanes[region.name] = lane
@@ -308,19 +308,22 @@ class LowerParts:
             found = module.report.lanes.get(lane.name)
             reason = found.refused if found is not None else "; ".join(module.report.notes[:1])
             return reason or "it is not faster"
-        if why := self._why_not_known(module.report.lanes[lane.name]):
+        if why := self._why_not_known(module.report, lane):
             return why
         before, after = (self._sampler(region, form) for form in (self._fp32.get(region.name), module))
         if not compare_fairly(before, after, seconds=seconds).gain.is_real:
             return "it is not faster"
         return self._why_wrong(patched(self._original, {**self.modules, region.name: module}))
 
-    def _why_not_known(self, found: LaneSummary) -> str | None:
+    def _why_not_known(self, report: Ledger, lane: Lane) -> str | None:
         """Why a submodule may not have lower precision, where results of the whole do not tell about it."""
-        if not self._check.is_empty or found.error <= self._check.limit:
+        error, limit = report.lanes[lane.name].error, self._check.limit
+        if self._check.is_auto:
+            limit = max(limit, auto_bound(report.called_error))
+        if not self._check.is_empty or error <= limit:
             return None
         return (
-            f"its own error {found.error:.2g} is over {self._check.limit:g}, and the model's results, which "
+            f"its own error {error:.2g} is over {limit:.2g}, and the model's results, which "
             "could tell what that does, are empty: give an example with something in it"
         )
 
@@ -331,7 +334,7 @@ class LowerParts:
 
     def _why_wrong(self, model: nn.Module) -> str | None:
         try:
-            return self._check.judge(model)[1]
+            return self._check.judge(model, lower=True)[1]
         except Exception as error:
             check_interrupted(error)
             return f"the whole model fails ({first_line(error)})"

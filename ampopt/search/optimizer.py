@@ -31,20 +31,16 @@ from ampopt.search.foreseen import Foreseen
 from ampopt.search.lane_probe import judgeable, seconds_of_a_call
 from ampopt.search.lane_state import LaneState
 from ampopt.search.last_comparison import LANES, LastComparison
-from ampopt.search.options import Options
+from ampopt.search.options import Options, why_more
 from ampopt.search.pass_manager import PassManager
 from ampopt.search.rehearsal import Sandbox
 from ampopt.search.search_plan import TRYING, Search, begin_ahead
 from ampopt.search.size_search import SHARE, find_sized_program
 from ampopt.search.trials import Progress
 from ampopt.search.tuning_cache import default_cache, key_of
-from ampopt.system.budget import (
-    CALLS_OF_A_TRIAL,
-    CALLS_TO_COMPARE,
-    Budget,
-    calls_to_verify,
-)
+from ampopt.system.budget import CALLS_OF_A_TRIAL, CALLS_TO_COMPARE, Budget, calls_to_verify
 from ampopt.system.environment import environment
+from ampopt.system.flags import rounds_to_tf32
 from ampopt.system.interrupts import check_interrupted, held, interruptible
 
 logger = logging.getLogger("ampopt")
@@ -120,9 +116,9 @@ class Optimizer:
         self._states: list[LaneState] = []
         self._pipeline = options.pipeline()
         self._lanes = lanes_for(options.precision, program.device, options.amp_dtype)
-        self._bound = options.bound(self._lanes)
         self._cache = default_cache() if options.is_cacheable else None
         facts = options.cache_facts() | ({"rival": True} if rival is not None else {})
+        facts |= {"tf32": True} if rounds_to_tf32(self.device) else {}  # it decides what may be chosen
         self._key = key_of(program, facts) if self._cache else ""
         self._known = self._cache.find(self._key, self._pipeline) if self._cache else None
         self._begin(RECALL if self.is_tuned else SEARCH)
@@ -159,7 +155,7 @@ class Optimizer:
                 draws=draws,
                 faults=options.nan,
             )
-            found = notes_on(self._verifier)
+            found, called = notes_on(self._verifier), self._verifier.called_error
         except InputError:
             raise  # of the user's metric
         except Exception as error:
@@ -167,6 +163,9 @@ class Optimizer:
             self._why_not = f"nothing can be verified: {first_line(error)}"
             return
         found += [self._verifier.note] if self._verifier.note else []
+        self.ledger.called_error, self._bound = called, options.bound(self._lanes, called)
+        if called is not None and self._bound != options.bound(self._lanes):
+            found.append(why_more(called))
         self.ledger.notes += [note for note in found if note not in self.ledger.notes]
         self._last = LastComparison(
             self._original, captured, self._verifier, self.ledger, self._lanes, self._bound

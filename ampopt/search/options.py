@@ -29,6 +29,29 @@ from ampopt.system.environment import package_versions
 AUTO_TOLERANCE = 1e-2
 """Largest relative error of a lane that `precision="auto"` chooses, if the user gives no tolerance."""
 
+AS_CALLED, MOST_AS_CALLED = 2.0, 0.2
+"""If the original's own error as it is called is larger: the largest ratio to it, and the largest error.
+
+They are those of a mixed lane to eager's error in it, see `Limits`.
+"""
+
+
+def auto_bound(called: float | None) -> float:
+    """The largest error of a lane that `precision="auto"` chooses.
+
+    `called` is the original's error as the process calls it, if that is known to round more than FP32:
+    PyTorch's default lets convolutions round to TF32, whose mantissa has as many bits as float16's.
+    """
+    return max(AUTO_TOLERANCE, min(AS_CALLED * (called or 0.0), MOST_AS_CALLED))
+
+
+def why_more(called: float) -> str:
+    """Why `auto_bound` allows more than `AUTO_TOLERANCE`, for a report."""
+    return (
+        f"an error of {auto_bound(called):.2g} is allowed: the original's own is {called:.2g} as it is "
+        "called, because the process lets it round to TF32"
+    )
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -83,13 +106,13 @@ class Options:
         """Whether results can be cached: the code of every pass is in a file, and so has a hash."""
         return self.cache and all(code_of(step) is not None for step in self.pipeline())
 
-    def bound(self, lanes: Collection[Lane]) -> float | None:
+    def bound(self, lanes: Collection[Lane], called: float | None = None) -> float | None:
         """The largest error of a lane that may be chosen, of those asked for; None: no limit of the user's.
 
-        If the user leaves the choice between lanes to `optimize`, it is `AUTO_TOLERANCE`.
+        If the user leaves the choice between lanes to `optimize`, it is that of `auto_bound`.
         """
         if self.tolerance is None and self.metric is None and len(lanes) > 1:
-            return AUTO_TOLERANCE
+            return auto_bound(called)
         return self.tolerance
 
     def io_dtype(self, device: torch.device) -> torch.dtype | None:

@@ -27,7 +27,7 @@ from ampopt.search.forms import AS_GRAPHS, form_of
 from ampopt.search.lane_probe import seconds_of_a_call
 from ampopt.search.last_comparison import HEADLINE
 from ampopt.search.optimizer import BRIEFLY_S
-from ampopt.search.options import AUTO_TOLERANCE, Options
+from ampopt.search.options import Options, auto_bound, why_more
 from ampopt.search.partly_optimized import PartlyOptimizedModule, patched
 from ampopt.search.parts_search import PartsSearch, shortened
 from ampopt.search.region import Region
@@ -95,7 +95,10 @@ class PartwiseOptimizer:
         self._part_options = options if options.metric is None else _without_metric(options)
         self._options = dataclasses.replace(self._part_options, precision=FP32.name)
         self._parts: PartsSearch | None = None
-        self._check = WholeCheck(original, args, kwargs, self._device, _limit(options), options.metric)
+        is_auto = options.tolerance is None and options.metric is None
+        self._check = WholeCheck(
+            original, args, kwargs, self._device, _limit(options), options.metric, is_auto=is_auto
+        )
         self._form = original
         self._with_loops: nn.Module | None = None
         self._loops = ""
@@ -193,7 +196,7 @@ class PartwiseOptimizer:
         """Take parts without such engines where the whole is right and faster; the ledger says so."""
         own, other = (patched(self._form, m) for m in (self._modules, others.modules))
         with interruptible():
-            why_wrong = self._check.judge(other)[1]
+            why_wrong = self._check.judge(other, lower=bool(others.lower.lanes))[1]
             found = None if why_wrong else self._compared(own, other)
         if found is not None and found.gain.is_real:
             self._adopt(others)
@@ -262,7 +265,7 @@ class PartwiseOptimizer:
     def _why_not_between(self, between: Between, form: nn.Module) -> str | None:
         """Why the submodules alone are better; None where the code between them, in a form, is a gain."""
         without, inside = patched(self._form, self._modules), patched(form, self._modules)
-        if why_wrong := self._check.judge(between.serve(inside))[1]:
+        if why_wrong := self._check.judge(between.serve(inside), lower=bool(self._lower_lanes))[1]:
             return why_wrong
         return None if self._gain_between(without, between.serve(inside)).is_real else "it is not faster"
 
@@ -288,7 +291,9 @@ class PartwiseOptimizer:
         """Compare and time the whole model; the ledger's choice becomes the lane, or `ORIGINAL`."""
         model, ledger = patched(self._form, self._modules), self._ledger
         answer: Callable[..., Any] = model if self._between is None else self._between.serve(model)
-        error, refused = self._check.judge(answer)
+        error, refused = self._check.judge(answer, lower=bool(self._lower_lanes))
+        if error > self._check.limit and self._lower_lanes and not refused:
+            ledger.notes.append(why_more(self._check.called_errors[0]))
         if self._check.is_empty:
             ledger.notes.append(
                 "the model's results are empty for the example and for random inputs: its parts are verified "
@@ -311,7 +316,7 @@ class PartwiseOptimizer:
         if not ledger.regions and self._form is self._original:
             refused = "nothing was optimized"
         ledger.baseline, ledger.gain, ledger.load = found.before, found.gain, found.load
-        served = next(iter(self._parts.lower.lanes.values()), FP32) if self._parts is not None else FP32
+        served = next(iter(self._lower_lanes.values()), FP32)
         summary = _summary(served, found.before, found.after, error, tuple(ledger.regions))
         own = dataclasses.replace(summary, refused=refused, gain=found.gain)
         summaries = [own, *self._other_lane(served, found.before)]
@@ -334,6 +339,11 @@ class PartwiseOptimizer:
         return [_summary(FP32, before, found.fp32, found.error, passes)]
 
     @property
+    def _lower_lanes(self) -> Mapping[str, Lane]:
+        """The lanes of the submodules that have lower precision."""
+        return self._parts.lower.lanes if self._parts is not None else {}
+
+    @property
     def _asked_lanes(self) -> tuple[Lane, ...]:
         return lanes_for(self._asked.precision, self._device, self._asked.amp_dtype)
 
@@ -354,4 +364,4 @@ def _limit(options: Options) -> float:
     """The largest error of the whole; without a tolerance a metric has to be 0, as everywhere."""
     if options.tolerance is not None:
         return options.tolerance
-    return AUTO_TOLERANCE if options.metric is None else 0.0
+    return auto_bound(None) if options.metric is None else 0.0

@@ -22,6 +22,8 @@ from ampopt.ir.settings import Settings
 from ampopt.ir.signature import copied, flatten_call, map_tensors, tensors_of
 from ampopt.measure.results import Distance, IncomparableError, distance, kept
 from ampopt.measure.verify import Metric
+from ampopt.search.options import auto_bound
+from ampopt.system.flags import rounds_to_tf32
 from ampopt.system.interrupts import check_interrupted
 
 logger = logging.getLogger("ampopt")
@@ -48,6 +50,8 @@ class WholeCheck:
     Results are compared whatever they are made of, see `measure.results`, or by the user's `metric`, which
     gets a result and the original's. `limit` is the largest relative error, or value of the metric. Where a
     threshold or an order lies within the original's own rounding, what it gives in float64 is as right.
+    `is_auto`: `limit` is ampopt's own choice, and lower precision may have more where the original, as the
+    process calls it, has an error itself, see `options.auto_bound`.
     """
 
     original: nn.Module
@@ -56,6 +60,7 @@ class WholeCheck:
     device: torch.device
     limit: float
     metric: Metric | None = None
+    is_auto: bool = False
 
     def call(self, model: Answer, leaves: Sequence[Any] | None = None) -> Any:
         """The result for a call with these leaves (None: the example's), as it is served."""
@@ -65,40 +70,63 @@ class WholeCheck:
             args, kwargs = pytree.tree_unflatten(given, spec)
             return model(*args, **kwargs)
 
-    def judge(self, answer: Answer) -> tuple[float, str | None]:
+    def judge(self, answer: Answer, *, lower: bool = False) -> tuple[float, str | None]:
         """The error on the example, and why the answers are wrong: None if they are right.
+
+        `lower`: something of it has lower precision than FP32.
 
         `answer` is called with the example and then with random inputs, as a copy of the original is, so that
         the states of both advance. Random inputs tell nothing if the original fails with them, or if rounding
         its weights in FP32 moves its result by more than FP32's largest error. Raises IncomparableError, or
         what `answer` raises for the example.
         """
-        distances = list[Distance]()
+        distances, limits = list[Distance](), self.lower_limits if lower else [self.limit] * (1 + DRAWS)
         for place, (leaves, _) in enumerate(self._expected):
             try:
-                distances.append(self._nearest(place, self.call(answer, leaves)))
+                distances.append(self._nearest(place, self.call(answer, leaves), limits[place]))
             except Exception as error:
                 check_interrupted(error)
                 if not distances:
                     raise
                 return distances[0].error, f"it fails on other inputs than the example: {first_line(error)}"
         first, *others = distances
-        if not first.error <= self.limit:
-            return first.error, self._over(first)
-        if any(not each.error <= self.limit for each in others):
-            for each, by_rounding in zip(others, self._moved_by_rounding[1:], strict=True):
+        if not first.error <= limits[0]:
+            return first.error, self._over(first, limits[0])
+        pairs = list(zip(others, limits[1:], strict=False))
+        if any(not each.error <= limit for each, limit in pairs):
+            for (each, limit), by_rounding in zip(pairs, self._moved_by_rounding[1:], strict=True):
                 tells = self.metric is not None or by_rounding <= FP32.limits.largest
-                if tells and not each.error <= max(self.limit, AS_FAR * by_rounding):
-                    return first.error, f"{self._over(each)} on other inputs than the example"
+                if tells and not each.error <= max(limit, AS_FAR * by_rounding):
+                    return first.error, f"{self._over(each, limit)} on other inputs than the example"
         return first.error, None
 
-    def _nearest(self, place: int, found: Any) -> Distance:
+    def _nearest(self, place: int, found: Any, limit: float) -> Distance:
         """The distance from the original's result for a call, or from that in float64 where it is near."""
         own = self._distance(self._expected[place][1], found)
-        if own.error <= self.limit or self.metric is not None or place >= len(self._in_float64):
+        if own.error <= limit or self.metric is not None or place >= len(self._in_float64):
             return own
         exact = self._distance(self._in_float64[place], found)
-        return exact if exact.error <= self.limit else own
+        return exact if exact.error <= limit else own
+
+    @functools.cached_property
+    def called_errors(self) -> list[float]:
+        """The original's error for each call as the process calls it, with its setting of TF32; else none."""
+        if not self.is_auto or not rounds_to_tf32(self.device):
+            return []
+        original, spec = working_copy(self.original), flatten_call(self.args, self.kwargs)[1]
+        found = list[float]()
+        for place, (leaves, _) in enumerate(self._expected):
+            with torch.no_grad(), untouched_rng(self.device):
+                args, kwargs = pytree.tree_unflatten(map_tensors(copied, leaves, {})[0], spec)
+                found.append(self._nearest(place, kept(original(*args, **kwargs)), self.limit).error)
+        return found
+
+    @functools.cached_property
+    def lower_limits(self) -> list[float]:
+        """The limit of lower precision for each call; `limit` unless the original itself rounds more."""
+        if not self.called_errors:
+            return [self.limit] * (1 + DRAWS)
+        return [max(self.limit, auto_bound(called)) for called in self.called_errors]
 
     @functools.cached_property
     def is_empty(self) -> bool:
@@ -119,12 +147,10 @@ class WholeCheck:
                     "It gets a result and the original's, and returns a number"
                 ) from error
 
-    def _over(self, found: Distance) -> str:
+    def _over(self, found: Distance, limit: float) -> str:
         if self.metric is not None:
-            return (
-                f"the metric gives {found.error:.2g} for the whole model, over the tolerance {self.limit:g}"
-            )
-        return f"the whole model's error {found} is over {self.limit:g}"
+            return f"the metric gives {found.error:.2g} for the whole model, over the tolerance {limit:g}"
+        return f"the whole model's error {found} is over {limit:.3g}"
 
     def _distance(self, expected: Any, found: Any) -> Distance:
         if self.metric is None:

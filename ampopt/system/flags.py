@@ -58,6 +58,14 @@ def _precision() -> tuple[str, str, str]:
     )
 
 
+def rounds_to_tf32(device: torch.device) -> bool:
+    """Whether the process lets a device round FP32 to TF32; PyTorch's default lets CUDA's convolutions."""
+    if device.type != "cuda":
+        return False
+    with switching.taken():
+        return "tf32" in _precision()
+
+
 @contextlib.contextmanager
 def older_flags_readable() -> Iterator[None]:
     """Make PyTorch's older `allow_tf32` flags readable within the block.

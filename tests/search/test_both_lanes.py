@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ampopt.ir.lanes import LANES
 from ampopt.search import parts_search
 from ampopt.search.lower_parts import LowerParts
 from ampopt.search.options import Options
@@ -19,6 +20,8 @@ from tests.support import two_parts
 from tests.support.two_parts import Tolerant, X, lanes_of, made, notes_on
 
 pytestmark = pytest.mark.usefixtures("quick", "at_once")
+
+AMP = LANES["amp"]["cpu"]
 
 
 @pytest.fixture
@@ -72,7 +75,8 @@ def test_where_the_whole_gives_nothing_a_part_has_to_be_precise_itself(
     with torch.no_grad():
         assert check.is_empty == (kind is Finding)
         parts = LowerParts(check, check.original, [], [], Options())
-        why = parts._why_not_known(SimpleNamespace(error=error))  # type: ignore[arg-type]
+        report = SimpleNamespace(lanes={AMP.name: SimpleNamespace(error=error)}, called_error=None)
+        why = parts._why_not_known(report, AMP)  # type: ignore[arg-type]
     if kind is Finding and error > 1e-2:
         assert why is not None
         assert why.startswith("its own error 0.5 is over 0.01, and the model's results")
