@@ -155,6 +155,10 @@ def rounded_anew(
     return (tensor.double() * (1 + noise.to(tensor.device))).to(tensor.dtype)
 
 
+MOST_UNCERTAIN = 2
+"""The try of `roundings_of_sums` with most roundings."""
+
+
 def roundings_of_sums(dtype: torch.dtype, seed: int) -> float:
     """The number of roundings for one of several tries to perturb results in `dtype`: 1, 4 or 16.
 

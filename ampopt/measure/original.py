@@ -16,7 +16,7 @@ from ampopt.ir.capture import Captured
 from ampopt.ir.lane_io import original_of
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.model_copy import private_copy, untouched_rng, working_copy
-from ampopt.ir.numerics import ResultsRoundedAnew, rounded_anew, roundings_of_sums, widened
+from ampopt.ir.numerics import MOST_UNCERTAIN, ResultsRoundedAnew, rounded_anew, roundings_of_sums, widened
 from ampopt.ir.settings import Settings, autocast_scope
 from ampopt.ir.signature import flatten_outputs
 from ampopt.measure.clocks import synchronize
@@ -105,11 +105,18 @@ class Original:
         return steps_of(draw, run, self.captured.initial_state)
 
     def runs_rounded_anew(
-        self, lane: Lane, times: int, *, within: bool = False, unlimited: bool = False
+        self,
+        lane: Lane,
+        times: int,
+        *,
+        within: bool = False,
+        unlimited: bool = False,
+        uncertain: bool = False,
     ) -> Iterator[Run]:
         """Eager with weights and inputs rounded anew, and `within` all that it computes; so many times.
 
-        `unlimited`: it computes in FP32, so that nothing overflows in the lane's dtype.
+        `unlimited`: it computes in FP32, so that nothing overflows in the lane's dtype. `uncertain`: sums
+        within are as uncertain as another order of their terms can make them, each time.
         """
         for seed in range(times):
             generator = torch.Generator(self.device).manual_seed(seed)
@@ -123,7 +130,7 @@ class Original:
                 *tensors: Tensor,
                 run: Run = eager,
                 seeded: torch.Generator = generator,
-                sums: float = roundings_of_sums(lane.dtype, seed),
+                sums: float = roundings_of_sums(lane.dtype, MOST_UNCERTAIN if uncertain else seed),
             ) -> Any:
                 inputs = [rounded_anew(tensor, _lowered(tensor, lane), seeded) for tensor in tensors]
                 with ResultsRoundedAnew(lane.dtype, seeded, sums) if within else contextlib.nullcontext():

@@ -66,8 +66,10 @@ class Verifier(Original):
     because of rounding alone, which eager happens not to make. So if a program is over the limit on a draw,
     eager itself runs on that draw with changed rounding of weights and inputs, and the change of its outputs
     counts as eager's own error. A lane in which eager overflows, or is too inexact on most draws, has another
-    yardstick, see `yardstick`. A model with a state is called several times in succession from its initial
-    state, and every output and state of every call counts.
+    yardstick, see `yardstick`. Outside of the examples' range what it computes is rounded anew, too: it may
+    amplify there how sums are rounded, of which each engine has orders of its own. A model with a state is
+    called several times in succession from its initial state, and every output and state of every call
+    counts.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Verifier(Original):
         super().__init__(model, captured)
         self._own: dict[tuple[Lane, str], list[float]] = {}
         self._unlimited: dict[tuple[Lane, str], list[float]] = {}
-        self._jumps: dict[tuple[Lane, str], list[float]] = {}
+        self._jumps: dict[tuple[Lane, str, bool], list[float]] = {}
         most = math.inf if metric is not None else tolerance or 0.0  # a metric alone knows what is right
         self.fault_check = FaultCheck(self, faults, most)
         in_a_row, inputs = CALLS_IN_A_ROW if captured.lifted else 1, captured.inputs
@@ -190,16 +192,20 @@ class Verifier(Original):
             return True
         return math.isfinite(own) and not math.isfinite(error)
 
-    def largest_jumps(self, lane: Lane, draw: Draw) -> list[float]:
-        """How far rounding alone changes eager's outputs on a draw; see the class. Overflow is no change."""
-        if (lane, draw.name) not in self._jumps:
+    def largest_jumps(self, lane: Lane, draw: Draw, *, within: bool = False) -> list[float]:
+        """How far rounding alone changes eager's outputs on a draw; see the class. Overflow is no change.
+
+        `within`: the rounding of all that eager computes, too, as another order of every sum changes it. Far
+        outside of the examples' range that can be 100 times as much: a model may amplify it there.
+        """
+        if (lane, draw.name, within) not in self._jumps:
             worst = [0.0] * len(self.reference(draw)[0])
-            for moved in self.runs_rounded_anew(lane, ROUNDINGS):
+            for moved in self.runs_rounded_anew(lane, ROUNDINGS, within=within, uncertain=within):
                 with contextlib.suppress(Exception):  # PyTorch's own: what it refuses tells nothing
                     errors = [e if math.isfinite(e) else 0.0 for e in self.errors(moved, draw)]
                     worst = [max(pair) for pair in zip(worst, errors, strict=True)]
-            self._jumps[lane, draw.name] = worst
-        return self._jumps[lane, draw.name]
+            self._jumps[lane, draw.name, within] = worst
+        return self._jumps[lane, draw.name, within]
 
     def yardstick(self, lane: Lane, draw: Draw, output: int) -> float | None:
         """The error in the place of eager's own on a draw where eager is no yardstick; None where it is.
@@ -285,6 +291,9 @@ class Verifier(Original):
             jump = self.largest_jumps(lane, draw)[output]
             bounds = min(lane.limits.allowed(jump), lane.limits.largest), AS_FAR * jump
             limit = max(limit, *bounds)
+        if limit < error <= lane.limits.largest and not is_usual:
+            jump = self.largest_jumps(lane, draw, within=True)[output]
+            limit = max(limit, min(lane.limits.allowed(jump), lane.limits.largest))
         return limit
 
     def _usual_error(self, lane: Lane, draw: Draw, output: int) -> float:

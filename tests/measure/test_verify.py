@@ -343,6 +343,41 @@ def test_the_error_that_is_told_is_that_in_the_examples_range() -> None:
     assert check.error < 1e-6
 
 
+def amplifying(wide: float) -> nn.Module:
+    """A model that amplifies the rounding of a sum 80 times where all inputs are at their largest."""
+    return Model(lambda m, x: torch.exp(80 * x.mean(1) / wide))
+
+
+@pytest.mark.parametrize(("off", "passes"), [(5e-7, True), (1e-5, False)])
+def test_far_outside_another_order_of_sums_may_change_as_much_as_rounding_them_does(
+    off: float, passes: bool
+) -> None:
+    x = torch.randn(2, 4096, generator=torch.Generator().manual_seed(1))
+    wide = float(x.abs().max())
+    verifier, _ = verifier_of(amplifying(wide), x)
+
+    def moved(x: Tensor) -> list[Tensor]:
+        is_constant = bool((x == x.flatten()[0]).all())
+        return [torch.exp(80 * (x.mean(1) * (1 + off * is_constant)) / wide)]
+
+    check = verifier.check(moved, FP32, everywhere=True)
+    assert check.passed == passes
+    assert passes or "with constant inputs: error" in str(check.reason)
+    (constant,) = [draw for draw in verifier._range_draws if draw.name == "constant inputs"]
+    assert FP32.limits.allowed(verifier.largest_jumps(FP32, constant)[0]) < 80 * off
+    within = verifier.largest_jumps(FP32, constant, within=True)[0]
+    assert (80 * off <= FP32.limits.allowed(within)) == passes
+
+
+def test_in_the_examples_range_the_rounding_of_sums_is_no_licence() -> None:
+    x = torch.full((2, 4096), 4.0)
+    x[:, 0] = 3.9
+    verifier, _ = verifier_of(amplifying(4.0), x)
+    moved = verifier.check(lambda x: [torch.exp(80 * (x.mean(1) * (1 + 5e-7)) / 4.0)], FP32)
+    assert not moved.passed
+    assert verifier.check(verifier.eager(FP32), FP32).passed
+
+
 def test_where_eager_overflows_or_is_no_yardstick_nothing_is_decided() -> None:
     verifier, original = verifier_of(Model(lambda m, x: torch.exp(20 * x)), X)
     assert verifier.check(lambda x: [original(x)], FP32, everywhere=True).passed
