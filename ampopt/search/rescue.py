@@ -46,6 +46,8 @@ def rescued(
     if not state.lane.is_mixed:
         return True
     check, most = verifier.check_errors(state.best.run, state.lane), math.inf if bound is None else bound
+    if check.passed:
+        state.first_error = check.error
     if check.passed and check.error <= most:
         return True
     wrong, name, why = check.reason, state.lane.name, ""

@@ -253,8 +253,9 @@ class Search:
         return state.best_s / min(found) if found and state.best_s is not None else 1.0
 
     def _is_usable(self, state: LaneState) -> bool:
-        """Whether a lane's error is going to be within the bound: it was made so, or eager's own is."""
-        return bool(state.founded) or self._is_exact_enough(state.lane)
+        """Whether a lane's error is going to be within the bound: it was made so, or it begins so."""
+        is_within = self._bound is not None and state.first_error <= self._bound
+        return bool(state.founded) or is_within or self._is_exact_enough(state.lane)
 
     def _is_exact_enough(self, lane: Lane) -> bool:
         if self._bound is None or not lane.is_mixed:

@@ -139,6 +139,16 @@ def test_a_lane_that_is_too_inexact_is_not_searched_further_however_fast(
     assert "eager's own error in it is" in bench.ledger.notes[0]
 
 
+def test_a_lane_that_begins_within_the_bound_is_searched_though_eager_s_own_jump_is_over_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ampopt.measure.verify.Verifier.own_error", lambda self, lane: 0.21)
+    bench, search = found(monkeypatch, PLANTED, after_openings={"fp32": 2.0, "amp": 1.0}, bound=0.2)
+    assert lanes_of(bench, "one") == {"amp"}
+    (amp,) = [state for state in search.states if state.lane is BF16]
+    assert 0 < amp.first_error <= amp.bound == 0.2
+
+
 def test_a_single_lane_is_searched_whatever_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, nn.Linear(4, 4).eval(), X, cost=lambda names: 1.0)
     budget = Budget(time.perf_counter(), 1e6)
