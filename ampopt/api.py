@@ -97,7 +97,9 @@ def optimize(
             answers, and the report gives the reason.
         tolerance: largest relative error against float64, ‖y - ref‖ / ‖ref‖, for each output. None: a small
             multiple of eager's own error in the same precision, and at most 1e-2 for a lane that "auto"
-            chooses. With a tolerance, FP32 may also use TF32 if the error stays within it.
+            chooses; or at most twice the error that the model itself has where the process lets it round to
+            TF32, as PyTorch's default lets convolutions on a GPU, up to 0.2. With a tolerance, FP32 may also
+            use TF32 if the error stays within it.
         metric: your own distance instead, `metric(outputs, original_outputs) -> float`; at most `tolerance`
             (None: 0) is accepted.
         budget_s: time limit in seconds for everything, including capture and verification. The search ends

@@ -78,11 +78,13 @@ def fault_draws(examples: Tensors, *, in_a_row: int) -> list[Draw]:
 
 
 def faults_elsewhere(examples: Tensors, *, in_a_row: int) -> list[Draw]:
-    """The examples with NaN in one element of one input: in each of up to `CHANNELS` of its channels.
+    """The examples with NaN in one element of one input, and with negative infinity in all inputs.
 
-    Inputs put together of several things have these in channels, and each may take another way.
+    NaN is in each of up to `CHANNELS` channels: inputs put together of several things have these in channels,
+    and each may take another way. Negative infinity, in one element and in all, is what least and largest
+    elements of an engine may begin with: it gives the least finite number in its place.
     """
-    draws = []
+    draws: list[Draw] = []
     for place, example in enumerate(examples):
         if not _can_vary(example):
             continue
@@ -92,7 +94,12 @@ def faults_elsewhere(examples: Tensors, *, in_a_row: int) -> list[Draw]:
             tensors = (*examples[:place], spoilt, *examples[place + 1 :])
             where = f" of channel {channel}" if channels > 1 else ""
             draws.append(Draw(f"NaN in one element{where} of input {place}", (tensors,) * in_a_row))
-    return draws if len(draws) > 1 else []  # one alone is the first of `fault_draws`
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "negative infinity in one element": lambda x: _with_element(x, -math.inf),
+        "negative infinity in all elements": lambda x: torch.full_like(x, -math.inf),
+    }
+    nans = draws if len(draws) > 1 else []  # one alone is the first of `fault_draws`
+    return [*nans, *_draws(examples, ways, in_a_row)]
 
 
 def integer_draws(examples: Tensors, *, in_a_row: int) -> list[Draw]:

@@ -129,6 +129,7 @@ def test_a_fault_is_in_each_of_a_few_channels_of_each_input_alone() -> None:
             for found in tensor.isnan().nonzero().tolist()
         ]
         for draw in draws
+        if draw.name.startswith("NaN")
     }
     assert places == {
         "NaN in one element of channel 0 of input 0": [(0, 1, 0, 2, 2)],
@@ -139,7 +140,22 @@ def test_a_fault_is_in_each_of_a_few_channels_of_each_input_alone() -> None:
         "NaN in one element of input 3": [(3, 0, 3)],
     }
     assert not image.isnan().any()
-    assert faults_elsewhere((vector, IDS), in_a_row=1) == []  # `fault_draws` has that one
+    alone = faults_elsewhere((vector, IDS), in_a_row=1)
+    assert not any(draw.name.startswith("NaN") for draw in alone)  # `fault_draws` has that one
+
+
+def test_negative_infinity_is_in_one_element_and_in_all_of_every_input() -> None:
+    examples = (SIGNED, IDS, torch.ones(1, 2, 3))
+    one, every = (draw for draw in faults_elsewhere(examples, in_a_row=1) if "negative" in draw.name)
+    assert one.name == "negative infinity in one element"
+    assert every.name == "negative infinity in all elements"
+    for place in (0, 2):
+        assert int((one.calls[0][place] == -torch.inf).sum()) == 1
+        assert bool((every.calls[0][place] == -torch.inf).all())
+        assert bool(examples[place].isfinite().all())
+    assert one.calls[0][1] is IDS
+    assert every.calls[0][1] is IDS
+    assert faults_elsewhere((IDS,), in_a_row=1) == []
 
 
 def test_an_integer_is_one_that_the_examples_do_not_have() -> None:
