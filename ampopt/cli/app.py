@@ -32,6 +32,7 @@ from ampopt.cli.options import (
     write,
     write_report,
 )
+from ampopt.cli.wording import told
 from ampopt.document import text
 from ampopt.document.markdown import to_markdown
 from ampopt.document.render import to_json
@@ -132,16 +133,16 @@ def run(
         document = found.document() if changed is None else found.document(changed)
         screen = console()
         if not comparing:
-            screen.print(terminal.to_rich(found, everything=verbose))
+            screen.print(terminal.to_rich(told(found), everything=verbose))
         elif screen.is_terminal:
-            screen.print(text.to_rich(document))
+            screen.print(text.to_rich(told(document)))
         else:
-            screen.print(to_markdown(document), soft_wrap=True)
+            screen.print(to_markdown(told(document)), soft_wrap=True)
         write_report(document, report_file)
         if json_file is not None:
             write(json_file, to_json(document))
         if markdown_file is not None:
-            write(markdown_file, to_markdown(document))
+            write(markdown_file, to_markdown(told(document)))
         if not comparing and found.lanes and not found.verified:
             raise VerificationError("no optimized program could be verified: the report says why")
         if changed is not None and not changed.compared:

@@ -13,6 +13,7 @@ import ampopt
 from ampopt.cli import options as cli
 from ampopt.cli.model_source import check_function, is_model_file, load_function
 from ampopt.cli.options import check_request, console, model_and_call, readable_errors, write, write_report
+from ampopt.cli.wording import told
 from ampopt.document.render import to_json
 from ampopt.errors import InputError
 
@@ -92,7 +93,7 @@ def diagnose(
         screen = console()
         if not screen.is_terminal:
             screen.width = WIDTH
-        screen.print(to_rich(found, everything=verbose))
+        screen.print(to_rich(told(found), everything=verbose))
         document = found.document()
         write_report(document, report_file)
         if json_file is not None:

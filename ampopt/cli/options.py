@@ -18,6 +18,7 @@ from typer import Argument, Option
 from ampopt.bundle.destinations import check_distinct, check_file
 from ampopt.cli.input_source import check_inputs, example_call
 from ampopt.cli.model_source import FORMS, check_model, is_model_file, load_model
+from ampopt.cli.wording import in_options, told
 from ampopt.document.render import check_report, render
 from ampopt.errors import AmpoptError, InputError
 from ampopt.ir.pass_text import installed, parse
@@ -289,7 +290,7 @@ def readable_errors(verbose: bool) -> Iterator[None]:
     except (Exception, SystemExit) as e:  # the user's code may exit; without a result, that is an error
         if verbose:
             raise
-        text = str(e) if isinstance(e, AmpoptError) else f"{type(e).__name__}: {e}"
+        text = in_options(str(e)) if isinstance(e, AmpoptError) else f"{type(e).__name__}: {e}"
         text = textwrap.shorten(Text.from_ansi(text).plain, 2000, placeholder=" …")
         more = "" if isinstance(e, AmpoptError) else " (run with --verbose for the trace)"
         Console(stderr=True).print(Text.assemble(("error: ", "bold red"), text, more), soft_wrap=True)
@@ -297,9 +298,9 @@ def readable_errors(verbose: bool) -> Iterator[None]:
 
 
 def write_report(document: Document, path: Path | None) -> None:
-    """Write the document in the format of the path's suffix, if there is a path."""
+    """Write the document in the format of the path's suffix, if there is a path; data as they are."""
     if path is not None:
-        write(path, render(document, path))
+        write(path, render(document if path.suffix.lower() == ".json" else told(document), path))
 
 
 def write(path: Path, text: str) -> None:

@@ -134,7 +134,7 @@ def test_the_lanes_io_is_passed_on_and_needs_a_named_lane(
     assert given == ["lane", "original"]
     result = call(*command, "--io", "lane")
     assert result.exit_code == 1
-    assert "name one lane, such as precision='amp'" in result.stderr
+    assert "name one lane, such as --precision amp" in result.stderr
     assert len(given) == 2, "the long work began"
 
 

@@ -212,6 +212,14 @@ def test_what_is_within_the_slack_is_said_to_need_it() -> None:
     ]
 
 
+@pytest.mark.parametrize(("took", "passes"), [(0.02, True), (0.03, False)])
+def test_a_network_of_microseconds_may_take_what_the_call_around_it_takes(took: float, passes: bool) -> None:
+    found = report(back_to_back=Latencies((took,) * 90)).judge({"p50_ms": 0.005}, strict=True)
+    place = "within" if passes else "more than"
+    assert found.passed == passes
+    assert found.findings[1].line.endswith(f"was expected, {place} the 0.025 ms of 0.02 ms for the call")
+
+
 def test_a_judgment_is_json_with_every_test_and_its_limits() -> None:
     told = json.loads(json.dumps(report(missed=1).judge({"p50_ms": 2.0}).to_dict()))
     assert (told["passed"], len(told["reasons"]), len(told["warnings"])) == (False, 1, 1)
