@@ -85,7 +85,7 @@ def optimize(
     other's timing.
 
     Args:
-        model: any module; it is optimized as it is in evaluation mode.
+        model: any module, as it is in evaluation mode; or an exported program, in the mode of its export.
         example_inputs: a tuple of the model's positional arguments, or the only argument (a tensor, a list, a
             dict). None: inferred from the first layer, if possible.
         more: further positional arguments raise InputError, which says what to write instead.

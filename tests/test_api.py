@@ -188,6 +188,17 @@ def test_a_model_in_training_mode_that_is_no_graph_is_told_so_too() -> None:
     assert notes[0] == f"the model is in training mode: {EVALUATION}"
 
 
+@pytest.mark.parametrize("as_module", [True, False])
+def test_an_exported_program_is_optimized_in_the_mode_that_it_was_exported_in(as_module: bool) -> None:
+    model = block().eval()
+    exported = torch.export.export(model, (X,))
+    given: Any = exported.module() if as_module else exported
+    fast = optimize(given, X)
+    assert not any("training mode" in note for note in fast.report.notes)
+    with torch.no_grad():
+        assert torch.allclose(fast(X), model(X), atol=1e-5)
+
+
 def test_a_later_change_of_the_users_weights_does_not_reach_the_result() -> None:
     model = with_statistics(block())
     fast = optimize(model, X)

@@ -129,10 +129,13 @@ def check_example(leaf: object) -> None:
 def as_module(model: object) -> tuple[nn.Module, str | None]:
     """The module to optimize, without training wrappers, and a note if there was one.
 
-    Raises InputError if it is not a module, or if its weights are not initialized.
+    An exported program is the module that it makes. Raises InputError if it is not a module, or if its
+    weights are not initialized.
     """
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise InputError(f"{model.__name__} is a class: pass an instance, {model.__name__}(...)")
+    if isinstance(model, torch.export.ExportedProgram):
+        model = model.module()
     if not isinstance(model, nn.Module):
         raise InputError(f"optimize takes a torch.nn.Module, not {type(model).__name__}")
     note = None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ampopt.deploy.inference_module import InferenceModule
 from ampopt.errors import InputError, UncopyableError
@@ -26,6 +26,9 @@ from ampopt.ir.signature import flatten_call, map_tensors
 from ampopt.search.infer import infer_inputs
 from ampopt.search.options import Options
 from ampopt.system.interrupts import check_interrupted
+
+GUARDS = "_guards_fn"
+"""What the module of an exported program checks its inputs with."""
 
 
 def target_of(
@@ -119,8 +122,20 @@ def _derives_by_its_weights(
     return True
 
 
-def mode_note(model: nn.Module) -> str | None:
-    """A note for the report if the model, or a part of it, is not in evaluation mode."""
+def _is_of_operators(model: nn.Module) -> bool:
+    if not isinstance(model, fx.GraphModule):
+        return False
+    called = [node.target for node in model.graph.nodes if node.op == "call_module"]
+    return all(name == GUARDS for name in called)
+
+
+def mode_note(model: object) -> str | None:
+    """A note for the report if the model, or a part of it, is not in evaluation mode.
+
+    An exported program, and a graph of operators alone, have the mode in which they were made.
+    """
+    if not isinstance(model, nn.Module) or _is_of_operators(model):
+        return None
     modes = [module.training for module in model.modules()]
     if not any(modes):
         return None
