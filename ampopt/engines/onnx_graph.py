@@ -88,6 +88,7 @@ def model_of(
         raise ExportError(_explain(error)) from error
     assert result is not None
     model = result.model
+    _cast_outputs(model, exported)
     _tidy(model)
     rename_dims(model, dims)
     _check_vocabulary(model, opset)
@@ -142,6 +143,27 @@ def outer_dtype(dtype: torch.dtype, io: str | None) -> torch.dtype:
         return torch.float16
     is_low = dtype is torch.bfloat16 or (io == "fp32" and dtype is torch.float16)
     return torch.float32 if is_low else dtype
+
+
+def _cast_outputs(model: Any, exported: torch.export.ExportedProgram) -> None:
+    """Give each output the dtype that it has in the program.
+
+    torch.onnx computes sums and products of float16 in float32, and casts them for those that read them, but
+    not where they are outputs.
+    """
+    import onnx_ir
+    from onnx_ir.tensor_adapters import from_torch_dtype
+
+    returned: Any = exported.graph.output_node().args[0]
+    for place, (output, node) in enumerate(zip(model.graph.outputs, returned, strict=True)):
+        dtype = from_torch_dtype(node.meta["val"].dtype)
+        if output.dtype == dtype:
+            continue
+        cast = onnx_ir.node("Cast", [output], {"to": dtype})
+        cast.outputs[0].name, output.name = output.name, f"{output.name}_before_cast"
+        cast.outputs[0].shape, cast.outputs[0].dtype = output.shape, dtype
+        model.graph.append(cast)
+        model.graph.outputs[place] = cast.outputs[0]
 
 
 def _tidy(model: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.networks import EncDecMil18
 from tests.helpers import Model, with_statistics
-from tests.support.exporting import IMAGE, export
+from tests.support.exporting import IMAGE, export, run, shapes_of
 
 
 def test_the_exporter_keeps_nothing_of_what_it_has_exported(tmp_path: Path) -> None:
@@ -91,3 +91,19 @@ def test_unpooling_with_indices_is_exported(precision: str, tmp_path: Path) -> N
     report = export(with_statistics(EncDecMil18()), path, IMAGE, precision=precision)
     assert report.verified
     assert not [n for n in onnx.load(path).graph.node if n.op_type == "BatchNormalization"]
+
+
+def sums(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    y = m.conv(x)
+    return y.sum(), y.sum((2, 3)), y.prod(1), y.sum(1).relu(), y.cumsum(1), y.var(1), torch.logsumexp(y, 1), y
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_outputs_have_the_dtypes_of_the_model_s(tmp_path: Path, dtype: torch.dtype, precision: str) -> None:
+    model, x = Model(sums, conv=nn.Conv2d(3, 8, 3)).eval().to(dtype), IMAGE[:, :, :8, :8].to(dtype)
+    export(model, tmp_path / "model.onnx", x, precision=precision)
+    found = run(tmp_path / "model.onnx", x)
+    assert [each.dtype for each in found] == [each.detach().numpy().dtype for each in model(x)]
+    names = list(shapes_of(tmp_path / "model.onnx"))[1:]
+    assert names == ["output", *(f"output_{place}" for place in range(1, len(found)))]
