@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, get_args
 
@@ -279,7 +280,7 @@ class OptimizedModule(DeployableGraph):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Any], spec: pytree.TreeSpec
     ) -> Served | Refusal:
         """Find or make what answers a call that was not seen before; tell of it once the lock is free."""
-        shown = _shown(tensors_of(leaves))
+        shown = _shown(leaves)
         try:
             self._new.check(leaves, spec)
         except InputError as error:
@@ -379,5 +380,7 @@ def _is_simple(tensor: Any) -> bool:
     return not special and tensor.layout is torch.strided
 
 
-def _shown(tensors: Sequence[Tensor]) -> str:
-    return ", ".join(describe(t) for t in tensors) or "no tensors"
+def _shown(leaves: Sequence[object]) -> str:
+    """What a call is told by: its tensors, and its numbers and words, each of which has a program."""
+    told = [describe(leaf) if isinstance(leaf, Tensor) else reprlib.repr(leaf) for leaf in leaves]
+    return ", ".join(told) or "no tensors"

@@ -126,5 +126,8 @@ def keep_from_dynamo(function: Callable[..., Any]) -> None:
     wrapper around each call, and takes a second to import.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        "it is compiled already: compile or export the original model"
+    )
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))

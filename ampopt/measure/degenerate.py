@@ -46,11 +46,11 @@ _SATURATING = {
 
 
 def notes_on(verifier: Verifier) -> list[str]:
-    """A note for each input of integers that has one value, and for each output that tells little.
+    """A note for each input of integers that has one value, each output that tells little, and kept inputs.
 
-    That is one which hardly depends on the inputs, or vanishes beside the activations before it. References
-    that are there anyway give the suspicion; two runs of the graph confirm it, before a saturating operator
-    at the output. Outputs of integers, states, and outputs that no input reaches are left out.
+    An output tells little which hardly depends on the inputs, or vanishes beside the activations before it.
+    References that are there anyway give the suspicion; two runs of the graph confirm it, before a saturating
+    operator at the output. Outputs of integers, states, and outputs that no input reaches are left out.
     """
     captured, draws = verifier.captured, verifier.draws
     firsts = [verifier.reference(draw)[0] for draw in draws]
@@ -58,6 +58,11 @@ def notes_on(verifier: Verifier) -> list[str]:
     notes = [
         f"input {place} is {value} everywhere in the example: what depends on other values was not verified"
         for place, value in single_valued(draws)
+    ]
+    notes += [
+        f"the state {place} holds an input of the call before, and a program a copy of it: a later write to "
+        "that tensor, as of the next frame into one buffer, does not change it, as it does the original's"
+        for place in verifier.kept_inputs or ()
     ]
     for index in range(len(firsts[0]) - len(captured.state)):
         outputs = [first[index] for first in firsts]

@@ -35,6 +35,8 @@ class Original:
     def __init__(self, model: nn.Module, captured: Captured) -> None:
         """`model`, a private copy on the program's device, is not called itself."""
         self.note: str | None = None
+        self.kept_inputs: list[str] | None = None
+        """The places of the state that hold an input of the call before; None before the first call."""
         self.captured = captured
         self._model = working_copy(model if captured.lifted is None else captured.lifted.model)
         self.device = captured.program.device
@@ -53,7 +55,12 @@ class Original:
         args, kwargs = pytree.tree_unflatten(leaves, self.captured.spec)
         with untouched_rng(self.device):
             outputs = flatten_outputs(model(*args, **kwargs))[0]
-        return outputs if state is None else [*outputs, *(value.clone() for value in state.read(model))]
+        if state is None:
+            return outputs
+        values = state.read(model)
+        if self.kept_inputs is None:
+            self.kept_inputs = _kept(self.captured.state, values, tensors[:count])
+        return [*outputs, *(value.clone() for value in values)]
 
     def _in_float64(self) -> nn.Module | None:
         """The original in float64; None where it fails there."""
@@ -137,6 +144,14 @@ class Original:
                     return run(*inputs)
 
             yield moved
+
+
+def _kept(places: Sequence[str], state: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[str]:
+    """The places of a state whose tensors share memory with inputs."""
+    plain = [each for each in inputs if each.layout is torch.strided and each.numel()]
+    given = {each.untyped_storage().data_ptr() for each in plain}
+    pairs = zip(places, state, strict=True)
+    return [place for place, value in pairs if value.untyped_storage().data_ptr() in given]
 
 
 def _widened(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

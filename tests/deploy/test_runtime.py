@@ -147,6 +147,22 @@ def test_another_value_of_a_flag_is_another_program() -> None:
         assert close(fast(image(), scale, mode), model(image(), scale, mode))
 
 
+def test_the_log_tells_the_number_that_makes_a_call_a_new_one(caplog: pytest.LogCaptureFixture) -> None:
+    gained = Model(lambda m, x, gain, way: m.conv(x) * gain, conv=nn.Conv2d(3, 4, 3)).eval()
+    fast = module_of(gained, image(), 1.0, "up")
+    for gain in (2.0, -1.5):
+        assert close(fast(image(), gain, "down"), gained(image(), gain, "down"))
+    assert said(caplog) == [
+        f"ampopt: {CAPTURED}: float32[1, 3, 8, 8] on cpu, {gain}, 'down'" for gain in (2.0, -1.5)
+    ]
+
+
+def test_an_export_of_an_optimized_module_is_refused_with_what_to_do(model: nn.Module) -> None:
+    fast = module_of(model, image())
+    with pytest.raises(Exception, match="compile or export the original model"):
+        torch.export.export(fast, (image(),), strict=True)
+
+
 def test_eight_threads_with_mixed_shapes_get_what_one_gets(model: nn.Module) -> None:
     calls = [image(8 + seed % 5, 8, seed) for seed in range(200)]
     alone = module_of(model, image(), passes=(FoldConvBn(),))

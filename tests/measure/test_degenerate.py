@@ -14,7 +14,7 @@ from ampopt.measure.degenerate import notes_on
 from ampopt.measure.verify import Verifier
 from tests.helpers import Model, several_kinds
 from tests.support import overflowing
-from tests.support.planted import captured_of, optimize
+from tests.support.planted import captured_of, module_of, optimize
 
 IMAGE = (1, 3, 32, 32)
 
@@ -139,3 +139,44 @@ def test_integers_of_one_value_are_named() -> None:
     (note,) = notes(model, x, torch.full((3,), 2), mask)
     assert note.startswith("input 1 is 2 everywhere in the example")
     assert notes(model, x, torch.tensor([2, 2, 3]), mask) == []
+
+
+class Differencing(nn.Module):
+    """What has changed since the last frame; it keeps the frame itself, a view or a copy of it."""
+
+    def __init__(self, keep: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.keep = nn.Linear(8, 8), keep
+        self.before = torch.zeros(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The features of the change."""
+        y: Tensor = self.inner(x - self.before)
+        self.before = self.keep(x)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("keep", "is_told"),
+    [(lambda x: x, True), (lambda x: x[:], True), (torch.clone, False), (torch.abs, False)],
+)
+def test_a_state_that_is_the_callers_own_tensor_is_told_of(
+    keep: Callable[[Tensor], Tensor], is_told: bool
+) -> None:
+    model = Differencing(keep)
+    found = notes(model, torch.randn(2, 8))
+    assert [note.partition(",")[0] for note in found] == (
+        ["the state before holds an input of the call before"] if is_told else []
+    )
+
+
+def test_what_is_written_to_the_last_frame_does_not_change_the_state() -> None:
+    model = Differencing(lambda x: x).eval()
+    fast = module_of(model, torch.randn(2, 8))
+    fast.reset_state()
+    frame, first = torch.randn(2, 8), torch.zeros(2, 8)
+    for _ in range(3):
+        frame.normal_()
+        with torch.no_grad():
+            assert torch.allclose(fast(frame), model.inner(frame - first), atol=1e-5)
+        first = frame.clone()
