@@ -18,7 +18,7 @@ from ampopt.errors import InputError, first_line
 from ampopt.ir.lanes import FP32
 from ampopt.ir.model_copy import private_copy, untouched_rng, working_copy
 from ampopt.ir.numerics import fresh_draw, rounded_anew, roundings_of_sums
-from ampopt.ir.settings import Settings
+from ampopt.ir.settings import Settings, autocast_scope
 from ampopt.ir.signature import copied, flatten_call, map_tensors, tensors_of
 from ampopt.measure.results import Distance, IncomparableError, distance, kept
 from ampopt.measure.verify import Metric
@@ -116,7 +116,7 @@ class WholeCheck:
         original, spec = working_copy(self.original), flatten_call(self.args, self.kwargs)[1]
         found = list[float]()
         for place, (leaves, _) in enumerate(self._expected):
-            with torch.no_grad(), untouched_rng(self.device):
+            with torch.no_grad(), untouched_rng(self.device), autocast_scope(self.device, None):
                 args, kwargs = pytree.tree_unflatten(map_tensors(copied, leaves, {})[0], spec)
                 found.append(self._nearest(place, kept(original(*args, **kwargs)), self.limit).error)
         return found
