@@ -23,7 +23,8 @@ class ChannelsLast(Pass):
     are; the copy of the outputs converts them, and is included in the timing.
     Requires: no operator that reads memory by strides (`as_strided`, `view_as_real`).
     Declines: convolutions whose weight is computed; programs with no 2d or 3d convolution, or, on a CPU, with
-    a grouped 3d one in bfloat16, for which PyTorch 2.15 gives wrong numbers in this format.
+    a 3d one in bfloat16 of groups, or of one channel, for which PyTorch 2.14 and 2.15 give wrong numbers in
+    this format: with one channel they read memory that nothing has written.
     Correct because: a memory format is only the order of elements in memory. Every ATen operator but those
     excluded is defined on logical indices, and `lowering` has turned `view`, which refuses some layouts, into
     `reshape`, which does not. Kernels for the other layout may sum in another order.
@@ -42,8 +43,8 @@ class ChannelsLast(Pass):
             return f"{where(found)} reads memory by its strides"
         if program.device.type != "cpu":
             return None
-        deep = calls(program.graph, [aten.conv3d.default])
-        wrong = next((where(node) for node in deep if _is_wrong(program.graph, node)), None)
+        deep = calls(program.graph, [aten.conv3d.default, aten.conv3d.padding])
+        wrong = next((where(node) for node in deep if _is_wrong(program, node)), None)
         return f"PyTorch computes {wrong} wrongly in this format" if wrong is not None else None
 
     def apply(self, program: Program) -> Result:
@@ -51,7 +52,8 @@ class ChannelsLast(Pass):
         return in_channels_last(program)
 
 
-def _is_wrong(module: fx.GraphModule, node: fx.Node) -> bool:
+def _is_wrong(program: Program, node: fx.Node) -> bool:
     own = arguments(node)
-    weight = constant(module, own["weight"]) if is_constant(own["weight"]) else None
-    return weight is not None and weight.dtype is torch.bfloat16 and own["groups"] > 1
+    weight = constant(program.graph, own["weight"]) if is_constant(own["weight"]) else None
+    is_low = torch.bfloat16 in (program.lane.dtype, None if weight is None else weight.dtype)
+    return is_low and (own["groups"] > 1 or weight is None or weight.shape[1] == 1)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampopt.ir.graph import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, aten, calls, constant, copy_of
+from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Result
 from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn
@@ -245,3 +246,32 @@ def test_a_convolution_that_pytorch_computes_wrongly_in_the_format_keeps_it(
     program = program_of(model, torch.randn(1, 4, 2, 4, 3).to(dtype))
     reason = ChannelsLast().why_not(program)
     assert (reason is not None) is (groups > 1 and dtype is torch.bfloat16)
+
+
+class _Computed(nn.Module):
+    """Two convolutions of volumes of one channel; the weight of the second is computed."""
+
+    def __init__(self, padding: str | int) -> None:
+        super().__init__()
+        self.first = nn.Conv3d(1, 1, 3, padding=padding, bias=False)
+        self.w = nn.Parameter(torch.randn(2, 1, 3, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What both give."""
+        y = self.first(x)
+        return F.conv3d(y, self.w * y.mean(), padding=1)
+
+
+@pytest.mark.parametrize("padding", [1, "same"])
+@pytest.mark.parametrize("lane", [FP32, BF16])
+def test_volumes_of_one_channel_keep_the_format_where_pytorch_reads_what_nothing_has_written(
+    padding: str | int, lane: Lane
+) -> None:
+    x = torch.randn(1, 1, 1, 4, 4)
+    program = program_of(_Computed(padding), x, lane=lane)
+    reason = ChannelsLast().why_not(program)
+    assert (reason is not None) is (lane is BF16)
+    assert reason is None or "wrongly in this format" in reason
+    assert (
+        ChannelsLast().why_not(program_of(nn.Conv3d(2, 4, 3), torch.randn(1, 2, 3, 4, 4), lane=lane)) is None
+    )
