@@ -7,6 +7,7 @@ had, readings are empty.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,13 @@ def _sum_of(files: list[Path]) -> float:
 
 
 def _of_those_that_answer(asked: dict[str, Callable[[], float]]) -> Callable[[], Readings]:
-    """Only what can be read now is read later: a device may lack a counter, or forbid it."""
+    """Only what can be read now is read later: a device may lack a counter, or forbid it; stderr says why."""
     answers: dict[str, Callable[[], float]] = {}
     for name, read in asked.items():
         try:
             read()
-        except Exception:
+        except Exception as error:  # of the driver's library, or of the file
+            print(f"{name} is left out: {error}", file=sys.stderr)
             continue
         answers[name] = read
     return lambda: {name: read() for name, read in answers.items()}

@@ -23,8 +23,8 @@ class ChannelsLast(Pass):
     are; the copy of the outputs converts them, and is included in the timing.
     Requires: no operator that reads memory by strides (`as_strided`, `view_as_real`).
     Declines: convolutions whose weight is computed; programs with no 2d or 3d convolution, or, on a CPU, with
-    a 3d one in bfloat16 of groups, or of one channel, for which PyTorch 2.14 and 2.15 give wrong numbers in
-    this format: with one channel they read memory that nothing has written.
+    a 3d one in bfloat16 of groups, for which PyTorch 2.15 gives wrong numbers in this format, or of one
+    channel, for which PyTorch 2.14 reads memory that nothing has written.
     Correct because: a memory format is only the order of elements in memory. Every ATen operator but those
     excluded is defined on logical indices, and `lowering` has turned `view`, which refuses some layouts, into
     `reshape`, which does not. Kernels for the other layout may sum in another order.

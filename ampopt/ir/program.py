@@ -42,9 +42,13 @@ class Border:
     def convert(self, tensor: Tensor) -> Tensor:
         """Convert `tensor` to this dtype and format; returns it unchanged if it already has them.
 
-        What is negated or conjugated by a bit alone is written out: an engine reads memory.
+        What is negated or conjugated by a bit alone is written out: an engine reads memory. Volumes of one
+        channel with the strides of channels_last_3d are contiguous, too, and get plain strides: with those,
+        bfloat16 convolutions of PyTorch 2.14 on a CPU read memory that nothing has written.
         """
         tensor = tensor.resolve_conj().resolve_neg()
+        if tensor.dim() == 5 and tensor.shape[1] == 1 and tensor.stride(1) == 1 and tensor.is_contiguous():
+            tensor = tensor.flatten().view(tensor.shape)
         if self.memory_format is torch.contiguous_format and tensor.dtype is self.dtype:
             return tensor.contiguous()
         if tensor.dim() in CHANNELS_LAST and self.memory_format is CHANNELS_LAST[tensor.dim()]:

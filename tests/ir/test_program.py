@@ -95,3 +95,13 @@ def test_results_cross_the_border_as_the_caller_is_promised() -> None:
 def test_as_many_tensors_as_inputs_are_taken() -> None:
     with pytest.raises(ValueError, match=r"shorter|longer"):
         linear().run(X, X)
+
+
+def test_a_volume_of_one_channel_has_plain_strides_whatever_its_caller_gives_it() -> None:
+    volume = torch.randn(2, 1, 1, 4, 4).to(memory_format=torch.channels_last_3d)
+    assert volume.stride() == (16, 1, 16, 4, 1)
+    entered = Border(torch.float32).convert(volume)
+    assert entered.stride() == (16, 16, 16, 4, 1)
+    assert entered.data_ptr() == volume.data_ptr()
+    assert torch.equal(entered, volume)
+    assert Border(torch.float32).convert(entered) is entered

@@ -14,7 +14,8 @@ from ampopt.ir.lanes import FP32
 from ampopt.measure.fault_check import ROUNDINGS_OF_FAULTS, ROUNDINGS_TO_SEE
 from ampopt.measure.fault_masks import Masks
 from tests.helpers import BF16, Model
-from tests.measure.test_verify import SegNet, X, near_ties, permutation, verifier_of
+from tests.measure.test_verify import SegNet, X, near_ties, permutation
+from tests.support.verifying import verifier_of
 
 
 def swallowing(x: Tensor) -> list[Tensor]:

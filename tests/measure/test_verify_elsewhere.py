@@ -1,0 +1,143 @@
+"""Verification outside of the examples' range, and with integers that the examples do not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ampopt.ir.lanes import FP32
+from tests.helpers import Model
+from tests.support.verifying import verifier_of
+
+X = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
+
+
+def softplus_by_hand(x: Tensor) -> list[Tensor]:
+    return [torch.log(torch.sigmoid(x))]
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_program_that_is_right_in_the_examples_range_only(everywhere: bool) -> None:
+    verifier, _ = verifier_of(Model(lambda m, x: F.logsigmoid(x)), X)
+    check = verifier.check(softplus_by_hand, FP32, everywhere=everywhere)
+    assert check.passed is not everywhere
+    if everywhere:
+        assert check.reason is not None
+        assert "inputs x" in check.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("inputs of 0", lambda x: (x == 0).all()),
+        ("constant inputs", lambda x: (x == x.flatten()[0]).all() & (x > 0).all()),
+        ("constant negative inputs", lambda x: (x == x.flatten()[0]).all() & (x < 0).all()),
+        ("one hot element", lambda x: (x != 0).sum() == 1),
+        ("inputs x0.01", lambda x: (x.abs().max() < 0.1) & (x.abs().max() > 0)),
+        ("inputs x10", lambda x: (x.abs().max() > 9) & (x.abs().max() < 90)),
+        ("inputs x100", lambda x: x.abs().max() > 90),
+    ],
+)
+def test_every_range_is_drawn(name: str, wrong: Any) -> None:
+    verifier, original = verifier_of(nn.Linear(16, 3), X)
+    check = verifier.check(lambda x: [original(x) * (2 if bool(wrong(x)) else 1)], FP32, everywhere=True)
+    assert check.reason is not None
+    assert name in check.reason
+
+
+def test_the_error_that_is_told_is_that_in_the_examples_range() -> None:
+    verifier, original = verifier_of(nn.Linear(16, 3), X)
+
+    def worse_elsewhere(x: Tensor) -> list[Tensor]:
+        return [original(x) * (1 + 5e-6 * float(x.abs().max() > 9))]
+
+    check = verifier.check(worse_elsewhere, FP32, everywhere=True)
+    assert check.passed
+    assert check.error < 1e-6
+
+
+def amplifying(wide: float) -> nn.Module:
+    """A model that amplifies the rounding of a sum 80 times where all inputs are at their largest."""
+    return Model(lambda m, x: torch.exp(80 * x.mean(1) / wide))
+
+
+@pytest.mark.parametrize(("off", "passes"), [(5e-7, True), (1e-5, False)])
+def test_far_outside_another_order_of_sums_may_change_as_much_as_rounding_them_does(
+    off: float, passes: bool
+) -> None:
+    x = torch.randn(2, 4096, generator=torch.Generator().manual_seed(1))
+    wide = float(x.abs().max())
+    verifier, _ = verifier_of(amplifying(wide), x)
+
+    def moved(x: Tensor) -> list[Tensor]:
+        is_constant = bool((x == x.flatten()[0]).all())
+        return [torch.exp(80 * (x.mean(1) * (1 + off * is_constant)) / wide)]
+
+    check = verifier.check(moved, FP32, everywhere=True)
+    assert check.passed == passes
+    assert passes or "with constant inputs: error" in str(check.reason)
+    (constant,) = [draw for draw in verifier._range_draws if draw.name == "constant inputs"]
+    assert FP32.limits.allowed(verifier.largest_jumps(FP32, constant)[0]) < 80 * off
+    within = verifier.largest_jumps(FP32, constant, within=True)[0]
+    assert (80 * off <= FP32.limits.allowed(within)) == passes
+
+
+def test_in_the_examples_range_the_rounding_of_sums_is_no_licence() -> None:
+    x = torch.full((2, 4096), 4.0)
+    x[:, 0] = 3.9
+    verifier, _ = verifier_of(amplifying(4.0), x)
+    moved = verifier.check(lambda x: [torch.exp(80 * (x.mean(1) * (1 + 5e-7)) / 4.0)], FP32)
+    assert not moved.passed
+    assert verifier.check(verifier.eager(FP32), FP32).passed
+
+
+def test_where_eager_overflows_or_is_no_yardstick_nothing_is_decided() -> None:
+    verifier, original = verifier_of(Model(lambda m, x: torch.exp(20 * x)), X)
+    assert verifier.check(lambda x: [original(x)], FP32, everywhere=True).passed
+    normalized, model = verifier_of(Model(lambda m, x: F.layer_norm(x, (16,), eps=1e-12)), X)
+    assert normalized.check(lambda x: [model(x + 1e-7)], FP32, everywhere=True).passed
+
+
+IDS = torch.tensor([[1, 5, 2], [0, 3, 4]])
+
+
+def looked_up(m: Any, ids: Tensor) -> Tensor:
+    return F.embedding(ids, m.rows)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (
+            lambda rows, ids: rows[ids],
+            "with -1 in the inputs it answers, and eager does not: index out of range",
+        ),
+        (lambda rows, ids: rows[ids % 6], "with an integer above all others in the inputs it answers"),
+    ],
+    ids=["from the end", "around"],
+)
+def test_an_index_that_eager_refuses_is_refused(
+    run: Callable[[Tensor, Tensor], Tensor], reason: str, everywhere: bool
+) -> None:
+    rows = torch.randn(6, 4)
+    verifier, original = verifier_of(Model(looked_up, rows=nn.Parameter(rows)), IDS)
+    assert verifier.check(lambda ids: [original(ids)], FP32, everywhere=True).passed
+    check = verifier.check(lambda ids: [run(rows, ids)], FP32, everywhere=everywhere)
+    assert check.passed is not everywhere
+    if everywhere:
+        assert str(check.reason).startswith(reason)
+
+
+def test_integers_that_the_examples_do_not_have_are_computed_with_exactly() -> None:
+    verifier, original = verifier_of(Model(lambda m, ids: torch.div(ids, 3, rounding_mode="floor")), IDS)
+    by_float = verifier.check(lambda ids: [(ids.float() / 3).floor().long()], FP32, everywhere=True)
+    assert "with a large integer" in str(by_float.reason)
+    cautious = verifier.check(lambda ids: [original(ids[ids < 6].reshape(2, 3))], FP32, everywhere=True)
+    assert "with an integer above all others in the inputs it fails" in str(cautious.reason)
+    assert verifier.check(lambda ids: [original(ids)], FP32, everywhere=True).passed
