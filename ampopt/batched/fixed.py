@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ampopt.batched import keypoints
 from ampopt.batched.suppression import beside, cut
 
 Sizes = list[tuple[int, int]]
@@ -56,7 +57,7 @@ class CutForHeads(Cut):
 
     def forward(self, *args: Any, **kwargs: Any) -> list[dict[str, Tensor]]:
         """The detections of each image, with their masks and keypoints, as `RoIHeads` computes them."""
-        from torchvision.models.detection.roi_heads import keypointrcnn_inference, maskrcnn_inference
+        from torchvision.models.detection.roi_heads import maskrcnn_inference
 
         padded, features, sizes, original_sizes = self.graph(*args, **kwargs)
         found, own = cut(padded), self.heads
@@ -68,7 +69,7 @@ class CutForHeads(Cut):
                 each["masks"] = mask
         if own.keypoint_predictor is not None:
             logits = own.keypoint_predictor(own.keypoint_head(own.keypoint_roi_pool(features, boxes, sizes)))
-            both = zip(*keypointrcnn_inference(logits, boxes), strict=True)
+            both = zip(*keypoints.found_in(logits, boxes), strict=True)
             for each, (points, scores) in zip(found, both, strict=True):
                 each["keypoints"], each["keypoints_scores"] = points, scores
         result: list[dict[str, Tensor]] = self.graph.transform.postprocess(found, sizes, original_sizes)

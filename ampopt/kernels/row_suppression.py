@@ -6,6 +6,8 @@ one takes a set a row, keeps all sizes, and waits for nothing, so that a CUDA gr
 
 from __future__ import annotations
 
+import struct
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,7 @@ def suppress_rows() -> torch._ops.OpOverload:
 def _compute(boxes: Tensor, valid: Tensor, threshold: float) -> Tensor:
     if boxes.dtype in (torch.float16, torch.bfloat16):
         boxes = boxes.float()  # as torchvision does it under autocast
-    fits = boxes.is_cuda and boxes.dtype is torch.float32 and 0 < boxes.shape[1] <= MOST_BOXES
+    fits = boxes.is_cuda and 0 < boxes.shape[1] <= MOST_BOXES
     if fits and len(boxes) and is_available():
         return _by_triton(boxes, valid, threshold)
     if not boxes.is_cuda and hasattr(torch.ops.torchvision, "nms"):
@@ -68,6 +70,7 @@ def _by_triton(boxes: Tensor, valid: Tensor, threshold: float) -> Tensor:
     rows, count = valid.shape
     words = (count + 31) // 32
     most = max(1, MOST_BYTES // (4 * count * words))
+    (bits,) = struct.unpack("q", struct.pack("d", threshold))
     kept = torch.empty_like(valid, memory_format=torch.contiguous_format)
     found = torch.empty(min(rows, most), count, words, dtype=torch.int32, device=boxes.device)
     with torch.cuda.device(boxes.device):
@@ -75,7 +78,7 @@ def _by_triton(boxes: Tensor, valid: Tensor, threshold: float) -> Tensor:
             given = valid[first : first + most].contiguous().view(torch.uint8)
             grid = len(given), words, (count + _BLOCK - 1) // _BLOCK
             own = boxes[first : first + most].contiguous()
-            overlaps[grid](own, given, found, count, words, threshold, BLOCK=_BLOCK)
+            overlaps[grid](own, given, found, count, words, bits, BLOCK=_BLOCK)
             result = kept[first : first + most].view(torch.uint8)
             whole = 1 << (words - 1).bit_length()
             warps = max(1, whole // 32)

@@ -10,6 +10,9 @@ import triton.language as tl
 def overlaps(boxes, valid, found, count, words, threshold, BLOCK: tl.constexpr):
     """Which boxes of `BLOCK` others each of 32 boxes overlaps, those behind it, as the bits of words.
 
+    `boxes` are float32 or float64. `threshold` is the bits of a float64, as an integer: a float would come
+    here in float32. Of float32, `/` is not rounded to nearest.
+
     A program is a row, 32 of its boxes, and a block of others. It has nothing to do where all others are
     before them, or none of the 32 is valid: what it would write is not read.
 
@@ -36,7 +39,9 @@ def overlaps(boxes, valid, found, count, words, threshold, BLOCK: tl.constexpr):
             height = tl.maximum(tl.minimum(b2, y2) - tl.maximum(b1, y1), 0.0)
             shared = width * height
             area = (x2 - x1) * (y2 - y1)
-            over = tl.div_rn(shared, (a2 - a1) * (b2 - b1) + area - shared) > threshold
+            whole = (a2 - a1) * (b2 - b1) + area - shared
+            ratio = tl.div_rn(shared, whole) if whole.dtype == tl.float32 else shared / whole
+            over = ratio > threshold.to(tl.int64).to(tl.float64, bitcast=True).to(ratio.dtype)
             over = over & (places[None, :] > mine[:, None])
             bits = tl.reshape(over.to(tl.int32), (32, BLOCK // 32, 32)) << tl.arange(0, 32)[None, None, :]
             word = other // 32 + tl.arange(0, BLOCK // 32)

@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampopt.batched import masks, suppression
+from ampopt.batched import keypoints, masks, suppression
 from ampopt.batched.loops import batched_loops
 from tests.batched.detectors import KINDS, detector, images
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+ROUNDING = {"masks": 1e-6, "keypoints": 2e-5}
+"""Sums in another order; places in pixels, where PyTorch divides by a number otherwise than by a tensor."""
 
 
 def batched(model: nn.Module, is_one_graph: bool = False) -> nn.Module:
@@ -29,7 +32,7 @@ def assert_same(found: list[dict[str, Tensor]], expected: list[dict[str, Tensor]
         for name in own:
             assert own[name].dtype is other[name].dtype, name
             assert own[name].shape == other[name].shape, name
-            rounding = 1e-6 if name == "masks" else 0.0  # sums in another order
+            rounding = ROUNDING.get(name, 0.0)
             torch.testing.assert_close(own[name], other[name], rtol=0.0, atol=rounding)
 
 
@@ -139,6 +142,26 @@ def test_masks_are_pasted_as_one_by_one(size: tuple[int, int]) -> None:
     expected = paste_masks_in_image(given, boxes, size)
     torch.testing.assert_close(masks.pasted(given, boxes, size), expected, rtol=0.0, atol=1e-6)
     assert masks.pasted(given[:0], boxes[:0], size).shape == (0, 1, *size)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_keypoints_are_found_as_one_by_one(dtype: torch.dtype, device: str) -> None:
+    """Boxes of less than a pixel, of broken sizes, without area; an image without a box; equal values."""
+    from torchvision.models.detection.roi_heads import keypointrcnn_inference
+
+    generator = torch.Generator().manual_seed(4)
+    maps = torch.rand(9, 3, 7, 7, generator=generator).to(device, dtype)
+    maps[2] = 0.5
+    corners = torch.rand(9, 2, 2, generator=generator).sort(1)[0] * torch.tensor([60.0, 40.0])
+    boxes = corners.reshape(9, 4).to(device, dtype)
+    boxes[0], boxes[1] = torch.zeros(4), torch.tensor([3.0, 4.0, 3.5, 20.25])
+    given = [boxes[:5], boxes[:0], boxes[5:]]
+    expected, found = keypointrcnn_inference(maps, given), keypoints.found_in(maps, given)
+    for kind, (own, other) in enumerate(zip(found, expected, strict=True)):
+        for mine, its in zip(own, other, strict=True):
+            assert (mine.shape, mine.dtype) == (its.shape, its.dtype)
+            torch.testing.assert_close(mine, its, rtol=0.0, atol=0.0 if kind else ROUNDING["keypoints"])
 
 
 def test_a_loop_of_the_users_own_stays() -> None:
