@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from ampopt.ir.graph import aten
 from ampopt.ir.numerics import is_rounded, relative_error, widened
 from ampopt.ir.program import Program
+from ampopt.system.interrupts import check_interrupted
 from ampopt.system.quiet import quiet
 
 LOW = frozenset((torch.float16, torch.bfloat16))
@@ -78,7 +79,11 @@ def accumulated(program: Program, tensors: Sequence[Tensor]) -> dict[str, float]
 
 def exact_outputs(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The outputs of a program's graph in float64. Raises what an operator raises that knows no float64."""
-    return list(_Beside(program).run_on(tensors))
+    try:
+        return list(_Exact(program).run_on(tensors))
+    except Exception as error:  # of a result without elements, maybe, whose shape its own dtypes tell
+        check_interrupted(error)
+        return list(_Beside(program).run_on(tensors))
 
 
 def contributions(program: Program, calls: Sequence[Sequence[Tensor]]) -> dict[str, float]:
@@ -120,18 +125,13 @@ def _reaching_the_outputs(run: _Beside, outputs: Sequence[Any]) -> dict[fx.Node,
     return {node: square**0.5 for node, square in squares.items() if square > 0}
 
 
-class _Beside(fx.Interpreter):
-    """The interpreter behind both: the environment holds float64, `_kinds` the dtypes of the graph itself."""
+class _Exact(fx.Interpreter):
+    """Runs a graph in float64."""
 
     def __init__(self, program: Program, *, keep: bool = False) -> None:
-        """`keep`: derivatives are wanted, so `values` and `errors` keep every floating-point result."""
+        """`keep`: derivatives are wanted."""
         super().__init__(program.graph)
         self._program, self._keep = program, keep
-        self._borders = iter(program.entry)
-        self._kinds: dict[fx.Node, Any] = {}
-        self.seen: dict[fx.Node, Seen] = {}
-        self.values: dict[fx.Node, Tensor] = {}
-        self.errors: dict[fx.Node, Tensor] = {}
 
     def run_on(self, tensors: Sequence[Tensor]) -> Sequence[Any]:
         """The outputs in float64."""
@@ -139,24 +139,46 @@ class _Beside(fx.Interpreter):
             return self.run(*tensors)  # type: ignore[no-any-return]
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.op == "output":
+        if n.op == "call_function":
+            return self._call_exact(n)
+        found = super().run_node(n)
+        return found if n.op == "output" else _wide(n.meta.get("exact", found))
+
+    def _call_exact(self, node: fx.Node, value_of: Callable[[fx.Node], Any] | None = None) -> Any:
+        """The result for what `value_of` gives for each node, float64 unless it is given."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value_of or self.env.__getitem__)
+        args, kwargs = pytree.tree_map(_wide, (args, kwargs))  # `dtype=` asks for a lower one
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+class _Beside(_Exact):
+    """Compares each call with float64; `_kinds` holds the dtypes of the graph itself."""
+
+    def __init__(self, program: Program, *, keep: bool = False) -> None:
+        """`keep`: derivatives are wanted, so `values` and `errors` keep every floating-point result."""
+        super().__init__(program, keep=keep)
+        self._borders = iter(program.entry)
+        self._kinds: dict[fx.Node, Any] = {}
+        self.seen: dict[fx.Node, Seen] = {}
+        self.values: dict[fx.Node, Tensor] = {}
+        self.errors: dict[fx.Node, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            if n.op == "placeholder":
+                self._kinds[n] = next(self._borders).dtype
+            elif n.op == "get_attr":
+                self._kinds[n] = getattr(self.fetch_attr(str(n.target)), "dtype", None)
             return super().run_node(n)
-        if n.op == "placeholder":
-            value, self._kinds[n] = super().run_node(n), next(self._borders).dtype
-            return _wide(value)
-        if n.op == "get_attr":
-            value = super().run_node(n)
-            self._kinds[n] = value.dtype if isinstance(value, Tensor) else None
-            return _wide(n.meta.get("exact", value))
         with torch.no_grad():
-            own = self._call(n, self._in_its_dtypes)
+            own = self._call(n)
         if _is_empty(own):  # of which float64's kernels may not be capable
             exact = given = pytree.tree_map(_wide, own)
         else:
-            exact = given = self._call(n, lambda source: pytree.tree_map(_wide, self.env[source]))
+            exact = given = self._call_exact(n)
             with torch.no_grad():
                 if any(map(self._comes_low, n.all_input_nodes)):
-                    given = self._call(n, self._as_it_comes)
+                    given = self._call_exact(n, self._as_it_comes)
         self._kinds[n] = pytree.tree_map(lambda leaf: getattr(leaf, "dtype", None), own)
         self._compare(n, own, exact, given)
         if self._keep and _is_rounded(exact):
@@ -167,10 +189,9 @@ class _Beside(fx.Interpreter):
             self.errors[n] = torch.where(torch.isfinite(error), error, 0.0)
         return exact
 
-    def _call(self, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
-        if value_of != self._in_its_dtypes:  # `dtype=` asks for a lower one
-            args, kwargs = pytree.tree_map(_wide, (args, kwargs))
+    def _call(self, node: fx.Node) -> Any:
+        """The result in the graph's own dtypes for exact values, rounded to them."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._in_its_dtypes)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _comes_low(self, source: fx.Node) -> bool:

@@ -96,12 +96,13 @@ def _confirmed(program: Program, index: int, calls: list[Tensors], verifier: Ver
     output.args = ((node,),)
     before = program.replace(graph=finish(module), exit=(program.exit[index],))
     full = [(*call, *verifier.captured.initial_state) for call in calls]
-    seen, found = observe(before, full[:1]), [exact_outputs(before, call)[0] for call in full]
-    size, activations = _largest([found[0]]), max((each.largest for each in seen.values()), default=0.0)
+    found = [exact_outputs(before, call)[0] for call in full]
     if len(found) > 1 and (change := _change(*found)) <= VANISHING:
         much = f"change it by {change:.0e} of its size" if change else "give the very same"
         text = f"output {index} hardly depends on the input: two different inputs {much}"
         return [f"{text}; errors in lower precision are measured against its size: {_ADVICE}"]
+    seen = observe(before, full[:1])
+    size, activations = _largest([found[0]]), max((each.largest for each in seen.values()), default=0.0)
     if size <= VANISHING * activations:
         text = f"output {index} vanishes: its largest value is {size:.0e}, after {activations:.0e} before it"
         return [f"{text}, which lower precisions do not hold together: {_ADVICE}"]

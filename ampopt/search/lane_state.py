@@ -42,8 +42,8 @@ class LaneState:
     """Passes that were kept with a small loss, because later ones may build on them."""
     founded: int = 0
     """The number of first passes in its recipes without which the lane is wrong, see `search.rescue`."""
-    first_error: float = math.inf
-    """The error of its first program, in a lane of lower precision."""
+    least_error: float = math.inf
+    """The least error of its right programs so far."""
     bound: float = math.inf
     """Largest error with which the lane may be chosen, beside the verification's limits."""
     check: Check | None = None

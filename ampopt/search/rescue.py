@@ -47,7 +47,7 @@ def rescued(
         return True
     check, most = verifier.check_errors(state.best.run, state.lane), math.inf if bound is None else bound
     if check.passed:
-        state.first_error = check.error
+        state.least_error = check.error
     if check.passed and check.error <= most:
         return True
     wrong, name, why = check.reason, state.lane.name, ""

@@ -253,8 +253,8 @@ class Search:
         return state.best_s / min(found) if found and state.best_s is not None else 1.0
 
     def _is_usable(self, state: LaneState) -> bool:
-        """Whether a lane's error is going to be within the bound: it was made so, or it begins so."""
-        is_within = self._bound is not None and state.first_error <= self._bound
+        """Whether a lane's error is going to be within the bound: it was made so, or that of a program is."""
+        is_within = self._bound is not None and state.least_error <= self._bound
         return bool(state.founded) or is_within or self._is_exact_enough(state.lane)
 
     def _is_exact_enough(self, lane: Lane) -> bool:

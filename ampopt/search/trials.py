@@ -205,6 +205,8 @@ class Trials:
             wrong = differing_bits(same_bits_as, candidate)
         if wrong is not None:
             self.end(trial, Verdict.REVERTED, wrong)
+        else:
+            state.least_error = min(state.least_error, check.error)
         return wrong is None
 
     def judge(
