@@ -31,6 +31,15 @@ KINDS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 BACK = "back"
 """The choice for an operator whose result is cast to the lane's dtype."""
 
+ALL = "*"
+"""The name of all operators in a choice."""
+
+ALL_STAY = "all operators"
+"""Begins the hint of a program in which all stay."""
+
+SPARE = 3.0
+"""How many times its expected time a search has to have where TF32 may do instead."""
+
 
 @dataclasses.dataclass(frozen=True)
 class KeepFp32(Judged):
@@ -41,10 +50,11 @@ class KeepFp32(Judged):
     on values that are exact, on the examples or on ordinary draws; what follows them stays in FP32 until the
     values are in range again, and is cast back there; (2) if the program is still over its limit (a user's
     tolerance, mostly), the operators that make most of the outputs' error, as few as keep the limit. (1)
-    alone may stay in TF32 or bfloat16 instead, where that is right and measured to be faster.
+    alone may stay in TF32 or bfloat16 instead, where that is right and measured to be faster. If (3) there is
+    no such mix, or no time to find it, everything stays in FP32, and products on a GPU round to TF32.
     Requires: a mixed lane that runs under autocast, and whose casts alone give a wrong program.
     Declines: lanes that are right without it; lanes in which more than `most` of the matrix products and
-    convolutions would have to stay; lanes that are wrong even so.
+    convolutions would have to stay, and that are wrong in TF32.
     Correct because: every operator computes what it did, in FP32 or as autocast would: each choice is a valid
     assignment of precisions. Which one is right is not proven but verified: every candidate against the model
     in float64, and the result again like any pass. Inputs far outside of the examples' range decide nothing
@@ -54,7 +64,7 @@ class KeepFp32(Judged):
     each of which is made (4 runs) and verified; never one for each operator.
 
     `choices` holds pairs: an operator that stays, by name, and what it computes in; or one whose result is
-    cast back, and "back". A replay measures nothing.
+    cast back, and "back". "*" is the name of all operators. A replay measures nothing.
     """
 
     numerics = Numerics.APPROXIMATE
@@ -89,15 +99,29 @@ class KeepFp32(Judged):
         """Find the operators that stay, or use `choices`; see the class."""
         if self.choices is not None:
             return self._as_chosen(program, self.choices)
-        found = PrecisionSearch(program, self.policy, judge, self.most).find()
+        search, bits = PrecisionSearch(program, self.policy, judge, self.most), _with_fewer_bits(program)
+        found = search.find(spare=SPARE if bits else 1.0)
+        if isinstance(found, str) and bits and not search.is_right_without:
+            in_tf32 = self._all_in_tf32(program, judge, found)
+            if in_tf32.modified:
+                return in_tf32
+            found = search.find()
         if isinstance(found, str):
             return Result(program, 0, (Declined("the program", found),))
-        others = [*_with_fewer_bits(program), *(_with_range(program) if found.for_range_alone else [])]
+        others = [*bits, *(_with_range(program) if found.for_range_alone else [])]
         chosen, made, compared = self._fastest(found, others, program, judge)
         return Result(made, len(found.names), hints=(*found.reasons, *compared), replay=chosen)
 
+    def _all_in_tf32(self, program: Program, judge: Judge, why: str) -> Result:
+        """Everything in FP32 with TF32, as the original is called with PyTorch's defaults, if it is right."""
+        chosen = dataclasses.replace(self, choices=((ALL, "tf32"),))
+        made = chosen._program(program)
+        if (wrong := judge.check(made).reason) is not None:
+            return Result(program, 0, (Declined("the program", f"{why}; all in TF32: {wrong}"),))
+        return Result(made, 1, hints=(f"{ALL_STAY} in FP32, with products in TF32 ({why})",), replay=chosen)
+
     def _as_chosen(self, program: Program, choices: Sequence[tuple[str, str]]) -> Result:
-        known = {node.name for node in calls(program.graph)}
+        known = {ALL, *(node.name for node in calls(program.graph))}
         kept = [name for name, what in choices if what in KINDS]
         gone = [Declined(name, "the graph has no such operator") for name in kept if name not in known]
         count = len(kept) - len(gone)
@@ -106,6 +130,8 @@ class KeepFp32(Judged):
     def _program(self, program: Program) -> Program:
         choices = self.choices or ()
         dtypes = {name: KINDS[what] for name, what in choices if what in KINDS}
+        if ALL in dtypes:
+            dtypes = {node.name: dtypes[ALL] for node in calls(program.graph)}
         back = frozenset(name for name, what in choices if what == BACK)
         baked, _ = bake(program, self.policy, Kept(dtypes, back))
         if any(what == "tf32" for _, what in choices):

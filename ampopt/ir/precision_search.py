@@ -64,15 +64,21 @@ class PrecisionSearch:
         """Seconds in which one input was observed."""
         self.last: Check | None = None
         """The last program's check: why a search that finds nothing ends."""
+        self.is_right_without = False
+        """Whether no operator has to stay."""
 
-    def find(self) -> Found | str:
-        """The operators that stay, of a program that the judge has passed; or why none are to be found."""
+    def find(self, *, spare: float = 1.0) -> Found | str:
+        """The operators that stay, of a program that the judge has passed; or why none are to be found.
+
+        `spare`: how many times the time for looking there has to be.
+        """
         plain, _ = bake(self._program, self._policy)
         began = time.perf_counter()
         self.last = self._judge.check(plain)
         if self.last.passed:
+            self.is_right_without = True
             return "it is right with every operator in the lane's precision"
-        if not self._judge.has_time(LOOKING * (time.perf_counter() - began + self._judge.exact_s)):
+        if not self._judge.has_time(spare * LOOKING * (time.perf_counter() - began + self._judge.exact_s)):
             return f"{self.last.reason}; there is no time to look for the operators that make it so"
         try:
             self._seen = self._observed(plain)

@@ -14,12 +14,13 @@ from ampopt.measure.clocks import latency
 from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import interleave
 from ampopt.measure.verify import Verifier
+from ampopt.passes import KeepFp32
 from ampopt.search.foreseen import Foreseen
 from ampopt.search.lane_search import LaneSearch
 from ampopt.search.lane_state import LaneState
 from ampopt.search.pass_manager import PassManager
 from ampopt.search.rehearsal import Sandbox
-from ampopt.search.rescue import founded_anew, rescued
+from ampopt.search.rescue import MARGIN, founded_anew, rescued
 from ampopt.system.budget import Budget
 from ampopt.system.interrupts import check_interrupted
 
@@ -182,12 +183,13 @@ class Search:
         """The lanes in the order of their openings.
 
         Where compilers work beside measurements, the lowest precision comes first, unless it has to be
-        rescued: it wins most often.
+        rescued and TF32 may not do that: it wins most often.
         """
         sandbox, last = self._manager.sandbox, lanes[-1]
-        if sandbox is None or not sandbox.works_beside or not self._is_exact_enough(last):
+        if sandbox is None or not sandbox.works_beside:
             return lanes
-        return [last, *lanes[:-1]]
+        may_win = self._is_exact_enough(last) or self._is_exact_enough_in_tf32(last)
+        return [last, *lanes[:-1]] if may_win else lanes
 
     def note_what_was_cut_off(self) -> bool:
         """Note how many trials there was no time for, and what budget they need; True if there are none."""
@@ -256,6 +258,14 @@ class Search:
         """Whether a lane's error is going to be within the bound: it was made so, or that of a program is."""
         is_within = self._bound is not None and state.least_error <= self._bound
         return bool(state.founded) or is_within or self._is_exact_enough(state.lane)
+
+    def _is_exact_enough_in_tf32(self, lane: Lane) -> bool:
+        """Whether a lane may come to what the original is as it is called, with TF32; see `keep-fp32`."""
+        called, has = (
+            self._verifier.called_error,
+            any(isinstance(s, KeepFp32) for s in self._pipeline.rewrites),
+        )
+        return has and lane.is_mixed and called is not None and called <= MARGIN * (self._bound or 0.0)
 
     def _is_exact_enough(self, lane: Lane) -> bool:
         if self._bound is None or not lane.is_mixed:

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import ampopt.ir.judged
 import ampopt.passes.keep_fp32 as keep_fp32
 from ampopt.errors import PassError
 from ampopt.ir.graph import aten, calls
 from ampopt.ir.lanes import FP32
-from ampopt.ir.numerics import Check
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Declined, Result
 from ampopt.measure.sampling import Gain
@@ -27,6 +26,7 @@ from tests.helpers import BF16, FP16, check_pass, dtypes_of, program_of, spoilt
 from tests.support import overflowing
 from tests.support.overflowing import IMAGE, TOKENS
 from tests.support.planted import captured_of
+from tests.support.precision import Counting, judged, kinds, stays
 
 LIMIT = 1e-2
 
@@ -35,25 +35,6 @@ LIMIT = 1e-2
 def _no_faster_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     """No clock decides here: what stays computes in FP32."""
     monkeypatch.setattr(keep_fp32, "_compared", lambda *_: Gain(1.0, 0.9, 1.1))
-
-
-def judged(model: nn.Module, *inputs: Tensor, **options: Any) -> tuple[Verifier, Program, Result]:
-    """What a search finds for the float16 lane, with its verifier and the program that it was given."""
-    original, captured = captured_of(model, *inputs)
-    verifier = Verifier(original, captured, **options)
-    program = FP16.start(captured.program)
-    judge = VerifiersJudge(verifier, FP16, time.perf_counter() + 60.0)
-    return verifier, program, KeepFp32().apply_judged(program, judge)
-
-
-def stays(result: Result) -> tuple[str, ...]:
-    assert isinstance(result.replay, KeepFp32)
-    return tuple(name for name, what in result.replay.choices or () if what != "back")
-
-
-def kinds(result: Result) -> set[str]:
-    assert isinstance(result.replay, KeepFp32)
-    return {what for _, what in result.replay.choices or () if what != "back"}
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Sequence[int], int, list[object]]] = {
@@ -180,32 +161,12 @@ def test_a_tolerance_below_that_of_plain_amp_is_met_by_a_mix(lane: Any) -> None:
     assert all("which changes the outputs by" in hint for hint in result.hints)
 
 
-class _Counting:
-    """Counts what a judge is asked."""
-
-    exact_s = 0.0
-
-    def __init__(self, judge: VerifiersJudge) -> None:
-        self.judge, self.asked = judge, 0
-
-    @property
-    def calls(self) -> list[tuple[Tensor, ...]]:
-        return self.judge.calls
-
-    def check(self, program: Program) -> Check:
-        self.asked += 1
-        return self.judge.check(program)
-
-    def has_time(self, seconds: float = 0.0) -> bool:
-        return self.judge.has_time(seconds)
-
-
 @pytest.mark.parametrize("factor", [0.7, 0.3, 0.0])
 def test_the_search_makes_few_programs_however_many_operators_there_are(factor: float) -> None:
     original, captured = captured_of(ordinary(), torch.randn(IMAGE))
     own = Verifier(original, captured).own_error(FP16)
     verifier = Verifier(original, captured, tolerance=factor * own)
-    judge = _Counting(VerifiersJudge(verifier, FP16, time.perf_counter() + 60.0))
+    judge = Counting(VerifiersJudge(verifier, FP16, time.perf_counter() + 60.0))
     result = KeepFp32().apply_judged(FP16.start(captured.program), judge)
     assert judge.asked <= 8 + 3
     assert result.modified == (factor > 0)
@@ -325,14 +286,4 @@ def test_on_a_gpu_float16_is_right_with_what_stays(name: str) -> None:
     x = torch.rand(*shape) if name == "sums" else torch.randn(*shape)
     verifier, _, result = judged(build().cuda(), x.cuda())
     assert result.modified
-    assert verifier.check(result.program.run, FP16).passed
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_what_stays_may_compute_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keep_fp32, "_compared", lambda *_: Gain(1.5, 1.4, 1.6))
-    monkeypatch.setattr(keep_fp32, "_with_range", lambda _: [])
-    verifier, _, result = judged(overflowing.one_branch().cuda(), torch.randn(IMAGE, device="cuda"))
-    assert kinds(result) == {"tf32"}
-    assert result.program.settings.tf32
     assert verifier.check(result.program.run, FP16).passed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ from ampopt.measure.sampling import Measurement
 from ampopt.measure.verify import Verifier
 from ampopt.passes import BakeAutocast, KeepFp32
 from ampopt.search.lane_search import LaneSearch
+from ampopt.search.lane_state import LaneState
 from ampopt.search.openings import Opening
+from ampopt.search.pass_manager import PassManager
 from ampopt.search.search_plan import Search
 from ampopt.system.budget import Budget
 from tests.helpers import BF16, Model
@@ -151,6 +154,36 @@ def test_a_lane_that_begins_within_the_bound_is_searched_though_eager_s_own_jump
     assert lanes_of(bench, "one") == {"amp"}
     (amp,) = [state for state in search.states if state.lane is BF16]
     assert 0 < amp.least_error <= amp.bound == 0.2
+
+
+@pytest.mark.parametrize(
+    ("called", "passes", "first"),
+    [
+        (0.15, (KeepFp32(), Planted("one")), "amp"),
+        (0.19, (KeepFp32(), Planted("one")), "fp32"),
+        (0.15, (Planted("one"),), "fp32"),
+        (None, (KeepFp32(), Planted("one")), "fp32"),
+    ],
+)
+def test_a_lane_that_tf32_may_make_right_is_opened_first(
+    called: float | None, passes: tuple[Pass, ...], first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Verifier, "own_error", lambda self, lane: 0.21)
+    monkeypatch.setattr(Verifier, "called_error", called)
+    bench = Bench(monkeypatch, nn.Linear(4, 4).eval(), X, cost=lambda names: 1.0)
+    monkeypatch.setattr(bench.manager, "sandbox", SimpleNamespace(works_beside=True))
+    pipeline = Pipeline(passes)
+    search = Search(bench.manager, bench.verifier, bench.ledger, pipeline, Budget(0.0, 1e6), 0.2)
+
+    class BegunError(Exception):
+        """Tells of the first lane."""
+
+    def begin(manager: PassManager, state: LaneState, *_: object) -> bool:
+        raise BegunError(state.lane.name)
+
+    monkeypatch.setattr("ampopt.search.search_plan.rescued", begin)
+    with pytest.raises(BegunError, match=first):
+        search.run({FP32: 1e-3, BF16: 1e-3}, {})
 
 
 def test_a_lane_that_a_pass_brings_within_the_bound_is_searched_further(
