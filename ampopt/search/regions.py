@@ -53,6 +53,9 @@ JUDGING = 0.9
 MOST_BETWEEN = 0.5
 """Largest share of the remaining time for the code between submodules."""
 
+TRACING = 1.5
+"""How many times as long as the attempt to capture the whole TorchDynamo may take, in three calls."""
+
 COMPARING_S, UNDECIDED_S = 1.0, 2.5
 """Time in seconds of comparing calls of two forms of the model, and then where it is not decided.
 
@@ -86,6 +89,7 @@ class PartwiseOptimizer:
     ) -> None:
         self._original, self._args, self._kwargs = original, args, kwargs
         self._started, self._progress, self._sandbox = started, progress, sandbox
+        self._capture_s = time.perf_counter() - started
         leaves = flatten_call(args, kwargs)[0]
         self._device = device_of(original, leaves)
         self._budget, self._end = Budget(started, options.budget_s), started + JUDGING * options.budget_s
@@ -104,6 +108,8 @@ class PartwiseOptimizer:
         self._loops = ""
         self._modules: dict[str, OptimizedModule] = {}
         self._between: Between | None = None
+        self._comparing_s = min(COMPARING_S + UNDECIDED_S, (1 - JUDGING) * options.budget_s)
+        """The longest that comparing calls of two forms has taken, or may take."""
 
     def run(self) -> PartlyOptimizedModule:
         """Optimize what can be, and decide what is served. Raises InputError if the user's metric fails."""
@@ -117,8 +123,12 @@ class PartwiseOptimizer:
             if self._budget.left_s > 0:
                 call_s = seconds_of_a_call(inside, args, kwargs, self._options.budget_s)
         was_cut_off = self._optimize_submodules(found.regions, call_s)
-        if not was_cut_off and time.perf_counter() < self._end:
+        if not was_cut_off and time.perf_counter() + TRACING * self._capture_s < self._end_between:
             was_cut_off = self._optimize_between()
+        elif not was_cut_off:
+            self._ledger.notes.append(
+                "the code between submodules runs as it was: there was no time to trace it"
+            )
         if was_cut_off:
             self._ledger.notes.append("interrupted: this is the best so far")
             self._options = self._options.within(BRIEFLY_S)
@@ -208,15 +218,23 @@ class PartwiseOptimizer:
 
     def _compared(self, before: Callable[..., Any], after: Callable[..., Any]) -> Compared:
         """Compare calls of two models; for longer where that does not tell which is faster."""
+        began = time.perf_counter()
         for seconds in (COMPARING_S, UNDECIDED_S):
             found = compare_fairly(
                 latency(lambda: self._check.call(before), self._device),
                 latency(lambda: self._check.call(after), self._device),
-                seconds=min(seconds, max(self._budget.left_s, 0.0)),
+                seconds=min(seconds, self._budget.rest_s),
             )
-            if found.gain.is_real or found.gain.is_loss:
+            is_late = self._budget.rest_s < UNDECIDED_S + self._comparing_s  # the last comparison comes after
+            if found.gain.is_real or found.gain.is_loss or is_late:
                 break
+        self._comparing_s = max(self._comparing_s, time.perf_counter() - began)
         return found
+
+    @property
+    def _end_between(self) -> float:
+        """When the code between submodules has to be made: the whole is compared with it, and at last."""
+        return min(self._end, self._started + self._options.budget_s - 2 * self._comparing_s)
 
     def _optimize_between(self) -> bool:
         """Optimize the code between submodules, and keep it if that is faster; whether Ctrl-C ended it.
@@ -238,7 +256,7 @@ class PartwiseOptimizer:
                 between = Between(self._check.call, patched(form, self._modules))
                 reports, reasons = dict[str, Ledger](), list[str]()
                 for part, report, reason in between.optimize(
-                    self._options, self._end - time.perf_counter(), self._progress, self._sandbox
+                    self._options, self._end_between - time.perf_counter(), self._progress, self._sandbox
                 ):
                     if report is None:
                         reasons.append(f"code from {part.place} on runs as it was: {reason}")
@@ -311,7 +329,7 @@ class PartwiseOptimizer:
             found = compare_fairly(
                 latency(lambda: inside(*own_args, **own_kwargs), self._device),
                 latency(serve, self._device),
-                seconds=min(HEADLINE * self._options.budget_s, max(self._budget.left_s, 0.0)),
+                seconds=min(HEADLINE * self._options.budget_s, self._budget.rest_s),
             )
         if not ledger.regions and self._form is self._original:
             refused = "nothing was optimized"

@@ -56,6 +56,11 @@ class Budget:
         """The remaining time, including the margin."""
         return self.started + self.seconds + MARGIN_S - time.perf_counter()
 
+    @property
+    def rest_s(self) -> float:
+        """The remaining time, without the margin; 0 once it is over."""
+        return max(self.left_s - MARGIN_S, 0.0)
+
     def why_not(self, needed_s: float, call_s: float, what: str) -> str | None:
         """Why `what`, which takes the given seconds with calls of `call_s`, does not fit; None if it fits."""
         if needed_s <= self.left_s:
@@ -64,7 +69,7 @@ class Budget:
         unit = 10.0 ** max(math.floor(math.log10(whole)) - 1, 0)
         return (
             f"a call takes {call_s:.2g} s here, so that {what} takes about {_told(needed_s)} s, and "
-            f"{_told(max(self.left_s - MARGIN_S, 0.0))} s of the time budget are left: "
+            f"{_told(self.rest_s)} s of the time budget are left: "
             f"give budget_s={unit * math.ceil(whole / unit):.0f}"
         )
 

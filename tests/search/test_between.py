@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ampopt.measure.sampling import Gain
+from ampopt.measure.headline import Compared
+from ampopt.measure.sampling import Gain, Measurement
+from ampopt.search import regions
+from ampopt.search.options import Options
 from ampopt.search.partly_optimized import PartlyOptimizedModule
 from tests.helpers import with_statistics
 from tests.support import snapshot
@@ -116,6 +120,35 @@ def test_where_the_code_between_is_no_faster_the_submodules_serve(monkeypatch: p
     assert list(fast.report.regions) == ["body"]
     assert "the code between submodules runs as it was: it is not faster" in fast.report.notes
     assert same(fast(X), model(X))
+
+
+def test_without_time_to_trace_it_the_code_between_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ampopt.search.regions.TRACING", 1e6)
+    monkeypatch.setattr("ampopt.search.regions.Between", None)
+    model, fast = made()
+    assert same(fast(X), model(X))
+    assert "the code between submodules runs as it was: there was no time to trace it" in fast.report.notes
+
+
+@pytest.mark.parametrize(("took_s", "rounds"), [(0.0, 2), (1e6, 1)])
+def test_comparing_forms_goes_on_only_while_the_last_comparison_has_time(
+    took_s: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = list[float]()
+
+    def undecided(before: object, after: object, *, seconds: float) -> Compared:
+        compared.append(seconds)
+        return Compared(Measurement((1.0,)), Measurement((1.0,)), Gain(1.0, 0.9, 1.1), None)
+
+    options = Options().within(60.0)
+    sandbox: Any = None
+    work = regions.PartwiseOptimizer(
+        Finder(), (X,), {}, options, "", started=time.perf_counter(), progress=print, sandbox=sandbox
+    )
+    monkeypatch.setattr(regions, "compare_fairly", undecided)
+    monkeypatch.setattr(work, "_comparing_s", took_s)
+    work._compared(Finder(), Finder())
+    assert len(compared) == rounds
 
 
 def test_where_dynamo_fails_the_submodules_serve(monkeypatch: pytest.MonkeyPatch) -> None:
