@@ -46,7 +46,8 @@ class Border:
         channel with the strides of channels_last_3d are contiguous, too, and get plain strides: with those,
         bfloat16 convolutions of PyTorch 2.14 on a CPU read memory that nothing has written.
         """
-        tensor = tensor.resolve_conj().resolve_neg()
+        if tensor.is_neg() or tensor.is_conj():  # to ask takes half as long
+            tensor = tensor.resolve_conj().resolve_neg()
         if tensor.dim() == 5 and tensor.shape[1] == 1 and tensor.stride(1) == 1 and tensor.is_contiguous():
             tensor = tensor.flatten().view(tensor.shape)
         if self.memory_format is torch.contiguous_format and tensor.dtype is self.dtype:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
+from ampopt.ir.casting import is_product, stays_in_fp32
 from ampopt.ir.graph import arguments, aten, calls, constant
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Pass
@@ -65,6 +66,16 @@ OPENINGS = {
 }
 """By type of device, and whether the lane computes in lower precision."""
 
+POINTWISE_ON_CPU = {
+    is_mixed: dataclasses.replace(OPENINGS["cpu", is_mixed], engine="compile", outdone=())
+    for is_mixed in (False, True)
+}
+"""Those of graphs without a product on a CPU, such as code between submodules.
+
+A call of such a graph may take 20 µs and come a thousand times: in another runtime it is no faster for what
+entering that takes, and inductor makes one loop of it.
+"""
+
 
 DEPTHWISE_IN_AMP = dataclasses.replace(
     OPENINGS["cuda", True],
@@ -83,6 +94,8 @@ def opening_of(program: Program, passes: Iterable[Pass]) -> Opening:
     kind = program.device.type, program.lane.is_mixed
     if kind == ("cuda", True) and is_available() and {step.name for step in passes} >= {*_PACKED}:
         return DEPTHWISE_IN_AMP if _has_depthwise(program.graph) else OPENINGS[kind]
+    if kind[0] == "cpu" and not any(is_product(node) or stays_in_fp32(node) for node in calls(program.graph)):
+        return POINTWISE_ON_CPU[kind[1]]
     return OPENINGS.get(kind, Opening(()))
 
 

@@ -82,6 +82,22 @@ def test_a_lane_of_lower_precision_bakes_it_in_its_opening() -> None:
             assert (lane.baked_by in opening.rewrites) == lane.is_mixed
 
 
+@pytest.mark.parametrize(
+    ("net", "engine", "outdone"),
+    [
+        (nn.Sequential(nn.Flatten(), nn.Softmax(1)), "compile", ()),
+        (DENSE, "onnx-runtime", ("compile",)),
+        (nn.Sequential(nn.Flatten(2), nn.GRU(36, 8)), "onnx-runtime", ("compile",)),
+    ],
+)
+def test_a_graph_without_products_opens_with_inductor_on_a_cpu(
+    net: nn.Module, engine: str, outdone: tuple[str, ...]
+) -> None:
+    """As the overlap of two boxes, 4,775 times in a call: entering another engine takes as long as it does."""
+    opening = opening_of(on("cpu", FP32, net), PIPELINE)
+    assert (opening.engine, opening.outdone) == (engine, outdone)
+
+
 def test_a_device_without_results_has_no_opening() -> None:
     assert opening_of(on("meta", FP32, DENSE), PIPELINE) == Opening(())
 
