@@ -93,7 +93,7 @@ def test_a_lane_of_lower_precision_bakes_it_in_its_opening() -> None:
 def test_a_graph_without_products_opens_with_inductor_on_a_cpu(
     net: nn.Module, engine: str, outdone: tuple[str, ...]
 ) -> None:
-    """As the overlap of two boxes, 4,775 times in a call: entering another engine takes as long as it does."""
+    """As for two boxes' overlap, 4,775 times in a call: entering another engine takes as long."""
     opening = opening_of(on("cpu", FP32, net), PIPELINE)
     assert (opening.engine, opening.outdone) == (engine, outdone)
 
