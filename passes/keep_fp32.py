@@ -34,9 +34,6 @@ BACK = "back"
 ALL = "*"
 """The name of all operators in a choice."""
 
-ALL_STAY = "all operators"
-"""Begins the hint of a program in which all stay."""
-
 SPARE = 3.0
 """How many times its expected time a search has to have where TF32 may do instead."""
 
@@ -54,13 +51,13 @@ class KeepFp32(Judged):
     no such mix, or no time to find it, everything stays in FP32, and products on a GPU round to TF32.
     Requires: a mixed lane that runs under autocast, and whose casts alone give a wrong program.
     Declines: lanes that are right without it; lanes in which more than `most` of the matrix products and
-    convolutions would have to stay, and that are wrong in TF32.
+    convolutions would have to stay, or that are wrong even so, unless TF32 is there and right.
     Correct because: every operator computes what it did, in FP32 or as autocast would: each choice is a valid
     assignment of precisions. Which one is right is not proven but verified: every candidate against the model
     in float64, and the result again like any pass. Inputs far outside of the examples' range decide nothing
     here.
     Cost: operators that stay take FP32's time, and casts at their borders. To find them: three runs of the
-    graph for each of the verification's inputs, twenty for the ranking, and at most `TRIALS` + 3 programs,
+    graph for each of the verification's inputs, twenty for the ranking, and at most `TRIALS` + 5 programs,
     each of which is made (4 runs) and verified; never one for each operator.
 
     `choices` holds pairs: an operator that stays, by name, and what it computes in; or one whose result is
@@ -100,29 +97,25 @@ class KeepFp32(Judged):
         if self.choices is not None:
             return self._as_chosen(program, self.choices)
         search, bits = PrecisionSearch(program, self.policy, judge, self.most), _with_fewer_bits(program)
-        found = search.find(spare=SPARE if bits else 1.0)
-        if isinstance(found, str) and bits and not search.is_right_without:
-            in_tf32 = self._all_in_tf32(program, judge, found)
-            if in_tf32.modified:
-                return in_tf32
-            found = search.find()
+        found, wrong = search.find(spare=SPARE if bits else 1.0), ""
+        if isinstance(found, str) and bits and not search.is_right_without and judge.has_time():
+            in_tf32 = dataclasses.replace(self, choices=((ALL, "tf32"),))
+            made = in_tf32._program(program)
+            if (reason := judge.check(made).reason) is None:
+                hint = f"all of them, with products in TF32 ({found})"
+                return Result(made, len(list(calls(program.graph))), hints=(hint,), replay=in_tf32)
+            wrong = f"; all in TF32: {reason}"
+            found = search.find() if search.had_no_time else found
         if isinstance(found, str):
-            return Result(program, 0, (Declined("the program", found),))
+            return Result(program, 0, (Declined("the program", f"{found}{wrong}"),))
         others = [*bits, *(_with_range(program) if found.for_range_alone else [])]
         chosen, made, compared = self._fastest(found, others, program, judge)
         return Result(made, len(found.names), hints=(*found.reasons, *compared), replay=chosen)
 
-    def _all_in_tf32(self, program: Program, judge: Judge, why: str) -> Result:
-        """Everything in FP32 with TF32, as the original is called with PyTorch's defaults, if it is right."""
-        chosen = dataclasses.replace(self, choices=((ALL, "tf32"),))
-        made = chosen._program(program)
-        if (wrong := judge.check(made).reason) is not None:
-            return Result(program, 0, (Declined("the program", f"{why}; all in TF32: {wrong}"),))
-        return Result(made, 1, hints=(f"{ALL_STAY} in FP32, with products in TF32 ({why})",), replay=chosen)
-
     def _as_chosen(self, program: Program, choices: Sequence[tuple[str, str]]) -> Result:
-        known = {ALL, *(node.name for node in calls(program.graph))}
+        known = {node.name for node in calls(program.graph)}
         kept = [name for name, what in choices if what in KINDS]
+        kept = [*known] if ALL in kept else kept
         gone = [Declined(name, "the graph has no such operator") for name in kept if name not in known]
         count = len(kept) - len(gone)
         return Result(self._program(program) if count else program, count, tuple(gone))

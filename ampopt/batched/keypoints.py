@@ -27,10 +27,11 @@ def _of_image(maps: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
     """
     sizes = (boxes[:, 2:] - boxes[:, :2]).clamp(min=1)  # widths, heights
     pixels = sizes.ceil()
-    scores, places = maps.new_empty(maps.shape[:2]), pixels.new_empty(maps.shape[:2], dtype=torch.int64)
+    found = [(maps.new_empty(0, maps.shape[1]), pixels.new_empty(0, maps.shape[1], dtype=torch.int64))]
     for row, (width, height) in enumerate(pixels.to(torch.int64).tolist()):
         resized = F.interpolate(maps[row : row + 1], size=(height, width), mode="bicubic")
-        torch.max(resized.flatten(2)[0], dim=1, out=(scores[row], places[row]))
+        found.append(resized.flatten(2).max(2))
+    scores, places = (torch.cat(each) for each in zip(*found, strict=True))
     widths = pixels[:, :1].to(torch.int64)
     at = torch.stack([places % widths, places // widths], 2)
     points = (at.float() + 0.5) * (sizes / pixels)[:, None] + boxes[:, None, :2]

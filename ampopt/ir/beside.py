@@ -142,7 +142,9 @@ class _Exact(fx.Interpreter):
         if n.op == "call_function":
             return self._call_exact(n)
         found = super().run_node(n)
-        return found if n.op == "output" else _wide(n.meta.get("exact", found))
+        if n.op == "get_attr":
+            found = n.meta.get("exact", found)
+        return found if n.op == "output" else _wide(found)
 
     def _call_exact(self, node: fx.Node, value_of: Callable[[fx.Node], Any] | None = None) -> Any:
         """The result for what `value_of` gives for each node, float64 unless it is given."""

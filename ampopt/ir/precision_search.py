@@ -66,6 +66,8 @@ class PrecisionSearch:
         """The last program's check: why a search that finds nothing ends."""
         self.is_right_without = False
         """Whether no operator has to stay."""
+        self.had_no_time = False
+        """Whether the last search ended before it looked at anything."""
 
     def find(self, *, spare: float = 1.0) -> Found | str:
         """The operators that stay, of a program that the judge has passed; or why none are to be found.
@@ -78,7 +80,9 @@ class PrecisionSearch:
         if self.last.passed:
             self.is_right_without = True
             return "it is right with every operator in the lane's precision"
-        if not self._judge.has_time(spare * LOOKING * (time.perf_counter() - began + self._judge.exact_s)):
+        looking_s = LOOKING * (time.perf_counter() - began + self._judge.exact_s)
+        self.had_no_time = not self._judge.has_time(spare * looking_s)
+        if self.had_no_time:
             return f"{self.last.reason}; there is no time to look for the operators that make it so"
         try:
             self._seen = self._observed(plain)

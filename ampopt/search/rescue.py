@@ -16,7 +16,6 @@ from ampopt.ir.transform import Family, Pass
 from ampopt.measure.entry import Entry, Verdict
 from ampopt.measure.verify import Verifier
 from ampopt.passes import PIPELINE, BakeAutocast, KeepFp32
-from ampopt.passes.keep_fp32 import ALL_STAY
 from ampopt.search.lane_state import LaneState
 from ampopt.search.pass_manager import PassManager
 
@@ -111,8 +110,6 @@ def _kept(entry: Entry) -> str:
     if entry.name == "bake-autocast":
         return f"the {entry.lane} lane is right with the rewrites that need no precision before its casts"
     lines = entry.hints[: entry.rewrites]
-    if lines and lines[0].startswith(ALL_STAY):
-        return f"the {entry.lane} lane is right with {lines[0]}"
     more = f"; and {len(lines) - MOST_NAMED} more" if len(lines) > MOST_NAMED else ""
     count = f"{entry.rewrites} operator{'s' if entry.rewrites > 1 else ''}"
     return f"the {entry.lane} lane is right with {count} in FP32: {'; '.join(lines[:MOST_NAMED])}{more}"

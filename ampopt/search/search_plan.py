@@ -261,11 +261,11 @@ class Search:
 
     def _is_exact_enough_in_tf32(self, lane: Lane) -> bool:
         """Whether a lane may come to what the original is as it is called, with TF32; see `keep-fp32`."""
-        called, has = (
-            self._verifier.called_error,
-            any(isinstance(s, KeepFp32) for s in self._pipeline.rewrites),
-        )
-        return has and lane.is_mixed and called is not None and called <= MARGIN * (self._bound or 0.0)
+        called = self._verifier.called_error
+        if called is None or self._bound is None or not lane.is_mixed:
+            return False
+        keeps = any(isinstance(step, KeepFp32) for step in self._pipeline.rewrites)
+        return keeps and called <= MARGIN * self._bound
 
     def _is_exact_enough(self, lane: Lane) -> bool:
         if self._bound is None or not lane.is_mixed:

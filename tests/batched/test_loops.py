@@ -164,6 +164,14 @@ def test_keypoints_are_found_as_one_by_one(dtype: torch.dtype, device: str) -> N
             torch.testing.assert_close(mine, its, rtol=0.0, atol=0.0 if kind else ROUNDING["keypoints"])
 
 
+def test_keypoints_are_found_where_a_head_needs_gradients() -> None:
+    """A head that is not optimized is called in the caller's grad mode."""
+    maps, boxes = torch.rand(2, 3, 7, 7, requires_grad=True), torch.tensor([[0.0, 0.0, 9.0, 5.0]] * 2)
+    ((points,), (scores,)) = keypoints.found_in(maps, [boxes])
+    assert points.shape == (2, 3, 3)
+    assert scores.requires_grad
+
+
 def test_a_loop_of_the_users_own_stays() -> None:
     model: Any = detector("ssd")
     own = type(model)

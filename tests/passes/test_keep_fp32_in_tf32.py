@@ -48,7 +48,8 @@ def test_where_no_mix_is_right_all_stays_in_fp32_and_products_use_tf32() -> None
     assert not result.program.under_autocast
     assert verifier.check(result.program.run, FP16).passed
     (hint,) = result.hints
-    assert hint.startswith("all operators in FP32, with products in TF32 (5 of its 5 matrix products and ")
+    assert hint.startswith("all of them, with products in TF32 (5 of its 5 matrix products and ")
+    assert result.rewrites == len(dtypes_of(result.program)) == 5
     again = result.replay.apply(program)
     assert again.program.graph.code == result.program.graph.code
     portable = result.replay.in_fp32().apply(program)
@@ -85,9 +86,25 @@ def test_where_tf32_is_wrong_too_a_search_without_much_time_is_made_all_the_same
     result = KeepFp32().apply_judged(FP16.start(captured.program), judge)
     assert kinds(result) == {"fp32"}
     assert all(name.startswith("conv2d") for name in stays(result))
-    judge = Judge(VerifiersJudge(Verifier(original, captured), FP16, time.perf_counter() + 60.0), 0.0)
-    refused = KeepFp32(most=0.0).apply_judged(FP16.start(captured.program), judge)
-    assert not refused.modified
+
+
+@pytest.mark.usefixtures("_has_tf32")
+def test_where_neither_is_right_both_reasons_are_told_and_nothing_is_searched_twice() -> None:
+    """The search finds that every product would have to stay, and ends; it had the time that it needs."""
+    original, captured = captured_of(overflowing.everything(), torch.randn(IMAGE))
+
+    class Judge(Counting):
+        def check(self, program: Program) -> Check:
+            found = super().check(program)
+            return Check(1.0, LIMIT, "TF32 is too inexact") if program.settings.tf32 else found
+
+    judge = Judge(VerifiersJudge(Verifier(original, captured), FP16, time.perf_counter() + 60.0))
+    result = KeepFp32().apply_judged(FP16.start(captured.program), judge)
+    assert not result.modified
+    (declined,) = result.declined
+    assert declined.reason.startswith("5 of its 5 matrix products and convolutions would have to stay")
+    assert declined.reason.endswith("; all in TF32: TF32 is too inexact")
+    assert judge.asked == 2
 
 
 @pytest.mark.usefixtures("_has_tf32")
