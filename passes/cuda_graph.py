@@ -17,7 +17,8 @@ from ampopt.ir.transform import Family, Numerics, Pass, Result
 class CudaGraph(Pass):
     """Capture all launches of the program once and replay them with a single call.
 
-    Rewrites: the way the program is launched; `ampopt.deploy.runtime` captures a graph for each input shape.
+    Rewrites: the way the program is launched; `ampopt.deploy.runtime` captures a graph for each input shape,
+    and `ampopt.engines.graph_per_size` one for each size of a program for a range that comes back.
     Requires: CUDA; every operator runs on the device without waiting for the host.
     Declines: CPUs; graphs with an operator whose result's shape depends on data, or that reads a value back
     to the host, because neither can be captured.
@@ -31,7 +32,6 @@ class CudaGraph(Pass):
     numerics = Numerics.BITWISE
     family = Family.LAUNCH
     portable = False
-    shape_dependent = True
 
     def numerics_on(self, program: Program) -> Numerics:
         """Bitwise, unless the capture selects cuDNN algorithms again."""

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ampopt.deploy.optimized import Optimized
 from ampopt.engines.executable import Executable, executable
+from ampopt.engines.graph_per_size import CALLS
 from ampopt.errors import AmpoptError, VerificationError
 from ampopt.ir.asked import Asked, what_is_asked
 from ampopt.ir.capture import Captured
@@ -176,7 +177,11 @@ def _verify_at(
         check_interrupted(error)
         raise NoSizedProgramError(f"the model itself fails at {place}: {_short(error)}") from error
     try:
-        reason = verifier.check(sized.run, recipe.lane, everywhere=everywhere).reason
+        run = executable(sized.program)  # of its own: graphs for these sizes would take the place of others
+        if sized.program.cuda_graph:
+            for _ in range(CALLS):
+                run(*there.program.examples)
+        reason = verifier.check(run, recipe.lane, everywhere=everywhere).reason
     except Exception as error:
         check_interrupted(error)
         raise NoSizedProgramError(f"the program fails at {place}: {_short(error)}") from error

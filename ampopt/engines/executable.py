@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ampopt.engines.cuda_graphs import CapturedGraph, Outputs
+from ampopt.engines.graph_per_size import GraphPerSize
 from ampopt.engines.quick_call import HasQuickCall, Quick, plain
 from ampopt.ir.program import Program
 
@@ -20,9 +21,11 @@ def executable(program: Program, *, outputs: Outputs = "copy") -> Executable:
 
     `outputs`: who owns the results of a capture, see `CapturedGraph`.
 
-    Raises PassError if a CUDA graph cannot be captured.
+    Raises PassError if a CUDA graph cannot be captured; one for a range of sizes is, for each, in calls.
     """
-    return CapturedGraph(program, outputs=outputs) if program.cuda_graph else program.run
+    if not program.cuda_graph:
+        return program.run
+    return (GraphPerSize if program.sizes else CapturedGraph)(program, outputs=outputs)
 
 
 def quick(program: Program, run: Executable, example: Tensor) -> Quick:

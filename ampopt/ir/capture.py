@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import operator
 import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,9 +33,8 @@ from ampopt.ir.obstacles import obstacle
 from ampopt.ir.place_in_code import place_in_code
 from ampopt.ir.program import Border, Program
 from ampopt.ir.scripted import export_script, scripted_submodules, with_frozen_scripts
-from ampopt.ir.settings import autocast_scope
+from ampopt.ir.settings import plain_world
 from ampopt.ir.signature import OutputLayout, flatten_call, flatten_outputs, tensors_of
-from ampopt.system.flags import older_flags_readable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,13 +72,6 @@ class Captured:
     def inputs(self) -> tuple[Tensor, ...]:
         """The example inputs without the state."""
         return self.program.examples[: len(self.program.examples) - len(self.state)]
-
-
-@contextlib.contextmanager
-def _plain_world(device: torch.device) -> Iterator[None]:
-    """Neither gradients nor an autocast that happens to surround the call."""
-    with torch.inference_mode(mode=False), torch.no_grad(), autocast_scope(device, None):
-        yield
 
 
 def _export(
@@ -124,7 +116,7 @@ def capture(
     leaves, spec = flatten_call(args, kwargs)
     kind = type(model).__name__
     try:
-        with capturing(), _plain_world(device), untouched_rng(device), older_flags_readable():
+        with capturing(), plain_world(device), untouched_rng(device):
             if not is_normal(leaves, spec) and (reason := why_not_normal(model, args, kwargs, device)):
                 raise CaptureError(f"{kind} is more than its graph: {reason}")
             leaves, spec = normal_form(leaves, spec)
@@ -142,7 +134,7 @@ def capture(
         reason = obstacle(error) or _short(error)
         raise CaptureError(f"torch.export cannot capture {kind}{where}: {reason}") from error
     try:
-        with capturing(), _plain_world(device), untouched_rng(device), older_flags_readable():
+        with capturing(), plain_world(device), untouched_rng(device):
             graph = lower(exported, () if state is None else state.identifiers)
             result = working_copy(model if state is None else state.model)(*positional, **named)
     except CaptureError:

@@ -63,3 +63,13 @@ def autocast_scope(
     if dtype is None:
         return torch.autocast(device.type, enabled=False)
     return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
+
+
+@contextlib.contextmanager
+def plain_world(device: torch.device) -> Iterator[None]:
+    """Neither gradients nor an autocast that happens to surround the call; flags as the process has them.
+
+    Models are exported in this one: `torch.export` reads flags that a `Settings.scope` makes unreadable.
+    """
+    with torch.inference_mode(mode=False), torch.no_grad(), autocast_scope(device, None):
+        yield

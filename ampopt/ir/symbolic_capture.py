@@ -18,7 +18,7 @@ from ampopt.ir.graph import aten, calls, finish
 from ampopt.ir.lane_io import original_call
 from ampopt.ir.lowering import lower
 from ampopt.ir.model_copy import untouched_rng, working_copy
-from ampopt.ir.settings import Settings
+from ampopt.ir.settings import plain_world
 from ampopt.ir.signature import flatten_call, tensors_of
 from ampopt.ir.size_range import Sizes, ranges_of
 from ampopt.ir.size_ranges import now, resized, with_tensors
@@ -42,7 +42,7 @@ def capture_symbolic(
     for tensor, named in zip(tensors_of(flatten_call(args, kwargs)[0]), dims, strict=True):
         shapes[tensor] = dict(named)
     device = captured.program.device
-    with capturing(), Settings().scope(device), untouched_rng(device):
+    with capturing(), plain_world(device), untouched_rng(device):
         specification = shapes.dynamic_shapes(model, args, kwargs)
         exported = torch.export.export(model, args, kwargs, dynamic_shapes=specification, strict=False)
         if any(isinstance(spec.arg, SymIntArgument) for spec in exported.graph_signature.output_specs):

@@ -8,6 +8,7 @@ Calls that replay a CUDA graph need no switches.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, wait
 from typing import Any, TypeVar
@@ -66,28 +67,68 @@ def rounds_to_tf32(device: torch.device) -> bool:
         return "tf32" in _precision()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Older:
+    """What the older interface was last told, also where reading it raises."""
+
+    cudnn: bool
+    matmul: bool
+    word: str | None
+    """Of `torch.set_float32_matmul_precision`, where it can be read."""
+
+    @classmethod
+    def now(cls) -> _Older:
+        """Reading a flag raises where it differs from the newer ones, so beside "ieee" it raises if it is on.
+
+        Changes the newer flags.
+        """
+        backends: Any = torch.backends
+        word = _readable(torch.get_float32_matmul_precision)
+        _set_precision(("ieee",) * 3)
+        cudnn = _readable(lambda: backends.cudnn.allow_tf32)
+        matmul = _readable(lambda: backends.cuda.matmul.allow_tf32)
+        return cls(cudnn is not False, matmul is not False, word)
+
+    def put_back(self) -> None:
+        """Changes the newer flags."""
+        backends: Any = torch.backends
+        backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32 = self.cudnn, self.matmul
+        if self.word == "medium":  # "high" is what a flag that is on means; both tell oneDNN, too
+            before = backends.mkldnn.matmul.fp32_precision
+            torch.set_float32_matmul_precision(self.word)
+            backends.mkldnn.matmul.fp32_precision = before
+
+
+def _readable(read: Callable[[], _T]) -> _T | None:
+    """What it gives; None where PyTorch refuses to tell."""
+    try:
+        return read()
+    except RuntimeError:
+        return None
+
+
 @contextlib.contextmanager
 def older_flags_readable() -> Iterator[None]:
     """Make PyTorch's older `allow_tf32` flags readable within the block.
 
-    If the user (or `cuda_math`) has set the newer flags, reading the older ones raises in some versions, and
-    `torch.export` reads them. So the older flags are written, which makes both agree, and the newer ones are
-    restored afterwards. The flags' values have no effect while nothing is computed.
+    Where they and the newer flags differ, reading the older ones raises, and `torch.export` reads them. So
+    both are off in the block, and what they were afterwards. Nested blocks, and those in which they can be
+    read anyway, change nothing.
     """
     backends: Any = torch.backends
-    try:
-        _ = backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32
-    except RuntimeError:
-        pass
-    else:
-        yield
-        return
-    with switching.taken():
-        before = _precision()
-        backends.cudnn.allow_tf32 = backends.cuda.matmul.allow_tf32 = False
+    with contextlib.ExitStack() as turn:
+        turn.enter_context(switching.taken())
+        if _readable(lambda: (backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32)):
+            turn.close()  # calls in other threads go on meanwhile
+            yield
+            return
+        before, older = _precision(), _Older.now()
         try:
+            backends.cudnn.allow_tf32 = backends.cuda.matmul.allow_tf32 = False
+            _set_precision(("ieee",) * 3)  # they would inherit from the one for all
             yield
         finally:
+            older.put_back()
             _set_precision(before)
 
 

@@ -34,6 +34,11 @@ PRIOR = {
     "matmul": "b.cuda.matmul.fp32_precision = 'tf32'",
     "conv ieee": "b.cudnn.conv.fp32_precision = 'ieee'",
     "rnn ieee": "b.cudnn.rnn.fp32_precision = 'ieee'",
+    "all but rnn": "b.fp32_precision = 'tf32'; b.cudnn.rnn.fp32_precision = 'ieee'",
+    "old word medium, matmul": (
+        "torch.set_float32_matmul_precision('medium'); b.cuda.matmul.fp32_precision = 'ieee'"
+    ),
+    "old cudnn off, conv": "b.cudnn.allow_tf32 = False; b.cudnn.conv.fp32_precision = 'tf32'",
     "benchmark": "b.cudnn.benchmark = True",
 }
 
@@ -72,11 +77,11 @@ def run_and_send(code: str, line: Connection) -> None:
         line.send((True, printed.getvalue()))
 
 
-def in_a_fresh_process(**parts: Any) -> str:
+def in_a_fresh_process(program: str = PROGRAM, **parts: Any) -> str:
     """What the program prints; the switches of this process are touched by too many tests."""
     FRESH.set_forkserver_preload([__name__])
     here, there = FRESH.Pipe()
-    code = PROGRAM.format(**({"after": "", "tf32": False, "prior": "pass"} | parts))
+    code = program.format(**({"after": "", "tf32": False, "prior": "pass"} | parts))
     process = FRESH.Process(target=run_and_send, args=(code, there))
     process.start()
     there.close()
@@ -96,6 +101,33 @@ def test_every_way_to_set_them_reads_the_same_afterwards(prior: str) -> None:
 @pytest.mark.parametrize("prior", PRIOR)
 def test_every_prior_state_reads_the_same_afterwards(prior: str, tf32: bool) -> None:
     assert in_a_fresh_process(prior=PRIOR[prior], tf32=tf32) == "[]"
+
+
+READING = """
+import torch
+from ampopt.system.flags import cuda_math, older_flags_readable
+from tests.support.snapshot import differences, precision_flags
+b = torch.backends
+{prior}
+before = precision_flags()
+with older_flags_readable():
+    assert b.cudnn.allow_tf32 in (True, False) and b.cuda.matmul.allow_tf32 in (True, False)
+    with older_flags_readable():
+        torch._C._get_cudnn_allow_tf32()  # which torch.export calls
+unlike = differences(before, precision_flags())
+for tf32 in (True, False):
+    with cuda_math(tf32=tf32, search=False):
+        within = precision_flags()
+        with older_flags_readable():
+            torch._C._get_cudnn_allow_tf32()
+        unlike += differences(within, precision_flags())
+print(unlike + differences(before, precision_flags()))
+"""
+
+
+@pytest.mark.parametrize("prior", PRIOR)
+def test_the_older_flags_are_readable_in_every_prior_state_which_is_put_back(prior: str) -> None:
+    assert in_a_fresh_process(READING, prior=PRIOR[prior]) == "[]"
 
 
 @pytest.mark.xfail(strict=True, reason="PyTorch tells the flags' values but not whether they are inherited")
