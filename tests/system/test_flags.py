@@ -130,6 +130,33 @@ def test_the_older_flags_are_readable_in_every_prior_state_which_is_put_back(pri
     assert in_a_fresh_process(READING, prior=PRIOR[prior]) == "[]"
 
 
+EXPORTING = """
+import pathlib, tempfile
+import torch
+from ampopt.system.flags import cuda_math
+from tests.support.exporting import conv_bn, export, shapes_of
+from tests.support.sized import sized_module
+from tests.support.snapshot import differences, precision_flags
+b = torch.backends
+{prior}
+before = precision_flags()
+with tempfile.TemporaryDirectory() as folder, cuda_math(tf32={tf32}, search=False):
+    for dynamic in (None, "batch"):
+        export(conv_bn(), pathlib.Path(folder) / "m.onnx", dynamic=dynamic)
+    assert shapes_of(pathlib.Path(folder) / "m.onnx")["input"][0] == "batch"
+    sized_module(conv_bn(), torch.randn(2, 4, 8, 8), dynamic=dict(batch=(1, 4)))
+print(differences(before, precision_flags()))
+"""
+
+
+@pytest.mark.parametrize("prior", ["nothing", "all but rnn", "matmul"])
+@pytest.mark.parametrize("tf32", [True, False])
+def test_models_are_captured_and_exported_in_every_prior_state_and_in_a_programs_scope(
+    prior: str, tf32: bool
+) -> None:
+    assert in_a_fresh_process(EXPORTING, prior=PRIOR[prior], tf32=tf32) == "[]"
+
+
 @pytest.mark.xfail(strict=True, reason="PyTorch tells the flags' values but not whether they are inherited")
 def test_a_later_change_of_all_of_them_still_reaches_each() -> None:
     change = "b.fp32_precision = 'ieee'; before = {k: 'ieee' for k in ('conv', 'rnn', 'matmul', 'all')}"
