@@ -18,6 +18,7 @@ from ampopt.ir.program import Program
 from ampopt.measure.clocks import device_time
 from ampopt.measure.sampling import interleave
 from ampopt.system import flags
+from ampopt.system.garbage import collected_later
 
 logger = logging.getLogger("ampopt")
 
@@ -49,8 +50,9 @@ def capture_calls(
     """A CUDA graph of one call of `body` on the current device, and the static tensors that it returns.
 
     `warm_ups` calls run before it, on a side stream; 0 if `body` has been called already. The caller keeps
-    all tensors alive that `body` reads. `keep_graph`: its nodes can be read afterwards. Raises PassError if
-    the capture fails.
+    all tensors alive that `body` reads. `keep_graph`: its nodes can be read afterwards. No garbage is
+    collected meanwhile: an earlier graph in it cannot be destroyed during a capture, and breaks that. Raises
+    PassError if the capture fails.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -61,7 +63,7 @@ def capture_calls(
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
-        with _own_workspaces(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with _own_workspaces(), torch.cuda.graph(graph, capture_error_mode="thread_local"), collected_later():
             outputs = body()
         if keep_graph:
             graph.instantiate()

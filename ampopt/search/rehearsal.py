@@ -167,6 +167,12 @@ class Sandbox:
         found = self._find(step, program)
         return found is not None and found.has_ended_well
 
+    def expected_s(self, step: Pass, program: Program) -> float:
+        """About how many seconds a rehearsal takes: where it is in pieces, as many as the longest of them."""
+        if not isinstance(step, Engine) or not step.risky:
+            return step.expected_seconds(program)
+        return max(step.expected_seconds(piece) for piece in step.divided(program, len(self.workers)))
+
     def ahead_s(self, step: Pass, program: Program) -> float:
         """How many seconds ago this step on this program was begun ahead; 0 if it was not, or waits."""
         found = self._find(step, program)

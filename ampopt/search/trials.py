@@ -141,13 +141,16 @@ class Trials:
     def applying_s(self, step: Pass, program: Program) -> float:
         """The time in seconds to apply a pass: what it took the last time, if it is an engine.
 
-        A rehearsal that was begun ahead takes that much less; the pass itself takes a part of its own.
+        A rehearsal that was begun ahead takes that much less, and one in pieces as long as the largest; the
+        pass itself takes a part of its own.
         """
         whole = self._applied_s.get(step.name, step.expected_seconds(program))
-        if self.sandbox is not None and self.sandbox.has_made(step, program):
+        if self.sandbox is None:
+            return whole
+        if self.sandbox.has_made(step, program):
             return LOADING_SHARE * whole
-        ahead = self.sandbox.ahead_s(step, program) if self.sandbox is not None else 0.0
-        return max(whole - ahead, OWN_SHARE * whole)
+        rehearsed = min(whole, self.sandbox.expected_s(step, program))
+        return max(rehearsed - self.sandbox.ahead_s(step, program), OWN_SHARE * whole)
 
     def apply(
         self, trial: Trial, step: Pass, program: Program, judging: float, bound: float = math.inf

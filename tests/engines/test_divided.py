@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ampopt.engines.divided import LEAST_CALLS, Chain, divided
+from ampopt.engines.divided import LEAST_CALLS, MOST_UNEVEN, Chain, divided
 from ampopt.ir.graph import aten, calls
 from ampopt.ir.program import Program
 from ampopt.passes import ChannelsLast
@@ -82,6 +82,41 @@ def test_a_graph_that_is_short_or_wide_everywhere_is_not_divided() -> None:
         return torch.stack([row.exp() for row in rows]).sum(0)
 
     assert divided(program_of(Model(wide), image()), 2) is None
+
+
+class Rounds(nn.Module):
+    """A loop in which each round reads what was computed once, as an optical flow reads its volumes."""
+
+    def __init__(self, rounds: int, volumes: int) -> None:
+        super().__init__()
+        self.rounds, self.volumes = rounds, volumes
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        volumes = [self.conv(x).exp() * 2.0**-k for k in range(self.volumes)]
+        for _ in range(self.rounds):
+            for volume in volumes:
+                x = self.conv(x).sigmoid() * volume
+        return x
+
+
+def test_what_each_round_of_a_long_loop_reads_may_cross_all_cuts() -> None:
+    rounds, volumes = 12, 6
+    program = program_of(Rounds(rounds, volumes), image())
+    division = divided(program, 2)
+    assert division is not None
+    assert [len(piece.inputs) for piece in division.pieces] == [1, 1 + volumes]
+    check(program, 2, image())
+    short = program_of(Rounds(rounds // 4, volumes), image())
+    assert divided(short, 2) is None
+
+
+def test_a_cut_is_near_the_middle_of_a_long_graph_though_fewer_tensors_cross_elsewhere() -> None:
+    program = program_of(Rounds(40, 6), image())
+    division = divided(program, 2)
+    assert division is not None
+    sizes = [sum(1 for _ in calls(piece.graph)) for piece in division.programs]
+    assert abs(sizes[0] - sum(sizes) / 2) <= MOST_UNEVEN
 
 
 def test_weights_stay_shared_and_what_only_depends_on_them_does_not_cross() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ampopt.engines import graph_capture
+from ampopt.engines.cuda_graphs import CapturedGraph
 from ampopt.engines.graph_capture import (
     INSTANCES,
     LONG_GRAPH_S,
@@ -301,3 +303,31 @@ def test_on_a_gpu_a_replayed_program_writes_its_outputs() -> None:
     replayed.replay()
     torch.cuda.synchronize()
     assert torch.allclose(replayed._outputs[0], program.run(image())[0], atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_graph_in_garbage_does_not_end_during_a_capture() -> None:
+    program = program_of(net(), image()).replace(device=torch.device("cuda"))
+    program = program.replace(graph=program.graph.cuda(), examples=(image().cuda(),))
+    old, x = [CapturedGraph(program), CapturedGraph(program)], torch.ones(3, device="cuda")
+
+    def body() -> tuple[Tensor, ...]:
+        if torch.cuda.is_current_stream_capturing():
+            ring: list[Any] = [old.pop()]
+            ring.append(ring)
+            del ring
+            _ = [[] for _ in range(10_000)]  # more than starts a collection
+        return (x + 1,)
+
+    before = gc.get_threshold()
+    gc.set_threshold(100, 1, 1)
+    try:
+        for _ in range(2):
+            graph, outputs = capture_calls(body)
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert not old
+    assert outputs[0].tolist() == [2.0] * 3

@@ -35,6 +35,9 @@ class Ahead:
     def ahead_s(self, step: Pass, program: Program) -> float:
         return 0.0
 
+    def expected_s(self, step: Pass, program: Program) -> float:
+        return step.expected_seconds(program)
+
     def apply(self, step: Pass, program: Program, *, seconds: float) -> tuple[Result, str | None]:
         if isinstance(step, Engine):  # it is taken up
             self.programs = [each for each in self.programs if each.recipe != program.recipe]

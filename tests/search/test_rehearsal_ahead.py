@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ampopt.errors import PassError
 from ampopt.ir.lanes import lanes_for
 from ampopt.ir.program import Program
+from ampopt.passes import FoldConvBn
 from ampopt.search.rehearsal import Sandbox, TooLongError
 from tests.support.planted import captured_of
 from tests.support.risky import CPU, Risky, Waiting, X, made, rehearse
@@ -171,6 +172,25 @@ def test_the_pieces_of_a_program_are_rehearsed_at_once_and_told_together(
     assert [torch.equal(each["example"], x) for each, x in zip(sent, expected, strict=True) if each] == [
         True
     ] * count
+
+
+@dataclasses.dataclass(frozen=True)
+class Uneven(InHalves):
+    """The second half takes longer than the first one."""
+
+    def expected_seconds(self, program: Program) -> float:
+        """See the class."""
+        return 7.0 if torch.equal(program.examples[0], 2 * X) else 3.0
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, 3.0), (2, 7.0)])
+def test_pieces_are_expected_to_take_as_long_as_the_longest(
+    program: Program, count: int, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ampopt.search.rehearsal.how_many", lambda _: count)
+    with Sandbox(CPU) as sandbox:
+        assert sandbox.expected_s(Uneven(), program) == expected
+        assert sandbox.expected_s(FoldConvBn(), program) == FoldConvBn().expected_seconds(program)
 
 
 def test_where_one_piece_fails_the_whole_does(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,9 @@ class Beside:
     def ahead_s(self, _step: Pass, _program: Program) -> float:
         return 0.0
 
+    def expected_s(self, step: Pass, program: Program) -> float:
+        return step.expected_seconds(program)
+
     def apply(self, step: Pass, program: Program, *, seconds: float) -> tuple[Result, str | None]:
         return step.apply(program), None
 
