@@ -101,13 +101,13 @@ class Rounds(nn.Module):
 
 
 def test_what_each_round_of_a_long_loop_reads_may_cross_all_cuts() -> None:
-    rounds, volumes = 12, 6
+    rounds, volumes = 30, 6
     program = program_of(Rounds(rounds, volumes), image())
     division = divided(program, 2)
     assert division is not None
     assert [len(piece.inputs) for piece in division.pieces] == [1, 1 + volumes]
     check(program, 2, image())
-    short = program_of(Rounds(rounds // 4, volumes), image())
+    short = program_of(Rounds(rounds // 10, volumes), image())
     assert divided(short, 2) is None
 
 
