@@ -16,6 +16,7 @@ from torch._guards import TracingContext, tracing
 from ampopt.engines.divided import Chain, divided
 from ampopt.engines.inductor_code import InductorCode, is_whole, options, static_shapes
 from ampopt.engines.inductor_labels import name_by_place
+from ampopt.engines.rounds import in_rounds
 from ampopt.errors import first_line
 from ampopt.ir.capturing import capturing
 from ampopt.ir.graph import arguments, aten, calls, finish, insert_call, is_opaque, replace, where
@@ -46,10 +47,11 @@ class Compile(Engine):
     manager rehearses the engine in another process, so that a compiler crash or hang does no harm here;
     what the rehearsal has compiled is loaded here with the weights that it folded, so that nothing is traced
     again. Where several processes rehearse, each gets a piece of the graph, and the pieces' code follows each
-    other, with the shapes, strides and dtypes of the graph at the cuts. On a CPU, where the weights are in
-    oneDNN's own layout, this process traces meanwhile, which runs no compiler and no compiled kernel. A cache
-    entry of inductor was compiled from an equal graph; a cached library whose compiler was killed is built
-    again.
+    other, with the shapes, strides and dtypes of the graph at the cuts. On a CPU the rounds of an unrolled
+    loop, which are equal but for what they are given, share what is compiled for one. There, where the
+    weights are in oneDNN's own layout, this process traces meanwhile, which runs no compiler and no compiled
+    kernel. A cache entry of inductor was compiled from an equal graph; a cached library whose compiler was
+    killed is built again.
     Cost: seconds to a minute of compilation in another process, and some seconds to load the result; where it
     is compiled here, with a warm cache, some seconds to trace, in large networks ten and more.
     """
@@ -69,14 +71,16 @@ class Compile(Engine):
         return f"inductor cannot see into {found.target} of {where(found)}" if found is not None else None
 
     def expected_seconds(self, program: Program) -> float:
-        """A few seconds for compilation to start, plus a time for each operator."""
-        return 4.0 + 0.03 * sum(1 for _ in calls(program.graph))
+        """A few seconds for compilation to start, plus a time for each operator that is compiled."""
+        return 4.0 + 0.03 * sum(1 for piece in self.divided(program, 1) for _ in calls(piece.graph))
 
     def divided(self, program: Program, count: int) -> Sequence[Program]:
-        """Pieces that follow each other, on a GPU: on a CPU the compilers' own processes take all cores."""
-        if program.device.type == "cpu" or (division := divided(program, count)) is None:
-            return [program]
-        return division.programs
+        """Pieces that follow each other, on a GPU: on a CPU the compilers' own processes take all cores.
+
+        There, the rounds of an unrolled loop are compiled once.
+        """
+        division = in_rounds(program) if program.device.type == "cpu" else divided(program, count)
+        return [program] if division is None else division.programs
 
     def apply(self, program: Program) -> Result:
         """Compile and warm up; see the class."""
@@ -93,7 +97,9 @@ class Compile(Engine):
         with capturing():
             hints = list[str]()
             if program.device.type == "cpu":
-                return self._made(program, self._compile(program, rehearsed), hints)
+                made = [self._compile(piece, rehearsed) for piece in self.divided(program, 1)]
+                rounds = in_rounds(program)
+                return self._made(program, made[0] if rounds is None else Chain(rounds, made), hints)
             sent = rehearsed().sent
             division = divided(program, len(sent) or self.pieces)
             programs = [program] if division is None else division.programs

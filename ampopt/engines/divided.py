@@ -59,24 +59,35 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """A program in pieces, in order. `inputs` and `outputs` are the names of those of the whole."""
+    """A program in pieces, in order. `inputs` and `outputs` are the names of those of the whole.
+
+    `kinds`: for each piece, the number of the first one whose program answers for it, too; empty: its own.
+    """
 
     pieces: tuple[Piece, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    kinds: tuple[int, ...] = ()
 
     @property
     def programs(self) -> list[Program]:
-        """The pieces' programs."""
-        return [piece.program for piece in self.pieces]
+        """The pieces' programs, equal ones once."""
+        firsts = dict.fromkeys(self.kinds or range(len(self.pieces)))
+        return [self.pieces[number].program for number in firsts]
+
+    def each(self, made: Sequence[Function]) -> list[Function]:
+        """For each piece, what was made of its program: `made` is in the order of `programs`."""
+        kinds = self.kinds or tuple(range(len(self.pieces)))
+        by_kind = dict(zip(dict.fromkeys(kinds), made, strict=True))
+        return [by_kind[kind] for kind in kinds]
 
 
 class Chain:
-    """Functions of the pieces of a program, in `steps`: flat inputs in, flat outputs out."""
+    """Functions of the programs of a division, in `steps`: flat inputs in, flat outputs out."""
 
     def __init__(self, division: Division, functions: Sequence[Function]) -> None:
         self._division = division
-        self.steps = list(zip(division.pieces, functions, strict=True))
+        self.steps = list(zip(division.pieces, division.each(functions), strict=True))
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run them. What crosses a cut gets the strides for which the next piece was compiled."""
@@ -121,25 +132,25 @@ def divided(program: Program, count: int) -> Division | None:
 
 
 def _in_pieces(program: Program, count: int) -> Division | None:
-    whole = _described(program)
-    if not _has_plain_outputs(whole):
+    whole = described(program)
+    if not has_plain_outputs(whole):
         return None
     while count >= 2:
         cuts = _cuts(whole, count)
         if len(cuts) + 1 == count:
-            return _divide(program, whole, cuts)
+            return divide(program, whole, cuts)
         count = len(cuts) + 1
     return None
 
 
-def _has_plain_outputs(whole: fx.GraphModule) -> bool:
+def has_plain_outputs(whole: fx.GraphModule) -> bool:
     """Whether everything that the graph returns is an input or the result of a call."""
     [output] = whole.graph.find_nodes(op="output")
     returned: Any = output.args[0]
     return all(isinstance(node, fx.Node) and node.op != "get_attr" for node in returned)
 
 
-def _described(program: Program) -> fx.GraphModule:
+def described(program: Program) -> fx.GraphModule:
     """A copy of the graph whose nodes have their values, as far as shapes and strides go."""
     whole = copy_of(program.graph)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -151,17 +162,15 @@ def _described(program: Program) -> fx.GraphModule:
 
 def _cuts(whole: fx.GraphModule, count: int) -> list[int]:
     """The places in the list of nodes before which to cut, in order; fewer than asked for, or none."""
-    nodes, varying = list(whole.graph.nodes), set[fx.Node]()
-    for node in nodes:
-        if node.op == "placeholder" or varying.intersection(node.all_input_nodes):
-            varying.add(node)
+    nodes = list(whole.graph.nodes)
+    varying = varying_in(nodes)
     done = list(itertools.accumulate(int(node.op == "call_function") for node in nodes))
     most = max(MOST_CROSSING, done[-1] // count // LEAST_CALLS)
     good = {
         place: crossing
-        for place, crossing in _crossings(nodes)
+        for place, crossing in crossings(nodes)
         if len(crossing) <= most and varying.issuperset(crossing)  # what is constant is folded
-        if _may_cross(crossing, nodes)
+        if may_cross(crossing, nodes)
     }
     cuts: list[int] = []
     for part in range(1, count):
@@ -174,7 +183,16 @@ def _cuts(whole: fx.GraphModule, count: int) -> list[int]:
     return sorted(cuts)
 
 
-def _crossings(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, list[fx.Node]]]:
+def varying_in(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes that depend on the inputs: the others are constants, which a compiler folds."""
+    varying = set[fx.Node]()
+    for node in nodes:
+        if node.op == "placeholder" or varying.intersection(node.all_input_nodes):
+            varying.add(node)
+    return varying
+
+
+def crossings(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, list[fx.Node]]]:
     """For each place before a call: the results of calls before it that calls from there on read."""
     places = {node: place for place, node in enumerate(nodes)}
     last = {
@@ -191,7 +209,7 @@ def _crossings(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, list[fx.Node]]]:
             alive.append(node)
 
 
-def _may_cross(crossing: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> bool:
+def may_cross(crossing: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> bool:
     """Whether these are tensors with memory of their own, in an order that a border can keep."""
     values = [node.meta.get("val") for node in crossing]
     if not all(_is_plain(value) for value in values):
@@ -216,7 +234,8 @@ def _border(value: Tensor) -> Border:
     return Border(value.dtype)
 
 
-def _divide(program: Program, whole: fx.GraphModule, cuts: Sequence[int]) -> Division:
+def divide(program: Program, whole: fx.GraphModule, cuts: Sequence[int]) -> Division:
+    """The pieces between places in the list of nodes; `whole` is the graph as `described`."""
     nodes, described = list(program.graph.graph.nodes), list(whole.graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     [output] = [node for node in nodes if node.op == "output"]

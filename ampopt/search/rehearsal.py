@@ -168,10 +168,12 @@ class Sandbox:
         return found is not None and found.has_ended_well
 
     def expected_s(self, step: Pass, program: Program) -> float:
-        """About how many seconds a rehearsal takes: where it is in pieces, as many as the longest of them."""
+        """About how many seconds a rehearsal takes: in pieces, as many as the longest, or all in turn."""
         if not isinstance(step, Engine) or not step.risky:
             return step.expected_seconds(program)
-        return max(step.expected_seconds(piece) for piece in step.divided(program, len(self.workers)))
+        count = len(self.workers)
+        each = [step.expected_seconds(piece) for piece in step.divided(program, count)]
+        return max(*each, sum(each) / count)
 
     def ahead_s(self, step: Pass, program: Program) -> float:
         """How many seconds ago this step on this program was begun ahead; 0 if it was not, or waits."""

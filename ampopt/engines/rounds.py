@@ -1,0 +1,165 @@
+"""Divides a program at the rounds of an unrolled loop, so that a compiler sees the body of the loop once.
+
+`torch.export` unrolls loops: RAFT refines a flow twelve times with the same weights, and is 1,286 calls. Its
+rounds are the same graph with other inputs, and what is compiled for one answers for all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import logging
+import operator
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from ampopt.engines.divided import (
+    LEAST_CALLS,
+    Division,
+    Piece,
+    crossings,
+    described,
+    divide,
+    has_plain_outputs,
+    may_cross,
+    varying_in,
+)
+from ampopt.ir.program import Program
+from ampopt.system.interrupts import check_interrupted
+
+logger = logging.getLogger("ampopt")
+
+LEAST_ROUNDS = 3
+"""Rounds of a loop: with fewer, what lies before and after them takes most of a compiler's time."""
+
+_known: weakref.WeakKeyDictionary[fx.GraphModule, Division | None] = weakref.WeakKeyDictionary()
+
+
+def in_rounds(program: Program) -> Division | None:
+    """A program in what is before a loop, its rounds, and what is after it; None where it has no such loop.
+
+    Rounds are equal where their calls, their weights and what they are given look the same: they share a
+    program. Nothing runs: shapes and strides are propagated.
+    """
+    if program.engine is not None:
+        return None
+    if program.graph not in _known:
+        try:
+            _known[program.graph] = _divided(program)
+        except Exception as error:  # an operator whose shapes depend on values
+            check_interrupted(error)
+            logger.debug("ampopt: a program is not divided in rounds", exc_info=True)
+            _known[program.graph] = None
+    return _known[program.graph]
+
+
+def _divided(program: Program) -> Division | None:
+    nodes = list(program.graph.graph.nodes)
+    made = [node for node in nodes if node.op == "call_function"]
+    found = _longest_run([_signature(node) for node in made])
+    if found is None:
+        return None
+    first, period, length = found
+    whole = described(program)
+    if not has_plain_outputs(whole):
+        return None
+    whole_nodes = list(whole.graph.nodes)
+    varying = varying_in(whole_nodes)
+    crossing = {whole_nodes[place]: its for place, its in crossings(whole_nodes) if varying.issuperset(its)}
+    twins = dict(zip(made, (n for n in whole_nodes if n.op == "call_function"), strict=True))
+    places = {node: place for place, node in enumerate(nodes)}
+    best: list[int] = []
+    fewest = 0
+    for offset in range(period):
+        starts = [made[at] for at in range(first + offset, first + length + 1, period) if at < len(made)]
+        over = [crossing.get(twins[node], []) for node in starts]
+        if not all(its and may_cross(its, whole_nodes) for its in over):
+            continue
+        count = sum(map(len, over))
+        if not best or count < fewest:
+            best, fewest = [places[node] for node in starts], count
+    if len(best) < LEAST_ROUNDS:
+        return None
+    pieces = (division := divide(program, whole, best)).pieces
+    kinds = _kinds(pieces)
+    if len(set(kinds)) + LEAST_ROUNDS > len(kinds) + 1:
+        return None  # they look like rounds, and have other weights
+    return dataclasses.replace(division, kinds=kinds)
+
+
+def _signature(node: fx.Node) -> Hashable:
+    """What a call is, but for the results of other calls that it is given; weights by a sample."""
+    return str(node.target), *(
+        _shown(each, {}, _sampled) for each in (node.args, sorted(node.kwargs.items()))
+    )
+
+
+def _shown(value: object, numbers: Mapping[fx.Node, int], weight: Callable[[Tensor], Hashable]) -> Hashable:
+    """An argument of a call, with the results of others by number."""
+    if isinstance(value, fx.Node):
+        if value.op == "get_attr":
+            return weight(operator.attrgetter(str(value.target))(value.graph.owning_module))
+        return "result", numbers.get(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(_shown(each, numbers, weight) for each in value)
+    return repr(value)
+
+
+def _sampled(weight: Tensor) -> Hashable:
+    """A weight's shape and a few of its numbers, which tell those of other layers apart."""
+    ends = [weight[(place,) * (weight.dim() - 1)] for place in (0, -1)] if weight.numel() else []
+    return _look(weight), *(_bytes(end) for end in ends)
+
+
+def _whole(weight: Tensor) -> Hashable:
+    """All that a weight is: each call of a loop may have a copy of its own, in another layout."""
+    return _look(weight), hashlib.blake2b(_bytes(weight)).digest()
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().flatten().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _longest_run(signatures: Sequence[Hashable]) -> tuple[int, int, int] | None:
+    """The first call, the period and the length of the longest run of rounds of `LEAST_CALLS` or more.
+
+    A run of length n and period p has every call again p calls later; None: there are too few rounds.
+    """
+    numbers: dict[Hashable, int] = {}
+    row = [numbers.setdefault(signature, len(numbers)) for signature in signatures]
+    best: tuple[int, int, int] | None = None
+    for period in range(LEAST_CALLS, len(row) // LEAST_ROUNDS + 1):
+        start = 0
+        for same, group in itertools.groupby(map(operator.eq, row, row[period:])):
+            length = sum(1 for _ in group)
+            if same and length >= (LEAST_ROUNDS - 1) * period and (best is None or length + period > best[2]):
+                best = start, period, length + period
+            start += length
+    return best
+
+
+def _kinds(pieces: Sequence[Piece]) -> tuple[int, ...]:
+    """For each piece, the number of the first one that is equal to it."""
+    firsts: dict[Hashable, int] = {}
+    return tuple(firsts.setdefault(_form(piece), number) for number, piece in enumerate(pieces))
+
+
+def _form(piece: Piece) -> Hashable:
+    """What two pieces have in common where what is compiled for one answers for the other."""
+    numbers: dict[fx.Node, int] = {}
+    calls = list[Hashable]()
+    for node in piece.program.graph.graph.nodes:
+        if node.op != "get_attr":
+            numbers[node] = len(numbers)
+            given = (node.args, sorted(node.kwargs.items()))
+            name = str(node.target) if node.op == "call_function" else ""
+            calls.append((node.op, name, *(_shown(each, numbers, _whole) for each in given)))
+    return tuple(calls), piece.program.entry, piece.program.exit, tuple(map(_look, piece.program.examples))
+
+
+def _look(tensor: Tensor) -> Hashable:
+    return tensor.dtype, tuple(tensor.shape), tensor.stride()
