@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
+from ampopt.engines.rounds import in_rounds
 from ampopt.ir.casting import is_product, stays_in_fp32
 from ampopt.ir.graph import arguments, aten, calls, constant
 from ampopt.ir.program import Program
@@ -66,14 +67,16 @@ OPENINGS = {
 }
 """By type of device, and whether the lane computes in lower precision."""
 
-POINTWISE_ON_CPU = {
+COMPILED_ON_CPU = {
     is_mixed: dataclasses.replace(OPENINGS["cpu", is_mixed], engine="compile", outdone=())
     for is_mixed in (False, True)
 }
-"""Those of graphs without a product on a CPU, such as code between submodules.
+"""Those of graphs without a product on a CPU, such as code between submodules, and of unrolled loops.
 
-A call of such a graph may take 20 µs and come a thousand times: in another runtime it is no faster for what
-entering that takes, and inductor makes one loop of it.
+A call of a graph without a product may take 20 µs and come a thousand times: in another runtime it is no
+faster for what entering that takes, and inductor makes one loop of it. Of an unrolled loop inductor compiles
+the rounds once (`ampopt.engines.rounds`); another runtime takes each of RAFT's 1,286 calls for itself, which
+took ONNX Runtime 60 s on two cores, for 2.2 times the graph's time.
 """
 
 
@@ -94,9 +97,13 @@ def opening_of(program: Program, passes: Iterable[Pass]) -> Opening:
     kind = program.device.type, program.lane.is_mixed
     if kind == ("cuda", True) and is_available() and {step.name for step in passes} >= {*_PACKED}:
         return DEPTHWISE_IN_AMP if _has_depthwise(program.graph) else OPENINGS[kind]
-    if kind[0] == "cpu" and not any(is_product(node) or stays_in_fp32(node) for node in calls(program.graph)):
-        return POINTWISE_ON_CPU[kind[1]]
+    if kind[0] == "cpu" and (_is_pointwise(program.graph) or in_rounds(program) is not None):
+        return COMPILED_ON_CPU[kind[1]]
     return OPENINGS.get(kind, Opening(()))
+
+
+def _is_pointwise(module: fx.GraphModule) -> bool:
+    return not any(is_product(node) or stays_in_fp32(node) for node in calls(module))
 
 
 def _has_depthwise(module: fx.GraphModule) -> bool:
