@@ -28,6 +28,7 @@ from ampopt.engines.divided import (
     may_cross,
     varying_in,
 )
+from ampopt.ir.graph import calls
 from ampopt.ir.program import Program
 from ampopt.system.interrupts import check_interrupted
 
@@ -57,9 +58,13 @@ def in_rounds(program: Program) -> Division | None:
     return _known[program.graph]
 
 
+def is_unrolled(module: fx.GraphModule) -> bool:
+    """Whether a graph on a CPU looks like the rounds of a loop, which rewrites may have to make equal first."""
+    return _longest_run([_signature(node) for node in calls(module)]) is not None
+
+
 def _divided(program: Program) -> Division | None:
-    nodes = list(program.graph.graph.nodes)
-    made = [node for node in nodes if node.op == "call_function"]
+    nodes, made = list(program.graph.graph.nodes), list(calls(program.graph))
     found = _longest_run([_signature(node) for node in made])
     if found is None:
         return None
@@ -151,14 +156,14 @@ def _kinds(pieces: Sequence[Piece]) -> tuple[int, ...]:
 def _form(piece: Piece) -> Hashable:
     """What two pieces have in common where what is compiled for one answers for the other."""
     numbers: dict[fx.Node, int] = {}
-    calls = list[Hashable]()
+    made = list[Hashable]()
     for node in piece.program.graph.graph.nodes:
         if node.op != "get_attr":
             numbers[node] = len(numbers)
             given = (node.args, sorted(node.kwargs.items()))
             name = str(node.target) if node.op == "call_function" else ""
-            calls.append((node.op, name, *(_shown(each, numbers, _whole) for each in given)))
-    return tuple(calls), piece.program.entry, piece.program.exit, tuple(map(_look, piece.program.examples))
+            made.append((node.op, name, *(_shown(each, numbers, _whole) for each in given)))
+    return tuple(made), piece.program.entry, piece.program.exit, tuple(map(_look, piece.program.examples))
 
 
 def _look(tensor: Tensor) -> Hashable:

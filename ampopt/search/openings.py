@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from ampopt.engines.rounds import in_rounds
+from ampopt.engines.rounds import is_unrolled
 from ampopt.ir.casting import is_product, stays_in_fp32
 from ampopt.ir.graph import arguments, aten, calls, constant
 from ampopt.ir.program import Program
@@ -97,7 +97,7 @@ def opening_of(program: Program, passes: Iterable[Pass]) -> Opening:
     kind = program.device.type, program.lane.is_mixed
     if kind == ("cuda", True) and is_available() and {step.name for step in passes} >= {*_PACKED}:
         return DEPTHWISE_IN_AMP if _has_depthwise(program.graph) else OPENINGS[kind]
-    if kind[0] == "cpu" and (_is_pointwise(program.graph) or in_rounds(program) is not None):
+    if kind[0] == "cpu" and (_is_pointwise(program.graph) or is_unrolled(program.graph)):
         return COMPILED_ON_CPU[kind[1]]
     return OPENINGS.get(kind, Opening(()))
 
