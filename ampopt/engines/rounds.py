@@ -59,7 +59,7 @@ def in_rounds(program: Program) -> Division | None:
 
 
 def is_unrolled(module: fx.GraphModule) -> bool:
-    """Whether a graph on a CPU looks like the rounds of a loop, which rewrites may have to make equal first."""
+    """Whether a graph on a CPU looks like the rounds of a loop, which rewrites may have to make equal."""
     return _longest_run([_signature(node) for node in calls(module)]) is not None
 
 

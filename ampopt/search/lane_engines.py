@@ -101,10 +101,12 @@ class LaneEngines:
     def run(self, deadline: float) -> None:
         """Try the engines that were not tried in the opening: its own first, those that seldom win last.
 
-        One for which there was little time in the opening is tried in full.
+        One for which there was little time in the opening is tried in full, or, where there was none, now.
         """
         if not self.first_tried:
             self.run_first(deadline)
+        else:
+            self.run_in([engine for engine in self._first if engine in dict(self._put_off)], deadline)
         hurried, self._hurried = self._hurried, []
         self.run_in(hurried, deadline, ", in full")
         others = [engine for engine in self._pipeline.engines if engine not in self._first]
