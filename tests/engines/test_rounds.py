@@ -1,0 +1,124 @@
+"""rounds: an unrolled loop is compiled once, and what is no loop is left as it is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ampopt.engines.divided import Chain
+from ampopt.engines.rounds import in_rounds, is_unrolled
+from ampopt.ir.graph import calls
+from ampopt.ir.lanes import FP32
+from ampopt.ir.program import Program
+from ampopt.ir.transform import replay
+from ampopt.passes import ChannelsLast, Compile, FoldConstants, RemoveInferenceNoops
+from ampopt.search.openings import COMPILED_ON_CPU, OPENINGS, opening_of
+from tests.helpers import program_of
+from tests.support.planted import captured_of
+
+
+def image() -> Tensor:
+    return torch.randn(1, 4, 6, 6, generator=torch.Generator().manual_seed(0))
+
+
+class Loop(nn.Module):
+    """Refines an estimate with the same weights, or with others in each round, as a network's layers have."""
+
+    def __init__(self, rounds: int, *, shared: bool = True, fresh: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rounds, self.fresh = rounds, fresh
+        self.first = nn.Conv2d(4, 4, 3, padding=1)
+        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(1 if shared else rounds))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        seen, estimate, found = self.first(x), torch.zeros_like(x), []
+        for number in range(self.rounds):
+            grid = torch.linspace(0, 1, 6, dtype=x.dtype) if self.fresh else 0.5
+            conv = self.convs[number % len(self.convs)]
+            for _ in range(9):
+                estimate = estimate + (conv(estimate) * seen).tanh() * grid
+            found.append(estimate * 2)
+        return tuple(found)
+
+
+def in_order(program: Program) -> Chain:
+    division = in_rounds(program)
+    assert division is not None
+    return Chain(division, [piece.graph for piece in division.programs])
+
+
+def check(program: Program) -> None:
+    with torch.no_grad():
+        for x in (image(), image() * 3 - 1):
+            for one, other in zip(program.graph(x), in_order(program)(x), strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_the_rounds_of_a_loop_share_a_program_that_gives_what_the_whole_gives() -> None:
+    program = program_of(Loop(8), image())
+    division = in_rounds(program)
+    assert division is not None
+    assert len(division.programs) < 5 <= len(division.pieces)
+    assert max(division.kinds.count(kind) for kind in division.kinds) >= 6
+    assert sum(1 for piece in division.programs for _ in calls(piece.graph)) < 0.5 * len(
+        [*calls(program.graph)]
+    )
+    check(program)
+
+
+def test_each_round_may_have_a_copy_of_its_weights_and_constants() -> None:
+    _, captured = captured_of(Loop(8, fresh=True).eval(), image())
+    passes = RemoveInferenceNoops(), FoldConstants(), ChannelsLast()
+    program = replay(passes, FP32.start(captured.program))
+    weights = [node for node in program.graph.graph.nodes if node.op == "get_attr"]
+    assert len({node.target for node in weights}) > 16  # the layout has made copies
+    division = in_rounds(program)
+    assert division is not None
+    assert max(division.kinds.count(kind) for kind in division.kinds) >= 6
+    check(program)
+
+
+def test_layers_of_one_shape_with_weights_of_their_own_are_no_loop() -> None:
+    program = program_of(Loop(8, shared=False), image())
+    assert in_rounds(program) is None
+    assert not is_unrolled(program.graph)
+
+
+def test_weights_that_differ_in_one_number_are_others() -> None:
+    model = Loop(8, shared=False)
+    for conv in model.convs[1:]:
+        conv.load_state_dict(model.convs[0].state_dict())
+    program = program_of(model, image())
+    assert in_rounds(program) is not None
+    with torch.no_grad():
+        for number, conv in enumerate(model.convs):
+            conv.weight[1, 2, 1, 1] += number  # type: ignore[index, operator]
+    other = program_of(model, image())
+    assert in_rounds(other) is None
+
+
+def test_two_rounds_are_too_few() -> None:
+    assert in_rounds(program_of(Loop(2), image())) is None
+
+
+def test_inductor_compiles_the_body_once_and_is_right() -> None:
+    _, captured = captured_of(Loop(6).eval(), image())
+    program, step = FP32.start(captured.program), Compile()
+    pieces = step.divided(program, 1)
+    assert 1 < len(pieces) < 5
+    assert step.expected_seconds(program) < 4 + 0.03 * 0.7 * sum(1 for _ in calls(program.graph))
+    made = step.apply(program).program
+    assert isinstance(made.engine, Chain)
+    for x in (image(), image() * 2):
+        for one, other in zip(made.run(x), program.run(x), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loop_opens_with_inductor_and_layers_do_not() -> None:
+    def engine(model: nn.Module) -> str | None:
+        _, captured = captured_of(model.eval(), image())
+        return opening_of(FP32.start(captured.program), ()).engine
+
+    assert engine(Loop(8)) == COMPILED_ON_CPU[False].engine == "compile"
+    assert engine(Loop(8, shared=False)) == OPENINGS["cpu", False].engine != "compile"
