@@ -216,6 +216,21 @@ class SlowCompiler(Compiler):
         return 1e6
 
 
+def test_the_openings_engine_is_tried_later_where_the_opening_had_no_time_for_it(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module
+) -> None:
+    bench = Bench(monkeypatch, net, X, cost={"compiler": 0.5})
+    engine = SlowCompiler()
+    lane = search(monkeypatch, bench, Pipeline((), (engine,)), Opening((), engine.name))
+    lane.engines.run_first(time.perf_counter() + 1.0)
+    lane.engines.run(time.perf_counter() + 1e7)
+    lane.engines.run(time.perf_counter() + 1e7)
+    assert [verdict for name, verdict in rows(bench) if name == engine.name] == [
+        Verdict.NOT_TRIED,
+        Verdict.KEPT,
+    ]
+
+
 @pytest.mark.parametrize(("ended", "verdict"), [(True, KEPT), (False, NOT_TRIED)])
 def test_what_is_made_takes_little_more_time(
     monkeypatch: pytest.MonkeyPatch, net: nn.Module, ended: bool, verdict: Verdict
