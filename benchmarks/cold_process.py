@@ -58,7 +58,7 @@ def measure(
     calls: dict[str, Call] = {OURS: fast}
     contestants: dict[str, Facts] = {OURS: {}}
     first: dict[str, list[Tensor]] = {}
-    pool = ThreadPoolExecutor(1) if device.type == "cuda" else None  # its thread is not ended, see `leave`
+    pool = peers_thread(device)  # it is not ended, see `leave`
     with torch.no_grad():
         expected, facts["no_reference"] = _expected(model, inputs)
         first[OURS] = effect(fast, inputs)
@@ -127,13 +127,18 @@ def _expected(model: nn.Module, inputs: Inputs) -> tuple[list[Tensor] | None, st
         return None, told(failure)
 
 
-def of_peers(pool: Executor | None, work: Callable[[], T]) -> T:
-    """Do a peer's work with cuDNN's search on: on a GPU in a thread of its own, and on a CPU in this one.
+def peers_thread(device: torch.device) -> Executor | None:
+    """A thread for peers on a GPU; None on a CPU, where they run in this one.
 
     PyTorch caches cuDNN's plans by thread: in ampopt's the search would find those that were chosen without.
     On a CPU each thread that computes has OpenMP's threads of its own. Where these are more than cores, they
-    sleep between operators, and RAFT's 1,400 took 190 ms in eager for 125 on two cores, in either thread.
+    sleep between operators, and RAFT's 1,400 took 190 ms in eager for 141 on two cores, in either thread.
     """
+    return ThreadPoolExecutor(1) if device.type == "cuda" else None
+
+
+def of_peers(pool: Executor | None, work: Callable[[], T]) -> T:
+    """Do a peer's work with cuDNN's search on."""
 
     def searching() -> T:
         before = torch.backends.cudnn.benchmark

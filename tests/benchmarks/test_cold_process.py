@@ -112,7 +112,12 @@ def test_a_peer_is_made_in_the_first_of_its_ways_that_works_and_the_others_are_t
     assert set(REGIMES) <= set(found["two"])
 
 
-def test_peers_search_in_a_thread_of_their_own_and_ampopt_has_the_users_switch(
+def test_on_a_gpu_peers_have_a_thread_of_their_own() -> None:
+    pool = cold_process.peers_thread(torch.device("cuda"))
+    assert cold_process.of_peers(pool, threading.get_ident) != threading.get_ident()
+
+
+def test_on_a_cpu_peers_search_in_the_thread_of_ampopt_which_has_the_users_switch(
     monkeypatch: pytest.MonkeyPatch, short_blocks: None
 ) -> None:
     seen: dict[str, set[tuple[bool, int, bool]]] = {}
@@ -132,8 +137,7 @@ def test_peers_search_in_a_thread_of_their_own_and_ampopt_has_the_users_switch(
     assert not torch.backends.cudnn.benchmark
     assert seen["ours"] == {(False, threading.get_ident(), False)}
     ((search, thread, grad),) = seen["peer"]
-    assert (search, grad) == (True, False)
-    assert thread != threading.get_ident()
+    assert (search, thread, grad) == (True, threading.get_ident(), False)
 
 
 class Remembering(nn.Module):
