@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ampopt.engines.cuda_graphs import CapturedGraph, Outputs
-from ampopt.errors import PassError
+from ampopt.errors import PassError, first_line
 from ampopt.ir.program import Program
 
 logger = logging.getLogger("ampopt")
@@ -29,8 +29,8 @@ MOST_COUNTED = 1000
 class GraphPerSize:
     """Runs the program for any of its sizes; from the third call of one on by a graph captured for it.
 
-    Sizes that come when `MOST_GRAPHS` are captured, and one whose capture fails, run without. Safe for
-    several threads, which wait while one of them captures.
+    Sizes that come when `MOST_GRAPHS` are captured, and one whose capture fails, run without; the log says
+    why. Safe for several threads, which wait while one of them captures.
     """
 
     def __init__(self, program: Program, *, outputs: Outputs = "copy") -> None:
@@ -56,10 +56,15 @@ class GraphPerSize:
             self._calls[sizes] += 1
             if self._calls[sizes] < CALLS or len(self._captured) >= MOST_GRAPHS:
                 return self._program.run
-            program = self._program.replace(examples=tensors)
-            try:
-                self._captured[sizes] = CapturedGraph(program, outputs=self._outputs)
-            except PassError as error:
-                logger.info("ampopt: sizes %s run without a CUDA graph: %s", [list(s) for s in sizes], error)
-                self._captured[sizes] = program.run
+            self._captured[sizes] = self._captured_for(tensors)
             return self._captured[sizes]
+
+    def _captured_for(self, tensors: tuple[Tensor, ...]) -> Callable[..., tuple[Tensor, ...]]:
+        """A graph for these sizes, whose buffers are not of an inference mode that the call is made in."""
+        try:
+            with torch.inference_mode(mode=False), torch.no_grad():
+                return CapturedGraph(self._program.replace(examples=tensors), outputs=self._outputs)
+        except (PassError, RuntimeError) as error:  # no memory, for example
+            shown = [list(tensor.shape) for tensor in tensors]
+            logger.warning("ampopt: sizes %s run without a CUDA graph: %s", shown, first_line(error))
+            return self._program.run

@@ -24,6 +24,7 @@ from ampopt.ir.resize_forms import check_varying
 from ampopt.ir.shapes import record_shapes
 from ampopt.ir.size_range import Sizes
 from ampopt.ir.stable_forms import with_stable_forms
+from ampopt.system.flags import older_flags_readable
 
 Dims = tuple[dict[int, str], ...]
 """The names of the dynamic dimensions of each input tensor."""
@@ -75,7 +76,7 @@ def model_of(
     """
     try:
         exported = _exported(graph, examples, dims)
-        with capturing(), torch.no_grad(), exact_rules(), last_match_freed():
+        with capturing(), torch.no_grad(), older_flags_readable(), exact_rules(), last_match_freed():
             result = torch.onnx.export(
                 exported,
                 dynamo=True,
@@ -101,7 +102,7 @@ def _exported(graph: fx.GraphModule, examples: tuple[Tensor, ...], dims: Dims) -
     dynamic = shapes if any(dims) else None
     if any(index >= 2 for named in dims for index in named):
         check_varying(graph)
-    with capturing(), torch.no_grad(), EmulatedHalf():
+    with capturing(), torch.no_grad(), older_flags_readable(), EmulatedHalf():
         fitting = with_numbers_that_fit(graph, examples)
         stable = with_stable_forms(fitting, examples)
         stable = copy_of(with_integer_forms(stable, examples, is_dynamic=any(dims)))

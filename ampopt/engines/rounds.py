@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from ampopt.engines.divided import (
     LEAST_CALLS,
@@ -59,7 +59,7 @@ def in_rounds(program: Program) -> Division | None:
 
 
 def is_unrolled(module: fx.GraphModule) -> bool:
-    """Whether a graph on a CPU looks like the rounds of a loop, which rewrites may have to make equal."""
+    """Whether a graph looks like the rounds of a loop, which rewrites may have to make equal."""
     return _longest_run([_signature(node) for node in calls(module)]) is not None
 
 
@@ -116,13 +116,23 @@ def _shown(value: object, numbers: Mapping[fx.Node, int], weight: Callable[[Tens
 
 def _sampled(weight: Tensor) -> Hashable:
     """A weight's shape and a few of its numbers, which tell those of other layers apart."""
+    if not _is_plain(weight):
+        return id(weight)
     ends = [weight[(place,) * (weight.dim() - 1)] for place in (0, -1)] if weight.numel() else []
     return _look(weight), *(_bytes(end) for end in ends)
 
 
 def _whole(weight: Tensor) -> Hashable:
     """All that a weight is: each call of a loop may have a copy of its own, in another layout."""
+    if not _is_plain(weight):
+        return id(weight)
     return _look(weight), hashlib.blake2b(_bytes(weight)).digest()
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether its numbers can be read; another, sparse or packed or on a GPU, is equal to itself alone."""
+    is_own = type(weight) in (Tensor, nn.Parameter) and not weight.is_conj() and not weight.is_neg()
+    return is_own and weight.layout is torch.strided and weight.device.type == "cpu"
 
 
 def _bytes(tensor: Tensor) -> bytes:

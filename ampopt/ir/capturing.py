@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Iterator
 
 from ampopt.system import turns
-from ampopt.system.flags import older_flags_readable
 from ampopt.system.garbage import collected_later
 from ampopt.system.process_state import imports_kept, process_kept
 from ampopt.system.quiet import quiet
@@ -20,11 +19,7 @@ from ampopt.system.quiet import quiet
 def capturing() -> Iterator[None]:
     """Hold the lock, with output suppressed; enter before `Settings.scope` and before gradients are off.
 
-    Garbage is collected after it. Calls of captured programs do not wait for it, unless the process's flags
-    for TF32 are such that PyTorch cannot read the older ones, see `older_flags_readable`.
+    Garbage is collected after it. Calls of captured programs do not wait for it.
     """
-    kept = process_kept(), imports_kept(), quiet(), collected_later(), older_flags_readable()
-    with turns.capturing.taken(), contextlib.ExitStack() as stack:
-        for each in kept:
-            stack.enter_context(each)
+    with turns.capturing.taken(), process_kept(), imports_kept(), quiet(), collected_later():
         yield

@@ -67,9 +67,10 @@ def autocast_scope(
 
 @contextlib.contextmanager
 def plain_world(device: torch.device) -> Iterator[None]:
-    """Neither gradients nor an autocast that happens to surround the call; flags as the process has them.
+    """Neither gradients nor an autocast that happens to surround the call, and flags that can be read.
 
     Models are exported in this one: `torch.export` reads flags that a `Settings.scope` makes unreadable.
     """
-    with torch.inference_mode(mode=False), torch.no_grad(), autocast_scope(device, None):
+    eager = torch.inference_mode(mode=False), torch.no_grad(), autocast_scope(device, None)
+    with _all([*eager, flags.older_flags_readable()]):
         yield

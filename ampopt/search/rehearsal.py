@@ -168,12 +168,10 @@ class Sandbox:
         return found is not None and found.has_ended_well
 
     def expected_s(self, step: Pass, program: Program) -> float:
-        """About how many seconds a rehearsal takes: in pieces, as many as the longest, or all in turn."""
-        if not isinstance(step, Engine) or not step.risky:
+        """About how many seconds a step takes: one begun ahead in pieces, as many as the longest of them."""
+        if not self.is_rehearsing(step, program) or not isinstance(step, Engine):
             return step.expected_seconds(program)
-        count = len(self.workers)
-        each = [step.expected_seconds(piece) for piece in step.divided(program, count)]
-        return max(*each, sum(each) / count)
+        return max(step.expected_seconds(piece) for piece in step.divided(program, len(self.workers)))
 
     def ahead_s(self, step: Pass, program: Program) -> float:
         """How many seconds ago this step on this program was begun ahead; 0 if it was not, or waits."""

@@ -125,8 +125,7 @@ class Trials:
 
     def leave_out(self, state: LaneState, name: str, reason: str) -> None:
         """Write down that something is not tried, and why."""
-        row = Entry(state.lane.name, name, Verdict.NOT_TRIED, reason)
-        self.ledger.entries.append(row)
+        self._tell(Entry(state.lane.name, name, Verdict.NOT_TRIED, reason))
 
     def needed_s(self, state: LaneState, step: Pass, program: Program) -> float:
         """The expected time in seconds to apply a pass to a program and judge the result."""
@@ -300,7 +299,13 @@ class Trials:
             ) from error
 
     def end(self, trial: Trial, verdict: Verdict, reason: str) -> None:
-        self.ledger.entries.append(trial.end(verdict, reason))
+        self._tell(trial.end(verdict, reason))
+
+    def _tell(self, row: Entry) -> None:
+        """Write down what became of a trial; that there was no time for it before is not worth a row then."""
+        key, entries = (row.lane, row.name), self.ledger.entries
+        entries[:] = [each for each in entries if (each.lane, each.name) != key or each.needs_s is None]
+        entries.append(row)
 
 
 def with_places(declined: Sequence[Declined], program: Program) -> tuple[Declined, ...]:

@@ -122,13 +122,15 @@ def older_flags_readable() -> Iterator[None]:
             turn.close()  # calls in other threads go on meanwhile
             yield
             return
-        before, older = _precision(), _Older.now()
+        before, older = _precision(), None
         try:
+            older = _Older.now()
             backends.cudnn.allow_tf32 = backends.cuda.matmul.allow_tf32 = False
             _set_precision(("ieee",) * 3)  # they would inherit from the one for all
             yield
         finally:
-            older.put_back()
+            if older is not None:
+                older.put_back()
             _set_precision(before)
 
 

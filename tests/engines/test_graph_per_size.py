@@ -81,20 +81,41 @@ def test_sizes_that_never_come_back_are_not_counted_for_ever(captured: list[int]
     assert (captured, len(run._calls)) == ([], 1)
 
 
+@pytest.mark.parametrize(
+    "error", [PassError("the CUDA graph could not be captured"), RuntimeError("no memory")]
+)
 def test_a_size_whose_capture_fails_runs_without_and_is_not_tried_again(
-    monkeypatch: pytest.MonkeyPatch,
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tries: list[Program] = []
 
     def refuse(program: Program, *, outputs: str) -> Any:
         tries.append(program)
-        raise PassError("the CUDA graph could not be captured: no memory")
+        raise error
 
     monkeypatch.setattr(graph_per_size, "CapturedGraph", refuse)
     run = GraphPerSize(program())
     for _ in range(CALLS + 3):
         assert_one_more(run, 4)
     assert len(tries) == 1
+    assert f"sizes [[4, 3]] run without a CUDA graph: {type(error).__name__}: {error}" in caplog.text
+
+
+def test_a_capture_in_a_call_in_inference_mode_makes_no_tensors_of_that_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    modes: list[bool] = []
+
+    def capture(program: Program, *, outputs: str) -> Callable[..., tuple[Tensor, ...]]:
+        modes.append(torch.is_inference_mode_enabled() or torch.is_grad_enabled())
+        return program.run
+
+    monkeypatch.setattr(graph_per_size, "CapturedGraph", capture)
+    run = GraphPerSize(program())
+    for _ in range(CALLS):
+        with torch.inference_mode():
+            assert_one_more(run, 4)
+    assert modes == [False]
 
 
 def net() -> torch.nn.Module:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ampopt.engines.divided import Chain
 from ampopt.engines.rounds import in_rounds, is_unrolled
-from ampopt.ir.graph import calls
+from ampopt.ir.graph import aten, calls
 from ampopt.ir.lanes import FP32
 from ampopt.ir.program import Program
 from ampopt.ir.transform import replay
@@ -96,6 +99,32 @@ def test_weights_that_differ_in_one_number_are_others() -> None:
             conv.weight[1, 2, 1, 1] += number  # type: ignore[index, operator]
     other = program_of(model, image())
     assert in_rounds(other) is None
+
+
+@pytest.mark.parametrize("kind", ["sparse", "rows", "packed", "complex", "conjugate", "small", "none"])
+def test_weights_whose_numbers_cannot_be_read_are_equal_to_themselves_alone(kind: str) -> None:
+    made: Callable[[], Tensor] = {
+        "sparse": lambda: torch.eye(3).to_sparse(),
+        "rows": lambda: torch.eye(3).to_sparse_csr(),
+        "packed": lambda: torch.eye(3).to_mkldnn(),
+        "complex": lambda: torch.eye(3) * 1j,
+        "conjugate": lambda: (torch.eye(3) * 1j).conj(),
+        "small": lambda: torch.eye(3).to(torch.float8_e4m3fn),
+        "none": lambda: torch.empty(3, 3, device="meta"),
+    }[kind]
+
+    def graph(weights: list[Tensor]) -> fx.GraphModule:
+        owner, calls = nn.Module(), fx.Graph()
+        value = calls.placeholder("x")
+        for number in range(120):
+            owner.register_buffer(f"w{number}", weights[number // 40 % len(weights)])
+            value = calls.call_function(aten.mul.Tensor, (value, calls.get_attr(f"w{number}")))
+        calls.output((value,))
+        return fx.GraphModule(owner, calls)
+
+    shared, readable = made(), kind in ("complex", "small")
+    assert is_unrolled(graph([shared]))
+    assert is_unrolled(graph([made(), made(), made()])) is readable
 
 
 def test_two_rounds_are_too_few() -> None:

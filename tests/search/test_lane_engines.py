@@ -222,13 +222,12 @@ def test_the_openings_engine_is_tried_later_where_the_opening_had_no_time_for_it
     bench = Bench(monkeypatch, net, X, cost={"compiler": 0.5})
     engine = SlowCompiler()
     lane = search(monkeypatch, bench, Pipeline((), (engine,)), Opening((), engine.name))
-    lane.engines.run_first(time.perf_counter() + 1.0)
+    for _ in range(2):
+        lane.engines.run_first(time.perf_counter() + 1.0)
+        assert rows(bench) == [(engine.name, NOT_TRIED)]  # told once
     lane.engines.run(time.perf_counter() + 1e7)
     lane.engines.run(time.perf_counter() + 1e7)
-    assert [verdict for name, verdict in rows(bench) if name == engine.name] == [
-        Verdict.NOT_TRIED,
-        Verdict.KEPT,
-    ]
+    assert rows(bench) == [(engine.name, KEPT)]
 
 
 @pytest.mark.parametrize(("ended", "verdict"), [(True, KEPT), (False, NOT_TRIED)])

@@ -189,6 +189,8 @@ def test_pieces_are_expected_to_take_as_long_as_the_longest(
 ) -> None:
     monkeypatch.setattr("ampopt.search.rehearsal.how_many", lambda _: count)
     with Sandbox(CPU) as sandbox:
+        assert sandbox.expected_s(Uneven(), program) == 3.0  # nothing is divided to tell that
+        sandbox.begin(Uneven(), program)
         assert sandbox.expected_s(Uneven(), program) == expected
         assert sandbox.expected_s(FoldConvBn(), program) == FoldConvBn().expected_seconds(program)
 

@@ -157,6 +157,25 @@ def test_models_are_captured_and_exported_in_every_prior_state_and_in_a_programs
     assert in_a_fresh_process(EXPORTING, prior=PRIOR[prior], tf32=tf32) == "[]"
 
 
+BETWEEN = """
+import torch
+from ampopt.search.between import Between
+b = torch.backends
+{prior}
+x = torch.randn(3)
+between = Between(lambda call: call(x), torch.nn.ReLU())
+for part in between.parts:
+    part.is_timed, part.seconds = True, 0.0
+between.served(x)
+print([part.seconds > 0.0 for part in between.parts])
+"""
+
+
+@pytest.mark.parametrize("prior", ["nothing", "all but rnn", "matmul"])
+def test_what_dynamo_has_traced_serves_under_the_flags_that_it_was_traced_with(prior: str) -> None:
+    assert in_a_fresh_process(BETWEEN, prior=PRIOR[prior]) == "[True]"
+
+
 @pytest.mark.xfail(strict=True, reason="PyTorch tells the flags' values but not whether they are inherited")
 def test_a_later_change_of_all_of_them_still_reaches_each() -> None:
     change = "b.fp32_precision = 'ieee'; before = {k: 'ieee' for k in ('conv', 'rnn', 'matmul', 'all')}"
