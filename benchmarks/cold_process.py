@@ -228,11 +228,18 @@ def _in_its_graphs(model: nn.Module, inputs: Inputs) -> Call:
 
 
 def reference(model: nn.Module, inputs: Inputs) -> list[Tensor]:
-    """The effect of a call of the model in float64."""
-    from ampopt.ir.model_copy import private_copy
+    """The effect of a call of the model in float64, and of what it makes itself where that is of float32."""
+    from ampopt.ir.in_float64 import SCOPES, copy_in_float64
 
     given = pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, inputs)
-    return effect(private_copy(model).double(), given)
+    failures: list[Exception] = []
+    for scope in SCOPES:
+        try:
+            with scope():
+                return effect(copy_in_float64(model), given)
+        except Exception as failure:
+            failures.append(failure)
+    raise failures[0]
 
 
 def error_of(found: list[Tensor], expected: list[Tensor]) -> float | None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ampopt.errors import InputError, first_line
+from ampopt.ir.in_float64 import SCOPES, copy_in_float64
 from ampopt.ir.lanes import FP32
 from ampopt.ir.model_copy import private_copy, untouched_rng, working_copy
 from ampopt.ir.numerics import fresh_draw, rounded_anew, roundings_of_sums
@@ -178,14 +179,21 @@ class WholeCheck:
     def _in_float64(self) -> list[Any]:
         """The original's results in float64, rounded to float32, for as many calls as it can be called so."""
         found = list[Any]()
-        try:
-            model = private_copy(self.original).double()
-            for leaves, _ in self._expected:
-                result = self.call(model, map_tensors(_in(torch.float32, torch.float64), leaves, {})[0])
-                found.append(kept(pytree.tree_map_only(Tensor, _in(torch.float64, torch.float32), result)))
-        except Exception as error:
-            check_interrupted(error)
-            logger.debug("ampopt: the whole model is not compared in float64: %s", first_line(error))
+        for scope in SCOPES:
+            try:
+                model = copy_in_float64(self.original)
+                for leaves, _ in self._expected:
+                    given = map_tensors(_in(torch.float32, torch.float64), leaves, {})[0]
+                    with scope():
+                        result = self.call(model, given)
+                    found.append(
+                        kept(pytree.tree_map_only(Tensor, _in(torch.float64, torch.float32), result))
+                    )
+            except Exception as error:
+                check_interrupted(error)
+                logger.debug("ampopt: the whole model is not compared in float64: %s", first_line(error))
+            if found:
+                break
         return found
 
     def _rows(self) -> Iterator[Sequence[Any]]:

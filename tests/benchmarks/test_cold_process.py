@@ -183,6 +183,8 @@ def test_without_a_reference_in_float64_the_row_says_why_and_has_times(
 ) -> None:
     class Single(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
+            if x.dtype is torch.float64:
+                raise TypeError("no double here")
             return x @ torch.ones(4, 4)
 
     model = Fast(Single())
@@ -193,6 +195,16 @@ def test_without_a_reference_in_float64_the_row_says_why_and_has_times(
     assert "double" in facts["no_reference"].lower()
     assert facts["contestants"]["ampopt"]["relative_error"] is None
     assert set(REGIMES) <= set(facts["contestants"]["ampopt"])
+
+
+def test_what_a_model_makes_in_float32_is_widened_in_the_reference() -> None:
+    class Makes32(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ torch.full((4, 4), 0.5)
+
+    found = cold_process.reference(Makes32(), (torch.ones(1, 4),))
+    wanted = [torch.full((1, 4), 2.0).double(), torch.ones(1, 4).double()]
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_outputs_of_another_number_or_shape_have_no_error() -> None:

@@ -156,10 +156,15 @@ def test_a_metric_that_gives_nan_is_not_passed() -> None:
 
 
 def test_a_model_that_fails_in_float64_is_compared_with_itself_in_float32() -> None:
-    model = Model(lambda m, x: m.weight.float() @ x, weight=torch.randn(3, 2))
-    verifier, original = verifier_of(model, X)
+    def only_float32(m: Any, x: Tensor) -> Any:
+        if x.dtype is torch.float64:
+            raise TypeError("no float64 here")
+        return m.weight @ x
+
+    verifier, original = verifier_of(Model(only_float32, weight=torch.randn(3, 2)), X)
     assert verifier.note is not None
     assert verifier.note.startswith("the reference is the model in float32, because it fails in float64")
+    assert "no float64 here" in verifier.note
     assert verifier.check(lambda x: [original(x)], FP32).passed
 
 

@@ -194,8 +194,28 @@ def test_what_the_original_gives_in_float64_is_right_where_its_own_rounding_deci
 def test_a_model_that_cannot_be_called_in_float64_is_compared_with_itself_alone() -> None:
     class Only32(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
+            if x.dtype is not torch.float32:
+                raise TypeError("no float64 here")
             return x @ torch.ones(3, 2)
 
     check = WholeCheck(Only32(), (torch.ones(1, 3),), {}, torch.device("cpu"), 1e-2)
     error, why = check.judge(lambda x: x @ torch.ones(3, 2) * 2)
     assert (error, why is not None) == (1.0, True)
+
+
+def test_what_a_model_makes_in_float32_is_widened_for_its_result_in_float64() -> None:
+    class Makes32(Close):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) @ torch.eye(2)
+
+    x, model = torch.tensor([1e8, 1.0, 1.0]), Makes32()
+    check = WholeCheck(model, (x,), {}, torch.device("cpu"), 1e-2)
+    with torch.no_grad():
+        exact = model.rows[1].clone()
+
+    def answer(given: Tensor) -> Tensor:
+        return exact if torch.equal(given, x) else model(given)
+
+    with torch.no_grad():
+        assert not torch.equal(answer(x), model(x))
+    assert check.judge(answer) == (0.0, None)
