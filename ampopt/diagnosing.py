@@ -191,6 +191,7 @@ def diagnose(
         notes=(*notes, *case.notes, *untried_note(case.untried, budget)),
         seconds=time.perf_counter() - started,
         own=own,
+        usage=case.usage,
     )
 
 

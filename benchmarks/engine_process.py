@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ampopt.system.meters import cpu_meter
 from benchmarks.engine_venvs import python_of
 from benchmarks.engines_on_cpu import ENGINES, convert
-from benchmarks.meters import cpu_meter
 from benchmarks.race_protocol import Facts, peak_bytes, resident_bytes, serve_pipe
 from benchmarks.regimes import Block, Subject, block
 

@@ -35,7 +35,7 @@ ROUNDS = 6
 """The fewest blocks of each subject in each regime: 60 frames, and an interval that six pairs can give."""
 
 Meter = Callable[[], Mapping[str, float]]
-"""Reads what a device has used so far and how it runs, see `benchmarks.meters`."""
+"""Reads what a device has used so far and how it runs, see `ampopt.system.meters`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.meters import cpu_meter, gpu_meter
+from ampopt.system.meters import cpu_meter, gpu_meter
 from benchmarks.regimes import Subject
 
 

@@ -17,6 +17,7 @@ from ampopt.diagnosis.finding import Counterfactual
 from ampopt.diagnosis.heap import Refilled
 from ampopt.diagnosis.layers import Layer
 from ampopt.diagnosis.operators import Kernel
+from ampopt.diagnosis.usage import Usage, usage_of
 from ampopt.diagnosis.watch import Watched
 from ampopt.engines.executable import executable
 from ampopt.errors import first_line
@@ -35,6 +36,9 @@ from ampopt.system.interrupts import check_interrupted
 
 LEAST, MOST = 6, 60
 """Rounds of a counterfactual: fewer than six pairs bear no interval of 95 %."""
+
+LEAST_GAPS = 0.2
+"""From this share of a call, or of a training step, on, the gaps between kernels are told."""
 
 SECONDS = 1.0
 """Time for the samples of a counterfactual, unless `LEAST` rounds take longer."""
@@ -65,6 +69,7 @@ class Case:
     lanes: dict[str, Lane] = dataclasses.field(default_factory=dict)
     latency: dict[str, Measurement] = dataclasses.field(default_factory=dict)
     device_time: dict[str, Measurement] = dataclasses.field(default_factory=dict)
+    usage: dict[str, Usage] = dataclasses.field(default_factory=dict)
     layers: tuple[Layer, ...] = ()
     accuracy: dict[str, tuple[LayerError, ...]] = dataclasses.field(default_factory=dict)
     too_slow: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -90,6 +95,25 @@ class Case:
     def has_time(self, call_s: float) -> bool:
         """Whether the budget has room for one more counterfactual of calls of this many seconds."""
         return max(SECONDS, 2 * (LEAST + 2) * call_s) < self.budget.left_s
+
+    def read_usage(self, lane: str, call: Callable[[], object], call_s: float) -> None:
+        """Read the clocks, the power and the energy of calls that take so many seconds."""
+        if not self.has_time(call_s):
+            self.untried.append(f"the power of a call in {lane}")
+            return
+        try:
+            found = usage_of(call, self.device)
+        except Exception as error:
+            check_interrupted(error)
+            self.notes.append(f"the power of a call in {lane} could not be read: {first_line(error)}")
+            return
+        if found is None:
+            return
+        self.usage[lane] = found
+        if found.is_slowed:
+            why = f": {', '.join(found.slowed)}" if found.slowed else ""
+            clocks = f"{found.sm_mhz:.0f} of {found.most_sm_mhz:.0f} MHz"
+            self.notes.append(f"the GPU ran at {clocks} in {lane}{why}")
 
     def counterfactual(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampopt.diagnosis.finding import milliseconds
-from ampopt.diagnosis.sweep import pays_from
+from ampopt.diagnosis.sweep import crossings_told
 from ampopt.diagnosis.training_step import PARTS
 from ampopt.document.model import (
     Bar,
@@ -65,6 +65,8 @@ def _figures(found: Diagnosis) -> Iterator[Figure]:
         note = "" if busy is None else f"of which kernels {milliseconds(busy.median)} ms"
         if lane in found.launches:
             note = f"{found.launches[lane]}; {note}"
+        if lane in found.usage:
+            note = f"{note}; {found.usage[lane]}" if note else str(found.usage[lane])
         yield Figure(
             f"{lane}, {'a step' if found.training else 'a call'}", f"{milliseconds(measured.median)} ms", note
         )
@@ -207,19 +209,17 @@ def _sweep(found: Diagnosis) -> Iterator[Section]:
         Column("batch", is_number=True),
         *(Column(f"{lane} ms", is_number=True) for lane in lanes),
         *(Column(f"{lane} per s", is_number=True) for lane in lanes),
+        *(Column(f"{lane} gaps", is_number=True) for lane in found.sweep[0].kernels_s),
     )
     rows = tuple(
         (
             Cell(str(row.batch), row.batch),
             *(Cell(f"{1e3 * row.latency[lane].median:.3f}") for lane in lanes),
             *(Cell(f"{row.throughput(lane):.1f}") for lane in lanes),
+            *(Cell(f"{row.gaps(lane) or 0.0:.0%}") for lane in row.kernels_s),
         )
         for row in found.sweep
     )
-    told = tuple(
-        f"{lane} is faster than FP32 from batch {batch} on" if batch else f"{lane} is not faster in the end"
-        for lane in lanes[1:]
-        for batch in [pays_from(found.sweep, lane)]
-    )
+    told = tuple(crossings_told(found.sweep))
     plot = Lines("throughput by batch", "batch", "examples a second", lines, is_log=True)
     yield Section("Batch sweep", (Points(told), plot, Table(columns, rows)))

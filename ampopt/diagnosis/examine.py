@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ampopt.diagnosis.case import Case, eager_call, trained_as
 from ampopt.diagnosis.finding import Finding, ranked
 from ampopt.diagnosis.findings import FINDINGS
-from ampopt.diagnosis.layers import layers_of, works
+from ampopt.diagnosis.layers import layers_of, without_tensor_cores, works
 from ampopt.diagnosis.operators import Spent, profiled
 from ampopt.engines.graph_capture import ReplayedProgram
 from ampopt.errors import AmpoptError, CaptureError, InputError, first_line
@@ -46,6 +46,7 @@ def measure(case: Case, lanes: tuple[Lane, ...], tell: Progress) -> None:
     tell("all", "eager")
     _time_eager(case, lanes)
     _time_device(case)
+    _read_usage(case)
     try:
         _time_operators(case, tell)
     except Exception as error:
@@ -125,6 +126,12 @@ def _time_device(case: Case) -> None:
     case.device_time = interleave(samplers, seconds=1.0) if samplers else {}
 
 
+def _read_usage(case: Case) -> None:
+    """Clocks, power and energy of each lane, where the device tells them."""
+    for name, measured in case.latency.items():
+        case.read_usage(name, case.eager(case.lanes[name]), measured.median)
+
+
 def _time_operators(case: Case, tell: Progress) -> None:
     if case.program is None:
         return
@@ -137,3 +144,5 @@ def _time_operators(case: Case, tell: Progress) -> None:
         spent[name] = profiled(program, runs)
     dtypes = {name: case.lanes[name].dtype for name in spent}
     case.layers = layers_of(works(case.program), spent, dtypes, case.ceilings)
+    mixed = [name for name in spent if case.lanes[name].is_mixed]
+    case.notes += [note for name in mixed if (note := without_tensor_cores(case.layers, name))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ from ampopt.ir.graph import is_constant
 from ampopt.ir.origin import origins_of
 from ampopt.ir.own_autocast import own_scope
 from ampopt.ir.program import Program
+
+NAMED = 3
+"""Operators without Tensor Cores that are named, those that take longest."""
 
 OPTIMIZED = "optimized"
 """The lane of the optimized program, whatever its precision."""
@@ -64,6 +67,13 @@ class Layer:
         """Seconds of it in one call; 0 in a lane that was not measured."""
         return self.spent[lane].seconds if lane in self.spent else 0.0
 
+    def tensor_cores(self, lane: str) -> bool | None:
+        """Whether a product or convolution runs on Tensor Cores; None for what is neither, or has no kernel."""
+        kernels = self.spent[lane].kernels if lane in self.spent else ()
+        if not kernels or not self.work.flops:
+            return None
+        return any(kernel.on_tensor_cores for kernel in kernels)
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON: milliseconds, GB/s and TFLOP/s."""
         lanes = {}
@@ -75,10 +85,30 @@ class Layer:
                 "gb_s": round(self.work.moved / spent.seconds / 1e9, 3) if spent.seconds else None,
                 "tflop_s": round(self.work.flops / spent.seconds / 1e12, 5) if spent.seconds else None,
                 "kernels": [dataclasses.asdict(kernel) for kernel in spent.kernels],
+                "tensor_cores": self.tensor_cores(lane),
                 "casts": spent.casts,
             }
         work = {**dataclasses.asdict(self.work), "shape": list(self.work.shape), "madds": self.work.madds}
         return {"name": self.name, **work, "lanes": lanes}
+
+
+def without_tensor_cores(layers: Sequence[Layer], lane: str) -> str | None:
+    """Which products and convolutions run without Tensor Cores in a lane, in words; None where none does."""
+    known = [layer for layer in layers if layer.tensor_cores(lane) is not None]
+    missing = [layer for layer in known if not layer.tensor_cores(lane)]
+    if not missing:
+        return None
+    share = sum(layer.seconds(lane) for layer in missing) / sum(layer.seconds(lane) for layer in layers)
+    longest = sorted(missing, key=lambda layer: -layer.seconds(lane))[:NAMED]
+    names = "; ".join(
+        f"{layer.name} to {list(layer.work.shape)}, {layer.work.place}: {layer.spent[lane].longest.name[:60]}"
+        for layer in longest
+    )
+    more = f", {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+    return (
+        f"{len(missing)} of {len(known)} convolutions and products in {lane}, {share:.0%} of the operators' "
+        f"time, run no kernel of Tensor Cores: {names}{more}"
+    )
 
 
 def works(program: Program) -> dict[str, Work]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ LABEL = "ampopt node "
 
 _LEVEL = "KINETO_LOG_LEVEL"
 
+_TENSOR_CORES = re.compile(r"tensorop|tensor\d+x\d+x\d+|16816|1688|[hs]884|[hiqw]g?mma|nvjet")
+
 _CASTS = ("aten::_to_copy",)
 
 
@@ -31,6 +34,15 @@ class Kernel:
 
     name: str
     seconds: float
+
+    @property
+    def on_tensor_cores(self) -> bool:
+        """Whether its name has an instruction of Tensor Cores in it, as cuBLAS, cuDNN and CUTLASS write it.
+
+        `s16816` and `tensor16x8x16` are shapes of such instructions; `nvjet` are cuBLAS's kernels for Hopper.
+        Those without are named by `sgemm`, `ffma` or `simt`, or by none of all these.
+        """
+        return _TENSOR_CORES.search(self.name) is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +56,11 @@ class Spent:
     kernels: tuple[Kernel, ...] = ()
     casts: int = 0
     casts_s: float = 0.0
+
+    @property
+    def longest(self) -> Kernel:
+        """The kernel that takes longest. Raises ValueError where there is none."""
+        return max(self.kernels, key=lambda kernel: kernel.seconds)
 
 
 @contextlib.contextmanager
@@ -107,6 +124,17 @@ def _spent(event: Any, *, on_gpu: bool) -> Spent:
         )
     casts_s = sum(kernel.seconds for each in casts for kernel in kernels_of(each))
     return Spent(sum(kernel.seconds for kernel in kernels), kernels, len(casts), casts_s)
+
+
+def kernels_s(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of all kernels that a call launches on a GPU, after one that is not recorded."""
+    call()
+    synchronize(device)
+    with recording(device) as recorded:
+        call()
+        synchronize(device)
+    launched = (event for event in recorded.events() or () if event.cpu_parent is None)
+    return sum(kernel.seconds for event in launched for kernel in kernels_of(event))
 
 
 def kernels_of(event: Any) -> Iterator[Kernel]:

@@ -42,6 +42,7 @@ def add_optimized(case: Case, module: OptimizedModule) -> tuple[OwnKernel, ...]:
     sampler = latency(lambda: module(*case.args, **case.kwargs), case.device)
     timed = interleave({OPTIMIZED: sampler}, seconds=SECONDS, least=LEAST, most=MOST)
     case.latency = {**case.latency, **timed}
+    case.read_usage(OPTIMIZED, lambda: module(*case.args, **case.kwargs), timed[OPTIMIZED].median)
     if module.health.chose_original:
         case.notes.append("nothing was faster than the original, which answers the optimized module's calls")
         return ()

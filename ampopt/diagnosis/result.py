@@ -14,6 +14,7 @@ from ampopt.diagnosis.layers import Layer
 from ampopt.diagnosis.own_program import OwnKernel
 from ampopt.diagnosis.sweep import BatchRow
 from ampopt.diagnosis.training import StepTimes
+from ampopt.diagnosis.usage import Usage
 from ampopt.document.html import to_fragment
 from ampopt.document.model import Document
 from ampopt.measure.sampling import Measurement
@@ -43,7 +44,8 @@ class Diagnosis:
     `Finding`. `layers` are the operators in the order of the graph, none if the model is not one graph;
     `accuracy` are the operators of each lane, the worst first; `sweep` has a row for each batch. With
     `train=True`, `training` has the times of each way to run a training step, and `latency` its samples.
-    With `optimized=`, `own` are the optimized program's kernels in order, each with its places.
+    With `optimized=`, `own` are the optimized program's kernels in order, each with its places. `usage` has
+    the clocks, power and energy of each lane's calls, where the device tells them.
     """
 
     model: str
@@ -61,6 +63,7 @@ class Diagnosis:
     seconds: float
     training: Mapping[str, StepTimes] = dataclasses.field(default_factory=dict)
     own: tuple[OwnKernel, ...] = ()
+    usage: Mapping[str, Usage] = dataclasses.field(default_factory=dict)
 
     @property
     def launches(self) -> dict[str, Launches]:
@@ -84,6 +87,7 @@ class Diagnosis:
             "findings": [finding.to_dict() for finding in self.findings],
             "latency": {lane: measured.to_dict() for lane, measured in self.latency.items()},
             "device_time": {lane: measured.to_dict() for lane, measured in self.device_time.items()},
+            "usage": {lane: used.to_dict() for lane, used in self.usage.items()},
             "launches": {lane: each.to_dict() for lane, each in self.launches.items()},
             "ceilings": self.ceilings.to_dict(),
             "layers": [layer.to_dict() for layer in self.layers],

@@ -1,8 +1,9 @@
-"""The batch sweep: from which batch on AMP pays."""
+"""The batch sweep: from which batch on AMP pays, and up to which one launches are waited for."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampopt.diagnosis.case import eager_call
+from ampopt.diagnosis.case import LEAST_GAPS, eager_call
 from ampopt.diagnosis.layers import OPTIMIZED
+from ampopt.diagnosis.operators import kernels_s
 from ampopt.errors import first_line, is_passing
 from ampopt.ir.lanes import Lane
 from ampopt.ir.signature import flatten_call, map_tensors, tensors_of
@@ -24,21 +26,29 @@ LEAST, MOST = 3, 30
 
 @dataclasses.dataclass(frozen=True)
 class BatchRow:
-    """The latency of a call of one batch in each lane."""
+    """The latency of a call of one batch in each lane, and on a GPU the seconds of its kernels."""
 
     batch: int
     latency: Mapping[str, Measurement]
+    kernels_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def throughput(self, lane: str) -> float:
         """Examples a second."""
         return self.batch / self.latency[lane].median
 
+    def gaps(self, lane: str) -> float | None:
+        """The share of a call in which no kernel runs; None where that is not known."""
+        if lane not in self.kernels_s:
+            return None
+        return max(1 - self.kernels_s[lane] / self.latency[lane].median, 0.0)
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON, times in milliseconds and throughput in examples a second."""
-        lanes = {
-            lane: {**measured.to_dict(), "per_s": round(self.throughput(lane), 3)}
-            for lane, measured in self.latency.items()
-        }
+        lanes: dict[str, dict[str, Any]] = {}
+        for lane, measured in self.latency.items():
+            lanes[lane] = {**measured.to_dict(), "per_s": round(self.throughput(lane), 3)}
+            if (gaps := self.gaps(lane)) is not None:
+                lanes[lane] |= {"kernels_ms": round(1e3 * self.kernels_s[lane], 6), "gaps": round(gaps, 4)}
         return {"batch": self.batch, "lanes": lanes}
 
 
@@ -68,23 +78,26 @@ def sweep(
             return rows, f"the batch sweep ended before {batch}: its time was over"
         try:
             own_args, own_kwargs = of_batch(args, kwargs, batch)
-            samplers = {
-                lane.name: latency(eager_call(model, own_args, own_kwargs, device, lane), device)
-                for lane in lanes
-            }
+            calls = {lane.name: eager_call(model, own_args, own_kwargs, device, lane) for lane in lanes}
+            samplers = {name: latency(call, device) for name, call in calls.items()}
             if optimized is not None:
                 samplers[OPTIMIZED] = _of_optimized(optimized, own_args, own_kwargs, device)
                 left_s = seconds - (time.perf_counter() - started)
             share = max(left_s, 0.0) / (len(batches) - place)
-            rows.append(
-                BatchRow(batch, interleave(samplers, seconds=min(share, 2.0), least=LEAST, most=MOST))
-            )
+            timed = interleave(samplers, seconds=min(share, 2.0), least=LEAST, most=MOST)
+            rows.append(BatchRow(batch, timed, _kernels_s(calls, device)))
             last_batch, last_s = batch, sum(each.median for each in rows[-1].latency.values())
         except Exception as error:
             check_interrupted(error)
             why = "memory was out" if is_passing(error) else first_line(error)
             return rows, f"the batch sweep ended before {batch}: {why}"
     return rows, None
+
+
+def _kernels_s(calls: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+    if device.type != "cuda":
+        return {}
+    return {name: kernels_s(call, device) for name, call in calls.items()}
 
 
 def _of_optimized(
@@ -121,3 +134,24 @@ def pays_from(rows: Sequence[BatchRow], lane: str) -> int | None:
             break
         found = row.batch
     return found
+
+
+def crossings_told(rows: Sequence[BatchRow]) -> list[str]:
+    """In words, for each lane: from which batch on it is faster than FP32, and where launches hold it up."""
+    told = list[str]()
+    for lane in list(rows[0].latency)[1:]:
+        batch = pays_from(rows, lane)
+        pays = f"is faster than FP32 from batch {batch} on" if batch else "is not faster than FP32 in the end"
+        told.append(f"{lane} {pays}")
+    for lane in rows[0].kernels_s:
+        gaps = [(row.batch, row.gaps(lane) or 0.0) for row in rows if lane in row.latency]
+        bound = [batch for batch, share in itertools.takewhile(lambda each: each[1] >= LEAST_GAPS, gaps)]
+        if len(bound) == len(gaps):
+            told.append(f"{lane} waits for launches in every batch ({gaps[-1][1]:.0%} gaps in the last)")
+        elif bound:
+            first, share = gaps[len(bound)]
+            then = f"with {first} {share:.0%} of a call is gaps"
+            told.append(f"{lane} waits for launches up to batch {bound[-1]}; {then}")
+        else:
+            told.append(f"{lane} waits for launches in no batch ({gaps[0][1]:.0%} gaps in the first)")
+    return told

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ampopt.diagnosis.finding import milliseconds
 from ampopt.diagnosis.layers import OPTIMIZED
-from ampopt.diagnosis.sweep import pays_from
+from ampopt.diagnosis.sweep import crossings_told
 from ampopt.diagnosis.training_step import PARTS
 from ampopt.measure.terminal import as_text
 
@@ -42,6 +42,7 @@ def to_rich(found: Diagnosis, *, everything: bool = False) -> Group:
         Text(f"this device: {found.ceilings}"),
     ]
     parts += [Text(f"a call in {lane}: {launches}") for lane, launches in found.launches.items()]
+    parts += [Text(f"power in {lane}: {used}") for lane, used in found.usage.items()]
     if found.findings:
         parts += [Text("\nfindings", style="bold")]
     for number, finding in enumerate(found.findings, 1):
@@ -134,12 +135,7 @@ def _sweep(found: Diagnosis) -> list[RenderableType]:
         for row in found.sweep
     ]
     columns = ("batch", *(f"{lane} ms" for lane in lanes), *(f"{lane} per s" for lane in lanes))
-    told = []
-    for lane in lanes[1:]:
-        batch = pays_from(found.sweep, lane)
-        pays = f"is faster than FP32 from batch {batch} on" if batch else "is not faster than FP32 in the end"
-        told.append(Text(f"{lane} {pays}"))
-    return [_table("batch sweep", columns, rows), *told]
+    return [_table("batch sweep", columns, rows), *map(Text, crossings_told(found.sweep))]
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

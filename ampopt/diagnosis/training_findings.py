@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ampopt.diagnosis.case import LEAST_GAPS
 from ampopt.diagnosis.finding import Counterfactual, Finding, milliseconds, saved
 from ampopt.diagnosis.findings.host_reads import told
 from ampopt.diagnosis.findings.memory_layout import is_permute
@@ -18,9 +19,6 @@ from ampopt.system.interrupts import check_interrupted
 
 FORGETS = 0.5
 """From this momentum on, running statistics are mostly those of the last batch."""
-
-LEAST_GAPS = 0.2
-"""From this share of a step on, the gaps between kernels are told."""
 
 SLOWER = 1.05
 """Parts that take this many times longer in AMP are told."""

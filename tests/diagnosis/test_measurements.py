@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ampopt.diagnosis.accuracy import layer_errors
 from ampopt.diagnosis.ceilings import measure_ceilings
 from ampopt.diagnosis.examine import measure
-from ampopt.diagnosis.layers import layers_of, works
+from ampopt.diagnosis.layers import layers_of, without_tensor_cores, works
 from ampopt.diagnosis.operators import Kernel, Spent, profiled
 from ampopt.diagnosis.sweep import BatchRow, of_batch, pays_from, sweep
 from ampopt.diagnosis.trace import write_trace
@@ -65,6 +65,50 @@ def test_what_bounds_a_layer() -> None:
     told = slow.to_dict()["lanes"]["fp32"]
     assert told["tflop_s"] == pytest.approx(found[name].flops / 2e-3 / 1e12, abs=1e-5)
     assert [kernel["name"] for kernel in told["kernels"]] == ["gemm", "permute"]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        (
+            "sm80_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize128x64x32_tensor16x8x16",
+            True,
+        ),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_f16_s16816gemm_relu_f16_64x64_64x6_tn_align8>", True),
+        ("ampere_fp16_s16816gemm_fp16_128x64_ldg8_f2f_stages_64x3_tn", True),
+        ("volta_h884gemm_64x64_ldg8_nn", True),
+        ("nvjet_hsh_64x8_64x16_4x1_v_bz_TNT", True),
+        (
+            "sm90_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize64x64x64_warpgroupsize1x1x1_execute_segment_k_off_hgmma",
+            True,
+        ),
+        ("sm80_xmma_fprop_implicit_gemm_f32f32_f32f32_f32_nhwckrsc_nchw_tilesize128x128x8_ffma", False),
+        ("ampere_sgemm_128x64_nn", False),
+        ("void cutlass::Kernel2<cutlass_80_simt_sgemm_64x64_8x5_tn_align1>", False),
+        ("void cudnn::winograd_nonfused::winogradForwardOutput4x4", False),
+        ("void implicit_convolve_sgemm<__half, __half, 128, 5, 5, 3, 3, 3, 1, true, false, true>", False),
+        ("void at::native::(anonymous namespace)::conv_depthwise2d_forward_kernel<3, c10::Half, int>", False),
+        ("void gemv2T_kernel_val<int, int, __half, __half, __half, float, 128, 16, 4, 4, false>", False),
+    ],
+)
+def test_kernels_of_tensor_cores_are_known_by_their_names(name: str, is_one: bool) -> None:
+    assert Kernel(name, 1.0).on_tensor_cores is is_one
+
+
+def test_layers_without_tensor_cores_are_told() -> None:
+    found = works(program_of(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval(), X))
+    convs = [name for name, work in found.items() if work.flops]
+    kernels = dict(zip(convs, ("implicit_convolve_sgemm", "s16816gemm"), strict=True))
+    spent = {name: Spent(1e-3, (Kernel(kernels[name], 1e-3),) if name in kernels else ()) for name in found}
+    layers = layers_of(found, {"amp": spent}, {"amp": torch.float16}, CEILINGS)
+    assert [layer.tensor_cores("amp") for layer in layers] == [False, None, True]
+    note = without_tensor_cores(layers, "amp")
+    assert note is not None
+    assert note.startswith(
+        "1 of 2 convolutions and products in amp, 33% of the operators' time, run no kernel"
+    )
+    assert note.endswith(f"{convs[0]} to [2, 8, 10, 10], 0: implicit_convolve_sgemm")
+    assert without_tensor_cores(layers[1:], "amp") is None
 
 
 def test_errors_by_layer_add_up_and_the_worst_comes_first() -> None:

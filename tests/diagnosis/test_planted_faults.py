@@ -201,4 +201,10 @@ def test_channels_that_are_no_multiple_of_8_on_a_gpu() -> None:
     found = ampopt.diagnose(model, x, budget_s=20, progress=False)
     named = [each for each in found.findings if each.name == "misaligned-channels"]
     assert line_of(Misaligned, "return self.conv") in named[0].places[0]
-    assert "126 channels in and 126 out, no multiples of 8, so it misses Tensor Cores" in named[0].says
+    assert "126 channels in and 126 out, no multiples of 8: its kernel is" in named[0].says
+    (layer,) = (each for each in found.layers if each.work.operator == "conv2d")
+    longest = layer.spent["amp"].longest
+    assert ("is not one of Tensor Cores" in named[0].says) is not longest.on_tensor_cores
+    assert any("run no kernel of Tensor Cores" in note for note in found.notes) is not layer.tensor_cores(
+        "amp"
+    )

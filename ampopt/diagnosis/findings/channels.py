@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from ampopt.diagnosis.case import Case
 from ampopt.diagnosis.finding import Finding, saved
+from ampopt.diagnosis.layers import Layer
 from ampopt.ir.graph import arguments, aten, calls, constant, is_constant, shape_of
 from ampopt.ir.lanes import Lane
 from ampopt.ir.origin import place_of
@@ -77,9 +78,7 @@ def find(case: Case) -> Iterator[Finding]:
             if not ran.helps or ran.gain.ratio < 1.05:
                 continue
             entering, leaving = product.sizes
-            kernels = spent[product.name].spent[name].kernels
-            by = f" (it runs {max(kernels, key=lambda k: k.seconds).name[:60]})" if kernels else ""
-            why = f", so it misses Tensor Cores{by}" if case.device.type == "cuda" else ""
+            why = _of_kernel(spent[product.name], name)
             yield Finding(
                 "misaligned-channels",
                 f"{product.name} has {entering} channels in and {leaving} out, no multiples of 8{why}",
@@ -89,6 +88,15 @@ def find(case: Case) -> Iterator[Finding]:
                 share=saved(ran) * spent[product.name].seconds(name) / total,
                 counterfactual=ran,
             )
+
+
+def _of_kernel(layer: Layer, lane: str) -> str:
+    """Its longest kernel, and whether that is one of Tensor Cores; nothing on a CPU."""
+    if not layer.spent[lane].kernels:
+        return ""
+    longest = layer.spent[lane].longest
+    is_one = "is" if longest.on_tensor_cores else "is not"
+    return f": its kernel {is_one} one of Tensor Cores ({longest.name[:60]})"
 
 
 def products(case: Case) -> Iterator[Product]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampopt.diagnosis.case import Case
+from ampopt.diagnosis.case import LEAST_GAPS, Case
 from ampopt.diagnosis.finding import Finding, milliseconds, saved
 from ampopt.passes import CudaGraph
-
-LEAST_GAPS = 0.2
-"""From this share of a call on, the gaps between kernels are told."""
 
 
 def find(case: Case) -> Iterator[Finding]:
