@@ -68,7 +68,7 @@ class Layer:
         return self.spent[lane].seconds if lane in self.spent else 0.0
 
     def tensor_cores(self, lane: str) -> bool | None:
-        """Whether a product or convolution runs on Tensor Cores; None for what is neither, or has no kernel."""
+        """Whether a product or convolution runs on Tensor Cores; None for all else, and without kernels."""
         kernels = self.spent[lane].kernels if lane in self.spent else ()
         if not kernels or not self.work.flops:
             return None
