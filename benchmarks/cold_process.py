@@ -235,11 +235,12 @@ def reference(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     failures: list[Exception] = []
     for scope in SCOPES:
         try:
+            exact = copy_in_float64(model)
             with scope():
-                return effect(copy_in_float64(model), given)
+                return effect(exact, given)
         except Exception as failure:
             failures.append(failure)
-    raise failures[0]
+    raise failures[-1] from failures[0]
 
 
 def error_of(found: list[Tensor], expected: list[Tensor]) -> float | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt.ir.model_copy import private_copy
@@ -21,6 +23,8 @@ _WIDER = {
     torch.complex32: torch.complex128,
     torch.complex64: torch.complex128,
 }
+
+_SAME: dict[torch.dtype, torch.dtype] = {}
 
 Scope = Callable[[], AbstractContextManager[Any]]
 """Makes the context in which a copy in float64 is called."""
@@ -53,37 +57,57 @@ class AllInFloat64(TorchDispatchMode):
 
         Raises TypeError for bits read as another dtype.
         """
-        if func is torch.ops.aten.view.dtype:
+        operator = _operator(func)
+        if operator.reads_bits:
             raise TypeError("it reads the bits of a tensor as another dtype")
-        if func is not torch.ops.aten.lift_fresh.default and _is_view(func):
+        if operator.is_view:
             return func(*args, **(kwargs or {}))
-        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
-
-        def wider(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return widened(value)
-            return value if is_drawn or not isinstance(value, torch.dtype) else _WIDER.get(value, value)
-
-        arguments = func._schema.arguments
-        names = [each.name for each in arguments]
-        written = {
-            each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write
-        }
-        by_place = (
-            value if name in written else pytree.tree_map(wider, value)
-            for name, value in zip(names, args, strict=False)
-        )
+        written, dtypes = operator.written, _SAME if operator.is_drawn else _WIDER
+        by_place = [value if place in written else _wider(value, dtypes) for place, value in enumerate(args)]
         by_name = {
-            name: value if name in written else pytree.tree_map(wider, value)
+            name: value if name in written else _wider(value, dtypes)
             for name, value in (kwargs or {}).items()
         }
         result = func(*by_place, **by_name)
-        return result if written else pytree.tree_map_only(Tensor, widened, result)
+        return result if written else _wider(result, _SAME)
 
 
-def _is_view(func: Any) -> bool:
+@dataclasses.dataclass(frozen=True)
+class _Operator:
+    """What an operator does to its arguments; `written` are their places and their names."""
+
+    reads_bits: bool
+    is_view: bool
+    is_drawn: bool
+    written: frozenset[int | str]
+
+
+@functools.cache
+def _operator(func: Any) -> _Operator:
     returns = [each.alias_info for each in func._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in returns)
+    is_view = any(alias is not None and not alias.is_write for alias in returns)
+    written = [
+        (place, each.name)
+        for place, each in enumerate(func._schema.arguments)
+        if each.alias_info is not None and each.alias_info.is_write
+    ]
+    return _Operator(
+        reads_bits=func is torch.ops.aten.view.dtype,
+        is_view=is_view and func is not torch.ops.aten.lift_fresh.default,
+        is_drawn=torch.Tag.nondeterministic_seeded in func.tags,
+        written=frozenset(itertools.chain.from_iterable(written)),
+    )
+
+
+def _wider(value: Any, dtypes: Mapping[torch.dtype, torch.dtype]) -> Any:
+    """A tensor, a dtype, or a list of them, widened; all else as it is."""
+    if isinstance(value, Tensor):
+        return widened(value)
+    if isinstance(value, torch.dtype):
+        return dtypes.get(value, value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_wider(each, dtypes) for each in value])
+    return value
 
 
 SCOPES: tuple[Scope, ...] = (nullcontext, AllInFloat64)

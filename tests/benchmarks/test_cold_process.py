@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import json
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -199,12 +200,17 @@ def test_without_a_reference_in_float64_the_row_says_why_and_has_times(
 
 def test_what_a_model_makes_in_float32_is_widened_in_the_reference() -> None:
     class Makes32(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ torch.full((4, 4), 0.5)
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
 
-    found = cold_process.reference(Makes32(), (torch.ones(1, 4),))
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.norm(x) * math.sqrt(1 + self.norm.eps)
+            return y @ torch.full((4, 4), 0.5)
+
+    found = cold_process.reference(Makes32().eval(), (torch.ones(1, 4),))
     wanted = [torch.full((1, 4), 2.0).double(), torch.ones(1, 4).double()]
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(found, wanted, strict=True))
 
 
 def test_outputs_of_another_number_or_shape_have_no_error() -> None:
