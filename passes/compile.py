@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 
-from ampopt.engines.divided import Chain, divided
+from ampopt.engines.divided import Chain, Division, divided
 from ampopt.engines.inductor_code import InductorCode, is_whole, options, static_shapes
 from ampopt.engines.inductor_labels import name_by_place
 from ampopt.engines.rounds import in_rounds
@@ -47,11 +47,11 @@ class Compile(Engine):
     manager rehearses the engine in another process, so that a compiler crash or hang does no harm here;
     what the rehearsal has compiled is loaded here with the weights that it folded, so that nothing is traced
     again. Where several processes rehearse, each gets a piece of the graph, and the pieces' code follows each
-    other, with the shapes, strides and dtypes of the graph at the cuts. On a CPU the rounds of an unrolled
-    loop, which are equal but for what they are given, share what is compiled for one. There, where the
-    weights are in oneDNN's own layout, this process traces meanwhile, which runs no compiler and no compiled
-    kernel. A cache entry of inductor was compiled from an equal graph; a cached library whose compiler was
-    killed is built again.
+    other, with the shapes, strides and dtypes of the graph at the cuts. The rounds of an unrolled loop, which
+    are equal but for what they are given, share what is compiled for one. On a CPU, where the weights are in
+    oneDNN's own layout, this process traces meanwhile, which runs no compiler and no compiled kernel. A cache
+    entry of inductor was compiled from an equal graph; a cached library whose compiler was killed is built
+    again.
     Cost: seconds to a minute of compilation in another process, and some seconds to load the result; where it
     is compiled here, with a warm cache, some seconds to trace, in large networks ten and more.
     """
@@ -75,11 +75,8 @@ class Compile(Engine):
         return 4.0 + 0.03 * sum(1 for piece in self.divided(program, 1) for _ in calls(piece.graph))
 
     def divided(self, program: Program, count: int) -> Sequence[Program]:
-        """Pieces that follow each other, on a GPU: on a CPU the compilers' own processes take all cores.
-
-        There, the rounds of an unrolled loop are compiled once.
-        """
-        division = in_rounds(program) if program.device.type == "cpu" else divided(program, count)
+        """Pieces that follow each other; the rounds of an unrolled loop, which are equal, as one."""
+        division = _division(program, count)
         return [program] if division is None else division.programs
 
     def apply(self, program: Program) -> Result:
@@ -98,10 +95,10 @@ class Compile(Engine):
             hints = list[str]()
             if program.device.type == "cpu":
                 made = [self._compile(piece, rehearsed) for piece in self.divided(program, 1)]
-                rounds = in_rounds(program)
+                rounds = _division(program, 1)
                 return self._made(program, made[0] if rounds is None else Chain(rounds, made), hints)
             sent = rehearsed().sent
-            division = divided(program, len(sent) or self.pieces)
+            division = _division(program, len(sent) or self.pieces)
             programs = [program] if division is None else division.programs
             each = zip(programs, sent or itertools.repeat(None), strict=bool(sent))
             functions = [self._loaded(piece, its, hints) for piece, its in each]
@@ -193,6 +190,16 @@ class _Compiled:
     def __call__(self, *tensors: Tensor) -> Any:
         """Run it: flat inputs in, flat outputs out."""
         return self.engine(*tensors)
+
+
+def _division(program: Program, count: int) -> Division | None:
+    """In the rounds of its loop, or, on a GPU, in up to `count` pieces; None: as a whole.
+
+    On a CPU each compiler takes all cores.
+    """
+    if program.device.type == "cpu":
+        return in_rounds(program)
+    return in_rounds(program, count) or divided(program, count)
 
 
 def _entered(program: Program) -> list[Tensor]:

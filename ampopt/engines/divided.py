@@ -136,7 +136,7 @@ def _in_pieces(program: Program, count: int) -> Division | None:
     if not has_plain_outputs(whole):
         return None
     while count >= 2:
-        cuts = _cuts(whole, count)
+        cuts = cuts_of(whole, count)
         if len(cuts) + 1 == count:
             return divide(program, whole, cuts)
         count = len(cuts) + 1
@@ -160,16 +160,21 @@ def described(program: Program) -> fx.GraphModule:
     return whole
 
 
-def _cuts(whole: fx.GraphModule, count: int) -> list[int]:
-    """The places in the list of nodes before which to cut, in order; fewer than asked for, or none."""
+def cuts_of(whole: fx.GraphModule, count: int, until: int | None = None) -> list[int]:
+    """The places in the list of nodes before which to cut, in order; fewer than asked for, or none.
+
+    `until`: only what is before that place is cut into `count` pieces.
+    """
     nodes = list(whole.graph.nodes)
     varying = varying_in(nodes)
-    done = list(itertools.accumulate(int(node.op == "call_function") for node in nodes))
+    done = list(itertools.accumulate(int(node.op == "call_function") for node in nodes[:until]))
     most = max(MOST_CROSSING, done[-1] // count // LEAST_CALLS)
     good = {
         place: crossing
         for place, crossing in crossings(nodes)
-        if len(crossing) <= most and varying.issuperset(crossing)  # what is constant is folded
+        if place < len(done)
+        and len(crossing) <= most
+        and varying.issuperset(crossing)  # what is constant is folded
         if may_cross(crossing, nodes)
     }
     cuts: list[int] = []

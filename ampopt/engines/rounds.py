@@ -22,6 +22,7 @@ from ampopt.engines.divided import (
     Division,
     Piece,
     crossings,
+    cuts_of,
     described,
     divide,
     has_plain_outputs,
@@ -37,25 +38,30 @@ logger = logging.getLogger("ampopt")
 LEAST_ROUNDS = 3
 """Rounds of a loop: with fewer, what lies before and after them takes most of a compiler's time."""
 
-_known: weakref.WeakKeyDictionary[fx.GraphModule, Division | None] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[fx.GraphModule, dict[int, Division | None]] = weakref.WeakKeyDictionary()
 
 
-def in_rounds(program: Program) -> Division | None:
+def in_rounds(program: Program, count: int = 1) -> Division | None:
     """A program in what is before a loop, its rounds, and what is after it; None where it has no such loop.
 
     Rounds are equal where their calls, their weights and what they are given look the same: they share a
-    program. Nothing runs: shapes and strides are propagated.
+    program. Where `count` is 3 or more, what is before the loop is in up to `count` - 1 pieces: with a round
+    that many compilers work at once. As many programs as there are give the same ones again. Nothing runs:
+    shapes and strides are propagated.
     """
     if program.engine is not None:
         return None
-    if program.graph not in _known:
+    known = _known.setdefault(program.graph, {})
+    if count not in known:
         try:
-            _known[program.graph] = _divided(program)
+            known[count] = found = _divided(program, count)
+            if found is not None and count > 1:
+                known[len(found.programs)] = found
         except Exception as error:  # an operator whose shapes depend on values
             check_interrupted(error)
             logger.debug("ampopt: a program is not divided in rounds", exc_info=True)
-            _known[program.graph] = None
-    return _known[program.graph]
+            known[count] = None
+    return known[count]
 
 
 def is_unrolled(module: fx.GraphModule) -> bool:
@@ -63,7 +69,7 @@ def is_unrolled(module: fx.GraphModule) -> bool:
     return _longest_run([_signature(node) for node in calls(module)]) is not None
 
 
-def _divided(program: Program) -> Division | None:
+def _divided(program: Program, count: int) -> Division | None:
     nodes, made = list(program.graph.graph.nodes), list(calls(program.graph))
     found = _longest_run([_signature(node) for node in made])
     if found is None:
@@ -84,12 +90,13 @@ def _divided(program: Program) -> Division | None:
         over = [crossing.get(twins[node], []) for node in starts]
         if not all(its and may_cross(its, whole_nodes) for its in over):
             continue
-        count = sum(map(len, over))
-        if not best or count < fewest:
-            best, fewest = [places[node] for node in starts], count
+        crossed = sum(map(len, over))
+        if not best or crossed < fewest:
+            best, fewest = [places[node] for node in starts], crossed
     if len(best) < LEAST_ROUNDS:
         return None
-    pieces = (division := divide(program, whole, best)).pieces
+    before = cuts_of(whole, count - 1, best[0]) if count > 2 else []
+    pieces = (division := divide(program, whole, [*before, *best])).pieces
     kinds = _kinds(pieces)
     if len(set(kinds)) + LEAST_ROUNDS > len(kinds) + 1:
         return None  # they look like rounds, and have other weights
@@ -130,13 +137,13 @@ def _whole(weight: Tensor) -> Hashable:
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Whether its numbers can be read; another, sparse or packed or on a GPU, is equal to itself alone."""
+    """Whether its numbers can be read; another, sparse or packed, is equal to itself alone."""
     is_own = type(weight) in (Tensor, nn.Parameter) and not weight.is_conj() and not weight.is_neg()
-    return is_own and weight.layout is torch.strided and weight.device.type == "cpu"
+    return is_own and weight.layout is torch.strided and weight.device.type in ("cpu", "cuda")
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().flatten().contiguous().view(torch.uint8).numpy().tobytes()
+    return tensor.detach().flatten().contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
 
 def _longest_run(signatures: Sequence[Hashable]) -> tuple[int, int, int] | None:

@@ -45,16 +45,17 @@ class Loop(nn.Module):
         return tuple(found)
 
 
-def in_order(program: Program) -> Chain:
-    division = in_rounds(program)
+def in_order(program: Program, count: int = 1) -> Chain:
+    division = in_rounds(program, count)
     assert division is not None
     return Chain(division, [piece.graph for piece in division.programs])
 
 
-def check(program: Program) -> None:
+def check(program: Program, count: int = 1) -> None:
     with torch.no_grad():
         for x in (image(), image() * 3 - 1):
-            for one, other in zip(program.graph(x), in_order(program)(x), strict=True):
+            x = x.to(program.device)
+            for one, other in zip(program.graph(x), in_order(program, count)(x), strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
@@ -68,6 +69,54 @@ def test_the_rounds_of_a_loop_share_a_program_that_gives_what_the_whole_gives() 
         [*calls(program.graph)]
     )
     check(program)
+
+
+class Prepared(Loop):
+    """Has much to compute before its loop."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.before = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(60))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        for conv in self.before:
+            x = x + conv(x).tanh()
+        return super().forward(x)
+
+
+def test_what_is_before_the_loop_is_divided_for_several_compilers() -> None:
+    program = program_of(Prepared(), image())
+    one, several = in_rounds(program), in_rounds(program, 4)
+    assert one is not None
+    assert several is not None
+    assert len(several.programs) == len(one.programs) + 2
+    assert in_rounds(program, len(several.programs)) is several
+    sizes = [sum(1 for _ in calls(piece.graph)) for piece in several.programs]
+    whole = max(sum(1 for _ in calls(piece.graph)) for piece in one.programs)
+    assert max(sizes) < 0.5 * whole
+    check(program, 4)
+    assert [piece.graph for piece in Compile().divided(program, 4)] == [
+        p.graph for p in one.programs
+    ]  # a CPU
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_rounds_are_compiled_once_and_what_is_before_them_in_pieces() -> None:
+    _, captured = captured_of(Prepared().eval().cuda(), image().cuda())
+    program = replay((RemoveInferenceNoops(), FoldConstants(), ChannelsLast()), FP32.start(captured.program))
+    division = in_rounds(program, 4)
+    assert division is not None
+    assert max(division.kinds.count(kind) for kind in division.kinds) >= 6
+    check(program, 4)
+    pieces = Compile().divided(program, 4)
+    assert [piece.graph for piece in pieces] == [piece.graph for piece in division.programs]
+    done = Compile(pieces=4).apply(program).program
+    assert isinstance(done.engine, Chain)
+    assert len(done.engine.steps) == len(division.pieces)
+    with torch.no_grad():
+        for x in (image().cuda(), image().cuda() * 3 - 1):
+            for one, other in zip(program.run(x), done.run(x), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_each_round_may_have_a_copy_of_its_weights_and_constants() -> None:
