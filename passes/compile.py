@@ -16,7 +16,7 @@ from torch._guards import TracingContext, tracing
 from ampopt.engines.divided import Chain, Division, divided
 from ampopt.engines.inductor_code import InductorCode, is_whole, options, static_shapes
 from ampopt.engines.inductor_labels import name_by_place
-from ampopt.engines.rounds import in_rounds
+from ampopt.engines.rounds import calls_once, in_rounds
 from ampopt.errors import first_line
 from ampopt.ir.capturing import capturing
 from ampopt.ir.graph import arguments, aten, calls, finish, insert_call, is_opaque, replace, where
@@ -72,7 +72,7 @@ class Compile(Engine):
 
     def expected_seconds(self, program: Program) -> float:
         """A few seconds for compilation to start, plus a time for each operator that is compiled."""
-        return 4.0 + 0.03 * sum(1 for piece in self.divided(program, 1) for _ in calls(piece.graph))
+        return 4.0 + 0.03 * calls_once(program.graph)
 
     def divided(self, program: Program, count: int) -> Sequence[Program]:
         """Pieces that follow each other; the rounds of an unrolled loop, which are equal, as one."""

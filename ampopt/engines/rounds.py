@@ -69,6 +69,16 @@ def is_unrolled(module: fx.GraphModule) -> bool:
     return _longest_run([_signature(node) for node in calls(module)]) is not None
 
 
+def calls_once(module: fx.GraphModule) -> int:
+    """The number of a graph's calls, those that look like the rounds of a loop counted for one round."""
+    signatures = [_signature(node) for node in calls(module)]
+    found = _longest_run(signatures)
+    if found is None:
+        return len(signatures)
+    _, period, length = found
+    return len(signatures) - length + period
+
+
 def _divided(program: Program, count: int) -> Division | None:
     nodes, made = list(program.graph.graph.nodes), list(calls(program.graph))
     found = _longest_run([_signature(node) for node in made])

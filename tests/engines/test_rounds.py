@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ampopt.engines.divided import Chain
-from ampopt.engines.rounds import in_rounds, is_unrolled
+from ampopt.engines.rounds import calls_once, in_rounds, is_unrolled
 from ampopt.ir.graph import aten, calls
 from ampopt.ir.lanes import FP32
 from ampopt.ir.program import Program
@@ -131,8 +131,15 @@ def test_each_round_may_have_a_copy_of_its_weights_and_constants() -> None:
     check(program)
 
 
+def test_the_calls_of_a_loop_are_counted_once() -> None:
+    counts = [calls_once(program_of(Loop(rounds), image()).graph) for rounds in (8, 16)]
+    assert counts[1] - counts[0] < 10, "of 8 rounds more, each of 36 calls and some"
+    assert Compile().expected_seconds(program_of(Loop(16), image())) == 4.0 + 0.03 * counts[1]
+
+
 def test_layers_of_one_shape_with_weights_of_their_own_are_no_loop() -> None:
     program = program_of(Loop(8, shared=False), image())
+    assert calls_once(program.graph) == sum(1 for _ in calls(program.graph))
     assert in_rounds(program) is None
     assert not is_unrolled(program.graph)
 
