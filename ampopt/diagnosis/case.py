@@ -33,6 +33,7 @@ from ampopt.passes import BakeAutocast
 from ampopt.system import flags
 from ampopt.system.budget import Budget
 from ampopt.system.interrupts import check_interrupted
+from ampopt.system.meters import why_no_gpu_meter
 
 LEAST, MOST = 6, 60
 """Rounds of a counterfactual: fewer than six pairs bear no interval of 95 %."""
@@ -96,6 +97,11 @@ class Case:
         """Whether the budget has room for one more counterfactual of calls of this many seconds."""
         return max(SECONDS, 2 * (LEAST + 2) * call_s) < self.budget.left_s
 
+    def note_once(self, note: str) -> None:
+        """Add a note that each lane would make."""
+        if note not in self.notes:
+            self.notes.append(note)
+
     def read_usage(self, lane: str, call: Callable[[], object], call_s: float) -> None:
         """Read the clocks, the power and the energy of calls that take so many seconds."""
         if not self.has_time(call_s):
@@ -108,6 +114,8 @@ class Case:
             self.notes.append(f"the power of a call in {lane} could not be read: {first_line(error)}")
             return
         if found is None:
+            if self.device.type == "cuda":
+                self.note_once(f"no clocks, power and energy: {why_no_gpu_meter()}")
             return
         self.usage[lane] = found
         if found.is_slowed:

@@ -38,6 +38,10 @@ logger = logging.getLogger("ampopt")
 LEAST_ROUNDS = 3
 """Rounds of a loop: with fewer, what lies before and after them takes most of a compiler's time."""
 
+Run = tuple[int, int, int]
+"""The first call, the period and the length of a run of rounds, in calls."""
+
+_runs: weakref.WeakKeyDictionary[fx.GraphModule, Run | None] = weakref.WeakKeyDictionary()
 _known: weakref.WeakKeyDictionary[fx.GraphModule, dict[int, Division | None]] = weakref.WeakKeyDictionary()
 
 
@@ -66,22 +70,28 @@ def in_rounds(program: Program, count: int = 1) -> Division | None:
 
 def is_unrolled(module: fx.GraphModule) -> bool:
     """Whether a graph looks like the rounds of a loop, which rewrites may have to make equal."""
-    return _longest_run([_signature(node) for node in calls(module)]) is not None
+    return _run_of(module) is not None
 
 
 def calls_once(module: fx.GraphModule) -> int:
     """The number of a graph's calls, those that look like the rounds of a loop counted for one round."""
-    signatures = [_signature(node) for node in calls(module)]
-    found = _longest_run(signatures)
+    count, found = sum(1 for _ in calls(module)), _run_of(module)
     if found is None:
-        return len(signatures)
+        return count
     _, period, length = found
-    return len(signatures) - length + period
+    return count - length + period
+
+
+def _run_of(module: fx.GraphModule) -> Run | None:
+    """See `_longest_run`. It is asked for often, and weights on a GPU are copied for it."""
+    if module not in _runs:
+        _runs[module] = _longest_run([_signature(node) for node in calls(module)])
+    return _runs[module]
 
 
 def _divided(program: Program, count: int) -> Division | None:
     nodes, made = list(program.graph.graph.nodes), list(calls(program.graph))
-    found = _longest_run([_signature(node) for node in made])
+    found = _run_of(program.graph)
     if found is None:
         return None
     first, period, length = found
@@ -156,14 +166,14 @@ def _bytes(tensor: Tensor) -> bytes:
     return tensor.detach().flatten().contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
 
-def _longest_run(signatures: Sequence[Hashable]) -> tuple[int, int, int] | None:
-    """The first call, the period and the length of the longest run of rounds of `LEAST_CALLS` or more.
+def _longest_run(signatures: Sequence[Hashable]) -> Run | None:
+    """The longest run of rounds of `LEAST_CALLS` or more.
 
     A run of length n and period p has every call again p calls later; None: there are too few rounds.
     """
     numbers: dict[Hashable, int] = {}
     row = [numbers.setdefault(signature, len(numbers)) for signature in signatures]
-    best: tuple[int, int, int] | None = None
+    best: Run | None = None
     for period in range(LEAST_CALLS, len(row) // LEAST_ROUNDS + 1):
         start = 0
         for same, group in itertools.groupby(map(operator.eq, row, row[period:])):

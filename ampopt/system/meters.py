@@ -7,6 +7,7 @@ had, readings are empty.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,13 @@ def gpu_meter(uuid: str) -> Callable[[], Readings]:
         "energy_j": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3,
     }
     return _of_those_that_answer(asked)
+
+
+def why_no_gpu_meter() -> str:
+    """Why a GPU tells nothing of itself, and what to do."""
+    if importlib.util.find_spec("pynvml") is None:
+        return "they need nvidia-ml-py: pip install 'ampopt[power]'"
+    return "NVIDIA's management library does not tell them here"
 
 
 def most_sm_mhz(uuid: str) -> float | None:

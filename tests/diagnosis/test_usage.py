@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from ampopt.diagnosis import case
 from ampopt.diagnosis.sweep import BatchRow, crossings_told
 from ampopt.diagnosis.usage import Usage, usage_of
 from ampopt.measure.sampling import Measurement
-from tests.support.cases import CPU
+from tests.support.cases import CPU, case_of
 
 
 class Device:
@@ -86,6 +88,26 @@ def test_a_meter_that_fails_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     found = ampopt.diagnose(nn.Linear(4, 4).eval(), torch.randn(2, 4), budget_s=15, progress=False)
     assert not found.usage
     assert any("could not be read: RuntimeError: no meter" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("package", "told"), [(None, "ampopt[power]"), (object(), "does not tell them here")]
+)
+def test_a_gpu_without_meters_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, package: object, told: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: package)
+    monkeypatch.setattr(case, "usage_of", lambda call, device: None)
+    found = case_of(nn.Linear(4, 4).eval(), torch.randn(2, 4))
+    for _ in range(2):
+        found.read_usage("fp32", lambda: None, 1e-3)
+    assert not found.notes, "a processor without RAPL is no fault"
+    found.device = torch.device("cuda")
+    for _ in range(2):
+        found.read_usage("fp32", lambda: None, 1e-3)
+    (note,) = found.notes
+    assert note.startswith("no clocks, power and energy: ")
+    assert told in note
 
 
 def row(batch: int, call_ms: float, kernels_ms: float, amp_ms: float = 1.0) -> BatchRow:

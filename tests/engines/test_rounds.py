@@ -131,6 +131,23 @@ def test_each_round_may_have_a_copy_of_its_weights_and_constants() -> None:
     check(program)
 
 
+def test_the_weights_of_a_graph_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each reading is a copy to the host, and the search asks for an estimate again and again."""
+    program, read, before = program_of(Loop(8), image()), list[Tensor](), Tensor.numpy
+
+    def numpy(tensor: Tensor) -> object:
+        read.append(tensor)
+        return before(tensor)
+
+    monkeypatch.setattr(Tensor, "numpy", numpy)
+    first = calls_once(program.graph)
+    assert read
+    read.clear()
+    assert calls_once(program.graph) == first
+    assert is_unrolled(program.graph)
+    assert not read
+
+
 def test_the_calls_of_a_loop_are_counted_once() -> None:
     counts = [calls_once(program_of(Loop(rounds), image()).graph) for rounds in (8, 16)]
     assert counts[1] - counts[0] < 10, "of 8 rounds more, each of 36 calls and some"
