@@ -110,7 +110,7 @@ def load(
         device: "cpu" or "cuda"; None: a GPU if there is one.
         verify_key: a public Ed25519 key in PEM that the bundle must be signed with.
         budget_s: seconds for measuring the passes again on a machine that differs from the bundle's
-            fingerprint. None: as for `ampopt.optimize`, 60 s, or what 200 calls of the model take if that is
+            fingerprint. None: as for `ampopt.optimize`, 60 s, or what 500 calls of the model take if that is
             more, and at most 600 s.
         types: the model's namedtuple classes, if it returns any.
 

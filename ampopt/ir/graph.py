@@ -363,7 +363,8 @@ def is_opaque(node: fx.Node) -> bool:
 
 def _runs_on_real_tensors_only(overload: torch._ops.OpOverload) -> bool:
     keys = torch._C.DispatchKey
-    symbolic = (keys.Meta, keys.CompositeImplicitAutograd, keys.CompositeExplicitAutograd)
+    composite = ("ImplicitAutograd", "ExplicitAutograd", "ExplicitAutogradNonFunctional")
+    symbolic = (keys.Meta, *(getattr(keys, f"Composite{kind}") for kind in composite))
     return not any(overload.has_kernel_for_dispatch_key(key) for key in symbolic)
 
 

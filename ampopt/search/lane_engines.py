@@ -105,8 +105,7 @@ class LaneEngines:
         """
         if not self.first_tried:
             self.run_first(deadline)
-        else:
-            self.run_in([engine for engine in self._first if engine in dict(self._put_off)], deadline)
+        self.run_put_off(deadline)
         hurried, self._hurried = self._hurried, []
         self.run_in(hurried, deadline, ", in full")
         others = [engine for engine in self._pipeline.engines if engine not in self._first]
@@ -117,6 +116,10 @@ class LaneEngines:
         """Try the opening's engine."""
         self.run_in(self._first, deadline)
         self.note_first()
+
+    def run_put_off(self, deadline: float) -> None:
+        """Try the opening's engine where there was no time for it when it was made, in its opening or now."""
+        self.run_in([engine for engine in self._first if engine in dict(self._put_off)], deadline)
 
     def note_first(self) -> None:
         """The opening's engine had its turn. Where it can be tried, some others are seldom faster."""

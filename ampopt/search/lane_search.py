@@ -94,7 +94,7 @@ class LaneSearch:
         steps = [step for step in self._left() if step.name in self._opening.rewrites]
         plain = [step for step in steps if step.family is Family.REWRITE or step.enables_others]
         trial = self._open_with(OPENING, steps, deadline)
-        if trial is not None:
+        if trial is not None and trial.entry.verdict is not Verdict.NOT_TRIED:
             self._open_with(PLAIN_OPENING, plain, self._manager.deadline)  # it takes little time
             if trial.program is not None:
                 self._open_with_helpers(deadline)

@@ -180,7 +180,10 @@ class PassManager(Trials):
         return self.run(state, name, deadline, work, self.judging_s(state, None))
 
     def try_together(self, state: LaneState, name: str, steps: Sequence[Pass], deadline: float) -> Trial:
-        """Try passes as one rewrite; if it is kept, each of them has a row that says what it did in it."""
+        """Try passes as one rewrite; if it is kept, each of them has a row that says what it did in it.
+
+        It is judged as each of them is, if later passes build on all that rewrote something.
+        """
         rows: list[Entry] = []
 
         def work(trial: Trial) -> None:
@@ -195,7 +198,9 @@ class PassManager(Trials):
             if not changed:
                 self.end(trial, Verdict.DECLINED, "there is nothing to rewrite")
                 return
-            self.judge(trial, state, Subject(program))
+            applied = [step for step, row in zip(steps, rows, strict=True) if row in changed]
+            all_enable = all(step.enables_others for step in applied)
+            self.judge(trial, state, Subject(program), applied[-1] if all_enable else None)
 
         trial = self.run(state, name, deadline, work)  # each of them is tried by itself later
         if trial.entry.verdict in (Verdict.KEPT, Verdict.DECLINED):

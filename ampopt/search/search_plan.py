@@ -30,6 +30,12 @@ TRYING = 0.85
 OPENINGS = 0.4
 """Share of the search's time for the openings of all lanes together."""
 
+ALONE = 0.8
+"""Share of it for the opening of a lane where eager is too inexact in all others.
+
+Those may still come to be right, and win; a compiler's result for the one that is right is likelier to.
+"""
+
 REOPENED = 0.6
 """Share of the search's time until which engines are tried again whose trial in an opening was noise."""
 
@@ -120,11 +126,13 @@ class Search:
             search = self._begin(state, patience := began + PATIENCE * left)
             recipe = begun.get(lane.name, ())
             if not recipe or not search.resume(recipe):
-                share = OPENINGS / len(lanes) if len(lanes) > 1 or self._rival is not None else 1.0
+                share = self._share(lane, list(lanes))
                 until = max(began + place * share * left, time.perf_counter() + share * left)
                 if search.opens_with_kernels:
                     until = max(until, began + FUSING * left)
                 until = min(until, self._manager.deadline)
+                if place > 1 and time.perf_counter() + self._manager.judging_s(state, None) > until:
+                    until = -math.inf  # a trial of it would take the last comparison's time
                 search.open(until, with_engine=self._is_usable(state) or len(lanes) == 1)
                 if search.is_too_inexact:
                     search = self._opened_anew(search, lanes[lane], patience, share * left)
@@ -147,6 +155,15 @@ class Search:
                 continue
             self._deepen(search, 1.0 if place == len(contenders) - 1 else LEADERS_SHARE)
             search.state.made.clear()
+
+    def _share(self, lane: Lane, lanes: Sequence[Lane]) -> float:
+        """The share of the search's time until which the opening of one of the lanes may begin something."""
+        if len(lanes) == 1 and self._rival is None:
+            return 1.0
+        sandbox = self._manager.sandbox
+        waits = sandbox is None or not sandbox.works_beside  # for what a compiler makes
+        is_alone = [each for each in lanes if self._is_exact_enough(each)] == [lane]
+        return ALONE if waits and is_alone and self._rival is None else OPENINGS / len(lanes)
 
     def _begin(self, state: LaneState, patience: float) -> LaneSearch:
         """The search in an open lane that is right; compilers begin on what makes it so."""
@@ -217,28 +234,28 @@ class Search:
         A lane whose own error is over the limit is not going to be chosen. After the same passes a lane that
         is far behind another stays behind, because what makes one faster makes the other faster.
         """
-        if len(searches) < 2 and (self._rival is None or not searches):
-            return list(searches)
-        device = searches[0].state.base.device
-        calls = {search.name: latency(search.opened.call, device) for search in searches}
-        if self._rival is not None:
-            calls[RIVAL] = latency(self._rival, device)
-        timed = interleave(calls, seconds=0.2, least=3)
-        took = {name: measured.median for name, measured in timed.items()}
         usable = [search for search in searches if self._is_usable(search.state)] or list(searches)
-        fastest = min(took[name] for name in (RIVAL, *(search.name for search in usable)) if name in took)
-        contenders: list[LaneSearch] = []
-        for search in sorted(searches, key=lambda search: took[search.name]):
+        for search in searches:
             if search not in usable:
                 error = self._verifier.own_error(search.state.lane)
                 why = f"eager's own error in it is {error:.2g}, over the tolerance {self._bound:g}"
                 self._leave(search, f"{why} (precision={search.name!r} searches it)")
-            elif not search.is_launched:
-                contenders.append(search)  # how fast it is is not known
-            elif (behind := took[search.name] / fastest) > BEHIND * _may_gain(search):
+        if len(usable) < 2 and (self._rival is None or not usable):
+            return usable
+        device = usable[0].state.base.device
+        calls = {search.name: latency(search.opened.call, device) for search in usable}
+        if self._rival is not None:
+            calls[RIVAL] = latency(self._rival, device)
+        timed = interleave(calls, seconds=0.2, least=3)
+        took = {name: measured.median for name, measured in timed.items()}
+        fastest = min(took.values())
+        contenders: list[LaneSearch] = []
+        for search in sorted(usable, key=lambda search: took[search.name]):
+            behind = took[search.name] / fastest
+            if search.is_launched and behind > BEHIND * _may_gain(search):
                 self._leave_behind(search, f"after its opening it was {behind:.2f}x slower than another")
             else:
-                contenders.append(search)
+                contenders.append(search)  # also where there was no time to launch it: it may be faster
         return contenders
 
     def _leave_behind(self, search: LaneSearch, why: str) -> None:
@@ -281,6 +298,7 @@ class Search:
         now, engines = time.perf_counter(), search.engines
         engines.begin()
         deadline = now + share * (self._manager.deadline - now)
+        engines.run_put_off(deadline)
         longest = engines.longest_s()
         rewriting = max(now + LEAST_REWRITING * (deadline - now), deadline - longest)
         if (ahead := engines.lead) > TOO_FAR_AHEAD:

@@ -9,8 +9,11 @@ import time
 DEFAULT_S = 60.0
 """The time budget in seconds, if the user gives none and calls are not slow."""
 
-DEFAULT_CALLS = 200
-"""The time budget in calls, if the user gives none and they are slow: about twice what one pass needs."""
+DEFAULT_CALLS = 500
+"""The time budget in calls, if the user gives none and they are slow: about five times what one pass needs.
+
+Half of them go into verification and the last comparison, and what is left is for a compiler, too.
+"""
 
 MOST_BY_DEFAULT_S = 600.0
 """The longest time budget in seconds that the user did not ask for."""

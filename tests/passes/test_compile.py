@@ -83,6 +83,16 @@ def test_the_engine_computes_what_the_model_does(compiled: _Compiled) -> None:
     check_outputs(Compile.numerics, program, result.program, model, [x], FP32)
 
 
+def test_a_tensor_that_the_model_makes_of_numbers_is_no_obstacle() -> None:
+    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    model = Model(lambda m, x: x * torch.tensor([1.0, 2.0, 3.0]))
+    program = program_of(model, x)
+    assert any(node.target is aten.lift_fresh_copy.default for node in calls(program.graph))
+    assert Compile().why_not(program) is None
+    result = apply_to_untouched(Compile(), program)
+    check_outputs(Compile.numerics, program, result.program, model, [x], FP32)
+
+
 def test_no_call_compiles_anything_more(compiled: _Compiled) -> None:
     _, x, _, result = compiled
     before = dict(counters["stats"])

@@ -230,6 +230,19 @@ def test_the_openings_engine_is_tried_later_where_the_opening_had_no_time_for_it
     assert rows(bench) == [(engine.name, KEPT)]
 
 
+def test_what_the_opening_had_no_time_for_can_be_tried_before_anything_else(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module
+) -> None:
+    bench = Bench(monkeypatch, net, X, cost={"compiler": 0.5})
+    first, other = SlowCompiler(), Fast()
+    lane = search(monkeypatch, bench, Pipeline((), (other, first)), Opening((), first.name))
+    lane.engines.run_put_off(time.perf_counter() + 1e7)
+    assert rows(bench) == []  # it was not its turn yet
+    lane.engines.run_first(time.perf_counter() + 1.0)
+    lane.engines.run_put_off(time.perf_counter() + 1e7)
+    assert rows(bench) == [(first.name, KEPT)]
+
+
 @pytest.mark.parametrize(("ended", "verdict"), [(True, KEPT), (False, NOT_TRIED)])
 def test_what_is_made_takes_little_more_time(
     monkeypatch: pytest.MonkeyPatch, net: nn.Module, ended: bool, verdict: Verdict

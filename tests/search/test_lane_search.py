@@ -15,7 +15,7 @@ from ampopt.ir.transform import Engine, Family, Numerics, Pass, Result
 from ampopt.measure.entry import Verdict
 from ampopt.search.lane_search import OPENING, PLAIN_OPENING, LaneSearch
 from ampopt.search.openings import UNLIKELY, Opening
-from tests.support.planted import Bench, Planted, PlantedKernel
+from tests.support.planted import Bench, Planted, PlantedFoundation, PlantedKernel
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 KEPT, REVERTED, DECLINED, NOT_TRIED = Verdict.KEPT, Verdict.REVERTED, Verdict.DECLINED, Verdict.NOT_TRIED
@@ -123,6 +123,36 @@ def test_where_an_opening_is_slower_it_is_tried_without_layouts_and_kernels(
     assert bench.kept == ["one", "two"]
     lane.rewrite(bench.deadline)
     assert bench.kept == ["one", "two", "kernel"]
+
+
+@pytest.mark.parametrize(
+    ("other", "verdict", "kept"),
+    [
+        (PlantedFoundation("two"), KEPT, ["one", "two"]),
+        (Planted("two"), REVERTED, []),
+        (PlantedFoundation("far too slow"), REVERTED, []),
+    ],
+)
+def test_exact_passes_that_others_build_on_are_kept_together_where_they_gain_nothing(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module, other: Planted, verdict: Verdict, kept: list[str]
+) -> None:
+    """As each of them is by itself: an engine may need constants folded."""
+    bench = Bench(monkeypatch, net, X, cost={"layout": 9.0, "far too slow": 2.0})
+    passes = (PlantedFoundation("one"), PlantedLayout("layout"), other)
+    lane = search(monkeypatch, bench, Pipeline(passes), Opening(("one", "layout", other.name)))
+    lane.open(bench.deadline)
+    assert rows(bench)[:2] == [(OPENING, REVERTED), (PLAIN_OPENING, verdict)]
+    assert bench.kept == kept
+
+
+def test_an_opening_that_there_was_no_time_for_is_not_tried_without_layouts_either(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module
+) -> None:
+    bench = Bench(monkeypatch, net, X, cost={"one": 0.9, "two": 0.9})
+    passes = (Planted("one"), Planted("two"))
+    lane = search(monkeypatch, bench, Pipeline(passes), Opening(("one", "two")))
+    lane.open(-1.0)
+    assert rows(bench) == [(OPENING, NOT_TRIED)]
 
 
 HELPED = f"{OPENING} with helper"
