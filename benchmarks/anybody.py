@@ -8,6 +8,7 @@ from benchmarks.breadth_networks import BREADTH, subject
 from benchmarks.by_hand import Inputs
 from benchmarks.cold_networks import COLD, stranger
 from benchmarks.race_networks import RACE, racer
+from benchmarks.seeds_workloads import SEEDS
 
 
 def anybody(name: str) -> tuple[nn.Module, Inputs]:
@@ -18,4 +19,7 @@ def anybody(name: str) -> tuple[nn.Module, Inputs]:
     if name in COLD:
         model, image = stranger(name)
         return model, (image,)
+    if name in SEEDS and name not in RACE:
+        workload = SEEDS[name].workload
+        return workload.model().eval(), workload.inputs()
     return subject(name) if name in BREADTH and name not in RACE else racer(name)

@@ -1,8 +1,7 @@
 """What runs in the cold process: one default call, then eager and the recipe by hand beside its result.
 
-    python -m benchmarks.cold_process NETWORK DEVICE FILE [--seconds S] [--compile]
-
-Writes the facts as JSON to FILE. Started by `benchmarks.cold_start`, with empty caches.
+It writes the facts as JSON to a file. Started by `benchmarks.cold_start`, with empty caches, as
+`benchmarks.cold_import`.
 """
 
 from __future__ import annotations
@@ -23,6 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+import ampopt
+from ampopt.ir.in_float64 import SCOPES, copy_in_float64
+from ampopt.ir.model_copy import private_copy
+from ampopt.ir.numerics import relative_error
+from ampopt.ir.signature import flatten_outputs
+from ampopt.measure.headline import load_now
+from ampopt.system.environment import environment
 from benchmarks import by_compile, by_hand
 from benchmarks.anybody import anybody
 from benchmarks.by_hand import Call, Inputs
@@ -98,16 +104,12 @@ Make = Callable[[nn.Module, Inputs], Call]
 
 def _made(make: Make, model: nn.Module, inputs: Inputs) -> tuple[Call, list[Tensor]]:
     """A peer of a copy of the model, whose state is as ampopt's is, and what its first call does."""
-    from ampopt.ir.model_copy import private_copy
-
     call = make(private_copy(model), fresh(inputs))
     return call, effect(call, inputs)
 
 
 def effect(call: Call, inputs: Inputs) -> list[Tensor]:
     """The outputs of a call, and its inputs after it: a model may write to them, and a graph to copies."""
-    from ampopt.ir.signature import flatten_outputs
-
     given = fresh(inputs)
     outputs = flatten_outputs(call(*given))[0]
     return [*outputs, *(leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor))]
@@ -163,13 +165,7 @@ def _block(run: Callable[[Callable[[], Block]], Block], subject: Subject, regime
 def first_call(model: nn.Module, inputs: Inputs, device: torch.device) -> tuple[Facts, Call]:
     """The call that the README shows, timed, and what came of it. It does not change the model."""
     start = time.perf_counter()
-    import ampopt
-    from ampopt.measure.headline import load_now
-    from ampopt.system.environment import environment
-
-    optimize = ampopt.optimize
-    imported = time.perf_counter()
-    fast = optimize(model, inputs[0] if len(inputs) == 1 else inputs)
+    fast = ampopt.optimize(model, inputs[0] if len(inputs) == 1 else inputs)
     ended = time.perf_counter()
     report = fast.report.to_dict()
     lane = report["lanes"].get(report["chosen"], {})
@@ -177,8 +173,7 @@ def first_call(model: nn.Module, inputs: Inputs, device: torch.device) -> tuple[
     return {
         "environment": environment(device),
         "load": None if load is None else load.average,
-        "import_s": imported - start,
-        "prepare_s": ended - imported,
+        "prepare_s": ended - start,
         "chosen": report["chosen"],
         "judged": list(report["lanes"]),
         "passes": lane.get("passes", []),
@@ -229,8 +224,6 @@ def _in_its_graphs(model: nn.Module, inputs: Inputs) -> Call:
 
 def reference(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     """The effect of a call of the model in float64, and of what it makes itself where that is of float32."""
-    from ampopt.ir.in_float64 import SCOPES, copy_in_float64
-
     given = pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, inputs)
     failures: list[Exception] = []
     for scope in SCOPES:
@@ -245,16 +238,14 @@ def reference(model: nn.Module, inputs: Inputs) -> list[Tensor]:
 
 def error_of(found: list[Tensor], expected: list[Tensor]) -> float | None:
     """The largest relative error of an effect; None where it has NaN, infinities or other shapes."""
-    from ampopt.ir.numerics import relative_error
-
     if len(found) != len(expected):
         return None
     error = max(relative_error(ours, wanted) for ours, wanted in zip(found, expected, strict=True))
     return error if math.isfinite(error) else None
 
 
-def main() -> None:
-    """See the module."""
+def main(import_s: float) -> None:
+    """See the module; to import ampopt took so many seconds."""
     faulthandler.enable()
     parser = parser_for(__doc__)
     parser.add_argument("network")
@@ -267,7 +258,7 @@ def main() -> None:
     kept: Facts = {}
 
     def write(facts: Facts) -> None:
-        kept.update(facts)
+        kept.update({"import_s": import_s, **facts})
         options.file.write_text(json.dumps(kept), encoding="utf-8")
 
     asked = {"seconds": options.seconds, "compiled": options.compile}
@@ -279,6 +270,8 @@ def main() -> None:
         write({"skipped": str(unknown)})
     except Exception as failure:
         write({"error": told(failure)})
+    if options.compile:
+        leave()
 
 
 def leave() -> NoReturn:
@@ -290,9 +283,3 @@ def leave() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
-    if "--compile" in sys.argv:
-        leave()

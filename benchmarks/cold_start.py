@@ -1,6 +1,6 @@
 """A default call in a cold process with empty caches, as a stranger makes it: every benchmark has its row.
 
-`default_call` starts `benchmarks.cold_process`; `benchmarks.cold_lines` shows what rows keep of it.
+`default_call` starts `benchmarks.cold_import`; `benchmarks.cold_lines` shows what rows keep of it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def default_call(
     row: Row = {"network": network, "commit": commit()}
     with tempfile.TemporaryDirectory(prefix="ampopt-cold-") as folder:
         file = Path(folder) / "row.json"
-        command = [sys.executable, "-m", "benchmarks.cold_process", network, str(device), str(file)]
+        command = [sys.executable, "-m", "benchmarks.cold_import", network, str(device), str(file)]
         command += ["--seconds", str(seconds), *(["--compile"] * compiled)]
         end: Row = {}
         try:

@@ -4,8 +4,8 @@
 
 Every way of training is timed in turn with the others, synchronised and warmed up, with its peak memory on a
 GPU; then the parts of the step in FP32; then calls in evaluation mode: eager, autocast, and apex's O1 and O2
-as ampopt's policies; with `--optimize` also its default call. Writes DIR/<device>/seeds.json row by
-row, and the table and the plot from it.
+as ampopt's policies; with `--optimize` also its default call. The first workload has one in a cold process,
+too. Writes DIR/<device>/seeds.json row by row, and the table and the plot from it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ampopt.measure.clocks import latency, synchronize
 from ampopt.measure.sampling import interleave
 from ampopt.passes import BakeAutocast
 from ampopt.system.environment import environment
+from benchmarks import cold_start
 from benchmarks.command_line import add_place, device_of, parser_for
 from benchmarks.results_files import Row, commit, results_folder, write_table
 from benchmarks.seeds_table import draw, to_markdown
@@ -141,6 +142,7 @@ def main() -> None:
     parser.add_argument(
         "--budget-left", type=float, metavar="S", help="begin none that may end later than this"
     )
+    cold_start.add_option(parser)
     options = parser.parse_args()
     device = device_of(options)
     folder, left = results_folder(options.out, device), TimeLeft(options.budget_left, guess_s=FIRST_GUESS_S)
@@ -151,6 +153,8 @@ def main() -> None:
         row = measure(
             SEEDS[name], device, seconds=options.seconds, most_s=options.most_s, optimize=options.optimize
         )
+        if name == options.models[0] and options.default_call:
+            row = cold_start.beside(row, name, device)
         rows = write_table(folder, "seeds", [row], lambda each: each["workload"], SEEDS, to_markdown)
         draw(rows, folder / "seeds.png")
         print(name, json.dumps({k: v.get("p50_ms") for k, v in row.get("training", {}).items()}), flush=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import cold_lines
 from benchmarks.results_files import Row, heading
 from benchmarks.seeds_workloads import SEEDS, Reported
 
@@ -24,6 +25,7 @@ def to_markdown(rows: Sequence[Row]) -> str:
     for question in dict.fromkeys(row["question"] for row in rows):
         for row in (each for each in rows if each["question"] == question):
             lines += ["", f"## {question}: {row['workload']}", "", *_section(row)]
+    lines += cold_lines.lines(rows)
     return "\n".join(lines) + "\n"
 
 

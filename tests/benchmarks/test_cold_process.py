@@ -266,12 +266,11 @@ def test_the_process_writes_figures_or_why_there_are_none(
 
     monkeypatch.setattr(cold_process, "measure", measured)
     monkeypatch.setattr("sys.argv", ["cold_process", "lcnet_050", "cpu", str(tmp_path / "row.json")])
-    cold_process.main()
-    assert (
-        json.loads((tmp_path / "row.json").read_text())
-        == {
-            type(None): {"chosen": "amp", "contestants": {}},
-            RuntimeError: {"chosen": "amp", "error": "RuntimeError: out of memory"},
-            UnknownNetworkError: {"skipped": "no such"},
-        }[type(failure)]
-    )
+    cold_process.main(2.5)
+    expected: dict[type, dict[str, Any]] = {
+        type(None): {"chosen": "amp", "contestants": {}},
+        RuntimeError: {"chosen": "amp", "error": "RuntimeError: out of memory"},
+        UnknownNetworkError: {"skipped": "no such"},
+    }
+    found = json.loads((tmp_path / "row.json").read_text())
+    assert found == {"import_s": 2.5, **expected[type(failure)]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,3 +45,13 @@ def test_where_they_are_missing_they_are_compiled_once(
     assert [{**os.environ, **found}] == runs
     assert Path(found["PYTHONPYCACHEPREFIX"]).is_dir()
     assert found["PYTHONDONTWRITEBYTECODE"] == ""
+
+
+def test_the_time_that_an_import_takes_is_that_of_ampopt_alone() -> None:
+    code = (
+        "import sys; from benchmarks.cold_import import import_s; "
+        "before = [name for name in sys.modules if name.partition('.')[0] == 'ampopt']; "
+        "took = import_s(); print(before, took > 0.05, 'ampopt.api' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[] True True\n"

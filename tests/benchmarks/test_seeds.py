@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from ampopt.diagnosis.training_step import Subject, Training, amp, fp32, parts_of
 from benchmarks import seeds
+from benchmarks.anybody import anybody
+from benchmarks.results_files import Row
 from benchmarks.seeds_table import draw, to_markdown
 from benchmarks.seeds_workloads import SEEDS
 from benchmarks.training_steps import GRAPHED, o2, ways
@@ -132,3 +134,29 @@ def test_reported_figures_name_a_way_or_a_part_that_is_measured(name: str) -> No
 
 def test_amp_scales_the_loss_only_on_a_gpu() -> None:
     assert amp(small()).scaler is None
+
+
+@pytest.mark.parametrize("name", ["linear5x128-b20", "cropunet"])
+def test_a_cold_process_knows_every_workload(name: str) -> None:
+    model, inputs = anybody(name)
+    assert not model.training
+    assert [tuple(x.shape) for x in inputs] == [*SEEDS[name].workload.input_shapes]
+
+
+def test_the_first_workload_has_a_default_call_in_a_cold_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = list[str]()
+
+    def beside(row: Row, network: str, _: torch.device) -> Row:
+        asked.append(network)
+        return {**row, "default_call": {"network": network, "commit": "c", "error": "no time"}}
+
+    monkeypatch.setattr("benchmarks.cold_start.beside", beside)
+    names = ["linear5x128-b20", "linear50x512-b1024"]
+    arguments = ["--device", "cpu", "--models", *names, "--seconds", "0", "--most-s", "0"]
+    monkeypatch.setattr("sys.argv", ["seeds", *arguments, "--out", str(tmp_path)])
+    seeds.main()
+    assert asked == names[:1]
+    (table,) = tmp_path.glob("*/seeds.md")
+    assert f"- {names[0]}: no time; commit c" in table.read_text()
