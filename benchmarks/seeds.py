@@ -5,7 +5,7 @@
 Every way of training is timed in turn with the others, synchronised and warmed up, with its peak memory on a
 GPU; then the parts of the step in FP32; then calls in evaluation mode: eager, autocast, and apex's O1 and O2
 as ampopt's policies; with `--optimize` also its default call. The first workload has one in a cold process,
-too. Writes DIR/<device>/seeds.json row by row, and the table and the plot from it.
+too. Writes DIR/<device>/seeds.json row by row, and the table and the plots from it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from ampopt.system.environment import environment
 from benchmarks import cold_start
 from benchmarks.command_line import add_place, device_of, parser_for
 from benchmarks.results_files import Row, commit, results_folder, write_table
-from benchmarks.seeds_table import draw, to_markdown
+from benchmarks.seeds_plots import draw
+from benchmarks.seeds_table import to_markdown
 from benchmarks.seeds_workloads import SEEDS, Seed
 from benchmarks.time_left import TimeLeft
 from benchmarks.training_steps import ways
@@ -156,7 +157,7 @@ def main() -> None:
         if name == options.models[0] and options.default_call:
             row = cold_start.beside(row, name, device)
         rows = write_table(folder, "seeds", [row], lambda each: each["workload"], SEEDS, to_markdown)
-        draw(rows, folder / "seeds.png")
+        draw(rows, folder)
         print(name, json.dumps({k: v.get("p50_ms") for k, v in row.get("training", {}).items()}), flush=True)
 
 

@@ -1,10 +1,8 @@
-"""The table and the plot of the five questions: today's figures beside those that were reported."""
+"""The table of the five questions: today's figures beside those that were reported."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from benchmarks import cold_lines
 from benchmarks.results_files import Row, heading
@@ -73,43 +71,3 @@ def _reported(reported: Sequence[Reported], device: str, way: str) -> str:
         if (each.device, each.way, each.part) == (device, way, "step"):
             return f"{each.ms:.2f} ms" + ("" if each.mb is None else f", {each.mb:.0f} MB")
     return "–"
-
-
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """How many times faster than FP32 each way of training and each call is: bars for each workload."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    kinds = {"training": "one training step", "inference": "one call in evaluation mode"}
-    by_kind = {kind: [row for row in rows if "p50_ms" in row.get(kind, {}).get("fp32", {})] for kind in kinds}
-    drawn = {kind: ran for kind, ran in by_kind.items() if ran}
-    if not drawn:
-        return
-    figure, axes = plt.subplots(len(drawn), figsize=(11, 4.5 * len(drawn)), squeeze=False)
-    for axis, (kind, ran) in zip(axes[:, 0], drawn.items(), strict=True):
-        _bars(axis, ran, kind)
-        axis.set_ylabel(f"FP32 / it, {kinds[kind]}")
-    first = next(iter(drawn.values()))[0]
-    axes[0, 0].set_title(f"When mixed precision pays, on {first['environment'].get('device', '?')}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def _bars(axis: Any, ran: Sequence[Row], kind: str) -> None:
-    """A group of bars for each workload; each begins at FP32's own time."""
-    names = [name for name in dict.fromkeys(way for row in ran for way in row[kind]) if name != "fp32"]
-    width = 0.8 / len(names)
-    for place, name in enumerate(names):
-        shown = [(i, row[kind][name]) for i, row in enumerate(ran) if "p50_ms" in row[kind].get(name, {})]
-        heights = [ran[i][kind]["fp32"]["p50_ms"] / found["p50_ms"] - 1 for i, found in shown]
-        places = [i + (place - len(names) / 2 + 0.5) * width for i, _ in shown]
-        axis.bar(places, heights, width, bottom=1, label=name)
-    axis.axhline(1.0, color="black", linewidth=0.8)
-    axis.set_yscale("log", base=2)
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    labels = [f"{row['question']} {row['workload']}" for row in ran]
-    axis.set_xticks(range(len(ran)), labels, fontsize=8, rotation=20, ha="right")
-    axis.legend(fontsize=8, ncols=2)

@@ -15,7 +15,8 @@ from ampopt.diagnosis.training_step import Subject, Training, amp, fp32, parts_o
 from benchmarks import seeds
 from benchmarks.anybody import anybody
 from benchmarks.results_files import Row
-from benchmarks.seeds_table import draw, to_markdown
+from benchmarks.seeds_plots import draw
+from benchmarks.seeds_table import to_markdown
 from benchmarks.seeds_workloads import SEEDS
 from benchmarks.training_steps import GRAPHED, o2, ways
 
@@ -120,8 +121,9 @@ def test_the_table_has_todays_figures_beside_those_that_were_reported(tmp_path: 
     assert "| fp32 | " in table
     assert "| 0.93 ms | 0.22 ms |" in table
     assert "failed: RuntimeError: a/b" in table
-    draw([row], tmp_path / "seeds.png")
-    assert (tmp_path / "seeds.png").stat().st_size > 1000
+    draw([row], tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {"seeds.png", "seeds-s2.png"}
+    assert all(file.stat().st_size > 1000 for file in tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", SEEDS)
