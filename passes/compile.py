@@ -16,7 +16,7 @@ from torch._guards import TracingContext, tracing
 from ampopt.engines.divided import Chain, Division, divided
 from ampopt.engines.inductor_code import InductorCode, is_whole, options, static_shapes
 from ampopt.engines.inductor_labels import name_by_place
-from ampopt.engines.rounds import calls_once, in_rounds
+from ampopt.engines.rounds import calls_once, forget, in_rounds
 from ampopt.errors import first_line
 from ampopt.ir.capturing import capturing
 from ampopt.ir.graph import arguments, aten, calls, finish, insert_call, is_opaque, replace, where
@@ -61,7 +61,7 @@ class Compile(Engine):
 
     warm_ups: int = 3
     pieces: int = 1
-    """How many pieces of the graph are compiled one by one, at the most."""
+    """For how many compilers the graph is divided, at the least; 0: it is not divided."""
 
     def why_not(self, program: Program) -> str | None:
         """Declines autocast and opaque operators: inductor needs plain ATen and explicit casts."""
@@ -76,8 +76,25 @@ class Compile(Engine):
 
     def divided(self, program: Program, count: int) -> Sequence[Program]:
         """Pieces that follow each other; the rounds of an unrolled loop, which are equal, as one."""
-        division = _division(program, count)
+        division = self._division(program, count)
         return [program] if division is None else division.programs
+
+    def undivided(self) -> Engine:
+        """It for a piece, which may have rounds of its own."""
+        return dataclasses.replace(self, pieces=0)
+
+    def _division(self, program: Program, count: int) -> Division | None:
+        """In the rounds of its loop, or, on a GPU, in up to `count` pieces; None: as a whole.
+
+        On a CPU each compiler takes all cores. What was divided for more compilers once is divided as then:
+        inductor's cache has those pieces.
+        """
+        if self.pieces == 0:
+            return None
+        if program.device.type == "cpu":
+            return in_rounds(program)
+        count = max(count, self.pieces)
+        return in_rounds(program, count) or divided(program, count)
 
     def apply(self, program: Program) -> Result:
         """Compile and warm up; see the class."""
@@ -95,20 +112,26 @@ class Compile(Engine):
             hints = list[str]()
             if program.device.type == "cpu":
                 made = [self._compile(piece, rehearsed) for piece in self.divided(program, 1)]
-                rounds = _division(program, 1)
-                return self._made(program, made[0] if rounds is None else Chain(rounds, made), hints)
-            sent = rehearsed().sent
-            division = _division(program, len(sent) or self.pieces)
+                return self._made(program, self._division(program, 1), made, hints, 1)
+            told = rehearsed()
+            division = self._division(program, told.count)
             programs = [program] if division is None else division.programs
-            each = zip(programs, sent or itertools.repeat(None), strict=bool(sent))
+            each = zip(programs, told.sent or itertools.repeat(None), strict=bool(told.sent))
             functions = [self._loaded(piece, its, hints) for piece, its in each]
-            engine = functions[0] if division is None else Chain(division, functions)
-            return self._made(program, engine, hints, len(functions))
+            return self._made(program, division, functions, hints, told.count)
 
     def _made(
-        self, program: Program, engine: Callable[..., Any], hints: list[str], pieces: int = 1
+        self,
+        program: Program,
+        division: Division | None,
+        functions: Sequence[Callable[..., Any]],
+        hints: list[str],
+        count: int,
     ) -> Result:
-        replay = dataclasses.replace(self, pieces=pieces)
+        """The program with what was compiled of it for so many compilers."""
+        engine = functions[0] if division is None else Chain(division, functions)
+        forget(program)
+        replay = dataclasses.replace(self, pieces=max(count, self.pieces) if self.pieces else 0)
         return Result(program.replace(engine=engine), 1, hints=tuple(hints), replay=replay)
 
     def _loaded(self, program: Program, sent: dict[str, Any] | None, hints: list[str]) -> Callable[..., Any]:
@@ -190,16 +213,6 @@ class _Compiled:
     def __call__(self, *tensors: Tensor) -> Any:
         """Run it: flat inputs in, flat outputs out."""
         return self.engine(*tensors)
-
-
-def _division(program: Program, count: int) -> Division | None:
-    """In the rounds of its loop, or, on a GPU, in up to `count` pieces; None: as a whole.
-
-    On a CPU each compiler takes all cores.
-    """
-    if program.device.type == "cpu":
-        return in_rounds(program)
-    return in_rounds(program, count) or divided(program, count)
 
 
 def _entered(program: Program) -> list[Tensor]:

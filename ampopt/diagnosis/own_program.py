@@ -94,7 +94,7 @@ def own_kernels(program: Program) -> tuple[OwnKernel, ...]:
     if isinstance(program.engine, OnnxEngine):
         by_value = node_parts(program)
         return tuple(OwnKernel(name, s, nodes, origins) for name, s, nodes, origins in by_value)
-    own = program.engine is None or isinstance(program.engine, Branched) or _codes(program)
+    own = program.engine is None or isinstance(program.engine, Branched) or _runs_code(program.engine)
     if not own and not program.cuda_graph:
         raise LookupError(f"nothing can look into what {program.recipe[-1].name} runs")
     parts = as_captured(program, functools.partial(_parts, program))
@@ -175,7 +175,7 @@ def _completed(kernels: Sequence[OwnKernel], program: Program) -> tuple[OwnKerne
 def _graphs(program: Program) -> list[fx.GraphModule]:
     """The graph that is run, or those of its pieces."""
     if isinstance(program.engine, Chain):
-        return [piece.program.graph for piece, _ in program.engine.steps]
+        return [step.graph for step in program.engine.steps]
     return [program.graph]
 
 
@@ -276,20 +276,31 @@ def _has(tensor: Tensor, memory_format: torch.memory_format) -> bool:
 
 
 def _run_engine(program: Program, entered: Sequence[Tensor], label: Label) -> Sequence[Tensor]:
-    if program.engine is None or not (codes := _codes(program)):
-        return tuple(_Labelled(program, label).run(*entered))
-    with contextlib.ExitStack() as stack:
-        for code, graph in codes:
-            stack.enter_context(labelled(code, graph, label))
-        return tuple(program.engine(*entered))
-
-
-def _codes(program: Program) -> list[tuple[Any, fx.GraphModule]]:
-    """Inductor's code in a program's engine, with its graph; none in another, whose graph runs by nodes."""
     engine = program.engine
-    functions: list[Any] = [made for _, made in engine.steps] if isinstance(engine, Chain) else [engine]
-    each = zip(functions, _graphs(program), strict=True)
-    return [(f.inner, graph) for f, graph in each if isinstance(f, HasInductorCode) and f.inner is not None]
+    if engine is None or not _runs_code(engine):
+        return tuple(_Labelled(program, label).run(*entered))
+    if isinstance(engine, Chain):
+        return engine.run(entered, lambda step: _ranges(step.function, step.graph, label))
+    with _ranges(engine, program.graph, label):
+        return tuple(engine(*entered))
+
+
+def _runs_code(engine: object) -> bool:
+    functions = [step.function for step in engine.steps] if isinstance(engine, Chain) else [engine]
+    return any(_code(function) is not None for function in functions)
+
+
+def _ranges(
+    function: object, graph: fx.GraphModule, label: Label
+) -> contextlib.AbstractContextManager[object]:
+    """Ranges in the calls of a function that runs inductor's code; equal pieces of a program share one."""
+    code = _code(function)
+    return contextlib.nullcontext() if code is None else labelled(code, graph, label)
+
+
+def _code(function: object) -> Any:
+    """Inductor's code, which a function runs; None in another, whose graph runs by nodes."""
+    return function.inner if isinstance(function, HasInductorCode) else None
 
 
 class _Labelled(fx.Interpreter):

@@ -6,13 +6,14 @@ have fused across a cut: so cuts are where little crosses, before a convolution 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -82,21 +83,58 @@ class Division:
         return [by_kind[kind] for kind in kinds]
 
 
+class Step(NamedTuple):
+    """A function of a chain, and the part of the graph that it computes.
+
+    `strides` are those that its inputs get, and `over` names what nothing reads after it.
+    """
+
+    graph: fx.GraphModule
+    function: Function
+    inputs: tuple[str, ...]
+    strides: tuple[tuple[int, ...], ...]
+    outputs: tuple[str, ...]
+    over: tuple[str, ...]
+
+
 class Chain:
     """Functions of the programs of a division, in `steps`: flat inputs in, flat outputs out."""
 
     def __init__(self, division: Division, functions: Sequence[Function]) -> None:
-        self._division = division
-        self.steps = list(zip(division.pieces, division.each(functions), strict=True))
+        """It keeps no example: on a GPU what crosses the cuts may be hundreds of MiB."""
+        self._inputs, self._outputs = division.inputs, division.outputs
+        last = {name: place for place, piece in enumerate(division.pieces) for name in piece.inputs}
+        self.steps = [
+            Step(
+                piece.program.graph,
+                function,
+                piece.inputs,
+                piece.strides,
+                piece.outputs,
+                tuple(n for n in piece.inputs if last[n] == place and n not in self._outputs),
+            )
+            for place, (piece, function) in enumerate(
+                zip(division.pieces, division.each(functions), strict=True)
+            )
+        ]
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run them. What crosses a cut gets the strides for which the next piece was compiled."""
-        values = dict(zip(self._division.inputs, tensors, strict=True))
-        for piece, function in self.steps:
-            wanted = zip(piece.inputs, piece.strides, strict=True)
+        return self.run(tensors, lambda _: contextlib.nullcontext())
+
+    def run(
+        self, tensors: Sequence[Tensor], around: Callable[[Step], contextlib.AbstractContextManager[object]]
+    ) -> tuple[Tensor, ...]:
+        """The same, each step in a context of its own."""
+        values = dict(zip(self._inputs, tensors, strict=True))
+        for step in self.steps:
+            wanted = zip(step.inputs, step.strides, strict=True)
             given = [_with_strides(values[name], strides) for name, strides in wanted]
-            values.update(zip(piece.outputs, function(*given), strict=True))
-        return tuple([values[name] for name in self._division.outputs])
+            for name in step.over:
+                del values[name]
+            with around(step):
+                values.update(zip(step.outputs, step.function(*given), strict=True))
+        return tuple([values[name] for name in self._outputs])
 
 
 def _with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
@@ -108,22 +146,26 @@ def _with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     return made.copy_(tensor)
 
 
-_known: weakref.WeakKeyDictionary[fx.GraphModule, dict[int, Division | None]] = weakref.WeakKeyDictionary()
+Known = weakref.WeakKeyDictionary[fx.GraphModule, dict[int, Division | None]]
+
+_known: Known = weakref.WeakKeyDictionary()
+
+
+def forget_pieces(program: Program) -> None:
+    """Let go of the pieces of a program, whose examples take memory."""
+    _known.pop(program.graph, None)
 
 
 def divided(program: Program, count: int) -> Division | None:
     """A program in up to `count` pieces of about as many calls; None where there is no good cut.
 
-    Nothing runs: shapes and strides are propagated. As many pieces as there are give the same ones again.
+    The graph runs once: a piece's examples are what it gets there. The same count gives the same pieces.
     """
     count = min(count, sum(1 for _ in calls(program.graph)) // LEAST_CALLS)
     known = _known.setdefault(program.graph, {})
     if count >= 2 and count not in known and program.engine is None:
         try:
-            found = _in_pieces(program, count)
-            known[count] = found
-            if found is not None:
-                known[len(found.pieces)] = found
+            known[count] = _in_pieces(program, count)
         except Exception as error:  # an operator whose shapes depend on values
             check_interrupted(error)
             logger.debug("ampopt: a program is not divided", exc_info=True)
@@ -247,6 +289,7 @@ def divide(program: Program, whole: fx.GraphModule, cuts: Sequence[int]) -> Divi
     results: Any = output.args[0]
     values = {node: its.meta.get("val") for node, its in zip(nodes, described, strict=True)}
     given = dict(zip(inputs, zip(program.entry, program.examples, strict=True), strict=True))
+    crossing = _crossing(program, cuts)
     pieces = []
     for start, end in itertools.pairwise((0, *cuts, len(nodes))):
         mine = [node for node in nodes[start:end] if node.op == "call_function"]
@@ -261,7 +304,7 @@ def divide(program: Program, whole: fx.GraphModule, cuts: Sequence[int]) -> Divi
         kept = [node for node in mine if later.intersection(node.users)]
         for node in needed:
             if node not in given:
-                given[node] = _border(values[node]), _stand_in(values[node])
+                given[node] = _border(values[node]), _laid_out(crossing[node], values[node])
         pieces.append(
             Piece(
                 program.replace(
@@ -277,10 +320,38 @@ def divide(program: Program, whole: fx.GraphModule, cuts: Sequence[int]) -> Divi
     return Division(tuple(pieces), tuple(node.name for node in inputs), tuple(node.name for node in results))
 
 
-def _stand_in(value: Tensor) -> Tensor:
-    """A tensor that looks like a result of a piece; its values do not matter to what is compiled."""
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    return made.zero_()
+def _crossing(program: Program, cuts: Sequence[int]) -> dict[fx.Node, Tensor]:
+    """What crosses the cuts in a call with the program's examples.
+
+    A piece is called with it, and may refuse others: a matrix of zeros has no inverse.
+    """
+    places = {node: place for place, node in enumerate(program.graph.graph.nodes)}
+    wanted = {
+        node
+        for node in calls(program.graph)
+        if any(
+            places[node] < cut <= places[user] for user in node.users if user.op != "output" for cut in cuts
+        )
+    }
+    found: dict[fx.Node, Tensor] = {}
+
+    class Noting(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            made = super().run_node(n)
+            if n in wanted:
+                found[n] = made
+            return made
+
+    with program.scope(), torch.no_grad():
+        entered = [border.convert(t) for border, t in zip(program.entry, program.examples, strict=True)]
+        Noting(program.graph).run(*entered)
+    return found
+
+
+def _laid_out(made: Tensor, like: Tensor) -> Tensor:
+    """A copy of a result in memory of its own, as the graph's description has it."""
+    copied = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return copied.copy_(made)
 
 
 def _extracted(

@@ -20,11 +20,13 @@ from torch import Tensor, fx, nn
 from ampopt.engines.divided import (
     LEAST_CALLS,
     Division,
+    Known,
     Piece,
     crossings,
     cuts_of,
     described,
     divide,
+    forget_pieces,
     has_plain_outputs,
     may_cross,
     varying_in,
@@ -42,7 +44,13 @@ Run = tuple[int, int, int]
 """The first call, the period and the length of a run of rounds, in calls."""
 
 _runs: weakref.WeakKeyDictionary[fx.GraphModule, Run | None] = weakref.WeakKeyDictionary()
-_known: weakref.WeakKeyDictionary[fx.GraphModule, dict[int, Division | None]] = weakref.WeakKeyDictionary()
+_known: Known = weakref.WeakKeyDictionary()
+
+
+def forget(program: Program) -> None:
+    """Let go of the pieces of a program, in rounds or not, whose examples take memory."""
+    _known.pop(program.graph, None)
+    forget_pieces(program)
 
 
 def in_rounds(program: Program, count: int = 1) -> Division | None:
@@ -50,17 +58,15 @@ def in_rounds(program: Program, count: int = 1) -> Division | None:
 
     Rounds are equal where their calls, their weights and what they are given look the same: they share a
     program. Where `count` is 3 or more, what is before the loop is in up to `count` - 1 pieces: with a round
-    that many compilers work at once. As many programs as there are give the same ones again. Nothing runs:
-    shapes and strides are propagated.
+    that many compilers work at once. The graph runs once: a piece's examples are what it gets there. The same
+    count gives the same pieces.
     """
     if program.engine is not None:
         return None
     known = _known.setdefault(program.graph, {})
     if count not in known:
         try:
-            known[count] = found = _divided(program, count)
-            if found is not None and count > 1:
-                known[len(found.programs)] = found
+            known[count] = _divided(program, count)
         except Exception as error:  # an operator whose shapes depend on values
             check_interrupted(error)
             logger.debug("ampopt: a program is not divided in rounds", exc_info=True)
@@ -115,7 +121,8 @@ def _divided(program: Program, count: int) -> Division | None:
             best, fewest = [places[node] for node in starts], crossed
     if len(best) < LEAST_ROUNDS:
         return None
-    before = cuts_of(whole, count - 1, best[0]) if count > 2 else []
+    room = sum(places[node] < best[0] for node in made) // LEAST_CALLS
+    before = cuts_of(whole, most, best[0]) if (most := min(count - 1, room)) > 1 else []
     pieces = (division := divide(program, whole, [*before, *best])).pieces
     kinds = _kinds(pieces)
     if len(set(kinds)) + LEAST_ROUNDS > len(kinds) + 1:
@@ -159,7 +166,12 @@ def _whole(weight: Tensor) -> Hashable:
 def _is_plain(weight: Tensor) -> bool:
     """Whether its numbers can be read; another, sparse or packed, is equal to itself alone."""
     is_own = type(weight) in (Tensor, nn.Parameter) and not weight.is_conj() and not weight.is_neg()
-    return is_own and weight.layout is torch.strided and weight.device.type in ("cpu", "cuda")
+    return (
+        is_own
+        and not weight.is_quantized
+        and weight.layout is torch.strided
+        and weight.device.type in ("cpu", "cuda")
+    )
 
 
 def _bytes(tensor: Tensor) -> bytes:
@@ -187,10 +199,10 @@ def _longest_run(signatures: Sequence[Hashable]) -> Run | None:
 def _kinds(pieces: Sequence[Piece]) -> tuple[int, ...]:
     """For each piece, the number of the first one that is equal to it."""
     firsts: dict[Hashable, int] = {}
-    return tuple(firsts.setdefault(_form(piece), number) for number, piece in enumerate(pieces))
+    return tuple(firsts.setdefault(form(piece), number) for number, piece in enumerate(pieces))
 
 
-def _form(piece: Piece) -> Hashable:
+def form(piece: Piece) -> Hashable:
     """What two pieces have in common where what is compiled for one answers for the other."""
     numbers: dict[fx.Node, int] = {}
     made = list[Hashable]()
@@ -204,4 +216,4 @@ def _form(piece: Piece) -> Hashable:
 
 
 def _look(tensor: Tensor) -> Hashable:
-    return tensor.dtype, tuple(tensor.shape), tensor.stride()
+    return tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride()

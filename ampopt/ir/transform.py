@@ -140,11 +140,12 @@ class Rehearsed:
     """What came of applying an engine in another process first.
 
     `why_not`: why that was not possible. `sent`: what the engine's `send` gave there, for each of those that
-    its `divided` gave.
+    its `divided` gave for `count` processes.
     """
 
     why_not: str | None = None
     sent: tuple[dict[str, Any] | None, ...] = ()
+    count: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,9 +190,14 @@ class Engine(Pass):
     def divided(self, program: Program, count: int) -> Sequence[Program]:
         """Up to `count` programs that may be rehearsed at once in place of a program: by default itself.
 
-        What the engine makes of them, one after the other, is what it makes of the program.
+        What the engine makes of them, one after the other, is what it makes of the program. The same count
+        gives the same ones.
         """
         return [program]
+
+    def undivided(self) -> Engine:
+        """The engine that takes each of what `divided` gave as a whole."""
+        return self
 
     def send(self, program: Program) -> dict[str, Any] | None:
         """What lets another process make the engine of this program sooner: tensors and plain values by name.

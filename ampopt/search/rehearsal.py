@@ -49,6 +49,8 @@ class _Rehearsal:
     step: Engine
     program: Program
     jobs: list[Job]
+    count: int
+    """For how many processes the program was divided."""
 
     def is_of(self, step: Pass, program: Program) -> bool:
         """Whether it is this step, on a program made from the same capture in the same way."""
@@ -67,7 +69,7 @@ class _Rehearsal:
         """What came of it, see `Worker.wait`."""
         told = [job.worker.wait(job, deadline, seconds) for job in self.jobs]
         why_not = next((each.why_not for each in told if each.why_not is not None), None)
-        return Rehearsed(why_not, tuple(sent for each in told for sent in each.sent))
+        return Rehearsed(why_not, tuple(sent for each in told for sent in each.sent), self.count)
 
     def end(self) -> None:
         """Forget it, see `Worker.end`."""
@@ -131,10 +133,10 @@ class Sandbox:
 
     def _send(self, step: Engine, program: Program) -> _Rehearsal | str:
         """Give a step to the processes, in pieces if it has any; or why the program cannot be sent."""
-        rehearsal = _Rehearsal(step, program, [])
-        for piece in step.divided(program, len(self.workers)):
+        rehearsal, whole = _Rehearsal(step, program, [], len(self.workers)), step.undivided()
+        for piece in step.divided(program, rehearsal.count):
             freest = min(self.workers, key=lambda worker: worker.queue_length)
-            if isinstance(sent := freest.send(step, piece), str):
+            if isinstance(sent := freest.send(whole, piece), str):
                 rehearsal.end()
                 return sent
             rehearsal.jobs.append(sent)

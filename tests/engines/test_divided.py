@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ampopt.engines.divided import LEAST_CALLS, MOST_UNEVEN, Chain, divided
+from ampopt.engines.divided import LEAST_CALLS, MOST_UNEVEN, Chain, divided, forget_pieces
 from ampopt.ir.graph import aten, calls
 from ampopt.ir.program import Program
 from ampopt.passes import ChannelsLast
@@ -65,13 +65,16 @@ def test_pieces_follow_each_other_and_each_is_a_program(count: int) -> None:
     assert all(len(piece.inputs) == 1 for piece in division.pieces)  # a cut is between blocks
 
 
-def test_a_division_is_made_once_and_by_the_number_of_its_pieces() -> None:
+def test_a_division_is_made_once() -> None:
     program = program_of(Residual(20), image())  # 80 calls: enough for two
     division = divided(program, 4)
     assert division is not None
     assert len(division.pieces) == 2
-    assert divided(program, 2) is division
+    assert divided(program, 4) is division
+    assert divided(program, 2) is division  # there is no room for more
     assert divided(program.replace(cuda_graph=True), 2) is division
+    forget_pieces(program)
+    assert divided(program, 2) is not division
 
 
 def test_a_graph_that_is_short_or_wide_everywhere_is_not_divided() -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from ampopt.engines.divided import Chain
-from ampopt.engines.rounds import calls_once, in_rounds, is_unrolled
+from ampopt.diagnosis.own_program import own_kernels
+from ampopt.engines.divided import LEAST_CALLS, Chain
+from ampopt.engines.rounds import calls_once, form, in_rounds, is_unrolled
 from ampopt.ir.graph import aten, calls
 from ampopt.ir.lanes import FP32
 from ampopt.ir.program import Program
-from ampopt.ir.transform import replay
+from ampopt.ir.transform import Rehearsed, replay
 from ampopt.passes import ChannelsLast, Compile, FoldConstants, RemoveInferenceNoops
 from ampopt.search.openings import COMPILED_ON_CPU, OPENINGS, opening_of
 from tests.helpers import program_of
@@ -40,7 +43,7 @@ class Loop(nn.Module):
             grid = torch.linspace(0, 1, 6, dtype=x.dtype) if self.fresh else 0.5
             conv = self.convs[number % len(self.convs)]
             for _ in range(9):
-                estimate = estimate + (conv(estimate) * seen).tanh() * grid
+                estimate = estimate * 0.5 + (conv(estimate) * seen).tanh() * grid  # rounding does not grow
             found.append(estimate * 2)
         return tuple(found)
 
@@ -90,14 +93,165 @@ def test_what_is_before_the_loop_is_divided_for_several_compilers() -> None:
     assert one is not None
     assert several is not None
     assert len(several.programs) == len(one.programs) + 2
-    assert in_rounds(program, len(several.programs)) is several
+    assert in_rounds(program, 4) is several
     sizes = [sum(1 for _ in calls(piece.graph)) for piece in several.programs]
     whole = max(sum(1 for _ in calls(piece.graph)) for piece in one.programs)
     assert max(sizes) < 0.5 * whole
+    again = in_rounds(program_of(Prepared(), image()), 4)
+    assert again is not None
+    assert [sum(1 for _ in calls(piece.graph)) for piece in again.programs] == sizes
     check(program, 4)
     assert [piece.graph for piece in Compile().divided(program, 4)] == [
         p.graph for p in one.programs
     ]  # a CPU
+
+
+def test_before_a_loop_pieces_are_not_shorter_than_they_may_be() -> None:
+    model = Prepared()
+    model.before = model.before[:1]
+    few, one = in_rounds(program_of(model, image()), 4), in_rounds(program_of(model, image()))
+    assert few is not None
+    assert one is not None
+    sizes = [sum(1 for _ in calls(piece.graph)) for piece in few.programs]
+    assert len(sizes) == len(one.programs)
+    assert sizes[0] >= LEAST_CALLS
+
+
+def test_rounds_on_other_devices_are_not_equal() -> None:
+    """A number on the CPU and one on a GPU look the same but for that."""
+    program = program_of(Loop(8), image())
+    division = in_rounds(program)
+    assert division is not None
+    first, second = (division.pieces[at] for at in (2, 3))
+    assert form(first) == form(second)
+    moved = tuple(x.to("meta") for x in second.program.examples)
+    assert form(first) != form(dataclasses.replace(second, program=second.program.replace(examples=moved)))
+
+
+class TwoLoops(Loop):
+    """Two loops: what is before the second one has a loop in it."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.last = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        estimate = self.last(super().forward(x)[-1])
+        for _ in range(5):
+            for _ in range(9):
+                estimate = estimate * 0.5 + (self.last(estimate) * x).sin() * 0.25
+            estimate = estimate * 1.25
+        return (estimate,)
+
+
+def test_a_piece_with_rounds_of_its_own_is_compiled_as_a_whole() -> None:
+    program = program_of(TwoLoops(), image())
+    check(program)
+    pieces = Compile().divided(program, 1)
+    assert any(in_rounds(piece) for piece in pieces)
+    assert [[*Compile().undivided().divided(piece, 4)] for piece in pieces] == [[piece] for piece in pieces]
+
+
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
+    """What is compiled from here on, which stays what it is."""
+    compiled: list[fx.GraphModule] = []
+
+    def compiles(_self: Compile, piece: Program, _: object) -> fx.GraphModule:
+        compiled.append(piece.graph)
+        return piece.graph
+
+    monkeypatch.setattr(Compile, "_compile", compiles)
+    return compiled
+
+
+def lengths(graphs: Sequence[fx.GraphModule]) -> list[int]:
+    return [sum(1 for _ in calls(graph)) for graph in graphs]
+
+
+@pytest.mark.parametrize("model", [Prepared, TwoLoops])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_what_was_divided_for_so_many_processes_is_put_together_and_replayed(
+    monkeypatch: pytest.MonkeyPatch, model: Callable[[], nn.Module], workers: int
+) -> None:
+    """As on a GPU, without a compiler."""
+    compiled = uncompiled(monkeypatch)
+
+    def on_gpu() -> Program:
+        return program_of(model(), image()).replace(device=torch.device("cuda"))
+
+    program, step = on_gpu(), Compile()
+    sent = lengths([piece.graph for piece in step.divided(program, workers)])
+    result = step.apply_beside(program, lambda: Rehearsed(None, (None,) * len(sent), workers))
+    assert lengths(compiled) == sent
+    with torch.no_grad():
+        assert result.program.engine is not None
+        for one, other in zip(result.program.engine(image()), program.graph(image()), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+    again = result.replay
+    assert isinstance(again, Compile)
+    compiled.clear()
+    second = again.apply(on_gpu())
+    assert lengths(compiled) == sent
+    assert second.replay == again
+    compiled.clear()
+    fewer = again.apply_beside(on_gpu(), lambda: Rehearsed(None, (None,) * len(sent), 1))
+    assert lengths(compiled) == sent
+    assert fewer.replay == again
+
+
+class Solves(nn.Module):
+    """Inverts what it has computed, in each round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        estimate = self.first(x)
+        for _ in range(5):
+            for _ in range(10):
+                estimate = estimate + (estimate * x).tanh() * 0.5
+            rows = estimate.flatten(2)[0]
+            estimate = torch.linalg.solve(rows @ rows.t(), rows).reshape(x.shape)
+        return torch.as_tensor(estimate)
+
+
+def test_the_examples_of_a_piece_are_what_it_gets() -> None:
+    """Others may be refused: a matrix of zeros has no inverse, and is none of the model's."""
+    torch.manual_seed(0)
+    program = program_of(Solves(), image())
+    division = in_rounds(program)
+    assert division is not None
+    values = dict(zip(division.inputs, program.examples, strict=True))
+    with torch.no_grad():
+        for piece in division.pieces:
+            for name, example in zip(piece.inputs, piece.program.examples, strict=True):
+                torch.testing.assert_close(example, values[name], rtol=0, atol=0)
+            values.update(zip(piece.outputs, piece.program.graph(*piece.program.examples), strict=True))
+    check(program)
+
+
+def test_what_no_later_step_reads_is_let_go() -> None:
+    division = in_rounds(program_of(Loop(8), image()))
+    assert division is not None
+    alive = list[weakref.ref[Tensor]]()
+    most = 0
+
+    def noting(function: Callable[..., Sequence[Tensor]]) -> Callable[..., Sequence[Tensor]]:
+        def call(*given: Tensor) -> Sequence[Tensor]:
+            nonlocal most
+            most = max(most, sum(each() is not None for each in alive))
+            made = function(*given)
+            alive.extend(weakref.ref(tensor) for tensor in made)
+            return made
+
+        return call
+
+    with torch.no_grad():
+        results = Chain(division, [noting(piece.graph) for piece in division.programs])(image())
+    returned = {id(tensor) for tensor in results}
+    assert len(alive) > len(returned) + 6
+    assert most <= len(returned) + 3
 
 
 @pytest.mark.gpu
@@ -215,6 +369,10 @@ def test_inductor_compiles_the_body_once_and_is_right() -> None:
     for x in (image(), image() * 2):
         for one, other in zip(made.run(x), program.run(x), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    named = {name for kernel in own_kernels(made) for name in kernel.nodes}
+    for part in made.engine.steps:  # equal rounds share inductor's code, and each has its own names
+        mine = {node.name for node in calls(part.graph)}
+        assert len(named & mine) >= 0.9 * len(mine)
 
 
 def test_a_loop_opens_with_inductor_and_layers_do_not() -> None:

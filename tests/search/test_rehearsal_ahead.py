@@ -145,15 +145,21 @@ def test_two_processes_work_at_once_where_the_machine_is_large(
 
 @dataclasses.dataclass(frozen=True)
 class InHalves(Risky):
-    """It is rehearsed as two programs, of which the second one has other examples."""
+    """It is rehearsed as two programs, of which the second one has other examples, each as a whole."""
+
+    is_whole: bool = False
 
     def divided(self, program: Program, count: int) -> list[Program]:
         """See the class."""
         return [program, program.replace(examples=(2 * X,))] if count > 1 else [program]
 
+    def undivided(self) -> InHalves:
+        """See the class."""
+        return dataclasses.replace(self, is_whole=True)
+
     def send(self, program: Program) -> dict[str, object] | None:
         """See the class."""
-        return {"example": program.examples[0]}
+        return {"example": program.examples[0]} if self.is_whole else None
 
 
 @pytest.mark.parametrize("is_begun", [True, False])
@@ -168,6 +174,7 @@ def test_the_pieces_of_a_program_are_rehearsed_at_once_and_told_together(
             assert made(sandbox, InHalves(), program)
         with sandbox.rehearsing(InHalves(), program, seconds=60) as rehearsed:
             sent = rehearsed().sent
+            assert rehearsed().count == count
         assert sandbox.begun(InHalves(), program) == []
     assert [torch.equal(each["example"], x) for each, x in zip(sent, expected, strict=True) if each] == [
         True
