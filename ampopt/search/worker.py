@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import default_restore_location
 
 from ampopt.engines.graph_capture import ReplayedProgram
 from ampopt.errors import AmpoptError, PassError, first_line
@@ -163,10 +164,15 @@ class Worker:
     def _received(self, job: Job) -> dict[str, Any] | None:
         """What was sent back; None where that is nothing, or is incomplete: a full disk costs only time."""
         try:
-            sent: dict[str, Any] = torch.load(Path(job.folder.name, SENT_BACK), map_location=self.device)
+            file = Path(job.folder.name, SENT_BACK)
+            sent: dict[str, Any] = torch.load(file, map_location=self.restored)
         except (OSError, RuntimeError, pickle.UnpicklingError):
             return None
         return sent
+
+    def restored(self, storage: Any, place: str) -> Any:
+        """The memory of what was sent, on the device as here; what was on the CPU there stays on it."""
+        return default_restore_location(storage, place if place == "cpu" else str(self.device))
 
     def end(self, job: Job) -> None:
         """Forget a job: a process that works on it is killed, one that has not come to it passes it by."""

@@ -16,6 +16,7 @@ from ampopt.ir.lanes import lanes_for
 from ampopt.ir.program import Program
 from ampopt.passes import FoldConvBn
 from ampopt.search.rehearsal import Sandbox, TooLongError
+from ampopt.search.worker import Worker
 from tests.support.planted import captured_of
 from tests.support.risky import CPU, Risky, Waiting, X, made, rehearse
 
@@ -270,3 +271,11 @@ def test_what_was_begun_ahead_and_hangs_ends_with_the_sandbox(program: Program) 
     assert process is not None
     assert process.poll() is not None
     assert time.perf_counter() - began < 30
+
+
+def test_what_is_sent_back_stays_on_the_cpu_where_it_was_there(tmp_path: Path) -> None:
+    """A number on the CPU is an argument of a kernel on a GPU, and not a tensor of it."""
+    file, worker = tmp_path / "sent.pt", Worker(torch.device("meta"), 1)
+    torch.save({"number": torch.ones(()), "weight": torch.ones(2, device="meta")}, file)
+    sent = torch.load(file, map_location=worker.restored)
+    assert [sent[name].device.type for name in ("number", "weight")] == ["cpu", "meta"]
