@@ -19,9 +19,11 @@ from ampopt.engines.inductor_labels import name_by_place
 from ampopt.engines.rounds import calls_once, forget, in_rounds
 from ampopt.errors import first_line
 from ampopt.ir.capturing import capturing
+from ampopt.ir.deciding_forms import DIVISIONS
 from ampopt.ir.graph import arguments, aten, calls, finish, insert_call, is_opaque, replace, where
-from ampopt.ir.pool_indices import keep_indices, max_pool2d_with_indices
+from ampopt.ir.pool_indices import keep_indices, pooling_operators
 from ampopt.ir.program import Program
+from ampopt.ir.stable_forms import with_forms
 from ampopt.ir.transform import Engine, Rehearsed, Result
 from ampopt.system.inductor_cache import remove_cut_off_builds
 
@@ -41,11 +43,12 @@ class Compile(Engine):
     kernels compute the same expressions, possibly in another order. On a CPU inductor would fuse ReLU, clamp
     and hardsigmoid into oneDNN's convolutions, which lose NaN: they are rewritten so that inductor does not
     recognize them, and become part of the loops that it generates. A max pooling whose indices are read stays
-    PyTorch's own, because inductor takes the index of another NaN where a window has several. Dynamo is not
-    needed: the graph is captured already, and Dynamo would check its guards in every call. The first calls
-    happen here, outside any capture: a first call inside a capture has broken whole processes. The pass
-    manager rehearses the engine in another process, so that a compiler crash or hang does no harm here;
-    what the rehearsal has compiled is loaded here with the weights that it folded, so that nothing is traced
+    PyTorch's own, because inductor takes the index of another NaN where a window has several. Remainders and
+    quotients rounded down are by the exact `fmod`, as PyTorch's are: inductor rounds a quotient. Dynamo is
+    not needed: the graph is captured already, and Dynamo would check its guards in every call. The first
+    calls happen here, outside any capture: a first call inside a capture has broken whole processes. The pass
+    manager rehearses the engine in another process, so that a compiler crash or hang does no harm here; what
+    the rehearsal has compiled is loaded here with the weights that it folded, so that nothing is traced
     again. Where several processes rehearse, each gets a piece of the graph, and the pieces' code follows each
     other, with the shapes, strides and dtypes of the graph at the cuts. The rounds of an unrolled loop, which
     are equal but for what they are given, share what is compiled for one. On a CPU, where the weights are in
@@ -155,7 +158,7 @@ class Compile(Engine):
         if sent is None:
             return None
         try:
-            max_pool2d_with_indices()  # the code may call it, and otherwise only tracing registers it
+            pooling_operators()  # the code may call it, and otherwise only tracing registers it
             engine = InductorCode(**sent).load()
             with program.scope():
                 entered = _entered(program)
@@ -185,6 +188,7 @@ class Compile(Engine):
             keep_nan(module)
         with program.scope():
             entered = _entered(program)
+            module = with_forms(module, entered, DIVISIONS)
             with tracing(TracingContext(mode := static_shapes())):
                 described = [mode.from_tensor(tensor, static_shapes=True) for tensor in entered]
                 try:

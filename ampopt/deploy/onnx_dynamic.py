@@ -8,13 +8,17 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ampopt.engines.onnx_graph import Dims
 from ampopt.errors import CaptureError, ExportError, InputError
 from ampopt.ir.capture import Captured
+from ampopt.ir.model_copy import untouched_rng, working_copy
+from ampopt.ir.signature import map_tensors
 from ampopt.ir.size_range import Sizes
 from ampopt.ir.size_ranges import with_tensors
 from ampopt.ir.symbolic_capture import capture_ranges, capture_symbolic
+from ampopt.system.interrupts import check_interrupted
 
 Dynamic = str | Mapping[str, Mapping[int, str]] | None
 """None: static shapes; "batch": dimension 0 of every input; or {input: {dimension: name}}."""
@@ -74,7 +78,32 @@ def refusal(model: nn.Module, dims: Dims, error: Exception) -> ExportError:
 
 def doubled(captured: Captured, dims: Dims) -> Captured:
     """The captured call with every dynamic dimension twice as large."""
-    tensors = _enlarged(captured, dims, at_least=None)
+    return _with(captured, _enlarged(captured, dims, at_least=None))
+
+
+def one_more(model: nn.Module, captured: Captured, dims: Dims) -> Captured | None:
+    """The captured call with every dynamic dimension larger by 1; None where the model does not take it.
+
+    Example sizes are multiples of many numbers, at which a wrong rule for sizes may hold. The model is a
+    private copy.
+    """
+    tensors = []
+    for tensor, named in zip(captured.program.examples, dims, strict=True):
+        for index in named:
+            tensor = torch.cat([tensor, tensor.narrow(index, 0, min(1, tensor.shape[index]))], dim=index)
+        tensors.append(tensor.clone())
+    made = _with(captured, tensors)
+    args, kwargs = map_tensors(torch.clone, *pytree.tree_unflatten(list(made.leaves), made.spec))
+    try:
+        with torch.no_grad(), untouched_rng(captured.program.device):
+            working_copy(model)(*args, **kwargs)
+    except Exception as error:
+        check_interrupted(error)
+        return None
+    return made
+
+
+def _with(captured: Captured, tensors: Sequence[Tensor]) -> Captured:
     leaves = with_tensors(captured.leaves, tensors)
     program = captured.program.replace(examples=tuple(tensors))
     return dataclasses.replace(captured, program=program, leaves=leaves)

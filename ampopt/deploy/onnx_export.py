@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampopt.deploy.onnx_dynamic import Dynamic, capture_dynamic, dims_of, doubled
+from ampopt.deploy.onnx_dynamic import Dynamic, capture_dynamic, dims_of, doubled, one_more
 from ampopt.deploy.onnx_files import append_metadata, data_path, sha256_of, write_model
 from ampopt.deploy.onnx_names import input_names_of, output_names_of
 from ampopt.deploy.onnx_verify import OnnxCheck, OutputCheck, emulated, verify_onnx
@@ -25,7 +25,7 @@ from ampopt.ir.capture import Captured
 from ampopt.ir.lane_io import original_of
 from ampopt.ir.lanes import FP32
 from ampopt.ir.model_hash import model_hash
-from ampopt.ir.size_range import Sizes, corners, shown
+from ampopt.ir.size_range import Sizes, between, corners, shown
 from ampopt.ir.symbolic_capture import at_sizes
 from ampopt.ir.transform import Pass
 from ampopt.measure.verify import Metric
@@ -172,7 +172,7 @@ def export_onnx(
         check = verify_onnx(
             written,
             original,
-            _calls(captured, traced, dims, sizes),
+            _calls(original, captured, traced, dims, sizes),
             lane,
             outputs,
             tolerance=tolerance,
@@ -238,15 +238,22 @@ def _how_to_keep(captured: Captured, inputs: Sequence[str]) -> list[str]:
     return [f"state: give the next call what this one returns as {name}_next for {name}" for name in states]
 
 
-def _calls(captured: Captured, traced: Captured, dims: Dims, sizes: Sizes) -> tuple[Captured, ...]:
+def _calls(
+    original: nn.Module, captured: Captured, traced: Captured, dims: Dims, sizes: Sizes
+) -> tuple[Captured, ...]:
     """The calls that a file is verified on: a dynamic one also on sizes that it was not made with."""
     if not any(dims):
         return (captured,)
     if sizes:
-        return captured, *(at_sizes(traced, sizes, wanted) for wanted in corners(sizes))
-    larger = doubled(captured, dims)
-    symbolic = larger.program.replace(graph=traced.program.graph)  # which runs at those sizes, too
-    return captured, dataclasses.replace(larger, program=symbolic)
+        places = (*corners(sizes), between(sizes))
+        return captured, *(at_sizes(traced, sizes, wanted) for wanted in places)
+    others = (doubled(captured, dims), one_more(original, captured, dims))
+    symbolic = traced.program.graph  # which runs at those sizes, too
+    return captured, *(
+        dataclasses.replace(each, program=each.program.replace(graph=symbolic))
+        for each in others
+        if each is not None
+    )
 
 
 def _check_file(path: Path) -> None:

@@ -22,6 +22,7 @@ from ampopt.ir.origin import Origin, hand_on, origins_of
 from ampopt.ir.program import Program
 from ampopt.ir.resize_forms import check_varying
 from ampopt.ir.shapes import record_shapes
+from ampopt.ir.size_forms import use_exact_sizes
 from ampopt.ir.size_range import Sizes
 from ampopt.ir.stable_forms import with_stable_forms
 from ampopt.system.flags import older_flags_readable
@@ -85,6 +86,8 @@ def model_of(
                 input_names=list(input_names),
                 output_names=list(output_names),
             )
+    except ExportError:
+        raise
     except Exception as error:
         raise ExportError(_explain(error)) from error
     assert result is not None
@@ -107,7 +110,10 @@ def _exported(graph: fx.GraphModule, examples: tuple[Tensor, ...], dims: Dims) -
         stable = with_stable_forms(fitting, examples)
         stable = copy_of(with_integer_forms(stable, examples, is_dynamic=any(dims)))
         hand_on(stable)
-        return torch.export.export(stable, examples, dynamic_shapes=dynamic, strict=False)
+        exported = torch.export.export(stable, examples, dynamic_shapes=dynamic, strict=False)
+        if dynamic is not None:
+            use_exact_sizes(exported.graph_module)
+        return exported
 
 
 def origins_of_values(graph: fx.GraphModule, examples: tuple[Tensor, ...]) -> dict[str, tuple[Origin, ...]]:

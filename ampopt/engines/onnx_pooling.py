@@ -17,19 +17,9 @@ from typing import Any
 
 import numpy as np
 
-_ARITHMETIC = {
-    "Conv",
-    "BatchNormalization",
-    "Relu",
-    "LeakyRelu",
-    "Clip",
-    "Sigmoid",
-    "HardSwish",
-    "Add",
-    "Mul",
-}
-"""Operators whose results hold no infinity but by overflow. One that is put there, as by padding before a
-pooling, is no fault, and 0 times infinity would make one of it."""
+_ARITHMETIC = {"Conv", "BatchNormalization", "Relu", "Sigmoid", "HardSwish"}
+"""Operators whose results hold no infinity but by overflow. One that is put there, by a padding before a
+pooling or a mask of -inf that is added, is no fault, and 0 times infinity would make one of it."""
 
 _REDUCTIONS = {"GlobalMaxPool": "GlobalAveragePool", "ReduceMax": "ReduceSum", "ReduceMin": "ReduceSum"}
 """Maxima and minima that lose NaN, and what keeps it over the same numbers."""

@@ -39,7 +39,22 @@ def _atan2(call: Call, node: fx.Node) -> Any:
 
     ONNX's form divides y by x: it has -π for (0, -1), π/2 of the wrong sign for -0, and 0 for infinities.
     """
-    y, x = (in_dtype_of(call, value, node) for value in node.args[:2])
+    return _angle_of(call, node, *(in_dtype_of(call, value, node) for value in node.args[:2]))
+
+
+def _angle(call: Call, node: fx.Node) -> Any:
+    """The angle of a complex number, or 0, π or NaN of a real one."""
+    source: Any = node.args[0]
+    if dtype_of(source).is_complex:
+        parts = call(aten.view_as_real.default, source)
+        return _angle_of(call, node, *(call(aten.select.int, parts, -1, part) for part in (1, 0)))
+    if not dtype_of(source).is_floating_point:
+        return None
+    is_behind = call(aten._to_copy.default, call(aten.lt.Scalar, source, 0), dtype=dtype_of(node))
+    return with_nan_of(call, call(aten.mul.Tensor, is_behind, math.pi), source)
+
+
+def _angle_of(call: Call, node: fx.Node, y: Any, x: Any) -> Any:
     high, wide = (call(aten.abs.default, value) for value in (y, x))
     large, small = call(aten.maximum.default, high, wide), call(aten.minimum.default, high, wide)
     ratio = call(aten.div.Tensor, small, call(aten.clamp_min.default, large, smallest(node)))
@@ -56,6 +71,19 @@ def _sign(call: Call, value: fx.Node) -> Any:
     """Whether a number is negative, or -0."""
     negative = (call(aten.lt.Scalar, v, 0) for v in (value, call(aten.reciprocal.default, value)))
     return call(aten.logical_or.default, *negative)
+
+
+def _signbit(call: Call, node: fx.Node) -> Any:
+    """ONNX's form compares with 0, which -0 is not below."""
+    source: Any = node.args[0]
+    return _sign(call, source) if dtype_of(source).is_floating_point else None
+
+
+def _heaviside(call: Call, node: fx.Node) -> Any:
+    """1 above 0, the value at 0, and else 0, also of NaN."""
+    source, at_zero = node.args[:2]
+    above = call(aten._to_copy.default, call(aten.gt.Scalar, source, 0), dtype=dtype_of(node))
+    return call(aten.where.self, call(aten.eq.Scalar, source, 0), at_zero, above)
 
 
 def _sampled(call: Call, node: fx.Node) -> Any:
@@ -83,6 +111,9 @@ def _sampled(call: Call, node: fx.Node) -> Any:
 
 FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.atan2.default: _atan2,
+    aten.angle.default: _angle,
+    aten.signbit.default: _signbit,
+    aten.heaviside.default: _heaviside,
     aten.grid_sampler.default: _sampled,
 }
 """For each operator, a function of (call, node) that makes its form; None: no change needed."""

@@ -31,9 +31,15 @@ def _remainder(call: Call, node: fx.Node) -> Any:
 
 
 def _quotient(call: Call, node: fx.Node) -> Any:
-    """Without the remainder the quotient is a whole number, but for rounding."""
+    """Without the remainder the quotient is a whole number, but for rounding.
+
+    torch.onnx takes no number for a dividend, also of integers.
+    """
     if (operands := _of_numbers(call, node)) is None:
-        return None
+        number, divisor = node.args[:2]
+        if isinstance(number, fx.Node) or dtype_of(node).is_floating_point:
+            return None
+        return call(node.target, call(aten.full_like.default, divisor, number, dtype=dtype_of(node)), divisor)
     a, b = operands
     rest, is_other = _rest(call, a, b)
     whole = call(aten.div.Tensor, call(aten.sub.Tensor, a, rest), b)
@@ -51,9 +57,12 @@ def _of_numbers(call: Call, node: fx.Node) -> tuple[Any, Any] | None:
     """Both operands of a division rounded down, in the dtype of its result; None for any other."""
     a, b = node.args[:2]
     is_down = node.kwargs.get("rounding_mode", "floor") == "floor"
-    if not dtype_of(node).is_floating_point or not is_down or b == 0 or not isinstance(a, fx.Node):
+    if not dtype_of(node).is_floating_point or not is_down or b == 0:
         return None
-    return in_dtype_of(call, a, node), in_dtype_of(call, b, node)
+    b = in_dtype_of(call, b, node)
+    if not isinstance(a, fx.Node):
+        return call(aten.full_like.default, b, a, dtype=dtype_of(node)), b
+    return in_dtype_of(call, a, node), b
 
 
 def in_dtype_of(call: Call, value: Any, node: fx.Node) -> Any:
@@ -99,12 +108,18 @@ def _first_of(call: Call, target: Any, source: fx.Node, dim: int | None, keepdim
     return call(target, call(aten.where.self, found, mark, source), dim, keepdim)
 
 
-FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
+DIVISIONS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.remainder.Tensor: _remainder,
     aten.remainder.Scalar: _remainder,
+    aten.remainder.Scalar_Tensor: _remainder,
     aten.floor_divide.default: _quotient,
     aten.div.Tensor_mode: _quotient,
     aten.div.Scalar_mode: _quotient,
+}
+"""Those of divisions, which inductor rounds as torch.onnx does."""
+
+FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
+    **DIVISIONS,
     aten.argmax.default: _place,
     aten.argmin.default: _place,
     aten.max.dim: _place_beside,

@@ -46,6 +46,12 @@ def corners(sizes: Sizes) -> list[dict[str, int]]:
     return [dict(zip([each.name for each in ranges], chosen, strict=True)) for chosen in combined]
 
 
+def between(sizes: Sizes) -> dict[str, int]:
+    """A size of each range that is odd, if it has one: at multiples a wrong rule for sizes may hold."""
+    middles = {each: (each.low + each.high) // 2 for each in ranges_of(sizes)}
+    return {each.name: size | 1 if size | 1 in each else size for each, size in middles.items()}
+
+
 def why_outside(sizes: Sizes, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> str | None:
     """Why inputs of the right ranks are not of sizes in the ranges, in words; None if they are.
 

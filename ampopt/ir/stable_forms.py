@@ -44,21 +44,30 @@ SERIES = 0.03
 """Limit of the argument up to which log1p uses its series; both forms are within about 2e-6 of it there."""
 
 
+Forms = Mapping[Any, Callable[[Call, fx.Node], Any]]
+"""For operators, functions of (call, node) that make another form of it; None: no change needed."""
+
+
 def with_stable_forms(module: fx.GraphModule, examples: Sequence[Tensor]) -> fx.GraphModule:
-    """The graph with every operator of `FORMS` in its stable form; unchanged if there is none.
+    """The graph with every operator of `FORMS` in its stable form, see `with_forms`."""
+    return with_forms(module, examples, FORMS)
+
+
+def with_forms(module: fx.GraphModule, examples: Sequence[Tensor], forms: Forms) -> fx.GraphModule:
+    """The graph with every operator in its form of these; unchanged if there is none.
 
     `examples` are inputs of the graph: a run on them tells dtypes.
     """
-    if not any(calls(module, FORMS)):
+    if not any(calls(module, forms)):
         return module
     changed = copy_of(module)
     ShapeProp(changed).propagate(*examples)
-    for node in calls(changed, FORMS):
+    for node in calls(changed, forms):
 
         def call(target: Callable[..., Any], *args: Any, at: fx.Node = node, **kwargs: Any) -> fx.Node:
             return insert_call(changed, at, target, *args, **kwargs)
 
-        form = FORMS[node.target](call, node)
+        form = forms[node.target](call, node)
         if form is not None:
             if "tensor_meta" in node.meta:  # another form may ask what it reads
                 form.meta["tensor_meta"] = node.meta["tensor_meta"]
@@ -81,9 +90,47 @@ def _log_add_exp(call: Call, node: fx.Node, beta: float) -> Any:
     a, b = node.args[:2]
     largest = call(aten.maximum.default, a, b)
     distance = call(aten.abs.default, call(aten.sub.Tensor, a, b))
+    distance = call(aten.masked_fill.Scalar, distance, call(aten.eq.Tensor, a, b), 0.0)  # of two infinities
     return call(
         aten.add.Tensor, largest, call(aten.softplus.default, call(aten.neg.default, distance), beta, 60.0)
     )
+
+
+def _log_sum_exp(call: Call, node: fx.Node) -> Any:
+    """With the largest number of the row taken out, where that is finite.
+
+    ONNX Runtime takes 0 for it where the first number of a row is infinite, and then everything underflows.
+    """
+    values = arguments(node)
+    source, dims = values["self"], values["dim"]
+    if not dtype_of(source).is_floating_point:
+        return None
+    largest = call(aten.amax.default, source, dims, True)
+    is_infinite = call(aten.eq.Scalar, call(aten.abs.default, largest), math.inf)
+    largest = call(aten.masked_fill.Scalar, largest, is_infinite, 0.0)
+    terms = call(aten.exp.default, call(aten.sub.Tensor, source, largest))
+    total = call(aten.log.default, call(aten.sum.dim_IntList, terms, dims, values["keepdim"]))
+    if not values["keepdim"]:
+        largest = call(aten.sum.dim_IntList, largest, dims, False)  # of one number each
+    return call(aten.add.Tensor, total, largest)
+
+
+def _times_log(call: Call, node: fx.Node, log: Callable[[Call, Any], Any]) -> Any:
+    """x log(y), which is 0 where x is, but for NaN."""
+    x, y = (_tensor_of(call, value, node) for value in node.args[:2])
+    product = call(aten.mul.Tensor, x, log(call, y))
+    is_none = call(aten.eq.Scalar, x, 0)
+    is_number = call(aten.eq.Tensor, y, y)
+    is_zero = call(aten.logical_and.default, is_none, is_number)
+    return call(aten.masked_fill.Scalar, product, is_zero, 0.0)
+
+
+def _tensor_of(call: Call, value: Any, node: fx.Node) -> Any:
+    """An operand in the dtype of a node's result, a number as a tensor of one."""
+    if isinstance(value, fx.Node):
+        return deciding_forms.in_dtype_of(call, value, node)
+    other = next(each for each in node.args[:2] if isinstance(each, fx.Node))
+    return call(aten.full_like.default, other, value, dtype=dtype_of(node))
 
 
 def _expm1(call: Call, node: fx.Node) -> Any:
@@ -93,9 +140,8 @@ def _expm1(call: Call, node: fx.Node) -> Any:
     return call(aten.mul.Tensor, call(aten.tanh.default, half), more)
 
 
-def _log1p(call: Call, node: fx.Node) -> Any:
+def _log1p(call: Call, x: Any) -> Any:
     """x - x²/2 + x³/3 - x⁴/4 near 0, and log(1 + x) elsewhere."""
-    x = node.args[0]
     series: Any = -0.25
     for term in (1 / 3, -0.5, 1.0):
         product = call(aten.mul.Tensor, x, series)
@@ -246,7 +292,19 @@ def _attention(call: Call, node: fx.Node) -> Any:
     return call(aten.mul.Tensor, result, call(aten._to_copy.default, is_on, dtype=dtype))
 
 
-FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
+def _plain_log(call: Call, x: Any) -> Any:
+    return call(aten.log.default, x)
+
+
+_OVERLOADS_OF_XLOGY = (
+    *(aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other),
+    *(aten.special_xlogy.default, aten.special_xlogy.self_scalar, aten.special_xlogy.other_scalar),
+)
+_OVERLOADS_OF_XLOG1PY = (
+    *(aten.special_xlog1py.default, aten.special_xlog1py.self_scalar, aten.special_xlog1py.other_scalar),
+)
+
+FORMS: Forms = {
     **deciding_forms.FORMS,
     **border_forms.FORMS,
     **resize_forms.FORMS,
@@ -256,8 +314,12 @@ FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
     aten.logaddexp2.default: lambda call, node: _log_add_exp(call, node, math.log(2.0)),
     aten.expm1.default: _expm1,
     aten.special_expm1.default: _expm1,
-    aten.log1p.default: _log1p,
-    aten.special_log1p.default: _log1p,
+    aten.logsumexp.default: _log_sum_exp,
+    aten.special_logsumexp.default: _log_sum_exp,
+    **{xlogy: lambda call, node: _times_log(call, node, _plain_log) for xlogy in _OVERLOADS_OF_XLOGY},
+    **{xlog1py: lambda call, node: _times_log(call, node, _log1p) for xlog1py in _OVERLOADS_OF_XLOG1PY},
+    aten.log1p.default: lambda call, node: _log1p(call, node.args[0]),
+    aten.special_log1p.default: lambda call, node: _log1p(call, node.args[0]),
     aten.hypot.default: _hypot,
     aten.clamp_min.default: _one_bound,
     aten.clamp_max.default: _one_bound,

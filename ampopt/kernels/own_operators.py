@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ampopt.ir.pool_indices import max_pool2d_with_indices
+from ampopt.ir.pool_indices import pooling_operators
 from ampopt.kernels.fused_conv import fused_conv
 from ampopt.kernels.row_suppression import suppress_rows
 
 
 def register() -> None:
     """Register all of them with PyTorch."""
-    for operator in (fused_conv, max_pool2d_with_indices, suppress_rows):
+    for operator in (fused_conv, pooling_operators, suppress_rows):
         operator()

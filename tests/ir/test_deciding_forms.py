@@ -28,6 +28,11 @@ DIVISIONS: dict[str, Function] = {
     "a quotient rounded down": lambda a, b: torch.div(a, b, rounding_mode="floor"),
     "a quotient by a number": lambda a, b: aten.div.Scalar_mode(a, -0.1, rounding_mode="floor"),
     "a remainder": lambda a, b: a % b,
+    "a remainder of a number": lambda a, b: 1.0 % b,
+    "a remainder of a negative number": lambda a, b: -7 % b,
+    "a number rounded down": lambda a, b: 7.0 // b,
+    "an integer by integers": lambda a, b: -7 // ((b > 0).long() * 5 - 2),
+    "a remainder of an integer": lambda a, b: -7 % ((b > 0).long() * 5 - 2),
     "integers by a number": lambda a, b: (100 * b.nan_to_num(0, 9, -9)).int() // 0.1,
 }
 PLACES: dict[str, Function] = {

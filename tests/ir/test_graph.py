@@ -38,7 +38,7 @@ from ampopt.ir.graph import (
     where,
 )
 from ampopt.ir.origin import Origin
-from ampopt.ir.pool_indices import max_pool2d_with_indices
+from ampopt.ir.pool_indices import pooling_operators
 from ampopt.ir.shapes import decides_by_values
 from tests.helpers import Model, program_of
 
@@ -298,7 +298,9 @@ def test_native_calls_are_those_that_pytorch_does_not_define_and_ours_are_not_op
     known = [call(aten.relu.default), call(operator.getitem, 0), call(aten.linear.default, X)]
     known += [call(aten.lift_fresh_copy.default), call(aten.detach_copy.default)]  # made of other operators
     assert [(is_native(node), is_opaque(node)) for node in known] == [(False, False)] * len(known)
-    ours = call(max_pool2d_with_indices(), [2, 2], [2, 2], [0, 0], [1, 1], False)
+    ours = call(
+        pooling_operators()[aten.max_pool2d_with_indices.default], [2, 2], [2, 2], [0, 0], [1, 1], False
+    )
     assert (is_native(ours), is_opaque(ours)) == (True, False)
     foreign = call(graph_of)
     assert (is_native(foreign), is_opaque(foreign)) == (True, True)

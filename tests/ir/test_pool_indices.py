@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from ampopt.ir.graph import aten, calls, copy_of
 from ampopt.ir.model_copy import same_tensor
-from ampopt.ir.pool_indices import keep_indices, max_pool2d_with_indices
+from ampopt.ir.pool_indices import keep_indices, pooling_operators
 from tests.helpers import Model, program_of
 
 X = torch.randn(2, 3, 7, 9, generator=torch.Generator().manual_seed(0))
@@ -32,13 +32,13 @@ def kept(function: Any, x: Tensor = X) -> fx.GraphModule:
 
 
 def targets(module: fx.GraphModule) -> list[object]:
-    pools = (aten.max_pool2d_with_indices.default, max_pool2d_with_indices())
+    pools = (aten.max_pool2d_with_indices.default, pooling_operators()[aten.max_pool2d_with_indices.default])
     return [node.target for node in calls(module, pools)]
 
 
 def test_the_operator_is_registered_once() -> None:
-    operator = max_pool2d_with_indices()
-    assert max_pool2d_with_indices() is operator
+    operator = pooling_operators()[aten.max_pool2d_with_indices.default]
+    assert pooling_operators()[aten.max_pool2d_with_indices.default] is operator
     assert operator is torch.ops.ampopt.max_pool2d_with_indices.default
     assert operator.name() == "ampopt::max_pool2d_with_indices"
 
@@ -50,7 +50,7 @@ def test_a_pooling_whose_indices_are_read_keeps_its_geometry_and_its_indices_of_
     x = X.clone()
     x[0, 0, :4, :4] = float("nan")
     module = kept(lambda m, x: F.max_pool2d(x, return_indices=True, **geometry), x)
-    assert targets(module) == [max_pool2d_with_indices()]
+    assert targets(module) == [pooling_operators()[aten.max_pool2d_with_indices.default]]
     values, indices = module(x)
     expected = F.max_pool2d(x, return_indices=True, **geometry)
     assert same_tensor(values, expected[0])
@@ -64,7 +64,7 @@ def test_a_pooling_whose_values_alone_are_read_is_left_to_the_compiler() -> None
 
 def test_a_pooling_whose_indices_alone_are_read_is_kept() -> None:
     module = kept(lambda m, x: F.max_pool2d(x, 2, return_indices=True)[1] * 2)
-    assert targets(module) == [max_pool2d_with_indices()]
+    assert targets(module) == [pooling_operators()[aten.max_pool2d_with_indices.default]]
     assert torch.equal(module(X)[0], F.max_pool2d(X, 2, return_indices=True)[1] * 2)
 
 
@@ -75,7 +75,10 @@ def test_each_pooling_of_a_graph_is_judged_for_itself_and_a_second_call_changes_
         return second, indices
 
     module = kept(function)
-    assert targets(module) == [aten.max_pool2d_with_indices.default, max_pool2d_with_indices()]
+    assert targets(module) == [
+        aten.max_pool2d_with_indices.default,
+        pooling_operators()[aten.max_pool2d_with_indices.default],
+    ]
     assert module.code.count("torch.ops.ampopt.") == 1
     code = module.code
     keep_indices(module)
@@ -85,7 +88,12 @@ def test_each_pooling_of_a_graph_is_judged_for_itself_and_a_second_call_changes_
 @pytest.mark.parametrize("geometry", [([2, 2], [2, 2], [0, 0], [1, 1], True), ([3], [], [1], [1], False)])
 def test_the_operator_keeps_what_it_promises_to_compilers(geometry: tuple[Any, ...]) -> None:
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(max_pool2d_with_indices(), (X, *geometry), test_utils=checks)
+    torch.library.opcheck(
+        pooling_operators()[aten.max_pool2d_with_indices.default], (X, *geometry), test_utils=checks
+    )
     empty = torch.empty_like(X, device="meta")
-    found = [(t.shape, t.dtype) for t in max_pool2d_with_indices()(empty, *geometry)]
+    found = [
+        (t.shape, t.dtype)
+        for t in pooling_operators()[aten.max_pool2d_with_indices.default](empty, *geometry)
+    ]
     assert found == [(t.shape, t.dtype) for t in aten.max_pool2d_with_indices.default(X, *geometry)]

@@ -47,6 +47,11 @@ def _rows_of_many(v: Tensor) -> Tensor:
     return v.view(-1, 1, 1, 1) * columns.expand(1, 2, 18, 18)
 
 
+def _after_nothing(v: Tensor) -> Tensor:
+    """For each number a row that begins with -inf, as under a mask, and goes on far below 0."""
+    return torch.stack([torch.full_like(v, -torch.inf), v - 120, v - 121], -1)
+
+
 OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "attention with a mask": lambda v: _attended(v, as_numbers=False),
     "attention with a mask of numbers": lambda v: _attended(v, as_numbers=True),
@@ -55,6 +60,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "logaddexp": lambda v: torch.logaddexp(v, v.flip(-1)),
     "logaddexp of equals": lambda v: torch.logaddexp(v, v),
     "logaddexp2": lambda v: torch.logaddexp2(v, v.flip(-1)),
+    "logaddexp of nothing": lambda v: torch.logaddexp(v, v * 0 - torch.inf),
     "expm1": torch.expm1,
     "log1p": lambda v: torch.log1p(v.clamp_min(-0.99)),
     "special.expm1": torch.special.expm1,
@@ -74,6 +80,22 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "asinh": torch.asinh,
     "sinh": torch.sinh,
     "logsumexp": lambda v: torch.stack([v, -v], -1).logsumexp(-1),
+    "logsumexp of nothing and little": lambda v: _after_nothing(v).logsumexp(-1),
+    "special.logsumexp": lambda v: torch.special.logsumexp(_after_nothing(v), (-1,), keepdim=True),
+    "xlogy": lambda v: torch.xlogy(v, v.flip(-1).abs()),
+    "xlogy of a number": lambda v: torch.xlogy(2, v.abs()),
+    "xlogy of nothing": lambda v: torch.xlogy(0.0, v.abs()),
+    "xlogy with a number": lambda v: torch.xlogy(v, 3),
+    "special.xlogy": lambda v: torch.special.xlogy(v, v.abs()),
+    "special.xlogy of a number": lambda v: torch.special.xlogy(2, v.abs()),
+    "special.xlogy with a number": lambda v: torch.special.xlogy(v, 3),
+    "xlog1py": lambda v: torch.special.xlog1py(v * 1e4, v.abs() * 1e-8),
+    "xlog1py of a number": lambda v: torch.special.xlog1py(1e4, v.abs() * 1e-8),
+    "xlog1py with a number": lambda v: torch.special.xlog1py(v, 1e-6),
+    "signbit": lambda v: torch.signbit(torch.stack([v, v.nan_to_num(0, 1, -1) * 0], -1)).to(v.dtype),
+    "heaviside": lambda v: torch.heaviside(v, torch.full_like(v, 0.25)),
+    "angle": torch.angle,
+    "angle of a complex number": lambda v: torch.angle(torch.complex(v, v.flip(-1) + 0.25)),
     "log_softmax": lambda v: torch.stack([v, -v], -1).log_softmax(-1),
     "softmin": lambda v: F.softmin(torch.stack([v, v + 1], -1), -1),
     "normalize": lambda v: F.normalize(torch.stack([v, v + 1], -1), dim=-1),
