@@ -18,7 +18,9 @@ from torch import fx
 from ampopt.errors import ExportError
 from ampopt.ir.graph import aten, where
 
-_DECIDES = {operator.floordiv, operator.mod, math.floor, math.ceil, math.trunc, round, int} | {
+_ROUNDS = {math.floor, math.ceil, math.trunc}
+
+_DECIDES = {operator.floordiv, operator.mod, round, *_ROUNDS} | {
     *(aten.arange.default, aten.arange.start, aten.arange.start_step)
 }
 """What makes another number, or another size, of a small difference."""
@@ -30,7 +32,8 @@ def use_exact_sizes(module: fx.GraphModule) -> None:
     Raises ExportError where a size is divided or a range counted in floating-point numbers.
     """
     for node in [each for each in module.graph.nodes if each.target in _DECIDES]:
-        if any(isinstance(_value(each), (float, torch.SymFloat)) for each in _varying(node)):
+        numbers = [each for each in _varying(node) if isinstance(_value(each), (float, torch.SymFloat))]
+        if numbers and not (node.target in _ROUNDS and _is_ratio(numbers[0])):
             raise ExportError(
                 f"ONNX computes numbers that sizes make in float32, and Python in float64, so that "
                 f"{node.target} may have another result, and sizes vary: {where(node)}; compute sizes in "
@@ -44,6 +47,21 @@ def use_exact_sizes(module: fx.GraphModule) -> None:
 def _varying(node: fx.Node) -> list[fx.Node]:
     """The arguments of a call that sizes have made: numbers, and no tensors."""
     return [each for each in node.all_input_nodes if not isinstance(_value(each), torch.Tensor)]
+
+
+def _is_ratio(node: fx.Node) -> bool:
+    """Whether it divides one integer by another.
+
+    Below 2**24 the quotient in float32 is on the same side of each integer as the exact one: that is further
+    away than it is rounded.
+    """
+    return node.target is operator.truediv and all(map(_is_whole, node.args))
+
+
+def _is_whole(argument: Any) -> bool:
+    if isinstance(argument, fx.Node) and argument.target is torch.sym_float:
+        return _is_whole(argument.args[0])
+    return isinstance(_value(argument), (int, torch.SymInt))
 
 
 def _value(argument: Any) -> Any:

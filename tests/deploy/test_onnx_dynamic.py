@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ampopt.errors import ExportError, InputError, VerificationError
 from tests.helpers import Model
@@ -53,3 +56,72 @@ def test_a_model_that_fixes_its_batch_is_not_exported_dynamic(tmp_path: Path) ->
 def test_dynamic_dimensions_that_are_not_there_are_refused(dynamic: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="dynamic"):
         export(conv_bn(), tmp_path / "m.onnx", dynamic=dynamic)
+
+
+SIZES: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "padded to a multiple": lambda x, h: F.pad(x, (0, 0, 0, -(-h // 8) * 8 - h)),
+    "cut at a quarter, rounded up": lambda x, h: x[:, :, : -(-(h + 8) // 4)],
+    "a negative quotient": lambda x, h: x + (5 - h) // 3,
+    "a negative remainder": lambda x, h: x + -h % 7,
+    "by a negative size": lambda x, h: x + h // (3 - h),
+    "a ratio rounded up": lambda x, h: F.pad(x, (0, 0, 0, math.ceil(h / 8) * 8 - h)),
+    "ratios rounded": lambda x, h: x + math.floor(-h / 3) + math.trunc(h / 5),
+    "a quotient and a ratio": lambda x, h: x * (h / 10) + h // 3,
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_arithmetic_on_sizes_is_pythons_at_every_size(name: str, tmp_path: Path) -> None:
+    """At the example's size, a multiple of 8, some of them are right by chance."""
+    function, path = SIZES[name], tmp_path / "m.onnx"
+    export(Model(lambda m, x: function(x, x.shape[2])), path, dynamic={"inputs_0": {2: "height"}})
+    for height in range(9, 34):
+        x = torch.randn(1, 4, height, 24)
+        expected, found = function(x, height), run(path, x)[0]
+        assert found.shape == tuple(expected.shape), height
+        assert np.allclose(found, expected, atol=1e-5), height
+
+
+FLOATS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "a range": lambda x, h: torch.arange(0.0, h * 0.1, 0.1) + x.sum(),
+    "a quotient": lambda x, h: x + h * 0.1 // 0.1,
+    "a remainder": lambda x, h: x + h * 0.1 % 0.1,
+    "a product rounded up": lambda x, h: x + math.ceil(h * 0.1 / 0.1),
+}
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_what_a_size_decides_in_floating_point_is_refused(name: str, tmp_path: Path) -> None:
+    """9 * 0.1 // 0.1 is 8 in Python's float64, and 9 in ONNX's float32."""
+    function = FLOATS[name]
+    with pytest.raises(ExportError, match=r"float32, and Python in float64.*export with static shapes"):
+        export(
+            Model(lambda m, x: function(x, x.shape[2])),
+            tmp_path / "m.onnx",
+            dynamic={"inputs_0": {2: "rows"}},
+        )
+    assert not list(tmp_path.iterdir())
+
+
+class PadsOdd(nn.Module):
+    """Another branch for odd sizes, of which a capture at an even one has none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(2) if x.shape[2] % 2 == 0 else x.mean(2) + 1
+
+
+def test_a_file_is_verified_at_sizes_that_are_no_multiples(tmp_path: Path) -> None:
+    with pytest.raises((ExportError, VerificationError)):
+        export(PadsOdd(), tmp_path / "m.onnx", dynamic={"x": {2: "rows"}})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_size_that_the_model_does_not_take_is_not_asked_for(tmp_path: Path) -> None:
+    def even(m: Any, x: Tensor) -> Tensor:
+        return torch.cat([F.interpolate(F.max_pool2d(x, 2), scale_factor=2.0), x], 1)
+
+    path = tmp_path / "m.onnx"
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        even(None, torch.randn(1, 4, 17, 24))
+    export(Model(even), path, dynamic={"inputs_0": {2: "rows"}})
+    assert run(path, torch.randn(1, 4, 20, 24))[0].shape == (1, 8, 20, 24)

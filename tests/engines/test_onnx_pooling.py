@@ -142,3 +142,22 @@ def test_the_place_of_a_window_with_nan_is_that_of_its_last(name: str) -> None:
         rights = wanted if isinstance(wanted, tuple) else (wanted,)
         for found, right in zip(runner(spoilt.numpy()), rights, strict=True):
             assert torch.equal(torch.from_numpy(found).nan_to_num(77.0), right.nan_to_num(77.0))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: F.max_pool2d(x + m.bias, 2),
+        lambda m, x: F.max_pool2d(x.clamp(max=6.0), 2),
+        lambda m, x: F.max_pool2d(x * 2, 2),
+        lambda m, x: F.max_pool2d(F.leaky_relu(x), 2),
+        lambda m, x: F.max_pool2d(x, 2),
+    ],
+)
+def test_a_mask_of_infinities_masks(function: Callable[[Any, Tensor], Tensor]) -> None:
+    """Examples have none, and a window beside masked pixels is what it is of the others."""
+    model, x = Model(function, bias=torch.zeros(8, 1, 1)), torch.randn(1, 8, 12, 10)
+    runner = OnnxRunner(for_onnx_runtime(plain_model(program_of(model, x).graph, (x,))), SessionOptions())
+    masked = x.clone()
+    masked[..., ::2] = -torch.inf
+    assert torch.equal(torch.from_numpy(runner(masked.numpy())[0]), model(masked))

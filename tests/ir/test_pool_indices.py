@@ -97,3 +97,15 @@ def test_the_operator_keeps_what_it_promises_to_compilers(geometry: tuple[Any, .
         for t in pooling_operators()[aten.max_pool2d_with_indices.default](empty, *geometry)
     ]
     assert found == [(t.shape, t.dtype) for t in aten.max_pool2d_with_indices.default(X, *geometry)]
+
+
+def test_an_adaptive_pooling_keeps_its_indices_of_nan() -> None:
+    x = X.clone()
+    x[0, 0, :4, :4] = float("nan")
+    module = kept(lambda m, x: F.adaptive_max_pool2d(x, (2, 3), return_indices=True), x)
+    own = pooling_operators()[aten.adaptive_max_pool2d.default]
+    assert [node.target for node in calls(module, [own])] == [own]
+    for found, expected in zip(module(x), F.adaptive_max_pool2d(x, (2, 3), return_indices=True), strict=True):
+        assert same_tensor(found, expected)
+    alone = kept(lambda m, x: F.adaptive_max_pool2d(x, 2))
+    assert not any(calls(alone, [own]))
