@@ -64,7 +64,7 @@ def test_every_graph_is_optimized_for_each_shape_and_right() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "budget_s"), [({}, 200.0), ({"budget_s": None}, 200.0), ({"budget_s": 5.0}, 5.0)]
+    ("given", "budget_s"), [({}, 500.0), ({"budget_s": None}, 500.0), ({"budget_s": 5.0}, 5.0)]
 )
 def test_without_a_budget_slow_graphs_get_more_time(
     given: dict[str, Any], budget_s: float, monkeypatch: pytest.MonkeyPatch
