@@ -159,7 +159,8 @@ def forget_pieces(program: Program) -> None:
 def divided(program: Program, count: int) -> Division | None:
     """A program in up to `count` pieces of about as many calls; None where there is no good cut.
 
-    The graph runs once: a piece's examples are what it gets there. The same count gives the same pieces.
+    Nothing runs but where a piece may refuse zeros: shapes and strides are propagated. A first run of a cold
+    process takes seconds on a GPU, for which compilers would wait. The same count gives the same pieces.
     """
     count = min(count, sum(1 for _ in calls(program.graph)) // LEAST_CALLS)
     known = _known.setdefault(program.graph, {})
@@ -289,7 +290,7 @@ def divide(program: Program, whole: fx.GraphModule, cuts: Sequence[int]) -> Divi
     results: Any = output.args[0]
     values = {node: its.meta.get("val") for node, its in zip(nodes, described, strict=True)}
     given = dict(zip(inputs, zip(program.entry, program.examples, strict=True), strict=True))
-    crossing = _crossing(program, cuts)
+    crossing = _crossing(program, cuts) if any(map(_may_refuse, calls(program.graph))) else {}
     pieces = []
     for start, end in itertools.pairwise((0, *cuts, len(nodes))):
         mine = [node for node in nodes[start:end] if node.op == "call_function"]
@@ -304,7 +305,7 @@ def divide(program: Program, whole: fx.GraphModule, cuts: Sequence[int]) -> Divi
         kept = [node for node in mine if later.intersection(node.users)]
         for node in needed:
             if node not in given:
-                given[node] = _border(values[node]), _laid_out(crossing[node], values[node])
+                given[node] = _border(values[node]), _stand_in(values[node], crossing.get(node))
         pieces.append(
             Piece(
                 program.replace(
@@ -320,11 +321,20 @@ def divide(program: Program, whole: fx.GraphModule, cuts: Sequence[int]) -> Divi
     return Division(tuple(pieces), tuple(node.name for node in inputs), tuple(node.name for node in results))
 
 
-def _crossing(program: Program, cuts: Sequence[int]) -> dict[fx.Node, Tensor]:
-    """What crosses the cuts in a call with the program's examples.
+_REFUSING = (
+    *("linalg", "cholesky", "inverse", "lu_solve", "lu_unpack", "det", "triangular_solve", "_assert"),
+    *("multinomial", "bernoulli"),
+)
+"""Parts of the names of operators that may fail on zeros: a matrix of zeros has no inverse."""
 
-    A piece is called with it, and may refuse others: a matrix of zeros has no inverse.
-    """
+
+def _may_refuse(node: fx.Node) -> bool:
+    name = str(node.target)
+    return "detach" not in name and any(part in name for part in _REFUSING)
+
+
+def _crossing(program: Program, cuts: Sequence[int]) -> dict[fx.Node, Tensor]:
+    """What crosses the cuts in a call with the program's examples."""
     places = {node: place for place, node in enumerate(program.graph.graph.nodes)}
     wanted = {
         node
@@ -348,10 +358,10 @@ def _crossing(program: Program, cuts: Sequence[int]) -> dict[fx.Node, Tensor]:
     return found
 
 
-def _laid_out(made: Tensor, like: Tensor) -> Tensor:
-    """A copy of a result in memory of its own, as the graph's description has it."""
-    copied = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-    return copied.copy_(made)
+def _stand_in(like: Tensor, made: Tensor | None) -> Tensor:
+    """A tensor that looks like a result of a piece, with its values or, where they do not matter, zeros."""
+    stand_in = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return stand_in.zero_() if made is None else stand_in.copy_(made)
 
 
 def _extracted(

@@ -58,8 +58,7 @@ def in_rounds(program: Program, count: int = 1) -> Division | None:
 
     Rounds are equal where their calls, their weights and what they are given look the same: they share a
     program. Where `count` is 3 or more, what is before the loop is in up to `count` - 1 pieces: with a round
-    that many compilers work at once. The graph runs once: a piece's examples are what it gets there. The same
-    count gives the same pieces.
+    that many compilers work at once. Pieces are as in `divided`.
     """
     if program.engine is not None:
         return None

@@ -77,6 +77,16 @@ def test_a_division_is_made_once() -> None:
     assert divided(program, 2) is not division
 
 
+def test_nothing_runs_for_a_division_where_no_piece_refuses_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a first run loads kernels for seconds, for which compilers would wait."""
+    program = program_of(Residual(40), image())
+    monkeypatch.setattr("ampopt.engines.divided._crossing", lambda *_: pytest.fail("it has run"))
+    division = divided(program, 2)
+    assert division is not None
+    (example,) = division.programs[1].examples
+    assert not example.any()
+
+
 def test_a_graph_that_is_short_or_wide_everywhere_is_not_divided() -> None:
     assert divided(program_of(Residual(LEAST_CALLS // 4), image()), 4) is None
 

@@ -217,7 +217,7 @@ class Solves(nn.Module):
 
 
 def test_the_examples_of_a_piece_are_what_it_gets() -> None:
-    """Others may be refused: a matrix of zeros has no inverse, and is none of the model's."""
+    """Where others may be refused: a matrix of zeros has no inverse, and is none of the model's."""
     torch.manual_seed(0)
     program = program_of(Solves(), image())
     division = in_rounds(program)
