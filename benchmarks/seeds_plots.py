@@ -6,13 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
-
 from benchmarks.results_files import Row
 from benchmarks.seeds_workloads import SEEDS
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 KINDS = {"training": "one training step", "inference": "one call in evaluation mode"}
 
@@ -31,14 +26,19 @@ class Bar(NamedTuple):
 
 def draw(rows: Sequence[Row], folder: Path) -> None:
     """`seeds.png` of all questions, and `seeds-s1.png` and so on of each; none of what did not run."""
-    _draw_all(rows, folder / "seeds.png")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    _draw_all(plt, rows, folder / "seeds.png")
     for question in dict.fromkeys(row["question"] for row in rows):
         ran = [row for row in rows if row["question"] == question and "training" in row]
         if ran:
-            _draw_question(ran, folder / f"seeds-{question.lower()}.png")
+            _draw_question(plt, ran, folder / f"seeds-{question.lower()}.png")
 
 
-def _draw_question(rows: Sequence[Row], path: Path) -> None:
+def _draw_question(plt: Any, rows: Sequence[Row], path: Path) -> None:
     """The milliseconds of every way, training on the left and calls on the right, a row for each workload."""
     bars = [(_steps(row), _of(row["inference"])) for row in rows]
     most = max(len(each) for pair in bars for each in pair)
@@ -90,7 +90,7 @@ def _times(axis: Any, bars: Sequence[Bar]) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_all(rows: Sequence[Row], path: Path) -> None:
+def _draw_all(plt: Any, rows: Sequence[Row], path: Path) -> None:
     """How many times faster than FP32 each way of training and each call is: bars for each workload."""
     by_kind = {kind: [row for row in rows if "p50_ms" in row.get(kind, {}).get("fp32", {})] for kind in KINDS}
     drawn = {kind: ran for kind, ran in by_kind.items() if ran}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ def capture_dynamic(model: nn.Module, captured: Captured, dims: Dims, sizes: Siz
         if sizes:
             return capture_ranges(model, captured, sizes)
         symbols = [dict.fromkeys(named, torch.export.Dim.DYNAMIC) for named in dims]
-        return capture_symbolic(model, captured, _enlarged(captured, dims, at_least=2), symbols)
+        return capture_symbolic(model, captured, _resized(captured, dims, lambda size: max(size, 2)), symbols)
     except Exception as error:
         raise refusal(model, dims, error) from error
 
@@ -78,21 +78,16 @@ def refusal(model: nn.Module, dims: Dims, error: Exception) -> ExportError:
 
 def doubled(captured: Captured, dims: Dims) -> Captured:
     """The captured call with every dynamic dimension twice as large."""
-    return _with(captured, _enlarged(captured, dims, at_least=None))
+    return _with(captured, _resized(captured, dims, lambda size: 2 * size))
 
 
 def one_more(model: nn.Module, captured: Captured, dims: Dims) -> Captured | None:
-    """The captured call with every dynamic dimension larger by 1; None where the model does not take it.
+    """The captured call with every dynamic dimension larger by 1, or 3 for 1; None where the model refuses.
 
     Example sizes are multiples of many numbers, at which a wrong rule for sizes may hold. The model is a
     private copy.
     """
-    tensors = []
-    for tensor, named in zip(captured.program.examples, dims, strict=True):
-        for index in named:
-            tensor = torch.cat([tensor, tensor.narrow(index, 0, min(1, tensor.shape[index]))], dim=index)
-        tensors.append(tensor.clone())
-    made = _with(captured, tensors)
+    made = _with(captured, _resized(captured, dims, lambda size: size + 1 if size != 1 else 3))
     args, kwargs = map_tensors(torch.clone, *pytree.tree_unflatten(list(made.leaves), made.spec))
     try:
         with torch.no_grad(), untouched_rng(captured.program.device):
@@ -109,12 +104,13 @@ def _with(captured: Captured, tensors: Sequence[Tensor]) -> Captured:
     return dataclasses.replace(captured, program=program, leaves=leaves)
 
 
-def _enlarged(captured: Captured, dims: Dims, *, at_least: int | None) -> list[Tensor]:
-    """The examples, repeated along dynamic dimensions that are smaller than `at_least`; None: along all."""
-    enlarged = []
+def _resized(captured: Captured, dims: Dims, new: Callable[[int], int]) -> list[Tensor]:
+    """The examples, repeated from the beginning to new sizes of their dynamic dimensions; none stays none."""
+    resized = []
     for tensor, named in zip(captured.program.examples, dims, strict=True):
         for index in named:
-            if at_least is None or tensor.shape[index] < at_least:
-                tensor = torch.cat([tensor, tensor], dim=index)
-        enlarged.append(tensor.clone())  # one tensor given twice has to be two here
-    return enlarged
+            if size := tensor.shape[index]:
+                rows = torch.arange(new(size), device=tensor.device) % size
+                tensor = tensor.index_select(index, rows)
+        resized.append(tensor.clone())  # one tensor given twice has to be two here
+    return resized

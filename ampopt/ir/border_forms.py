@@ -35,10 +35,7 @@ def with_nan_of(call: Call, result: fx.Node, *values: Any) -> Any:
 
 
 def _atan2(call: Call, node: fx.Node) -> Any:
-    """The angle in the first quadrant's half below the diagonal, moved to where the signs say; NaN stays.
-
-    ONNX's form divides y by x: it has -π for (0, -1), π/2 of the wrong sign for -0, and 0 for infinities.
-    """
+    """ONNX divides y by x: it has -π for (0, -1), π/2 of the wrong sign for -0, and 0 for infinities."""
     return _angle_of(call, node, *(in_dtype_of(call, value, node) for value in node.args[:2]))
 
 
@@ -55,6 +52,7 @@ def _angle(call: Call, node: fx.Node) -> Any:
 
 
 def _angle_of(call: Call, node: fx.Node, y: Any, x: Any) -> Any:
+    """The angle in the first quadrant's half below the diagonal, moved to where the signs say; NaN stays."""
     high, wide = (call(aten.abs.default, value) for value in (y, x))
     large, small = call(aten.maximum.default, high, wide), call(aten.minimum.default, high, wide)
     ratio = call(aten.div.Tensor, small, call(aten.clamp_min.default, large, smallest(node)))

@@ -1,8 +1,9 @@
 """Exact forms of operators that decide: a quotient rounded down, a remainder, the place of a maximum.
 
 torch.onnx divides, rounds the quotient and multiplies back, so that 1 // 0.1 is 10 and 1 % 0.1 is 0, for
-PyTorch's 9 and 0.1: the float32 below 0.1 is larger than 0.1. Random inputs seldom are such multiples, and a
-grid's are all the time. ONNX's ArgMax compares, which NaN never wins; PyTorch gives the first NaN's place.
+PyTorch's 9 and 0.1: the float32 below 0.1 is larger than 0.1. So does inductor. Random inputs seldom are
+such multiples, and a grid's are all the time. ONNX's ArgMax compares, which NaN never wins; PyTorch gives the
+first NaN's place.
 
 Correct because: ONNX's Mod of floating-point numbers is C's fmod, which is exact, and both forms are
 PyTorch's own steps from there; where a row has NaN, the largest of its marks is at its first one.
@@ -39,7 +40,7 @@ def _quotient(call: Call, node: fx.Node) -> Any:
         number, divisor = node.args[:2]
         if isinstance(number, fx.Node) or dtype_of(node).is_floating_point:
             return None
-        return call(node.target, call(aten.full_like.default, divisor, number, dtype=dtype_of(node)), divisor)
+        return call(node.target, filled_like(call, divisor, number, node), divisor, **node.kwargs)
     a, b = operands
     rest, is_other = _rest(call, a, b)
     whole = call(aten.div.Tensor, call(aten.sub.Tensor, a, rest), b)
@@ -61,7 +62,7 @@ def _of_numbers(call: Call, node: fx.Node) -> tuple[Any, Any] | None:
         return None
     b = in_dtype_of(call, b, node)
     if not isinstance(a, fx.Node):
-        return call(aten.full_like.default, b, a, dtype=dtype_of(node)), b
+        return filled_like(call, b, a, node), b
     return in_dtype_of(call, a, node), b
 
 
@@ -69,6 +70,11 @@ def in_dtype_of(call: Call, value: Any, node: fx.Node) -> Any:
     """An operand in the dtype of a node's result; a number stays."""
     is_other = isinstance(value, fx.Node) and dtype_of(value) is not dtype_of(node)
     return call(aten._to_copy.default, value, dtype=dtype_of(node)) if is_other else value
+
+
+def filled_like(call: Call, other: Any, number: Any, node: fx.Node) -> Any:
+    """A number as a tensor like another one, in the dtype of a node's result."""
+    return call(aten.full_like.default, other, number, dtype=dtype_of(node))
 
 
 def _rest(call: Call, a: Any, b: Any) -> tuple[Any, Any]:

@@ -130,7 +130,7 @@ def _tensor_of(call: Call, value: Any, node: fx.Node) -> Any:
     if isinstance(value, fx.Node):
         return deciding_forms.in_dtype_of(call, value, node)
     other = next(each for each in node.args[:2] if isinstance(each, fx.Node))
-    return call(aten.full_like.default, other, value, dtype=dtype_of(node))
+    return deciding_forms.filled_like(call, other, value, node)
 
 
 def _expm1(call: Call, node: fx.Node) -> Any:

@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ampopt.deploy.onnx_dynamic import doubled, one_more
 from ampopt.errors import ExportError, InputError, VerificationError
 from tests.helpers import Model
 from tests.support.exporting import conv_bn, export, run, shapes_of
+from tests.support.planted import captured_of
 
 
 def test_dynamic_dimensions_have_the_users_names_and_take_other_sizes(tmp_path: Path) -> None:
@@ -125,3 +127,14 @@ def test_a_size_that_the_model_does_not_take_is_not_asked_for(tmp_path: Path) ->
         even(None, torch.randn(1, 4, 17, 24))
     export(Model(even), path, dynamic={"inputs_0": {2: "rows"}})
     assert run(path, torch.randn(1, 4, 20, 24))[0].shape == (1, 8, 20, 24)
+
+
+def test_the_other_sizes_are_multiples_and_one_more_and_odd_for_a_batch_of_one() -> None:
+    model, captured = captured_of(Model(lambda m, x: x * 2), torch.randn(1, 4, 6))
+    dims = ({0: "batch", 2: "width"},)
+    more = one_more(model, captured, dims)
+    assert more is not None
+    shapes = [tuple(each.program.examples[0].shape) for each in (doubled(captured, dims), more)]
+    assert shapes == [(2, 4, 12), (3, 4, 7)]
+    fixed, captured = captured_of(Model(lambda m, x: x + m.w, w=torch.randn(1, 4, 6)), torch.randn(1, 4, 6))
+    assert one_more(fixed, captured, dims) is None
