@@ -32,6 +32,7 @@ from ampopt.engines.divided import (
     varying_in,
 )
 from ampopt.ir.graph import calls
+from ampopt.ir.model_hash import weight_bytes
 from ampopt.ir.program import Program
 from ampopt.system.interrupts import check_interrupted
 
@@ -152,14 +153,14 @@ def _sampled(weight: Tensor) -> Hashable:
     if not _is_plain(weight):
         return id(weight)
     ends = [weight[(place,) * (weight.dim() - 1)] for place in (0, -1)] if weight.numel() else []
-    return _look(weight), *(_bytes(end) for end in ends)
+    return _look(weight), *(weight_bytes(end) for end in ends)
 
 
 def _whole(weight: Tensor) -> Hashable:
     """All that a weight is: each call of a loop may have a copy of its own, in another layout."""
     if not _is_plain(weight):
         return id(weight)
-    return _look(weight), hashlib.blake2b(_bytes(weight)).digest()
+    return _look(weight), hashlib.blake2b(weight_bytes(weight)).digest()
 
 
 def _is_plain(weight: Tensor) -> bool:
@@ -171,10 +172,6 @@ def _is_plain(weight: Tensor) -> bool:
         and weight.layout is torch.strided
         and weight.device.type in ("cpu", "cuda")
     )
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().flatten().contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
 
 def _longest_run(signatures: Sequence[Hashable]) -> Run | None:

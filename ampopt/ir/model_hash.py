@@ -20,5 +20,10 @@ def model_hash(graph: fx.GraphModule) -> str:
 
 
 def weight_bytes(weight: Tensor) -> bytes:
-    """A weight's bytes in the order of its dimensions."""
-    return weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    """A weight's bytes in the order of its dimensions. Its own layout does not matter.
+
+    PyTorch calls a tensor contiguous whatever the strides of its sizes of 1, but reads bytes only at a stride
+    of 1.
+    """
+    plain = weight.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().tobytes()

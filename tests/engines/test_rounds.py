@@ -30,12 +30,15 @@ def image() -> Tensor:
 class Loop(nn.Module):
     """Refines an estimate with the same weights, or with others in each round, as a network's layers have."""
 
-    def __init__(self, rounds: int, *, shared: bool = True, fresh: bool = False) -> None:
+    def __init__(
+        self, rounds: int, *, shared: bool = True, fresh: bool = False, kernel: tuple[int, int] = (3, 3)
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.rounds, self.fresh = rounds, fresh
         self.first = nn.Conv2d(4, 4, 3, padding=1)
-        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(1 if shared else rounds))
+        made = (nn.Conv2d(4, 4, kernel, padding="same") for _ in range(1 if shared else rounds))
+        self.convs = nn.ModuleList(made)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         seen, estimate, found = self.first(x), torch.zeros_like(x), []
@@ -273,8 +276,10 @@ def test_on_a_gpu_the_rounds_are_compiled_once_and_what_is_before_them_in_pieces
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_each_round_may_have_a_copy_of_its_weights_and_constants() -> None:
-    _, captured = captured_of(Loop(8, fresh=True).eval(), image())
+@pytest.mark.parametrize("kernel", [(3, 3), (5, 1), (1, 5)])
+def test_each_round_may_have_a_copy_of_its_weights_and_constants(kernel: tuple[int, int]) -> None:
+    """A column in channels_last ends in one number, whose stride is the channels' count (RAFT-large)."""
+    _, captured = captured_of(Loop(8, fresh=True, kernel=kernel).eval(), image())
     passes = RemoveInferenceNoops(), FoldConstants(), ChannelsLast()
     program = replay(passes, FP32.start(captured.program))
     weights = [node for node in program.graph.graph.nodes if node.op == "get_attr"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from ampopt.ir.model_hash import model_hash
+from ampopt.ir.model_hash import model_hash, weight_bytes
 from tests.support.planted import captured_of
 
 X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -28,3 +29,28 @@ def test_one_weight_or_one_option_makes_another_hash() -> None:
     with torch.no_grad():
         conv.weight[0, 0, 0, 0] += 1e-3
     assert len({before, with_option, hash_of(nn.Sequential(conv, activation))}) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "strides", [((1, 1, 1, 1), (9, 9, 9, 9)), ((1,), (384,)), ((), ()), ((0, 3), (7, 2)), ((2, 3), (1, 4))]
+)
+def test_bytes_are_those_of_the_plain_layout(
+    dtype: torch.dtype, strides: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    weight = torch.arange(20).to(dtype).as_strided(*strides, 1)
+    assert weight_bytes(weight) == bytes(
+        torch.tensor(weight.tolist(), dtype=dtype).view(-1).view(torch.uint8).tolist()
+    )
+
+
+def test_bytes_of_a_lazy_conjugate_or_negative_are_its_values() -> None:
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    assert weight_bytes(z.conj()) == weight_bytes(torch.tensor([1 - 2j, 3 + 4j]))
+    assert weight_bytes(z.conj().imag) == weight_bytes(torch.tensor([-2.0, 4.0]))
+
+
+def test_a_model_with_one_weight_cut_from_another_is_optimized() -> None:
+    conv = nn.Conv2d(1, 1, 1)
+    conv.weight = nn.Parameter(torch.randn(4, 4, 3, 3)[:1, :1, :1, :1])
+    assert len(model_hash(captured_of(conv.eval(), torch.randn(1, 1, 4, 4))[1].program.graph)) == 64
