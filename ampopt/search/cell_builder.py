@@ -12,6 +12,7 @@ from ampopt.ir.lanes import Lane
 from ampopt.ir.transform import Engine, Pass
 from ampopt.measure.compared import NOTHING
 from ampopt.search.compare_plan import Cell, Plan
+from ampopt.search.estimates import why_not
 from ampopt.search.pair_timer import PairTimer, Timed
 from ampopt.search.program_store import Built, NoTimeError, Outcome, ProgramStore
 
@@ -81,10 +82,10 @@ class CellBuilder:
 
     def _unreadable(self, lane: Lane, engine: Pass) -> tuple[Pass, ...]:
         """The kernels that the program goes without because the engine cannot read them."""
-        if not isinstance(engine, Engine) or engine.why_not((whole := self.rewritten(lane)).program) is None:
+        if not isinstance(engine, Engine) or why_not(engine, (whole := self.rewritten(lane)).program) is None:
             return ()
         kernels = tuple(step for step in self._plan.kernels if step.name in whole.names)
-        if not kernels or engine.why_not(self.rewritten(lane, kernels).program) is not None:
+        if not kernels or why_not(engine, self.rewritten(lane, kernels).program) is not None:
             return ()
         engines = self._unread.setdefault(tuple(step.name for step in kernels), {})
         if lane.name not in (lanes := engines.setdefault(engine.name, [])):

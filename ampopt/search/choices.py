@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from ampopt.ir.lanes import Lane
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Pass, Result
+from ampopt.search.estimates import expected_s
 
 STARTING_S = 6.0
 """Time in seconds in which the process for rehearsals loads PyTorch and a compiler, once."""
@@ -52,7 +53,7 @@ class Choices:
         if not (anew and self._is_cheap(lane, step, seconds)):
             if (replay := self._replays.get((lane.name, step.name))) is not None:
                 return replay
-            if isinstance(step, Engine) and step.expected_seconds(program) > seconds:
+            if isinstance(step, Engine) and expected_s(step, program) > seconds:
                 step = step.hurried()
         return step.within(min(seconds, self._measuring_s))
 
@@ -93,7 +94,7 @@ class Choices:
         `took_s` is how long that took, `call_s` the time of a call of the program.
         """
         key = lane.name, step.name
-        self._took[step.name, self.is_replay(lane, chosen)] = took_s, chosen.expected_seconds(program)
+        self._took[step.name, self.is_replay(lane, chosen)] = took_s, expected_s(chosen, program)
         if key in self._measured_s or key in self._replays:
             return
         if result.replay is not None and result.replay != step:
@@ -103,7 +104,7 @@ class Choices:
 
     def expected_s(self, lane: Lane, chosen: Pass, program: Program) -> float:
         """About how long applying a pass takes, from what it says and from what it took before."""
-        said = chosen.expected_seconds(program)
+        said = expected_s(chosen, program)
         if (before := self._took.get((chosen.name, self.is_replay(lane, chosen)))) is not None:
             took_s, said_then = before
             return max(said, took_s * said / said_then if said_then else took_s)

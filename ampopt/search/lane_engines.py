@@ -11,6 +11,7 @@ from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Family, Pass, is_slow
 from ampopt.measure.entry import Verdict
+from ampopt.search.estimates import why_not
 from ampopt.search.lane_state import LaneState
 from ampopt.search.openings import UNLIKELY, Opening
 from ampopt.search.pass_manager import PassManager
@@ -89,7 +90,7 @@ class LaneEngines:
         graph, best = self.state.graph.program, self.state.best.program
         if best.engine is None or self.state.best_s is None:
             return 1.0
-        if any(launch.why_not(graph) is None for launch in self._pipeline.launches):
+        if any(why_not(launch, graph) is None for launch in self._pipeline.launches):
             return 1.0
         return self.state.call_s / self.state.best_s
 
@@ -124,7 +125,7 @@ class LaneEngines:
     def note_first(self) -> None:
         """The opening's engine had its turn. Where it can be tried, some others are seldom faster."""
         self.first_tried = True
-        if any(engine.why_not(self.unfused()) is None for engine in self._first):
+        if any(why_not(engine, self.unfused()) is None for engine in self._first):
             self._late |= self._outdone
 
     def look_again(self, deadline: float) -> None:
@@ -160,7 +161,7 @@ class LaneEngines:
         if unlikely and time.perf_counter() + needed_s > self._patience:
             self._manager.leave_out(self.state, name, UNLIKELY)
             return False
-        usable = [step for step in self._pipeline.launches if step.why_not(program) is None]
+        usable = [step for step in self._pipeline.launches if why_not(step, program) is None]
         trials = [
             self._manager.try_passes(self.state, f"{name} + {each.name}", [engine, each], program, deadline)
             for each in usable
@@ -226,7 +227,7 @@ class LaneEngines:
     def longest_s(self) -> float:
         """Seconds that the engine takes which takes longest."""
         program = self.unfused()
-        engines = [engine for engine in self._pipeline.engines if engine.why_not(program) is None]
+        engines = [engine for engine in self._pipeline.engines if why_not(engine, program) is None]
         return max((self._manager.needed_s(self.state, e, program) for e in engines), default=0.0)
 
     def _is_late(self, engine: Engine) -> bool:
@@ -249,7 +250,7 @@ class LaneEngines:
         readable: dict[str, Program] = {}
         for suffix, missing in left_out.items():
             program = self._without(missing)
-            if engine.why_not(program) is None:
+            if why_not(engine, program) is None:
                 readable[suffix] = program
                 if not is_slow(engine):
                     break

@@ -10,6 +10,7 @@ from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Family, Pass, replay
 from ampopt.measure.entry import Verdict
+from ampopt.search.estimates import why_not
 from ampopt.search.lane_engines import LaneEngines
 from ampopt.search.lane_state import LaneState
 from ampopt.search.openings import UNLIKELY, opening_of
@@ -108,7 +109,7 @@ class LaneSearch:
     def _open_with_helpers(self, deadline: float) -> None:
         program, helpers = self.state.graph.program, self._opening.helpers
         left = [step for step in self._left() if step.name in (*self._opening.rewrites, *helpers)]
-        helping = [step for step in left if step.name in helpers and step.why_not(program) is None]
+        helping = [step for step in left if step.name in helpers and why_not(step, program) is None]
         needed_s = sum(self._manager.needed_s(self.state, step, program) for step in helping)
         if helping and time.perf_counter() + needed_s <= deadline:
             self._open_with(f"{OPENING} with {', '.join(helpers)}", left, deadline)
@@ -128,7 +129,7 @@ class LaneSearch:
                 if time.perf_counter() + self._manager.needed_s(self.state, step, program) > deadline:
                     break
                 self._rewrite([step], deadline)
-            elif step.why_not(program) is None:
+            elif why_not(step, program) is None:
                 break  # kernels may build on it
         self.launch(self._manager.deadline)
 
@@ -194,7 +195,7 @@ class LaneSearch:
         if graph is self._launched:
             return
         self._launched = graph
-        usable = [step for step in self._pipeline.launches if step.why_not(graph.program) is None]
+        usable = [step for step in self._pipeline.launches if why_not(step, graph.program) is None]
         for launch in self._pipeline.launches if first else usable:
             trial = self._manager.try_passes(self.state, launch.name, [launch], graph.program, deadline)
             if trial.entry.verdict is Verdict.NOT_TRIED:

@@ -13,6 +13,7 @@ from ampopt.ir.lanes import Lane
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Numerics, Pass, replay
 from ampopt.measure.entry import Entry, Verdict
+from ampopt.search.estimates import why_not
 from ampopt.search.lane_state import LaneState
 from ampopt.search.play_off import PLAY_OFF
 from ampopt.search.subject import Subject
@@ -139,7 +140,7 @@ class PassManager(Trials):
             self.judge(trial, state, Subject(changed), steps[-1], same_bits_as)
 
         needed = None
-        if all(step.why_not(program) is None for step in steps):
+        if all(why_not(step, program) is None for step in steps):
             needed = self.judging_s(state, steps[-1]) + sum(self.applying_s(s, program) for s in steps)
         return self.run(state, name, deadline, work, needed)
 

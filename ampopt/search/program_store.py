@@ -16,6 +16,7 @@ from ampopt.ir.numerics import Check
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Pass, Result
 from ampopt.search.choices import REPEATING, Choices, is_risky, why_nothing
+from ampopt.search.estimates import expected_s, why_not
 from ampopt.search.rehearsal import TooLongError
 from ampopt.search.subject import Subject
 from ampopt.system.interrupts import check_interrupted
@@ -161,14 +162,14 @@ class ProgramStore:
 
     def rehearse(self, built: Built, step: Pass, seconds: float) -> None:
         """Let a risky pass that will be applied to the program be rehearsed from now on."""
-        if not isinstance(step, Engine) or not step.risky or step.why_not(built.program) is not None:
+        if not isinstance(step, Engine) or not step.risky or why_not(step, built.program) is not None:
             return
-        if step.expected_seconds(built.program) <= seconds:
+        if expected_s(step, built.program) <= seconds:
             self._sandbox.rehearse(step, built.program, self._now() + seconds / (1 + REPEATING))
 
     def expected_s(self, built: Built, step: Pass) -> float:
         """About how long `apply` takes."""
-        if (built.key, step.name) in self._outcomes or step.why_not(built.program) is not None:
+        if (built.key, step.name) in self._outcomes or why_not(step, built.program) is not None:
             return 0.0
         chosen = self._choices.pick(built.lane, step, built.program, math.inf, anew=False)
         return self._choices.expected_s(built.lane, chosen, built.program)
@@ -178,10 +179,10 @@ class ProgramStore:
         if (why := step.why_not(program) or choices.futile(lane, step, spare_s, anew=anew)) is not None:
             return Outcome(None, why)
         chosen = choices.pick(lane, step, program, spare_s, anew=anew)
-        expected_s = choices.expected_s(lane, chosen, program)
+        likely_s = choices.expected_s(lane, chosen, program)
         # What can be stopped at any time is begun wherever it may end in time.
-        if (chosen.expected_seconds(program) if is_risky(chosen) else expected_s) > seconds:
-            raise NoTimeError(expected_s)
+        if (expected_s(chosen, program) if is_risky(chosen) else likely_s) > seconds:
+            raise NoTimeError(likely_s)
         with self.silence() if choices.may_measure(lane, chosen) else contextlib.nullcontext():
             result, _ = self._sandbox.apply(chosen, program, seconds=seconds / (1 + REPEATING))
         took_s = self._now() - began

@@ -22,6 +22,7 @@ import torch
 
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Pass, Rehearsed, Result
+from ampopt.search.estimates import divided, expected_s, why_not
 from ampopt.search.preparers import Preparers
 from ampopt.search.worker import Job, TooLongError, Worker
 from ampopt.system.cores import usable_cpus
@@ -119,7 +120,7 @@ class Sandbox:
         cannot be sent, or where this was begun already. What was begun on other captures, and was not taken
         up, is given up.
         """
-        if not self.works_beside or step.why_not(program) is not None:
+        if not self.works_beside or why_not(step, program) is not None:
             return
         if not isinstance(step, Engine):
             self._preparers.begin(step, program)
@@ -134,7 +135,7 @@ class Sandbox:
     def _send(self, step: Engine, program: Program) -> _Rehearsal | str:
         """Give a step to the processes, in pieces if it has any; or why the program cannot be sent."""
         rehearsal, whole = _Rehearsal(step, program, [], len(self.workers)), step.undivided()
-        for piece in step.divided(program, rehearsal.count):
+        for piece in divided(step, program, rehearsal.count):
             freest = min(self.workers, key=lambda worker: worker.queue_length)
             if isinstance(sent := freest.send(whole, piece), str):
                 rehearsal.end()
@@ -172,8 +173,8 @@ class Sandbox:
     def expected_s(self, step: Pass, program: Program) -> float:
         """About how many seconds a step takes: one begun ahead in pieces, as many as the longest of them."""
         if not self.is_rehearsing(step, program) or not isinstance(step, Engine):
-            return step.expected_seconds(program)
-        return max(step.expected_seconds(piece) for piece in step.divided(program, len(self.workers)))
+            return expected_s(step, program)
+        return max(expected_s(step, piece) for piece in divided(step, program, len(self.workers)))
 
     def ahead_s(self, step: Pass, program: Program) -> float:
         """How many seconds ago this step on this program was begun ahead; 0 if it was not, or waits."""

@@ -18,6 +18,7 @@ from ampopt.measure.entry import Entry, Verdict
 from ampopt.measure.ledger import BestSoFar, Ledger
 from ampopt.measure.verifiers_judge import VerifiersJudge
 from ampopt.measure.verify import Verifier
+from ampopt.search.estimates import expected_s
 from ampopt.search.foreseen import Foreseen
 from ampopt.search.lane_state import LaneState
 from ampopt.search.play_off import note_rival
@@ -143,7 +144,7 @@ class Trials:
         A rehearsal that was begun ahead takes that much less, and one in pieces as long as the largest; the
         pass itself takes a part of its own.
         """
-        whole = self._applied_s.get(step.name, step.expected_seconds(program))
+        whole = self._applied_s.get(step.name, expected_s(step, program))
         if self.sandbox is None:
             return whole
         if self.sandbox.has_made(step, program):
@@ -165,7 +166,7 @@ class Trials:
         left = trial.deadline - time.perf_counter() - judging
         needed = self.applying_s(step, program)
         if isinstance(step, Engine) and needed > left and (hurried := step.hurried()) != step:
-            step, needed, trial.hurried = hurried, hurried.expected_seconds(program), True
+            step, needed, trial.hurried = hurried, expected_s(hurried, program), True
         if needed > left:
             more, rest = needed + judging, max(left + judging, 0.0)
             trial.note(needs_s=more)
