@@ -12,7 +12,7 @@ import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,25 +20,12 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from ampopt.ir.casting import is_product
+from ampopt.engines.cuts import LEAST_CALLS, border_of, cuts_of, has_strides, readers, views_in
 from ampopt.ir.graph import calls, copy_of
-from ampopt.ir.program import CHANNELS_LAST, Border, Program
+from ampopt.ir.program import Program
 from ampopt.system.interrupts import check_interrupted
 
 logger = logging.getLogger("ampopt")
-
-LEAST_CALLS = 30
-"""Calls in a piece: for fewer the fixed time of a compilation outweighs what the pieces save."""
-
-MOST_CROSSING = 3
-"""Tensors that may cross a cut, beside the program's inputs; one for each `LEAST_CALLS` in larger pieces.
-
-What an unrolled loop reads in each round crosses all cuts: seven tensors in RAFT's 1,286 calls, of which one
-process compiled for 36 s beside an H200.
-"""
-
-MOST_UNEVEN = 3 * LEAST_CALLS
-"""Calls by which a cut may be away from where the pieces are even, to have fewer tensors cross it."""
 
 Function = Callable[..., Sequence[Tensor]]
 
@@ -139,8 +126,7 @@ class Chain:
 
 def _with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     """The tensor, or a copy that has these strides where they matter."""
-    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
-    if all(mine == its for size, mine, its in pairs if size > 1):
+    if has_strides(tensor, strides):
         return tensor
     made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
     return made.copy_(tensor)
@@ -203,122 +189,62 @@ def described(program: Program) -> fx.GraphModule:
     return whole
 
 
-def cuts_of(whole: fx.GraphModule, count: int, until: int | None = None) -> list[int]:
-    """The places in the list of nodes before which to cut, in order; fewer than asked for, or none.
-
-    `until`: only what is before that place is cut into `count` pieces.
-    """
-    nodes = list(whole.graph.nodes)
-    varying = varying_in(nodes)
-    done = list(itertools.accumulate(int(node.op == "call_function") for node in nodes[:until]))
-    most = max(MOST_CROSSING, done[-1] // count // LEAST_CALLS)
-    good = {
-        place: crossing
-        for place, crossing in crossings(nodes)
-        if place < len(done)
-        and len(crossing) <= most
-        and varying.issuperset(crossing)  # what is constant is folded
-        if may_cross(crossing, nodes)
-    }
-    cuts: list[int] = []
-    for part in range(1, count):
-        ideal, reach = part * done[-1] / count, min(done[-1] / count / 2, MOST_UNEVEN)
-        near = [place for place in good if abs(done[place] - ideal) < reach and place not in cuts]
-        if near:
-            cuts.append(
-                min(near, key=lambda p: (len(good[p]), not is_product(nodes[p]), abs(done[p] - ideal)))
-            )
-    return sorted(cuts)
-
-
-def varying_in(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes that depend on the inputs: the others are constants, which a compiler folds."""
-    varying = set[fx.Node]()
-    for node in nodes:
-        if node.op == "placeholder" or varying.intersection(node.all_input_nodes):
-            varying.add(node)
-    return varying
-
-
-def crossings(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, list[fx.Node]]]:
-    """For each place before a call: the results of calls before it that calls from there on read."""
-    places = {node: place for place, node in enumerate(nodes)}
-    last = {
-        node: max((places[user] for user in node.users if user.op != "output"), default=-1)
-        for node in nodes
-        if node.op == "call_function"
-    }
-    alive: list[fx.Node] = []
-    for place, node in enumerate(nodes):
-        if node.op == "call_function":
-            alive = [each for each in alive if last[each] >= place]
-            if alive:
-                yield place, list(alive)
-            alive.append(node)
-
-
-def may_cross(crossing: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> bool:
-    """Whether these are tensors with memory of their own, in an order that a border can keep."""
-    values = [node.meta.get("val") for node in crossing]
-    if not all(_is_plain(value) for value in values):
-        return False
-    inputs = [node.meta.get("val") for node in nodes if node.op == "placeholder"]
-    places = [v.untyped_storage()._cdata for v in (*values, *inputs) if isinstance(v, Tensor)]
-    return all(places.count(place) == 1 for place in places[: len(values)])
-
-
-def _is_plain(value: object) -> bool:
-    return (
-        isinstance(value, Tensor)
-        and value.layout is torch.strided
-        and _border(value).convert(value).stride() == value.stride()
-    )
-
-
-def _border(value: Tensor) -> Border:
-    last = CHANNELS_LAST.get(value.dim())
-    if last is not None and value.is_contiguous(memory_format=last) and not value.is_contiguous():
-        return Border(value.dtype, last)
-    return Border(value.dtype)
-
-
 def divide(program: Program, whole: fx.GraphModule, cuts: Sequence[int]) -> Division:
     """The pieces between places in the list of nodes; `whole` is the graph as `described`."""
     nodes, described = list(program.graph.graph.nodes), list(whole.graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     [output] = [node for node in nodes if node.op == "output"]
     results: Any = output.args[0]
-    values = {node: its.meta.get("val") for node, its in zip(nodes, described, strict=True)}
+    twins = dict(zip(described, nodes, strict=True))
+    values = {mine: its.meta.get("val") for its, mine in twins.items()}
+    views = {twins[each] for each in views_in(described)}
+    parts = [_part(nodes[start:end], views) for start, end in itertools.pairwise((0, *cuts, len(nodes)))]
     given = dict(zip(inputs, zip(program.entry, program.examples, strict=True), strict=True))
-    crossing = _crossing(program, cuts) if any(map(_may_refuse, calls(program.graph))) else {}
-    pieces = []
-    for start, end in itertools.pairwise((0, *cuts, len(nodes))):
-        mine = [node for node in nodes[start:end] if node.op == "call_function"]
-        inside = set(mine)
-        needed = dict.fromkeys(
-            source
-            for node in mine
-            for source in node.all_input_nodes
-            if source not in inside and source.op != "get_attr"
+    crossing = {source for part in parts for source in part.needed} - set(inputs)
+    made = _values_of(program, crossing) if any(map(_may_refuse, calls(program.graph))) else {}
+    given |= {node: (border_of(values[node]), _stand_in(values[node], made.get(node))) for node in crossing}
+    pieces = [
+        Piece(
+            program.replace(
+                graph=_extracted(program.graph, part.calls, part.needed, part.kept),
+                entry=tuple(given[node][0] for node in part.needed),
+                examples=tuple(given[node][1] for node in part.needed),
+                exit=tuple(border_of(values[node]) for node in part.kept),
+            ),
+            tuple(node.name for node in part.needed),
+            tuple(node.name for node in part.kept),
         )
-        later = {user for node in mine for user in node.users} - inside
-        kept = [node for node in mine if later.intersection(node.users)]
-        for node in needed:
-            if node not in given:
-                given[node] = _border(values[node]), _stand_in(values[node], crossing.get(node))
-        pieces.append(
-            Piece(
-                program.replace(
-                    graph=_extracted(program.graph, mine, list(needed), kept),
-                    entry=tuple(given[node][0] for node in needed),
-                    examples=tuple(given[node][1] for node in needed),
-                    exit=tuple(_border(values[node]) for node in kept),
-                ),
-                tuple(node.name for node in needed),
-                tuple(node.name for node in kept),
-            )
-        )
+        for part in parts
+    ]
     return Division(tuple(pieces), tuple(node.name for node in inputs), tuple(node.name for node in results))
+
+
+class _Part(NamedTuple):
+    """The calls of a piece, what they need of the inputs and of earlier pieces, and what others read."""
+
+    calls: list[fx.Node]
+    needed: list[fx.Node]
+    kept: list[fx.Node]
+
+
+def _part(nodes: Sequence[fx.Node], views: Collection[fx.Node]) -> _Part:
+    """The part of some nodes that follow each other: their calls, and the views that these read."""
+    own = [node for node in nodes if node.op == "call_function" and node not in views]
+    made, needed = dict[fx.Node, None](), dict[fx.Node, None]()
+
+    def make(node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            if source in views and source not in made:
+                make(source)
+            elif source not in made and source not in views and source.op != "get_attr":
+                needed[source] = None
+        made[node] = None
+
+    for node in own:
+        make(node)
+    inside = set(own)
+    kept = [node for node in own if any(user not in inside for user in readers(node, views))]
+    return _Part(list(made), list(needed), kept)
 
 
 _REFUSING = (
@@ -333,16 +259,8 @@ def _may_refuse(node: fx.Node) -> bool:
     return "detach" not in name and any(part in name for part in _REFUSING)
 
 
-def _crossing(program: Program, cuts: Sequence[int]) -> dict[fx.Node, Tensor]:
-    """What crosses the cuts in a call with the program's examples."""
-    places = {node: place for place, node in enumerate(program.graph.graph.nodes)}
-    wanted = {
-        node
-        for node in calls(program.graph)
-        if any(
-            places[node] < cut <= places[user] for user in node.users if user.op != "output" for cut in cuts
-        )
-    }
+def _values_of(program: Program, wanted: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
+    """Some results of a call with the program's examples."""
     found: dict[fx.Node, Tensor] = {}
 
     class Noting(fx.Interpreter):

@@ -17,19 +17,15 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import torch
 from torch import Tensor, fx, nn
 
+from ampopt.engines.cuts import LEAST_CALLS, crossings, cuts_of, may_cross, varying_in
 from ampopt.engines.divided import (
-    LEAST_CALLS,
     Division,
     Known,
     Piece,
-    crossings,
-    cuts_of,
     described,
     divide,
     forget_pieces,
     has_plain_outputs,
-    may_cross,
-    varying_in,
 )
 from ampopt.ir.graph import calls
 from ampopt.ir.model_hash import weight_bytes

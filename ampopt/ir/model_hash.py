@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 
 import torch
 from torch import Tensor, fx
+
+from ampopt.ir.model_copy import same_tensor
 
 
 def model_hash(graph: fx.GraphModule) -> str:
@@ -27,3 +30,22 @@ def weight_bytes(weight: Tensor) -> bytes:
     """
     plain = weight.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
+
+
+def are_equal(one: fx.GraphModule, other: fx.GraphModule) -> bool:
+    """Whether two graphs have the same calls in order, by the same names, and equal weights."""
+    texts = [
+        [str((node.op, node.name, node.target, node.args, node.kwargs)) for node in each.graph.nodes]
+        for each in (one, other)
+    ]
+    if texts[0] != texts[1]:
+        return False
+    names = {str(node.target) for node in one.graph.nodes if node.op == "get_attr"}
+    pairs = [[operator.attrgetter(name)(each) for each in (one, other)] for name in names]
+    return all(mine is its or _are_same(mine, its) for mine, its in pairs)
+
+
+def _are_same(one: object, other: object) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or not same_tensor(one, other):
+        return False
+    return one.layout is not torch.strided or one.stride() == other.stride()

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.passes.shape_prop import ShapeProp
+from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
+from torch.utils import _pytree as pytree
 
 from ampopt.ir.graph import copy_of, deciding_node
 from ampopt.ir.own_autocast import own_scope
@@ -61,7 +62,7 @@ class Foretold:
         return module
 
     def came_true(self) -> bool:
-        """Whether runs record what was told, strides too; what did is not run again."""
+        """Whether runs record what was told, strides too where they matter; what did is not run again."""
         while self._told:
             program, told = self._told[-1]
             if _metadata(_recorded(program)) != told:
@@ -112,7 +113,20 @@ def _told(program: Program) -> fx.GraphModule | None:
 
 
 def _metadata(module: fx.GraphModule) -> dict[str, Any]:
-    return {node.name: node.meta.get("tensor_meta") for node in module.graph.nodes}
+    found = {node.name: node.meta.get("tensor_meta") for node in module.graph.nodes}
+    return {name: pytree.tree_map(_look, meta, is_leaf=_is_meta) for name, meta in found.items()}
+
+
+def _is_meta(value: object) -> bool:
+    return isinstance(value, TensorMetadata)
+
+
+def _look(value: Any) -> Any:
+    """What tells tensors apart: the stride of a size of 1 says nothing, and is another on fake tensors."""
+    if not isinstance(value, TensorMetadata):
+        return value
+    strides = tuple(step for size, step in zip(value.shape, value.stride, strict=True) if size != 1)
+    return tuple(value.shape), value.dtype, strides
 
 
 class _Shapes(ShapeProp):

@@ -12,7 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ampopt.engines.divided import LEAST_CALLS, MOST_UNEVEN, Chain, divided, forget_pieces
+from ampopt.engines.cuts import LEAST_CALLS, MOST_UNEVEN
+from ampopt.engines.divided import Chain, divided, forget_pieces
 from ampopt.ir.graph import aten, calls
 from ampopt.ir.program import Program
 from ampopt.passes import ChannelsLast
@@ -80,7 +81,7 @@ def test_a_division_is_made_once() -> None:
 def test_nothing_runs_for_a_division_where_no_piece_refuses_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a first run loads kernels for seconds, for which compilers would wait."""
     program = program_of(Residual(40), image())
-    monkeypatch.setattr("ampopt.engines.divided._crossing", lambda *_: pytest.fail("it has run"))
+    monkeypatch.setattr("ampopt.engines.divided._values_of", lambda *_: pytest.fail("it has run"))
     division = divided(program, 2)
     assert division is not None
     (example,) = division.programs[1].examples
@@ -240,3 +241,78 @@ def test_any_chain_of_calls_with_skips(kinds: list[int], count: int) -> None:
     names = [piece.outputs for piece in division.pieces]
     assert len(set(itertools.chain.from_iterable(names))) == sum(map(len, names))
     check(program, count, image())
+
+
+class Tokens(nn.Module):
+    """Pixels become tokens that lie in memory as an image; each block also reads a transpose of them."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 2, stride=2)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(blocks))
+        self.mixers = nn.ModuleList(nn.Linear(9, 9) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        turned = x.transpose(1, 2)
+        for layer, mixer in zip(self.layers, self.mixers, strict=True):
+            mixed = mixer(turned).transpose(1, 2)
+            first, second = layer(x).chunk(2, -1)
+            x = x + mixed * 0.5 + torch.cat((second.tanh(), first.sigmoid()), -1)
+            turned = x.transpose(1, 2)
+        return turned
+
+
+def small_image() -> Tensor:
+    return torch.randn(1, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_tokens_that_lie_as_an_image_are_divided_and_views_are_made_where_they_are_read(count: int) -> None:
+    torch.manual_seed(0)
+    program = program_of(Tokens(24), small_image())
+    division = divided(program, count)
+    assert division is not None
+    assert len(division.pieces) == count
+    for before, after in itertools.pairwise(division.pieces):
+        assert after.inputs == before.outputs
+        assert len(after.inputs) == 1, "a tensor crosses, and not its transpose"
+        (stride,) = after.strides
+        assert stride[1:] == (1, 9), "as it lies in the whole"
+    check(program, count, small_image())
+    check(program, count, small_image() * 3 - 1)
+
+
+def test_a_view_that_is_returned_is_made_in_its_own_piece() -> None:
+    def model(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+        views = []
+        for _ in range(40):
+            x = x * 1.5 + x.sigmoid()
+            views.append(x.flatten(1)[:, :4])
+        return (*views, x)
+
+    program = program_of(Model(model), image())
+    check(program, 3, image())
+    assert len(chained(program, 3).steps) == 3
+
+
+def test_views_of_constants_and_of_inputs_are_made_again() -> None:
+    class Scales(nn.Module):
+        table: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.rand(6, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            turned, scale = x.transpose(2, 3), self.table.t()[:, :6]
+            y = x
+            for _ in range(30):
+                y = (y * scale[:6]).tanh() + turned
+            return y
+
+    program = program_of(Scales(), image())
+    division = divided(program, 2)
+    assert division is not None
+    assert set(division.pieces[1].inputs) == {division.inputs[0], division.pieces[0].outputs[0]}
+    check(program, 2, image())

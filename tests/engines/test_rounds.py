@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from ampopt.diagnosis.own_program import own_kernels
-from ampopt.engines.divided import LEAST_CALLS, Chain
+from ampopt.engines.cuts import LEAST_CALLS
+from ampopt.engines.divided import Chain
 from ampopt.engines.rounds import calls_once, form, in_rounds, is_unrolled
 from ampopt.ir.graph import aten, calls
 from ampopt.ir.lanes import FP32

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
-from ampopt.ir.model_hash import model_hash, weight_bytes
+from ampopt.ir.model_hash import are_equal, model_hash, weight_bytes
 from tests.support.planted import captured_of
 
 X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -54,3 +56,25 @@ def test_a_model_with_one_weight_cut_from_another_is_optimized() -> None:
     conv = nn.Conv2d(1, 1, 1)
     conv.weight = nn.Parameter(torch.randn(4, 4, 3, 3)[:1, :1, :1, :1])
     assert len(model_hash(captured_of(conv.eval(), torch.randn(1, 1, 4, 4))[1].program.graph)) == 64
+
+
+def test_graphs_are_equal_by_their_calls_and_their_weights() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.LeakyReLU(0.1)).eval()
+
+    def graph(model: nn.Module) -> fx.GraphModule:
+        return captured_of(model, X)[1].program.graph
+
+    first, second, changed = graph(model), graph(copy.deepcopy(model)), copy.deepcopy(model)
+    assert are_equal(first, first)
+    assert are_equal(first, second)
+    with torch.no_grad():
+        changed[0].weight[0, 0, 0, 0] += 1e-3  # type: ignore[index, operator]
+    assert not are_equal(first, graph(changed))
+    changed = copy.deepcopy(model)
+    changed[2] = nn.LeakyReLU(0.2)
+    assert not are_equal(first, graph(changed))
+    name = next(str(node.target) for node in second.graph.nodes if node.op == "get_attr")
+    weight = second.get_buffer(name)
+    setattr(second, name, weight.clone(memory_format=torch.channels_last))
+    assert not are_equal(first, second), "the layout counts: compilers have read it"
