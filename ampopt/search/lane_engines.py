@@ -32,6 +32,9 @@ With a gain of 1.09x EdgeNeXt-XXS compiled with its kernels was 1.25x faster tha
 """
 
 
+SPARE = 2.0
+"""A compiler is waited for, and nothing is tried before, if this many times its time is left."""
+
 FAR = 1.3
 """From this gain of kernels on, an engine without them is tried only where nothing likelier is left.
 
@@ -157,6 +160,7 @@ class LaneEngines:
         name, program = engine.name + form.suffix + again, form.program
         likely = form.is_begun or (form.is_likely and not is_outdone)
         unlikely = self._is_late(engine) or not likely or self._lacks(form)
+        unlikely = unlikely and not (form.is_made and self._waits_too_long(engine, deadline))
         needed_s = self._manager.needed_s(self.state, engine, program)
         if unlikely and time.perf_counter() + needed_s > self._patience:
             self._manager.leave_out(self.state, name, UNLIKELY)
@@ -186,6 +190,13 @@ class LaneEngines:
                 for form in [form for form in self.forms(engine) if form.is_made and not self._lacks(form)]:
                     if (engine, form.program.recipe) not in self._put_off:
                         self._try(engine, form, self._manager.deadline)
+
+    def _waits_too_long(self, engine: Engine, deadline: float) -> bool:
+        """Whether what is likelier than a form that is made may not be made in time."""
+        left = deadline - time.perf_counter()
+        likelier = [form for form in self.forms(engine) if not form.is_made and not self._lacks(form)]
+        needed = [self._manager.needed_s(self.state, engine, form.program) for form in likelier]
+        return min(needed, default=0.0) * SPARE > left
 
     def _lacks(self, form: Form) -> bool:
         """Whether a form is without the kernels that have made the graph far faster."""

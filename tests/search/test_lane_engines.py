@@ -11,10 +11,10 @@ from torch import nn
 
 from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Engine, Family, Pass, Result
+from ampopt.ir.transform import Engine, Pass, Result
 from ampopt.measure.entry import Verdict
 from ampopt.search.openings import UNLIKELY, Opening
-from tests.search.test_lane_search import KEPT, NOT_TRIED, REVERTED, Fast, Launch, Rows, X, net, rows, search
+from tests.search.test_lane_search import KEPT, NOT_TRIED, REVERTED, Fast, Launch, X, net, rows, search
 from tests.support.planted import Bench, Planted, PlantedKernel
 
 __all__ = ["net"]
@@ -125,6 +125,30 @@ def test_what_has_ended_comes_first_and_of_that_the_likely_form(
     bench.manager.sandbox = ahead  # type: ignore[assignment]
     lane.engines.run(bench.deadline)
     assert [name for name, _ in rows(bench) if name.startswith("compiler")] == forms
+
+
+@pytest.mark.parametrize(
+    ("compiles_s", "tried"), [(6e3, ["compiler (unfused)", "compiler"]), (4e3, ["compiler"])]
+)
+def test_an_unlikely_form_that_is_made_is_tried_where_the_likely_one_may_come_too_late(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module, compiles_s: float, tried: list[str]
+) -> None:
+    """XCiT's code without kernels was ready, and its code with kernels was cut off by the budget."""
+    bench = Bench(monkeypatch, net, X, cost={"kernel": 0.5})
+    pipeline = Pipeline((PlantedKernel("kernel"),), (Compiler(),))
+    lane = search(monkeypatch, bench, pipeline, Opening(()), patience=0.0)
+    lane.rewrite(bench.deadline)
+    lane.engines.kernels_gain = 2.0
+    unfused = lane.engines.unfused()
+    ahead = Ahead(unfused, lane.state.graph.program, ended=[unfused])
+    bench.manager.sandbox = ahead  # type: ignore[assignment]
+    monkeypatch.setattr(Compiler, "expected_seconds", lambda *_: compiles_s)
+    lane.engines.run(time.perf_counter() + 1e4)
+    assert [
+        e.name
+        for e in bench.ledger.entries
+        if e.name.startswith("compiler") and e.verdict is not Verdict.NOT_TRIED
+    ] == tried
 
 
 @pytest.mark.parametrize(("patience", "tried"), [(0.0, 1), (float("inf"), 2)])
@@ -335,51 +359,6 @@ def test_an_unlikely_engine_is_begun_only_if_it_ends_in_the_time_for_such(
     lane = search(monkeypatch, bench, pipeline, opening, patience=time.perf_counter() + 100.0)
     lane.engines.run(bench.deadline)
     assert rows(bench) == [("taking", verdict)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Thorough(Planted, Engine):
-    """Takes long, unless it is hurried."""
-
-    family = Family.ENGINE
-
-    def hurried(self) -> Engine:
-        return dataclasses.replace(self, label="hurried", seconds=1.0)
-
-
-@pytest.mark.parametrize(
-    ("factor", "opened", "found"),
-    [
-        (1.0, [("thorough", KEPT)], ["thorough"]),
-        (2.0, [("thorough", REVERTED)], []),
-    ],
-    ids=["right", "wrong"],
-)
-def test_an_engine_that_the_opening_had_little_time_for_is_tried_in_full(
-    monkeypatch: pytest.MonkeyPatch, net: nn.Module, factor: float, opened: Rows, found: list[str]
-) -> None:
-    bench = Bench(monkeypatch, net, X, cost={"hurried": 0.8, "thorough": 0.4}, seconds_left=1000.0)
-    pipeline = Pipeline((), (Thorough("thorough", seconds=100.0, factor=factor),))
-    lane = search(monkeypatch, bench, pipeline, Opening((), "thorough"))
-    lane.open(time.perf_counter() + 50.0)
-    assert rows(bench) == opened
-    assert lane.engines.is_hurried == (factor == 1.0)
-    assert bench.kept == (["hurried"] if found else [])
-    lane.engines.run(bench.deadline)
-    assert rows(bench)[1:] == ([("thorough, in full", KEPT)] if found else [])
-    assert bench.kept == found
-    assert not lane.engines.is_hurried
-
-
-def test_an_engine_that_the_opening_had_the_time_for_is_not_tried_again(
-    monkeypatch: pytest.MonkeyPatch, net: nn.Module
-) -> None:
-    bench = Bench(monkeypatch, net, X, cost={"thorough": 0.4}, seconds_left=1000.0)
-    pipeline = Pipeline((), (Thorough("thorough", seconds=100.0),))
-    lane = search(monkeypatch, bench, pipeline, Opening((), "thorough"))
-    lane.open(time.perf_counter() + 500.0)
-    lane.engines.run(bench.deadline)
-    assert rows(bench) == [("thorough", KEPT)]
 
 
 def test_each_form_of_the_program_is_made_once(monkeypatch: pytest.MonkeyPatch, net: nn.Module) -> None:
