@@ -218,7 +218,7 @@ def test_bfloat16_that_is_wrong_is_not_taken_however_fast(monkeypatch: pytest.Mo
     monkeypatch.setattr(keep_fp32, "_compared", lambda *_: Gain(9.0, 9.0, 9.0))
     _, _, result = judged(overflowing.attention(), torch.randn(TOKENS))
     assert kinds(result) == {"fp32"}
-    assert result.hints[-1].startswith("bf16 is wrong for them: output 0: error ")
+    assert result.hints[-1].startswith("bf16 for them is wrong: output 0: error ")
 
 
 @pytest.mark.parametrize("option", [{"policy": "O3"}, {"choices": (("conv2d", "fp8"),)}])

@@ -108,6 +108,45 @@ def test_where_neither_is_right_both_reasons_are_told_and_nothing_is_searched_tw
 
 
 @pytest.mark.usefixtures("_has_tf32")
+@pytest.mark.parametrize(
+    ("gain", "many", "is_right", "all_stay"),
+    [(2.0, 0.1, True, True), (0.5, 0.1, True, False), (2.0, 1.0, True, False), (2.0, 0.1, False, False)],
+    ids=["faster", "slower", "few", "wrong"],
+)
+def test_where_many_would_stay_all_are_tried_in_tf32(
+    monkeypatch: pytest.MonkeyPatch, gain: float, many: float, is_right: bool, all_stay: bool
+) -> None:
+    original, captured = captured_of(overflowing.one_branch(), torch.randn(IMAGE))
+    before = FP16.start(captured.program)
+
+    class Judge(Counting):
+        def check(self, program: Program) -> Check:
+            if not is_right and program.settings.tf32 and set(dtypes_of(program).values()) == {torch.float32}:
+                return Check(1.0, LIMIT, "planted")
+            return super().check(program)
+
+    def compared(_: Program, after: Program) -> Gain:
+        ratio = gain if set(dtypes_of(after).values()) == {torch.float32} else 1.0
+        return Gain(ratio, 0.9 * ratio, 1.1 * ratio)
+
+    monkeypatch.setattr(keep_fp32, "_compared", compared)
+    monkeypatch.setattr(keep_fp32, "MANY", many)
+    judge = Judge(VerifiersJudge(Verifier(original, captured), FP16, time.perf_counter() + 60.0))
+    result = KeepFp32().apply_judged(before, judge)
+    assert isinstance(result.replay, KeepFp32)
+    assert (result.replay.choices == (("*", "tf32"),)) is all_stay
+    assert result.program.settings.tf32 is all_stay
+    if all_stay:
+        (hint,) = result.hints
+        assert hint.startswith(
+            "all of them, with products in TF32 (1 would have to stay; tf32 for all: 2.00x"
+        )
+        assert result.replay.apply(before).program.graph.code == result.program.graph.code
+    if not is_right:
+        assert result.hints[-1] == "tf32 for all is wrong: planted"
+
+
+@pytest.mark.usefixtures("_has_tf32")
 def test_a_lane_that_is_right_stays_as_it_is_where_there_is_tf32() -> None:
     model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)), torch.randn(IMAGE)
     _, program, result = judged(model, x)
@@ -118,6 +157,7 @@ def test_a_lane_that_is_right_stays_as_it_is_where_there_is_tf32() -> None:
 def test_on_a_gpu_what_stays_may_compute_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keep_fp32, "_compared", lambda *_: Gain(1.5, 1.4, 1.6))
     monkeypatch.setattr(keep_fp32, "_with_range", lambda _: [])
+    monkeypatch.setattr(keep_fp32, "MANY", 1.0)
     verifier, _, result = judged(overflowing.one_branch().cuda(), torch.randn(IMAGE, device="cuda"))
     assert kinds(result) == {"tf32"}
     assert result.program.settings.tf32
