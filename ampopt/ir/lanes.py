@@ -35,7 +35,8 @@ class Limits:
     without_eager: float = 1e-2
     """Largest error of a program of a mixed lane in which eager's own error is over `largest`, or infinite.
 
-    Eager is no yardstick there; the error that `precision="auto"` accepts is the most that is left.
+    Eager is no yardstick there; the error that `precision="auto"` accepts is the most that is left. As there,
+    an original that rounds to TF32 as it is called, and is more inexact, allows `multiple` of its own error.
     """
 
     def allowed(self, own: float) -> float:

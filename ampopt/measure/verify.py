@@ -94,6 +94,7 @@ class Verifier(Original):
         self.tolerance, self.metric, self.faults = tolerance, metric, faults
         super().__init__(model, captured)
         self._own: dict[tuple[Lane, str], list[float]] = {}
+        self._called: dict[str, list[float]] = {}
         self._unlimited: dict[tuple[Lane, str], list[float]] = {}
         self._jumps: dict[tuple[Lane, str, bool], list[float]] = {}
         most = math.inf if metric is not None else tolerance or 0.0  # a metric alone knows what is right
@@ -145,7 +146,12 @@ class Verifier(Original):
         """The original's error as the process calls it, with its setting of TF32; None without TF32."""
         if not rounds_to_tf32(self.device):
             return None
-        return max((max(self.errors(self.as_called, draw), default=0.0) for draw in self.draws), default=0.0)
+        return max((max(self._called_errors(draw), default=0.0) for draw in self.draws), default=0.0)
+
+    def _called_errors(self, draw: Draw) -> list[float]:
+        if draw.name not in self._called:
+            self._called[draw.name] = self.errors(self.as_called, draw)
+        return self._called[draw.name]
 
     def own_errors(self, lane: Lane, draw: Draw) -> list[float]:
         """Eager's relative error of each output on a draw, in the lane."""
@@ -219,7 +225,9 @@ class Verifier(Original):
 
         It is none in a mixed lane in which its usual error is over the lane's largest limit, or infinite. In
         its place comes the error of eager in FP32 whose weights, inputs and results are all rounded anew to
-        the lane's dtype, as if this had FP32's range; it allows `Limits.without_eager` at the most.
+        the lane's dtype, as if this had FP32's range; it allows `Limits.without_eager` at the most. Where the
+        process lets the original round to TF32, which has as few bits, it is at least the error that the
+        original has to its caller; one over the largest limit licenses nothing.
         """
         limits = lane.limits
         own = statistics.median_low([self.own_errors(lane, each)[output] for each in self.draws])
@@ -232,7 +240,9 @@ class Verifier(Original):
                 with contextlib.suppress(Exception):  # a composite kernel may not bear to be taken apart
                     found = self.errors(moved, draw)
             self._unlimited[lane, draw.name] = found
-        return min(self._unlimited[lane, draw.name][output], most)
+        instead = min(self._unlimited[lane, draw.name][output], most)
+        called = self._called_errors(draw)[output] if rounds_to_tf32(self.device) else 0.0
+        return max(instead, called) if called <= limits.largest else instead
 
     def check(self, run: Run, lane: Lane, *, everywhere: bool = False, static: bool = False) -> Check:
         """Verify a function of flat tensors as a program of the lane.
@@ -287,7 +297,7 @@ class Verifier(Original):
         if self.tolerance is not None and is_usual:
             return self.tolerance
         if is_usual and (instead := self.yardstick(lane, draw, output)) is not None:
-            return lane.limits.allowed(instead)
+            return min(lane.limits.allowed(instead), lane.limits.largest)
         usual = statistics.median_low(
             [self._usual_error(lane, each, output) for each in self.draws]
         )  # no draw's jump is another's licence

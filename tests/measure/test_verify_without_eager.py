@@ -79,6 +79,29 @@ def test_where_eager_is_too_inexact_the_limit_is_what_auto_accepts(
     assert check.limit == lane.limits.without_eager == 1e-2
 
 
+@pytest.mark.parametrize(
+    ("called", "limit"),
+    [(1e-3, 1e-2), (0.03, 0.06), (0.15, 0.2), (0.25, 1e-2), (float("nan"), 1e-2), (float("inf"), 1e-2)],
+)
+def test_where_the_caller_gets_more_error_from_tf32_it_is_twice_that(
+    monkeypatch: pytest.MonkeyPatch, called: float, limit: float
+) -> None:
+    """An untrained DeepLabV3 is off by 0.17 in TF32, as its caller has it, and by 0.21 under autocast."""
+
+    def rounds(self: Verifier, *tensors: Tensor) -> list[Tensor]:
+        return [y * (1 + called) for y in self.eager(FP32)(*tensors)]
+
+    monkeypatch.setattr("ampopt.measure.verify.rounds_to_tf32", lambda device: True)
+    monkeypatch.setattr(Verifier, "as_called", rounds)
+    verifier = verifier_of(cancelling(), torch.randn(IMAGE))
+    assert verifier.own_error(FP16) > FP16.limits.largest
+    for factor, passes in ((0.9 * limit, True), (1.1 * limit, False)):
+        check = verifier.check(off_by(verifier, factor), FP16)
+        assert check.passed is passes
+        assert check.limit == pytest.approx(limit, rel=0.01)
+    assert verifier.check(off_by(verifier, 0.03), FP32).passed is False, "strict FP32 stays strict"
+
+
 def test_a_tolerance_of_the_users_is_the_limit_all_the_same() -> None:
     verifier = verifier_of(overflowing.one_branch(), torch.randn(IMAGE), tolerance=0.05)
     assert verifier.check(off_by(verifier, 0.04), FP16).passed
