@@ -61,8 +61,12 @@ ROUNDINGS = 6
 UNCERTAIN_S = 0.3
 """Longest time in seconds of a reference with which eager is run so often with all its results rounded anew.
 
-Such a run takes three to twenty times as long as one of eager.
+Such a run takes three to twenty times as long as one of eager. Where a reference takes longer, there is one
+such run, and only for a program that is near its limit.
 """
+
+NEAR = 2.0
+"""A program is near its limit with less than this many times the error that it may have."""
 
 
 class Verifier(Original):
@@ -213,7 +217,8 @@ class Verifier(Original):
         """
         if (lane, draw.name, within) not in self._jumps:
             worst = [0.0] * len(self.reference(draw)[0])
-            for moved in self.runs_rounded_anew(lane, ROUNDINGS, within=within, uncertain=within):
+            times = 1 if within and self.exact_s > UNCERTAIN_S else ROUNDINGS
+            for moved in self.runs_rounded_anew(lane, times, within=within, uncertain=within):
                 with contextlib.suppress(Exception):  # PyTorch's own: what it refuses tells nothing
                     errors = [e if math.isfinite(e) else 0.0 for e in self.errors(moved, draw)]
                     worst = [max(pair) for pair in zip(worst, errors, strict=True)]
@@ -308,7 +313,8 @@ class Verifier(Original):
             jump = self.largest_jumps(lane, draw)[output]
             bounds = min(lane.limits.allowed(jump), lane.limits.largest), AS_FAR * jump
             limit = max(limit, *bounds)
-        if limit < error <= lane.limits.largest and not is_usual and self.exact_s <= UNCERTAIN_S:
+        near = lane.limits.largest if self.exact_s <= UNCERTAIN_S else NEAR * limit
+        if limit < error <= min(near, lane.limits.largest) and not is_usual:
             jump = self.largest_jumps(lane, draw, within=True)[output]
             limit = max(limit, min(lane.limits.allowed(jump), lane.limits.largest))
         return limit
