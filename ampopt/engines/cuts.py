@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
@@ -98,15 +99,17 @@ def views_in(nodes: Sequence[fx.Node]) -> set[fx.Node]:
             return first.untyped_storage()._cdata
         return None
 
-    return {
-        node
-        for node in nodes
-        if node.op == "call_function"
-        and node.all_input_nodes
-        and memory(node) is not None
-        and memory(node) == memory(node.all_input_nodes[0])
-        and not any(user.op == "output" for user in node.users)
-    }
+    views = set[fx.Node]()
+    for node in nodes:
+        if node.op != "call_function" or not node.all_input_nodes:
+            continue
+        source = node.all_input_nodes[0]
+        looks = memory(node) is not None and memory(node) == memory(source)
+        if node.target is operator.getitem:
+            looks = source in views  # one of several results is no view of the others
+        if looks and not any(user.op == "output" for user in node.users):
+            views.add(node)
+    return views
 
 
 def readers(node: fx.Node, views: Collection[fx.Node]) -> Iterator[fx.Node]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ampopt.engines.cuts import LEAST_CALLS, MOST_UNEVEN
-from ampopt.engines.divided import Chain, divided, forget_pieces
+from ampopt.engines.cuts import LEAST_CALLS, MOST_UNEVEN, crossings, may_cross
+from ampopt.engines.divided import Chain, described, divided, forget_pieces
 from ampopt.ir.graph import aten, calls
 from ampopt.ir.program import Program
 from ampopt.passes import ChannelsLast
@@ -316,3 +317,20 @@ def test_views_of_constants_and_of_inputs_are_made_again() -> None:
     assert division is not None
     assert set(division.pieces[1].inputs) == {division.inputs[0], division.pieces[0].outputs[0]}
     check(program, 2, image())
+
+
+def test_one_of_several_results_may_cross_a_cut() -> None:
+    def model(m: Any, x: Tensor) -> Tensor:
+        for _ in range(45):
+            x = x.topk(6, -1, sorted=False)[0] * 1.01
+        return x
+
+    program = program_of(Model(model), image())
+    division = divided(program, 3)
+    assert division is not None
+    assert [len(piece.inputs) for piece in division.pieces] == [1, 1, 1]
+    check(program, 3, image())
+    nodes = list(described(program).graph.nodes)
+    for place, crossing in crossings(nodes):
+        if nodes[place].target is not operator.getitem:
+            assert may_cross(crossing, nodes)
