@@ -65,7 +65,7 @@ Such a run takes three to twenty times as long as one of eager. Where a referenc
 such run, and only for a program that is near its limit.
 """
 
-NEAR = 2.0
+NEAR = 10.0
 """A program is near its limit with less than this many times the error that it may have."""
 
 
