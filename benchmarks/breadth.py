@@ -5,14 +5,15 @@
 As `benchmarks.cold`, with `torch.compile` beside it, on the networks of `benchmarks.breadth_networks`. Adds
 a row to DIR/<device>/breadth.json after each network, and makes the table and the histogram anew. It goes on
 over many commits: networks that have figures of any commit are skipped; one that failed is run again at
-another commit, after those that never ran.
+another commit, after those that never ran. A row tells what was tried and lost, and why.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.breadth_networks import BREADTH
 from benchmarks.breadth_table import draw, standing, to_markdown
@@ -40,9 +41,18 @@ def write_row(folder: Path, row: Row) -> None:
     """Add or replace a network's row in breadth.json; make the table and the histogram anew."""
     kept = {key: value for key, value in row.items() if key != "report"}  # of 30 kB each
     if "report" in row:
-        kept["nearly_s"] = seconds_to(row)
+        kept |= {"nearly_s": seconds_to(row), "lost": lost(row["report"])}
     rows = write_table(folder, "breadth", [kept], operator.itemgetter("network"), BREADTH, to_markdown)
     draw(rows, folder / "breadth.png")
+
+
+def lost(report: Mapping[str, Any]) -> list[str]:
+    """What was tried and not kept, and why: without it a row does not tell why a program is slow."""
+    return [
+        f"{entry['lane']} {entry['pass']}: {entry['reason']}"
+        for entry in report["passes"]
+        if entry["verdict"] in ("failed", "reverted")
+    ]
 
 
 def main() -> None:

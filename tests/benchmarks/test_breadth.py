@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks import breadth, cold
 from benchmarks.anybody import anybody
-from benchmarks.breadth import still_to_run, write_row
+from benchmarks.breadth import lost, still_to_run, write_row
 from benchmarks.breadth_networks import BREADTH, PACKAGES, subject
 from benchmarks.breadth_table import bins, counts, ratio, standing, to_markdown
 from benchmarks.cold_lines import BY_HAND, COMPILED, EAGER
@@ -149,7 +149,10 @@ def test_a_run_goes_on_where_it_was_cut_off_at_another_commit(
         if len(called) == ends_after:
             raise KeyboardInterrupt
         called.append(network)
-        return {**cold_row(network, ampopt=contestant(1.0), eager_fp32=contestant(2.0)), "report": {}}
+        return {
+            **cold_row(network, ampopt=contestant(1.0), eager_fp32=contestant(2.0)),
+            "report": {"passes": []},
+        }
 
     monkeypatch.setattr(cold, "default_call", call)
     monkeypatch.setattr(breadth, "commit", lambda: "c")
@@ -181,3 +184,13 @@ def test_the_histogram_is_drawn_where_there_is_a_ratio(tmp_path: Path) -> None:
     assert not (tmp_path / "breadth.png").exists()
     write_row(tmp_path, ahead)
     assert (tmp_path / "breadth.png").stat().st_size > 1000
+
+
+def test_a_row_tells_what_lost_and_why() -> None:
+    entries = [
+        {"lane": "amp", "pass": "compile", "verdict": "reverted", "reason": "slower: 0.9x"},
+        {"lane": "amp", "pass": "script", "verdict": "failed", "reason": "RuntimeError: no"},
+        {"lane": "amp", "pass": "degroup", "verdict": "declined", "reason": "nothing to rewrite"},
+        {"lane": "fp32", "pass": "fold-conv-bn", "verdict": "kept", "reason": "faster: 1.2x"},
+    ]
+    assert lost({"passes": entries}) == ["amp compile: slower: 0.9x", "amp script: RuntimeError: no"]
