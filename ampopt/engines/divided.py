@@ -12,7 +12,7 @@ import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from ampopt.engines.cuts import LEAST_CALLS, border_of, cuts_of, has_strides, readers, views_in
+from ampopt.engines.cuts import LEAST_CALLS, border_of, cuts_of, has_strides
 from ampopt.ir.graph import calls, copy_of
 from ampopt.ir.program import Program
 from ampopt.system.interrupts import check_interrupted
@@ -195,56 +195,37 @@ def divide(program: Program, whole: fx.GraphModule, cuts: Sequence[int]) -> Divi
     inputs = [node for node in nodes if node.op == "placeholder"]
     [output] = [node for node in nodes if node.op == "output"]
     results: Any = output.args[0]
-    twins = dict(zip(described, nodes, strict=True))
-    values = {mine: its.meta.get("val") for its, mine in twins.items()}
-    views = {twins[each] for each in views_in(described)}
-    parts = [_part(nodes[start:end], views) for start, end in itertools.pairwise((0, *cuts, len(nodes)))]
+    values = {node: its.meta.get("val") for node, its in zip(nodes, described, strict=True)}
     given = dict(zip(inputs, zip(program.entry, program.examples, strict=True), strict=True))
-    crossing = {source for part in parts for source in part.needed} - set(inputs)
-    made = _values_of(program, crossing) if any(map(_may_refuse, calls(program.graph))) else {}
-    given |= {node: (border_of(values[node]), _stand_in(values[node], made.get(node))) for node in crossing}
-    pieces = [
-        Piece(
-            program.replace(
-                graph=_extracted(program.graph, part.calls, part.needed, part.kept),
-                entry=tuple(given[node][0] for node in part.needed),
-                examples=tuple(given[node][1] for node in part.needed),
-                exit=tuple(border_of(values[node]) for node in part.kept),
-            ),
-            tuple(node.name for node in part.needed),
-            tuple(node.name for node in part.kept),
+    crossing = _crossing(program, cuts) if any(map(_may_refuse, calls(program.graph))) else {}
+    pieces = []
+    for start, end in itertools.pairwise((0, *cuts, len(nodes))):
+        mine = [node for node in nodes[start:end] if node.op == "call_function"]
+        inside = set(mine)
+        needed = dict.fromkeys(
+            source
+            for node in mine
+            for source in node.all_input_nodes
+            if source not in inside and source.op != "get_attr"
         )
-        for part in parts
-    ]
+        later = {user for node in mine for user in node.users} - inside
+        kept = [node for node in mine if later.intersection(node.users)]
+        for node in needed:
+            if node not in given:
+                given[node] = border_of(values[node]), _stand_in(values[node], crossing.get(node))
+        pieces.append(
+            Piece(
+                program.replace(
+                    graph=_extracted(program.graph, mine, list(needed), kept),
+                    entry=tuple(given[node][0] for node in needed),
+                    examples=tuple(given[node][1] for node in needed),
+                    exit=tuple(border_of(values[node]) for node in kept),
+                ),
+                tuple(node.name for node in needed),
+                tuple(node.name for node in kept),
+            )
+        )
     return Division(tuple(pieces), tuple(node.name for node in inputs), tuple(node.name for node in results))
-
-
-class _Part(NamedTuple):
-    """The calls of a piece, what they need of the inputs and of earlier pieces, and what others read."""
-
-    calls: list[fx.Node]
-    needed: list[fx.Node]
-    kept: list[fx.Node]
-
-
-def _part(nodes: Sequence[fx.Node], views: Collection[fx.Node]) -> _Part:
-    """The part of some nodes that follow each other: their calls, and the views that these read."""
-    own = [node for node in nodes if node.op == "call_function" and node not in views]
-    made, needed = dict[fx.Node, None](), dict[fx.Node, None]()
-
-    def make(node: fx.Node) -> None:
-        for source in node.all_input_nodes:
-            if source in views and source not in made:
-                make(source)
-            elif source not in made and source not in views and source.op != "get_attr":
-                needed[source] = None
-        made[node] = None
-
-    for node in own:
-        make(node)
-    inside = set(own)
-    kept = [node for node in own if any(user not in inside for user in readers(node, views))]
-    return _Part(list(made), list(needed), kept)
 
 
 _REFUSING = (
@@ -259,8 +240,16 @@ def _may_refuse(node: fx.Node) -> bool:
     return "detach" not in name and any(part in name for part in _REFUSING)
 
 
-def _values_of(program: Program, wanted: Collection[fx.Node]) -> dict[fx.Node, Tensor]:
-    """Some results of a call with the program's examples."""
+def _crossing(program: Program, cuts: Sequence[int]) -> dict[fx.Node, Tensor]:
+    """What crosses the cuts in a call with the program's examples."""
+    places = {node: place for place, node in enumerate(program.graph.graph.nodes)}
+    wanted = {
+        node
+        for node in calls(program.graph)
+        if any(
+            places[node] < cut <= places[user] for user in node.users if user.op != "output" for cut in cuts
+        )
+    }
     found: dict[fx.Node, Tensor] = {}
 
     class Noting(fx.Interpreter):

@@ -1,10 +1,12 @@
 """What a pass says of itself before it is tried. The search plans by it, and goes on where a pass fails to.
 
-A trial asks the pass itself, so that what fails in it is a row of the report.
+A trial asks the pass itself, so that what fails in it is a row of the report; a warning tells of an estimate,
+which nothing else may ask for.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 
 from ampopt.errors import first_line
@@ -43,5 +45,11 @@ def divided(step: Engine, program: Program, count: int) -> list[Program]:
 
 def _told(step: Pass, error: Exception) -> str:
     check_interrupted(error)
-    logger.debug("pass %s failed before it was tried", step.name, exc_info=True)
-    return first_line(error)
+    _warn(step.name, reason := first_line(error))
+    return reason
+
+
+@functools.cache
+def _warn(name: str, reason: str) -> None:
+    """Once: a search asks for estimates again and again."""
+    logger.warning("ampopt: what %s says of itself failed, the search goes on without: %s", name, reason)

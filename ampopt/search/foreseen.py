@@ -31,8 +31,12 @@ class Foreseen:
 
     def replay(self, steps: tuple[Pass, ...], program: Program) -> Program:
         """Apply passes in order, see `transform.replay`, and keep what each came to."""
-        with self._shapes.telling():
-            expected = replay(steps, program, self._results)
+        try:
+            with self._shapes.telling():
+                expected = replay(steps, program, self._results)
+        except BaseException:
+            self._results.clear()  # nothing would verify their shapes
+            raise
         self._asked = steps, program, expected
         return expected
 

@@ -137,10 +137,11 @@ def test_where_many_would_stay_all_are_tried_in_tf32(
     assert (result.replay.choices == (("*", "tf32"),)) is all_stay
     assert result.program.settings.tf32 is all_stay
     if all_stay:
-        (hint,) = result.hints
+        hint, reason, *_ = result.hints
         assert hint.startswith(
             "all of them, with products in TF32 (1 would have to stay; tf32 for all: 2.00x"
         )
+        assert reason.startswith("conv2d"), "which would have to stay, and why"
         assert result.replay.apply(before).program.graph.code == result.program.graph.code
     if not is_right:
         assert result.hints[-1] == "tf32 for all is wrong: planted"

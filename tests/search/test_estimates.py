@@ -75,13 +75,18 @@ def test_a_comparison_of_passes_goes_on(method: str, monkeypatch: pytest.MonkeyP
     assert "fold-conv-bn" in str(table)
 
 
-def test_an_estimate_that_fails_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_estimate_that_fails_is_none_and_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     program = program_of(small(), X)
     for method in ("why_not", "expected_seconds", "divided"):
         planted(Compile, method, monkeypatch)
     assert estimates.why_not(Compile(), program) == "RuntimeError: planted in why_not"
     assert estimates.expected_s(Compile(), program) == 0.0
     assert estimates.divided(Compile(), program, 2) == [program]
+    assert estimates.expected_s(Compile(), program) == 0.0
+    told = [record.getMessage() for record in caplog.records if "says of itself" in record.getMessage()]
+    assert [text.rpartition(" ")[2] for text in told] == ["why_not", "expected_seconds", "divided"]
 
 
 def test_an_interrupt_is_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

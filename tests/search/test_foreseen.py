@@ -105,6 +105,14 @@ def test_a_pass_that_fails_on_the_real_shapes_gives_up_and_is_told_by_the_trial(
     assert found is None
 
 
+def test_what_was_made_before_a_failure_is_not_taken() -> None:
+    foreseen, program = Foreseen(), doubled()
+    first, second = Planted("one", factor=2.0), Planted("two", error=RuntimeError("planted"))
+    with pytest.raises(RuntimeError, match="planted"):
+        foreseen.replay((first, second), program)
+    assert foreseen.take(first, program) is None
+
+
 class Squeezed(nn.Module):
     """A squeeze and excitation block: its images of one pixel have other strides on fake tensors."""
 
