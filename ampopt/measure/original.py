@@ -149,15 +149,16 @@ class Original:
         """Eager with weights and inputs rounded anew, and `within` all that it computes; so many times.
 
         `unlimited`: it computes in FP32, so that nothing overflows in the lane's dtype. `uncertain`: sums
-        within are as uncertain as another order of their terms can make them, each time.
+        within are as uncertain as another order of their terms can make them, each time. All are of one copy
+        of the model, whose weights the next one rounds anew: a run is no use after the next was asked for.
         """
+        model = private_copy(self._model)
+        eager = self.eager(FP32 if unlimited else lane, model)
         for seed in range(times):
             generator = torch.Generator(self.device).manual_seed(seed)
-            model = private_copy(self._model)
             with torch.no_grad():
-                for tensor in (*model.parameters(), *model.buffers()):
-                    tensor.copy_(rounded_anew(tensor, _lowered(tensor, lane), generator))
-            eager = self.eager(FP32 if unlimited else lane, model)
+                for tensor, own in zip(_weights(model), _weights(self._model), strict=True):
+                    tensor.copy_(rounded_anew(own, _lowered(own, lane), generator))
 
             def moved(
                 *tensors: Tensor,
@@ -178,6 +179,11 @@ def _kept(places: Sequence[str], state: Sequence[Tensor], inputs: Sequence[Tenso
     given = {each.untyped_storage().data_ptr() for each in plain}
     pairs = zip(places, state, strict=True)
     return [place for place, value in pairs if value.untyped_storage().data_ptr() in given]
+
+
+def _weights(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
 
 
 def _widened(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
