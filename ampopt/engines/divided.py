@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from ampopt.engines.cuts import LEAST_CALLS, border_of, cuts_of, has_strides
-from ampopt.ir.graph import calls, copy_of
+from ampopt.ir.graph import calls
 from ampopt.ir.program import Program
+from ampopt.ir.shapes import described
 from ampopt.system.interrupts import check_interrupted
 
 logger = logging.getLogger("ampopt")
@@ -179,23 +178,13 @@ def has_plain_outputs(whole: fx.GraphModule) -> bool:
     return all(isinstance(node, fx.Node) and node.op != "get_attr" for node in returned)
 
 
-def described(program: Program) -> fx.GraphModule:
-    """A copy of the graph whose nodes have their values, as far as shapes and strides go."""
-    whole = copy_of(program.graph)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with program.scope(), torch.no_grad():
-        entered = [border.convert(t) for border, t in zip(program.entry, program.examples, strict=True)]
-        FakeTensorProp(whole, mode).propagate(*entered)
-    return whole
-
-
 def divide(program: Program, whole: fx.GraphModule, cuts: Sequence[int]) -> Division:
     """The pieces between places in the list of nodes; `whole` is the graph as `described`."""
-    nodes, described = list(program.graph.graph.nodes), list(whole.graph.nodes)
+    nodes, its_nodes = list(program.graph.graph.nodes), list(whole.graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     [output] = [node for node in nodes if node.op == "output"]
     results: Any = output.args[0]
-    values = {node: its.meta.get("val") for node, its in zip(nodes, described, strict=True)}
+    values = {node: its.meta.get("val") for node, its in zip(nodes, its_nodes, strict=True)}
     given = dict(zip(inputs, zip(program.entry, program.examples, strict=True), strict=True))
     crossing = _crossing(program, cuts) if any(map(_may_refuse, calls(program.graph))) else {}
     pieces = []

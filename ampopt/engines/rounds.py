@@ -18,18 +18,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from ampopt.engines.cuts import LEAST_CALLS, crossings, cuts_of, may_cross, varying_in
-from ampopt.engines.divided import (
-    Division,
-    Known,
-    Piece,
-    described,
-    divide,
-    forget_pieces,
-    has_plain_outputs,
-)
+from ampopt.engines.divided import Division, Known, Piece, divide, forget_pieces, has_plain_outputs
 from ampopt.ir.graph import calls
 from ampopt.ir.model_hash import weight_bytes
 from ampopt.ir.program import Program
+from ampopt.ir.shapes import described
 from ampopt.system.interrupts import check_interrupted
 
 logger = logging.getLogger("ampopt")

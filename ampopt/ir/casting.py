@@ -22,7 +22,7 @@ from ampopt.ir.graph import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, aten, constan
 from ampopt.ir.own_autocast import FULL_PRECISION
 from ampopt.ir.program import Program
 from ampopt.ir.settings import autocast_scope
-from ampopt.ir.shapes import run_on_examples
+from ampopt.ir.shapes import GraphRun, run_on_examples
 
 Decisions = dict[fx.Node, dict[fx.Node, torch.dtype]]
 """For each call: the dtype that it wants each of its input nodes in; inputs not named stay as they are."""
@@ -108,7 +108,7 @@ class _CastRecorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class _Run(fx.Interpreter):
+class _Run(GraphRun):
     """Runs a graph and keeps the dtype of every result; subclasses also decide about casts."""
 
     def __init__(self, module: fx.GraphModule) -> None:

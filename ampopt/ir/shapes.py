@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
+from torch.fx.node import map_aggregate
+from torch.fx.passes.shape_prop import TensorMetadata, _extract_tensor_metadata
 from torch.utils import _pytree as pytree
 
 from ampopt.ir.graph import copy_of, deciding_node
@@ -88,28 +90,49 @@ def _run_on_real(program: Program, run: Callable[..., object]) -> None:
         run(*(border.convert(t) for border, t in zip(program.entry, program.examples, strict=True)))
 
 
+def _run_on_fakes(program: Program, run: Callable[..., object]) -> None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with program.scope(), mode:
+        entered = [border.convert(t) for border, t in zip(program.entry, program.examples, strict=True)]
+        run(*map(mode.from_tensor, entered))
+
+
 def _runs_on_fakes(program: Program, run: Callable[..., object]) -> bool:
     """False where shapes depend on values, or an operator does not tell them."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with program.scope(), mode:
-            entered = [border.convert(t) for border, t in zip(program.entry, program.examples, strict=True)]
-            run(*map(mode.from_tensor, entered))
+        _run_on_fakes(program, run)
     except Exception as error:
         check_interrupted(error)
         return False
     return True
 
 
+def described(program: Program) -> fx.GraphModule:
+    """A copy of the program's graph whose nodes have fake tensors as `node.meta["val"]`, told without a run.
+
+    They are as `record_shapes` would find the real ones, as far as fake tensors tell, and share memory where
+    those do. Raises what an operator raises whose shapes depend on values, or that does not tell them.
+    """
+    module = copy_of(program.graph)
+    _run_on_fakes(program, _Values(module, program.device).run)
+    return module
+
+
 def _recorded(program: Program) -> fx.GraphModule:
     module = copy_of(program.graph)
-    _run_on_real(program, _Shapes(module, program.device).propagate)
+    _run_on_real(program, _Shapes(module, program.device).run)
     return module
 
 
 def _told(program: Program) -> fx.GraphModule | None:
-    module = copy_of(program.graph)
-    return module if _runs_on_fakes(program, _Shapes(module, program.device).propagate) else None
+    try:
+        module = described(program)
+    except Exception as error:
+        check_interrupted(error)
+        return None
+    for node in module.graph.nodes:
+        del node.meta["val"]  # a pass changes what it is given, and others read it
+    return module
 
 
 def _metadata(module: fx.GraphModule) -> dict[str, Any]:
@@ -129,7 +152,19 @@ def _look(value: Any) -> Any:
     return tuple(value.shape), value.dtype, strides
 
 
-class _Shapes(ShapeProp):
+class GraphRun(fx.Interpreter):
+    """Runs a graph call by call; where that is on fake tensors, weights are fake, too.
+
+    What fake tensors tell of an operator is kept by PyTorch for the next time, but not where a real tensor is
+    among its arguments: then to tell the shapes of a whole network takes twice as long.
+    """
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value, mode = super().get_attr(target, args, kwargs), active_fake_mode()
+        return mode.from_tensor(value) if mode is not None and isinstance(value, Tensor) else value
+
+
+class _Shapes(GraphRun):
     """Runs each call as the program does, also where the model switches autocast off; notes devices, too."""
 
     def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
@@ -139,8 +174,22 @@ class _Shapes(ShapeProp):
     def run_node(self, n: fx.Node) -> Any:
         with own_scope(n, self._device):
             result = super().run_node(n)
+        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+            n.meta["tensor_meta"] = map_aggregate(result, _meta_of)
         if isinstance(result, Tensor):
             n.meta["device"] = result.device
+        return result
+
+
+def _meta_of(value: Any) -> Any:
+    return _extract_tensor_metadata(value) if isinstance(value, Tensor) else value
+
+
+class _Values(_Shapes):
+    """Runs on fake tensors, which it notes."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        n.meta["val"] = result = super().run_node(n)
         return result
 
 
