@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 
 from ampopt.engines.divided import Chain, Division, divided
-from ampopt.engines.inductor_code import InductorCode, is_whole, options, static_shapes
+from ampopt.engines.inductor_code import InductorCode, LoadedCode, is_whole, options, static_shapes
 from ampopt.engines.inductor_labels import name_by_place
 from ampopt.engines.rounds import calls_once, forget, in_rounds
 from ampopt.errors import first_line
@@ -146,9 +146,6 @@ class Compile(Engine):
         made = program.engine
         if not isinstance(made, _Compiled) or made.code is None:
             return None
-        with program.scope():
-            if not is_whole(made.engine, made.inner, _entered(program)):
-                return None
         return {"key": made.code.key, "constants": made.code.constants}
 
     def _load(
@@ -198,20 +195,24 @@ class Compile(Engine):
                     raise
             for _ in range(self.warm_ups):
                 engine(*entered)
-        if len(made) != 1:
-            return _Compiled(engine, None, None)
-        [(inner, graph)] = made
-        return _Compiled(engine, inner, InductorCode.of(inner, graph))
+            if len(made) != 1:
+                return _Compiled(engine)
+            [(inner, graph)] = made
+            if not is_whole(engine, inner, entered):
+                return _Compiled(engine, inner)
+        return _Compiled(LoadedCode(inner), inner, InductorCode.of(inner, graph))
 
 
 class _Compiled:
     """What inductor made of a graph in this process.
 
     `inner` is its code, which `engine` may have put something around; `code`: what another process needs to
-    load it.
+    load it, where that is all.
     """
 
-    def __init__(self, engine: Callable[..., Any], inner: Any, code: InductorCode | None) -> None:
+    def __init__(
+        self, engine: Callable[..., Any], inner: Any = None, code: InductorCode | None = None
+    ) -> None:
         self.engine, self.inner, self.code = engine, inner, code
 
     def __call__(self, *tensors: Tensor) -> Any:
