@@ -96,6 +96,11 @@ class Gain:
         return self.high < 1.0 and self.ratio <= 0.995
 
     @property
+    def is_told(self) -> bool:
+        """Whether it is known which of the two is faster."""
+        return self.is_real or self.is_loss
+
+    @property
     def is_vague(self) -> bool:
         """Whether the ends of the interval are further apart than `TOO_WIDE`."""
         return self.high > TOO_WIDE * self.low

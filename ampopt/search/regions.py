@@ -21,7 +21,7 @@ from ampopt.measure.clocks import latency
 from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.headline import Compared, compare_fairly
 from ampopt.measure.ledger import LaneSummary, Ledger
-from ampopt.measure.sampling import Gain, Measurement
+from ampopt.measure.sampling import Gain, Measurement, Sampler
 from ampopt.search.between import Between
 from ampopt.search.forms import AS_GRAPHS, form_of
 from ampopt.search.lane_probe import seconds_of_a_call
@@ -222,16 +222,22 @@ class PartwiseOptimizer:
     def _compared(self, before: Callable[..., Any], after: Callable[..., Any]) -> Compared:
         """Compare calls of two models; for longer where that does not tell which is faster."""
         began = time.perf_counter()
-        for seconds in (COMPARING_S, UNDECIDED_S):
-            found = compare_fairly(
-                latency(lambda: self._check.call(before), self._device),
-                latency(lambda: self._check.call(after), self._device),
-                seconds=min(seconds, self._budget.rest_s),
-            )
-            is_late = self._budget.rest_s < UNDECIDED_S + self._comparing_s  # the last comparison comes after
-            if found.gain.is_real or found.gain.is_loss or is_late:
-                break
+        found = self._looked(self._sampler(before), self._sampler(after), (COMPARING_S, UNDECIDED_S))
         self._comparing_s = max(self._comparing_s, time.perf_counter() - began)
+        return found
+
+    def _sampler(self, model: Callable[..., Any]) -> Sampler:
+        return latency(lambda: self._check.call(model), self._device)
+
+    def _looked(self, before: Sampler, after: Sampler, looks: Sequence[float]) -> Compared:
+        """Compare for some seconds, and, while that does not tell and the last comparison has time, again."""
+        first, *more = looks
+        found = compare_fairly(before, after, seconds=min(first, self._budget.rest_s))
+        for seconds in more:
+            is_late = self._budget.rest_s < seconds + self._comparing_s
+            if found.gain.is_told or is_late:
+                break
+            found = compare_fairly(before, after, seconds=seconds)
         return found
 
     @property
@@ -291,7 +297,9 @@ class PartwiseOptimizer:
         return None if self._gain_between(without, between.serve(inside)).is_real else "it is not faster"
 
     def _gain_between(self, without: Callable[..., Any], served: Callable[..., Any]) -> Gain:
-        return self._compared(without, served).gain
+        """The most of a call may be at stake: where that does not tell, they are compared as at last."""
+        looks = (COMPARING_S, HEADLINE * self._options.budget_s)
+        return self._looked(self._sampler(without), self._sampler(served), looks).gain
 
     def _compare_or_leave(self) -> None:
         """`_compare`; where it fails or is interrupted, the original is chosen, and a note says why."""
@@ -328,12 +336,13 @@ class PartwiseOptimizer:
             with around():
                 return answer(*self._args, **self._kwargs)
 
+        long_s = HEADLINE * self._options.budget_s
         with torch.no_grad(), untouched_rng(self._device):
-            found = compare_fairly(
-                latency(lambda: inside(*own_args, **own_kwargs), self._device),
-                latency(serve, self._device),
-                seconds=min(HEADLINE * self._options.budget_s, self._budget.rest_s),
-            )
+            calls = lambda: inside(*own_args, **own_kwargs), serve
+            before, after = (latency(call, self._device) for call in calls)
+            found = compare_fairly(before, after, seconds=min(long_s, self._budget.rest_s))
+            if not found.gain.is_told and self._budget.rest_s > long_s:
+                found = compare_fairly(before, after, seconds=self._budget.rest_s)
         if not ledger.regions and self._form is self._original:
             refused = "nothing was optimized"
         ledger.baseline, ledger.gain, ledger.load = found.before, found.gain, found.load
