@@ -144,7 +144,7 @@ class Compile(Engine):
     def send(self, program: Program) -> dict[str, Any] | None:
         """The key and the constants of inductor's code, if the program's engine is nothing but that code."""
         made = program.engine
-        if not isinstance(made, _Compiled) or made.code is None:
+        if not isinstance(made, LoadedCode) or made.code is None:
             return None
         return {"key": made.code.key, "constants": made.code.constants}
 
@@ -167,7 +167,7 @@ class Compile(Engine):
             return None
         return engine
 
-    def _compile(self, program: Program, rehearsed: Callable[[], Rehearsed]) -> _Compiled:
+    def _compile(self, program: Program, rehearsed: Callable[[], Rehearsed]) -> _Compiled | LoadedCode:
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # it takes seconds to load
 
         remove_cut_off_builds()
@@ -200,20 +200,14 @@ class Compile(Engine):
             [(inner, graph)] = made
             if not is_whole(engine, inner, entered):
                 return _Compiled(engine, inner)
-        return _Compiled(LoadedCode(inner), inner, InductorCode.of(inner, graph))
+        return LoadedCode(inner, InductorCode.of(inner, graph))
 
 
 class _Compiled:
-    """What inductor made of a graph in this process.
+    """What inductor made of a graph: `inner` is its code, which `engine` has put something around."""
 
-    `inner` is its code, which `engine` may have put something around; `code`: what another process needs to
-    load it, where that is all.
-    """
-
-    def __init__(
-        self, engine: Callable[..., Any], inner: Any = None, code: InductorCode | None = None
-    ) -> None:
-        self.engine, self.inner, self.code = engine, inner, code
+    def __init__(self, engine: Callable[..., Any], inner: Any = None) -> None:
+        self.engine, self.inner = engine, inner
 
     def __call__(self, *tensors: Tensor) -> Any:
         """Run it: flat inputs in, flat outputs out."""

@@ -102,8 +102,9 @@ class LoadedCode:
     operators 5,000 times, and the code itself takes 6 µs.
     """
 
-    def __init__(self, graph: Any) -> None:
-        self.inner = graph
+    def __init__(self, graph: Any, code: InductorCode | None = None) -> None:
+        """`code`: what another process needs to load it."""
+        self.inner, self.code = graph, code
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run it."""

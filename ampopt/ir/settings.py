@@ -40,7 +40,10 @@ class Settings:
             contexts.append(autocast_scope(device, autocast))
         if len(contexts) > 1:
             return _all(contexts)
-        return contexts[0] if contexts else contextlib.nullcontext()
+        return contexts[0] if contexts else _NOTHING
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -79,11 +79,11 @@ class Layout:
         """`results`: one of each; the base of a view that is a result comes before the view."""
         self._results = tuple(results)
         self.own = tuple(place for place, each in enumerate(results) if isinstance(each, Own))
-        self._is_plain = all(each == Own(None) for each in results)
+        self.is_plain = all(each == Own(None) for each in results)
 
     def laid_out(self, own: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """All results, from those in memory of their own and from the graph's inputs."""
-        if self._is_plain:
+        if self.is_plain:
             return tuple(own)
         given, results = iter(own), list[Tensor]()
         for each in self._results:

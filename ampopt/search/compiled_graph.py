@@ -93,9 +93,12 @@ class CompiledGraph:
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The graph's results, which are the caller's."""
-        is_same = self.is_current and self._weights.are_now(inputs)
-        if not is_same and not self._takes(inputs):
-            return self._original.graph.forward(*inputs)  # type: ignore[no-any-return]
+        if self._places:
+            is_same = self.is_current and self._weights.are_now(inputs)
+            if not is_same and not self._takes(inputs):
+                return self._original.graph.forward(*inputs)  # type: ignore[no-any-return]
+        elif self._layout.is_plain:
+            return self._module(*inputs)  # type: ignore[no-any-return]
         return self._layout.laid_out(self._module(*[inputs[place] for place in self._own]), inputs)
 
     def _takes(self, inputs: tuple[Tensor, ...]) -> bool:
