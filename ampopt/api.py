@@ -42,6 +42,7 @@ from ampopt.system.budget import (
     MODULE_S,
     Budget,
     calls_to_verify,
+    default_budget_s,
 )
 from ampopt.system.interrupts import check_interrupted, interruptible, watched
 from ampopt.system.memory import release
@@ -185,8 +186,9 @@ def optimize(
             call_s = _seconds_of_a_slow_call(original, args, kwargs, options, started)
             options = options.with_time_for(call_s or 0.0)
         where = sandbox.device
-        with progress_line(progress, started, options.budget_s) as tell:
-            result = _optimize(original, args, kwargs, options, started, tell, sandbox, call_s)
+        most_s = options.budget_s if options.is_budget_given or call_s else None
+        with progress_line(progress, started, most_s) as tell:
+            result, options = _optimize(original, args, kwargs, options, started, tell, sandbox, call_s)
     result.strict = strict
     notes = note, mode_note(model), io_note(original), _budget_note(options, call_s)
     result.report.notes[:0] = [told for told in notes if told]
@@ -227,17 +229,20 @@ def _optimize(
     tell: Progress,
     sandbox: Sandbox,
     call_s: float | None,
-) -> OptimizedModule | PartlyOptimizedModule:
+) -> tuple[OptimizedModule | PartlyOptimizedModule, Options]:
+    """The result, and the options with the time that it was given."""
     with interruptible():
         reason = None if call_s is None else _why_nothing_fits(original, call_s, options, started)
         if reason is not None:
-            return as_it_was(original, args, kwargs, reason, started=started)
+            return as_it_was(original, args, kwargs, reason, started=started), options
+        began = time.perf_counter()
         try:
             captured = capture(original, args, kwargs, sandbox.device)
         except CaptureError as error:
             check_interrupted(error)
             reason = str(error)
-        else:
+        options = options.with_time_for(call_s or 0.0, time.perf_counter() - began)
+        if reason is None:
             optimizer = Optimizer(
                 original,
                 captured,
@@ -251,14 +256,14 @@ def _optimize(
             if optimizer.is_tuned:
                 sandbox.close()
     if reason is None:
-        return optimizer.run()
+        return optimizer.run(), options
     parts = PartwiseOptimizer(
         original, args, kwargs, options.of_parts(), reason, started=started, progress=tell, sandbox=sandbox
     )
     result = parts.run()
     if options.dynamic is not None:
         result.report.notes.append("dynamic= has no effect on a model that is not one graph")
-    return result
+    return result, options
 
 
 def _rehearses(options: Options) -> bool:
@@ -298,12 +303,11 @@ def _exporting_s(original: nn.Module) -> float:
 
 def _budget_note(options: Options, call_s: float | None) -> str | None:
     """A note for the report if the default budget is longer than usual."""
-    if call_s is None or options.is_budget_given or options.budget_s <= DEFAULT_S:
+    if options.is_budget_given or options.budget_s <= DEFAULT_S:
         return None
-    return (
-        f"the time budget was {options.budget_s:.0f} s, because a call takes {call_s:.2g} s here: "
-        "budget_s sets another"
-    )
+    is_slow = call_s is not None and options.budget_s <= default_budget_s(call_s)
+    why = f"a call takes {call_s:.2g} s here" if is_slow else "its capture took long"
+    return f"the time budget was {options.budget_s:.0f} s, because {why}: budget_s sets another"
 
 
 def io_note(original: nn.Module) -> str | None:

@@ -133,11 +133,14 @@ class Options:
         """These options with a share of their time."""
         return dataclasses.replace(self, budget_s=share * self.budget_s)
 
-    def with_time_for(self, call_s: float) -> Options:
-        """These options with the default budget for a model whose call takes `call_s`, if none was given."""
+    def with_time_for(self, call_s: float, capture_s: float = 0.0) -> Options:
+        """These options with the default budget for a model, if none was given, see `default_budget_s`.
+
+        A longer one than that stays.
+        """
         if self.is_budget_given:
             return self
-        return dataclasses.replace(self, budget_s=default_budget_s(call_s))
+        return dataclasses.replace(self, budget_s=max(self.budget_s, default_budget_s(call_s, capture_s)))
 
     def cache_facts(self) -> dict[str, object]:
         """The options that decide which passes win, for the cache key."""

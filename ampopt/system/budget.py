@@ -15,6 +15,16 @@ DEFAULT_CALLS = 500
 Half of them go into verification and the last comparison, and what is left is for a compiler, too.
 """
 
+CAPTURES = 6
+"""The time budget in captures, if the user gives none and that takes long.
+
+A graph of 1,700 operators takes a slow processor 14 s to capture and inductor 80 s to compile; what takes
+10 s to capture gets the usual time.
+"""
+
+MOST_FOR_CAPTURES_S = 120.0
+"""The longest time budget in seconds that the capture alone brings."""
+
 MOST_BY_DEFAULT_S = 600.0
 """The longest time budget in seconds that the user did not ask for."""
 
@@ -82,9 +92,10 @@ def _told(seconds: float) -> str:
     return f"{seconds:.2g}" if seconds < 99.5 else f"{seconds:.0f}"
 
 
-def default_budget_s(call_s: float) -> float:
-    """The time budget in seconds for a model whose call takes `call_s`, if the user gives none."""
-    return min(max(DEFAULT_S, DEFAULT_CALLS * call_s), MOST_BY_DEFAULT_S)
+def default_budget_s(call_s: float, capture_s: float = 0.0) -> float:
+    """The time budget in seconds for a model, if the user gives none, by what a call and its capture take."""
+    for_graph = min(CAPTURES * capture_s, MOST_FOR_CAPTURES_S)
+    return min(max(DEFAULT_S, DEFAULT_CALLS * call_s, for_graph), MOST_BY_DEFAULT_S)
 
 
 def calls_to_verify(draws: int) -> int:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ampopt.ir.capture import Captured, capture
 from ampopt.measure.entry import ORIGINAL
 from ampopt.system.budget import MARGIN_S, Budget
 from tests.support.planted import optimize
@@ -103,6 +104,25 @@ def test_without_a_budget_a_slow_model_gets_the_time_of_its_calls(call_s: float,
     assert len(told) == (budget_s > 60)
     assert [entry.lane for entry in report.entries][:1] == ["fp32"]
     assert report.verified
+
+
+@pytest.mark.parametrize(
+    ("capture_s", "given", "budget_s"), [(8.0, None, 60), (14.0, None, 84), (90.0, None, 120), (14.0, 60, 60)]
+)
+def test_a_model_that_takes_long_to_capture_gets_more_time(
+    capture_s: float, given: float | None, budget_s: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(*args: Any) -> Captured:
+        clock.now += capture_s
+        return capture(*args)
+
+    began = clock.now
+    monkeypatch.setattr("ampopt.api.capture", slowly)
+    report = optimize(Slow(0.001), X, budget_s=given, precision="fp32", cache=False).report
+    told = f"the time budget was {budget_s} s, because its capture took long: budget_s sets another"
+    assert (told in report.notes) == (budget_s > 60)
+    assert report.verified
+    assert clock.now - began < max(budget_s, capture_s) + 5.0
 
 
 def test_without_a_budget_nothing_takes_longer_than_ten_minutes(clock: Clock) -> None:
