@@ -258,7 +258,7 @@ def _optimize(
     if reason is None:
         return optimizer.run(), options
     parts = PartwiseOptimizer(
-        original, args, kwargs, options.of_parts(), reason, started=started, progress=tell, sandbox=sandbox
+        original, args, kwargs, options, reason, started=started, progress=tell, sandbox=sandbox
     )
     result = parts.run()
     if options.dynamic is not None:

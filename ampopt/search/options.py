@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import get_args
 
 import torch
@@ -126,8 +126,20 @@ class Options:
         return dataclasses.replace(self, budget_s=seconds, is_budget_given=True)
 
     def of_parts(self) -> Options:
-        """These options for the parts of a model, whose sizes are not those of its inputs."""
-        return dataclasses.replace(self, dynamic=None)
+        """These options for the parts of a model, whose sizes and results are not those of the whole."""
+        own = dataclasses.replace(self, dynamic=None)
+        return own if self.metric is None else dataclasses.replace(own, metric=None, tolerance=None)
+
+    def without(self, names: Iterable[str]) -> Options:
+        """These options without the passes of these names."""
+        return dataclasses.replace(self, exclude=sorted({*self.exclude, *names}))
+
+    @property
+    def limit_of_whole(self) -> float:
+        """The largest error of a model in parts; without a tolerance a metric has to be 0, as everywhere."""
+        if self.tolerance is not None:
+            return self.tolerance
+        return auto_bound(None) if self.metric is None else 0.0
 
     def with_share(self, share: float) -> Options:
         """These options with a share of their time."""

@@ -27,7 +27,7 @@ from ampopt.search.forms import AS_GRAPHS, form_of
 from ampopt.search.lane_probe import seconds_of_a_call
 from ampopt.search.last_comparison import HEADLINE
 from ampopt.search.optimizer import BRIEFLY_S
-from ampopt.search.options import Options, auto_bound, why_more
+from ampopt.search.options import Options, why_more
 from ampopt.search.partly_optimized import PartlyOptimizedModule, patched
 from ampopt.search.parts_search import PartsSearch, shortened
 from ampopt.search.region import Region
@@ -54,6 +54,12 @@ MOST_BETWEEN = 0.7
 """Largest share of the remaining time for the code between submodules.
 
 Where that is all but 2 % of the time, half was too little for inductor on a slow day, twice in five.
+"""
+
+LITTLE, LITTLE_TIME = 0.05, 0.15
+"""Share of a call up to which submodules take little of it, and the share of the time that they get then.
+
+What lower precision, or an engine with threads of its own, brings them is not seen in the whole.
 """
 
 TRACING = 1.5
@@ -99,12 +105,12 @@ class PartwiseOptimizer:
         name, inputs = type(original_of(original)).__name__, tuple(map(describe, tensors_of(leaves)))
         self._ledger = Ledger(name, environment(self._device), inputs, notes=[f"not one graph: {reason}"])
         self._asked = options
-        self._part_options = options if options.metric is None else _without_metric(options)
+        self._part_options = options.of_parts()
         self._options = dataclasses.replace(self._part_options, precision=FP32.name)
         self._parts: PartsSearch | None = None
         is_auto = options.tolerance is None and options.metric is None
         self._check = WholeCheck(
-            original, args, kwargs, self._device, _limit(options), options.metric, is_auto=is_auto
+            original, args, kwargs, self._device, options.limit_of_whole, options.metric, is_auto=is_auto
         )
         self._form = original
         self._with_loops: nn.Module | None = None
@@ -148,13 +154,18 @@ class PartwiseOptimizer:
 
         An engine with threads of its own may be the fastest for a part alone and slow beside PyTorch's code,
         whose threads spin on the same cores. Where that shows in the whole, they are optimized without such
-        engines, too, and what makes the whole faster is kept.
+        engines, too, and what makes the whole faster is kept. Where they take little of a call they are so
+        from the start, and in FP32.
         """
         took = [seconds_of_a_call(r.original, *r.calls[0], self._options.budget_s) for r in regions]
         inside = min(sum(took) / call_s, 1.0) if call_s else 1.0
         now = time.perf_counter()
-        seconds = (self._end - now) * max(inside, 1 - MOST_BETWEEN)
         has_second = bool(regions) and self._device.type == "cpu" and self._may_have_threads_of_their_own()
+        first, least = self._part_options, 1 - MOST_BETWEEN
+        if inside < LITTLE:
+            first, least = self._modest(has_second), LITTLE_TIME
+            has_second = False
+        seconds = (self._end - now) * max(inside, least)
 
         def search(options: Options, share: float) -> tuple[PartsSearch, bool]:
             own = self._check, self._form, regions, took, call_s, options
@@ -162,21 +173,24 @@ class PartwiseOptimizer:
             left_s = share * (now + seconds - time.perf_counter())
             return parts, parts.run(left_s, self._budget.left_s)
 
-        parts, was_cut_off = search(self._part_options, FIRST_SHARE if has_second else 1.0)
+        parts, was_cut_off = search(first, FIRST_SHARE if has_second else 1.0)
         self._adopt(parts)
         if was_cut_off or not has_second or now + seconds < time.perf_counter():
             return was_cut_off
         try:
             if self._is_slower_than_its_parts(took):
-                without = sorted({*self._part_options.exclude, *THREADS_OF_THEIR_OWN})
-                options = dataclasses.replace(self._part_options, exclude=without)
-                others, was_cut_off = search(options, 1.0)
+                others, was_cut_off = search(self._part_options.without(THREADS_OF_THEIR_OWN), 1.0)
                 self._adopt_if_faster(others)
         except KeyboardInterrupt:
             return True
         except Exception as error:
             self._ledger.notes.append(f"parts without engines were not tried: {first_line(error)}")
         return was_cut_off
+
+    def _modest(self, may_contend: bool) -> Options:
+        """The options of submodules that take little of a call."""
+        options = self._part_options.without(THREADS_OF_THEIR_OWN if may_contend else ())
+        return dataclasses.replace(options, precision=FP32.name) if options.precision == "auto" else options
 
     def _may_have_threads_of_their_own(self) -> bool:
         names = {engine.name for engine in self._part_options.pipeline().engines}
@@ -383,15 +397,3 @@ def _summary(
 ) -> LaneSummary:
     dtype = "mixed" if lane.is_mixed else "float32"
     return LaneSummary(lane.name, dtype, before, None, after, error, passes)
-
-
-def _without_metric(options: Options) -> Options:
-    """The options of a part, where the user's metric is about results of the whole."""
-    return dataclasses.replace(options, metric=None, tolerance=None)
-
-
-def _limit(options: Options) -> float:
-    """The largest error of the whole; without a tolerance a metric has to be 0, as everywhere."""
-    if options.tolerance is not None:
-        return options.tolerance
-    return auto_bound(None) if options.metric is None else 0.0

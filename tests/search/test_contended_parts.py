@@ -15,7 +15,14 @@ from ampopt.measure.ledger import LaneSummary, Ledger
 from ampopt.measure.sampling import Gain, Measurement
 from ampopt.search import regions
 from ampopt.search.options import Options
-from ampopt.search.regions import CONTENDED, FIRST_SHARE, THREADS_OF_THEIR_OWN
+from ampopt.search.regions import (
+    CONTENDED,
+    FIRST_SHARE,
+    LITTLE,
+    LITTLE_TIME,
+    MOST_BETWEEN,
+    THREADS_OF_THEIR_OWN,
+)
 from tests.search.test_regions import Branching
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -35,6 +42,7 @@ class Searches:
     ) -> None:
         self.passes, self.compared = [*passes], [*compared]
         self.excluded: list[set[str]] = []
+        self.precisions: list[str] = []
         self.shares: list[float] = []
         monkeypatch.setattr(regions, "PartsSearch", self.begin)
         monkeypatch.setattr(regions, "seconds_of_a_call", lambda *_: PART_S)
@@ -53,6 +61,7 @@ class Searches:
         **_: Any,
     ) -> Any:
         self.excluded.append({*options.exclude})
+        self.precisions.append(options.precision)
         lane = LaneSummary("fp32", "float32", times(PART_S), None, times(0.1), 0.0, self.passes.pop(0))
         report = Ledger("Branching", {}, (), lanes={"fp32": lane}, chosen="fp32")
         return SimpleNamespace(
@@ -130,3 +139,20 @@ def test_time_is_kept_for_the_second_search_only_where_there_may_be_one(
         optimize(exclude=exclude, budget_s=1000.0)
         shares += searches.shares
     assert shares[0] / shares[1] == pytest.approx(FIRST_SHARE, rel=0.05)
+
+
+def test_parts_that_take_little_of_a_call_are_made_without_such_engines_at_once_and_get_little_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shares, excluded, precisions = [], [], []
+    for call_s in (PART_S / LITTLE / 0.9, PART_S / LITTLE / 1.1):
+        searches = Searches(monkeypatch, ("compile",), compared=[])
+        took = iter((call_s, PART_S))
+        monkeypatch.setattr(regions, "seconds_of_a_call", lambda *_, took=took: next(took))
+        ampopt.optimize(Branching().eval(), X, budget_s=1000.0, progress=False)
+        shares += searches.shares
+        excluded += searches.excluded
+        precisions += searches.precisions
+    assert excluded == [{*THREADS_OF_THEIR_OWN}, set()]
+    assert precisions == ["fp32", "auto"]
+    assert shares[0] / shares[1] == pytest.approx(LITTLE_TIME / (1 - MOST_BETWEEN) / FIRST_SHARE, rel=0.05)
