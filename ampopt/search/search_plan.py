@@ -118,7 +118,10 @@ class Search:
         searches: list[LaneSearch] = []
         began = time.perf_counter()
         left = self._manager.deadline - began
-        for place, lane in enumerate(self._likeliest_first(list(lanes), begun), start=1):
+        ordered = self._likeliest_first(list(lanes), begun)
+        if not begun:
+            self._begin_on(ordered[0], list(lanes)[-1])
+        for place, lane in enumerate(ordered, start=1):
             state, notes = self._manager.open(lane, lanes[lane]), self._ledger.notes
             rewrites = self._pipeline.rewrites
             if not rescued(self._manager, state, self._verifier, rewrites, notes, self._bound):
@@ -174,6 +177,16 @@ class Search:
             state.bound = self._bound
         self.states.append(state)
         return LaneSearch(self._manager, state, self._pipeline, patience)
+
+    def _begin_on(self, first: Lane, foreseen: Lane) -> None:
+        """Compilers begin on the lane that comes first, where they did on one of lower precision.
+
+        Whether eager is exact enough in that was not known then.
+        """
+        sandbox, captured = self._manager.sandbox, self._manager.captured
+        if first != foreseen and sandbox is not None and sandbox.works_beside:
+            sandbox.give_up(foreseen.start(captured))
+            self._manager.foreseen = begin_ahead(first.start(captured), self._pipeline, sandbox)
 
     def _opened_anew(self, first: LaneSearch, call_s: float, patience: float, seconds: float) -> LaneSearch:
         """The search in the lane begun anew on few operators in FP32, see `founded_anew`.

@@ -132,6 +132,16 @@ def test_compilers_begin_with_what_the_opening_should_come_to(bench: Bench, besi
     assert len(beside.told) == 1
 
 
+def test_where_another_lane_comes_first_they_begin_on_that(bench: Bench, beside: Beside) -> None:
+    """RT-DETR is wrong in float16: its FP32 program waited for code that was made of the other."""
+    began_on = bench.manager.open(BF16).base
+    bench.manager.foreseen = begin_ahead(began_on, BESIDE, beside)  # type: ignore[arg-type]
+    budget = Budget(time.perf_counter(), 1e6)
+    search = Search(bench.manager, bench.verifier, bench.ledger, BESIDE, budget, 1e-9)
+    search.run({FP32: 1e-3, BF16: 1e-3}, {})
+    assert beside.told[0] == ("fp32", ["one", "two"], 0)
+
+
 def test_what_is_applied_for_them_is_not_applied_again(bench: Bench, beside: Beside) -> None:
     """The opening's first trial takes it, once."""
     program, steps = bench.manager.open(BF16).base, [Planted("one"), Planted("two")]

@@ -171,7 +171,9 @@ def test_a_lane_that_tf32_may_make_right_is_opened_first(
     monkeypatch.setattr(Verifier, "own_error", lambda self, lane: 0.21)
     monkeypatch.setattr(Verifier, "called_error", called)
     bench = Bench(monkeypatch, nn.Linear(4, 4).eval(), X, cost=lambda names: 1.0)
-    monkeypatch.setattr(bench.manager, "sandbox", SimpleNamespace(works_beside=True))
+    monkeypatch.setattr(
+        bench.manager, "sandbox", SimpleNamespace(works_beside=True, begin=print, give_up=print)
+    )
     pipeline = Pipeline(passes)
     search = Search(bench.manager, bench.verifier, bench.ledger, pipeline, Budget(0.0, 1e6), 0.2)
 
