@@ -17,6 +17,7 @@ from torch._inductor import compile_fx
 from torch._inductor.utils import clear_caches
 
 from ampopt.engines.divided import Chain
+from ampopt.engines.inductor_code import LoadedCode
 from ampopt.errors import PassError
 from ampopt.ir.graph import aten, calls, copy_of
 from ampopt.ir.lanes import FP32, Lane
@@ -80,6 +81,35 @@ def test_it_gives_the_program_an_engine_and_leaves_its_graph(compiled: _Compiled
 
 def test_the_engine_computes_what_the_model_does(compiled: _Compiled) -> None:
     model, x, program, result = compiled
+    check_outputs(Compile.numerics, program, result.program, model, [x], FP32)
+
+
+def test_a_call_runs_inductors_code_itself(compiled: _Compiled) -> None:
+    """What PyTorch puts around it takes longer than a small graph."""
+    engine: Any = compiled.result.program.engine
+    ran: list[int] = []
+    code, inner = engine.inner.current_callable, engine.inner
+
+    def counted(tensors: list[Tensor]) -> Any:
+        ran.append(len(tensors))
+        return code(tensors)
+
+    assert isinstance(engine, LoadedCode)
+    inner.current_callable = counted
+    try:
+        compiled.result.program.run(compiled.x)
+    finally:
+        inner.current_callable = code
+    assert ran == [1]
+
+
+def test_where_the_code_is_not_all_the_engine_around_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ampopt.passes.compile.is_whole", lambda *_: False)
+    model, x = nn.Linear(4, 3).eval(), torch.randn(2, 4)
+    program = program_of(model, x)
+    result = apply_to_untouched(Compile(), program)
+    assert not isinstance(result.program.engine, LoadedCode)
+    assert Compile().send(result.program) is None
     check_outputs(Compile.numerics, program, result.program, model, [x], FP32)
 
 
