@@ -71,7 +71,7 @@ def test_the_row_of_a_pass_that_fails_says_how(
 @pytest.mark.parametrize("method", ["why_not", "expected_seconds"])
 def test_a_comparison_of_passes_goes_on(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     planted(Script, method, monkeypatch)
-    table = ampopt.compare(small(), X, passes=[FoldConvBn(), Script()], precision="fp32", budget_s=20)
+    table = ampopt.compare(small(), X, passes=[FoldConvBn(), Script()], precision="fp32", budget_s=8)
     assert "fold-conv-bn" in str(table)
 
 
