@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.detection import FCOS, FasterRCNN, KeypointRCNN, MaskRCNN, RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator, DefaultBoxGenerator
+from torchvision.models.detection.keypoint_rcnn import KeypointRCNNHeads
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads
 from torchvision.models.detection.ssd import SSD
 from torchvision.ops import MultiScaleRoIAlign
 
@@ -54,9 +56,16 @@ def _of_regions(kind: Callable[..., nn.Module], **options: Any) -> nn.Module:
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "ssd": _ssd,
     "faster": lambda: _of_regions(FasterRCNN),
-    "mask": lambda: _of_regions(MaskRCNN, mask_roi_pool=MultiScaleRoIAlign(["0", "1", "2"], 4, 2)),
+    "mask": lambda: _of_regions(
+        MaskRCNN,
+        mask_roi_pool=MultiScaleRoIAlign(["0", "1", "2"], 4, 2),
+        mask_head=MaskRCNNHeads(8, (256,), 1),
+    ),
     "keypoint": lambda: _of_regions(
-        KeypointRCNN, num_keypoints=3, keypoint_roi_pool=MultiScaleRoIAlign(["0", "1", "2"], 4, 2)
+        KeypointRCNN,
+        num_keypoints=3,
+        keypoint_roi_pool=MultiScaleRoIAlign(["0", "1", "2"], 4, 2),
+        keypoint_head=KeypointRCNNHeads(8, (512,)),
     ),
     "retinanet": lambda: RetinaNet(
         Pyramid(), CLASSES, anchor_generator=_anchors(3), topk_candidates=80, detections_per_img=30, **SIZES
