@@ -50,11 +50,8 @@ CONTENDED = 1.25
 JUDGING = 0.9
 """Share of the time budget after which nothing is tried; the rest is for comparing the whole."""
 
-MOST_BETWEEN = 0.7
-"""Largest share of the remaining time for the code between submodules.
-
-Where that is all but 2 % of the time, half was too little for inductor on a slow day, twice in five.
-"""
+MOST_BETWEEN = 0.5
+"""Largest share of the remaining time for the code between submodules, unless these take little of a call."""
 
 LITTLE, LITTLE_TIME = 0.05, 0.15
 """Share of a call up to which submodules take little of it, and the share of the time that they get then.
