@@ -28,10 +28,9 @@ from ampopt.search.named_passes import Passes
 from ampopt.search.optimizer import Optimizer
 from ampopt.search.options import Options
 from ampopt.search.partly_optimized import PartlyOptimizedModule, as_it_was
-from ampopt.search.progress import progress_line
+from ampopt.search.progress import ProgressLine, progress_line
 from ampopt.search.regions import PartwiseOptimizer
 from ampopt.search.rehearsal import Sandbox
-from ampopt.search.trials import Progress
 from ampopt.system.budget import (
     CALLS_OF_A_TRIAL,
     CALLS_TO_CAPTURE,
@@ -186,8 +185,7 @@ def optimize(
             call_s = _seconds_of_a_slow_call(original, args, kwargs, options, started)
             options = options.with_time_for(call_s or 0.0)
         where = sandbox.device
-        most_s = options.budget_s if options.is_budget_given or call_s else None
-        with progress_line(progress, started, most_s) as tell:
+        with progress_line(progress, started, options.budget_s) as tell:
             result, options = _optimize(original, args, kwargs, options, started, tell, sandbox, call_s)
     result.strict = strict
     notes = note, mode_note(model), io_note(original), _budget_note(options, call_s)
@@ -226,7 +224,7 @@ def _optimize(
     kwargs: dict[str, Any],
     options: Options,
     started: float,
-    tell: Progress,
+    tell: ProgressLine,
     sandbox: Sandbox,
     call_s: float | None,
 ) -> tuple[OptimizedModule | PartlyOptimizedModule, Options]:
@@ -242,6 +240,7 @@ def _optimize(
             check_interrupted(error)
             reason = str(error)
         options = options.with_time_for(call_s or 0.0, time.perf_counter() - began)
+        tell.budget_s = options.budget_s
         if reason is None:
             optimizer = Optimizer(
                 original,
@@ -303,7 +302,7 @@ def _exporting_s(original: nn.Module) -> float:
 
 def _budget_note(options: Options, call_s: float | None) -> str | None:
     """A note for the report if the default budget is longer than usual."""
-    if options.is_budget_given or options.budget_s <= DEFAULT_S:
+    if options.is_budget_given or round(options.budget_s) <= DEFAULT_S:
         return None
     is_slow = call_s is not None and options.budget_s <= default_budget_s(call_s)
     why = f"a call takes {call_s:.2g} s here" if is_slow else "its capture took long"

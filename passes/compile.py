@@ -160,7 +160,7 @@ class Compile(Engine):
             with program.scope():
                 entered = _entered(program)
                 for _ in range(self.warm_ups):
-                    engine(*entered)
+                    engine.inner([*entered])  # PyTorch's own call ends what it keeps of a compilation
         except Exception as error:  # inductor's cache is not a public interface
             hints.append(f"inductor's code was traced again, it could not be loaded: {first_line(error)}")
             logger.debug("ampopt: %s", hints[-1], exc_info=True)

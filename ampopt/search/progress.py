@@ -5,16 +5,26 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.text import Text
 
-from ampopt.search.trials import Progress, silent
+
+class ProgressLine:
+    """A progress callback; `budget_s`, the time limit in seconds, may change: None is not shown."""
+
+    def __init__(self, show: Callable[[Text], object], started: float, budget_s: float | None) -> None:
+        self._show, self._started, self.budget_s = show, started, budget_s
+
+    def __call__(self, lane: str, name: str) -> None:
+        """Show what is being done in a lane."""
+        limit = "" if self.budget_s is None else f" of at most {self.budget_s:.0f} s"
+        self._show(Text(f"{lane}: {name} · {time.perf_counter() - self._started:.0f} s{limit}"))
 
 
 @contextlib.contextmanager
-def progress_line(shown: bool | None, started: float, budget_s: float | None) -> Iterator[Progress]:
+def progress_line(shown: bool | None, started: float, budget_s: float | None) -> Iterator[ProgressLine]:
     """A callback that shows the present step in a line on standard error; the line is removed at the end.
 
     `shown` None: only if standard error is a terminal. A program may have none, or a logger in its place.
@@ -22,13 +32,7 @@ def progress_line(shown: bool | None, started: float, budget_s: float | None) ->
     """
     is_terminal = getattr(sys.stderr, "isatty", lambda: False)
     if shown is False or sys.stderr is None or (shown is None and not is_terminal()):
-        yield silent
+        yield ProgressLine(lambda _: None, started, budget_s)
         return
-    limit = "" if budget_s is None else f" of at most {budget_s:.0f} s"
     with Console(stderr=True).status("capturing …") as status:
-
-        def tell(lane: str, name: str) -> None:
-            elapsed = time.perf_counter() - started
-            status.update(Text(f"{lane}: {name} · {elapsed:.0f} s{limit}"))
-
-        yield tell
+        yield ProgressLine(status.update, started, budget_s)

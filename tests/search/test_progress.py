@@ -9,7 +9,6 @@ import time
 import pytest
 
 from ampopt.search.progress import progress_line
-from ampopt.search.trials import silent
 
 
 class _Terminal(io.StringIO):
@@ -21,7 +20,6 @@ def test_a_name_with_brackets_is_shown_and_not_read(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "stderr", terminal := _Terminal())
     with progress_line(None, 0.0, 60.0) as tell:
         tell("fp32", "mine [/b] [bold]")
-    assert tell is not silent
     assert "fp32: mine [/b] [bold] · " in terminal.getvalue()
 
 
@@ -34,6 +32,15 @@ def test_a_time_limit_is_shown_where_it_is_known(
         tell("fp32", "compile")
     assert f"fp32: compile · 0 s {limit}".rstrip() in terminal.getvalue()
     assert ("at most" in terminal.getvalue()) == bool(limit)
+
+
+def test_a_limit_that_has_changed_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where capturing has taken long there is more time."""
+    monkeypatch.setattr(sys, "stderr", terminal := _Terminal())
+    with progress_line(None, time.perf_counter(), 60.0) as tell:
+        tell.budget_s = 84.0
+        tell("fp32", "compile")
+    assert "compile · 0 s of at most 84 s" in terminal.getvalue()
 
 
 @pytest.mark.parametrize("shown", [False, None])
