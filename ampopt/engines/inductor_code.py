@@ -98,8 +98,8 @@ class LoadedCode:
     """Inductor's code for one graph, `inner`: flat inputs in, flat outputs out.
 
     PyTorch's own call of it keeps account of its caches and its profiles, and what `compile_fx` puts around
-    that looks for aliases and sets modes: 11 µs a call in all, of 20 for a graph of 20 operators on a CPU, which
-    a loop in Python may call 5,000 times.
+    that looks for aliases and sets modes: 11 µs a call in all, of 20 for a graph of 20 operators on a CPU,
+    which a loop in Python may call 5,000 times.
     """
 
     def __init__(self, graph: Any, code: InductorCode | None = None) -> None:
