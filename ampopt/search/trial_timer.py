@@ -43,10 +43,13 @@ class TrialTimer:
         graphs = {name: graph for name, s in subjects.items() if (graph := s.replayed()) is not None}
         replays = {name: device_time(graph.replay, device) for name, graph in graphs.items()}
         judged_on_host = runs or len(replays) < 2
-        share = 1.0 if judged_on_host else HOST_SHARE
-        patient = judged_on_host and matters
-        on_host = self._on_host(calls, share * self._sample_s, trial.deadline if patient else 0.0)
+        seconds = self._sample_s if judged_on_host else HOST_SHARE * self._sample_s
+        on_host = interleave(calls, seconds=seconds, until=_is_plain)
         on_device: dict[str, Measurement] = interleave(replays, seconds=DEVICE_S) if replays else {}
+        if matters and judged_on_host:
+            on_host = _for_longer(on_host, calls, seconds, trial.deadline)
+        elif matters:
+            on_device = _for_longer(on_device, replays, DEVICE_S, trial.deadline)
         judge = on_host if judged_on_host else on_device
         found = gain(judge["before"], judge["after"])
         trial.note(
@@ -80,18 +83,21 @@ class TrialTimer:
         left = [subjects[int(name)] for name in _still_open(timed)]
         return (subjects[int(place)], []) if found.is_real else (best, left)
 
-    def _on_host(
-        self, calls: Mapping[str, Sampler], seconds: float, deadline: float
-    ) -> dict[str, Measurement]:
-        """`before` and `after`, in turn; until `deadline` for longer where a large gain lies in the noise."""
-        timed = interleave(calls, seconds=seconds, until=_is_plain)
-        for _ in range(MORE_ROUNDS):
-            found = gain(timed["before"], timed["after"])
-            if time.perf_counter() > deadline or found.is_real or found.ratio < LARGE_GAIN:
-                break
-            more = interleave(calls, seconds=seconds)
-            timed = {name: joined(first, more[name]) for name, first in timed.items()}
-        return timed
+
+def _for_longer(
+    timed: dict[str, Measurement], calls: Mapping[str, Sampler], seconds: float, deadline: float
+) -> dict[str, Measurement]:
+    """`before` and `after`, sampled again until `deadline` where a large gain lies in the noise.
+
+    The device's clock has noise, too, where a compiler's process or other people's use the same GPU.
+    """
+    for _ in range(MORE_ROUNDS):
+        found = gain(timed["before"], timed["after"])
+        if time.perf_counter() > deadline or found.is_real or found.ratio < LARGE_GAIN:
+            break
+        more = interleave(calls, seconds=seconds)
+        timed = {name: joined(first, more[name]) for name, first in timed.items()}
+    return timed
 
 
 def _still_open(timed: Mapping[str, Measurement]) -> list[str]:

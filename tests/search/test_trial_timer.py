@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -99,6 +100,13 @@ def test_a_large_gain_in_the_noise_is_sampled_again_while_it_decides_and_there_i
     count = looks(monkeypatch, after)
     TrialTimer(0.0).time(trial(deadline), subject, subject, True, matters)
     assert len(count) == times
+
+    graph = types.SimpleNamespace(replay=lambda: None)  # the device's clock judges what has one
+    monkeypatch.setattr(Subject, "replayed", lambda _: graph)
+    monkeypatch.setattr(trial_timer, "device_time", lambda replay, _: replay)
+    del count[:]
+    TrialTimer(0.0).time(trial(deadline), subject, subject, False, matters)
+    assert len(count) == 1 + times
 
 
 @pytest.mark.parametrize(
