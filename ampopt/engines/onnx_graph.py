@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ampopt.engines.onnx_registry import registry_kept
 from ampopt.engines.onnx_rules import exact_rules, last_match_freed
 from ampopt.errors import ExportError, InputError
 from ampopt.ir.capturing import capturing
@@ -77,7 +78,14 @@ def model_of(
     """
     try:
         exported = _exported(graph, examples, dims)
-        with capturing(), torch.no_grad(), older_flags_readable(), exact_rules(), last_match_freed():
+        with (
+            capturing(),
+            torch.no_grad(),
+            older_flags_readable(),
+            exact_rules(),
+            last_match_freed(),
+            registry_kept(),
+        ):
             result = torch.onnx.export(
                 exported,
                 dynamo=True,

@@ -18,6 +18,8 @@ from ampopt.passes import FoldConvBn
 from tests.helpers import Model, with_statistics
 from tests.support.planted import Planted, module_of
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 CAPTURED = "captured and verified a program for a call not seen before"
 
 

@@ -82,6 +82,7 @@ def test_conversions_at_the_border_have_names_of_their_own() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("exports_kept")
 @pytest.mark.parametrize("session", [(), None])
 def test_onnx_runtimes_nodes_compute_values_of_the_graph(session: Any) -> None:
     pytest.importorskip("onnxruntime")
@@ -245,6 +246,7 @@ def test_a_diagnosis_with_the_optimized_module() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("exports_kept")
 @pytest.mark.parametrize("name", ["encdecmil18", "mobilenet-v3-small"])
 def test_every_operator_of_an_optimized_network_is_attributed(name: str) -> None:
     x = torch.randn(1, 3, 96, 96, generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -223,8 +223,16 @@ def test_a_graph_whose_shapes_depend_on_values_is_not_divided() -> None:
     assert divided(program, 2) is None
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.integers(0, 3), min_size=70, max_size=110), st.integers(2, 4))
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of a third of the usual size, so that a chain that is cut is short."""
+    for module in ("cuts", "divided"):
+        monkeypatch.setattr(f"ampopt.engines.{module}.LEAST_CALLS", 10)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(0, 3), min_size=24, max_size=36), st.integers(2, 4))
+@pytest.mark.usefixtures("small_pieces")
 def test_any_chain_of_calls_with_skips(kinds: list[int], count: int) -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         kept = [x]

@@ -173,7 +173,7 @@ def lengths(graphs: Sequence[fx.GraphModule]) -> list[int]:
 
 
 @pytest.mark.parametrize("model", [Prepared, TwoLoops])
-@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("workers", [1, 3])
 def test_what_was_divided_for_so_many_processes_is_put_together_and_replayed(
     monkeypatch: pytest.MonkeyPatch, model: Callable[[], nn.Module], workers: int
 ) -> None:

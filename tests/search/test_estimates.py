@@ -14,6 +14,8 @@ from ampopt.passes import Compile, CudaGraph, FoldConvBn, Script
 from ampopt.search import estimates
 from tests.helpers import program_of
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 X = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 

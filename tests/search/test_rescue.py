@@ -25,6 +25,8 @@ from tests.support import overflowing
 from tests.support.overflowing import IMAGE, TOKENS
 from tests.support.planted import Planted, captured_of, optimize
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 
 class Opened:
     """A lane that was just opened, and what `rescued` says about it."""
