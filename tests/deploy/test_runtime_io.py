@@ -30,6 +30,8 @@ from ampopt.search.partly_optimized import PartlyOptimizedModule
 from tests.helpers import BF16, FP16, Model
 from tests.support.planted import optimize
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 LOW = torch.bfloat16
 """The dtype of a CPU's "amp"."""
 

@@ -20,6 +20,8 @@ from ampopt.search.forms import form_of
 from ampopt.search.whole_check import WholeCheck
 from tests.batched.detectors import detector, images
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 CPU = torch.device("cpu")
 SSD = ("torchvision.models.detection.ssd", "SSD", "postprocess_detections")
 
