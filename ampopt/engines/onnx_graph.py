@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ampopt.engines.onnx_names import move_weights_apart
 from ampopt.engines.onnx_registry import registry_kept
 from ampopt.engines.onnx_rules import exact_rules, last_match_freed
 from ampopt.errors import ExportError, InputError
@@ -117,6 +118,7 @@ def _exported(graph: fx.GraphModule, examples: tuple[Tensor, ...], dims: Dims) -
         fitting = with_numbers_that_fit(graph, examples)
         stable = with_stable_forms(fitting, examples)
         stable = copy_of(with_integer_forms(stable, examples, is_dynamic=any(dims)))
+        move_weights_apart(stable)
         hand_on(stable)
         exported = torch.export.export(stable, examples, dynamic_shapes=dynamic, strict=False)
         if dynamic is not None:

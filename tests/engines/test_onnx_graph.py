@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -22,6 +23,21 @@ def test_the_exporter_keeps_nothing_of_what_it_has_exported(tmp_path: Path) -> N
     export(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten()), tmp_path / "model.onnx", IMAGE)
     gc.collect()
     assert [each for each in gc.get_objects() if type(each).__name__ == "TorchTensor"] == []
+
+
+@pytest.mark.parametrize("name", ["arange", "view", "index_select", "neg", "val_0", "num_bag"])
+def test_a_weight_may_have_the_name_of_a_value(name: str, tmp_path: Path) -> None:
+    """`EmbeddingBag` is made of operators that the exporter folds, and of a function that has its names."""
+
+    def forward(m: Any, i: Tensor) -> tuple[Tensor, Tensor]:
+        return m.bag(i), i + getattr(m, name)
+
+    bag = nn.EmbeddingBag(9, 4, mode="max")
+    model, i = Model(forward, bag=bag, **{name: torch.arange(5)}).eval(), torch.tensor([[1, 3, 8, 0, 2]])
+    export(model, tmp_path / "model.onnx", i)
+    with torch.no_grad():
+        for one, other in zip(run(tmp_path / "model.onnx", i), model(i), strict=True):
+            np.testing.assert_allclose(one, other.numpy(), rtol=1e-6)
 
 
 def squeeze_excite() -> nn.Module:
