@@ -11,8 +11,8 @@ from typing import Any
 EXPORTERS = "torch.onnx._internal.exporter._registration"
 """The module of torch 2.10 to 2.14 that has the class `ONNXRegistry`."""
 
-_read: dict[int, Any] = {}
-"""The registries that were read, by opset."""
+_read: dict[object, Any] = {}
+"""The registries that were read, by what they were asked for: an opset."""
 
 
 @contextlib.contextmanager
@@ -20,20 +20,23 @@ def registry_kept() -> Iterator[None]:
     """Let the exporter use again, in the block, the registry that it has read in an earlier one.
 
     It reads the source code of 497 functions of onnxscript at each export, for 0.6 s on an AMD EPYC; what
-    it reads is the same each time. After a failed export the next one
-    reads anew: an operator that was missing may have been registered by then. Enter it within `capturing`:
-    the class is the whole process's.
+    it reads is the same each time. After a failed export the next one reads anew: an operator that was
+    missing may have been registered by then. An exporter of another structure reads as it does. Enter it
+    within `capturing`: the class is the whole process's.
     """
-    registry = getattr(importlib.import_module(EXPORTERS), "ONNXRegistry", None)
-    method = None if registry is None else vars(registry).get("from_torchlib")
-    if registry is None or not isinstance(method, classmethod):
+    registry: Any = None
+    with contextlib.suppress(ImportError):
+        registry = getattr(importlib.import_module(EXPORTERS), "ONNXRegistry", None)
+    method = getattr(registry, "__dict__", {}).get("from_torchlib")
+    if not isinstance(method, classmethod) or not hasattr(registry(), "functions"):
         yield
         return
 
-    def from_torchlib(cls: type, opset_version: int) -> Any:
-        if opset_version not in _read:
-            _read[opset_version] = method.__func__(cls, opset_version=opset_version)
-        mine = copy.copy(_read[opset_version])  # another thread's export may add the user's own functions
+    def from_torchlib(cls: type, *asked: Any, **named: Any) -> Any:
+        key = cls, asked, *named.items()
+        if key not in _read:
+            _read[key] = method.__func__(cls, *asked, **named)
+        mine = copy.copy(_read[key])  # another thread's export may add the user's own functions
         mine.functions = {operator: [*found] for operator, found in mine.functions.items()}
         return mine
 

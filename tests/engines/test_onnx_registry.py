@@ -41,6 +41,8 @@ def test_a_registry_is_read_once_and_says_what_a_new_one_says(registry: Any) -> 
             each.onnx_function for each in found
         ]
     assert anew.functions.keys() == second.functions.keys()
+    with registry_kept():
+        assert registry.from_torchlib().get_decomps(RELU)[0] is not first.get_decomps(RELU)[0]
 
 
 def test_what_one_export_adds_no_other_has(registry: Any) -> None:
@@ -65,10 +67,11 @@ def test_the_class_is_as_it_was_after_the_block_and_a_failed_export_is_not_built
         assert read(registry).get_decomps(RELU)[0] is not first.get_decomps(RELU)[0]
 
 
+@pytest.mark.parametrize("module", ["torch.onnx", "torch.onnx.no_such_module"])
 def test_an_exporter_without_such_a_class_reads_as_it_does(
-    registry: Any, monkeypatch: pytest.MonkeyPatch
+    module: str, registry: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(onnx_registry, "EXPORTERS", "torch.onnx")
+    monkeypatch.setattr(onnx_registry, "EXPORTERS", module)
     with registry_kept():
         one, other = read(registry), read(registry)
     assert one.get_decomps(RELU)[0] is not other.get_decomps(RELU)[0]
