@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -14,7 +15,7 @@ from ampopt.diagnosis.own_program import own_kernels
 from ampopt.engines.cuts import LEAST_CALLS
 from ampopt.engines.divided import Chain
 from ampopt.engines.rounds import calls_once, form, in_rounds, is_unrolled
-from ampopt.ir.graph import aten, calls
+from ampopt.ir.graph import aten, calls, copy_of
 from ampopt.ir.lanes import FP32
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Rehearsed, replay
@@ -52,6 +53,21 @@ class Loop(nn.Module):
         return tuple(found)
 
 
+@functools.cache
+def captured_once(make: Callable[[], nn.Module]) -> Program:
+    return program_of(make(), image())
+
+
+def copied(make: Callable[[], nn.Module]) -> Program:
+    """The program of such a model, captured once, with a graph of its own."""
+    program = captured_once(make)
+    return program.replace(graph=copy_of(program.graph))
+
+
+def eight() -> nn.Module:
+    return Loop(8)
+
+
 def in_order(program: Program, count: int = 1) -> Chain:
     division = in_rounds(program, count)
     assert division is not None
@@ -67,7 +83,7 @@ def check(program: Program, count: int = 1) -> None:
 
 
 def test_the_rounds_of_a_loop_share_a_program_that_gives_what_the_whole_gives() -> None:
-    program = program_of(Loop(8), image())
+    program = copied(eight)
     division = in_rounds(program)
     assert division is not None
     assert len(division.programs) < 5 <= len(division.pieces)
@@ -92,7 +108,7 @@ class Prepared(Loop):
 
 
 def test_what_is_before_the_loop_is_divided_for_several_compilers() -> None:
-    program = program_of(Prepared(), image())
+    program = copied(Prepared)
     one, several = in_rounds(program), in_rounds(program, 4)
     assert one is not None
     assert several is not None
@@ -123,7 +139,7 @@ def test_before_a_loop_pieces_are_not_shorter_than_they_may_be() -> None:
 
 def test_rounds_on_other_devices_are_not_equal() -> None:
     """A number on the CPU and one on a GPU look the same but for that."""
-    program = program_of(Loop(8), image())
+    program = copied(eight)
     division = in_rounds(program)
     assert division is not None
     first, second = (division.pieces[at] for at in (2, 3))
@@ -149,7 +165,7 @@ class TwoLoops(Loop):
 
 
 def test_a_piece_with_rounds_of_its_own_is_compiled_as_a_whole() -> None:
-    program = program_of(TwoLoops(), image())
+    program = copied(TwoLoops)
     check(program)
     pieces = Compile().divided(program, 1)
     assert any(in_rounds(piece) for piece in pieces)
@@ -181,7 +197,7 @@ def test_what_was_divided_for_so_many_processes_is_put_together_and_replayed(
     compiled = uncompiled(monkeypatch)
 
     def on_gpu() -> Program:
-        return program_of(model(), image()).replace(device=torch.device("cuda"))
+        return copied(model).replace(device=torch.device("cuda"))
 
     program, step = on_gpu(), Compile()
     sent = lengths([piece.graph for piece in step.divided(program, workers)])
@@ -236,7 +252,7 @@ def test_the_examples_of_a_piece_are_what_it_gets() -> None:
 
 
 def test_what_no_later_step_reads_is_let_go() -> None:
-    division = in_rounds(program_of(Loop(8), image()))
+    division = in_rounds(copied(eight))
     assert division is not None
     alive = list[weakref.ref[Tensor]]()
     most = 0
@@ -309,9 +325,10 @@ def test_the_weights_of_a_graph_are_read_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_calls_of_a_loop_are_counted_once() -> None:
-    counts = [calls_once(program_of(Loop(rounds), image()).graph) for rounds in (8, 16)]
+    programs = [program_of(Loop(rounds), image()) for rounds in (8, 16)]
+    counts = [calls_once(program.graph) for program in programs]
     assert counts[1] - counts[0] < 10, "of 8 rounds more, each of 36 calls and some"
-    assert Compile().expected_seconds(program_of(Loop(16), image())) == 4.0 + 0.03 * counts[1]
+    assert Compile().expected_seconds(programs[1]) == 4.0 + 0.03 * counts[1]
 
 
 def test_layers_of_one_shape_with_weights_of_their_own_are_no_loop() -> None:
