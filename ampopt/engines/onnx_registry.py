@@ -43,7 +43,7 @@ def registry_kept() -> Iterator[None]:
     registry.from_torchlib = classmethod(from_torchlib)
     try:
         yield
-    except BaseException:
+    except Exception:
         _read.clear()
         raise
     finally:

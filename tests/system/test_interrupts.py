@@ -232,10 +232,16 @@ def optimize(model: nn.Module, example: Tensor) -> Any:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.slow
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("make", [tiny, Branching])
-@pytest.mark.parametrize("presses", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("make", "presses", "rounds"),
+    [
+        (tiny, 1, 20),
+        (Branching, 1, 8),
+        *((make, presses, 4) for make in (tiny, Branching) for presses in (2, 3)),
+    ],
+)
 def test_wherever_it_strikes_there_is_a_right_module_or_an_error_of_ours(
-    make: Callable[[], nn.Module], presses: int
+    make: Callable[[], nn.Module], presses: int, rounds: int
 ) -> None:
     torch.manual_seed(0)
     model = make()
@@ -245,7 +251,6 @@ def test_wherever_it_strikes_there_is_a_right_module_or_an_error_of_ours(
         with _Striking() as whole:
             optimize(model, X)
     before, outcomes = snapshot.of_torch(), set()
-    rounds = 20 if (make, presses) == (tiny, 1) else 8 if presses == 1 else 4
     for number in range(rounds):
         first = 1 + number * (whole.calls - 1) // rounds
         at = [first + 10 * press for press in range(presses)]
