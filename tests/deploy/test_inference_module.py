@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import ampopt
 from ampopt.errors import InputError
 from tests.helpers import with_statistics
-from tests.support.planted import optimize
+from tests.support.planted import keep_the_original, optimize
 
 X = torch.randn(1, 3, 8, 8)
 
@@ -187,7 +187,8 @@ def test_a_model_in_parts_says_why_it_cannot_leave() -> None:
             leave("robot.ampopt")
 
 
-def test_a_model_that_answers_itself_has_nothing_to_prepare() -> None:
+def test_a_model_that_answers_itself_has_nothing_to_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_the_original(monkeypatch)
     fast: Any = optimize(Branching(), X, precision="fp32", budget_s=0.01)
     assert fast.report.chosen == "original"
     fast.prepare((2, 3, 8, 8))

@@ -28,7 +28,7 @@ from ampopt.passes import BakeAutocast
 from ampopt.search.options import Options
 from ampopt.search.partly_optimized import PartlyOptimizedModule
 from tests.helpers import BF16, FP16, Model
-from tests.support.planted import optimize
+from tests.support.planted import keep_the_original, optimize
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -268,7 +268,8 @@ def test_the_lanes_dtype_stays_where_a_program_in_fp32_answers() -> None:
     assert right(fast(x.half()), model(x), half)
 
 
-def test_the_lanes_dtype_stays_where_nothing_is_tried() -> None:
+def test_the_lanes_dtype_stays_where_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_the_original(monkeypatch)
     fast = optimize(mlp(), rows(), precision="amp", io="lane", budget_s=1e-6)
     assert fast.report.chosen == ORIGINAL
     assert right(fast(rows().to(LOW)), mlp()(rows()))
