@@ -39,6 +39,10 @@ class StrictError(AmpoptError):
     """A module with `strict` set has no program for a call: only the original could answer."""
 
 
+class PassedOnError(AmpoptError):
+    """A call of a part of a model is for the part's own code; the message says why."""
+
+
 class Interrupted(AmpoptError, KeyboardInterrupt):  # noqa: N818
     """Ctrl-C was pressed before there was a result; both an `AmpoptError` and a `KeyboardInterrupt`."""
 

@@ -24,7 +24,8 @@ from ampopt.deploy.served_state import State
 from ampopt.deploy.sized_program import SizedProgram
 from ampopt.engines.cuda_graphs import Outputs
 from ampopt.engines.executable import Executable
-from ampopt.errors import InputError, KindError, StrictError
+from ampopt.errors import InputError, PassedOnError, StrictError
+from ampopt.ir.aliases import Layout
 from ampopt.ir.capture import Captured
 from ampopt.ir.keywords import in_order
 from ampopt.ir.plain_tensors import (
@@ -36,7 +37,7 @@ from ampopt.ir.plain_tensors import (
 )
 from ampopt.ir.program import Program
 from ampopt.ir.settings import autocast_now
-from ampopt.ir.signature import describe, flatten_call, tensors_of
+from ampopt.ir.signature import CallKey, describe, flatten_call, tensors_of
 from ampopt.ir.size_range import ranges_of
 from ampopt.ir.transform import Recipe
 from ampopt.measure.ledger import Ledger
@@ -110,8 +111,9 @@ class OptimizedModule(DeployableGraph):
         `sized`: a verified program for a range of sizes.
         """
         super().__init__()
-        self.is_part = False
-        """Whether calls of other dtypes, which a model may make of a part, are for the original to answer."""
+        self.layouts: Mapping[CallKey, Layout] | None = None
+        """Set where it is a part of a model, see `ServedPart`: how results lie that are not all contiguous. A
+        call that no program answers, such as one of another dtype, then raises PassedOnError."""
         if outputs not in get_args(Outputs):
             raise InputError(f"outputs={outputs!r}: choose 'copy' or 'static'")
         self.report, self.program, self.strict = report, program, strict
@@ -259,6 +261,9 @@ class OptimizedModule(DeployableGraph):
         """The original's answer, which is counted; StrictError where that is not wanted, unless `allowed`."""
         if not allowed:
             self._check_not_strict(reason, tensors)
+        if self.layouts is not None:
+            self._monitor.note(Event("original", reason, _shown(tensors)))
+            raise PassedOnError(reason)
         result = without_derivatives(self._run_original(args, kwargs), tensors)
         self._monitor.note(Event("original", reason, _shown(tensors)))
         return result
@@ -283,14 +288,10 @@ class OptimizedModule(DeployableGraph):
         shown = _shown(leaves)
         try:
             self._new.check(leaves, spec)
-        except InputError as error:
-            if self.is_part:
-                return Refusal(str(error), may_pass=False)
-            self._monitor.note(Event("refusal", str(error), shown))
-            raise
-        try:
             found, is_new = self._new.answer(args, kwargs, leaves, spec)
-        except KindError as error:
+        except InputError as error:
+            if self.layouts is not None:
+                return Refusal(str(error), may_pass=False)
             self._monitor.note(Event("refusal", str(error), shown))
             raise
         if is_new:

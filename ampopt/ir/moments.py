@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ampopt.ir.model_copy import same_tensor
-from ampopt.ir.parts import ATOMS, walk
+from ampopt.ir.parts import ATOMS, items_of, walk
 
 
 class Moment:
@@ -24,7 +25,7 @@ class Moment:
 
     def __init__(self, value: Any, leave_out: Callable[[Any], bool]) -> None:
         """`leave_out` tells what is no part of the value."""
-        self._parts = {path: (part, _mark(part)) for path, part in walk(value, leave_out=leave_out)}
+        self._parts = {path: (part, mark_of(part)) for path, part in walk(value, leave_out=leave_out)}
 
     def change_until(self, later: Moment, *, by_value: bool) -> str | None:
         """The path to a part that is another one `later`; None if there is none.
@@ -36,7 +37,7 @@ class Moment:
                 return _told(path)
             (before, mark), (now, mark_now) = self._parts[path], later._parts[path]
             if isinstance(before, Tensor) and isinstance(now, Tensor) and before is not now:
-                if not by_value or _mark(before) != mark or not same_tensor(before, now):
+                if not by_value or mark_of(before) != mark or not same_tensor(before, now):
                     return _told(path)
             elif type(before) is not type(now) or mark != mark_now:
                 return _told(path)
@@ -48,14 +49,14 @@ def _told(path: str) -> str:
     return re.sub(r"\._(?:modules|buffers|parameters)\['(\w+)'\]", r".\1", path).removeprefix(".")
 
 
-def _mark(value: Any) -> object:
+def mark_of(value: Any) -> object:
     """What is equal as long as a value is unchanged, apart from its parts."""
     if isinstance(value, Tensor):
         return None if value.is_inference() else value._version
     if isinstance(value, ATOMS):
         return repr(value) if isinstance(value, (float, complex, np.generic)) else value  # NaN is itself
-    if isinstance(value, Mapping):
-        return [key if isinstance(key, ATOMS) else id(key) for key in value]
+    if isinstance(value, (dict, types.MappingProxyType)):
+        return [key if isinstance(key, ATOMS) else id(key) for key, _ in items_of(value)]
     if isinstance(value, np.ndarray):
         return value.shape, value.dtype.str, None if value.dtype.hasobject else value.tobytes()
     if isinstance(value, (set, frozenset)):

@@ -52,15 +52,16 @@ def parts_of(value: Any, *, code: bool = True, classes: bool = True) -> Iterator
     if isinstance(value, type):
         if classes and not is_foreign(value):
             bases = [each for each in value.__mro__ if not is_foreign(each)]
-            yield from ((f".{name}", part) for each in bases for name, part in _attributes(each))
+            yield from ((f".{name}", part) for each in bases for name, part in attributes_of_class(each))
         return
     if isinstance(value, types.FunctionType):
         yield from _parts_of_function(value, code)
         return
     yield from _bound(value)
-    if isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", part) for key, part in list(value.items()))
-        yield from ((f" key {key!r}", key) for key in list(value) if not isinstance(key, ATOMS))
+    if isinstance(value, (dict, types.MappingProxyType)):
+        items = items_of(value)
+        yield from ((f"[{key!r}]", part) for key, part in items)
+        yield from ((f" key {key!r}", key) for key, _ in items if not isinstance(key, ATOMS))
     elif isinstance(value, _SEQUENCES):
         yield from ((f"[{index}]", part) for index, part in enumerate(list(value)))
     elif isinstance(value, np.ndarray) and value.dtype.hasobject:
@@ -72,16 +73,24 @@ def parts_of(value: Any, *, code: bool = True, classes: bool = True) -> Iterator
         yield ".forward", type(value).forward
 
 
+def items_of(value: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    """A dict's own items: a class of a user's may make others, or import a library, where it is asked."""
+    return list(dict.items(value) if isinstance(value, dict) else value.items())
+
+
 def attributes_of(value: Any) -> Iterator[Part]:
     """An object's own attributes, in its `__dict__` and its `__slots__`."""
     own = getattr(value, "__dict__", None)
     if isinstance(own, dict):
         yield from ((f".{name}", part) for name, part in list(own.items()))
-    for each in type(value).__mro__:
-        slots = each.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield f".{name}", getattr(value, name)
+    yield from ((f".{name}", getattr(value, name)) for name in slots_of(type(value)) if hasattr(value, name))
+
+
+def slots_of(kind: type) -> list[str]:
+    """The names of attributes that instances of a class have in `__slots__`."""
+    found = [each.__dict__.get("__slots__", ()) for each in kind.__mro__]
+    names = [name for slots in found for name in ((slots,) if isinstance(slots, str) else slots)]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def is_foreign(thing: type | types.FunctionType) -> bool:
@@ -118,10 +127,11 @@ def _bound(value: Any) -> Iterator[Part]:
     elif isinstance(value, property):
         yield from ((f".{name}", getattr(value, name)) for name in ("fget", "fset") if getattr(value, name))
     elif isinstance(value, types.CellType):
-        yield from (("", part) for part in _contents(value))
+        yield from (("", part) for part in contents_of(value))
 
 
-def _contents(cell: types.CellType) -> list[Any]:
+def contents_of(cell: types.CellType) -> list[Any]:
+    """What a variable of a closure holds, if anything."""
     try:
         return [cell.cell_contents]
     except ValueError:  # nothing was assigned to the variable yet
@@ -130,21 +140,21 @@ def _contents(cell: types.CellType) -> list[Any]:
 
 def _parts_of_function(function: types.FunctionType, code: bool) -> Iterator[Part]:
     named = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    yield from ((f"<{name}>", part) for name, cell in named for part in _contents(cell))
+    yield from ((f"<{name}>", part) for name, cell in named for part in contents_of(cell))
     yield from ((f"<default {i}>", part) for i, part in enumerate(function.__defaults__ or ()))
     yield from ((f"<{name}>", part) for name, part in (function.__kwdefaults__ or {}).items())
     yield from ((f".{name}", part) for name, part in list(vars(function).items()))
     if code and not is_foreign(function):
-        for name in sorted(_names(function.__code__)):
+        for name in sorted(names_in(function.__code__)):
             if name in function.__globals__:
                 yield f"<global {name}>", function.__globals__[name]
 
 
 @functools.lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> frozenset[str]:
+def names_in(code: types.CodeType) -> frozenset[str]:
     """The global variables that code, and the functions inside it, name."""
     own = (each.argval for each in dis.get_instructions(code) if each.opname.endswith(("_GLOBAL", "_NAME")))
-    inner = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    inner = [names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
     return frozenset(own).union(*inner)
 
 
@@ -153,7 +163,8 @@ _OF_A_CLASS = frozenset(
 )
 
 
-def _attributes(of: type) -> Iterator[Part]:
+def attributes_of_class(of: type) -> Iterator[Part]:
+    """The attributes that a class adds to its bases', methods among them."""
     for name, part in list(vars(of).items()):
         if name not in _OF_A_CLASS and not isinstance(part, types.MemberDescriptorType):
             yield name, part

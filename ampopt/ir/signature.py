@@ -150,6 +150,18 @@ def copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
+def exactly_copied(tensor: Tensor) -> Tensor:
+    """`copied`, also with the strides of a tensor that has gaps in memory, or elements that overlap."""
+    own = copied(tensor)
+    if own.layout is not torch.strided or own.stride() == tensor.stride() or not own.numel():
+        return own
+    if tensor.is_conj() or tensor.is_neg():
+        return own
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = copied(tensor.detach().as_strided((span,), (1,), tensor.storage_offset()))
+    return memory.as_strided(tensor.shape, tensor.stride())
+
+
 def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec, *, strides: bool = True) -> CallKey:
     """The key of a call's leaves; unhashable values are represented by their type and identity."""
     parts: list[object] = []

@@ -17,11 +17,12 @@ from torch import Tensor, fx, nn
 
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import CaptureError
+from ampopt.ir.aliases import Layout, layout_of
 from ampopt.ir.capture import capture
 from ampopt.ir.model_copy import private_copy, same_tensor, untouched_rng, working_copy
+from ampopt.ir.signature import exactly_copied
 from ampopt.measure.entry import ORIGINAL
 from ampopt.measure.ledger import Ledger
-from ampopt.search.aliases import Layout, layout_of
 from ampopt.search.graph_weights import GraphWeights
 from ampopt.search.options import Options
 from ampopt.search.region import optimize_captured
@@ -134,8 +135,10 @@ def compile_graph(
         raise CaptureError("its sizes change from call to call: torch.compile(..., dynamic=False)")
     if torch.is_grad_enabled() and any(each.requires_grad for each in inputs):
         raise CaptureError("it may need gradients: call the model under torch.no_grad()")
+    if _derives(graph, inputs):
+        raise CaptureError("it turns gradients on itself")
     weights = {place: inputs[place] for place in sorted(places)}
-    given = tuple(each.detach().clone() for place, each in enumerate(inputs) if place not in weights)
+    given = tuple(exactly_copied(each) for place, each in enumerate(inputs) if place not in weights)
     if any(each.device != sandbox.device for each in inputs):
         raise CaptureError("its inputs are on several devices")
     if not given:
@@ -153,6 +156,15 @@ def compile_graph(
     if module.report.chosen == ORIGINAL:
         raise CaptureError("nothing that was tried is faster")
     return CompiledGraph(original, module, weights, layout)
+
+
+def _derives(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> bool:
+    """Whether a graph turns gradients on for tensors that have them, or asks for those of a tensor."""
+    nodes = [n for m in graph.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes]
+    if any(node.target in ("requires_grad_", torch.autograd.grad) for node in nodes):
+        return True
+    turns_on = any(node.target is torch._C._set_grad_enabled and node.args == (True,) for node in nodes)
+    return turns_on and any(each.requires_grad for each in inputs)
 
 
 def is_weight(tensor: object) -> bool:
@@ -174,7 +186,7 @@ def _count(graph: fx.GraphModule) -> int:
 
 def _layout_of(original: _Graph, inputs: tuple[Tensor, ...], device: torch.device) -> Layout:
     """How the results lie in memory. Raises CaptureError where they cannot be given as the graph does."""
-    model, given = working_copy(original), tuple(each.clone() for each in inputs)
+    model, given = working_copy(original), tuple(map(exactly_copied, inputs))
     with torch.no_grad(), untouched_rng(device):
         outputs = model(*given)
     if not isinstance(outputs, tuple) or not all(isinstance(each, Tensor) for each in outputs):

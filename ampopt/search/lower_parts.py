@@ -34,6 +34,7 @@ from ampopt.search.options import Options, auto_bound
 from ampopt.search.partly_optimized import patched
 from ampopt.search.region import MOST_CALLS, Region, optimize_region
 from ampopt.search.rehearsal import Sandbox
+from ampopt.search.served_part import ServedPart
 from ampopt.search.subject import rest_s
 from ampopt.search.trials import Progress
 from ampopt.search.whole_check import WholeCheck, all_finite
@@ -384,7 +385,9 @@ def _calls_of(
     region: Region, calls: Sequence[Any], form: OptimizedModule | None, device: torch.device
 ) -> Callable[[], object]:
     """Calls a form of a submodule, None: the original, for each of these calls, with tensors of its own."""
-    answer: Callable[..., Any] = working_copy(region.original) if form is None else form
+    answer: Callable[..., Any] = working_copy(region.original)
+    if form is not None:
+        answer = ServedPart(working_copy(region.original), form)
     own = [map_tensors(copied, *call) for call in calls]
 
     def call() -> None:

@@ -21,7 +21,7 @@ from ampopt.errors import CaptureError, first_line
 from ampopt.ir.model_copy import device_of, same_tensor, untouched_rng, working_copy
 from ampopt.ir.moments import Moment
 from ampopt.ir.numerics import fresh_draw
-from ampopt.ir.signature import call_key, copied, flatten_call, map_tensors
+from ampopt.ir.signature import call_key, copied, exactly_copied, flatten_call, map_tensors
 from ampopt.system.interrupts import check_interrupted
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -130,7 +130,7 @@ class _Watch:
         leaves, spec = flatten_call(args, kwargs)
         self._given = leaves, spec
         if self._is_first and all(map(_is_plain, leaves)):
-            self.calls.setdefault(call_key(leaves, spec), map_tensors(copied, args, kwargs))
+            self.calls.setdefault(call_key(leaves, spec), map_tensors(exactly_copied, args, kwargs))
         self._looks += 1
         if self._looks <= MOST_LOOKS:
             self._look("before it is called")

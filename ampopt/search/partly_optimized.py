@@ -189,12 +189,17 @@ def patched(original: nn.Module, optimized: Mapping[str, OptimizedModule]) -> nn
     A short one for which nothing was faster stays as it was, so that the code around it can be captured with
     it: launches may be what takes its time.
     """
-    model = working_copy(original)
+    model, parts = working_copy(original), list[ServedPart]()
     for name, module in optimized.items():
         before = module.report.baseline
         if module.report.chosen != ORIGINAL or (before is not None and before.median > SHORT_S):
-            part, module.is_part = model.get_submodule(name), True
-            part.forward = ServedPart(part, module).__call__
+            if module.layouts is None:
+                module.layouts = {}
+            parts.append(ServedPart(model.get_submodule(name), module))
+    for part in parts:
+        part.install()
+    for part in parts:
+        part.begin()
     return model
 
 

@@ -12,12 +12,16 @@ from torch import nn
 
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import AmpoptError, CaptureError
+from ampopt.ir.aliases import Layout, layout_of
 from ampopt.ir.capture import Captured, capture
-from ampopt.ir.model_copy import private_copy
+from ampopt.ir.model_copy import private_copy, untouched_rng, working_copy
+from ampopt.ir.settings import Settings
+from ampopt.ir.signature import CallKey, call_key, exactly_copied, flatten_call, flatten_outputs, map_tensors
 from ampopt.search.optimizer import Optimizer
 from ampopt.search.options import Options
 from ampopt.search.part_calls import Call, PartCalls, calls_of_parts
 from ampopt.search.rehearsal import Sandbox
+from ampopt.search.served_part import bases_of
 from ampopt.search.trials import Progress
 from ampopt.system.interrupts import interruptible
 
@@ -33,6 +37,8 @@ class Region:
     original: nn.Module
     captured: Captured
     calls: list[Call]
+    layouts: Mapping[CallKey, Layout] = dataclasses.field(default_factory=dict)
+    """How the results of each of them lie in memory; empty where all are contiguous, and no views."""
 
 
 def _drop_hooks(module: nn.Module) -> None:
@@ -50,9 +56,10 @@ def find_regions(
 ) -> Iterator[Region]:
     """The largest submodules that can be captured, level by level; why others cannot goes to `notes`.
 
-    None is looked at any more once `is_over`.
+    One that has several names is looked at once. None is looked at any more once `is_over`.
     """
-    level = _children("", model)
+    known = set[int]()
+    level = _children("", model, known)
     while level:
         if is_over():
             notes += [f"submodule {name} was not looked at: the time budget was spent" for name in level]
@@ -72,19 +79,24 @@ def find_regions(
                     continue
                 except AmpoptError as error:
                     notes.append(f"submodule {name} is not one graph: {error}")
-            inside |= _children(name, module)
+            inside |= _children(name, module, known)
         level = inside
 
 
-def _children(prefix: str, module: nn.Module) -> dict[str, nn.Module]:
-    """The submodules with weights, by their full names; none of TorchScript, whose parts cannot be called."""
+def _children(prefix: str, module: nn.Module, known: set[int]) -> dict[str, nn.Module]:
+    """The submodules with weights, by their full names; none of TorchScript, whose parts cannot be called.
+
+    `known` are the identities of those that have come before.
+    """
     if isinstance(module, torch.jit.ScriptModule):
         return {}
-    return {
+    found = {
         f"{prefix}.{name}".removeprefix("."): child
         for name, child in module.named_children()
-        if next(child.parameters(), None) is not None
+        if id(child) not in known and next(child.parameters(), None) is not None
     }
+    known.update(map(id, found.values()))
+    return found
 
 
 def _region(name: str, module: nn.Module, seen: PartCalls, device: torch.device) -> Region:
@@ -94,7 +106,19 @@ def _region(name: str, module: nn.Module, seen: PartCalls, device: torch.device)
     original = private_copy(module)
     _drop_hooks(original)  # the submodule that calls it runs them
     captured = capture(original, args, kwargs, device, lift_state=False)
-    return Region(name, original, captured, seen.calls)
+    return Region(name, original, captured, seen.calls, _layouts(original, seen.calls, device))
+
+
+def _layouts(original: nn.Module, calls: list[Call], device: torch.device) -> dict[CallKey, Layout]:
+    """Raises CaptureError where a program's results cannot be given as the submodule's are."""
+    found = dict[CallKey, Layout]()
+    for call in calls[:MOST_CALLS]:
+        model, (args, kwargs) = working_copy(original), map_tensors(exactly_copied, *call)
+        leaves, spec = flatten_call(args, kwargs)
+        with torch.no_grad(), untouched_rng(device), Settings().scope(device):
+            outputs = flatten_outputs(model(*args, **kwargs))[0]
+        found[call_key(leaves, spec)] = layout_of(bases_of(model, leaves), outputs)
+    return {} if all(layout.is_plain for layout in found.values()) else found
 
 
 def optimize_region(
@@ -110,6 +134,7 @@ def optimize_region(
     """
     own = region.original, region.captured
     module, was_cut_off = optimize_captured(*own, options, region.name, progress, sandbox, rival)
+    module.layouts = region.layouts
     if not was_cut_off:
         with interruptible():
             for call_args, call_kwargs in region.calls[1:MOST_CALLS]:

@@ -2,67 +2,89 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ampopt.deploy.runtime import OptimizedModule
+from ampopt.errors import PassedOnError
 from ampopt.ir.plain_tensors import keep_from_dynamo
+from ampopt.ir.signature import call_key, flatten_call, flatten_outputs, tensors_of
+from ampopt.ir.watch import Watch
+from ampopt.measure.entry import ORIGINAL
 
-_PLAIN = (bool, int, float, complex, str, type(None))
-"""Classes of attributes that code decides by, and whose values are compared."""
+_OWN_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+"""The submodule's own hooks: they run around what serves."""
 
 
 class ServedPart:
     """Calls an optimized submodule, or its own code where the program of the first does not hold.
 
-    A program has weights, buffers and plain attributes for constants. Two calls in which they stayed tell
-    that the submodule itself leaves them; the code around it may still write to them, after a bright frame,
-    or at night. So each call looks whether they are the same tensors, which nobody has written to (by
-    `_version`, which does not see what is written through `.data`), and the same values. It does so after
-    the program was launched, which a GPU then works on; where it has found a change, before the next one.
+    A program has for constants whatever the submodule reaches. Two calls in which that stayed as it was tell
+    that the submodule itself leaves it; the code around it may still write to it, after a bright frame, or at
+    night. So each call looks for that, see `Watch`. It does so after the program was launched, which a GPU
+    then works on; where it has found a change, before the next one. A call for which there is no program, of
+    another size or with a flag, runs the submodule's own code, which may write to it, too.
+
+    Results lie in memory as those of its own code do: the code around it may write to a view of an input.
     """
 
     def __init__(self, module: nn.Module, optimized: OptimizedModule) -> None:
         """`module`: the submodule of the model that is served, whose own code answers otherwise."""
         self._optimized, self._own, self._has_changed = optimized, module.forward, False
-        self._tensors: list[tuple[dict[str, Any], str, Tensor, int]] = []
-        self._values: list[tuple[dict[str, Any], Callable[[Mapping[str, Any]], object], object]] = []
-        for inner in module.modules():
-            for named in (inner._parameters, inner._buffers):
-                self._tensors += [
-                    (named, name, tensor, -1 if tensor.is_inference() else tensor._version)
-                    for name, tensor in named.items()
-                    if tensor is not None
-                ]
-            own = vars(inner)
-            if names := [name for name, value in own.items() if type(value) in _PLAIN]:
-                taken = operator.itemgetter(*names)  # in C: a backbone has 2,000 of them
-                self._values.append((own, taken, taken(own)))
+        self._module, self._layouts = module, optimized.layouts or {}
+        self._watch: Watch | None = None
+        self._entrance = self.__call__
+
+    def install(self) -> None:
+        """Let it answer the submodule's calls."""
+        self._module.forward = self._entrance
+
+    def begin(self) -> None:
+        """Look at what the submodule reaches: from now on it has to stay as it is."""
+        own = [vars(self._module)[name] for name in _OWN_HOOKS]
+        self._watch = Watch(
+            self._module, lambda part: part is self._entrance or any(part is each for each in own)
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The submodule's result. Raises StrictError where its own code would have to run, with `strict`."""
-        if not self._has_changed:
-            result = self._optimized(*args, **kwargs)
-            if self._is_as_it_was():
-                return result
-        elif self._is_as_it_was():
-            self._has_changed = False
-            return self._optimized(*args, **kwargs)
-        self._has_changed = True
-        self._optimized.pass_on("the model has written to this part of it", args, kwargs)
+        if self._optimized.report.chosen == ORIGINAL:
+            return self._own(*args, **kwargs)
+        if self._watch is None:
+            self.begin()
+        assert self._watch is not None
+        try:
+            if not self._has_changed:
+                result = self._optimized(*args, **kwargs)
+                if self._watch.is_unchanged():
+                    return self._laid_out(result, args, kwargs)
+            elif self._watch.is_unchanged():
+                self._has_changed = False
+                return self._laid_out(self._optimized(*args, **kwargs), args, kwargs)
+            self._has_changed = True
+            self._optimized.pass_on("the model has written to this part of it", args, kwargs)
+        except PassedOnError:
+            pass
         return self._own(*args, **kwargs)
 
-    def _is_as_it_was(self) -> bool:
-        for named, name, tensor, version in self._tensors:
-            if named.get(name) is not tensor or (version >= 0 and tensor._version != version):
-                return False
-        try:
-            return all(taken(own) == values for own, taken, values in self._values)
-        except KeyError:  # an attribute is gone
-            return False
+    def _laid_out(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A program's result, in the strides, and with the views, of the submodule's own code."""
+        if not self._layouts:
+            return result
+        leaves, spec = flatten_call(args, kwargs)
+        if (layout := self._layouts.get(call_key(leaves, spec))) is None:
+            reason = "its results are views, or not contiguous, and its inputs have other strides"
+            self._optimized.pass_on(reason, args, kwargs)
+            raise PassedOnError(reason)
+        outputs, whole = flatten_outputs(result)
+        own = [outputs[place] for place in layout.own]
+        return whole.restore(layout.laid_out(own, bases_of(self._module, leaves)))
+
+
+def bases_of(module: nn.Module, leaves: list[Any]) -> list[Any]:
+    """The tensors of which results of a call of a module may be views: its inputs, weights and buffers."""
+    return [*tensors_of(leaves), *module.parameters(), *module.buffers()]
 
 
 keep_from_dynamo(ServedPart.__call__)

@@ -27,5 +27,5 @@ def test_a_submodule_for_which_nothing_is_faster_is_part_of_the_code_around_it()
     faster = Ledger("first", {}, (), chosen="fp32")
     model = Branching().eval()
     for own, is_patched in ((report, False), (faster, True)):
-        stand_in: Any = type("Part", (nn.Identity,), {"report": own})()
+        stand_in: Any = type("Part", (nn.Identity,), {"report": own, "layouts": None})()
         assert ("forward" in vars(patched(model, {"first": stand_in}).first)) == is_patched

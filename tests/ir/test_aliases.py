@@ -11,7 +11,7 @@ from hypothesis import given
 from torch import Tensor
 
 from ampopt.errors import CaptureError
-from ampopt.search.aliases import Layout, Own, layout_of
+from ampopt.ir.aliases import Layout, Own, layout_of
 
 Tensors = Sequence[Tensor]
 Function = Callable[[Tensor], Tensors]

@@ -1,0 +1,172 @@
+"""Looks, quickly and again and again, whether anything that a module reaches is another than it was.
+
+`Moment` tells all changes and their places, and takes milliseconds. A watch is for every call: it compares
+what containers, attributes and variables hold, by identity and in C, and tensors by their version counters.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampopt.ir.moments import mark_of
+from ampopt.ir.parts import ATOMS, attributes_of_class, contents_of, is_foreign, names_in, slots_of, walk
+
+_CODE = (
+    *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType),
+    *(staticmethod, classmethod, property, functools.partialmethod, types.GetSetDescriptorType),
+)
+"""Values of variables and class attributes that are code: a program is not asked to see that replaced."""
+
+_CALLED = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+"""The containers of a module that its calls read."""
+
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
+_NOT_CALLED = _OF_EVERY_MODULE - {*_CALLED}
+"""What else every module has: hooks of other kinds, and what tells how it is saved."""
+
+_version = operator.attrgetter("_version")
+
+
+class Watch:
+    """What a module reaches at one moment: attributes, containers, closures, class attributes, globals.
+
+    Global variables are those that `forward` and what it calls name, and the methods of the classes. Not seen
+    are writes through `.data`, and other code in the place of a function.
+    """
+
+    def __init__(self, module: nn.Module, leave_out: Callable[[Any], bool]) -> None:
+        """`leave_out` tells what is no part of the module."""
+        self._tensors, self._mappings = list[Tensor](), list[Mapping[str, Any]]()
+        self._attributes = list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]]()
+        self._listed, self._cells = list[Iterable[Any]](), list[types.CellType]()
+        self._dicts, self._slots = list[dict[Any, Any]](), list[tuple[Any, str]]()
+        self._variables, self._odd = list[tuple[Mapping[str, Any], str]](), list[tuple[Any, Any]]()
+        self._seen, self._leave_out = set[int](), leave_out
+        waiting: list[Any] = [module]
+        while waiting:
+            for value in self._new(waiting.pop()):
+                waiting += self._note(value)
+        self._filled = [each for each in self._mappings if each]
+        self._versions = [*map(_version, self._tensors)]
+        self._lengths = self._lengths_now()
+        self._held = [*self._held_now()]
+
+    def is_unchanged(self) -> bool:
+        """Whether everything is what it was, or a number, a word or a list of them that equals it."""
+        if [*map(_version, self._tensors)] != self._versions or self._lengths_now() != self._lengths:
+            return False
+        try:
+            is_same = all(map(operator.is_, self._held_now(), self._held))
+            if not is_same and not all(map(_alike, self._held_now(), self._held)):
+                return False
+        except KeyError:  # an attribute is gone, and another has come
+            return False
+        return all(mark_of(value) == mark for value, mark in self._odd)
+
+    def _new(self, root: Any) -> Iterator[Any]:
+        for _, value in walk(root, classes=False, leave_out=self._leave_out):
+            if isinstance(value, ATOMS) or id(value) in self._seen:
+                continue
+            self._seen.add(id(value))
+            yield value
+
+    def _note(self, value: Any) -> list[Any]:
+        """Remember what to compare of a value; returns class attributes and variables to look into."""
+        if isinstance(value, torch.jit.ScriptModule):  # its attributes live in C++
+            return [*value.parameters(), *value.buffers()]
+        if isinstance(value, Tensor):
+            if not value.is_inference():
+                self._tensors.append(value)
+            return []
+        if isinstance(value, nn.Module):
+            own = vars(value)
+            self._seen.update(id(own[name]) for name in _NOT_CALLED if name in own)
+            called = [own[name] for name in _CALLED if name in own]
+            self._mappings += [each for each in called if not self._leave_out(each)]
+            self._seen.update(map(id, called))
+            names = [name for name in own if name == "training" or name not in _OF_EVERY_MODULE]
+            self._attributes.append((operator.itemgetter(*names, *names[:1]), own))  # a tuple in any case
+            return self._of_class(type(value))
+        if isinstance(value, types.FunctionType):
+            self._cells += value.__closure__ or ()
+            self._mappings += [vars(value)] if vars(value) else []
+            return [] if is_foreign(value) else self._of_code(value)
+        if isinstance(value, dict):
+            self._mappings.append(value)
+            self._dicts.append(value)
+        elif isinstance(value, (list, deque)):
+            self._listed.append(value)
+        elif not isinstance(value, (tuple, *_CODE)):
+            mark = mark_of(value)
+            self._odd += [(value, mark)] if mark is not None else []
+            self._mappings += [vars(value)] if isinstance(getattr(value, "__dict__", None), dict) else []
+            self._slots += [(value, name) for name in slots_of(type(value))]
+            return self._of_class(type(value))
+        return []
+
+    def _of_class(self, kind: type) -> list[Any]:
+        found = list[Any]()
+        for each in kind.__mro__:
+            if is_foreign(each) or id(each) in self._seen:
+                continue
+            self._seen.add(id(each))
+            for name, value in attributes_of_class(each):
+                if isinstance(value, types.FunctionType):
+                    found += self._of_code(value)
+                elif not isinstance(value, _CODE):
+                    found += self._variable(vars(each), name, value)
+        return found
+
+    def _of_code(self, function: types.FunctionType) -> list[Any]:
+        variables, found = function.__globals__, list[Any]()
+        for name in names_in(function.__code__):
+            if name in variables and not isinstance(variables[name], _CODE):
+                found += self._variable(variables, name, variables[name])
+        return found
+
+    def _variable(self, variables: Mapping[str, Any], name: str, value: Any) -> list[Any]:
+        self._variables.append((variables, name))
+        return [value]
+
+    def _lengths_now(self) -> list[int]:
+        own = (attributes for _, attributes in self._attributes)
+        return [*map(len, own), *map(len, self._mappings), *map(len, self._listed)]  # type: ignore[arg-type]
+
+    def _held_now(self) -> Iterator[Any]:
+        return itertools.chain(
+            itertools.chain.from_iterable([take(own) for take, own in self._attributes]),
+            itertools.chain.from_iterable(map(dict.values, self._filled)),  # type: ignore[arg-type]
+            itertools.chain.from_iterable(self._dicts),
+            itertools.chain.from_iterable(self._listed),
+            (variables.get(name) for variables, name in self._variables),
+            (getattr(value, name, None) for value, name in self._slots),
+            map(_content, self._cells),
+        )
+
+
+def _content(cell: types.CellType) -> Any:
+    return next(iter(contents_of(cell)), None)
+
+
+def _alike(now: Any, before: Any) -> bool:
+    """Whether a value is another's equal: a number, a word, or a container of such."""
+    if now is before:
+        return True
+    if type(now) is not type(before):
+        return False
+    if isinstance(now, ATOMS):
+        return bool(mark_of(now) == mark_of(before))
+    if isinstance(now, dict):
+        return [*now] == [*before] and all(map(_alike, now.values(), before.values()))
+    if isinstance(now, (list, tuple)):
+        return len(now) == len(before) and all(map(_alike, now, before))
+    return False
