@@ -1,4 +1,4 @@
-"""torch.compile(backend=ampopt's): inputs with gaps or overlaps in memory, and graphs that turn gradients on."""
+"""torch.compile(backend=ampopt's): inputs with gaps or overlaps in memory, graphs that turn gradients on."""
 
 from __future__ import annotations
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
 from ampopt.ir.model_copy import same_tensor
+from ampopt.ir.moments import mark_of
+from ampopt.ir.numerics import relative_error
+from ampopt.ir.parts import parts_of
 
 _DEEPEST = 40
 """Nesting of objects that is looked into."""
@@ -52,6 +57,22 @@ def differences(one: nn.Module, other: nn.Module) -> list[Place]:
             if not both or (mine[path] is not theirs[path] and not same_tensor(mine[path], theirs[path])):
                 found[Place(module_name, attribute)] = None
     return sorted(found)
+
+
+def hidden_difference(one: nn.Module, other: nn.Module) -> Place | None:
+    """The first difference of two copies that is in no attribute of a module that they have.
+
+    It is in a function's closure, its defaults or attributes, or in a module that is not registered.
+    """
+    others = dict(other.named_modules())
+    comparison = _Hidden({id(module) for module in (*one.modules(), *other.modules())})
+    for name, module in one.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) or name not in others:
+            continue
+        for key, mine, yours in _members(vars(module), vars(others[name])):
+            if (rest := comparison.difference(mine, yours, "", 0, inside=False)) is not None:
+                return Place(name, key, rest)
+    return None
 
 
 _ABSENT = object()
@@ -125,3 +146,54 @@ def _contents(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
 def _printed(thing: Any) -> str:
     text = repr(thing)
     return "" if hex(id(thing))[2:] in text.lower() else text  # nothing but its address
+
+
+_MARKED = (
+    *(set, frozenset, Iterator, np.ndarray, random.Random, torch.Generator),
+    *(np.random.Generator, np.random.RandomState),
+)
+"""What has no parts, and tells itself whether it has changed, unless it is a generator function's."""
+
+SAME = 1e-3
+"""Relative error up to which hidden tensors count as the same: they may be results."""
+
+
+class _Hidden:
+    """Compares what functions and modules that are not registered hold; each pair of values once."""
+
+    def __init__(self, registered: Collection[int]) -> None:
+        """`registered`: the identities of the modules whose attributes are not hidden."""
+        self._registered, self._seen = registered, set[tuple[int, int]]()
+
+    def difference(self, a: Any, b: Any, path: str, depth: int, *, inside: bool) -> str | None:
+        """The path to the first difference; `inside`: the values themselves are hidden."""
+        if a is b or (id(a), id(b)) in self._seen or depth > _DEEPEST or isinstance(a, fx.Graph):
+            return None
+        if type(a) is not type(b):
+            return path if inside else None
+        if isinstance(a, (*_ATOMS, *_MARKED, Tensor)):
+            return path if inside and not _is_same(a, b) else None
+        self._seen.add((id(a), id(b)))
+        if isinstance(a, nn.Module) and id(a) in self._registered and depth:
+            return None
+        inside = inside or isinstance(a, (types.FunctionType, nn.Module))
+        mine, yours = (dict(parts_of(each, code=False, classes=False)) for each in (a, b))
+        if inside and mine.keys() != yours.keys():
+            return path
+        for step in mine.keys() & yours.keys():
+            found = self.difference(mine[step], yours[step], path + step, depth + 1, inside=inside)
+            if found is not None:
+                return found
+        return None
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        if a.is_floating_point() and a.shape == b.shape and a.dtype == b.dtype:
+            return relative_error(a, b) <= SAME
+        return same_tensor(a, b)
+    if isinstance(a, (set, frozenset)):
+        return sorted(map(repr, a)) == sorted(map(repr, b))
+    if isinstance(a, _MARKED):
+        return isinstance(a, types.GeneratorType) or bool(mark_of(a) == mark_of(b))
+    return repr(a) == repr(b)

@@ -19,6 +19,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt.ir.calls_of_copies import Calls, after_first_calls, check_unchanged, read_first, rewritten
+from ampopt.ir.hidden_state import Outside, why_hidden
 from ampopt.ir.lanes import FP32
 from ampopt.ir.lifted_state import (
     Attribute,
@@ -108,6 +109,7 @@ def _examined(
         written |= rewritten(one, lambda copied: calls.answer(copied, calls.leaves, 2))
     found.update(differences(model, one))
     found.update(Place(*attribute) for attribute in written - attributes(found))
+    outside = Outside(model)  # what first calls set, and later ones leave, is no state
     pairs = [(first, calls.answer(other, calls.leaves, 3))]
     if found:
         calls.answer(third, calls.others, 4)
@@ -119,6 +121,8 @@ def _examined(
         ]
         later = {*differences(model, one), *differences(model, other)}
         if attributes(later) <= attributes(found):
+            if hidden := why_hidden(one, other, ignored, outside):
+                return Behaviour(hidden)
             reason = _why_apart(model, calls, pairs, _without(found, ignored), noted.operator)
             return Behaviour(reason or _why_other([first, *elsewhere]), None, ignored)
     succession = _Succession.of(model, calls)
@@ -142,6 +146,7 @@ def _examined(
     pairs, writes = succession.repeated(state, calls)
     reason = _why_apart(model, calls, pairs, _without(found, ignored), noted.operator)
     reason = reason or _why_other([first, *elsewhere, *succession.answers])
+    reason = reason or why_hidden(succession.held[2], other, ignored, outside)
     shared = _why_shared(state, succession.held if reason is None else [model, *succession.held])
     if reason is not None or (shared is not None and writes):
         return Behaviour(shared or reason)

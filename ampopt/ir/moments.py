@@ -23,9 +23,10 @@ class Moment:
     name. No tensor is copied: writes are told by version counters.
     """
 
-    def __init__(self, value: Any, leave_out: Callable[[Any], bool]) -> None:
-        """`leave_out` tells what is no part of the value."""
-        self._parts = {path: (part, mark_of(part)) for path, part in walk(value, leave_out=leave_out)}
+    def __init__(self, value: Any, leave_out: Callable[[Any], bool], *, code: bool = True) -> None:
+        """`leave_out` tells what is no part of the value. Without `code` its classes' code is none."""
+        parts = walk(value, leave_out=leave_out, code=code, classes=code)
+        self._parts = {path: (part, mark_of(part)) for path, part in parts}
 
     def change_until(self, later: Moment, *, by_value: bool) -> str | None:
         """The path to a part that is another one `later`; None if there is none.

@@ -37,7 +37,15 @@ _OF_THE_PROCESS = frozenset(
 )
 """Modules of Python whose objects belong to the process: a logger leads to every other."""
 
+CODE = (
+    *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType),
+    *(staticmethod, classmethod, property, functools.partialmethod, types.GetSetDescriptorType),
+)
+"""Values of variables and class attributes that are code."""
+
 Part = tuple[str, Any]
+Variable = tuple[str, Mapping[str, Any], str]
+"""How a variable is called in a message, what holds it, and its name there."""
 
 
 def parts_of(value: Any, *, code: bool = True, classes: bool = True) -> Iterator[Part]:
@@ -168,6 +176,23 @@ def attributes_of_class(of: type) -> Iterator[Part]:
     for name, part in list(vars(of).items()):
         if name not in _OF_A_CLASS and not isinstance(part, types.MemberDescriptorType):
             yield name, part
+
+
+def variables_of_class(kind: type) -> Iterator[Variable]:
+    """The attributes of a user's class that are no code, and the global variables that its methods name."""
+    for name, value in attributes_of_class(kind):
+        if isinstance(value, types.FunctionType):
+            yield from variables_of_function(value)
+        elif not isinstance(value, CODE):
+            yield f"the class attribute {kind.__qualname__}.{name}", vars(kind), name
+
+
+def variables_of_function(function: types.FunctionType) -> Iterator[Variable]:
+    """The global variables that are no code and that a user's function names."""
+    variables = function.__globals__
+    for name in sorted(names_in(function.__code__)):
+        if name in variables and not is_foreign(function) and not isinstance(variables[name], CODE):
+            yield f"the global variable {name}", variables, name
 
 
 def walk(

@@ -6,7 +6,6 @@ what containers, attributes and variables hold, by identity and in C, and tensor
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 import types
@@ -18,13 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from ampopt.ir.moments import mark_of
-from ampopt.ir.parts import ATOMS, attributes_of_class, contents_of, is_foreign, names_in, slots_of, walk
-
-_CODE = (
-    *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType),
-    *(staticmethod, classmethod, property, functools.partialmethod, types.GetSetDescriptorType),
+from ampopt.ir.parts import (
+    ATOMS,
+    CODE,
+    Variable,
+    contents_of,
+    is_foreign,
+    slots_of,
+    variables_of_class,
+    variables_of_function,
+    walk,
 )
-"""Values of variables and class attributes that are code: a program is not asked to see that replaced."""
 
 _CALLED = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 """The containers of a module that its calls read."""
@@ -99,13 +102,13 @@ class Watch:
         if isinstance(value, types.FunctionType):
             self._cells += value.__closure__ or ()
             self._mappings += [vars(value)] if vars(value) else []
-            return [] if is_foreign(value) else self._of_code(value)
+            return self._variables_of(variables_of_function(value))
         if isinstance(value, dict):
             self._mappings.append(value)
             self._dicts.append(value)
         elif isinstance(value, (list, deque)):
             self._listed.append(value)
-        elif not isinstance(value, (tuple, *_CODE)):
+        elif not isinstance(value, (tuple, *CODE)):
             mark = mark_of(value)
             self._odd += [(value, mark)] if mark is not None else []
             self._mappings += [vars(value)] if isinstance(getattr(value, "__dict__", None), dict) else []
@@ -114,28 +117,14 @@ class Watch:
         return []
 
     def _of_class(self, kind: type) -> list[Any]:
-        found = list[Any]()
-        for each in kind.__mro__:
-            if is_foreign(each) or id(each) in self._seen:
-                continue
-            self._seen.add(id(each))
-            for name, value in attributes_of_class(each):
-                if isinstance(value, types.FunctionType):
-                    found += self._of_code(value)
-                elif not isinstance(value, _CODE):
-                    found += self._variable(vars(each), name, value)
-        return found
+        new = [each for each in kind.__mro__ if not is_foreign(each) and id(each) not in self._seen]
+        self._seen.update(map(id, new))
+        return [value for each in new for value in self._variables_of(variables_of_class(each))]
 
-    def _of_code(self, function: types.FunctionType) -> list[Any]:
-        variables, found = function.__globals__, list[Any]()
-        for name in names_in(function.__code__):
-            if name in variables and not isinstance(variables[name], _CODE):
-                found += self._variable(variables, name, variables[name])
-        return found
-
-    def _variable(self, variables: Mapping[str, Any], name: str, value: Any) -> list[Any]:
-        self._variables.append((variables, name))
-        return [value]
+    def _variables_of(self, variables: Iterable[Variable]) -> list[Any]:
+        new = [(mapping, name) for _, mapping, name in variables]
+        self._variables += new
+        return [mapping[name] for mapping, name in new]
 
     def _lengths_now(self) -> list[int]:
         own = (attributes for _, attributes in self._attributes)

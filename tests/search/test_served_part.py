@@ -39,7 +39,7 @@ class Head(nn.Module):
         self.register_buffer("scale", torch.ones(4))
         self.night = False
         self.template, self.older = torch.ones(4), [torch.ones(4)]
-        self.gains, self.settings, self.box = [1.0, 1.0], {"gain": 1.0}, Box(1.0)
+        self.gains, self.settings, self.box = [1.0, 1.0], {"gain": 1.0}, Box(1.5)
         gain = 1.0
 
         def own(y: Tensor, more: float | None = None) -> Tensor:
@@ -87,7 +87,7 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "a list of tensors": lambda head: head.older.append(torch.full((4,), 7.0)),
     "a dict": lambda head: head.settings.update(gain=2.0),
     "a slot": lambda head: setattr(head.box, "value", 4.0),
-    "an attribute of its class": lambda head: setattr(head, "power", 0) or setattr(head.box, "value", 4.0),
+    "what hides an attribute of its class": lambda head: setattr(head, "power", 2),
     "a closure": lambda head: head.own(torch.ones(1), 6.0),
     "another submodule": lambda head: setattr(head, "inner", nn.Tanh()),
     "a layer": lambda head: head.inner.__setitem__(1, nn.Identity()),
@@ -164,6 +164,8 @@ def _written_again(head: Any) -> None:
 
 class Updating(nn.Module):
     """Keeps an average of its features where it is asked to, and a table for each size."""
+
+    average: Tensor
 
     def __init__(self) -> None:
         super().__init__()
