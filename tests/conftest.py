@@ -25,7 +25,7 @@ os.environ["AMPOPT_CACHE"] = ""
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from tests.engine_fixtures import all_kept, fast, model, quick, through_dynamo  # noqa: E402, F401
+from tests.engine_fixtures import all_kept, fast, few_samples, model, quick, through_dynamo  # noqa: E402, F401
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

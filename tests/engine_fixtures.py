@@ -33,19 +33,31 @@ def _few(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(search_plan, limit, math.inf)
 
 
+def _undecided(patch: pytest.MonkeyPatch) -> None:
+    """Let no lane be faster than another, and no result slower than the original."""
+    for name in ("optimizer", "last_comparison"):
+        patch.setattr(f"ampopt.search.{name}.gain", lambda before, after: Gain(1.0, 1.0, 1.0))
+
+
+@pytest.fixture
+def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three samples are enough where a test makes up what the clock says."""
+    _few(monkeypatch)
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three samples are enough where a test does not care which passes are kept."""
+    """Three samples are enough where a test does not care which passes are kept, or which lane answers."""
     _few(monkeypatch)
+    _undecided(monkeypatch)
 
 
 @contextlib.contextmanager
 def _all_kept() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         _few(patch)
+        _undecided(patch)
         patch.setattr("ampopt.search.trial_timer.gain", lambda before, after: KEEP)
-        for name in ("optimizer", "last_comparison"):
-            patch.setattr(f"ampopt.search.{name}.gain", lambda before, after: Gain(1.0, 1.0, 1.0))
         yield
 
 

@@ -13,7 +13,7 @@ from ampopt.measure.sampling import Measurement, gain
 from tests.support.lanes import Remembering, X, measure_as, small_model
 from tests.support.planted import optimize
 
-pytestmark = pytest.mark.usefixtures("quick")
+pytestmark = pytest.mark.usefixtures("few_samples")
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def model() -> nn.Module:
 
 
 @pytest.fixture
-def fp32_wins(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def fp32_wins(few_samples: None, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"best fp32": 1.0, "best amp": 2.0, "after": 1.0}
     measure_as(monkeypatch, lambda name: seconds.get(name, 4.0))
 

@@ -27,6 +27,7 @@ from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import Gain, Measurement
 from ampopt.measure.verify import Verifier
 from ampopt.passes import PIPELINE
+from ampopt.search import last_comparison
 from ampopt.search.lane_search import LaneSearch
 from ampopt.search.lane_state import LaneState
 from ampopt.search.pass_manager import PassManager
@@ -47,6 +48,7 @@ def keep_the_patched(monkeypatch: pytest.MonkeyPatch) -> None:
 def keep_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the last comparison find the optimized model half as fast, whatever the clock says."""
     _take(monkeypatch, 4.0)
+    monkeypatch.setattr(last_comparison, "gain", lambda before, after: Gain(0.5, 0.5, 0.5))
 
 
 def _take(monkeypatch: pytest.MonkeyPatch, after: float) -> None:
