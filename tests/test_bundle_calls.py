@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -123,3 +124,11 @@ def test_a_list_is_given_twice_only_where_the_model_does_not_ask(asks: bool, tmp
             loaded(X, given, given)
     else:
         assert torch.equal(loaded(X, given, given), model(X, given, given))
+
+
+@pytest.mark.parametrize("given", [np.ones((2, 3), np.float32), "image.png", None])
+def test_what_is_no_tensor_is_refused_with_what_it_takes(given: Any, tmp_path: Path) -> None:
+    module_of(nn.Linear(3, 2).eval(), torch.ones(2, 3)).save(tmp_path / "b", onnx=None)
+    loaded = ampopt.load(tmp_path / "b", backend="ampopt", device="cpu")
+    with pytest.raises(InputError, match=r"it takes float32\[2, 3\] on cpu, not (array|'image|None)"):
+        loaded(given)

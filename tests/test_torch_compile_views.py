@@ -1,4 +1,4 @@
-"""torch.compile(backend=ampopt's): inputs with gaps or overlaps in memory, graphs that turn gradients on."""
+"""torch.compile(backend=ampopt's): inputs with gaps or overlaps in memory, gradients, and errors."""
 
 from __future__ import annotations
 
@@ -91,3 +91,15 @@ def test_a_graph_without_gradients_to_turn_on_is_optimized(caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING, logger="ampopt"):
         torch.testing.assert_close(compiled(model)(x), model(x), rtol=1e-4, atol=1e-5)
     assert "runs as it was" not in caplog.text
+
+
+def test_what_float64_refuses_is_not_written_to_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = model.first(x)
+        return model.second(y.float())  # type: ignore[no-any-return]
+
+    model = Model(forward, first=nn.Conv2d(3, 4, 3), second=nn.Conv2d(4, 4, 3)).eval()
+    x = random(2, 3, 8, 8)
+    torch.testing.assert_close(compiled(model)(x), model(x), rtol=2e-2, atol=2e-2)
+    assert "Traceback" not in capfd.readouterr().err

@@ -111,6 +111,11 @@ def save_bundle(
     if captured.lifted is not None:
         _check_state(captured, captured.lifted)
     inputs = input_names_of(captured)
+    if not inputs:
+        raise ExportError(
+            f"{module.report.model} takes no tensors: a bundle holds a model that does, and export_onnx "
+            "writes this one"
+        )
     outputs = output_names_of(captured, inputs)
     stored = StoredSizes() if sized is None else stored_sizes(sized.sizes)
     held, steps = (captured, recipe.passes) if sized is None else (_with_sizes(sized), sized.program.recipe)

@@ -136,7 +136,7 @@ class LoadedModel(OfOneProcess):
                 if (mine.shape, mine.dtype, mine.device) != (theirs.shape, theirs.dtype, theirs.device):
                     return f"it takes {describe(mine)}, not {describe(theirs)}"
             elif type(mine) is not type(theirs) or mine != theirs:
-                return f"it takes {mine!r}, not {theirs!r}"
+                return f"it takes {_leaf(mine)}, not {_leaf(theirs)}"
         return self._why_outside(leaves)
 
     def _fitting(self, leaves: Sequence[Any]) -> list[Any]:
@@ -156,6 +156,10 @@ class LoadedModel(OfOneProcess):
         sizes = self.captured.program.sizes
         names = [entry["name"] for entry in self.manifest["inputs"]][: len(sizes)]
         return why_outside(sizes, names, [tensor.shape for tensor in tensors_of(leaves)]) if sizes else None
+
+
+def _leaf(value: object) -> str:
+    return describe(value) if isinstance(value, Tensor) else f"{value!r:.80}"
 
 
 def with_state(captured: Captured, count: int) -> Captured:

@@ -144,6 +144,13 @@ def export_onnx(
         raise ExportError(
             f"{type(original_of(original)).__name__} returns no tensors: there is nothing to export"
         )
+    borders = zip((*inputs, *outputs), (*captured.program.entry, *captured.program.exit), strict=True)
+    if parts := [name for name, border in borders if border.dtype.is_complex]:
+        raise ExportError(
+            f"{', '.join(parts)}: ONNX has no complex inputs or outputs: take and give real ones, of "
+            "torch.view_as_real, and let the model use torch.view_as_complex; a bundle without ONNX, of "
+            "save(…, onnx=None), may have them"
+        )
     if captured.lifted is not None and not captured.lifted.from_start:
         raise ExportError(
             f"the model makes a state in its {captured.lifted.named} in its first calls, which the graph of "

@@ -51,8 +51,10 @@ class _Graph(nn.Module):
         return self.get_buffer(f"weight_{place}")
 
     def forward(self, *inputs: Tensor) -> Any:
-        """The graph's results."""
-        return self.graph.forward(*self.all_inputs(inputs))  # a call would write errors, and raise them
+        """The graph's results. A call of the graph would write errors, and raise them; so does lazy code."""
+        if (make_code := getattr(self.graph, "real_recompile", None)) is not None:
+            make_code()
+        return self.graph.forward(*self.all_inputs(inputs))
 
     def all_inputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The graph's inputs, with the weights among them."""
