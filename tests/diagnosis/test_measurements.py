@@ -240,7 +240,7 @@ def test_eager_runs_as_its_user_runs_it_and_autocast_keeps_the_weights_that_it_h
 
         def forward(self, x: Tensor) -> Tensor:
             weight = self.linear.weight
-            seen.append((torch.is_autocast_cache_enabled(), weight.requires_grad, torch.is_grad_enabled()))
+            seen[:] = [(torch.is_autocast_cache_enabled(), weight.requires_grad, torch.is_grad_enabled())]
             return self.linear(self.linear(x))  # type: ignore[no-any-return]
 
     model = Twice().eval()

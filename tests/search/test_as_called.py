@@ -26,7 +26,7 @@ CPU, AMP = torch.device("cpu"), LANES["amp"]["cpu"]
 
 
 @pytest.fixture
-def amp_wins(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def amp_wins(few_samples: None, monkeypatch: pytest.MonkeyPatch) -> None:
     measure_as(monkeypatch, lambda name: {"best amp": 1.0, "after": 1.0}.get(name, 4.0))
 
 
