@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import re
 import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from ampopt.ir.model_copy import same_tensor
-from ampopt.ir.moments import mark_of
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.parts import parts_of
 
@@ -101,7 +101,7 @@ def _differing(a: Any, b: Any, path: str, seen: set[tuple[int, int]], depth: int
     if isinstance(a, torch.Generator):
         return _differing(a.get_state(), b.get_state(), path, seen, depth + 1)
     if isinstance(a, (set, frozenset)):
-        return None if sorted(map(repr, a)) == sorted(map(repr, b)) else path
+        return None if sorted(map(_printed, a)) == sorted(map(_printed, b)) else path
     parts: list[tuple[str, Any, Any]]
     if isinstance(a, Mapping):
         if [*map(repr, a)] != [*map(repr, b)]:
@@ -148,11 +148,11 @@ def _printed(thing: Any) -> str:
     return "" if hex(id(thing))[2:] in text.lower() else text  # nothing but its address
 
 
-_MARKED = (
+_TAKEN_APART = (
     *(set, frozenset, Iterator, np.ndarray, random.Random, torch.Generator),
     *(np.random.Generator, np.random.RandomState),
 )
-"""What has no parts, and tells itself whether it has changed, unless it is a generator function's."""
+"""What has no parts of its own, but can be taken apart."""
 
 SAME = 1e-3
 """Relative error up to which hidden tensors count as the same: they may be results."""
@@ -171,13 +171,13 @@ class _Hidden:
             return None
         if type(a) is not type(b):
             return path if inside else None
-        if isinstance(a, (*_ATOMS, *_MARKED, Tensor)):
+        if isinstance(a, (*_ATOMS, *_TAKEN_APART, Tensor)):
             return path if inside and not _is_same(a, b) else None
         self._seen.add((id(a), id(b)))
         if isinstance(a, nn.Module) and id(a) in self._registered and depth:
             return None
         inside = inside or isinstance(a, (types.FunctionType, nn.Module))
-        mine, yours = (dict(parts_of(each, code=False, classes=False)) for each in (a, b))
+        mine, yours = (dict(_steps(each)) for each in (a, b))
         if inside and mine.keys() != yours.keys():
             return path
         for step in mine.keys() & yours.keys():
@@ -192,8 +192,10 @@ def _is_same(a: Any, b: Any) -> bool:
         if a.is_floating_point() and a.shape == b.shape and a.dtype == b.dtype:
             return relative_error(a, b) <= SAME
         return same_tensor(a, b)
-    if isinstance(a, (set, frozenset)):
-        return sorted(map(repr, a)) == sorted(map(repr, b))
-    if isinstance(a, _MARKED):
-        return isinstance(a, types.GeneratorType) or bool(mark_of(a) == mark_of(b))
-    return repr(a) == repr(b)
+    return _differing(a, b, "", set(), 0) is None
+
+
+def _steps(value: Any) -> Iterator[tuple[str, Any]]:
+    """The parts of a value, whose steps name no address: that of a copy is another."""
+    for step, part in parts_of(value, code=False, classes=False):
+        yield re.sub(r" at 0x[0-9a-f]+", "", step), part

@@ -16,12 +16,20 @@ from ampopt.ir.aliases import Layout, layout_of
 from ampopt.ir.capture import Captured, capture
 from ampopt.ir.model_copy import private_copy, untouched_rng, working_copy
 from ampopt.ir.settings import Settings
-from ampopt.ir.signature import CallKey, call_key, exactly_copied, flatten_call, flatten_outputs, map_tensors
+from ampopt.ir.signature import (
+    CallKey,
+    call_key,
+    exactly_copied,
+    flatten_call,
+    flatten_outputs,
+    map_tensors,
+    tensors_of,
+)
 from ampopt.search.optimizer import Optimizer
 from ampopt.search.options import Options
 from ampopt.search.part_calls import Call, PartCalls, calls_of_parts
 from ampopt.search.rehearsal import Sandbox
-from ampopt.search.served_part import bases_of
+from ampopt.search.served_part import weights_of
 from ampopt.search.trials import Progress
 from ampopt.system.interrupts import interruptible
 
@@ -117,7 +125,7 @@ def _layouts(original: nn.Module, calls: list[Call], device: torch.device) -> di
         leaves, spec = flatten_call(args, kwargs)
         with torch.no_grad(), untouched_rng(device), Settings().scope(device):
             outputs = flatten_outputs(model(*args, **kwargs))[0]
-        found[call_key(leaves, spec)] = layout_of(bases_of(model, leaves), outputs)
+        found[call_key(leaves, spec)] = layout_of([*tensors_of(leaves), *weights_of(model)], outputs)
     return {} if all(layout.is_plain for layout in found.values()) else found
 
 

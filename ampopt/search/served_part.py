@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import PassedOnError
@@ -34,6 +34,7 @@ class ServedPart:
         self._optimized, self._own, self._has_changed = optimized, module.forward, False
         self._module, self._layouts = module, optimized.layouts or {}
         self._watch: Watch | None = None
+        self._weights = list[Tensor]()
         self._entrance = self.__call__
 
     def install(self) -> None:
@@ -42,6 +43,7 @@ class ServedPart:
 
     def begin(self) -> None:
         """Look at what the submodule reaches: from now on it has to stay as it is."""
+        self._weights = weights_of(self._module)
         own = [vars(self._module)[name] for name in _OWN_HOOKS]
         self._watch = Watch(
             self._module, lambda part: part is self._entrance or any(part is each for each in own)
@@ -79,12 +81,12 @@ class ServedPart:
             raise PassedOnError(reason)
         outputs, whole = flatten_outputs(result)
         own = [outputs[place] for place in layout.own]
-        return whole.restore(layout.laid_out(own, bases_of(self._module, leaves)))
+        return whole.restore(layout.laid_out(own, [*tensors_of(leaves), *self._weights]))
 
 
-def bases_of(module: nn.Module, leaves: list[Any]) -> list[Any]:
-    """The tensors of which results of a call of a module may be views: its inputs, weights and buffers."""
-    return [*tensors_of(leaves), *module.parameters(), *module.buffers()]
+def weights_of(module: nn.Module) -> list[Tensor]:
+    """The tensors besides its inputs of which the results of a module may be views."""
+    return [*module.parameters(), *module.buffers()]
 
 
 keep_from_dynamo(ServedPart.__call__)

@@ -161,3 +161,18 @@ def test_what_the_first_call_makes_is_no_state() -> None:
     with contextlib.ExitStack() as stack:
         stack.callback(COUNTS.pop, "table")
         assert reason_of(Counting(tick)) is None
+
+
+def test_what_has_another_address_in_a_copy_is_no_state() -> None:
+    class Thing:
+        """An object that is printed with its address."""
+
+    things, keyed, numbers = {Thing(), 1}, {Thing(): 1, len: 2}, iter([Thing(), Thing()])
+
+    def tick(model: Any) -> int:
+        assert things
+        assert keyed
+        assert numbers is not None
+        return 0
+
+    assert reason_of(Counting(tick)) is None
