@@ -17,6 +17,7 @@ from ampopt.ir.arguments import flag, progress_flag, refuse_more
 from ampopt.ir.capture import capture
 from ampopt.ir.lane_io import LaneIO, original_of
 from ampopt.ir.model_copy import device_of
+from ampopt.ir.outside import keeps_variables
 from ampopt.ir.signature import flatten_call
 from ampopt.ir.size_ranges import Asked
 from ampopt.measure.fault_check import Faults
@@ -55,6 +56,7 @@ WORTH_A_STAGE_S = 20.0
 @optimizing.taken()
 @watched()
 @process_kept()
+@keeps_variables
 def optimize(
     model: nn.Module,
     example_inputs: Any = None,

@@ -14,6 +14,7 @@ from ampopt.ir.arguments import progress_flag, refuse_more
 from ampopt.ir.capture import Captured, capture
 from ampopt.ir.lanes import lanes_for
 from ampopt.ir.model_copy import device_of
+from ampopt.ir.outside import keeps_variables
 from ampopt.ir.signature import describe, flatten_call
 from ampopt.ir.transform import Pass
 from ampopt.measure.compared import ComparedPass, Comparison
@@ -53,6 +54,7 @@ MEASURING = 0.25
 @optimizing.taken()
 @watched()
 @process_kept()
+@keeps_variables
 def compare(
     model: nn.Module,
     example_inputs: Any = None,

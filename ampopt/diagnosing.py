@@ -31,6 +31,7 @@ from ampopt.errors import InputError
 from ampopt.ir.arguments import as_call, as_module, number, one_of, progress_flag, refuse_more
 from ampopt.ir.lanes import FP32, LANES, lanes_for
 from ampopt.ir.model_copy import exact_copy, untouched_rng
+from ampopt.ir.outside import keeps_variables
 from ampopt.ir.signature import describe, flatten_call, tensors_of
 from ampopt.measure.headline import load_now
 from ampopt.search.example_call import mode_note, prepare_call, target_of
@@ -56,6 +57,7 @@ SWEEPING = 0.5
 @watched()
 @process_kept()
 @imports_kept()
+@keeps_variables
 def diagnose(
     model: nn.Module,
     example_inputs: Any = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from ampopt.errors import CaptureError
 from ampopt.ir.lifted_state import Attribute, attributes, kind_of, memory_of, value_at
 from ampopt.ir.model_copy import same_tensor, seed_all, untouched_rng, working_copy
 from ampopt.ir.model_differences import differences
-from ampopt.ir.numerics import fresh_draw
+from ampopt.ir.numerics import fresh_draw, least_error, relative_error
 from ampopt.ir.signature import copied, flatten_call, flatten_outputs, map_tensors
 
 MOST_FIRST_CALLS = 32
@@ -148,3 +149,17 @@ def _form(model: nn.Module, place: Attribute) -> tuple[Any, Any]:
 
 def _structures(forms: Mapping[Attribute, tuple[Any, Any]]) -> dict[Attribute, Any]:
     return {place: structure for place, (structure, _) in forms.items()}
+
+
+def apart(first: Sequence[Any], second: Sequence[Any]) -> float:
+    """How far two answers are apart, in units of what one rounding may do to an output.
+
+    An answer is a model's output tensors, and last whatever else is in its result.
+    """
+    if len(first) != len(second) or repr(first[-1]) != repr(second[-1]):
+        return math.inf
+    worst = 0.0
+    for a, b in zip(first[:-1], second[:-1], strict=True):
+        floor = max(least_error(a.dtype), least_error(torch.float32))
+        worst = max(worst, relative_error(b, a) / floor)
+    return worst

@@ -30,6 +30,7 @@ from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.ir.model_state import Behaviour, behaviour_of
 from ampopt.ir.normal_form import is_normal, normal_form, why_not_normal
 from ampopt.ir.obstacles import obstacle
+from ampopt.ir.outside import variables_kept
 from ampopt.ir.place_in_code import place_in_code
 from ampopt.ir.program import Border, Program
 from ampopt.ir.scripted import export_script, scripted_submodules, with_frozen_scripts
@@ -116,14 +117,15 @@ def capture(
     leaves, spec = flatten_call(args, kwargs)
     kind = type(model).__name__
     try:
-        with capturing(), plain_world(device), untouched_rng(device):
+        with capturing(), plain_world(device), untouched_rng(device), variables_kept(model):
             if not is_normal(leaves, spec) and (reason := why_not_normal(model, args, kwargs, device)):
                 raise CaptureError(f"{kind} is more than its graph: {reason}")
             leaves, spec = normal_form(leaves, spec)
             positional, named = pytree.tree_unflatten(leaves, spec)
             behaviour = behaviour_of(model, positional, named, device, also)
-            _check_behaviour(model, behaviour, lift_state=lift_state)  # an export may leave fakes in a global
+            _check_behaviour(model, behaviour, lift_state=lift_state)
             state = behaviour.state
+            result = working_copy(model if state is None else state.model)(*positional, **named)
             exported = _export(working_copy(model), positional, named, state)
             _check_assertions(kind, exported)
     except CaptureError:
@@ -136,7 +138,6 @@ def capture(
     try:
         with capturing(), plain_world(device), untouched_rng(device):
             graph = lower(exported, () if state is None else state.identifiers)
-            result = working_copy(model if state is None else state.model)(*positional, **named)
     except CaptureError:
         raise
     except Exception as error:

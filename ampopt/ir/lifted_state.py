@@ -12,6 +12,7 @@ import functools
 import inspect
 import itertools
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from torch.utils import _pytree as pytree
 from ampopt.errors import CaptureError
 from ampopt.ir.lane_io import original_of
 from ampopt.ir.model_differences import Place, differences
+from ampopt.ir.moments import in_words
+from ampopt.ir.parts import parts_of, walk
 from ampopt.ir.signature import OutputLayout, flatten_outputs
 
 _ABSENT = object()
@@ -211,9 +214,35 @@ class LiftedState:
                 return lifted[place.module, place.attribute].name + place.rest, str(other)
         return None
 
+    def shared_container(self, model: nn.Module) -> tuple[str, str] | None:
+        """Two ways to a list or dict with tensors of the state; None: there is one to each.
+
+        A call would put what it makes of a state into one of two containers, see `Slot.write`.
+        """
+        model = original_of(model)
+        values = (value_at(model, slot.module, slot.attribute) for slot in self.slots)
+        own = {id(container) for value in values for container in _containers(value)}
+        ways = dict[int, str]()
+        for path, holder in walk(model, classes=False) if own else ():
+            for step, part in parts_of(holder, classes=False):
+                if id(part) not in own:
+                    continue
+                if (first := ways.setdefault(id(part), path + step)) != path + step:
+                    return in_words(first), in_words(path + step)
+        return None
+
     def is_like(self, other: LiftedState) -> bool:
         """Whether two states are one, so that a call of one kind goes on where one of the other ended."""
         return self.slots == other.slots and self.fits(other.model) and other.fits(self.model)
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    """The lists, deques and dicts that a value is made of."""
+    if isinstance(value, (list, tuple, deque, dict)):
+        if not isinstance(value, tuple):
+            yield value
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _containers(part)
 
 
 def memory_of(model: nn.Module) -> Iterator[tuple[Place, Tensor]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,14 @@ from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampopt.ir.calls_of_copies import Calls, after_first_calls, check_unchanged, read_first, rewritten
+from ampopt.ir.calls_of_copies import (
+    Calls,
+    after_first_calls,
+    apart,
+    check_unchanged,
+    read_first,
+    rewritten,
+)
 from ampopt.ir.hidden_state import Outside, why_hidden
 from ampopt.ir.lanes import FP32
 from ampopt.ir.lifted_state import (
@@ -32,7 +38,7 @@ from ampopt.ir.lifted_state import (
 )
 from ampopt.ir.model_copy import device_of, exact_copy, private_copy, same_tensor, working_copy
 from ampopt.ir.model_differences import Place, differences
-from ampopt.ir.numerics import least_error, relative_error, rounded_anew
+from ampopt.ir.numerics import relative_error, rounded_anew
 from ampopt.ir.obstacles import HigherOrderError
 
 ROUNDINGS = 3
@@ -110,6 +116,10 @@ def _examined(
     found.update(differences(model, one))
     found.update(Place(*attribute) for attribute in written - attributes(found))
     outside = Outside(model)  # what first calls set, and later ones leave, is no state
+
+    def again(copied: nn.Module) -> list[Any]:
+        return calls.answer(copied, calls.leaves, 8)
+
     pairs = [(first, calls.answer(other, calls.leaves, 3))]
     if found:
         calls.answer(third, calls.others, 4)
@@ -121,7 +131,7 @@ def _examined(
         ]
         later = {*differences(model, one), *differences(model, other)}
         if attributes(later) <= attributes(found):
-            if hidden := why_hidden(one, other, ignored, outside):
+            if hidden := why_hidden(one, other, ignored, outside, again):
                 return Behaviour(hidden)
             reason = _why_apart(model, calls, pairs, _without(found, ignored), noted.operator)
             return Behaviour(reason or _why_other([first, *elsewhere]), None, ignored)
@@ -143,10 +153,12 @@ def _examined(
             )
         slots.append(slot)
     state = LiftedState(tuple(slots), model, succession.held[-1], ignored, from_start=not began)
+    if ways := next(filter(None, map(state.shared_container, (model, succession.held[-1]))), None):
+        return Behaviour(f"it keeps a state in a container that is both its {ways[0]} and its {ways[1]}")
     pairs, writes = succession.repeated(state, calls)
     reason = _why_apart(model, calls, pairs, _without(found, ignored), noted.operator)
     reason = reason or _why_other([first, *elsewhere, *succession.answers])
-    reason = reason or why_hidden(succession.held[2], other, ignored, outside)
+    reason = reason or why_hidden(succession.held[2], other, ignored, outside, again)
     shared = _why_shared(state, succession.held if reason is None else [model, *succession.held])
     if reason is not None or (shared is not None and writes):
         return Behaviour(shared or reason)
@@ -319,20 +331,6 @@ class _Noting(TorchDispatchMode):
             self.operator = str(func)
         self.makes_nested |= func in _FROM_MASKS
         return func(*args, **(kwargs or {}))
-
-
-def apart(first: Sequence[Any], second: Sequence[Any]) -> float:
-    """How far two answers are apart, in units of what one rounding may do to an output.
-
-    An answer is a model's output tensors, and last whatever else is in its result.
-    """
-    if len(first) != len(second) or repr(first[-1]) != repr(second[-1]):
-        return math.inf
-    worst = 0.0
-    for a, b in zip(first[:-1], second[:-1], strict=True):
-        floor = max(least_error(a.dtype), least_error(torch.float32))
-        worst = max(worst, relative_error(b, a) / floor)
-    return worst
 
 
 def moved_by_rounding(

@@ -35,18 +35,18 @@ class Moment:
         """
         for path in self._parts.keys() | later._parts.keys():
             if path not in self._parts or path not in later._parts:
-                return _told(path)
+                return in_words(path)
             (before, mark), (now, mark_now) = self._parts[path], later._parts[path]
             if isinstance(before, Tensor) and isinstance(now, Tensor) and before is not now:
                 if not by_value or mark_of(before) != mark or not same_tensor(before, now):
-                    return _told(path)
+                    return in_words(path)
             elif type(before) is not type(now) or mark != mark_now:
-                return _told(path)
+                return in_words(path)
         return None
 
 
-def _told(path: str) -> str:
-    """`._modules['head'].feat` as `head.feat`."""
+def in_words(path: str) -> str:
+    """A path in words: `._modules['head'].feat` as `head.feat`."""
     return re.sub(r"\._(?:modules|buffers|parameters)\['(\w+)'\]", r".\1", path).removeprefix(".")
 
 

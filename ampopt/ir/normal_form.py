@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ampopt.ir.calls_of_copies import apart
 from ampopt.ir.lifted_state import attributes, memory_of
 from ampopt.ir.model_copy import seed_all, untouched_rng, working_copy
 from ampopt.ir.model_differences import differences
-from ampopt.ir.model_state import IN_SUCCESSION, apart, moved_by_rounding
+from ampopt.ir.model_state import IN_SUCCESSION, moved_by_rounding
 from ampopt.ir.numerics import fresh_draw
 from ampopt.ir.signature import (
     copied,

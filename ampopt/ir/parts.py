@@ -188,11 +188,33 @@ def variables_of_class(kind: type) -> Iterator[Variable]:
 
 
 def variables_of_function(function: types.FunctionType) -> Iterator[Variable]:
-    """The global variables that are no code and that a user's function names."""
+    """The global variables that are no code and that a user's function names, also those of other modules."""
     variables = function.__globals__
+    if is_foreign(function):
+        return
     for name in sorted(names_in(function.__code__)):
-        if name in variables and not is_foreign(function) and not isinstance(variables[name], CODE):
+        value = variables.get(name)
+        if isinstance(value, types.ModuleType) and _root_of(value) not in _FOREIGN:
+            named = sorted(attributes_in(function.__code__) & vars(value).keys())
+            yield from (
+                (f"the global variable {name}.{own}", vars(value), own)
+                for own in named
+                if not isinstance(vars(value)[own], CODE)
+            )
+        elif name in variables and not isinstance(value, CODE):
             yield f"the global variable {name}", variables, name
+
+
+def _root_of(module: types.ModuleType) -> str:
+    return module.__name__.partition(".")[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def attributes_in(code: types.CodeType) -> frozenset[str]:
+    """The names of attributes that code, and the functions inside it, reads or sets."""
+    own = (each.argval for each in dis.get_instructions(code) if each.opname.endswith(("_ATTR", "_METHOD")))
+    inner = [attributes_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return frozenset(own).union(*inner)
 
 
 def walk(

@@ -1,0 +1,169 @@
+"""Class attributes and global variables that calls write to are put back, with all that they hold."""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ampopt
+from ampopt.ir.outside import variables_kept
+
+X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+HELD: Any = None
+
+
+class Kept:
+    """A class whose attribute a method of the model names."""
+
+    held = torch.zeros(1, 3, 8, 8)
+
+
+class Frozen:
+    """An object with slots alone."""
+
+    __slots__ = ("held",)
+
+    def __init__(self) -> None:
+        self.held = 1
+
+
+class Writing(nn.Module):
+    """Calls a function of its own."""
+
+    def __init__(self, write: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.conv, self.write = nn.Conv2d(3, 3, 3, padding=1), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A convolution, after the write."""
+        self.write(x)
+        y: Tensor = self.conv(x)
+        return y
+
+
+def _replace(x: Tensor) -> None:
+    global HELD
+    HELD = x
+
+
+def _write(x: Tensor) -> None:
+    HELD[...] = 1
+
+
+def _append(x: Tensor) -> None:
+    HELD.append(x)
+
+
+def _add(x: Tensor) -> None:
+    HELD.add(3)
+
+
+def _set_item(x: Tensor) -> None:
+    HELD["new"] = HELD["old"] = x
+
+
+def _nested(x: Tensor) -> None:
+    HELD[0]["old"].append(x)
+
+
+def _set_attribute(x: Tensor) -> None:
+    HELD.held = x
+
+
+def _draw(x: Tensor) -> None:
+    HELD.random()
+
+
+CASES: dict[str, tuple[Callable[[], Any], Callable[[Tensor], None], Callable[[Any], Any]]] = {
+    "replaced": (lambda: 5, _replace, lambda held: held),
+    "tensor": (lambda: torch.zeros(3), _write, lambda held: held.tolist()),
+    "array": (lambda: np.zeros(3), _write, lambda held: held.tolist()),
+    "list": (lambda: [1], _append, repr),
+    "deque": (lambda: collections.deque([1], maxlen=1), _append, lambda held: repr([*held])),
+    "set": (lambda: {1}, _add, repr),
+    "dict": (lambda: {"old": 1}, _set_item, repr),
+    "ordered dict": (lambda: collections.OrderedDict(old=1), _set_item, lambda held: repr([*held.items()])),
+    "nested": (lambda: [{"old": [1]}], _nested, repr),
+    "object": (lambda: nn.Module(), _set_attribute, lambda held: "held" in vars(held)),
+    "slots": (Frozen, _set_attribute, lambda held: repr(held.held)),
+    "generator": (lambda: random.Random(0), _draw, lambda held: held.getstate()),
+}
+
+
+@pytest.fixture
+def held(request: pytest.FixtureRequest) -> Iterator[None]:
+    global HELD
+    yield
+    HELD = None
+
+
+@pytest.mark.usefixtures("held")
+@pytest.mark.parametrize("kind", CASES)
+def test_what_a_global_variable_holds_is_put_back(kind: str) -> None:
+    global HELD
+    make, write, look = CASES[kind]
+    HELD = held = make()
+    before = look(make())
+    with variables_kept(model := Writing(write)):
+        model(X)
+        changed = HELD is not held or look(HELD) != before
+    assert changed
+    assert HELD is held
+    assert look(HELD) == before
+
+
+@pytest.mark.usefixtures("held")
+def test_code_that_a_library_registers_stays() -> None:
+    global HELD
+    HELD = {"relu": nn.ReLU}
+
+    def write(x: Tensor) -> None:
+        HELD["gelu"] = nn.GELU
+        HELD["calls"] = 1
+
+    with variables_kept(model := Writing(write)):
+        model(X)
+    assert {"relu": nn.ReLU, "gelu": nn.GELU} == HELD
+
+
+@pytest.mark.usefixtures("held")
+def test_a_write_is_put_back_where_a_call_fails() -> None:
+    global HELD
+    HELD = [1]
+
+    def write(x: Tensor) -> None:
+        HELD.append(2)
+        raise RuntimeError("the sensor is gone")
+
+    with pytest.raises(RuntimeError, match="the sensor is gone"), variables_kept(model := Writing(write)):
+        model(X)
+    assert HELD == [1]
+
+
+def _of_a_class(x: Tensor) -> None:
+    Kept.held = Kept.held * 0.5 + x
+
+
+def _of_a_class_by_equals(x: Tensor) -> None:
+    Kept.held = torch.where(x.sum() == 7e6, x, Kept.held)
+
+
+@pytest.mark.parametrize("write", [_of_a_class, _of_a_class_by_equals])
+@pytest.mark.parametrize("work", [ampopt.optimize, ampopt.diagnose])
+def test_a_class_attribute_is_what_it_was_afterwards(
+    work: Callable[..., object], write: Callable[[Tensor], None]
+) -> None:
+    before = Kept.held
+    work(Writing(write).eval(), X, budget_s=5, progress=False)
+    assert Kept.held is before
+    assert type(before) is Tensor
+    assert before.dtype is torch.float32
+    assert not before.any()
