@@ -1,18 +1,31 @@
-"""What PyTorch would lose when it makes an exported graph functional: names of one tensor, and idle casts."""
+"""What PyTorch loses when it makes a graph functional: names of one tensor, idle casts; and idle writes."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, fx
 from torch.export import ExportedProgram
 
 from ampopt.ir.aliasing import never_written
-from ampopt.ir.graph import arguments, aten
+from ampopt.ir.graph import arguments, aten, calls, replace
 
 _DROPOUTS = (
     *(aten.dropout.default, aten.feature_dropout.default),
     *(aten.alpha_dropout.default, aten.feature_alpha_dropout.default),
 )
 """Dropouts of an argument `train`; the inference of each returns the tensor itself."""
+
+
+_IN_PLACE = (
+    *(aten.dropout_.default, aten.feature_dropout_.default),
+    *(aten.alpha_dropout_.default, aten.feature_alpha_dropout_.default),
+)
+
+
+def drop_idle_writes(module: fx.GraphModule) -> None:
+    """Let what reads an in-place dropout of inference read its argument: nothing is written to that."""
+    for node in calls(module, _IN_PLACE):
+        if arguments(node)["train"] is False:
+            replace(node, node.args[0])  # type: ignore[arg-type]
 
 
 def drop_idle_dropouts(exported: ExportedProgram) -> None:

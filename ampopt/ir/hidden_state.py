@@ -19,7 +19,7 @@ from ampopt.ir.model_copy import working_copy
 from ampopt.ir.model_differences import differences, hidden_difference
 from ampopt.ir.moments import Moment, in_words
 from ampopt.ir.numerics import is_rounded
-from ampopt.ir.outside import code_of, variables_kept, variables_of
+from ampopt.ir.outside import Code, variables_kept
 from ampopt.ir.parts import walk
 from ampopt.system.interrupts import check_interrupted
 
@@ -34,8 +34,8 @@ class Outside:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._functions, kinds = code_of(model)
-        self._variables = variables_of(self._functions, kinds)
+        code = Code(model)
+        self._functions, self._variables = code.functions, code.variables()
         self._before = self._now()
 
     def change(self) -> str | None:
@@ -89,6 +89,8 @@ def _read_and_rewritten(
     What decides whether the numbers change may be in no example. A call reads it if it answers otherwise, or
     fails, where the tensor holds other numbers before it.
     """
+    if not _hidden_tensors(model, outside):
+        return None
     called = working_copy(model)
     before = _hidden_tensors(called, outside)
     versions = {place: _version(tensor) for place, tensor in before.items()}

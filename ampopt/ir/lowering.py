@@ -22,7 +22,7 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Tenso
 
 from ampopt.errors import CaptureError, first_line
 from ampopt.ir.aliasing import is_returned, overlapping_write, sharing, write_between_gaps
-from ampopt.ir.functional_losses import drop_idle_dropouts, keep_casts
+from ampopt.ir.functional_losses import drop_idle_dropouts, drop_idle_writes, keep_casts
 from ampopt.ir.graph import (
     arguments,
     aten,
@@ -314,6 +314,7 @@ def lower(exported: ExportedProgram, states: Sequence[str] = ()) -> fx.GraphModu
 def _lower(exported: ExportedProgram, states: Sequence[str]) -> fx.GraphModule:
     note_exported(exported.graph_module)
     module = _lift_weights(exported, states)
+    drop_idle_writes(module)
     if not _rename_in_place(module):
         if (node := overlapping_write(module.graph.nodes)) is not None:
             raise CaptureError(

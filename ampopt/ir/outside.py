@@ -6,11 +6,11 @@ have no numbers.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
 import random
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import FunctionType
@@ -24,11 +24,11 @@ from ampopt.ir.parts import (
     ATOMS,
     CODE,
     Variable,
+    attributes_in,
     attributes_of_class,
     contents_of,
     is_foreign,
     slots_of,
-    variables_of_class,
     variables_of_function,
     walk,
 )
@@ -38,34 +38,73 @@ _ABSENT = object()
 Undo = Callable[[], object]
 
 
-def code_of(model: nn.Module) -> tuple[list[FunctionType], list[type]]:
-    """A user's functions that calls of the model may run, and the classes that they name or that it is of."""
-    functions, kinds, seen = dict[FunctionType, None](), dict[type, None](), set[int]()
+class Code:
+    """What calls of a model may run, as far as names tell: a user's functions, and his classes' methods.
 
-    def is_seen(value: Any) -> bool:
-        return id(value) in seen
+    A method belongs to it if code that belongs to it names such an attribute, and so does a class attribute.
+    """
 
-    roots: list[Any] = [model]
-    while roots:
-        for _, each in walk(roots.pop(), classes=False, leave_out=is_seen):
-            if isinstance(each, (Tensor, *ATOMS)):
-                continue
-            seen.add(id(each))
-            if isinstance(each, FunctionType):
-                functions[each] = None
-                continue
-            named = each if isinstance(each, type) else type(each)
-            new = [kind for kind in named.__mro__ if kind not in kinds and not is_foreign(kind)]
-            kinds.update(dict.fromkeys(new))
-            methods = (part for kind in new for _, part in attributes_of_class(kind))
-            roots += [method for method in methods if isinstance(method, FunctionType)]
-    return [function for function in functions if not is_foreign(function)], list(kinds)
+    def __init__(self, model: nn.Module) -> None:
+        self._functions, self._kinds = dict[FunctionType, None](), dict[type, None]()
+        self._seen, self._names = set[int](), {"forward"}
+        self._unnamed = collections.defaultdict[str, list[Any]](list)
+        waiting: list[Any] = [model]
+        while waiting:
+            for _, value in walk(waiting.pop(), classes=False, leave_out=self._is_seen):
+                waiting += self._note(value)
+
+    @property
+    def functions(self) -> list[FunctionType]:
+        """The functions, methods among them."""
+        return [*self._functions]
+
+    def class_attributes(self) -> Iterator[tuple[str, type, str]]:
+        """The class attributes that are no code: what to call each in a message, its class, and its name."""
+        for kind in self._kinds:
+            for name, value in attributes_of_class(kind):
+                if name in self._names and not isinstance(value, CODE):
+                    yield f"the class attribute {kind.__qualname__}.{name}", kind, name
+
+    def variables(self) -> dict[str, Variable]:
+        """Those and the global variables that are no code, by what to call them in a message."""
+        named = itertools.chain.from_iterable(map(variables_of_function, self._functions))
+        own = ((label, vars(kind), name) for label, kind, name in self.class_attributes())
+        return {variable[0]: variable for variable in (*named, *own)}
+
+    def _is_seen(self, value: Any) -> bool:
+        return id(value) in self._seen
+
+    def _note(self, value: Any) -> list[Any]:
+        """Remember a value that the model's code reaches; returns what it reaches by it."""
+        if isinstance(value, (Tensor, *ATOMS)):
+            return []
+        self._seen.add(id(value))
+        if isinstance(value, FunctionType):
+            if is_foreign(value):
+                return []
+            self._functions[value] = None
+            new = attributes_in(value.__code__) - self._names
+            self._names |= new
+            return [method for name in new for method in self._unnamed.pop(name, ())]
+        kinds = (value if isinstance(value, type) else type(value)).__mro__
+        is_made = isinstance(value, type) and not issubclass(value, nn.Module)
+        not_of_calls = _NOT_OF_CALLS - {"__init__", "__new__"} if is_made else _NOT_OF_CALLS
+        found: list[Any] = []
+        for kind in [kind for kind in kinds if kind not in self._kinds and not is_foreign(kind)]:
+            self._kinds[kind] = None
+            for name, method in attributes_of_class(kind):
+                if isinstance(method, CODE):
+                    is_run = name in self._names or (name.startswith("__") and name not in not_of_calls)
+                    (found if is_run else self._unnamed[name]).append(method)
+        return found
 
 
-def variables_of(functions: list[FunctionType], kinds: list[type]) -> dict[str, Variable]:
-    """The variables of a model's code that are no code themselves, by what to call them in a message."""
-    named = [*map(variables_of_function, functions), *map(variables_of_class, kinds)]
-    return {variable[0]: variable for variable in itertools.chain.from_iterable(named)}
+_NOT_OF_CALLS = frozenset(
+    {"__init__", "__new__", "__init_subclass__", "__class_getitem__", "__repr__", "__str__", "__del__"}
+    | {"__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__"}
+    | {"__dir__", "__sizeof__", "__subclasshook__"}
+)
+"""Methods that Python calls elsewhere than in a forward, which may make objects of a class that it names."""
 
 
 @contextlib.contextmanager
@@ -75,12 +114,13 @@ def variables_kept(model: nn.Module) -> Iterator[None]:
     Class attributes and global variables hold again what they held, and that its numbers, its elements and
     its attributes. Code that has come to them stays: a library may have registered what it loads.
     """
-    functions, kinds = code_of(model)
-    undo = [step for kind in kinds for step in _of_class(kind)]
-    for _, mapping, name in variables_of(functions, []).values():
-        undo += [partial(_put_back, mapping, {name: mapping[name]}, own=False), *_contents(mapping[name])]
-    for function in functions:
+    code, undo = Code(model), list[Undo]()
+    for _, kind, name in code.class_attributes():
+        undo += [partial(_assign_again, kind, name, vars(kind)[name]), *_contents(vars(kind)[name])]
+    for function in code.functions:
         undo += _contents(function)
+        for _, mapping, name in variables_of_function(function):
+            undo += [partial(_put_back, mapping, {name: mapping[name]}, own=False), *_contents(mapping[name])]
     try:
         yield
     finally:
@@ -104,13 +144,6 @@ def keeps_variables(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def _of_class(kind: type) -> Iterator[Undo]:
-    for _, attributes, name in variables_of_class(kind):
-        if vars(kind).get(name, _ABSENT) is attributes[name]:  # a method's global variables are no attributes
-            yield partial(_assign_again, kind, name, attributes[name])
-            yield from _contents(attributes[name])
-
-
 def _contents(value: Any) -> Iterator[Undo]:
     """What puts back everything that a value is made of."""
     for _, each in walk(value, code=False, classes=False):
@@ -122,7 +155,7 @@ def _contents(value: Any) -> Iterator[Undo]:
             continue
         if isinstance(each, dict):
             yield partial(_put_back, each, dict(dict.items(each)), own=True)
-        elif isinstance(each, (list, deque)):
+        elif isinstance(each, (list, collections.deque)):
             yield partial(_refill, each, [*each])
         elif isinstance(each, set):
             yield partial(_exchange, each, set(each))
@@ -164,7 +197,7 @@ def _put_back(mapping: Mapping[Any, Any], before: Mapping[Any, Any], *, own: boo
             del mapping[key]
 
 
-def _refill(sequence: list[Any] | deque[Any], before: list[Any]) -> None:
+def _refill(sequence: list[Any] | collections.deque[Any], before: list[Any]) -> None:
     if len(sequence) != len(before) or any(a is not b for a, b in zip(sequence, before, strict=True)):
         sequence.clear()
         sequence.extend(before)

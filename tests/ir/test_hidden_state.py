@@ -88,6 +88,20 @@ def _of_the_class(model: Any) -> int:
     return Counting.calls
 
 
+class Track:
+    """A tracked object: each has a number of its own."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+        self.number = type(self).made
+
+
+def _of_a_class_that_it_makes(model: Any) -> int:
+    return Track().number
+
+
 def _aside(model: Any) -> int:
     model.aside[0].calls += 1
     return model.aside[0].calls  # type: ignore[no-any-return]
@@ -114,6 +128,10 @@ TICKS: dict[str, tuple[Callable[[], Callable[[Any], int]], str]] = {
     "global variable": (lambda: _global, "it changes the global variable COUNT when it is called"),
     "global dict": (lambda: _in_a_global_dict, "it changes the global variable COUNTS['calls'] when"),
     "class": (lambda: _of_the_class, "it changes the class attribute Counting.calls when it is called"),
+    "class of what it makes": (
+        lambda: _of_a_class_that_it_makes,
+        "it changes the class attribute Track.made when it is called",
+    ),
     "module in a list": (lambda: _aside, "in its aside[0].calls"),
     "by __dict__": (lambda: _by_dict, "in its attribute mine"),
 }
