@@ -6,8 +6,10 @@ argument of the operator chosen by measurement (`conv_tiles`), says how the kern
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,6 +67,20 @@ class Tile:
 def is_available() -> bool:
     """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
+
+
+def load_ahead(device: torch.device) -> None:
+    """Let Triton read all of its own files and ask for its tools, as it does before its first kernel.
+
+    That takes it a second or two, mostly without Python's lock, in each thread that has a first kernel at the
+    same time. Nothing is launched or allocated. Where Triton does it in another way now, nothing happens.
+    """
+    with contextlib.suppress(Exception), torch.cuda.device(device):
+        cache = importlib.import_module("triton.runtime.cache")
+        compiler = importlib.import_module("triton.compiler.compiler")
+        driver = importlib.import_module("triton.runtime.driver").driver
+        (getattr(cache, "triton_key", None) or compiler.triton_key)()
+        compiler.make_backend(driver.active.get_current_target()).hash()
 
 
 @once

@@ -33,6 +33,7 @@ class Preparers:
     def __init__(self, device: torch.device, count: int) -> None:
         self._device, self._count = device, count
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._killed: list[subprocess.Popen[bytes]] = []
         self._working_on: Pass | None = None
 
     def start(self) -> None:
@@ -67,20 +68,26 @@ class Preparers:
         """End the work for a pass that is about to be applied, and goes on from there; the pass to apply."""
         if self._working_on is None or self._working_on.name != step.name:
             return step
-        self.close()
+        self._kill()
         return step.prepared()
 
-    def close(self) -> None:
-        """Kill the processes, and all that they have started."""
+    def _kill(self) -> None:
+        """Kill the processes, and all that they have started; with a GPU one takes half a second to end."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        for process in self._processes:
+        self._killed += self._processes
+        self._processes, self._working_on = [], None
+
+    def close(self) -> None:
+        """Kill the processes, and all that they have started, and wait for their end."""
+        self._kill()
+        for process in self._killed:
             process.wait()
             if process.stdin is not None:
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
-        self._processes, self._working_on = [], None
+        self._killed = []
 
 
 def _load_compiler(device: torch.device) -> None:

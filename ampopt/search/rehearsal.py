@@ -14,6 +14,7 @@ import dataclasses
 import importlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -22,6 +23,7 @@ import torch
 
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Pass, Rehearsed, Result
+from ampopt.kernels.fused_conv import is_available, load_ahead
 from ampopt.search.estimates import divided, expected_s, why_not
 from ampopt.search.preparers import Preparers
 from ampopt.search.worker import Job, TooLongError, Worker
@@ -98,7 +100,7 @@ class Sandbox:
         self.close()
 
     def prepare(self) -> None:
-        """Start the processes now, so that they load their libraries during other work.
+        """Start the processes now, so that they load their libraries during other work, as Triton does here.
 
         Not on a CPU, where one starts on first use: while it loads, a call of a network on two cores takes up
         to 15 times as long, and timings in this process are noise.
@@ -107,6 +109,8 @@ class Sandbox:
             for worker in self.workers:
                 worker.start()
             self._preparers.start()
+            if self.device.type == "cuda" and is_available():
+                threading.Thread(target=load_ahead, args=(self.device,), daemon=True).start()
 
     @property
     def works_beside(self) -> bool:

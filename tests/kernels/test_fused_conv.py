@@ -9,7 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ampopt.kernels.fused_conv import ACTIVATIONS, Tile, combine_block, fused_conv, is_available, reference
+from ampopt.kernels.fused_conv import (
+    ACTIVATIONS,
+    Tile,
+    combine_block,
+    fused_conv,
+    is_available,
+    load_ahead,
+    reference,
+)
 
 DEPTHWISE, VECTOR = "depthwise:8:16:1:1:4:1:ieee", "vector:1:8:32:1:4:1:ieee"
 SPLIT = "dense:16:16:16:3:4:2:ieee"
@@ -95,3 +103,12 @@ def test_it_is_there_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     assert is_available()
     assert asked == ["triton"]
+
+
+@pytest.mark.gpu
+def test_triton_is_loaded_ahead_without_anything_on_the_gpu() -> None:
+    cache = pytest.importorskip("triton.runtime.cache")
+    before = torch.cuda.memory_allocated()
+    load_ahead(torch.device("cuda"))
+    assert cache.triton_key.cache_info().currsize == 1
+    assert torch.cuda.memory_allocated() == before

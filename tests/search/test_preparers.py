@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -84,6 +85,10 @@ def test_the_pass_that_is_applied_ends_the_work_for_it_and_no_other(program: Pro
     preparers.end_for(Planted("two"))
     assert not has_ended(number)
     preparers.end_for(Prepared("one"))
+    ended = os.waitid(os.P_PID, number, os.WEXITED | os.WNOWAIT)  # it would sleep for ten minutes
+    assert ended is not None
+    assert ended.si_status == signal.SIGKILL
+    preparers.close()
     assert has_ended(number)
 
 
