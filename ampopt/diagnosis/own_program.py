@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch._C._autograd import DeviceType
 from torch.profiler import record_function
 
-from ampopt.diagnosis.operators import LABEL, recording
+from ampopt.diagnosis.operators import LABEL, least_disturbed, recording
 from ampopt.diagnosis.own_onnx import node_parts
 from ampopt.engines.cuda_graphs import CapturedGraph
 from ampopt.engines.divided import Chain
@@ -37,7 +37,7 @@ from ampopt.ir.program import CHANNELS_LAST, Border, Program
 from ampopt.measure.clocks import synchronize
 
 RUNS = 5
-"""Profiled runs, of which the median time of each kernel counts."""
+"""Profiled runs, of which the median time of each kernel counts; of the host, in the half that took least."""
 
 ENTRY, EXIT = "(inputs)", "(outputs)"
 """The nodes of conversions at a program's border."""
@@ -201,10 +201,11 @@ def _parts(program: Program) -> list[_Part]:
     ranges.sort(key=lambda event: event.time_range.start)
     per_run = len(ranges) // RUNS
     kernels = kernels_in(ranges, events) if program.device.type == "cuda" else [[] for _ in ranges]
+    took = [1e-6 * each.cpu_time_total for each in ranges]
+    quick = least_disturbed([sum(took[run * per_run : (run + 1) * per_run]) for run in range(RUNS)])
     parts = []
     for place in range(per_run):
-        each = range(place, per_run * RUNS, per_run)
-        seconds = statistics.median(1e-6 * ranges[at].cpu_time_total for at in each)
+        seconds = statistics.median(took[run * per_run + place] for run in quick)
         called, _, names = ranges[place].name.removeprefix(LABEL).partition("|")
         parts.append(_Part(called, names, seconds, tuple(kernels[place + per_run * (RUNS - 1)])))
     return parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -10,15 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ampopt
+from ampopt.diagnosis import examine
 from ampopt.diagnosis.accuracy import layer_errors
 from ampopt.diagnosis.ceilings import measure_ceilings
 from ampopt.diagnosis.examine import measure
 from ampopt.diagnosis.layers import layers_of, without_tensor_cores, works
-from ampopt.diagnosis.operators import Kernel, Spent, profiled
+from ampopt.diagnosis.operators import Kernel, Spent, least_disturbed, profiled
 from ampopt.diagnosis.sweep import BatchRow, of_batch, pays_from, sweep
 from ampopt.diagnosis.trace import write_trace
 from ampopt.diagnosis.watch import watch
 from ampopt.ir.beside import accumulated, observe
+from ampopt.ir.graph import calls
 from ampopt.ir.lanes import FP32
 from tests.helpers import BF16, FP16, Model, program_of, several_kinds
 from tests.support.cases import CEILINGS, CPU, case_of, taking
@@ -252,3 +256,19 @@ def test_eager_runs_as_its_user_runs_it_and_autocast_keeps_the_weights_that_it_h
     case.eager(case.lanes["amp"])()
     assert seen == [(True, True, False)]
     assert not case.original[1].weight.requires_grad  # type: ignore[index]
+
+
+def test_disturbed_runs_of_operators_do_not_count() -> None:
+    assert least_disturbed([1.0]) == [0]
+    assert least_disturbed([40.0, 1.0, 2.0, 41.0, 3.0]) == [1, 2, 4]
+
+
+def test_operators_that_take_far_longer_than_the_call_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    disturbed = functools.partial(Spent, 0.5)
+    monkeypatch.setattr(
+        examine, "profiled", lambda program, runs: {node.name: disturbed() for node in calls(program.graph)}
+    )
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval()
+    found = ampopt.diagnose(model, torch.randn(1, 3, 16, 16), precision="fp32", budget_s=10)
+    assert any("other work on this machine disturbed them" in note for note in found.notes)
+    assert not any(layer.spent for layer in found.layers)
