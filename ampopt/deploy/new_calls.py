@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ampopt.deploy.known_calls import KnownCalls, Served
 from ampopt.deploy.optimized import Optimized
 from ampopt.deploy.program_maker import ProgramMaker
-from ampopt.errors import AmpoptError, InputError, KindError, is_passing
+from ampopt.errors import AmpoptError, InputError, KindError, is_passing, says
 from ampopt.ir.normal_form import is_normal, normal_form
 from ampopt.ir.signature import check_same_call
 from ampopt.ir.size_ranges import hold
@@ -147,8 +147,8 @@ class NewCalls:
         """
         try:
             self._maker.try_original(args, kwargs)
-        except Exception as error:
-            raise InputError(f"the model fails on the call to prepare: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise InputError(f"the model fails on the call to prepare: {says(error)}") from error
         known = self._known
         with known.lock:
             served = known.find(leaves, spec)
