@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, get_args
 
@@ -37,7 +36,7 @@ from ampopt.ir.plain_tensors import (
 )
 from ampopt.ir.program import Program
 from ampopt.ir.settings import autocast_now
-from ampopt.ir.signature import CallKey, describe, flatten_call, tensors_of
+from ampopt.ir.signature import CallKey, flatten_call, shown, tensors_of
 from ampopt.ir.size_range import ranges_of
 from ampopt.ir.transform import Recipe
 from ampopt.measure.ledger import Ledger
@@ -383,5 +382,4 @@ def _is_simple(tensor: Any) -> bool:
 
 def _shown(leaves: Sequence[object]) -> str:
     """What a call is told by: its tensors, and its numbers and words, each of which has a program."""
-    told = [describe(leaf) if isinstance(leaf, Tensor) else reprlib.repr(leaf) for leaf in leaves]
-    return ", ".join(told) or "no tensors"
+    return ", ".join(map(shown, leaves)) or "no tensors"
