@@ -268,6 +268,12 @@ def test_export_without_onnx_says_so_before_the_work(
         (("--device", "cuda:77"), "--device cuda:77: there"),
         (("--json", "b"), "BUNDLE and --json are the same file"),
         (("--verify-key", "b"), "it is not signed"),
+        (("--verify-key", "b"), "do without --verify-key"),
+        (("--hz", "0"), "--hz 0: give a field test a positive rate"),
+        (("--hz", "nan"), "--hz nan: give a field test a positive rate"),
+        (("--seconds", "0"), "--seconds 0: give a field test the time for a frame, 0.0333 or more"),
+        (("--deadline-ms", "-1"), "--deadline-ms -1: give a field test a positive deadline"),
+        (("--json", "-"), "--json -: stdout has the text for people: name a file"),
     ],
 )
 def test_verify_refuses_wrong_options(
