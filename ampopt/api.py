@@ -44,6 +44,7 @@ from ampopt.system.budget import (
     calls_to_verify,
     default_budget_s,
 )
+from ampopt.system.exits import exits_refused
 from ampopt.system.interrupts import check_interrupted, interruptible, watched
 from ampopt.system.memory import release
 from ampopt.system.process_state import process_kept
@@ -55,6 +56,7 @@ WORTH_A_STAGE_S = 20.0
 
 @optimizing.taken()
 @watched()
+@exits_refused()
 @process_kept()
 @keeps_variables
 def optimize(

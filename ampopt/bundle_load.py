@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ampopt import robot
 from ampopt.bundle.call_file import read_call
-from ampopt.bundle.files import BundleFiles, open_bundle
+from ampopt.bundle.files import BundleFiles, naming, open_bundle
 from ampopt.bundle.program_file import read_program
 from ampopt.bundle.stored_sizes import in_corner, read_sizes
 from ampopt.bundle.stored_state import read_state
@@ -186,7 +186,8 @@ def _device(device: torch.device | str | None) -> torch.device:
 def _refusing(path: str | os.PathLike[str]) -> Iterator[None]:
     """Whatever a bundle's contents make PyTorch raise is a reason to refuse the bundle."""
     try:
-        yield
+        with naming(path):
+            yield
     except BundleError:
         raise
     except Exception as error:

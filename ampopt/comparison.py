@@ -34,6 +34,7 @@ from ampopt.search.rehearsal import Sandbox
 from ampopt.search.tuning_cache import default_cache, key_of
 from ampopt.system.budget import calls_to_verify
 from ampopt.system.environment import environment
+from ampopt.system.exits import exits_refused
 from ampopt.system.interrupts import interruptible, watched
 from ampopt.system.memory import release
 from ampopt.system.process_state import process_kept
@@ -53,6 +54,7 @@ MEASURING = 0.25
 
 @optimizing.taken()
 @watched()
+@exits_refused()
 @process_kept()
 @keeps_variables
 def compare(

@@ -38,6 +38,7 @@ from ampopt.search.example_call import mode_note, prepare_call, target_of
 from ampopt.search.progress import progress_line
 from ampopt.system.budget import Budget
 from ampopt.system.environment import environment
+from ampopt.system.exits import exits_refused
 from ampopt.system.interrupts import check_interrupted, interruptible, watched
 from ampopt.system.memory import release
 from ampopt.system.plain_files import path_of
@@ -55,6 +56,7 @@ SWEEPING = 0.5
 
 @optimizing.taken()
 @watched()
+@exits_refused()
 @process_kept()
 @imports_kept()
 @keeps_variables
@@ -244,6 +246,6 @@ def _first_call_s(model: nn.Module, inputs: Any, kwargs: dict[str, Any], device:
             copied = exact_copy(model).eval().to(device)
             args, kwargs = own_tensors(args, kwargs)
             return timed_call(eager_call(copied, args, kwargs, device, FP32), device)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         check_interrupted(error)
         return 0.0

@@ -85,6 +85,12 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0] if text else ''}".removesuffix(": ")
 
 
+def says(error: BaseException) -> str:
+    """What an error says, with its type where its message alone is no sentence: `SystemExit: 5`."""
+    is_bare = isinstance(error, (SystemExit, KeyError)) or not str(error).strip()
+    return first_line(error) if is_bare else str(error)
+
+
 def reason_of(error: BaseException) -> str:
     """Why something was not done, for a report: an error of ampopt's says it in words."""
     return str(error) if isinstance(error, AmpoptError) else first_line(error)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ampopt.bundle.files import BundleFiles, open_bundle
+from ampopt.bundle.files import BundleFiles, naming, open_bundle
 from ampopt.bundle.robot_model import RobotModel, self_test_tensors
 from ampopt.bundle.robot_openvino import openvino_runner
 from ampopt.errors import AmpoptError, BundleError, InputError
@@ -72,7 +72,7 @@ def load(
     files = open_bundle(path, verify_key=verify_key)
     if MODEL not in files.names:
         raise BundleError(f"{os.fspath(path)} holds no {MODEL}: save it again with its ONNX model")
-    with _model(files) as model:
+    with naming(path), _model(files) as model:
         try:
             runner, notes = _running(model, files.manifest["onnx"], engine, provider)
             if notes and retune_seconds > 0:
@@ -82,7 +82,8 @@ def load(
             raise BundleError(f"{os.fspath(path)} does not load on this machine: {e}") from e
     for note in notes:
         logger.warning("%s: %s", os.fspath(path), note)
-    loaded = RobotModel(files, runner, notes)
+    with naming(path):
+        loaded = RobotModel(files, runner, notes)
     trim_heap()
     return loaded
 

@@ -132,3 +132,25 @@ def test_what_is_no_tensor_is_refused_with_what_it_takes(given: Any, tmp_path: P
     loaded = ampopt.load(tmp_path / "b", backend="ampopt", device="cpu")
     with pytest.raises(InputError, match=r"it takes float32\[2, 3\] on cpu, not (array|'image|None)"):
         loaded(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (X.numpy(), "not array of NumPy, float32[1, 3, 12, 12]: give torch.from_numpy(array)"),
+        (X.tolist(), "not a list: give a torch.Tensor"),
+        ({"image": X}, "not a dict: give a torch.Tensor"),
+        (None, "not None: give a torch.Tensor"),
+        ("a" * 500, f"not '{'a' * 78}…: give a torch.Tensor"),
+    ],
+    ids=["array", "list", "dict", "None", "text"],
+)
+def test_what_is_no_tensor_is_told_by_its_kind_and_with_what_to_give(
+    given: Any, told: str, tmp_path: Path
+) -> None:
+    module_of(nn.Conv2d(3, 4, 3).eval(), X).save(tmp_path / "b", onnx=None)
+    loaded = ampopt.load(tmp_path / "b", backend="ampopt", device="cpu")
+    with pytest.raises(InputError) as caught:
+        loaded(given)
+    wanted = "this bundle was made for other calls: it takes float32[1, 3, 12, 12] on cpu, "
+    assert str(caught.value) == wanted + told

@@ -255,8 +255,9 @@ def _other_lane(manifest: dict[str, Any], files: dict[str, bytes]) -> None:
 def test_a_bundle_with_false_contents_is_refused(
     bundle: Path, tmp_path: Path, change: Callable[[Any, Any], None], reason: str
 ) -> None:
-    with pytest.raises(BundleError, match=reason.replace("(", r"\(")):
+    with pytest.raises(BundleError, match=reason.replace("(", r"\(")) as caught:
         ampopt.load(rewritten(bundle, tmp_path / "b", change), backend="ampopt", device="cpu")
+    assert str(tmp_path / "b") in str(caught.value)
 
 
 def test_auto_uses_another_backend_where_one_fails_and_says_so(bundle: Path, tmp_path: Path) -> None:

@@ -135,8 +135,9 @@ def test_options_that_do_not_load_are_tried_once_and_told(
 
 def test_dangerous_options_in_a_bundle_are_refused(tmp_path: Path) -> None:
     session = stored(provider=CUDA, provider_options={"gpu_external_alloc": "1"})
-    with pytest.raises(BundleError, match="gpu_external_alloc"):
+    with pytest.raises(BundleError, match="gpu_external_alloc") as caught:
         robot.load(one_output(tmp_path / "b", session=session))
+    assert str(caught.value).startswith(f"{tmp_path / 'b'}: session options")
 
 
 def test_options_of_another_version_are_measured_anew_on_request(tmp_path: Path) -> None:

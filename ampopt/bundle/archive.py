@@ -123,6 +123,8 @@ def read_entries(file: BinaryIO, size: int) -> list[Entry]:
     found = file.read(len(expected) + 1)
     if found[: len(expected)] == expected and found != expected:
         raise RefusedError("it goes on behind its end: something was added to it")
+    if found != expected and expected.startswith(found):
+        raise RefusedError("it is truncated: it ends within its table of contents")
     if found != expected:
         raise RefusedError("its table of contents is not that of its files: it was changed, or packed anew")
     return entries

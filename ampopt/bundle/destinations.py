@@ -89,10 +89,9 @@ def check_file(path: Path) -> None:
         ):  # what permissions say is not all: a disk may be read-only
             pass
     except OSError as e:
-        told = "create it first" if isinstance(e, FileNotFoundError) else e.strerror
-        raise InputError(
-            f"there is no folder {path.parent} that {path.name} can be written to: {told}"
-        ) from e
+        if not path.parent.exists():
+            raise InputError(f"there is no folder {path.parent} for {path.name}: create it first") from e
+        raise InputError(f"{path} cannot be written: nothing can be made in its folder ({e.strerror})") from e
 
 
 def _check_plain(path: Path) -> None:

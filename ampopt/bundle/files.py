@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import os
 import tempfile
@@ -170,11 +171,24 @@ def check_target(path: str | os.PathLike[str]) -> None:
 
 
 @contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Let every BundleError of the block name the bundle, for its reader may have several."""
+    try:
+        yield
+    except BundleError as error:
+        if os.fspath(path) in str(error):
+            raise
+        raise BundleError(f"{os.fspath(path)}: {error}") from error
+
+
+@contextlib.contextmanager
 def _bundle_errors(path: str | os.PathLike[str], outcome: str) -> Iterator[None]:
     """Make every refusal, and every error of the operating system, a BundleError that names the bundle."""
     try:
         if "\0" in str(path_of(path)):
             raise RefusedError("its path has a NUL in it", "give another path")
+        if not os.fspath(path):
+            raise RefusedError("its path is empty", "give another path")
         yield
     except RefusedError as e:
         raise BundleError(f"the bundle {os.fspath(path)!r} {outcome}: {e}; {e.advice}") from e
@@ -270,7 +284,13 @@ def _write_blocks(path: Path, blocks: Iterable[bytes]) -> None:
 
 
 def _refuse_foreign(target: Path) -> None:
-    """Refuse what is no bundle, not even a damaged one, in the place of `target`: saving would destroy it."""
+    """Refuse what is no bundle, not even a damaged one, in the place of `target`: saving would destroy it.
+
+    Also refuse a place in a folder that is not there.
+    """
+    if not target.parent.exists():
+        missing = f"{os.strerror(errno.ENOENT)} ({str(target.parent)!r})"
+        raise RefusedError(missing, "create that folder first")
     if not os.path.lexists(target):
         return
     advice = "remove it, or choose another name"

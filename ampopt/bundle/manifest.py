@@ -203,11 +203,13 @@ def _check_schema(manifest: dict[str, Any]) -> None:
     found = manifest.get("schema")
     if type(found) is int and found in SCHEMAS:
         return
+    said = f"schema {str(found)[:20]!r}" if "schema" in manifest else "no schema"
     maker = manifest.get("ampopt")
     known = maker if FIELDS["ampopt"].holds(maker) else "a newer version"
+    is_changed = maker == __version__ or "schema" not in manifest  # no ampopt writes that
     raise RefusedError(
-        f"{MANIFEST} has schema {str(found)[:20]!r}, and ampopt {__version__} reads {_known()}",
-        f"read it with the ampopt that wrote it ({known})",
+        f"{MANIFEST} has {said}, and ampopt {__version__} reads {_known()}",
+        COPY_AGAIN if is_changed else f"read it with the ampopt that wrote it ({known})",
     )
 
 

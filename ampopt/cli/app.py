@@ -32,6 +32,7 @@ from ampopt.cli.options import (
     write,
     write_report,
 )
+from ampopt.cli.streams import lasting_streams
 from ampopt.cli.wording import told
 from ampopt.document import text
 from ampopt.document.markdown import to_markdown
@@ -49,7 +50,8 @@ app.command("verify")(cli_deploy.verify)
 
 def main() -> None:
     """The entry point of the `ampopt` script."""
-    app()
+    with lasting_streams():
+        app()
 
 
 REGRESSION = 3
@@ -131,18 +133,20 @@ def run(
         found = result if comparing else result.report
         changed = None if then is None else changes.changes(then, found.to_dict(), threshold)
         document = found.document() if changed is None else found.document(changed)
-        screen = console()
-        if not comparing:
-            screen.print(terminal.to_rich(told(found), everything=verbose))
-        elif screen.is_terminal:
-            screen.print(text.to_rich(told(document)))
-        else:
-            screen.print(to_markdown(told(document)), soft_wrap=True)
-        write_report(document, report_file)
-        if json_file is not None:
-            write(json_file, to_json(document))
-        if markdown_file is not None:
-            write(markdown_file, to_markdown(told(document)))
+        try:
+            write_report(document, report_file)
+            if json_file is not None:
+                write(json_file, to_json(document))
+            if markdown_file is not None:
+                write(markdown_file, to_markdown(told(document)))
+        finally:  # where a file cannot be written, what was found is at least seen
+            screen = console()
+            if not comparing:
+                screen.print(terminal.to_rich(told(found), everything=verbose))
+            elif screen.is_terminal:
+                screen.print(text.to_rich(told(document)))
+            else:
+                screen.print(to_markdown(told(document)), soft_wrap=True)
         if not comparing and found.lanes and not found.verified:
             raise VerificationError("no optimized program could be verified: the report says why")
         if changed is not None and not changed.compared:

@@ -127,7 +127,7 @@ def export(
             )
         if not is_onnx(output):
             fast.save(output, part=part, onnx=onnx, cpp=cpp, sign_key=sign)
-            console().print(f"{output}: saved, {output.stat().st_size / 1e6:.1f} MB")
+            lines = [f"{output}: saved, {output.stat().st_size / 1e6:.1f} MB"]
             facts = (fast.report if part is None else fast.report.regions[part]).to_dict()
         else:
             written = fast.export_onnx(
@@ -141,14 +141,21 @@ def export(
             )
             facts = written.to_dict()
             state = "verified" if written.verified else f"FAILED: {written.reason}"
-            console().print(
+            lines = [
                 f"{output}: {state}; {written.precision}, opset {written.opset}, {written.nodes} nodes, "
-                f"error {written.error:.2g} on {', '.join(written.providers)}"
-            )
-            for note in written.notes:
-                console().print(f"note: {note}")
-        if json_file is not None:
-            write(json_file, json.dumps(finite(facts), indent=2, allow_nan=False) + "\n")
+                f"error {written.error:.2g} on {', '.join(written.providers)}",
+                *(f"note: {note}" for note in written.notes),
+            ]
+        try:
+            _write_facts(facts, json_file)
+        finally:  # where that file cannot be written, it is at least seen what became of the other one
+            for line in lines:
+                console().print(line)
+
+
+def _write_facts(facts: Mapping[str, Any], json_file: Path | None) -> None:
+    if json_file is not None:
+        write(json_file, json.dumps(finite(facts), indent=2, allow_nan=False) + "\n")
 
 
 def _check_output(
@@ -233,7 +240,6 @@ def verify(
         manifest = model.manifest
         latency = _expected(manifest, model.backend)
         judgment = found.judge(latency, slack=slack, strict=strict)
-        console().print(_table(found))
         facts = {
             "bundle": str(bundle),
             "model": manifest["model"],
@@ -245,10 +251,12 @@ def verify(
             **found.to_dict(),
             **judgment.to_dict(),
         }
-        write_report(_document(model, bundle, found, judgment, facts), report_file)
-        if json_file is not None:
-            write(json_file, json.dumps(finite(facts), indent=2, allow_nan=False) + "\n")
-        _conclude(model, judgment)
+        try:
+            write_report(_document(model, bundle, found, judgment, facts), report_file)
+            _write_facts(facts, json_file)
+        finally:  # where a file cannot be written, what was found is at least seen
+            console().print(_table(found))
+            _conclude(model, judgment)
     if not judgment.passed:
         raise Exit(1)
 

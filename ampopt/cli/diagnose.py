@@ -90,14 +90,16 @@ def diagnose(
             optimizer=None if optimizer is None else load_optimizer(optimizer),
             step=None if step is None else load_function(step, "--step"),
         )
-        screen = console()
-        if not screen.is_terminal:
-            screen.width = WIDTH
-        screen.print(to_rich(told(found), everything=verbose))
         document = found.document()
-        write_report(document, report_file)
-        if json_file is not None:
-            write(json_file, to_json(document))
+        try:
+            write_report(document, report_file)
+            if json_file is not None:
+                write(json_file, to_json(document))
+        finally:  # where a file cannot be written, what was found is at least seen
+            screen = console()
+            if not screen.is_terminal:
+                screen.width = WIDTH
+            screen.print(to_rich(told(found), everything=verbose))
 
 
 def _optimized(

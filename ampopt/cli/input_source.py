@@ -132,7 +132,9 @@ def read_image(path: Path, shape: Shape | None = None, *, normalize: bool = True
             with image.open(file) as opened:
                 picture = opened.convert("RGB" if channels == 3 else "L")
         except Exception as e:  # Pillow has many for a bad file, and one for an image that is a bomb
-            raise InputError(f"the image {path} cannot be read: {e}") from e
+            is_unknown = isinstance(e, image.UnidentifiedImageError)
+            reason = "it is in no format that Pillow knows" if is_unknown else str(e)
+            raise InputError(f"the image {path} cannot be read: {reason}") from e
     if shape is not None:
         height, width = shape.sizes[2:]
         picture = picture.resize((width, height), image.Resampling.BILINEAR)

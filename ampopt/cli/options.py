@@ -185,6 +185,8 @@ def check_written(written: Mapping[str, Path | None], read: Mapping[str, Path | 
     check_distinct(written, read)
     for option, path in written.items():
         if path is not None:
+            if str(path) == "-":
+                raise InputError(f"{option} -: stdout has the text for people: name a file")
             check_file(path)
             if option == "--report":
                 check_report(path)

@@ -16,6 +16,9 @@ _OPTIONS = (
     (r"\bexclude=\['([^']*)'\]", r"--exclude \1"),
     (r"\bcache=False", "--no-cache"),
     (r'\bnan="(\w+)"', r"--nan \1"),
+    (r"`verify_key`", "--verify-key"),
+    (r"\b(hz|seconds)=(?=\S)", r"--\1 "),
+    (r"\bdeadline_ms=(?=\S)", "--deadline-ms "),
     (r"\b(budget)_s=", r"--\1"),
     (r"\b(tolerance|precision|passes|device|exclude)=(?!\S)", r"--\1"),
 )

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -21,8 +22,11 @@ from ampopt.ir.keywords import in_order
 from ampopt.ir.normal_form import is_normal, normal_form
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.plain_tensors import check_plain
-from ampopt.ir.signature import describe, flatten_call, flatten_outputs, tensors_of
+from ampopt.ir.signature import describe, flatten_call, flatten_outputs, shown, tensors_of
 from ampopt.ir.size_range import ranges_of, why_outside
+
+MOST_OF_STRUCTURE = 300
+"""Characters of a call's structure that a message shows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +132,8 @@ class LoadedModel(OfOneProcess):
     def _why_not(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> str | None:
         own = self.captured
         if (is_other := spec != own.spec) and normal_form(leaves, spec)[1] != own.spec:
-            return f"it takes {_told(own.spec)}, and these are {_told(spec)}"
+            why = _why_no_tensor(own.leaves, own.spec, leaves, spec)
+            return why or f"it takes {_told(own.spec)}, and these are {_told(spec)}"
         if own.all_differ and (is_other or not is_normal(leaves, spec)):
             return "it takes nothing twice: its results depend on which of its arguments are the same"
         for mine, theirs in zip(self._fitting(leaves), leaves, strict=True):
@@ -136,7 +141,7 @@ class LoadedModel(OfOneProcess):
                 if (mine.shape, mine.dtype, mine.device) != (theirs.shape, theirs.dtype, theirs.device):
                     return f"it takes {describe(mine)}, not {describe(theirs)}"
             elif type(mine) is not type(theirs) or mine != theirs:
-                return f"it takes {_leaf(mine)}, not {_leaf(theirs)}"
+                return f"it takes {shown(mine)}, not {shown(theirs)}{_advice(mine, theirs)}"
         return self._why_outside(leaves)
 
     def _fitting(self, leaves: Sequence[Any]) -> list[Any]:
@@ -158,8 +163,22 @@ class LoadedModel(OfOneProcess):
         return why_outside(sizes, names, [tensor.shape for tensor in tensors_of(leaves)]) if sizes else None
 
 
-def _leaf(value: object) -> str:
-    return describe(value) if isinstance(value, Tensor) else f"{value!r:.80}"
+def _advice(wanted: object, given: object) -> str:
+    """What to do about an argument that is no tensor where one is wanted."""
+    if not isinstance(wanted, Tensor):
+        return ""
+    return ": give torch.from_numpy(array)" if isinstance(given, np.ndarray) else ": give a torch.Tensor"
+
+
+def _why_no_tensor(
+    own: Sequence[Any], own_spec: pytree.TreeSpec, leaves: Sequence[Any], spec: pytree.TreeSpec
+) -> str | None:
+    """That a call has a container at the place of a tensor: a list of numbers, or of one tensor."""
+    mine, theirs = (pytree.tree_unflatten(list(call), its) for call, its in ((own, own_spec), (leaves, spec)))
+    for wanted, given in zip(mine[0], theirs[0], strict=False):
+        if isinstance(wanted, Tensor) and isinstance(given, (list, tuple, dict)):
+            return f"it takes {describe(wanted)}, not a {type(given).__name__}{_advice(wanted, given)}"
+    return None
 
 
 def with_state(captured: Captured, count: int) -> Captured:
@@ -207,4 +226,4 @@ def _told(spec: pytree.TreeSpec) -> str:
     by_name = f" and by name {', '.join(kwargs)}" if kwargs else ", none by name"
     is_flat = all(isinstance(each, int) for each in (*args, *kwargs.values()))
     count = f"{len(args)} argument{'s' * (len(args) != 1)} by position{by_name}"
-    return count if is_flat else f"{count} ({spec})"
+    return count if is_flat else f"{count} ({spec!s:.{MOST_OF_STRUCTURE}})"

@@ -8,14 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ampopt.deploy.known_calls import KnownCalls, Served
 from ampopt.deploy.optimized import Optimized
-from ampopt.deploy.program_maker import ProgramMaker
-from ampopt.errors import AmpoptError, InputError, KindError, is_passing
+from ampopt.deploy.program_maker import ProgramMaker, try_call
+from ampopt.errors import AmpoptError, InputError, KindError, is_passing, says
 from ampopt.ir.normal_form import is_normal, normal_form
+from ampopt.ir.plain_tensors import check_untraced
 from ampopt.ir.signature import check_same_call
 from ampopt.ir.size_ranges import hold
 from ampopt.ir.transform import is_slow
@@ -55,10 +56,9 @@ class NewCalls:
     def check(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> None:
         """Raise InputError where tensors are on another device, or of other dtypes at the same places.
 
-        Nor may anything be a stand-in of `torch.fx`, which would trace the original's copy.
+        Nor may anything trace the call, which would record the original's copy.
         """
-        if any(isinstance(leaf, fx.Proxy) for leaf in leaves):
-            raise InputError("an optimized module cannot be traced by torch.fx: trace the original model")
+        check_untraced(leaves)
         own = self._optimized.captured
         is_alike = spec == own.spec or normal_form(leaves, spec)[1] == own.spec
         check_same_call(own.leaves if is_alike else (), leaves, self._optimized.program.device)
@@ -145,10 +145,7 @@ class NewCalls:
         Raises InputError where only the original can answer it, or where that fails on it; and the error for
         which no program can be made.
         """
-        try:
-            self._maker.try_original(args, kwargs)
-        except Exception as error:
-            raise InputError(f"the model fails on the call to prepare: {error}") from error
+        check_answered(self._optimized.original, args, kwargs, self._optimized.program.device)
         known = self._known
         with known.lock:
             served = known.find(leaves, spec)
@@ -167,6 +164,16 @@ class NewCalls:
             found = known.find(*plain)
             assert found is not None
             known.remember(leaves, spec, found)
+
+
+def check_answered(
+    original: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
+) -> None:
+    """Raise InputError where the model fails on a call to prepare."""
+    try:
+        try_call(original, args, kwargs, device)
+    except (Exception, SystemExit) as error:
+        raise InputError(f"the model fails on the call to prepare: {says(error)}") from error
 
 
 def call_to_prepare(call: Any, example: Tensor) -> tuple[Any, ...]:

@@ -100,9 +100,7 @@ class ProgramMaker:
 
     def try_original(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise the original's own error if the original cannot run a call."""
-        args, kwargs = map_tensors(true_copy, args, kwargs)  # it may write to them
-        with torch.no_grad(), untouched_rng(self._device):
-            self.original()(*args, **kwargs)
+        try_call(self._optimized.original, args, kwargs, self._device)
 
     def why_not_normal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
         """Why a program cannot answer a call that is not in normal form; see `ampopt.ir.normal_form`."""
@@ -217,6 +215,15 @@ def _ordinary(tensor: Tensor) -> Tensor:
         with torch.inference_mode(mode=False):
             tensor = tensor.clone()
     return tensor.resolve_conj().resolve_neg()
+
+
+def try_call(
+    original: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
+) -> None:
+    """Raise a model's own error if a copy of it cannot run a call."""
+    args, kwargs = map_tensors(true_copy, args, kwargs)  # it may write to them
+    with torch.no_grad(), untouched_rng(device):
+        working_copy(original)(*args, **kwargs)
 
 
 def _all_ordinary(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

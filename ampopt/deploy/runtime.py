@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _global_forward_hooks as _hooks_of_all
 from torch.nn.modules.module import _global_forward_pre_hooks as _pre_hooks_of_all
@@ -17,7 +16,7 @@ from torch.utils import _pytree as pytree
 from ampopt.deploy.deployable import DeployableGraph
 from ampopt.deploy.health import Callback, Event, Health, Monitor
 from ampopt.deploy.known_calls import KnownCalls, Served
-from ampopt.deploy.new_calls import NewCalls, Refusal, call_to_prepare
+from ampopt.deploy.new_calls import NewCalls, Refusal, call_to_prepare, check_answered
 from ampopt.deploy.optimized import Optimized
 from ampopt.deploy.program_maker import ProgramMaker, detached
 from ampopt.deploy.served_state import State
@@ -29,7 +28,7 @@ from ampopt.ir.aliases import Layout
 from ampopt.ir.capture import Captured
 from ampopt.ir.keywords import in_order
 from ampopt.ir.plain_tensors import (
-    check_no_derivatives,
+    check_caller,
     check_plain,
     is_surrounded,
     keep_from_dynamo,
@@ -37,7 +36,7 @@ from ampopt.ir.plain_tensors import (
 )
 from ampopt.ir.program import Program
 from ampopt.ir.settings import autocast_now
-from ampopt.ir.signature import CallKey, describe, flatten_call, tensors_of
+from ampopt.ir.signature import CallKey, flatten_call, shown, tensors_of
 from ampopt.ir.size_range import ranges_of
 from ampopt.ir.transform import Recipe
 from ampopt.measure.ledger import Ledger
@@ -196,10 +195,8 @@ class OptimizedModule(DeployableGraph):
         self._state.reset()
 
     def _call_original(self, *args: Any, **kwargs: Any) -> Any:
-        if is_surrounded():
-            self._refusing(
-                lambda: check_no_derivatives(flatten_call(args, kwargs)[0]), "a transformed tensor"
-            )
+        if is_surrounded() or any(isinstance(each, fx.Proxy) for each in (*args, *kwargs.values())):
+            self._refusing(lambda: check_caller(flatten_call(args, kwargs)[0]), "a transformed tensor")
         if not torch.is_grad_enabled():
             return self._state.call(args, kwargs)
         with torch.no_grad():
@@ -321,7 +318,7 @@ class OptimizedModule(DeployableGraph):
 
         Each call is a shape (a tuple of ints: one float tensor of the example's dtype is made for it), a
         tensor, or a tuple of positional arguments. Raises InputError, or the error for which a call cannot be
-        served. If the original answers every call, `prepare` does nothing.
+        served. If the original answers every call, it is tried on these, and nothing is made.
         """
         for call in calls:
             self.prepare_call(call_to_prepare(call, self.program.examples[0]), {})
@@ -332,7 +329,9 @@ class OptimizedModule(DeployableGraph):
         leaves, spec = flatten_call(args, kwargs)
         check_plain(tensors_of(leaves))
         self._new.check(leaves, spec)
-        if not self._serve_original:
+        if self._serve_original:
+            check_answered(self._optimized.original, args, kwargs, self.program.device)
+        else:
             self._new.prepare(args, kwargs, leaves, spec)
 
     def _private_original(self) -> nn.Module:
@@ -383,5 +382,4 @@ def _is_simple(tensor: Any) -> bool:
 
 def _shown(leaves: Sequence[object]) -> str:
     """What a call is told by: its tensors, and its numbers and words, each of which has a program."""
-    told = [describe(leaf) if isinstance(leaf, Tensor) else reprlib.repr(leaf) for leaf in leaves]
-    return ", ".join(told) or "no tensors"
+    return ", ".join(map(shown, leaves)) or "no tensors"

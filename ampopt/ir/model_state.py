@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -47,6 +48,7 @@ ROUNDINGS = 3
 IN_SUCCESSION = 8
 """Number of successive calls in which a state is looked for, and shown to be all that a call needs."""
 
+_ADDRESS = r"\b0x[0-9a-fA-F]+"
 
 _NESTED = (
     "it makes nested tensors of what its padding mask leaves, if that is aligned, and torch.export another "
@@ -351,6 +353,8 @@ def moved_by_rounding(
 def _accuse(
     pairs: Sequence[tuple[list[Any], list[Any]]], places: Sequence[Place], operator: str | None
 ) -> str:
+    if kind := next(filter(None, (_incomparable(a[-1], b[-1]) for a, b in pairs)), None):
+        return f"its result holds a value of type {kind}, which cannot be compared"
     tensors = [both for a, b in pairs for both in zip(a[:-1], b[:-1], strict=False)]
     error = max((relative_error(b, a) for a, b in tensors), default=0.0)
     what = f"equal inputs get other answers (relative error {error:.2g})"
@@ -360,3 +364,12 @@ def _accuse(
         names = ", ".join(map(str, places[:3]))
         return f"it keeps a state from call to call: {what}, and calls change its attribute {names}"
     return f"{what}: it draws random numbers, or keeps a state outside of its attributes"
+
+
+def _incomparable(first: Sequence[Any], second: Sequence[Any]) -> str | None:
+    """The type of a value that differs in its address alone, as generators do, and objects without a repr."""
+    for both in zip(first, second, strict=False):
+        one, other = map(repr, both)
+        if one != other and re.sub(_ADDRESS, "", one) == re.sub(_ADDRESS, "", other):
+            return type(both[0]).__name__
+    return None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._C._dynamo import eval_frame
 from torch.autograd import forward_ad
 from torch.nn import Parameter
@@ -33,14 +33,27 @@ def check_plain(tensors: Sequence[Tensor]) -> None:
     Programs run without gradients and on engines that read memory: a derivative would be zero, and a tracer
     would record one call's numbers as a constant.
     """
+    check_untraced(tensors)
+    for index, tensor in enumerate(tensors):
+        if reason := _why_not_plain(tensor):
+            raise InputError(f"tensor {index} of the call {reason}")
+
+
+def check_untraced(leaves: Iterable[object]) -> None:
+    """Raise InputError if the call of these leaves is traced, whoever would answer it."""
+    if any(isinstance(leaf, fx.Proxy) for leaf in leaves):
+        raise InputError("an optimized module cannot be traced by torch.fx: trace the original model")
     if is_surrounded() and (tracer := _tracer()):
         raise InputError(
             f"an optimized module cannot be traced by {tracer}, which would keep the numbers of one call: "
             "trace the original model"
         )
-    for index, tensor in enumerate(tensors):
-        if reason := _why_not_plain(tensor):
-            raise InputError(f"tensor {index} of the call {reason}")
+
+
+def check_caller(leaves: Sequence[object]) -> None:
+    """Raise InputError where the original may not answer a call either: it is traced, or derived by."""
+    check_untraced(leaves)
+    check_no_derivatives(leaves)
 
 
 def check_no_derivatives(tensors: Sequence[object]) -> None:

@@ -10,6 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
@@ -41,6 +42,20 @@ def recognizer(*examples: Tensor) -> Callable[..., bool]:
 def describe(tensor: Tensor) -> str:
     """A short description of a tensor: `float32[1, 3, 480, 640] on cpu`."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
+
+
+MOST_SHOWN = 80
+"""Characters of a value that a message shows."""
+
+
+def shown(value: object) -> str:
+    """What an argument is told by: a tensor or an array by its dtype and shape, any other by its value."""
+    if isinstance(value, Tensor):
+        return describe(value)
+    if isinstance(value, np.ndarray):
+        return f"array of NumPy, {value.dtype}{list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 1]}…"
 
 
 @dataclasses.dataclass(frozen=True)

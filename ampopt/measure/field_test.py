@@ -205,13 +205,12 @@ def _back_to_back_finding(name: str, measured: float, promised: float, slack: fl
 
 def check_field_test(hz: float, seconds: float, deadline_ms: float | None) -> None:
     """Raise InputError if rate, time or deadline is not positive, or if no frame fits into the time."""
-    period_ms = 1e3 / hz if hz > 0 else math.nan
-    limit_ms = period_ms if deadline_ms is None else deadline_ms
-    if not (math.isfinite(period_ms) and math.isfinite(hz * seconds) and limit_ms > 0 and hz * seconds >= 1):
-        raise InputError(
-            f"a field test needs a positive rate and deadline and time for a frame: not {hz} Hz for"
-            f" {seconds} s with a deadline of {limit_ms} ms"
-        )
+    if not (hz > 0 and 0 < 1e3 / hz < math.inf):
+        raise InputError(f"hz={hz:g}: give a field test a positive rate, in frames a second")
+    if not (math.isfinite(hz * seconds) and hz * seconds >= 1):
+        raise InputError(f"seconds={seconds:g}: give a field test the time for a frame, {1 / hz:.3g} or more")
+    if deadline_ms is not None and not deadline_ms > 0:
+        raise InputError(f"deadline_ms={deadline_ms:g}: give a field test a positive deadline, or none")
 
 
 def field_test(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ampopt.deploy.inference_module import InferenceModule
-from ampopt.errors import InputError, UncopyableError
+from ampopt.errors import InputError, UncopyableError, says
 from ampopt.ir.arguments import (
     advice_on_failure,
     as_call,
@@ -91,7 +91,7 @@ def prepare_call(
                 called = exact_copy(original)
                 called(*seen_args, **seen_kwargs)
                 note_writes(original, called)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         check_interrupted(error)
         if _derives_by_its_weights(model, args, kwargs, target):
             raise UncopyableError(
@@ -99,7 +99,9 @@ def prepare_call(
                 "gradients"
             ) from error
         advice = advice_on_failure(args)
-        raise InputError(f"{type(model).__name__} fails on the example inputs: {error}{advice}") from error
+        raise InputError(
+            f"{type(model).__name__} fails on the example inputs: {says(error)}{advice}"
+        ) from error
     if dtype is not None:
         original = LaneIO.of_call(original, args, kwargs, dtype)
         args, kwargs = original.outside(args, kwargs)
@@ -116,7 +118,7 @@ def _derives_by_its_weights(
         with torch.inference_mode(mode=False), torch.no_grad(), untouched_rng(target):
             args, kwargs = map_tensors(lambda tensor: tensor.detach().to(target).clone(), args, kwargs)
             exact_copy(model).eval().to(target)(*args, **kwargs)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         check_interrupted(error)
         return False
     return True

@@ -41,7 +41,7 @@ def infer_inputs(model: nn.Module, device: torch.device) -> tuple[tuple[Tensor, 
     try:
         with torch.no_grad(), untouched_rng(device):
             exact_copy(model)(example)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(
             f"the input of {type(model).__name__} cannot be inferred: it does not take a tensor "
             f"{list(shape)}, which its first {type(first).__name__} suggests ({first_line(error)}); {asked}"

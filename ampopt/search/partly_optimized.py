@@ -7,19 +7,20 @@ import dataclasses
 import functools
 import operator
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
 
 from ampopt.deploy.deployable import Deployable, DeployableGraph
 from ampopt.deploy.health import Callback, Event, Health, Monitor
+from ampopt.deploy.new_calls import call_to_prepare, check_answered
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import InputError
 from ampopt.ir.lane_io import original_of
 from ampopt.ir.model_copy import device_of, working_copy
-from ampopt.ir.plain_tensors import check_no_derivatives, is_surrounded, without_derivatives
+from ampopt.ir.plain_tensors import check_caller, is_surrounded, without_derivatives
 from ampopt.ir.settings import Settings, autocast_now
 from ampopt.ir.signature import describe, flatten_call, tensors_of
 from ampopt.measure.entry import ORIGINAL
@@ -52,11 +53,13 @@ class PartlyOptimizedModule(Deployable):
         *,
         is_copy: bool = True,
         was_tried: bool = True,
+        example: Sequence[Tensor] = (),
     ) -> None:
         """`model` is a private copy, which is not called; `optimized` are its submodules' replacements.
 
         `between`: the optimized code between them, if that is faster. Without `is_copy` the model is the
         user's own, and is called itself. Without `was_tried` the report's first note is why.
+        `example`: the tensors of the example call; `prepare` makes those of a shape like the first.
         """
         super().__init__()
         self._between = between
@@ -65,6 +68,7 @@ class PartlyOptimizedModule(Deployable):
         self._original, self._optimized = [model], dict(optimized)  # in a list: `.to()` leaves it alone
         self._monitor, self._strict = Monitor(chose_original=report.chosen == ORIGINAL), False
         self._was_not_tried = not was_tried
+        self._example = example[0].new_empty(0) if example else torch.empty(0, device=device)
         self._is_copy, self._answer = is_copy, list[Callable[..., Any]]([model])
         if is_copy:
             self.reset_state()
@@ -82,11 +86,11 @@ class PartlyOptimizedModule(Deployable):
 
         Inference tensors can only be written in inference mode. Code that is not optimized computes in the
         caller's settings of TF32; where graphs of code between submodules serve, all is called as those were
-        captured. Raises InputError if a derivative is requested.
+        captured. Raises InputError if the call is traced, or a derivative is requested.
         """
-        if is_surrounded():
+        if is_surrounded() or any(isinstance(each, fx.Proxy) for each in (*args, *kwargs.values())):
             try:
-                check_no_derivatives(flatten_call(args, kwargs)[0])
+                check_caller(flatten_call(args, kwargs)[0])
             except InputError as error:
                 self._monitor.note(Event("refusal", str(error), "a transformed tensor"))
                 raise
@@ -139,12 +143,19 @@ class PartlyOptimizedModule(Deployable):
         return self._original[0]
 
     def prepare(self, *calls: object) -> None:
-        """Nothing, where the original answers; else InputError: parts are prepared by a call of the whole."""
+        """Where the original answers, it is tried on the calls; parts are prepared by a call of the whole.
+
+        Calls are those of `OptimizedModule.prepare`. A model of the user's own is not tried. Raises
+        InputError where the original fails, and where parts are optimized.
+        """
         if self.report.chosen != ORIGINAL:
             raise InputError(
                 "prepare takes models that are one graph: call this one once with inputs of these sizes, "
                 "before they are needed"
             )
+        for call in calls if self._is_copy else ():
+            args = call_to_prepare(call, self._example)
+            check_answered(self._original[0], args, {}, self._device)
 
     def _deployed(self, part: str | None, what: str) -> DeployableGraph:
         if part is not None and part in self._optimized:
@@ -219,8 +230,11 @@ def as_it_was(
     leaves = flatten_call(args, kwargs)[0]
     device = device_of(original, leaves)
     notes = [reason, "the original answers every call: nothing was tried"]
-    inputs = tuple(describe(t) for t in tensors_of(leaves))
+    tensors = tensors_of(leaves)
+    inputs = tuple(map(describe, tensors))
     name = type(original_of(original)).__name__
     ledger = Ledger(name, environment(device), inputs, notes=notes, chosen=ORIGINAL)
     ledger.seconds = time.perf_counter() - started
-    return PartlyOptimizedModule(original, {}, None, ledger, device, is_copy=is_copy, was_tried=False)
+    return PartlyOptimizedModule(
+        original, {}, None, ledger, device, is_copy=is_copy, was_tried=False, example=tensors
+    )

@@ -144,7 +144,10 @@ class PartwiseOptimizer:
         self._ledger.seconds = time.perf_counter() - self._started
         if self._ledger.chosen == ORIGINAL:
             self._modules, self._between, self._form = {}, None, self._original
-        return PartlyOptimizedModule(self._form, self._modules, self._between, self._ledger, self._device)
+        example = tensors_of(flatten_call(self._args, self._kwargs)[0])
+        return PartlyOptimizedModule(
+            self._form, self._modules, self._between, self._ledger, self._device, example=example
+        )
 
     def _optimize_submodules(self, regions: Sequence[Region], call_s: float) -> bool:
         """Optimize them in FP32, then in lower precision; whether Ctrl-C has ended the work.

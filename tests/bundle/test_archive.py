@@ -250,6 +250,13 @@ def test_every_truncation_is_refused(files: Files) -> None:
             read_entries(io.BytesIO(small[:size]), size)
 
 
+@pytest.mark.parametrize("missing", [1, 21, 30, 60])
+def test_what_ends_within_its_table_is_truncated_and_not_changed(missing: int) -> None:
+    small = archive({"manifest.json": b"{}", "a": b"0123"})[:-missing]
+    with pytest.raises(RefusedError, match=r"^it is truncated: it ends within its table of contents$"):
+        read_entries(io.BytesIO(small), len(small))
+
+
 def test_every_changed_byte_outside_the_files_is_refused() -> None:
     small = archive({"manifest.json": b"{}", "a": b"0123"})
     entries = read_entries(io.BytesIO(small), len(small))

@@ -114,6 +114,13 @@ def test_a_folder_that_cannot_be_written_to_is_refused(
     with pytest.raises(BundleError, match="No such file"):
         check_bundle(tmp_path / "nowhere" / "b", onnx=False, sign_key=None)
 
+    def takes_none(*args: Any, **options: Any) -> NoReturn:
+        raise FileNotFoundError(2, "No such file or directory")  # as /proc
+
+    monkeypatch.setattr("tempfile.TemporaryFile", takes_none)
+    with pytest.raises(InputError, match=r"r\.json cannot be written: nothing can be made in its folder"):
+        check_file(tmp_path / "r.json")
+
     def read_only(*args: Any, **options: Any) -> NoReturn:
         raise OSError(30, "Read-only file system")  # root may write everywhere else
 

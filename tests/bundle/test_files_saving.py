@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ampopt.bundle import files as bundle_files
-from ampopt.bundle.files import open_bundle, write_bundle
+from ampopt.bundle.files import check_target, open_bundle, write_bundle
 from ampopt.errors import BundleError
 from tests.support.bundles import FILES, FORMS, archive, contents, fields, save
 
@@ -146,6 +146,26 @@ def test_a_source_that_changes_while_it_is_saved_is_refused(
     with pytest.raises(BundleError, match="changed meanwhile"):
         save(tmp_path / "b", {"a": source}, as_folder=as_folder)
     assert os.listdir(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("nowhere/a.ampopt", "No such file or directory ('{folder}/nowhere'); create that folder first"),
+        ("", "its path is empty; give another path"),
+    ],
+)
+def test_what_is_wrong_with_a_path_is_told(
+    path: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = f"the bundle {path!r} cannot be saved: {told.format(folder=tmp_path)}"
+    with pytest.raises(BundleError) as caught:
+        write_bundle(path, fields(), FILES)
+    assert str(caught.value) == said
+    with pytest.raises(BundleError) as caught:
+        check_target(path)
+    assert str(caught.value) == said
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:

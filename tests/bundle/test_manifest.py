@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampopt.bundle.manifest import MAX_BYTES, MAX_FILES, RefusedError, check_names, decode, encode
+from ampopt.bundle.manifest import (
+    COPY_AGAIN,
+    MANIFEST,
+    MAX_BYTES,
+    MAX_FILES,
+    RefusedError,
+    check_names,
+    decode,
+    encode,
+)
+from ampopt.version import __version__
 from tests.support.bundles import fields
 
 FILE = {"sha256": "a" * 64, "bytes": 3}
@@ -106,6 +116,20 @@ def test_an_unknown_schema_names_the_ampopt_that_reads_it(schema: Any) -> None:
     with pytest.raises(RefusedError, match="schema") as caught:
         decode(encode(manifest(schema=schema, ampopt="9.8.7", new_field=1)))
     assert "9.8.7" in caught.value.advice
+
+
+@pytest.mark.parametrize("schema", [3, True])
+def test_a_schema_that_this_ampopt_would_not_write_is_not_for_it_to_read(schema: Any) -> None:
+    with pytest.raises(RefusedError, match=f"has schema '{schema}'") as caught:
+        decode(encode(manifest(schema=schema, ampopt=__version__)))
+    assert caught.value.advice == COPY_AGAIN
+
+
+def test_a_manifest_without_a_schema_is_told_so() -> None:
+    without = {key: value for key, value in manifest().items() if key != "schema"}
+    with pytest.raises(RefusedError, match=f"^{MANIFEST} has no schema, and ampopt") as caught:
+        decode(encode(without))
+    assert caught.value.advice == COPY_AGAIN
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,24 @@ def test_verify_says_which_test_failed_and_fails_on_deadlines(
     assert [test["test"] for test in told["tests"]] == ["deadlines", "p50 back to back", "p99 back to back"]
 
 
+def _unprintable() -> NoReturn:
+    raise OSError("nothing can be printed")
+
+
+def test_verify_and_export_write_files_before_anything_is_printed(
+    bundle: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ampopt.cli.deploy.field_test", _field_test(1e-6, 0))
+    monkeypatch.setattr(ampopt, "optimize", lambda network, args, **_: module_of(network.eval(), *args))
+    monkeypatch.setattr(cli_deploy, "console", _unprintable)
+    files = ("--json", tmp_path / "v.json", "--report", tmp_path / "v.html")
+    assert "nothing can be printed" in call("verify", bundle, "--device", "cpu", *files).stderr
+    files = ("-o", tmp_path / "m.onnx", "--json", tmp_path / "e.json")
+    assert "nothing can be printed" in call("export", model, *INPUT, *files).stderr
+    written = {path.name for path in tmp_path.iterdir()}
+    assert {"v.json", "v.html", "m.onnx", "e.json"} <= written
+
+
 def test_the_backends_are_those_that_load_knows() -> None:
     assert get_args(cli_deploy.Backend) == BACKENDS
 
@@ -250,6 +268,12 @@ def test_export_without_onnx_says_so_before_the_work(
         (("--device", "cuda:77"), "--device cuda:77: there"),
         (("--json", "b"), "BUNDLE and --json are the same file"),
         (("--verify-key", "b"), "it is not signed"),
+        (("--verify-key", "b"), "do without --verify-key"),
+        (("--hz", "0"), "--hz 0: give a field test a positive rate"),
+        (("--hz", "nan"), "--hz nan: give a field test a positive rate"),
+        (("--seconds", "0"), "--seconds 0: give a field test the time for a frame, 0.0333 or more"),
+        (("--deadline-ms", "-1"), "--deadline-ms -1: give a field test a positive deadline"),
+        (("--json", "-"), "--json -: stdout has the text for people: name a file"),
     ],
 )
 def test_verify_refuses_wrong_options(

@@ -13,8 +13,11 @@ from typer.testing import CliRunner, Result
 
 import ampopt
 from ampopt.cli import app as cli
+from ampopt.cli import diagnose as cli_diagnose
 from ampopt.cli.diagnose import load_optimizer
+from ampopt.diagnosis.result import Diagnosis
 from ampopt.errors import InputError
+from tests.support.cases import CEILINGS
 
 CODE = """
 from torch import nn
@@ -53,6 +56,22 @@ def test_the_verdict_comes_first_and_files_are_written(model: str, tmp_path: Pat
     assert [row["batch"] for row in found["sweep"]] == [1, 2]
     assert not any(finding["name"].endswith("in-training-mode") for finding in found["findings"])
     assert "conv" in {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+
+
+def test_files_are_written_before_anything_is_printed(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unprintable() -> NoReturn:
+        raise OSError("nothing can be printed")
+
+    found = Diagnosis(
+        *("Tiny", {"device": "a CPU"}, ("x",), "verdict", (), {}, {}, CEILINGS, (), {}, (), (), 1.0)
+    )
+    monkeypatch.setattr(ampopt, "diagnose", lambda *args, **options: found)
+    monkeypatch.setattr(cli_diagnose, "console", unprintable)
+    files = ("--json", tmp_path / "d.json", "--report", tmp_path / "d.html")
+    assert "nothing can be printed" in call(model, "--input", "1x3x16x16", *files).stderr
+    assert {"d.json", "d.html"} <= {path.name for path in tmp_path.iterdir()}
 
 
 STEP = """

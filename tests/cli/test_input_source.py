@@ -90,6 +90,14 @@ def test_an_image_is_resized_to_the_input_and_repeated_over_its_batch(picture: P
     assert torch.equal(image[0], image[1])
 
 
+def test_what_is_no_image_is_told_without_pythons_own_names(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text("import torch")
+    with pytest.raises(InputError) as caught:
+        example_call(image=tmp_path / "net.py")
+    reason = "it is in no format that Pillow knows"
+    assert str(caught.value) == f"the image {tmp_path / 'net.py'} cannot be read: {reason}"
+
+
 def test_height_and_width_are_not_confused(tmp_path: Path) -> None:
     values = np.zeros((4, 6, 3), dtype=np.uint8)
     values[1, 5] = 255

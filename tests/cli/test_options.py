@@ -176,6 +176,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ({"written": {"--json": Path("net.py")}}, "MODEL and --json are the same file, net.py"),
         ({"written": {"--json": Path("r"), "--markdown": Path("./r")}}, "--json and --markdown are the same"),
         ({"written": {"--json": Path("nowhere/r")}}, "create it first"),
+        ({"written": {"--report": Path("-")}}, "--report -: stdout has the text for people: name a file"),
         ({"shapes": ["1x3x"]}, "--input '1x3x' is no shape"),
         ({"image": Path("nowhere.png")}, "--image: there is no file"),
         ({"weights": Path("nowhere.pt")}, "--weights: there is no file"),

@@ -24,6 +24,9 @@ from ampopt.document.model import Cell, Document, Facts, Points, Section, Table
         ("could not judge it (cache=False looks again)", "could not judge it (--no-cache looks again)"),
         ('shape; nan="exact" forbids that', "shape; --nan exact forbids that"),
         ("give a larger tolerance= to accept that", "give a larger --tolerance to accept that"),
+        ("hz=0: give a positive rate", "--hz 0: give a positive rate"),
+        ("deadline_ms=-1: give a positive one", "--deadline-ms -1: give a positive one"),
+        ("or do without `verify_key`", "or do without --verify-key"),
         ("the budget is spent, and x=3 is no option", "the budget is spent, and x=3 is no option"),
     ],
 )

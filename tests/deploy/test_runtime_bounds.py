@@ -111,6 +111,18 @@ def test_what_cannot_be_prepared_is_refused(model: nn.Module) -> None:
         fast.prepare(image().double())
 
 
+@pytest.mark.parametrize("serve_original", [False, True])
+def test_a_call_on_which_the_model_fails_cannot_be_prepared_whoever_answers(
+    model: nn.Module, serve_original: bool
+) -> None:
+    fast = module_of(model, image(), serve_original=serve_original)
+    before = torch.get_rng_state()
+    with pytest.raises(InputError, match=r"^the model fails on the call to prepare: .*to have 3 channels"):
+        fast.prepare((1, 4, 8, 8))
+    fast.prepare(image(9))
+    assert torch.equal(before, torch.get_rng_state())
+
+
 class Counted(nn.Module):
     """It has no state that a model has: its calls are counted outside of it."""
 

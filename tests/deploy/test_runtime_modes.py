@@ -204,6 +204,7 @@ def test_a_gradient_beside_the_model_is_right() -> None:
         assert torch.equal(fast(x), fast(image()))
 
 
+@pytest.mark.parametrize("serve_original", [False, True])
 @pytest.mark.parametrize(
     "trace",
     [
@@ -214,8 +215,8 @@ def test_a_gradient_beside_the_model_is_right() -> None:
     ],
     ids=["jit.trace", "export", "make_fx", "fx"],
 )
-def test_tracers_are_refused(trace: Any) -> None:
-    fast, x = module_of(net(), image()), image()
+def test_tracers_are_refused(trace: Any, serve_original: bool) -> None:
+    fast, x = module_of(net(), image(), serve_original=serve_original), image()
     expected = fast(x)
     with pytest.raises(ampopt.InputError, match="cannot be traced by"):
         trace(fast, x)

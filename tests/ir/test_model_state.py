@@ -196,6 +196,20 @@ def test_what_answers_equal_inputs_otherwise_is_found(function: Any) -> None:
         captured_of(Keeping(function).eval(), X)
 
 
+@pytest.mark.parametrize(
+    ("result", "kind"),
+    [
+        (lambda y: (each for each in [y]), "generator"),
+        (lambda y: {"a": y, "b": iter([y])}, "list_iterator"),
+        (lambda y: (y, Memory()), "Memory"),
+    ],
+)
+def test_a_result_that_cannot_be_compared_is_named_and_no_state(result: Any, kind: str) -> None:
+    message = f"its result holds a value of type {kind}, which cannot be compared$"
+    with pytest.raises(CaptureError, match=message):
+        captured_of(Keeping(lambda m, x, y: result(y)).eval(), X)
+
+
 def _stores_a_feature(m: Any, x: Tensor, y: Tensor) -> Tensor:
     m.h = y
     return y.relu()
