@@ -10,6 +10,7 @@ import collections
 import contextlib
 import functools
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -32,6 +33,9 @@ from ampopt.ir.parts import (
     variables_of_function,
     walk,
 )
+from ampopt.system.interrupts import check_interrupted
+
+logger = logging.getLogger("ampopt")
 
 _ABSENT = object()
 
@@ -114,18 +118,41 @@ def variables_kept(model: nn.Module) -> Iterator[None]:
     Class attributes and global variables hold again what they held, and that its numbers, its elements and
     its attributes. Code that has come to them stays: a library may have registered what it loads.
     """
-    code, undo = Code(model), list[Undo]()
-    for _, kind, name in code.class_attributes():
-        undo += [partial(_assign_again, kind, name, vars(kind)[name]), *_contents(vars(kind)[name])]
-    for function in code.functions:
-        undo += _contents(function)
-        for _, mapping, name in variables_of_function(function):
-            undo += [partial(_put_back, mapping, {name: mapping[name]}, own=False), *_contents(mapping[name])]
+    undo = list[Undo]()
+    _tried(lambda: undo.extend(_everything(model)))
     try:
         yield
     finally:
         for step in undo:
-            step()
+            _tried(step)
+
+
+def _tried(step: Undo) -> None:
+    """Do what an odd object of a user's may refuse: it stays as it is then."""
+    try:
+        step()
+    except Exception as error:
+        check_interrupted(error)
+        logger.debug("ampopt: a variable is not kept", exc_info=True)
+
+
+def _everything(model: nn.Module) -> Iterator[Undo]:
+    code = Code(model)
+    for _, kind, name in code.class_attributes():
+        yield partial(_assign_again, kind, name, vars(kind)[name])
+        yield from _looked_at(vars(kind)[name])
+    for function in code.functions:
+        yield from _looked_at(function)
+        for _, mapping, name in variables_of_function(function):
+            yield partial(_put_back, mapping, {name: mapping[name]}, own=False)
+            yield from _looked_at(mapping[name])
+
+
+def _looked_at(value: Any) -> list[Undo]:
+    """What puts back a value's contents, as far as it can be looked at."""
+    undo = list[Undo]()
+    _tried(lambda: undo.extend(_contents(value)))
+    return undo
 
 
 P = ParamSpec("P")

@@ -194,7 +194,9 @@ def variables_of_function(function: types.FunctionType) -> Iterator[Variable]:
         return
     for name in sorted(names_in(function.__code__)):
         value = variables.get(name)
-        if isinstance(value, types.ModuleType) and _root_of(value) not in _FOREIGN:
+        if not can_be_looked_at(value):
+            yield f"the global variable {name}", variables, name
+        elif isinstance(value, types.ModuleType) and _root_of(value) not in _FOREIGN:
             named = sorted(attributes_in(function.__code__) & vars(value).keys())
             yield from (
                 (f"the global variable {name}.{own}", vars(value), own)
@@ -217,6 +219,14 @@ def attributes_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(own).union(*inner)
 
 
+def can_be_looked_at(value: Any) -> bool:
+    """Whether an object tells its class: those of web frameworks refuse, outside of a request."""
+    try:
+        return value.__class__ is not None
+    except Exception:
+        return False
+
+
 def walk(
     root: Any,
     *,
@@ -229,7 +239,7 @@ def walk(
     kept = []
     while waiting:
         path, value = waiting.pop()
-        if id(value) in seen or (leave_out is not None and leave_out(value)):
+        if id(value) in seen or not can_be_looked_at(value) or (leave_out is not None and leave_out(value)):
             continue
         if not isinstance(value, ATOMS):
             seen.add(id(value))

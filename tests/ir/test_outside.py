@@ -148,6 +148,44 @@ def test_a_write_is_put_back_where_a_call_fails() -> None:
     assert HELD == [1]
 
 
+class Refusing:
+    """An object that belongs to a request, as those of web frameworks do: elsewhere it has no attributes."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("working outside of request context")
+
+
+@pytest.mark.usefixtures("held")
+def test_an_object_that_cannot_be_looked_at_is_no_reason_to_fail() -> None:
+    global HELD
+    HELD = Refusing()
+    with variables_kept(model := Writing(_replace)):
+        model(X)
+    assert type(HELD) is Refusing
+    fast = ampopt.optimize(Writing(_look).eval(), X, budget_s=5, progress=False)
+    assert fast(X).shape == X.shape
+
+
+def _look(x: Tensor) -> None:
+    if x.shape[0] > 1:
+        assert HELD is None
+
+
+@pytest.mark.usefixtures("held")
+def test_an_array_that_has_another_size_now_is_left() -> None:
+    global HELD
+    HELD = [np.zeros(3), 1]
+
+    def write(x: Tensor) -> None:
+        HELD[0].resize(5, refcheck=False)
+        HELD[1] = 2
+
+    with variables_kept(model := Writing(write)):
+        model(X)
+    assert HELD[0].shape == (5,)
+    assert HELD[1] == 1
+
+
 def _of_a_class(x: Tensor) -> None:
     Kept.held = Kept.held * 0.5 + x
 
