@@ -308,10 +308,9 @@ def _budget_note(options: Options, call_s: float | None) -> str | None:
     """A note for the report if the default budget is longer than usual."""
     if options.is_budget_given or round(options.budget_s) <= DEFAULT_S:
         return None
-    for_calls = 0.0 if call_s is None else default_budget_s(call_s)
-    why = [f"a call takes {call_s:.2g} s here"] if for_calls > DEFAULT_S else []
-    why += ["its capture took long"] if options.budget_s > for_calls + 0.5 else []
-    return f"the time budget was {options.budget_s:.0f} s, because {' and '.join(why)}: budget_s sets another"
+    is_slow = call_s is not None and options.budget_s <= default_budget_s(call_s)
+    why = f"a call takes {call_s:.2g} s here" if is_slow else "its capture took long"
+    return f"the time budget was {options.budget_s:.0f} s, because {why}: budget_s sets another"
 
 
 def io_note(original: nn.Module) -> str | None:

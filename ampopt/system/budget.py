@@ -93,14 +93,9 @@ def _told(seconds: float) -> str:
 
 
 def default_budget_s(call_s: float, capture_s: float = 0.0) -> float:
-    """The time budget in seconds for a model, if the user gives none, by what a call and its capture take.
-
-    Both count: programs are verified and compared by calls, and what takes long to trace, without the calls
-    in its capture, takes compilers several times as long.
-    """
-    tracing_s = max(capture_s - CALLS_TO_CAPTURE * call_s, 0.0)
-    for_graph = min(CAPTURES * tracing_s, MOST_FOR_CAPTURES_S)
-    return min(max(DEFAULT_S, DEFAULT_CALLS * call_s + for_graph), MOST_BY_DEFAULT_S)
+    """The time budget in seconds for a model, if the user gives none, by what a call and its capture take."""
+    for_graph = min(CAPTURES * capture_s, MOST_FOR_CAPTURES_S)
+    return min(max(DEFAULT_S, DEFAULT_CALLS * call_s, for_graph), MOST_BY_DEFAULT_S)
 
 
 def calls_to_verify(draws: int) -> int:
