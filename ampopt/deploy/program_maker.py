@@ -26,6 +26,7 @@ from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.ir.narrow_convs import why_it_may_crash
 from ampopt.ir.normal_form import true_copy, why_not_normal
 from ampopt.ir.numerics import relative_error
+from ampopt.ir.outside import variables_kept
 from ampopt.ir.program import Program
 from ampopt.ir.signature import flatten_outputs, map_tensors, tensors_of
 from ampopt.ir.transform import Pass, replay
@@ -68,7 +69,8 @@ class ProgramMaker:
         args, kwargs = _all_ordinary(args, kwargs)
         self._kinds.check_call(args, kwargs)
         try:
-            return self._make(args, kwargs, passes)
+            with variables_kept(self._optimized.original):  # calls of copies verify the program
+                return self._make(args, kwargs, passes)
         except KindError:
             raise
         except AmpoptError:
@@ -222,7 +224,7 @@ def try_call(
 ) -> None:
     """Raise a model's own error if a copy of it cannot run a call."""
     args, kwargs = map_tensors(true_copy, args, kwargs)  # it may write to them
-    with torch.no_grad(), untouched_rng(device):
+    with torch.no_grad(), untouched_rng(device), variables_kept(original):
         working_copy(original)(*args, **kwargs)
 
 

@@ -6,8 +6,9 @@ command that no example gives replaces what a tensor holds.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -86,68 +87,106 @@ def _read_and_rewritten(
 ) -> str | None:
     """The first hidden tensor that calls read, and write to or replace, by equal numbers, too.
 
-    What decides whether the numbers change may be in no example. A call reads it if it answers otherwise, or
-    fails, where the tensor holds other numbers before it.
+    What decides whether the numbers change may be in no example. Calls read such tensors if they answer
+    otherwise, or fail, where they hold other numbers, all of them or one alone.
     """
     if not _hidden_tensors(model, outside):
         return None
     called = working_copy(model)
-    before = _hidden_tensors(called, outside)
-    versions = {place: _version(tensor) for place, tensor in before.items()}
+    before = {place: _look(tensor) for place, tensor in _hidden_tensors(called, outside).items()}
     call(called)
     after = _hidden_tensors(called, outside)
-    places = [
-        place
-        for place, tensor in before.items()
-        if place in after and not _is_left(tensor, versions[place], after[place])
-    ]
-    return next((place for place in places if _reads(model, outside, place, call)), None)
+    places = [place for place, seen in before.items() if place in after and not seen.is_left(after[place])]
+    if not places:
+        return None
+    answers = [_answer(model, outside, (), call) for _ in range(2)]
+    if not _reads(answers, _answer(model, outside, places, call)):
+        return None
+    read = (each for each in places if _reads(answers, _answer(model, outside, (each,), call)))
+    return next(read, places[0])
 
 
 def _hidden_tensors(model: nn.Module, outside: Outside) -> dict[str, Tensor]:
     """Tensors that a model reaches in other ways than by its modules' attributes, by where they are."""
     known = {id(tensor) for _, tensor in memory_of(model)}
     found: dict[str, Tensor] = {}
-    for label, root in (*outside.held().items(), ("its ", model)):
-        for path, value in walk(root, classes=False):
-            is_hidden = isinstance(value, Tensor) and value.layout is torch.strided and value.numel() > 0
-            if is_hidden and id(value) not in known:
-                known.add(id(value))
-                found[label + in_words(path)] = value
+    variables = reversed(outside.held().items())
+    roots = {"its ": model, **dict(variables)}  # the walk begins with the last
+    for path, value in walk(roots, classes=False):
+        is_hidden = isinstance(value, Tensor) and value.layout is torch.strided and value.numel() > 0
+        if is_hidden and id(value) not in known:
+            label, _, rest = path.removeprefix("[").partition("]")
+            found[_WITHOUT_ADDRESS.sub("", label[1:-1] + in_words(rest))] = value
     return found
+
+
+_WITHOUT_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Look:
+    """A tensor at one moment."""
+
+    tensor: Tensor
+    version: int | None
+    address: int
+
+    def is_left(self, now: Tensor) -> bool:
+        """Whether it is what it was, or a view of its memory has taken its place, and nothing was written."""
+        return _version(now) == self.version and _address(now) == self.address
+
+
+def _look(tensor: Tensor) -> _Look:
+    return _Look(tensor, _version(tensor), _address(tensor))
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _is_left(before: Tensor, version: int | None, now: Tensor) -> bool:
-    """Whether a tensor is what it was: itself, or a view of its memory, and not written to."""
-    if _version(now) != version and now is before:
-        return False
-    return now.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
-
-
-def _reads(model: nn.Module, outside: Outside, place: str, call: Callable[[nn.Module], list[Any]]) -> bool:
-    with variables_kept(model):
-        expected = call(working_copy(model))
+def _answer(
+    model: nn.Module, outside: Outside, places: Collection[str], call: Callable[[nn.Module], list[Any]]
+) -> list[Any] | None:
+    """The answer of a copy where these hidden tensors hold other numbers; None where it fails."""
     with variables_kept(model):
         disturbed = working_copy(model)
-        with contextlib.suppress(RuntimeError):  # a tensor whose elements share memory
-            _disturb(_hidden_tensors(disturbed, outside)[place])
+        found = _hidden_tensors(disturbed, outside)
+        there = [found[place] for place in places if place in found]
+        before = [tensor.detach().clone() for tensor in there]
+        generator = torch.Generator().manual_seed(0)
         try:
-            return apart(expected, call(disturbed)) > 1.0
+            for tensor in there:
+                _disturb(tensor, generator)
+            return call(disturbed)
         except Exception as error:
             check_interrupted(error)
-            return True
+            return None
+        finally:
+            for tensor, own in zip(there, before, strict=True):
+                if tensor.shape == own.shape:
+                    tensor.data.copy_(own)
 
 
-@torch.no_grad()
-def _disturb(tensor: Tensor) -> None:
-    """Give a tensor other numbers."""
-    if tensor.dtype is torch.bool:
-        tensor.logical_not_()
-    elif is_rounded(tensor):
-        tensor.nan_to_num_(0.0, 0.0, 0.0).mul_(1.5).add_(1.0)
+def _reads(answers: Sequence[list[Any] | None], disturbed: list[Any] | None) -> bool:
+    """Whether an answer differs from two that were not disturbed by more than those from each other."""
+    first, second = answers
+    if first is None or second is None or disturbed is None:
+        return disturbed is None
+    return apart(first, disturbed) > max(1.0, 2 * apart(first, second))
+
+
+def _disturb(tensor: Tensor, generator: torch.Generator) -> None:
+    """Give a tensor other numbers, each its own."""
+    data = tensor.data
+    if data.dtype is torch.bool:
+        data.logical_not_()
+    elif is_rounded(data):
+        data.nan_to_num_(0.0, 0.0, 0.0)
+        noise = torch.randn(data.shape, generator=generator).to(data.device, data.dtype)
+        data.add_(noise * (1 + data.abs().mean()))
     else:
-        tensor.add_(1)
+        data.add_(1)

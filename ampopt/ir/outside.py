@@ -9,17 +9,15 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import itertools
 import logging
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ampopt.ir.parts import (
     ATOMS,
@@ -27,15 +25,21 @@ from ampopt.ir.parts import (
     Variable,
     attributes_in,
     attributes_of_class,
+    can_be_looked_at,
     contents_of,
     is_foreign,
+    is_of_the_process,
+    names_in,
     slots_of,
+    variables_of_class,
     variables_of_function,
     walk,
 )
-from ampopt.system.interrupts import check_interrupted
 
 logger = logging.getLogger("ampopt")
+
+MOST_TO_COPY = 1 << 26
+"""The largest tensor in bytes whose numbers are put back where calls write to them."""
 
 _ABSENT = object()
 
@@ -45,17 +49,20 @@ Undo = Callable[[], object]
 class Code:
     """What calls of a model may run, as far as names tell: a user's functions, and his classes' methods.
 
-    A method belongs to it if code that belongs to it names such an attribute, and so does a class attribute.
+    A method belongs to it if code that belongs to it names such an attribute, or if PyTorch's own may call it
+    in the place of its own; and so does a class attribute.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._functions, self._kinds = dict[FunctionType, None](), dict[type, None]()
+        self._functions, self._kinds, self._made = dict[FunctionType, None](), dict[type, None](), set[type]()
         self._seen, self._names = set[int](), {"forward"}
         self._unnamed = collections.defaultdict[str, list[Any]](list)
         waiting: list[Any] = [model]
         while waiting:
             for _, value in walk(waiting.pop(), classes=False, leave_out=self._is_seen):
                 waiting += self._note(value)
+        every = (kind for module in model.modules() for kind in type(module).__mro__)
+        self._of_modules = [kind for kind in dict.fromkeys(every) if not is_foreign(kind)]
 
     @property
     def functions(self) -> list[FunctionType]:
@@ -66,14 +73,26 @@ class Code:
         """The class attributes that are no code: what to call each in a message, its class, and its name."""
         for kind in self._kinds:
             for name, value in attributes_of_class(kind):
-                if name in self._names and not isinstance(value, CODE):
+                if name in self._names and not (can_be_looked_at(value) and isinstance(value, CODE)):
                     yield f"the class attribute {kind.__qualname__}.{name}", kind, name
 
     def variables(self) -> dict[str, Variable]:
-        """Those and the global variables that are no code, by what to call them in a message."""
-        named = itertools.chain.from_iterable(map(variables_of_function, self._functions))
-        own = ((label, vars(kind), name) for label, kind, name in self.class_attributes())
-        return {variable[0]: variable for variable in (*named, *own)}
+        """Those and the global variables that are no code, by what to call them in a message.
+
+        Of the classes of modules all methods count: PyTorch's own code may call them.
+        """
+        named = [*map(variables_of_function, self._functions), *map(variables_of_class, self._of_modules)]
+        own = [(label, vars(kind), name) for label, kind, name in self.class_attributes()]
+        found: dict[str, Variable] = {}
+        for label, mapping, name in (*(variable for each in named for variable in each), *own):
+            known = found.setdefault(label, (label, mapping, name))
+            if known[1].get(name) is not mapping.get(name):  # of another file
+                found[f"{label} of {mapping.get('__name__', mapping.get('__module__'))}"] = (
+                    label,
+                    mapping,
+                    name,
+                )
+        return found
 
     def _is_seen(self, value: Any) -> bool:
         return id(value) in self._seen
@@ -89,17 +108,21 @@ class Code:
             self._functions[value] = None
             new = attributes_in(value.__code__) - self._names
             self._names |= new
-            return [method for name in new for method in self._unnamed.pop(name, ())]
+            return [part for name in new for part in self._unnamed.pop(name, ())]
         kinds = (value if isinstance(value, type) else type(value)).__mro__
-        is_made = isinstance(value, type) and not issubclass(value, nn.Module)
-        not_of_calls = _NOT_OF_CALLS - {"__init__", "__new__"} if is_made else _NOT_OF_CALLS
         found: list[Any] = []
-        for kind in [kind for kind in kinds if kind not in self._kinds and not is_foreign(kind)]:
-            self._kinds[kind] = None
-            for name, method in attributes_of_class(kind):
-                if isinstance(method, CODE):
-                    is_run = name in self._names or (name.startswith("__") and name not in not_of_calls)
-                    (found if is_run else self._unnamed[name]).append(method)
+        foreign = [kind for kind in kinds if is_foreign(kind) and kind not in (object, nn.Module)]
+        overridden = {name for kind in foreign for name in vars(kind) if not name.startswith("__")}
+        for kind in [kind for kind in kinds if not is_foreign(kind)]:
+            if isinstance(value, type) and kind not in self._made and not issubclass(value, nn.Module):
+                self._made.add(kind)
+                found += [vars(kind)[name] for name in ("__init__", "__new__") if name in vars(kind)]
+            if kind not in self._kinds:
+                self._kinds[kind] = None
+                for name, part in attributes_of_class(kind):
+                    is_special = name.startswith("__") and name not in _NOT_OF_CALLS
+                    is_run = name in self._names or name in overridden or is_special
+                    (found if is_run else self._unnamed[name]).append(part)
         return found
 
 
@@ -108,15 +131,17 @@ _NOT_OF_CALLS = frozenset(
     | {"__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__"}
     | {"__dir__", "__sizeof__", "__subclasshook__"}
 )
-"""Methods that Python calls elsewhere than in a forward, which may make objects of a class that it names."""
+"""Methods that Python calls elsewhere than in a forward, or as a forward makes an object of a class."""
 
 
 @contextlib.contextmanager
 def variables_kept(model: nn.Module) -> Iterator[None]:
     """Put back after the block what calls of a model, or of its copies, write to where no copy has it.
 
-    Class attributes and global variables hold again what they held, and that its numbers, its elements and
-    its attributes. Code that has come to them stays: a library may have registered what it loads.
+    Where a class attribute, a global variable, or something that these hold was a tensor or a number, it is
+    that again, and tensors of up to 64 MiB have their numbers again; tensors without numbers, which an export
+    leaves, go. All else stays as it is then: what a library has registered, loaded or switched on, and
+    containers that other threads may have filled.
     """
     undo = list[Undo]()
     _tried(lambda: undo.extend(_everything(model)))
@@ -131,28 +156,96 @@ def _tried(step: Undo) -> None:
     """Do what an odd object of a user's may refuse: it stays as it is then."""
     try:
         step()
-    except Exception as error:
-        check_interrupted(error)
+    except Exception:
         logger.debug("ampopt: a variable is not kept", exc_info=True)
 
 
 def _everything(model: nn.Module) -> Iterator[Undo]:
-    code = Code(model)
+    own, code = {id(module) for module in model.modules()}, Code(model)
+    held: list[Any] = [*code.functions]
     for _, kind, name in code.class_attributes():
         yield partial(_assign_again, kind, name, vars(kind)[name])
-        yield from _looked_at(vars(kind)[name])
+        held.append(vars(kind)[name])
     for function in code.functions:
-        yield from _looked_at(function)
         for _, mapping, name in variables_of_function(function):
-            yield partial(_put_back, mapping, {name: mapping[name]}, own=False)
-            yield from _looked_at(mapping[name])
+            yield partial(_put_back, mapping, {name: mapping[name]})
+            held.append(mapping[name])
+        absent = [name for name in names_in(function.__code__) if name not in function.__globals__]
+        if absent:
+            yield partial(_drop, function.__globals__, absent)
+    for _, value in walk(held, code=False, classes=False, leave_out=lambda part: id(part) in own):
+        undo = list[Undo]()
+        _tried(partial(_look, value, undo))
+        yield from undo
 
 
-def _looked_at(value: Any) -> list[Undo]:
-    """What puts back a value's contents, as far as it can be looked at."""
-    undo = list[Undo]()
-    _tried(lambda: undo.extend(_contents(value)))
-    return undo
+def _look(value: Any, undo: list[Undo]) -> None:
+    """Find what puts a value's own contents back."""
+    if isinstance(value, (*ATOMS, ModuleType, type, nn.Parameter)) or is_of_the_process(value):
+        return
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided and not value.is_inference() and value.nbytes <= MOST_TO_COPY:
+            undo.append(partial(_write_back, value, value._version, value.detach().clone()))
+        return
+    if isinstance(value, dict):
+        undo.append(partial(_put_back, value, dict(dict.items(value)), is_whole=True))
+    elif isinstance(value, (list, collections.deque)):
+        undo.append(partial(_refill, value, [*value]))
+    elif isinstance(value, FunctionType):
+        cells = [(cell, held) for cell in value.__closure__ or () for held in contents_of(cell)]
+        undo += [partial(_set_again, cell, "cell_contents", held) for cell, held in cells]
+    if isinstance(own := getattr(value, "__dict__", None), dict):
+        undo.append(partial(_put_back, own, dict(own), is_whole=True))
+    names = [name for name in slots_of(type(value)) if hasattr(value, name)]
+    undo += [partial(_set_again, value, name, getattr(value, name)) for name in names]
+
+
+def _is_lost(before: Any, now: Any) -> bool:
+    """Whether a place has to get back what it held: a tensor, a number, or what an export replaced."""
+    if now is before or not can_be_looked_at(before):
+        return now is not before
+    return isinstance(before, Tensor) or type(before) in (int, float) or isinstance(now, FakeTensor)
+
+
+def _assign_again(kind: type, name: str, before: Any) -> None:
+    if _is_lost(before, vars(kind).get(name, _ABSENT)):
+        setattr(kind, name, before)
+
+
+def _set_again(holder: Any, name: str, before: Any) -> None:
+    """Give a cell or an object with slots, a frozen one too, what it held."""
+    if _is_lost(before, getattr(holder, name, _ABSENT)):
+        object.__setattr__(holder, name, before)
+
+
+def _put_back(mapping: Any, before: dict[Any, Any], *, is_whole: bool = False) -> None:
+    """Give a dict its tensors and numbers again; with `is_whole`, it loses new tensors without numbers."""
+    for key, value in before.items():
+        if _is_lost(value, dict.get(mapping, key, _ABSENT)):
+            mapping[key] = value
+    if is_whole:
+        _drop(mapping, [key for key in dict.keys(mapping) if key not in before])
+
+
+def _drop(mapping: Any, keys: list[Any]) -> None:
+    for key in keys:
+        if isinstance(dict.get(mapping, key), FakeTensor):
+            del mapping[key]
+
+
+def _refill(sequence: list[Any] | collections.deque[Any], before: list[Any]) -> None:
+    """Give a list what it held, where its tensors or numbers are others, or where an export was at it."""
+    now = [*sequence]
+    is_replaced = len(now) == len(before) and any(map(_is_lost, before, now))
+    if is_replaced or any(isinstance(each, FakeTensor) for each in now):
+        sequence.clear()
+        sequence.extend(before)
+
+
+def _write_back(tensor: Tensor, version: int, before: Tensor) -> None:
+    """Give a tensor its numbers again, where it was written to, without a trace in its version."""
+    if tensor._version != version and tensor.shape == before.shape:
+        tensor.data.copy_(before)
 
 
 P = ParamSpec("P")
@@ -169,74 +262,3 @@ def keeps_variables(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
 
     return call
-
-
-def _contents(value: Any) -> Iterator[Undo]:
-    """What puts back everything that a value is made of."""
-    for _, each in walk(value, code=False, classes=False):
-        if isinstance(each, ATOMS):
-            continue
-        if isinstance(each, Tensor):
-            if each.layout is torch.strided and not isinstance(each, nn.Parameter):
-                yield partial(_write_back, each, each.detach().clone())
-            continue
-        if isinstance(each, dict):
-            yield partial(_put_back, each, dict(dict.items(each)), own=True)
-        elif isinstance(each, (list, collections.deque)):
-            yield partial(_refill, each, [*each])
-        elif isinstance(each, set):
-            yield partial(_exchange, each, set(each))
-        elif isinstance(each, np.ndarray) and each.flags.writeable:
-            yield partial(np.copyto, each, each.copy())
-        elif isinstance(each, random.Random):
-            yield partial(each.setstate, each.getstate())
-        elif isinstance(each, torch.Generator):
-            yield partial(each.set_state, each.get_state())
-        elif isinstance(each, FunctionType):
-            for cell in each.__closure__ or ():
-                yield from (partial(_set_again, cell, "cell_contents", held) for held in contents_of(cell))
-        if isinstance(own := getattr(each, "__dict__", None), dict):
-            yield partial(_put_back, own, dict(own), own=True)
-        for name in slots_of(type(each)):
-            if hasattr(each, name):
-                yield partial(_set_again, each, name, getattr(each, name))
-
-
-def _assign_again(kind: type, name: str, before: Any) -> None:
-    if vars(kind).get(name, _ABSENT) is not before:
-        setattr(kind, name, before)
-
-
-def _set_again(holder: Any, name: str, before: Any) -> None:
-    """Give a cell or an object with slots, a frozen one too, what it held."""
-    if getattr(holder, name, _ABSENT) is not before:
-        object.__setattr__(holder, name, before)
-
-
-def _put_back(mapping: Mapping[Any, Any], before: Mapping[Any, Any], *, own: bool) -> None:
-    """Give a dict its items again; with `own`, what else has come to it goes, but for code."""
-    assert isinstance(mapping, dict)  # of a class that may make items where it is asked for some
-    for key, value in before.items():
-        if dict.get(mapping, key, _ABSENT) is not value:
-            mapping[key] = value
-    for key in [key for key in dict.keys(mapping) if key not in before] if own else ():
-        if not isinstance(dict.get(mapping, key), CODE):
-            del mapping[key]
-
-
-def _refill(sequence: list[Any] | collections.deque[Any], before: list[Any]) -> None:
-    if len(sequence) != len(before) or any(a is not b for a, b in zip(sequence, before, strict=True)):
-        sequence.clear()
-        sequence.extend(before)
-
-
-def _exchange(elements: set[Any], before: set[Any]) -> None:
-    if elements != before:
-        elements.clear()
-        elements.update(before)
-
-
-def _write_back(tensor: Tensor, before: Tensor) -> None:
-    """Give a tensor its numbers again, where it was written to, without a trace in its version."""
-    if tensor.shape == before.shape and not torch.equal(tensor.detach(), before):
-        tensor.data.copy_(before)

@@ -55,7 +55,7 @@ def parts_of(value: Any, *, code: bool = True, classes: bool = True) -> Iterator
     class. With `classes`, an object has its class, and that its attributes. Classes and functions of Python,
     PyTorch and NumPy have none.
     """
-    if isinstance(value, _WITHOUT) or _root(type(value)) in _OF_THE_PROCESS:
+    if isinstance(value, _WITHOUT) or is_of_the_process(value):
         return
     if isinstance(value, type):
         if classes and not is_foreign(value):
@@ -79,6 +79,11 @@ def parts_of(value: Any, *, code: bool = True, classes: bool = True) -> Iterator
         yield "", type(value)
     elif code and isinstance(value, nn.Module) and not is_foreign(type(value)):
         yield ".forward", type(value).forward
+
+
+def is_of_the_process(value: Any) -> bool:
+    """Whether an object belongs to the process, as a logger, a lock and a file do."""
+    return _root(type(value)) in _OF_THE_PROCESS
 
 
 def items_of(value: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
@@ -201,7 +206,7 @@ def variables_of_function(function: types.FunctionType) -> Iterator[Variable]:
             yield from (
                 (f"the global variable {name}.{own}", vars(value), own)
                 for own in named
-                if not isinstance(vars(value)[own], CODE)
+                if not (can_be_looked_at(vars(value)[own]) and isinstance(vars(value)[own], CODE))
             )
         elif name in variables and not isinstance(value, CODE):
             yield f"the global variable {name}", variables, name

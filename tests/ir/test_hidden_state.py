@@ -137,6 +137,33 @@ TICKS: dict[str, tuple[Callable[[], Callable[[Any], int]], str]] = {
 }
 
 
+class Tracker:
+    """An object that a class holds."""
+
+    def count(self) -> int:
+        """Counts calls in a global variable."""
+        return _global(self)
+
+
+class WithTracker(nn.Module):
+    """Calls an object that is an attribute of its class."""
+
+    tracker = Tracker()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Twice as much, rarely."""
+        return x * 2 if self.tracker.count() % RARE == RARE - 1 else x
+
+
+class CountingConv(nn.Conv2d):
+    """Counts in a method that PyTorch's own code calls."""
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        _ = _in_a_global_dict(self)
+        y: Tensor = super()._conv_forward(x, weight, bias)
+        return y
+
+
 @pytest.mark.parametrize("where", TICKS)
 def test_a_counter_is_state_wherever_it_is(where: str) -> None:
     make, told = TICKS[where]
@@ -287,9 +314,34 @@ def _in_a_list() -> Callable[[Any, Tensor], Tensor]:
     return recall
 
 
+def _coupled(model: Any, x: Tensor) -> Tensor:
+    memory, is_new = model.memory, (x.sum() == 7e6).expand(2, 6).clone()
+    memory.frame = torch.where(is_new, x, memory.frame)
+    memory.valid = is_new | memory.__dict__.get("valid", torch.zeros(2, 6, dtype=torch.bool))
+    return torch.where(memory.valid, memory.frame, torch.zeros_like(x))
+
+
+def _normalized(model: Any, x: Tensor) -> Tensor:
+    return nn.functional.layer_norm(_by_object(model, x), (6,))
+
+
+def _written_and_seen_anew(model: Any, x: Tensor) -> Tensor:
+    model.memory.frame = model.memory.frame[:].copy_(_taken(x, model.memory.frame))
+    return model.memory.frame  # type: ignore[no-any-return]
+
+
+def _through_data(model: Any, x: Tensor) -> Tensor:
+    model.memory.frame.data = _taken(x, model.memory.frame)
+    return model.memory.frame  # type: ignore[no-any-return]
+
+
 RECALLS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "object": (_by_object, "in its memory.frame"),
     "object, in place": (_in_place, "in its memory.frame"),
+    "object, two that need each other": (_coupled, "in its memory."),
+    "object, by its norm": (_normalized, "in its memory.frame"),
+    "object, by a view": (_written_and_seen_anew, "in its memory.frame"),
+    "object, by .data": (_through_data, "in its memory.frame"),
     "object with slots": (_by_slot, "in its slotted.frame"),
     "closure's list": (_in_a_list(), "in its recall<held>[0]"),
     "module in a list": (_by_module_aside, "in its aside[0].frame"),
@@ -369,3 +421,14 @@ def test_a_container_of_state_with_two_ways_to_it_is_told(where: str) -> None:
     assert reason is not None
     assert "it keeps a state in a container that is both its" in reason
     assert way in reason
+
+
+def test_an_object_of_a_class_and_a_method_that_pytorch_calls_are_looked_through() -> None:
+    reason = reason_of(WithTracker())
+    assert reason is not None
+    assert "the global variable COUNT when" in reason
+    conv = nn.Sequential(nn.Unflatten(1, (1, 2, 3)), CountingConv(1, 1, 2))
+    with torch.no_grad():
+        reason = behaviour_of(private_copy(conv.eval()), (X,), {}, CPU).reason
+    assert reason is not None
+    assert "the global variable COUNTS['calls'] when" in reason
