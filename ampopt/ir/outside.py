@@ -9,7 +9,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import logging
+import sysconfig
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType, ModuleType
@@ -55,6 +57,7 @@ class Code:
 
     def __init__(self, model: nn.Module) -> None:
         self._functions, self._kinds, self._made = dict[FunctionType, None](), dict[type, None](), set[type]()
+        self._files = list[ModuleType]()
         self._seen, self._names = set[int](), {"forward"}
         self._unnamed = collections.defaultdict[str, list[Any]](list)
         waiting: list[Any] = [model]
@@ -76,22 +79,28 @@ class Code:
                 if name in self._names and not (can_be_looked_at(value) and isinstance(value, CODE)):
                     yield f"the class attribute {kind.__qualname__}.{name}", kind, name
 
+    def global_variables(self) -> Iterator[Variable]:
+        """The global variables that are no code; of a user's own files also those named by attribute."""
+        yield from itertools.chain.from_iterable(map(variables_of_function, self._functions))
+        for file in self._files:
+            for name in sorted(self._names & vars(file).keys()):
+                value = vars(file)[name]
+                if not (can_be_looked_at(value) and isinstance(value, CODE)):
+                    yield f"the global variable {name}", vars(file), name
+
     def variables(self) -> dict[str, Variable]:
         """Those and the global variables that are no code, by what to call them in a message.
 
         Of the classes of modules all methods count: PyTorch's own code may call them.
         """
-        named = [*map(variables_of_function, self._functions), *map(variables_of_class, self._of_modules)]
+        of_methods = itertools.chain.from_iterable(map(variables_of_class, self._of_modules))
         own = [(label, vars(kind), name) for label, kind, name in self.class_attributes()]
-        found: dict[str, Variable] = {}
-        for label, mapping, name in (*(variable for each in named for variable in each), *own):
-            known = found.setdefault(label, (label, mapping, name))
-            if known[1].get(name) is not mapping.get(name):  # of another file
-                found[f"{label} of {mapping.get('__name__', mapping.get('__module__'))}"] = (
-                    label,
-                    mapping,
-                    name,
-                )
+        found, places = dict[str, Variable](), dict[str, Any]()
+        for variable in itertools.chain(self.global_variables(), of_methods, own):
+            label, mapping, _ = variable
+            place = mapping.get("__name__", mapping.get("__module__"))  # of a file, of a class
+            is_first = places.setdefault(label, place) == place
+            found.setdefault(label if is_first else f"{label} of {place}", variable)
         return found
 
     def _is_seen(self, value: Any) -> bool:
@@ -109,6 +118,13 @@ class Code:
             new = attributes_in(value.__code__) - self._names
             self._names |= new
             return [part for name in new for part in self._unnamed.pop(name, ())]
+        if isinstance(value, ModuleType):
+            if is_foreign(value) or _is_installed(value):
+                return []
+            self._files.append(value)
+            for name, part in vars(value).items():
+                self._unnamed[name].append(part)
+            return [part for name in self._names & vars(value).keys() for part in self._unnamed.pop(name, ())]
         kinds = (value if isinstance(value, type) else type(value)).__mro__
         found: list[Any] = []
         foreign = [kind for kind in kinds if is_foreign(kind) and kind not in (object, nn.Module)]
@@ -125,6 +141,14 @@ class Code:
                     (found if is_run else self._unnamed[name]).append(part)
         return found
 
+
+def _is_installed(module: ModuleType) -> bool:
+    """Whether a module is a library's: its functions reach much that is no model's."""
+    file = str(getattr(module, "__file__", None) or "")
+    return any(file.startswith(folder) for folder in _LIBRARIES)
+
+
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib"))
 
 _NOT_OF_CALLS = frozenset(
     {"__init__", "__new__", "__init_subclass__", "__class_getitem__", "__repr__", "__str__", "__del__"}
@@ -166,10 +190,10 @@ def _everything(model: nn.Module) -> Iterator[Undo]:
     for _, kind, name in code.class_attributes():
         yield partial(_assign_again, kind, name, vars(kind)[name])
         held.append(vars(kind)[name])
+    for _, mapping, name in code.global_variables():
+        yield partial(_put_back, mapping, {name: mapping[name]})
+        held.append(mapping[name])
     for function in code.functions:
-        for _, mapping, name in variables_of_function(function):
-            yield partial(_put_back, mapping, {name: mapping[name]})
-            held.append(mapping[name])
         absent = [name for name in names_in(function.__code__) if name not in function.__globals__]
         if absent:
             yield partial(_drop, function.__globals__, absent)

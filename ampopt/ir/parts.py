@@ -106,8 +106,10 @@ def slots_of(kind: type) -> list[str]:
     return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
-def is_foreign(thing: type | types.FunctionType) -> bool:
-    """Whether a class or a function belongs to Python, PyTorch or NumPy, which keep no state of a model."""
+def is_foreign(thing: type | types.FunctionType | types.ModuleType) -> bool:
+    """Whether code belongs to Python, PyTorch or NumPy, which keep no state of a model."""
+    if isinstance(thing, types.ModuleType):
+        return thing.__name__.partition(".")[0] in _FOREIGN
     return _root(thing) in _FOREIGN
 
 
@@ -201,7 +203,7 @@ def variables_of_function(function: types.FunctionType) -> Iterator[Variable]:
         value = variables.get(name)
         if not can_be_looked_at(value):
             yield f"the global variable {name}", variables, name
-        elif isinstance(value, types.ModuleType) and _root_of(value) not in _FOREIGN:
+        elif isinstance(value, types.ModuleType) and not is_foreign(value):
             named = sorted(attributes_in(function.__code__) & vars(value).keys())
             yield from (
                 (f"the global variable {name}.{own}", vars(value), own)
@@ -210,10 +212,6 @@ def variables_of_function(function: types.FunctionType) -> Iterator[Variable]:
             )
         elif name in variables and not isinstance(value, CODE):
             yield f"the global variable {name}", variables, name
-
-
-def _root_of(module: types.ModuleType) -> str:
-    return module.__name__.partition(".")[0]
 
 
 @functools.lru_cache(maxsize=4096)
