@@ -58,7 +58,7 @@ class Code:
     def __init__(self, model: nn.Module) -> None:
         self._functions, self._kinds, self._made = dict[FunctionType, None](), dict[type, None](), set[type]()
         self._files = list[ModuleType]()
-        self._seen, self._names = set[int](), {"forward"}
+        self._seen, self._classes, self._names = set[int](), set[type](), {"forward"}
         self._unnamed = collections.defaultdict[str, list[Any]](list)
         waiting: list[Any] = [model]
         while waiting:
@@ -125,6 +125,10 @@ class Code:
             for name, part in vars(value).items():
                 self._unnamed[name].append(part)
             return [part for name in self._names & vars(value).keys() for part in self._unnamed.pop(name, ())]
+        if type(value) in self._classes:
+            return []
+        if not isinstance(value, type):
+            self._classes.add(type(value))
         kinds = (value if isinstance(value, type) else type(value)).__mro__
         found: list[Any] = []
         foreign = [kind for kind in kinds if is_foreign(kind) and kind not in (object, nn.Module)]

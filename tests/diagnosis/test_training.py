@@ -225,6 +225,20 @@ def test_a_whole_step_on_a_gpu_is_one_graph_and_the_scalers_fault_is_named() -> 
     assert graphs == {f"{name} + CUDA graph" for name in ("fp32", "amp", "amp + channels_last")}
     named = {each.name: each for each in found.findings}
     assert line_of(step, "optimizer.step()") in named["repeated-update"].places[0]
-    assert "gaps between launches" in named["launch-bound"].says
     assert all((times.peak or 0) > 0 for times in found.training.values())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.timing
+def test_a_small_step_on_a_gpu_is_launch_bound() -> None:
+    target = TARGET.cuda()
+    found = ampopt.diagnose(
+        net().cuda().train(),
+        batch().cuda(),
+        train=True,
+        loss=lambda result: F.cross_entropy(result.float(), target),
+        progress=False,
+    )
+    named = {each.name: each for each in found.findings}
+    assert "gaps between launches" in named["launch-bound"].says
