@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from ampopt.ir.model_copy import same_tensor
 from ampopt.ir.numerics import relative_error
-from ampopt.ir.parts import parts_of
+from ampopt.ir.parts import attributes_of, parts_of
 
 _DEEPEST = 40
 """Nesting of objects that is looked into."""
@@ -116,7 +116,9 @@ def _differing(a: Any, b: Any, path: str, seen: set[tuple[int, int]], depth: int
     for step, x, y in parts:
         if (rest := _differing(x, y, path + step, seen, depth + 1)) is not None:
             return rest
-    return None
+    if isinstance(a, (Mapping, Sequence, types.MethodType, *_CODE)):
+        return None
+    return None if _differing(*_taken_apart(a, b), path, seen, depth + 1) is None else path
 
 
 _ATOMS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, range)
@@ -124,23 +126,26 @@ _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 
 def _contents(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The parts of two objects of one class: what they would be put together of again."""
-    if isinstance(a, _CODE):
-        return
+    """The attributes of two objects of one class."""
     if isinstance(a, types.MethodType):
         yield "", a.__self__, b.__self__
-        return
-    if hasattr(a, "__dict__"):
-        yield from ((f".{key}", x, y) for key, x, y in _members(vars(a), vars(b)))
+    elif not isinstance(a, _CODE):
+        mine, yours = (dict(attributes_of(each)) for each in (a, b))
+        yield from _members(mine, yours)
+
+
+def _taken_apart(a: Any, b: Any) -> tuple[Any, Any]:
+    """What two objects of one class would be put together of again."""
     try:
         mine, yours = a.__reduce_ex__(4), b.__reduce_ex__(4)
-    except Exception:  # it cannot be taken apart: what it prints tells
-        yield "", _printed(a), _printed(b)
-        return
-    if isinstance(mine, tuple) and isinstance(yours, tuple):  # (class, arguments, state, items, …)
-        listed = [tuple(part) if isinstance(part, Iterator) else part for part in mine[1:]]
-        theirs = [tuple(part) if isinstance(part, Iterator) else part for part in yours[1:]]
-        yield "", listed, theirs
+    except Exception:  # they cannot be taken apart: what they print tells
+        return _printed(a), _printed(b)
+    if not isinstance(mine, tuple) or not isinstance(yours, tuple):
+        return None, None  # a name, by which it is found
+    listed, theirs = (  # (class, arguments, state, items, …)
+        [tuple(part) if isinstance(part, Iterator) else part for part in each[1:]] for each in (mine, yours)
+    )
+    return listed, theirs
 
 
 def _printed(thing: Any) -> str:

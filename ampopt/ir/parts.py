@@ -100,10 +100,11 @@ def attributes_of(value: Any) -> Iterator[Part]:
 
 
 def slots_of(kind: type) -> list[str]:
-    """The names of attributes that instances of a class have in `__slots__`."""
-    found = [each.__dict__.get("__slots__", ()) for each in kind.__mro__]
-    names = [name for slots in found for name in ((slots,) if isinstance(slots, str) else slots)]
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
+    """The names of attributes that instances of a class have in `__slots__`, as `getattr` takes them."""
+    found = [(each.__name__.lstrip("_"), vars(each).get("__slots__", ())) for each in kind.__mro__]
+    named = [(of, name) for of, slots in found for name in ((slots,) if isinstance(slots, str) else slots)]
+    own = [(of, name) for of, name in named if name not in ("__dict__", "__weakref__")]
+    return [f"_{of}{name}" if name.startswith("__") and not name.endswith("__") else name for of, name in own]
 
 
 def is_foreign(thing: type | types.FunctionType | types.ModuleType) -> bool:

@@ -166,6 +166,30 @@ def test_a_state_that_is_more_than_tensors_is_found_and_its_attribute_named(name
         captured_of(model, X)
 
 
+class Private:
+    """An object whose class keeps a tensor in a slot of a private name."""
+
+    __slots__ = ("__value",)
+
+    def __init__(self) -> None:
+        self.__value = torch.zeros(())
+
+    def follow(self, y: Tensor) -> Tensor:
+        """An exponential average."""
+        self.__value = 0.5 * self.__value + y.mean()
+        return self.__value
+
+
+def test_attributes_are_called_as_the_user_calls_them() -> None:
+    model = Keeping(lambda m, _, y: y * m.memory.follow(y)).eval()
+    model.memory = Private()  # type: ignore[assignment]
+    with pytest.raises(CaptureError, match=r"its attribute memory\._Private__value when it is called"):
+        captured_of(model, X)
+    for name in ("array", "numbers"):
+        with pytest.raises(CaptureError, match=f"its attribute {name} when it is called"):
+            captured_of(Keeping(REFUSED[name]).eval(), X)
+
+
 def _class_attribute(m: Any, x: Tensor, y: Tensor) -> Tensor:
     Keeping.shared = Keeping.shared + 1
     return y * Keeping.shared
