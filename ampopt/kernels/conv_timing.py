@@ -90,7 +90,7 @@ def _launch_random(site: Site, tile: Tile, device: torch.device) -> Tensor:
 
 
 def fastest(
-    site: Site, tiles: Sequence[Tile], device: torch.device, settings: Settings, seconds: float = 0.03
+    site: Site, tiles: Sequence[Tile], device: torch.device, settings: Settings, seconds: float = 0.02
 ) -> Timed:
     """Time a site's `tiles`, `PLAIN`, and `BY_CUDNN` if cuDNN has that form.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -220,7 +221,9 @@ class Optimizer:
             self.ledger.notes.append(self._why_not)
         elif not self._recall():
             seconds, notes = self._options.budget_s, self.ledger.notes
-            self._search(judgeable(self._candidates, self._captured, self._verifier, seconds, notes))
+            with self._sandbox.loading() if self._sandbox is not None else contextlib.nullcontext():
+                lanes = judgeable(self._candidates, self._captured, self._verifier, seconds, notes)
+            self._search(lanes)
 
     def _last_comparison(self) -> LaneState | None:
         """Summarize what was not summarized yet, and choose; None, and a note, where that cannot be.
