@@ -112,7 +112,8 @@ def load(
         budget_s: seconds for measuring the passes again on a machine that differs from the bundle's
             fingerprint. None: as for `ampopt.optimize`, 60 s, or what 500 calls of the model take if that is
             more, and at most 600 s.
-        types: the model's namedtuple classes, if it returns any.
+        types: the model's namedtuple classes, if it returns any: else results have one of the same name and
+            fields.
 
     Raises BundleError if the bundle is damaged or malicious, does not load, or fails its self-test (for
     "auto": on every backend); InputError for unknown arguments or devices.

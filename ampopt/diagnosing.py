@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -218,7 +219,7 @@ def _trace_file(trace: object) -> Path | None:
     if trace is None:
         return None
     path = path_of(trace)
-    if path.is_dir() or not path.resolve().parent.is_dir():
+    if os.path.isdir(path) or not os.path.isdir(path.resolve().parent):
         raise InputError(f"trace={str(path)!r}: give a file in a folder that exists")
     return path
 

@@ -75,6 +75,33 @@ class Stereo(nn.Module):
         return total
 
 
+class Frame(NamedTuple):
+    """What a model takes."""
+
+    image: Tensor
+    places: list[Tensor]
+
+
+def test_a_namedtuple_is_taken_for_one_of_its_name_and_fields(tmp_path: Path) -> None:
+    """The bundle holds no classes: it has one of its own, where the caller's is not given."""
+    model = Model(lambda m, frame: m.conv(frame.image) + frame.places[0], conv=nn.Conv2d(3, 4, 3)).eval()
+    frame = Frame(X, [torch.ones(4, 1, 1)])
+    module_of(model, frame).save(tmp_path / "b", tune_s=0.2)
+    for backend in ("ampopt", "onnxruntime", "original"):
+        loaded = ampopt.load(tmp_path / "b", backend=backend, device="cpu")
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(frame), model(frame))
+
+    class Other(NamedTuple):
+        image: Tensor
+        corners: list[Tensor]
+
+    Other.__name__ = "Frame"
+    for given in (Other(*frame), tuple(frame), Frame(X, [])):
+        with pytest.raises(InputError, match="this bundle was made for other calls"):
+            loaded(given)
+
+
 @pytest.mark.parametrize("backend", ["ampopt", "onnxruntime", "original"])
 @pytest.mark.parametrize("rest", [(), ("b", "a")], ids=["named", "with a rest"])
 def test_keyword_arguments_have_an_order_where_the_model_saw_it(

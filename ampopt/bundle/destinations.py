@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Mapping
@@ -51,7 +52,7 @@ def check_onnx(path: str | os.PathLike[str]) -> None:
         raise InputError(
             f"{place}: .ampopt stands for a bundle, which `save` writes: name it {place.stem}.onnx"
         )
-    if place.is_dir():
+    if os.path.isdir(place):  # a name that is too long is none
         raise InputError(f"{place} is a folder: name the file, such as {place / 'model.onnx'}")
     _check_plain(place)
     for package in ONNX_PACKAGES:
@@ -80,7 +81,7 @@ def check_bundle(
 
 def check_file(path: Path) -> None:
     """Raise InputError if a file cannot be written: no such folder, or `path` is not a regular file."""
-    if path.is_dir():
+    if os.path.isdir(path):
         raise InputError(f"{path} is a folder, not a regular file: name a file in it")
     _check_plain(path)
     try:
@@ -89,13 +90,18 @@ def check_file(path: Path) -> None:
         ):  # what permissions say is not all: a disk may be read-only
             pass
     except OSError as e:
-        if not path.parent.exists():
+        if not os.path.exists(path.parent):
             raise InputError(f"there is no folder {path.parent} for {path.name}: create it first") from e
         raise InputError(f"{path} cannot be written: nothing can be made in its folder ({e.strerror})") from e
 
 
 def _check_plain(path: Path) -> None:
-    if path.exists() and not path.is_file():
+    try:
+        os.lstat(path)
+    except OSError as e:
+        if e.errno == errno.ENAMETOOLONG:
+            raise InputError(f"the file name of {len(path.name)} characters is too long: {path}") from e
+    if os.path.exists(path) and not os.path.isfile(path):
         raise InputError(f"{path} is not a regular file: name another one")
 
 

@@ -8,6 +8,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -101,7 +102,7 @@ def _check_code(source: str, option: str = "MODEL") -> None:
         path = Path(source)
         if path.suffix == ".py":
             raise InputError(f"MODEL {source!r}: add what makes the model, as in {source}:make_net")
-        if not path.exists():
+        if not os.path.exists(path):
             raise InputError(f"MODEL {source!r} is none of: {FORMS}")
         raise _no_model(path, kind_of_file(path, "MODEL"))
     if where in ZOOS:
@@ -115,7 +116,7 @@ def _check_code(source: str, option: str = "MODEL") -> None:
             raise InputError(f"{where} cannot be imported: {type(e).__name__}: {e}") from e
     else:
         root = where.partition(".")[0]
-        beside = Path(root).is_dir() or Path(f"{root}.py").is_file()
+        beside = os.path.isdir(root) or os.path.isfile(f"{root}.py")
         if not root or not (beside or root in sys.modules or importlib.util.find_spec(root)):
             raise InputError(f"{where} cannot be imported: No module named {root!r}")
 

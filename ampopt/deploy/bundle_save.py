@@ -269,7 +269,11 @@ def _onnx(
     module: Deployable, path: Path, precision: str, test: SelfTest, seconds: float
 ) -> tuple[OnnxReport, Tuning]:
     """Export, verify, and find the session's options that are fastest on this machine."""
-    report = module.export_onnx(path, precision=precision)
+    try:
+        report = module.export_onnx(path, precision=precision)
+    except (ExportError, VerificationError) as error:
+        hint = "" if "onnx=None" in str(error) else "; save(…, onnx=None) writes a bundle without ONNX"
+        raise type(error)(f"{error}{hint}") from error
     model = path if report.data_sha256 is not None else path.read_bytes()
     arrays = [_storable(tensor).numpy() for tensor in test.inputs.values()]
     return report, tune(model, arrays, seconds=seconds, tolerance=test.tolerance, tf32=precision == "fp16")

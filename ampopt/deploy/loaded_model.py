@@ -75,6 +75,9 @@ class LoadedModel(OfOneProcess):
         """
         kwargs = in_order(kwargs, self.captured.by_name)
         leaves, spec = flatten_call(args, kwargs)
+        if spec != self.captured.spec:
+            args, kwargs = _in_classes_of(self.captured.spec, (args, kwargs))
+            leaves, spec = flatten_call(args, kwargs)
         try:
             check_plain(tensors_of(leaves))
             if reason := self._why_not(leaves, spec):
@@ -218,6 +221,29 @@ def run_self_test(model: LoadedModel, test: SelfTestCall, tolerance: float) -> N
                     f"the self-test{test.place} fails on {model.backend}: output {number} has a relative "
                     f"error of {error:.3g}, and the manifest allows {tolerance:.3g}"
                 )
+
+
+def _in_classes_of(spec: pytree.TreeSpec, call: Any) -> Any:
+    """A call whose namedtuples are of the classes of a spec that have their names and fields."""
+    known: dict[tuple[str, tuple[str, ...]], type] = {}
+
+    def note(value: Any) -> bool:
+        if pytree.is_namedtuple_instance(value):
+            known[type(value).__name__, value._fields] = type(value)
+        return False
+
+    pytree.tree_map(lambda leaf: leaf, pytree.tree_unflatten(range(spec.num_leaves), spec), is_leaf=note)
+
+    def own(value: Any) -> Any:
+        if not pytree.is_namedtuple_instance(value):
+            return value
+        kind = known.get((type(value).__name__, value._fields), type(value))
+        return kind(*(recast(part) for part in value))
+
+    def recast(value: Any) -> Any:
+        return pytree.tree_map(own, value, is_leaf=pytree.is_namedtuple_instance)
+
+    return recast(call) if known else call
 
 
 def _told(spec: pytree.TreeSpec) -> str:

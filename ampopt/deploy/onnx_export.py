@@ -187,8 +187,9 @@ def export_onnx(
             program=emulated(program.run) if precision == "fp16" else None,
         )
         if check.reason is not None and not force:
+            fault = "is wrong" if check.providers else "does not run here"
             raise VerificationError(
-                f"the exported model is wrong, and was not written: {check.reason}; force=True keeps it, "
+                f"the exported model {fault}, and was not written: {check.reason}; force=True keeps it, "
                 "marked as failed"
             )
         identity = model_hash(captured.program.graph)
@@ -269,7 +270,8 @@ def _check_file(path: Path) -> None:
         need("onnx", "onnx").checker.check_model(str(path), full_check=True)
     except Exception as error:
         reason = textwrap.shorten(str(error), 300, placeholder=" …")
-        raise ExportError(f"the exported model is not valid ONNX: {reason}") from error
+        few = "; ONNX has few operators in bfloat16: optimize model.float()" if "bfloat16" in reason else ""
+        raise ExportError(f"the exported model is not valid ONNX: {reason}{few}") from error
 
 
 def _metadata(check: OnnxCheck, identity: str, precision: str, io: str, target: str) -> dict[str, str]:

@@ -222,12 +222,16 @@ class _Tally:
     def add(self, provider: str, run: Run) -> None:
         """Verify one way to run; one that fails is a reason, too."""
         for verifier in self._verifiers:
+            shapes = [list(tensor.shape) for tensor in verifier.captured.program.examples]
+            sized = f" of {', '.join(map(str, shapes))}" if len(self._verifiers) > 1 else ""
             try:
                 rows = verifier.outputs(run, self._lane, self._names, provider)
+                rows = [dataclasses.replace(row, inputs=f"{row.inputs}{sized}") for row in rows]
                 check = verifier.check_metric(run) if verifier.metric is not None else None
             except Exception as error:  # ONNX Runtime raises whatever its kernels and bindings do
                 short = textwrap.shorten(str(error), 300, placeholder=" …")
-                self.reasons.append(f"{provider} cannot run the model: {short}")
+                inputs = f" with inputs{sized}" if sized else ""
+                self.reasons.append(f"{provider} cannot run the model{inputs}: {short}")
                 return
             self.rows.extend(rows)
             if check is None:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from ampopt.engines.onnx_names import move_weights_apart
 from ampopt.engines.onnx_registry import registry_kept
-from ampopt.engines.onnx_rules import exact_rules, last_match_freed
+from ampopt.engines.onnx_rules import constants_apart, exact_rules, last_match_freed
 from ampopt.errors import ExportError, InputError
 from ampopt.ir.capturing import capturing
 from ampopt.ir.emulated_half import EmulatedHalf
@@ -84,6 +84,7 @@ def model_of(
             torch.no_grad(),
             older_flags_readable(),
             exact_rules(),
+            constants_apart(),
             last_match_freed(),
             registry_kept(),
         ):

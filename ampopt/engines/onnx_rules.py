@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ampopt.errors import need
@@ -32,6 +33,39 @@ def exact_rules() -> Iterator[None]:
     finally:
         for number, tolerances in before:
             vars(number).update(tolerances)
+
+
+@contextlib.contextmanager
+def constants_apart() -> Iterator[None]:
+    """Let the rules give each constant that they make a name of its own, in the block.
+
+    They name the bounds of a value's clamp after the value: those of a second clamp took the first one's
+    place, and the model was not valid. Enter it within `capturing`: the rules are the whole process's.
+    """
+    need("onnxscript.rewriter", "onnx")
+    rules = _rules()
+    for rule in rules:
+        rule.try_rewrite = _with_constants_apart(rule.try_rewrite)
+    try:
+        yield
+    finally:
+        for rule in rules:
+            del rule.try_rewrite  # its class has it
+
+
+def _with_constants_apart(rewrite: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule that renames its constants where others than what it replaces read one of that name."""
+
+    def try_rewrite(model: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
+        delta = rewrite(model, graph, *args, **kwargs)
+        for value in () if delta is None else delta.new_initializers:
+            known = getattr(graph, "initializers", {}).get(value.name)  # a function has none
+            if known is not None and any(node not in delta.match.nodes for node, _ in known.uses()):
+                names = (f"{value.name}.{number}" for number in itertools.count(1))
+                value.name = next(name for name in names if name not in graph.initializers)
+        return delta
+
+    return try_rewrite
 
 
 @contextlib.contextmanager

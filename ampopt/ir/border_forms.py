@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import fx
 
 from ampopt.ir.deciding_forms import Call, in_dtype_of
@@ -20,10 +19,11 @@ FAR = 10.0
 """A place from which no sample has a pixel of an image, from -1 to 1, but those of its border."""
 
 
-def smallest(node: fx.Node) -> float:
-    """A number for divisors that may be 0 in a node's dtype, which has it; few numbers are smaller."""
-    bounds = torch.finfo(dtype_of(node))
-    return max(1e-37, bounds.tiny * bounds.eps)
+def ratio_of(call: Call, small: fx.Node, large: fx.Node) -> Any:
+    """What a number that is not negative is of one that is no smaller: 0 of 0, and 1 of two infinities."""
+    divisor = call(aten.masked_fill.Scalar, large, call(aten.eq.Scalar, large, 0), 1.0)
+    ratio = call(aten.div.Tensor, small, divisor)
+    return call(aten.masked_fill.Scalar, ratio, call(aten.eq.Scalar, small, math.inf), 1.0)
 
 
 def with_nan_of(call: Call, result: fx.Node, *values: Any) -> Any:
@@ -36,7 +36,7 @@ def with_nan_of(call: Call, result: fx.Node, *values: Any) -> Any:
 
 def _atan2(call: Call, node: fx.Node) -> Any:
     """ONNX divides y by x: it has -π for (0, -1), π/2 of the wrong sign for -0, and 0 for infinities."""
-    return _angle_of(call, node, *(in_dtype_of(call, value, node) for value in node.args[:2]))
+    return _angle_of(call, *(in_dtype_of(call, value, node) for value in node.args[:2]))
 
 
 def _angle(call: Call, node: fx.Node) -> Any:
@@ -44,20 +44,18 @@ def _angle(call: Call, node: fx.Node) -> Any:
     source: Any = node.args[0]
     if dtype_of(source).is_complex:
         parts = call(aten.view_as_real.default, source)
-        return _angle_of(call, node, *(call(aten.select.int, parts, -1, part) for part in (1, 0)))
+        return _angle_of(call, *(call(aten.select.int, parts, -1, part) for part in (1, 0)))
     if not dtype_of(source).is_floating_point:
         return None
     is_behind = call(aten._to_copy.default, call(aten.lt.Scalar, source, 0), dtype=dtype_of(node))
     return with_nan_of(call, call(aten.mul.Tensor, is_behind, math.pi), source)
 
 
-def _angle_of(call: Call, node: fx.Node, y: Any, x: Any) -> Any:
+def _angle_of(call: Call, y: Any, x: Any) -> Any:
     """The angle in the first quadrant's half below the diagonal, moved to where the signs say; NaN stays."""
     high, wide = (call(aten.abs.default, value) for value in (y, x))
     large, small = call(aten.maximum.default, high, wide), call(aten.minimum.default, high, wide)
-    ratio = call(aten.div.Tensor, small, call(aten.clamp_min.default, large, smallest(node)))
-    ratio = call(aten.masked_fill.Scalar, ratio, call(aten.eq.Scalar, small, math.inf), 1.0)
-    angle = call(aten.atan.default, ratio)
+    angle = call(aten.atan.default, ratio_of(call, small, large))
     is_steep = call(aten.gt.Tensor, high, wide)
     angle = call(aten.where.self, is_steep, call(aten.rsub.Scalar, angle, math.pi / 2), angle)
     angle = call(aten.where.self, _sign(call, x), call(aten.rsub.Scalar, angle, math.pi), angle)

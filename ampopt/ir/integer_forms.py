@@ -2,24 +2,39 @@
 
 PyTorch refuses a negative index where it looks up rows; ONNX counts it from the end, and so answers what
 eager refuses. torch.onnx divides integers in floating point, which is inexact from 2²⁴ on. ONNX Runtime adds
-and multiplies along a dimension in float64, which is inexact from 2⁵³ on, and ends at int64's bounds.
+and multiplies along a dimension in float64, which is inexact from 2⁵³ on, and ends at int64's bounds. It dies
+where the smallest integer is divided by -1, for which PyTorch, and negation, have that integer itself.
 
 Correct because: an index that is not negative stays, and a negative one becomes one that no tensor has, which
-ONNX Runtime refuses as eager does; a quotient of integers rounded down is ONNX's floor division, and towards
-zero that of the dividend without its remainder, which divides exactly; a sum is the last of the running sums,
+ONNX Runtime refuses as eager does; a quotient of integers rounded down is ONNX's floor division, or the
+negative of what -1 divides, and towards zero that of the dividend without its remainder, which divides
+exactly; a sum is the last of the running sums,
 and a product that of the products of both halves, and integers that go around may be combined in any order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.passes.shape_prop import ShapeProp
 
-from ampopt.ir.graph import arguments, aten, calls, copy_of, dtype_of, finish, insert_call, replace, shape_of
+from ampopt.ir.graph import (
+    arguments,
+    aten,
+    calls,
+    constant,
+    copy_of,
+    dtype_of,
+    finish,
+    insert_call,
+    is_constant,
+    replace,
+    shape_of,
+)
 
 OUT_OF_RANGE = 2**31 - 1
 """The index that stands for a negative one: int32 has it, and no dimension is as long."""
@@ -39,7 +54,10 @@ INDEXED: dict[Any, str] = {
 }
 """Operators that refuse negative indices, and the argument that has these."""
 
-DIVISIONS = (aten.div.Tensor_mode, aten.div.Scalar_mode)
+PLACES = (aten.index.Tensor, aten.index_put.default)
+"""Operators that take places as PyTorch's brackets do: of int32, too, which ONNX has not."""
+
+DIVISIONS = (aten.div.Tensor_mode, aten.div.Scalar_mode, aten.floor_divide.default)
 
 SUMS = (aten.sum.default, aten.sum.dim_IntList)
 
@@ -62,7 +80,8 @@ def with_integer_forms(
     `examples` are inputs of the graph: a run on them tells what is of integers, and how many factors a
     product has. Products stay as they are where sizes are dynamic.
     """
-    arithmetic = [n for n in calls(module, (*DIVISIONS, *SUMS, *PRODUCTS)) if _may_be_of_integers(n)]
+    candidates = (*DIVISIONS, *SUMS, *PRODUCTS, *PLACES)
+    arithmetic = [n for n in calls(module, candidates) if _may_be_of_integers(n)]
     if not arithmetic and not any(calls(module, INDEXED)):
         return module
     changed = copy_of(module)
@@ -77,6 +96,11 @@ def with_integer_forms(
     for node in () if is_dynamic else calls(changed, PRODUCTS):
         if _is_inexact(node):
             _multiply_exactly(changed, node)
+    for node in calls(changed, PLACES):
+        for index in filter(None, arguments(node)["indices"]):
+            if dtype_of(index) is torch.int32:
+                wide = insert_call(changed, node, aten._to_copy.default, index, dtype=torch.int64)
+                node.replace_input_with(index, wide)
     for node in calls(changed, INDEXED):
         index = arguments(node)[INDEXED[node.target]]
         if isinstance(index, fx.Node) and index.op != "get_attr":  # a constant index was read already
@@ -85,7 +109,8 @@ def with_integer_forms(
 
 
 def _may_be_of_integers(node: fx.Node) -> bool:
-    return node.target not in DIVISIONS or node.kwargs.get("rounding_mode") is not None
+    is_division = node.target in DIVISIONS and node.target is not aten.floor_divide.default
+    return not is_division or node.kwargs.get("rounding_mode") is not None
 
 
 def _is_inexact(node: fx.Node) -> bool:
@@ -99,10 +124,31 @@ def _is_inexact(node: fx.Node) -> bool:
 
 def _divide_exactly(module: fx.GraphModule, node: fx.Node) -> None:
     a, b = node.args[:2]
-    if node.kwargs["rounding_mode"] == "trunc":
+    if isinstance(a, fx.Node) and dtype_of(a) is not dtype_of(node):
+        a = insert_call(module, node, aten._to_copy.default, a, dtype=dtype_of(node))
+    if node.kwargs.get("rounding_mode") == "trunc":
         remainder = aten.fmod.Tensor if isinstance(b, fx.Node) else aten.fmod.Scalar
         a = insert_call(module, node, aten.sub.Tensor, a, insert_call(module, node, remainder, a, b))
-    replace(node, insert_call(module, node, aten.floor_divide.default, a, b))
+    quotient = _rounded_down(module, node, a, b)
+    quotient.meta["tensor_meta"] = node.meta["tensor_meta"]  # another division may ask what it reads
+    replace(node, quotient)
+
+
+def _rounded_down(module: fx.GraphModule, node: fx.Node, a: Any, b: Any) -> fx.Node:
+    """a // b, which is -a where b is -1."""
+    call = partial(insert_call, module, node)
+    if not isinstance(a, fx.Node) or dtype_of(node) is torch.uint8:
+        return call(aten.floor_divide.default, a, b)
+    if not isinstance(b, fx.Node):
+        return call(aten.neg.default, a) if b == -1 else call(aten.floor_divide.default, a, b)
+    known = constant(module, b) if is_constant(b) else None
+    if known is not None and not bool(known.eq(-1).any()):
+        return call(aten.floor_divide.default, a, b)
+    negates = call(aten.eq.Scalar, b, -1)
+    divisor = call(aten.masked_fill.Scalar, b, negates, 1)
+    return call(
+        aten.where.self, negates, call(aten.neg.default, a), call(aten.floor_divide.default, a, divisor)
+    )
 
 
 def _add_exactly(module: fx.GraphModule, node: fx.Node) -> None:

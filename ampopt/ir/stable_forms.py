@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.fx.passes.shape_prop import ShapeProp
 
 from ampopt.ir import border_forms, deciding_forms, resize_forms
-from ampopt.ir.border_forms import smallest, with_nan_of
+from ampopt.ir.border_forms import ratio_of, with_nan_of
 from ampopt.ir.deciding_forms import Call
 from ampopt.ir.graph import (
     arguments,
@@ -152,12 +152,14 @@ def _log1p(call: Call, x: Any) -> Any:
 
 
 def _hypot(call: Call, node: fx.Node) -> Any:
-    """The larger one times sqrt(1 + (smaller / larger)²), which does not overflow."""
+    """The larger one times sqrt(1 + (smaller / larger)²), which does not overflow; of an infinity, that."""
     a, b = (call(aten.abs.default, x) for x in node.args[:2])
     large, small = call(aten.maximum.default, a, b), call(aten.minimum.default, a, b)
-    ratio = call(aten.div.Tensor, small, call(aten.clamp_min.default, large, smallest(node)))
+    ratio = ratio_of(call, small, large)
     square = call(aten.add.Tensor, call(aten.mul.Tensor, ratio, ratio), 1.0)
-    return call(aten.mul.Tensor, large, call(aten.sqrt.default, square))
+    length = call(aten.mul.Tensor, large, call(aten.sqrt.default, square))
+    is_infinite = (call(aten.eq.Scalar, each, math.inf) for each in (a, b))  # also beside NaN
+    return call(aten.masked_fill.Scalar, length, call(aten.logical_or.default, *is_infinite), math.inf)
 
 
 def _keeping_nan(call: Call, node: fx.Node) -> Any:

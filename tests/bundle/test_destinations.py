@@ -41,6 +41,12 @@ def test_a_name_of_something_else_is_refused(suffix: str, tmp_path: Path) -> Non
             refuse(tmp_path / f"out{suffix}")
 
 
+def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    for check in (check_onnx, check_file):
+        with pytest.raises(InputError, match="the file name of 305 characters is too long"):
+            check(tmp_path / f"{'a' * 300}.onnx")
+
+
 @pytest.mark.parametrize("name", [None, 3, b"robot.ampopt", ["robot.ampopt"]])
 def test_what_names_no_file_is_refused(name: Any) -> None:
     x = torch.zeros(1, 2)

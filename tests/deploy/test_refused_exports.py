@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ampopt
-from ampopt.errors import ExportError
+from ampopt.errors import AmpoptError, ExportError
 from tests.helpers import Model
 from tests.support.planted import module_of
 
@@ -44,3 +44,21 @@ def test_a_bundle_holds_no_constant(tmp_path: Path) -> None:
         fast.save(tmp_path / "bundle")
     fast.export_onnx(tmp_path / "model.onnx")
     assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [(torch.bfloat16, "not valid ONNX: .*optimize model.float()"), (torch.float64, "does not run here, and")],
+)
+def test_what_onnx_has_no_operators_for_is_saved_without_it(
+    dtype: torch.dtype, said: str, tmp_path: Path
+) -> None:
+    model, x = nn.Conv2d(3, 4, 3).to(dtype).eval(), X.to(dtype)
+    fast = module_of(model, x)
+    with pytest.raises(AmpoptError, match=rf"{said}.*save\(…, onnx=None\) writes a bundle without ONNX"):
+        fast.save(tmp_path / "bundle")
+    assert list(tmp_path.iterdir()) == []
+    fast.save(tmp_path / "bundle", onnx=None)
+    loaded = ampopt.load(tmp_path / "bundle", backend="ampopt", device="cpu")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(x), model(x))

@@ -53,6 +53,26 @@ def test_what_does_nothing_is_left_out(tmp_path: Path) -> None:
     assert [node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node] == ["Relu"]
 
 
+BOUNDS: dict[str, Callable[[Any, Tensor], tuple[Tensor, ...]]] = {
+    "integers": lambda m, x: tuple(x.int().clamp(-low, high) for low, high in ((5, 5), (0, 7), (1, 2))),
+    "a ReLU of each": lambda m, x: (x.clamp(-1, 3).relu(), x.clamp(-2, 1).relu(), F.relu6(x)),
+    "one after another": lambda m, x: (x.clamp(-1, 3).clamp(0, 2), x.clamp(-5, 5).clamp(-3, 1)),
+    "by tensors": lambda m, x: (x.minimum(m.eps).maximum(-m.eps), x.minimum(m.eps * 3).maximum(-m.eps * 2)),
+    "beside one of that name": lambda m, x: (
+        (x * m.x_min).clamp(-1, 3).relu(),
+        x.clamp(-2, 1).relu() + m.x_min,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_several_bounds_of_one_value_are_apart(name: str, tmp_path: Path) -> None:
+    model = Model(BOUNDS[name], eps=torch.tensor(0.7), x_min=torch.tensor([0.3])).eval()
+    export(model, tmp_path / "model.onnx", 3 * X)
+    for found, wanted in zip(run(tmp_path / "model.onnx", 3 * X), model(3 * X), strict=True):
+        torch.testing.assert_close(torch.from_numpy(found), wanted)
+
+
 def test_the_rules_are_as_they_were_after_it() -> None:
     from onnxscript.rewriter.rules.common import _no_op
 

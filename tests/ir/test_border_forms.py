@@ -16,7 +16,12 @@ from tests.helpers import Model, program_of
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-NUMBERS = torch.tensor([0.0, -0.0, 1.0, -1.0, 0.3, -0.3, 1e-20, -1e-20, 3e18, -3e18, math.inf, -math.inf])
+NUMBERS = torch.tensor(
+    [
+        *(0.0, -0.0, 1.0, -1.0, 0.3, -0.3, 1e-20, -1e-20, 3e18, -3e18, math.inf, -math.inf),
+        *(1e38, -3.4e38, 2e-38, -1.2e-38),
+    ]
+)
 PAIRS = torch.cartesian_prod(NUMBERS, NUMBERS)
 
 
@@ -37,6 +42,12 @@ def test_an_angle_is_in_its_quadrant_whatever_the_sign_of_zero(dtype: torch.dtyp
     model = Model(lambda m, y, x: torch.atan2(y.to(dtype), x.to(dtype)).float())
     error = 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(run(model, y, x), model(y, x), rtol=error, atol=error, equal_nan=True)
+
+
+def test_a_length_is_right_where_squares_are_not() -> None:
+    a, b = torch.cartesian_prod(torch.cat([NUMBERS, torch.tensor([math.nan])]), NUMBERS).unbind(1)
+    model = Model(lambda m, a, b: torch.hypot(a, b))
+    torch.testing.assert_close(run(model, a, b), model(a, b), rtol=1e-6, atol=0, equal_nan=True)
 
 
 def test_a_length_of_half_precision_is_right_down_to_nothing() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ampopt.engines.onnx_graph import OPSETS, model_of
 from ampopt.ir.graph import aten, calls
-from ampopt.ir.integer_forms import DIVISIONS, INDEXED, PRODUCTS, SUMS, with_integer_forms
+from ampopt.ir.integer_forms import DIVISIONS, INDEXED, PLACES, PRODUCTS, SUMS, with_integer_forms
 from ampopt.ort.session import OnnxRunner, SessionError, SessionOptions
 from tests.helpers import Model, program_of
 
@@ -43,6 +43,13 @@ ARITHMETIC: dict[str, Callable[[Tensor], Tensor]] = {
     "divided by another, down": lambda i: torch.div(i, i.flip(0), rounding_mode="floor"),
     "divided by another, to zero": lambda i: torch.div(i, -i.flip(0), rounding_mode="trunc"),
     "divided by the operator": lambda i: i // 3,
+    "divided by -1, down": lambda i: i // -1,
+    "divided by a constant, down": lambda i: i // torch.tensor([-1, 3, -1]),
+    "divided twice": lambda i: i // i.flip(0) // 2,
+    "divided by long ones": lambda i: i // i.flip(0).long(),
+    "number, divided": lambda i: 2**20 // (i + 10),
+    "places": lambda i: W[i.clamp(0, 9), i.clamp(-2, 2)],
+    "places to be written": lambda i: W.index_put((i.clamp(0, 9),), torch.zeros(3, 3)),
     "remainder": lambda i: i % 7,
     "multiple": lambda i: i * 3 + 1,
     "bounded below": lambda i: i.clamp(min=2),
@@ -101,10 +108,22 @@ def test_integers_are_exact(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(torch.from_numpy(runner(ids.numpy())[0]), function(ids), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_the_smallest_integer_is_divided_by_minus_one(dtype: torch.dtype) -> None:
+    """ONNX Runtime's own division ends the process there."""
+    ids = torch.tensor([torch.iinfo(dtype).min, -1, -1], dtype=dtype)
+    functions: list[Callable[[Tensor], Tensor]] = [
+        *(lambda i: i // i[1:2], lambda i: i // -1, lambda i: i // torch.tensor([-1, 2, 3])),
+    ]
+    for function in functions:
+        found = torch.from_numpy(runner_of(function, IDS.to(dtype))(ids.numpy())[0])
+        torch.testing.assert_close(found, function(ids), rtol=0, atol=0)
+
+
 def test_every_form_is_used_by_one_of_these() -> None:
     functions: list[Any] = [*LOOK_UPS.values(), *ARITHMETIC.values()]
     graph = program_of(Model(lambda m, i: tuple(f(i) for f in functions)), IDS).graph
-    used = {node.target for node in calls(graph, [*INDEXED, *DIVISIONS])}
+    used = {node.target for node in calls(graph, [*INDEXED, *DIVISIONS, *PLACES])}
     assert INDEXED.keys() - used <= {aten.scatter.reduce, aten.scatter.value_reduce}  # PyTorch warns of them
 
 
