@@ -35,6 +35,9 @@ With a gain of 1.09x EdgeNeXt-XXS compiled with its kernels was 1.25x faster tha
 SPARE = 2.0
 """A compiler is waited for, and nothing is tried before, if this many times its time is left."""
 
+LOOK_S = 0.01
+"""Seconds after which it is looked again whether a compiler is done."""
+
 FAR = 1.3
 """From this gain of kernels on, an engine without them is tried only where nothing likelier is left.
 
@@ -190,6 +193,20 @@ class LaneEngines:
                 for form in [form for form in self.forms(engine) if form.is_made and not self._lacks(form)]:
                     if (engine, form.program.recipe) not in self._put_off:
                         self._try(engine, form, self._manager.deadline)
+
+    def await_made(self, until: float) -> None:
+        """Wait until a time for compilers that work on the likeliest form, and try what is made.
+
+        It is likelier to gain than what another lane could try in the meantime.
+        """
+        sandbox = self._manager.sandbox
+        forms = [(engine, form) for engine in self._pipeline.engines for form in self.forms(engine)]
+        awaited = [(engine, form.program) for engine, form in forms if form.is_begun and form.is_likely]
+        while time.perf_counter() < until and any(
+            sandbox is not None and sandbox.is_working(*each) for each in awaited
+        ):
+            time.sleep(LOOK_S)
+        self.take_made()
 
     def _waits_too_long(self, engine: Engine, deadline: float) -> bool:
         """Whether what is likelier than a form that is made may not be made in time."""

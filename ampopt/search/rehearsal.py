@@ -64,6 +64,11 @@ class _Rehearsal:
         return self.program.lane == program.lane and self.program.examples is program.examples
 
     @property
+    def is_working(self) -> bool:
+        """Whether a process has not answered yet."""
+        return not all(job.worker.has_come(job) for job in self.jobs)
+
+    @property
     def has_ended_well(self) -> bool:
         """Whether all of it is made."""
         return all(job.worker.has_come(job) and isinstance(job.told, Rehearsed) for job in self.jobs)
@@ -188,6 +193,11 @@ class Sandbox:
         """Whether a step that was begun ahead has ended well on this program, and was not taken up yet."""
         found = self._find(step, program)
         return found is not None and found.has_ended_well
+
+    def is_working(self, step: Pass, program: Program) -> bool:
+        """Whether processes still work on a step that was begun ahead, or come to it after others."""
+        found = self._find(step, program)
+        return found is not None and found.is_working
 
     def expected_s(self, step: Pass, program: Program) -> float:
         """About how many seconds a step takes: one begun ahead in pieces, as many as the longest of them."""

@@ -42,6 +42,12 @@ REOPENED = 0.6
 FUSING = 0.6
 """Share of the search's time for kernels that are measured in openings, or before those of later lanes."""
 
+WAITING_S = 2.5
+"""Seconds for which a compiler is waited for in the first lane, before another one is opened.
+
+On an H200 it takes 1 to 3 s for what it begins on once kernels are chosen, and the opening of a lane 2 s.
+"""
+
 PATIENCE = 0.4
 """Share of the search's time after which nothing that is unlikely to gain is begun."""
 
@@ -143,6 +149,7 @@ class Search:
                     search.engines.begin()
                     search.fuse(began + FUSING * left)
                     search.engines.begin()
+                    search.engines.await_made(min(time.perf_counter() + WAITING_S, began + FUSING * left))
             searches.append(search)
             for each in searches:
                 each.engines.take_made()

@@ -302,6 +302,26 @@ def test_what_a_compiler_has_not_made_yet_is_not_waited_for(
     assert rows(bench) == [("good", KEPT)]
 
 
+@pytest.mark.parametrize(("looks", "expected"), [(3, [("compiler", KEPT)]), (10**9, [])])
+def test_the_likeliest_form_is_waited_for_until_a_time(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module, looks: int, expected: list[tuple[str, Verdict]]
+) -> None:
+    bench = Bench(monkeypatch, net, X, cost={"compiler": 0.3})
+    lane = search(monkeypatch, bench, Pipeline((), (Compiler(),)), Opening(()))
+    program = lane.state.graph.program
+    sandbox, counted = Ahead(program), iter(range(looks))
+
+    def is_working(_step: Pass, _program: Program) -> bool:
+        if next(counted, None) is None:
+            sandbox.ended = [program.recipe]
+        return program.recipe not in sandbox.ended
+
+    monkeypatch.setattr(sandbox, "is_working", is_working, raising=False)
+    bench.manager.sandbox = sandbox  # type: ignore[assignment]
+    lane.engines.await_made(time.perf_counter() + (60.0 if expected else 0.05))
+    assert rows(bench) == expected
+
+
 def test_how_far_an_engine_is_ahead_of_a_graph_that_was_not_launched_is_not_known(
     monkeypatch: pytest.MonkeyPatch, net: nn.Module
 ) -> None:

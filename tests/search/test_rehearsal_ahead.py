@@ -230,6 +230,8 @@ def test_a_failure_ahead_has_made_nothing(program: Program) -> None:
             rehearse(sandbox, Risky("raise"), program, seconds=60)
         sandbox.begin(Risky("raise"), program)
         rehearse(sandbox, Risky(), program, seconds=60)
+        while sandbox.is_working(Risky("raise"), program):
+            time.sleep(0.01)
         assert not sandbox.has_made(Risky("raise"), program)
 
 
@@ -267,6 +269,8 @@ def test_what_was_begun_ahead_and_hangs_ends_with_the_sandbox(program: Program) 
     with Sandbox(CPU) as sandbox:
         sandbox.begin(Risky("hang"), program)
         assert not sandbox.has_made(Risky("hang"), program)
+        assert sandbox.is_working(Risky("hang"), program)
+        assert not sandbox.is_working(Risky(), program)
         process = sandbox.workers[0].process
     assert process is not None
     assert process.poll() is not None

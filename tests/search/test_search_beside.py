@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -54,6 +55,9 @@ class Beside:
 
     def ahead_s(self, _step: Pass, _program: Program) -> float:
         return 0.0
+
+    def is_working(self, _step: Pass, _program: Program) -> bool:
+        return False
 
     def expected_s(self, step: Pass, program: Program) -> float:
         return step.expected_seconds(program)
@@ -112,6 +116,45 @@ def test_a_compiler_gets_the_program_without_kernels_and_after_it_the_one_with_t
     search.run({FP32: 1e-3, BF16: 1e-3}, {})
     begun = list(dict.fromkeys((lane, *names) for lane, names, _ in beside.told if lane == "amp"))
     assert begun == [("amp", "one", "two"), ("amp", "one", "two", "kernel")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading(Compiler):
+    """One that reads programs under autocast."""
+
+    def why_not(self, program: Program) -> None:
+        """Nothing is in its way."""
+
+
+class Making(Beside):
+    """Its compiler has made something once it was waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Program] = []
+
+    def begun(self, _step: Pass, program: Program) -> list[Program]:
+        return [each for each in self.programs if each.lane == program.lane]
+
+    def has_made(self, _step: Pass, program: Program) -> bool:
+        return program in self.made
+
+    def is_working(self, _step: Pass, program: Program) -> bool:
+        self.made.append(program)
+        return False
+
+
+def test_what_a_compiler_makes_of_the_kernels_comes_before_another_lane(bench: Bench) -> None:
+    making = Making()
+    making.entries = bench.ledger.entries
+    bench.manager.sandbox = making  # type: ignore[assignment]
+    budget = Budget(time.perf_counter(), 1e6)
+    pipeline = Pipeline(BESIDE.rewrites, (Reading(),))
+    search = Search(bench.manager, bench.verifier, bench.ledger, pipeline, budget, None)
+    search.run({FP32: 1e-3, BF16: 1e-3}, {})
+    rows = [(e.lane, e.name) for e in bench.ledger.entries if e.name in ("the opening", "kernel", "reading")]
+    assert rows[:2] == [("amp", "the opening"), ("amp", "kernel")]
+    assert rows.index(("amp", "reading")) < rows.index(("fp32", "the opening"))
 
 
 def test_lanes_are_compared_after_the_same_passes(bench: Bench, beside: Beside) -> None:
