@@ -22,9 +22,11 @@ from ampopt.deploy.portable import HALF, portable_program
 from ampopt.engines.onnx_graph import OPSETS, Dims, dims_in, outer_dtype, to_onnx
 from ampopt.errors import ExportError, InputError, VerificationError, first_line, need
 from ampopt.ir.capture import Captured
+from ampopt.ir.graph import where
 from ampopt.ir.lane_io import original_of
 from ampopt.ir.lanes import FP32
 from ampopt.ir.model_hash import model_hash
+from ampopt.ir.resize_forms import of_one_size
 from ampopt.ir.size_range import Sizes, between, corners, shown
 from ampopt.ir.symbolic_capture import at_sizes
 from ampopt.ir.transform import Pass
@@ -188,9 +190,11 @@ def export_onnx(
         )
         if check.reason is not None and not force:
             fault = "is wrong" if check.providers else "does not run here"
+            node = of_one_size(program.graph) if is_dynamic else None
+            hint = "" if node is None else f"; sizes vary, and its {where(node)} may have one size for all"
             raise VerificationError(
-                f"the exported model {fault}, and was not written: {check.reason}; force=True keeps it, "
-                "marked as failed"
+                f"the exported model {fault}, and was not written: {check.reason}{hint}; force=True keeps "
+                "it, marked as failed"
             )
         identity = model_hash(captured.program.graph)
         facts = _metadata(check, identity, precision, io, target)

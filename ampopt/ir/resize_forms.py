@@ -39,6 +39,12 @@ _BETWEEN = (
 )
 
 
+_ADAPTIVE = (
+    *(aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default),
+    *(aten.adaptive_max_pool1d.default, aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default),
+)
+
+
 def fitting_factor(factor: float, size: int) -> float | None:
     """The number in float32 nearest to a factor that makes of a size what PyTorch makes of it; None: none."""
     wanted = math.floor(size * factor)
@@ -81,6 +87,18 @@ def check_varying(module: fx.GraphModule) -> None:
                     f"ONNX holds factors in float32, so that an interpolation by {factor} has other sizes "
                     f"there than in PyTorch, and these vary: {where(node)}; give it sizes, or one shape"
                 )
+
+
+def of_one_size(module: fx.GraphModule) -> fx.Node | None:
+    """The first operator with a result of one size, more than a pixel, whatever size its input has.
+
+    torch.onnx may take the example's size for it: where a file is wrong at other sizes, it is a likely cause.
+    """
+    for node in calls(module, (*_ADAPTIVE, *_NEAREST, *_BETWEEN)):
+        size: Any = node.args[1]
+        if size is not None and any(isinstance(each, int) and each > 1 for each in size):
+            return node
+    return None
 
 
 def _sizes(factor: Any) -> Any:

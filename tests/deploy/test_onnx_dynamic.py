@@ -138,3 +138,22 @@ def test_the_other_sizes_are_multiples_and_one_more_and_odd_for_a_batch_of_one()
     assert shapes == [(2, 4, 12), (3, 4, 7)]
     fixed, captured = captured_of(Model(lambda m, x: x + m.w, w=torch.randn(1, 4, 6)), torch.randn(1, 4, 6))
     assert one_more(fixed, captured, dims) is None
+
+
+RESIZES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "adaptive_avg_pool2d": lambda m, x: F.adaptive_avg_pool2d(m.conv(x), (3, 5)),
+    "adaptive_max_pool2d": lambda m, x: F.adaptive_max_pool2d(m.conv(x), 2),
+    "upsample_nearest2d": lambda m, x: F.interpolate(m.conv(x), size=(int(x.shape[2] * 0.3) + 1, 7)),
+}
+
+
+@pytest.mark.parametrize("name", RESIZES)
+def test_a_file_that_is_wrong_at_other_sizes_names_these_and_what_has_one_size(
+    name: str, tmp_path: Path
+) -> None:
+    model = Model(RESIZES[name], conv=nn.Conv2d(3, 4, 3, padding=1))
+    x = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    said = rf"of \[1, 3, 16, 16\], over .*; sizes vary, and its {name} \(test_onnx_dynamic.py:\d+\) may have"
+    with pytest.raises(VerificationError, match=said):
+        export(model, tmp_path / "model.onnx", x, dynamic={"input": {2: "height", 3: "width"}})
+    assert list(tmp_path.iterdir()) == []
