@@ -31,7 +31,8 @@ class Served:
 
     `bare` is the callable that `run` calls, with the model's state among its tensors. `casts`: for the dtype
     of an outer autocast, the dtypes that the results have under it; None: the original has to answer.
-    `compared`: other strides that the program was compared for.
+    `compared`: other strides that the program was compared for. `is_kept`: the example or `prepare` has asked
+    for it, and it stays.
     """
 
     run: Callable[..., Any]
@@ -43,6 +44,7 @@ class Served:
     casts: dict[torch.dtype, tuple[torch.dtype, ...] | None] = dataclasses.field(default_factory=dict)
     compared: int = 0
     reason: str = ""
+    is_kept: bool = False
 
     @property
     def keeps_state(self) -> bool:
@@ -67,8 +69,8 @@ class KnownCalls:
     for all strides (`of_any_strides`), except if the model reads a tensor's layout: then keys also include
     storage offsets, and the fast lookups, which do not see these, are not used.
 
-    At most `max_programs` programs are kept, and `MOST_KEYS` call signatures for each; the least recently
-    used are removed. Code that changes the cache holds `lock`.
+    At most `max_programs` programs are kept, or one more than were asked for, and `MOST_KEYS` call signatures
+    for each; the least recently used of the others are removed. Code that changes the cache holds `lock`.
     """
 
     def __init__(self, max_programs: int) -> None:
@@ -165,11 +167,20 @@ class KnownCalls:
         self.failures.pop(key, None)
         if served.layout is not None and not self._has_layout_keys and _is_short(leaves, spec):
             self._short[_short_key(leaves)] = _Short(_way(served, leaves), served.layout.restore, key)
-        while self.programs > self.max_programs:
-            self._forget(next(key for key, found in self._served.items() if found.layout is not None))
-        while len(self._served) > MOST_KEYS * self.max_programs:
-            self._forget(next(iter(self._served)))
+        while self.programs > max(self.max_programs, len(self._kept()) + 1):
+            programs = (key for key, found in self._served.items() if found.layout is not None)
+            self._forget(next(key for key in programs if not self._served[key].is_kept))
+        if len(self._served) > MOST_KEYS * self.max_programs:
+            captured = [each.captured for each in self._kept() if each.captured is not None]
+            asked_for = {self.key(each.leaves, each.spec) for each in captured}
+            others = [key for key in self._served if key not in asked_for]
+            for old in others[: len(self._served) - MOST_KEYS * self.max_programs]:
+                self._forget(old)
         return served
+
+    def _kept(self) -> list[Served]:
+        """The programs that were asked for."""
+        return list({id(served): served for served in self._served.values() if served.is_kept}.values())
 
     def _forget(self, key: object) -> None:
         served = self._served.pop(key)

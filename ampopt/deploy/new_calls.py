@@ -150,10 +150,12 @@ class NewCalls:
         with known.lock:
             served = known.find(leaves, spec)
             if served is not None and served.layout is not None and served is not self.in_range:
+                served.is_kept = True
                 return
             if is_normal(leaves, spec):
                 made = self._maker.make(args, kwargs, self._optimized.recipe.passes)
                 known.max_programs = max(known.max_programs, known.programs + 1)
+                made.is_kept = True
                 known.admit(made)
                 return
             if reason := self._maker.why_not_normal(args, kwargs):

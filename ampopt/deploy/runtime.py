@@ -64,10 +64,10 @@ class OptimizedModule(DeployableGraph):
     original give the same result for both; else by the original. The first call with other ones makes a new
     program (same passes, except those that take seconds to apply; verified again) and logs this.
 
-    At most `max_shapes` programs are kept, and the least recently used is removed first. After
-    `max_captures` such first calls the original model answers instead, and the reason is logged. `prepare`
-    makes programs ahead of time. A program for a range of sizes answers each call in the range that has no
-    program of its own, see `sizes`.
+    At most `max_shapes` programs are kept, or one more than were asked for: the example's and those of
+    `prepare`, which makes programs ahead of time, stay. Of the others the least recently used is removed
+    first. After `max_captures` such first calls the original model answers instead, and the reason is logged.
+    A program for a range of sizes answers each call in the range that has no program of its own, see `sizes`.
 
     The model's state, tensors in buffers and attributes, is kept between calls by the module, for all
     programs together, see `reset_state`. Where the first calls make the state (it is None before), the
@@ -135,7 +135,9 @@ class OptimizedModule(DeployableGraph):
         if serve_original:
             self.forward = self._call_original  # type: ignore[method-assign]
         else:
-            self._calls.admit(self._maker.first(ready))
+            first = self._maker.first(ready)
+            first.is_kept = True
+            self._calls.admit(first)
         self._is_complete = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

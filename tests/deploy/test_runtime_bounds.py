@@ -101,6 +101,26 @@ def test_all_that_was_prepared_stays(model: nn.Module, caplog: pytest.LogCapture
     assert not said(caplog), "a program was captured in the middle of the work"
 
 
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_the_example_and_what_was_prepared_stay_whatever_else_comes(
+    model: nn.Module, caplog: pytest.LogCaptureFixture, most: int
+) -> None:
+    """They were pushed out by sizes that came once, and then the original answered them, or nobody."""
+    fast = module_of(model, image(), max_shapes=most, max_captures=20)
+    fast(image(9))
+    fast.prepare((1, 3, 9, 8), (1, 3, 10, 8))
+    for height in range(11, 40):
+        for extra in (0, 1, 2):
+            fast(torch.zeros(1, 3, height, 8 + extra)[..., :8])
+    assert fast._calls.programs <= 4
+    assert len(fast._calls.answers) <= 4 * 4
+    caplog.clear()
+    fast.strict = True
+    for height in (8, 9, 10):
+        assert close(fast(image(height)), model(image(height)))
+    assert not said(caplog)
+
+
 def test_what_cannot_be_prepared_is_refused(model: nn.Module) -> None:
     fast = module_of(model, image())
     with pytest.raises(InputError, match="prepare takes shapes, tensors or tuples"):
