@@ -145,6 +145,11 @@ class Verifier(Original):
         """Eager's largest relative error in the lane, over outputs and draws."""
         return max((max(self.own_errors(lane, draw), default=0.0) for draw in self.draws), default=0.0)
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether the original gives numbers in FP32: what holds for a diverged one holds for no other."""
+        return math.isfinite(self.own_error(FP32))
+
     @functools.cached_property
     def called_error(self) -> float | None:
         """The original's error as the process calls it, with its setting of TF32; None without TF32."""

@@ -314,7 +314,7 @@ class Optimizer:
         self._settle()
         is_whole = search.note_what_was_cut_off()
         tried = {entry.lane for entry in self.ledger.entries if entry.verdict is not Verdict.NOT_TRIED}
-        if self._cache is not None and all(state.lane.name in tried for state in self._states):
+        if self._cache and self._verifier.is_sound and all(s.lane.name in tried for s in self._states):
             recipes = {s.lane.name: s.best.program.recipe for s in self._states}
             self._cache.store(self._key, recipes, self._pipeline, complete=is_whole)
 

@@ -269,6 +269,27 @@ def test_a_recipe_that_does_not_apply_is_left_and_everything_tried_anew(
     assert "merge-linear-chain" not in [step["pass"] for step in found]
 
 
+@pytest.mark.usefixtures("quick")
+def test_what_is_found_of_a_diverged_model_is_not_kept_for_a_sound_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No pass can be verified on it, and the key is not of weights: the sound one would get the original."""
+    monkeypatch.setenv("AMPOPT_CACHE", str(tmp_path))
+    torch.manual_seed(0)
+    diverged, x = network(64).eval(), torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        for weight in diverged.parameters():
+            weight.mul_(1e30)
+    fast = ampopt.optimize(diverged, x, exclude=NO_ENGINES, precision="fp32", budget_s=20, progress=False)
+    assert fast.report.chosen == "original"
+    assert not list(tmp_path.glob("*.json"))
+    optimized(precision="fp32", budget_s=40)
+    (file,) = tmp_path.glob("*.json")
+    sound = file.read_text()
+    ampopt.optimize(diverged, x, exclude=NO_ENGINES, precision="fp32", budget_s=20, progress=False)
+    assert file.read_text() == sound
+
+
 def test_a_pipeline_with_another_pass_is_another_wish(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a pass that the user adds would never be tried on a model that was tuned without it."""
     made, options = program(), Options()
