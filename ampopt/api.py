@@ -16,7 +16,7 @@ from ampopt.errors import CaptureError, UncopyableError
 from ampopt.ir.arguments import flag, progress_flag, refuse_more
 from ampopt.ir.capture import capture
 from ampopt.ir.lane_io import LaneIO, original_of
-from ampopt.ir.model_copy import device_of
+from ampopt.ir.model_copy import device_of, is_training
 from ampopt.ir.outside import keeps_variables
 from ampopt.ir.signature import flatten_call
 from ampopt.ir.size_ranges import Asked
@@ -213,7 +213,7 @@ def _served_itself(
     another device, or takes and gives other dtypes.
     """
     model, args, note, target = checked_call(model, example_inputs, given, device)
-    if any(module.training for module in model.modules()):
+    if any(map(is_training, model.modules())):
         raise UncopyableError(f"{error}; after model.eval() it is served as it is") from error
     if target != device_of(model, flatten_call(args, given)[0]) or options.io_dtype(target) is not None:
         raise error

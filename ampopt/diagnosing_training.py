@@ -22,7 +22,7 @@ from ampopt.diagnosis.training_step import Loss, MakeOptimizer, Optimizer, Subje
 from ampopt.diagnosis.watch import watch
 from ampopt.errors import InputError
 from ampopt.ir.lanes import Lane
-from ampopt.ir.model_copy import exact_copy, untouched_rng
+from ampopt.ir.model_copy import exact_copy, is_training, untouched_rng
 from ampopt.ir.signature import describe, flatten_call, tensors_of
 from ampopt.search.example_call import prepare_call
 from ampopt.search.progress import progress_line
@@ -128,7 +128,7 @@ def _optimized(model: nn.Module, optimizer: Optimizer) -> set[int]:
 
 
 def _notes(model: nn.Module, asked: Asked) -> Iterator[str]:
-    if not model.training and asked.step is None:
+    if not is_training(model) and asked.step is None:
         yield "the model is in evaluation mode: what was timed is training mode"
     if asked.loss is None:
         yield "no loss was given: it is the mean square of the outputs"

@@ -189,7 +189,7 @@ def _copy_graph_module(module: fx.GraphModule, memo: Memo) -> Any:
     for name in vars(module).keys() - vars(made).keys() - {"train", "eval"}:
         vars(made)[name] = _copied(vars(module)[name], memo)
     made.train(module.training)
-    modes = {name: each.training for name, each in module.named_modules()}
+    modes = {name: getattr(each, "training", False) for name, each in module.named_modules()}
     for name, each in made.named_modules():
         each.training = modes.get(name, each.training)
     return made

@@ -46,7 +46,7 @@ class LaneIO(nn.Module):
         known = [each for each in self.own if each is not None]
         self._widest = functools.reduce(torch.promote_types, known) if known else None
         self._by_name = taken_by_name(model)
-        self.training = model.training
+        self.training = bool(getattr(model, "training", False))
 
     @classmethod
     def of_call(

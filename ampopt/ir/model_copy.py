@@ -21,6 +21,11 @@ from ampopt.ir.numerics import is_rounded
 from ampopt.ir.signature import tensors_of
 
 
+def is_training(module: nn.Module) -> bool:
+    """Whether a module itself is in training mode; frozen TorchScript has no mode."""
+    return bool(getattr(module, "training", False))
+
+
 def private_copy(model: nn.Module, device: torch.device | None = None) -> nn.Module:
     """A deep copy of a model in evaluation mode, without gradients, on `device` (None: unchanged device).
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ampopt.errors import CaptureError
 from ampopt.ir.graph import aten, calls
 from ampopt.ir.obstacles import ScriptBranchError, branch_by_values
 
@@ -16,11 +17,16 @@ def export_script(
 ) -> torch.export.ExportedProgram:
     """The export of a whole scripted model, which `torch.export` itself refuses.
 
-    Raises ScriptBranchError where values decide its path: the converter makes `torch.cond` of such a branch,
-    leaves the other one out, or fails.
+    Raises CaptureError for code in oneDNN's own tensors, and ScriptBranchError where values decide its path:
+    the converter makes `torch.cond` of such a branch, leaves the other one out, or fails.
     """
     from torch._export.converter import TS2EPConverter
 
+    if "mkldnn" in str(script.inlined_graph).lower():  # the converter would end the process
+        raise CaptureError(
+            "its TorchScript code has oneDNN's own tensors, as torch.jit.optimize_for_inference makes them: "
+            "give the model as it was before that"
+        )
     try:
         exported = TS2EPConverter(script, args, kwargs).convert()
     except Exception as error:

@@ -20,7 +20,14 @@ from ampopt.ir.arguments import (
     check_example,
 )
 from ampopt.ir.lane_io import LaneIO, with_own_dtypes
-from ampopt.ir.model_copy import device_of, exact_copy, note_writes, private_copy, untouched_rng
+from ampopt.ir.model_copy import (
+    device_of,
+    exact_copy,
+    is_training,
+    note_writes,
+    private_copy,
+    untouched_rng,
+)
 from ampopt.ir.settings import autocast_scope
 from ampopt.ir.signature import flatten_call, map_tensors
 from ampopt.search.infer import infer_inputs
@@ -138,7 +145,7 @@ def mode_note(model: object) -> str | None:
     """
     if not isinstance(model, nn.Module) or _is_of_operators(model):
         return None
-    modes = [module.training for module in model.modules()]
+    modes = [is_training(module) for module in model.modules()]
     if not any(modes):
         return None
     which = "the model is" if all(modes) else f"{sum(modes)} of the model's {len(modes)} modules are"

@@ -243,3 +243,23 @@ def test_a_state_in_torchscript_is_named(wrap: bool, place: str) -> None:
     model = Model(_inside, inside=script(Remembering())).eval() if wrap else script(Remembering())
     with pytest.raises(CaptureError, match=f"it changes {place}, which its TorchScript holds"):
         captured_of(model, X)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("wrap", [False, True])
+def test_frozen_torchscript_has_no_mode_and_is_answered_for(wrap: bool) -> None:
+    frozen = torch.jit.freeze(script(Straight()))
+    model = nn.Sequential(frozen, nn.ReLU()) if wrap else frozen
+    fast = optimize(model, (X,), precision="fp32", budget_s=1.0, cache=False)
+    with torch.no_grad():
+        for x in (X, -X):
+            assert torch.allclose(fast(x), model(x), atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+def test_torchscript_in_onednns_own_tensors_is_refused_before_it_ends_the_process() -> None:
+    model = torch.jit.optimize_for_inference(script(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())))
+    x = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(CaptureError, match=r"as torch\.jit\.optimize_for_inference makes them: give the"):
+        captured_of(model, x)
