@@ -30,6 +30,7 @@ from ampopt.ir.keywords import in_order
 from ampopt.ir.plain_tensors import (
     check_caller,
     check_plain,
+    check_untraced,
     is_surrounded,
     keep_from_dynamo,
     without_derivatives,
@@ -166,6 +167,8 @@ class OptimizedModule(DeployableGraph):
         correctly: tensors of transforms (`torch.func`) and tracers, and tensors that are not plain. Raises
         StrictError, see `strict`.
         """
+        if type(kwargs) is not dict:  # torch.fx traces this module itself
+            check_untraced((kwargs,))
         if not kwargs and not is_surrounded() and autocast_now(self.program.device) is None:
             answer = self._calls.short(args) if all(map(_is_simple, args)) else None
             if answer is not None:

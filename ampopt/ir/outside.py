@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,6 +33,8 @@ from ampopt.ir.parts import (
     is_foreign,
     is_of_the_process,
     names_in,
+    parts_of,
+    root_of,
     slots_of,
     variables_of_class,
     variables_of_function,
@@ -52,7 +55,8 @@ class Code:
     """What calls of a model may run, as far as names tell: a user's functions, and his classes' methods.
 
     A method belongs to it if code that belongs to it names such an attribute, or if PyTorch's own may call it
-    in the place of its own; and so does a class attribute.
+    in the place of its own; and so does a class attribute. A function of a library that no module's class is
+    of belongs to it, but not what that names: it would lead through the whole library.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -60,12 +64,13 @@ class Code:
         self._files = list[ModuleType]()
         self._seen, self._classes, self._names = set[int](), set[type](), {"forward"}
         self._unnamed = collections.defaultdict[str, list[Any]](list)
-        waiting: list[Any] = [model]
-        while waiting:
-            for _, value in walk(waiting.pop(), classes=False, leave_out=self._is_seen):
-                waiting += self._note(value)
         every = (kind for module in model.modules() for kind in type(module).__mro__)
         self._of_modules = [kind for kind in dict.fromkeys(every) if not is_foreign(kind)]
+        self._own = {root_of(kind) for kind in self._of_modules}
+        self._waiting: list[Any] = [model]
+        while self._waiting:
+            for _, value in walk(self._waiting.pop(), classes=False, leave_out=self._is_left_out):
+                self._waiting += self._note(value)
 
     @property
     def functions(self) -> list[FunctionType]:
@@ -103,8 +108,17 @@ class Code:
             found.setdefault(label if is_first else f"{label} of {place}", variable)
         return found
 
-    def _is_seen(self, value: Any) -> bool:
-        return id(value) in self._seen
+    def _is_left_out(self, value: Any) -> bool:
+        if id(value) in self._seen:
+            return True
+        if not isinstance(value, FunctionType) or is_foreign(value) or root_of(value) in self._own:
+            return False
+        if not _is_installed(sys.modules.get(value.__module__)):
+            return False
+        self._seen.add(id(value))
+        self._functions[value] = None
+        self._waiting += [part for _, part in parts_of(value, code=False)]  # a decorator holds the user's own
+        return True
 
     def _note(self, value: Any) -> list[Any]:
         """Remember a value that the model's code reaches; returns what it reaches by it."""
@@ -146,7 +160,7 @@ class Code:
         return found
 
 
-def _is_installed(module: ModuleType) -> bool:
+def _is_installed(module: ModuleType | None) -> bool:
     """Whether a module is a library's: its functions reach much that is no model's."""
     file = str(getattr(module, "__file__", None) or "")
     return any(file.startswith(folder) for folder in _LIBRARIES)

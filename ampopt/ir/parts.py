@@ -29,13 +29,16 @@ ATOMS = (
 LRU_CACHED = type(functools.lru_cache(lambda: None))
 
 _WITHOUT = (*ATOMS, types.ModuleType, types.CodeType, torch.jit.ScriptModule, np.dtype, fx.Graph)
-_FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "ampopt"})
+_FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "sympy", "mpmath", "ampopt"})
 _SEQUENCES = (list, tuple, set, frozenset, collections.deque)
 _OF_THE_PROCESS = frozenset(
     {"logging", "threading", "_thread", "multiprocessing", "asyncio", "concurrent", "io", "_io", "socket"}
-    | {"subprocess", "importlib", "re", "os", "pathlib", "inspect", "ast", "unittest", "warnings"}
+    | {"subprocess", "importlib", "re", "os", "pathlib", "inspect", "ast", "unittest", "warnings", "sympy"}
 )
-"""Modules of Python whose objects belong to the process: a logger leads to every other."""
+"""Modules whose objects belong to the process: a logger leads to every other."""
+
+_OF_TRACERS = ("torch.fx.", "torch._subclasses.", "torch._dynamo.", "torch._guards", "torch.export.")
+"""Modules of PyTorch whose objects belong to its tracers: one of them leads to all that was ever traced."""
 
 CODE = (
     *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType),
@@ -82,8 +85,10 @@ def parts_of(value: Any, *, code: bool = True, classes: bool = True) -> Iterator
 
 
 def is_of_the_process(value: Any) -> bool:
-    """Whether an object belongs to the process, as a logger, a lock and a file do."""
-    return _root(type(value)) in _OF_THE_PROCESS
+    """Whether an object belongs to the process, as a logger, a lock and a tracer's tensor do."""
+    kind = type(value)
+    is_traced = str(getattr(kind, "__module__", "")).startswith(_OF_TRACERS)
+    return root_of(kind) in _OF_THE_PROCESS or (is_traced and not issubclass(kind, nn.Module))
 
 
 def items_of(value: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
@@ -108,13 +113,14 @@ def slots_of(kind: type) -> list[str]:
 
 
 def is_foreign(thing: type | types.FunctionType | types.ModuleType) -> bool:
-    """Whether code belongs to Python, PyTorch or NumPy, which keep no state of a model."""
+    """Whether code belongs to Python, PyTorch, NumPy or SymPy, which keep no state of a model."""
     if isinstance(thing, types.ModuleType):
         return thing.__name__.partition(".")[0] in _FOREIGN
-    return _root(thing) in _FOREIGN
+    return root_of(thing) in _FOREIGN
 
 
-def _root(thing: Any) -> str:
+def root_of(thing: Any) -> str:
+    """The package in which a class or function was defined; empty where that is not known."""
     return str(getattr(thing, "__module__", "") or "").partition(".")[0]
 
 

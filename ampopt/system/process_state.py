@@ -2,8 +2,9 @@
 
 Inductor writes its cache folder into the environment, a default that it can always compute again; it raises
 the recursion limit for its own recursion; and PyTorch's graph interpreter creates a lock of
-`multiprocessing`, after which the user cannot set the start method of processes. Some libraries draw from
-`random` or change the warning filters when they are imported, and a module of inductor reseeds `random`.
+`multiprocessing`, after which the user cannot set the start method of processes. OpenVINO's compiler switches
+off that the processor flushes denormal numbers. Some libraries draw from `random` or change the warning
+filters when they are imported, and a module of inductor reseeds `random`.
 """
 
 from __future__ import annotations
@@ -54,11 +55,12 @@ _blocks: list[_Kept] = []
 
 @contextlib.contextmanager
 def process_kept() -> Iterator[None]:
-    """Restore environment, recursion limit and `multiprocessing` after the block.
+    """Restore environment, recursion limit, `multiprocessing` and this thread's denormals after the block.
 
     If blocks overlap in several threads, the last one to end restores the state before the first, because a
     running compiler needs its settings. Also a decorator for functions.
     """
+    flushes = _flushes_denormals()
     with _lock:
         method = multiprocessing.get_start_method(allow_none=True)
         first = _blocks[0] if _blocks else _Kept(_environment(), sys.getrecursionlimit(), method)
@@ -70,6 +72,15 @@ def process_kept() -> Iterator[None]:
             _blocks.pop()
             if not _blocks:
                 first.put_back()
+        if _flushes_denormals() != flushes:
+            import torch  # a bundle is imported without it
+
+            torch.set_flush_denormal(flushes)
+
+
+def _flushes_denormals() -> bool:
+    """Whether this thread takes numbers below the least normal one for 0, see `torch.set_flush_denormal`."""
+    return float(np.float32(1e-40) * np.float32(1.0)) == 0.0
 
 
 @contextlib.contextmanager

@@ -212,8 +212,9 @@ def test_a_gradient_beside_the_model_is_right() -> None:
         lambda fast, x: torch.export.export(nn.Sequential(nn.ReLU(), fast), (x,)),
         lambda fast, x: torch.fx.experimental.proxy_tensor.make_fx(fast)(x),
         lambda fast, x: torch.fx.symbolic_trace(nn.Sequential(nn.ReLU(), fast)),
+        lambda fast, x: torch.fx.symbolic_trace(fast),
     ],
-    ids=["jit.trace", "export", "make_fx", "fx"],
+    ids=["jit.trace", "export", "make_fx", "fx", "fx, itself"],
 )
 def test_tracers_are_refused(trace: Any, serve_original: bool) -> None:
     fast, x = module_of(net(), image(), serve_original=serve_original), image()

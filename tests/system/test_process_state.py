@@ -194,6 +194,24 @@ def test_what_the_user_had_set_is_put_back(monkeypatch: pytest.MonkeyPatch) -> N
     assert os.environ[FOLDER] == "a folder"
 
 
+@pytest.mark.parametrize("flushes", [False, True])
+def test_denormals_are_as_they_were(flushes: bool) -> None:
+    """OpenVINO's compiler changes it in the thread that calls it."""
+
+    def vanish() -> bool:
+        return not bool((torch.full((4,), 1e-40) * 1.0).any())
+
+    if not torch.set_flush_denormal(flushes):
+        pytest.skip("this processor cannot flush denormals")
+    try:
+        for other in (flushes, not flushes):
+            with process_kept():
+                torch.set_flush_denormal(other)
+            assert vanish() is flushes
+    finally:
+        torch.set_flush_denormal(False)
+
+
 def test_what_another_thread_sets_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_ROBOT", "before")
     other = multiprocessing.get_all_start_methods()[-1]
