@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,7 @@ from ampopt.measure.clocks import synchronize
 
 LABEL = "ampopt node "
 
-_LEVEL, _DETACH = "KINETO_LOG_LEVEL", "TEARDOWN_CUPTI"
-"""Variables of the environment that the profiler's library reads."""
+_LEVEL = "KINETO_LOG_LEVEL"
 
 _TENSOR_CORES = re.compile(r"tensorop|tensor\d+x\d+x\d+|16816|1688|[hs]884|[hiqw]g?mma|nvjet")
 
@@ -68,42 +67,17 @@ class Spent:
 def recording(device: torch.device) -> Iterator[profile]:
     """Record what runs in the block on the host and on a GPU.
 
-    The profiler's library, which reads its level as it is first used, would write to standard error. On a GPU
-    it would stay attached to the driver, and launches would take longer from then on, those of graphs by a
-    fifth: it is told to detach itself, which it does in the driver's next calls.
+    The profiler's library, which reads its level as it is first used, would write to standard error.
     """
-    with _in_environment({_LEVEL: os.environ.get(_LEVEL) or "99", _DETACH: os.environ.get(_DETACH, "1")}):
-        on_gpu = device.type == "cuda"
-        if on_gpu:
-            with _recording(on_gpu):  # the first one after another that stayed attached records no kernels
-                _call_driver(device)
-        with _recording(on_gpu) as recorded:
-            yield recorded
-        if on_gpu:
-            _call_driver(device)
-
-
-def _recording(on_gpu: bool) -> profile:
-    return profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu], acc_events=True)
-
-
-def _call_driver(device: torch.device) -> None:
-    torch.ones(1, device=device)
-    synchronize(device)
-
-
-@contextlib.contextmanager
-def _in_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    level = os.environ.get(_LEVEL)
+    os.environ[_LEVEL] = level or "99"
     try:
-        yield
+        with profile(activities=[ProfilerActivity.CPU, *on_gpu], acc_events=True) as recorded:
+            yield recorded
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        if level is None:
+            del os.environ[_LEVEL]
 
 
 def profiled(program: Program, runs: int) -> dict[str, Spent]:
