@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 
 from ampopt.system.inductor_cache import inductor_folder
+
+_START = (
+    "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
+"""What a process does first: it takes the import paths when Python has started, as this one did.
+
+In `PYTHONPATH` they would come before Python's own modules while it starts: a user's `types.py` beside his
+script, which does no harm to that, would end each process.
+"""
 
 
 def start_child(
@@ -17,14 +28,16 @@ def start_child(
 
     `cores`: the number of processes in which inductor may compile there. Raises OSError.
     """
+    paths = [path or os.getcwd() for path in sys.path]
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
+        [sys.executable, "-c", _START, json.dumps(paths), module, *arguments],
         pass_fds=pass_fds,
         env={
             "TORCHINDUCTOR_COMPILE_THREADS": str(cores),
+            "TORCH_CUSTOM_PYTHONPATH": os.pathsep.join(paths if paths[0] in given else paths[1:]),
             **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": str(inductor_folder()),  # not a default of its own
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         },
         stdin=stdin,
         stdout=subprocess.DEVNULL,
