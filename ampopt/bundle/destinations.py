@@ -13,6 +13,9 @@ from ampopt.bundle.signing import sign
 from ampopt.errors import InputError, require
 from ampopt.system.plain_files import path_of
 
+SPARE = "-" * 48
+"""What a name has to leave room for: a file is written under a longer one first."""
+
 ONNX_PACKAGES = ("onnx", "onnx_ir", "onnxscript", "onnxruntime")
 
 FOREIGN = {
@@ -96,11 +99,13 @@ def check_file(path: Path) -> None:
 
 
 def _check_plain(path: Path) -> None:
+    if "\0" in str(path):
+        raise InputError(f"the path {str(path)!r} has a NUL in it: give another one")
     try:
-        os.lstat(path)
+        os.lstat(f"{path}{SPARE}")
     except OSError as e:
         if e.errno == errno.ENAMETOOLONG:
-            raise InputError(f"the file name of {len(path.name)} characters is too long: {path}") from e
+            raise InputError(f"{path} is too long a name for this system: give a shorter one") from e
     if os.path.exists(path) and not os.path.isfile(path):
         raise InputError(f"{path} is not a regular file: name another one")
 

@@ -43,14 +43,14 @@ def constants_apart() -> Iterator[None]:
     place, and the model was not valid. Enter it within `capturing`: the rules are the whole process's.
     """
     need("onnxscript.rewriter", "onnx")
-    rules = _rules()
-    for rule in rules:
-        rule.try_rewrite = _with_constants_apart(rule.try_rewrite)
-    try:
+    with contextlib.ExitStack() as undo:
+        for rule in _rules():
+            if (rewrite := getattr(rule, "try_rewrite", None)) is not None:
+                before = {name: own for name, own in vars(rule).items() if name == "try_rewrite"}
+                undo.callback(vars(rule).update, before)
+                undo.callback(vars(rule).pop, "try_rewrite", None)
+                rule.try_rewrite = _with_constants_apart(rewrite)
         yield
-    finally:
-        for rule in rules:
-            del rule.try_rewrite  # its class has it
 
 
 def _with_constants_apart(rewrite: Callable[..., Any]) -> Callable[..., Any]:

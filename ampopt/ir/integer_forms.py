@@ -34,6 +34,7 @@ from ampopt.ir.graph import (
     is_constant,
     replace,
     shape_of,
+    tensor_meta,
 )
 
 OUT_OF_RANGE = 2**31 - 1
@@ -100,7 +101,8 @@ def with_integer_forms(
         for index in filter(None, arguments(node)["indices"]):
             if dtype_of(index) is torch.int32:
                 wide = insert_call(changed, node, aten._to_copy.default, index, dtype=torch.int64)
-                node.replace_input_with(index, wide)
+                indices = [wide if each is index else each for each in node.args[1]]  # type: ignore[union-attr]
+                node.update_arg(1, indices)
     for node in calls(changed, INDEXED):
         index = arguments(node)[INDEXED[node.target]]
         if isinstance(index, fx.Node) and index.op != "get_attr":  # a constant index was read already
@@ -123,24 +125,37 @@ def _is_inexact(node: fx.Node) -> bool:
 
 
 def _divide_exactly(module: fx.GraphModule, node: fx.Node) -> None:
-    a, b = node.args[:2]
-    if isinstance(a, fx.Node) and dtype_of(a) is not dtype_of(node):
-        a = insert_call(module, node, aten._to_copy.default, a, dtype=dtype_of(node))
+    a, b = (_in_dtype(module, node, value) for value in node.args[:2])
     if node.kwargs.get("rounding_mode") == "trunc":
-        remainder = aten.fmod.Tensor if isinstance(b, fx.Node) else aten.fmod.Scalar
+        remainder = aten.fmod.Tensor if _is_tensor(b) else aten.fmod.Scalar
         a = insert_call(module, node, aten.sub.Tensor, a, insert_call(module, node, remainder, a, b))
     quotient = _rounded_down(module, node, a, b)
     quotient.meta["tensor_meta"] = node.meta["tensor_meta"]  # another division may ask what it reads
     replace(node, quotient)
 
 
+def _in_dtype(module: fx.GraphModule, node: fx.Node, value: Any) -> Any:
+    """An operand in the dtype of a node's result; a number, also one that sizes make, stays."""
+    if not _is_tensor(value) or dtype_of(value) is dtype_of(node):
+        return value
+    copied = insert_call(module, node, aten._to_copy.default, value, dtype=dtype_of(node))
+    copied.meta["tensor_meta"] = tensor_meta(value)._replace(dtype=dtype_of(node))
+    return copied
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, fx.Node) and "tensor_meta" in value.meta
+
+
 def _rounded_down(module: fx.GraphModule, node: fx.Node, a: Any, b: Any) -> fx.Node:
-    """a // b, which is -a where b is -1."""
+    """a // b, which is -a where b is -1; shorter integers than int32 do not end the process."""
     call = partial(insert_call, module, node)
-    if not isinstance(a, fx.Node) or dtype_of(node) is torch.uint8:
+    if not isinstance(a, fx.Node) or dtype_of(node) not in (torch.int32, torch.int64):
         return call(aten.floor_divide.default, a, b)
     if not isinstance(b, fx.Node):
         return call(aten.neg.default, a) if b == -1 else call(aten.floor_divide.default, a, b)
+    if not _is_tensor(b):
+        return call(aten.floor_divide.default, a, b)  # by a size, which is not negative
     known = constant(module, b) if is_constant(b) else None
     if known is not None and not bool(known.eq(-1).any()):
         return call(aten.floor_divide.default, a, b)
@@ -197,6 +212,7 @@ def _in_dtype_of(module: fx.GraphModule, node: fx.Node) -> fx.Node:
 def _replace_reduced(module: fx.GraphModule, node: fx.Node, reduced: fx.Node, dims: Sequence[int]) -> None:
     if not arguments(node).get("keepdim"):
         reduced = insert_call(module, node, aten.squeeze.dims, reduced, list(dims))
+    reduced.meta["tensor_meta"] = node.meta["tensor_meta"]
     replace(node, reduced)
 
 

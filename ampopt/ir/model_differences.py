@@ -44,7 +44,7 @@ def differences(one: nn.Module, other: nn.Module) -> list[Place]:
         for key, mine, yours in _members(vars(module), vars(others[name])):
             if key in ("_modules", "_parameters", "_buffers"):
                 continue
-            if (rest := _differing(mine, yours, "", set(), 0)) is not None:
+            if (rest := _differing(mine, yours, "", {}, 0)) is not None:
                 found[Place(name, key, rest)] = None
     for tensors in (nn.Module.named_parameters, nn.Module.named_buffers):
         theirs = dict(tensors(other, remove_duplicate=False))
@@ -83,11 +83,16 @@ def _members(mine: Mapping[str, Any], yours: Mapping[str, Any]) -> Iterator[tupl
         yield key, mine.get(key, _ABSENT), yours.get(key, _ABSENT)
 
 
-def _differing(a: Any, b: Any, path: str, seen: set[tuple[int, int]], depth: int) -> str | None:
-    """The path to the first place where two values differ; None where they are alike."""
+def _differing(
+    a: Any, b: Any, path: str, seen: dict[tuple[int, int], tuple[Any, Any]], depth: int
+) -> str | None:
+    """The path to the first place where two values differ; None where they are alike.
+
+    `seen` holds the pairs that were compared: an identity is one only as long as the object lives.
+    """
     if a is b or (id(a), id(b)) in seen or isinstance(a, (nn.Module, fx.Graph)):
         return None  # named_modules comes to modules; a copy of an fx.GraphModule is of a class of its own
-    seen.add((id(a), id(b)))
+    seen[id(a), id(b)] = a, b
     if type(a) is not type(b):
         return path
     if isinstance(a, Tensor):
@@ -168,7 +173,7 @@ class _Hidden:
 
     def __init__(self, registered: Collection[int]) -> None:
         """`registered`: the identities of the modules whose attributes are not hidden."""
-        self._registered, self._seen = registered, set[tuple[int, int]]()
+        self._registered, self._seen = registered, dict[tuple[int, int], tuple[Any, Any]]()
 
     def difference(self, a: Any, b: Any, path: str, depth: int, *, inside: bool) -> str | None:
         """The path to the first difference; `inside`: the values themselves are hidden."""
@@ -178,7 +183,7 @@ class _Hidden:
             return path if inside else None
         if isinstance(a, (*_ATOMS, *_TAKEN_APART, Tensor)):
             return path if inside and not _is_same(a, b) else None
-        self._seen.add((id(a), id(b)))
+        self._seen[id(a), id(b)] = a, b  # an identity is one only as long as the object lives
         if isinstance(a, nn.Module) and id(a) in self._registered and depth:
             return None
         inside = inside or isinstance(a, (types.FunctionType, nn.Module))
@@ -197,7 +202,7 @@ def _is_same(a: Any, b: Any) -> bool:
         if a.is_floating_point() and a.shape == b.shape and a.dtype == b.dtype:
             return relative_error(a, b) <= SAME
         return same_tensor(a, b)
-    return _differing(a, b, "", set(), 0) is None
+    return _differing(a, b, "", {}, 0) is None
 
 
 def _steps(value: Any) -> Iterator[tuple[str, Any]]:

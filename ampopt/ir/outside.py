@@ -33,7 +33,6 @@ from ampopt.ir.parts import (
     is_foreign,
     is_of_the_process,
     names_in,
-    parts_of,
     root_of,
     slots_of,
     variables_of_class,
@@ -46,6 +45,9 @@ logger = logging.getLogger("ampopt")
 MOST_TO_COPY = 1 << 26
 """The largest tensor in bytes whose numbers are put back where calls write to them."""
 
+MOST_OF_A_LIBRARY = 300
+"""Functions that are looked at of an installed package that a model merely calls."""
+
 _ABSENT = object()
 
 Undo = Callable[[], object]
@@ -55,8 +57,8 @@ class Code:
     """What calls of a model may run, as far as names tell: a user's functions, and his classes' methods.
 
     A method belongs to it if code that belongs to it names such an attribute, or if PyTorch's own may call it
-    in the place of its own; and so does a class attribute. A function of a library that no module's class is
-    of belongs to it, but not what that names: it would lead through the whole library.
+    in the place of its own; and so does a class attribute. Of a library that no module's class is of, the
+    first functions count: one of SciPy may lead to thousands.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -67,10 +69,11 @@ class Code:
         every = (kind for module in model.modules() for kind in type(module).__mro__)
         self._of_modules = [kind for kind in dict.fromkeys(every) if not is_foreign(kind)]
         self._own = {root_of(kind) for kind in self._of_modules}
-        self._waiting: list[Any] = [model]
-        while self._waiting:
-            for _, value in walk(self._waiting.pop(), classes=False, leave_out=self._is_left_out):
-                self._waiting += self._note(value)
+        self._followed = collections.Counter[str | None]()
+        waiting: list[Any] = [model]
+        while waiting:
+            for _, value in walk(waiting.pop(), classes=False, leave_out=self._is_left_out):
+                waiting += self._note(value)
 
     @property
     def functions(self) -> list[FunctionType]:
@@ -111,14 +114,16 @@ class Code:
     def _is_left_out(self, value: Any) -> bool:
         if id(value) in self._seen:
             return True
-        if not isinstance(value, FunctionType) or is_foreign(value) or root_of(value) in self._own:
-            return False
-        if not _is_installed(sys.modules.get(value.__module__)):
-            return False
-        self._seen.add(id(value))
-        self._functions[value] = None
-        self._waiting += [part for _, part in parts_of(value, code=False)]  # a decorator holds the user's own
-        return True
+        return (
+            isinstance(value, FunctionType) and self._followed[self._library_of(value)] >= MOST_OF_A_LIBRARY
+        )
+
+    def _library_of(self, function: FunctionType) -> str | None:
+        """The installed package of a function; None if a module's class, or Python itself, is of that."""
+        root = root_of(function)
+        if is_foreign(function) or root in self._own:
+            return None
+        return root if _is_installed(sys.modules.get(function.__module__)) else None
 
     def _note(self, value: Any) -> list[Any]:
         """Remember a value that the model's code reaches; returns what it reaches by it."""
@@ -129,6 +134,8 @@ class Code:
             if is_foreign(value):
                 return []
             self._functions[value] = None
+            if (library := self._library_of(value)) is not None:
+                self._followed[library] += 1
             new = attributes_in(value.__code__) - self._names
             self._names |= new
             return [part for name in new for part in self._unnamed.pop(name, ())]

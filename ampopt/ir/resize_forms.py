@@ -95,8 +95,8 @@ def of_one_size(module: fx.GraphModule) -> fx.Node | None:
     torch.onnx may take the example's size for it: where a file is wrong at other sizes, it is a likely cause.
     """
     for node in calls(module, (*_ADAPTIVE, *_NEAREST, *_BETWEEN)):
-        size: Any = node.args[1]
-        if size is not None and any(isinstance(each, int) and each > 1 for each in size):
+        size = arguments(node).get("output_size") or ()
+        if any(isinstance(each, int) and each > 1 for each in size):
             return node
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def export_script(
     """
     from torch._export.converter import TS2EPConverter
 
-    if "mkldnn" in str(script.inlined_graph).lower():  # the converter would end the process
+    if any(kind.startswith(_OF_ONEDNN) for kind in _kinds(script.inlined_graph)):  # it would end the process
         raise CaptureError(
             "its TorchScript code has oneDNN's own tensors, as torch.jit.optimize_for_inference makes them: "
             "give the model as it was before that"
@@ -37,6 +38,18 @@ def export_script(
     if any(calls(exported.graph_module, reading)) and (place := branch_by_values(script)) is not None:
         raise ScriptBranchError(place)
     return exported
+
+
+_OF_ONEDNN = ("prim::ConstantMKLDNNTensor", "prim::mkldnn_", "mkldnn", "aten::to_mkldnn")
+"""How kinds of nodes begin that make or take oneDNN's own tensors."""
+
+
+def _kinds(graph: Any) -> Iterator[str]:
+    """The kinds of the nodes of TorchScript code, also of those inside its branches and loops."""
+    for node in graph.nodes():
+        yield node.kind()
+        for block in node.blocks():
+            yield from _kinds(block)
 
 
 def scripted_submodules(model: nn.Module) -> dict[str, torch.jit.ScriptModule]:

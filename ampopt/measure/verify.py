@@ -41,6 +41,7 @@ from ampopt.measure.fault_check import FaultCheck, Faults
 from ampopt.measure.original import Original, Run
 from ampopt.measure.ownership import Watched
 from ampopt.system.flags import rounds_to_tf32
+from ampopt.system.interrupts import check_interrupted
 
 Metric = Callable[[Any, Any], float]
 """A user's distance: (outputs, the original's outputs) -> number; 0 for equal, smaller is better."""
@@ -148,7 +149,11 @@ class Verifier(Original):
     @property
     def is_sound(self) -> bool:
         """Whether the original gives numbers in FP32: what holds for a diverged one holds for no other."""
-        return math.isfinite(self.own_error(FP32))
+        try:
+            return math.isfinite(self.own_error(FP32))
+        except Exception as error:  # it fails in FP32
+            check_interrupted(error)
+            return False
 
     @functools.cached_property
     def called_error(self) -> float | None:

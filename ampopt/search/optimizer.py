@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import time
@@ -221,9 +220,7 @@ class Optimizer:
             self.ledger.notes.append(self._why_not)
         elif not self._recall():
             seconds, notes = self._options.budget_s, self.ledger.notes
-            with self._sandbox.loading() if self._sandbox is not None else contextlib.nullcontext():
-                lanes = judgeable(self._candidates, self._captured, self._verifier, seconds, notes)
-            self._search(lanes)
+            self._search(judgeable(self._candidates, self._captured, self._verifier, seconds, notes))
 
     def _last_comparison(self) -> LaneState | None:
         """Summarize what was not summarized yet, and choose; None, and a note, where that cannot be.

@@ -117,21 +117,6 @@ class Sandbox:
             if self.device.type == "cuda" and is_available():
                 threading.Thread(target=load_ahead, args=(self.device,), daemon=True).start()
 
-    @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        """Load the compiler here, too, in a thread during the block, which waits in other libraries.
-
-        After the block nothing of it disturbs measurements. Not on a CPU, see `prepare`.
-        """
-        thread = threading.Thread(target=_load_compiler, daemon=True)
-        if self.works_beside:
-            thread.start()
-        try:
-            yield
-        finally:
-            if self.works_beside:
-                thread.join()
-
     @property
     def works_beside(self) -> bool:
         """Whether a rehearsal may run beside measurements: not on a CPU, see `prepare`."""
@@ -305,6 +290,6 @@ def _possible() -> bool:
 
 
 def _load_compiler() -> None:
-    """Load inductor here, too, which takes seconds, while other processes load theirs, or compile."""
-    with contextlib.suppress(Exception):  # the pass is going to tell
+    """Load inductor here, too, which takes seconds, while the other process compiles."""
+    with contextlib.suppress(ImportError):
         importlib.import_module("torch._inductor.compile_fx")

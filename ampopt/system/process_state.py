@@ -2,9 +2,9 @@
 
 Inductor writes its cache folder into the environment, a default that it can always compute again; it raises
 the recursion limit for its own recursion; and PyTorch's graph interpreter creates a lock of
-`multiprocessing`, after which the user cannot set the start method of processes. OpenVINO's compiler switches
-off that the processor flushes denormal numbers. Some libraries draw from `random` or change the warning
-filters when they are imported, and a module of inductor reseeds `random`.
+`multiprocessing`, after which the user cannot set the start method of processes. OpenVINO's compiler and
+ONNX Runtime's sessions switch off that the processor flushes denormal numbers. Some libraries draw from
+`random` or change the warning filters when they are imported, and a module of inductor reseeds `random`.
 """
 
 from __future__ import annotations

@@ -43,8 +43,12 @@ def test_a_name_of_something_else_is_refused(suffix: str, tmp_path: Path) -> Non
 
 def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
     for check in (check_onnx, check_file):
-        with pytest.raises(InputError, match="the file name of 305 characters is too long"):
-            check(tmp_path / f"{'a' * 300}.onnx")
+        for name in (f"{'a' * 300}.onnx", f"{'é' * 130}.onnx", f"{'a' * 240}.onnx", f"{'a' * 300}/a.onnx"):
+            with pytest.raises(InputError, match="is too long a name for this system"):
+                check(tmp_path / name)
+        check(tmp_path / f"{'a' * 195}.onnx")
+        with pytest.raises(InputError, match="has a NUL in it"):
+            check(tmp_path / "a\0b.onnx")
 
 
 @pytest.mark.parametrize("name", [None, 3, b"robot.ampopt", ["robot.ampopt"]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from ampopt.ir.graph import aten, calls
 from ampopt.ir.integer_forms import DIVISIONS, INDEXED, PLACES, PRODUCTS, SUMS, with_integer_forms
 from ampopt.ort.session import OnnxRunner, SessionError, SessionOptions
 from tests.helpers import Model, program_of
+from tests.support.exporting import export, run
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -32,6 +34,13 @@ LOOK_UPS: dict[str, Callable[[Tensor], Tensor]] = {
     "scatter_reduce": lambda i: W.scatter_reduce(0, i[:, None], W[:3, :1], "amax"),
     "index_add": lambda i: W.index_add(0, i, W[:3]),
     "index_copy": lambda i: W.index_copy(0, i, W[:3]),
+    "divided by short ones": lambda i: i // (i % 7 + 249).to(torch.uint8),
+    "divided by a short constant": lambda i: i // torch.tensor([255, 3, 254], dtype=torch.uint8),
+    "divided by booleans": lambda i: i // (i * 0 == 0),
+    "short ones, divided": lambda i: (i % 7 - 9).short() // (i % 5 + 2).short(),
+    "a sum as a place": lambda i: W[torch.stack((i % 3, i % 2)).sum(0)],
+    "a sum of sums": lambda i: torch.stack((i, i)).sum(0).sum(0),
+    "its own places": lambda i: (i % 3)[i % 3],
     "places": lambda i: W[i],
     "places to be written": lambda i: W.index_put((i,), torch.zeros(3, 3)),
     "take_along_dim": lambda i: W.take_along_dim(i[:, None], 0),
@@ -118,6 +127,25 @@ def test_the_smallest_integer_is_divided_by_minus_one(dtype: torch.dtype) -> Non
     for function in functions:
         found = torch.from_numpy(runner_of(function, IDS.to(dtype))(ids.numpy())[0])
         torch.testing.assert_close(found, function(ids), rtol=0, atol=0)
+
+
+def test_a_size_that_varies_divides_as_it_did(tmp_path: Path) -> None:
+    def function(_: object, x: Tensor) -> tuple[Tensor, ...]:
+        height = x.shape[2]
+        return (
+            x.long() // height,
+            torch.div(x.long(), height, rounding_mode="floor"),
+            torch.div(x.long(), height, rounding_mode="trunc"),
+            torch.arange(height) // (height // 2),
+        )
+
+    model = Model(function).eval()
+    x = 1000 * torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    export(model, tmp_path / "model.onnx", x, dynamic={"inputs_0": {2: "height"}})
+    for height in (5, 8, 17):
+        y = 1000 * torch.randn(1, 3, height, 8, generator=torch.Generator().manual_seed(1))
+        for found, wanted in zip(run(tmp_path / "model.onnx", y), model(y), strict=True):
+            torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=0, atol=0)
 
 
 def test_every_form_is_used_by_one_of_these() -> None:

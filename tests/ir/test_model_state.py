@@ -6,6 +6,7 @@ import collections
 import contextlib
 import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -188,6 +189,31 @@ def test_attributes_are_called_as_the_user_calls_them() -> None:
     for name in ("array", "numbers"):
         with pytest.raises(CaptureError, match=f"its attribute {name} when it is called"):
             captured_of(Keeping(REFUSED[name]).eval(), X)
+
+
+SEVERAL: dict[str, Callable[[], Any]] = {
+    "array": lambda: np.zeros(1),
+    "iterator": lambda: itertools.count(),
+    "generator": lambda: random.Random(0),
+}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_the_last_of_several_of_a_kind_is_seen(kind: str, count: int) -> None:
+    """Comparing the first ones made parts that were gone when those of the next had their addresses."""
+
+    def changes(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        last = m.several[-1]
+        if kind == "array":
+            last += 1
+        number = last[0] if kind == "array" else next(last) if kind == "iterator" else last.random()
+        return y * 0 if number > 1e9 else y
+
+    model = Keeping(changes).eval()
+    model.several = [SEVERAL[kind]() for _ in range(count)]  # type: ignore[assignment]
+    with pytest.raises(CaptureError, match=rf"its attribute several\[{count - 1}\] when it is called"):
+        captured_of(model, X)
 
 
 def _class_attribute(m: Any, x: Tensor, y: Tensor) -> Tensor:

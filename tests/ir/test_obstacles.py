@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -263,3 +265,20 @@ def test_torchscript_in_onednns_own_tensors_is_refused_before_it_ends_the_proces
     x = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     with pytest.raises(CaptureError, match=r"as torch\.jit\.optimize_for_inference makes them: give the"):
         captured_of(model, x)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_torchscript_that_merely_names_onednn_is_captured(tmp_path: Path) -> None:
+    folder = tmp_path / "mkldnn_zoo"
+    folder.mkdir()
+    (folder / "net.py").write_text(
+        "import torch\n\n\nclass Net(torch.nn.Module):\n    def forward(self, x): return x.relu() * 2\n"
+    )
+    spec = importlib.util.spec_from_file_location("mkldnn_net", folder / "net.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(made := importlib.util.module_from_spec(spec))
+    model = script(made.Net())
+    assert "mkldnn" in str(model.inlined_graph)
+    (found,) = captured_of(model, X)[1].program.run(X)
+    assert torch.equal(found, model(X))
