@@ -34,7 +34,6 @@ from ampopt.ir.graph import (
     is_constant,
     replace,
     shape_of,
-    tensor_meta,
 )
 
 OUT_OF_RANGE = 2**31 - 1
@@ -139,7 +138,7 @@ def _in_dtype(module: fx.GraphModule, node: fx.Node, value: Any) -> Any:
     if not _is_tensor(value) or dtype_of(value) is dtype_of(node):
         return value
     copied = insert_call(module, node, aten._to_copy.default, value, dtype=dtype_of(node))
-    copied.meta["tensor_meta"] = tensor_meta(value)._replace(dtype=dtype_of(node))
+    copied.meta["tensor_meta"] = node.meta["tensor_meta"]  # of which the dtype alone is read
     return copied
 
 
