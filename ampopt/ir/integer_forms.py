@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.shape_prop import ShapeProp
 
+from ampopt.ir.deciding_forms import in_dtype_of
 from ampopt.ir.graph import (
     arguments,
     aten,
@@ -124,7 +125,7 @@ def _is_inexact(node: fx.Node) -> bool:
 
 
 def _divide_exactly(module: fx.GraphModule, node: fx.Node) -> None:
-    a, b = (_in_dtype(module, node, value) for value in node.args[:2])
+    a, b = (_operand(module, node, value) for value in node.args[:2])
     if node.kwargs.get("rounding_mode") == "trunc":
         remainder = aten.fmod.Tensor if _is_tensor(b) else aten.fmod.Scalar
         a = insert_call(module, node, aten.sub.Tensor, a, insert_call(module, node, remainder, a, b))
@@ -133,13 +134,13 @@ def _divide_exactly(module: fx.GraphModule, node: fx.Node) -> None:
     replace(node, quotient)
 
 
-def _in_dtype(module: fx.GraphModule, node: fx.Node, value: Any) -> Any:
+def _operand(module: fx.GraphModule, node: fx.Node, value: Any) -> Any:
     """An operand in the dtype of a node's result; a number, also one that sizes make, stays."""
-    if not _is_tensor(value) or dtype_of(value) is dtype_of(node):
+    if not _is_tensor(value):
         return value
-    copied = insert_call(module, node, aten._to_copy.default, value, dtype=dtype_of(node))
-    copied.meta["tensor_meta"] = node.meta["tensor_meta"]  # of which the dtype alone is read
-    return copied
+    operand = in_dtype_of(partial(insert_call, module, node), value, node)
+    operand.meta.setdefault("tensor_meta", node.meta["tensor_meta"])  # of which the dtype alone is read
+    return operand
 
 
 def _is_tensor(value: object) -> bool:
@@ -166,7 +167,7 @@ def _rounded_down(module: fx.GraphModule, node: fx.Node, a: Any, b: Any) -> fx.N
 
 
 def _add_exactly(module: fx.GraphModule, node: fx.Node) -> None:
-    total, values = _in_dtype_of(module, node), arguments(node)
+    total, values = _operand(module, node, node.args[0]), arguments(node)
     rank = len(shape_of(node.args[0]))  # type: ignore[arg-type]
     dims = sorted({dim % rank for dim in values.get("dim") or range(rank)})
     for dim in dims:
@@ -176,7 +177,7 @@ def _add_exactly(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _multiply_exactly(module: fx.GraphModule, node: fx.Node) -> None:
-    product, shape = _in_dtype_of(module, node), shape_of(node.args[0])  # type: ignore[arg-type]
+    product, shape = _operand(module, node, node.args[0]), shape_of(node.args[0])  # type: ignore[arg-type]
     dim = arguments(node).get("dim")
     dims = list(range(len(shape))) if dim is None else [dim % len(shape)]
     for dim in dims:
@@ -198,14 +199,6 @@ def _product_along(module: fx.GraphModule, node: fx.Node, factors: fx.Node, dim:
         return product
     last = insert_call(module, node, aten.slice.Tensor, factors, dim, size - 1, size)
     return insert_call(module, node, aten.mul.Tensor, product, last)
-
-
-def _in_dtype_of(module: fx.GraphModule, node: fx.Node) -> fx.Node:
-    """What a sum or product is of, in its dtype, in which PyTorch computes it."""
-    source: fx.Node = node.args[0]  # type: ignore[assignment]
-    if dtype_of(source) is dtype_of(node):
-        return source
-    return insert_call(module, node, aten._to_copy.default, source, dtype=dtype_of(node))
 
 
 def _replace_reduced(module: fx.GraphModule, node: fx.Node, reduced: fx.Node, dims: Sequence[int]) -> None:

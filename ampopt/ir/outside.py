@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ampopt.errors import first_line
 from ampopt.ir.parts import (
     ATOMS,
     CODE,
@@ -198,15 +199,16 @@ def variables_kept(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for step in undo:
-            _tried(step)
+            _tried(step, logging.WARNING)
 
 
-def _tried(step: Undo) -> None:
-    """Do what an odd object of a user's may refuse: it stays as it is then."""
+def _tried(step: Undo, level: int = logging.DEBUG) -> None:
+    """Do what an odd object of a user's may refuse: it stays as it is then, which is told on this level."""
     try:
         step()
-    except Exception:
-        logger.debug("ampopt: a variable is not kept", exc_info=True)
+    except Exception as error:
+        text = "ampopt: what calls of the model wrote to a variable of yours may stay there: %s"
+        logger.log(level, text, first_line(error), exc_info=level < logging.WARNING)
 
 
 def _everything(model: nn.Module) -> Iterator[Undo]:

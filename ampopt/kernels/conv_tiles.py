@@ -19,8 +19,9 @@ FEW_ROWS = 8
 MOST = 4
 """Number of tiles that are timed at a site, the best ones by their estimates.
 
-Each takes 0.3 s of a core to compile. On an H200 more of them made the sites of RegNetY-400MF, EncDecMil18
-and ResNeXt-50 no faster, those of MobileNetV3-small by 0.2 %, and those of EfficientNet-B0 by 0.4 %.
+On an H200, of those that an opening had the time to compile, more of them made the sites of RegNetY-400MF,
+EncDecMil18 and ResNeXt-50 no faster, those of MobileNetV3-small by 0.2 %, and those of EfficientNet-B0 by
+0.4 % (`benchmarks/results/h200/tiles.json`; one run at c0cd432).
 """
 
 MOST_DENSE_BESIDE = 1
@@ -55,7 +56,7 @@ _IN_PLACE = (1, 1, 0, 0, 1, 1)
 
 _DEPTHWISE_TILES = ((8, 32, 2), (8, 64, 4), (16, 16, 2), (16, 32, 4), (16, 64, 4), (32, 32, 4))
 _VECTOR_TILES = ((2, 512, 4), (4, 256, 4), (8, 128, 4), (16, 64, 2))
-"""Of ten and seven that were timed at 68 sites of those, one of these was within 1 % of the best at 67."""
+"""Of those that were timed there, at 68 sites, one of these was within 1 % of the best at 67."""
 
 
 Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]

@@ -151,7 +151,7 @@ class Verifier(Original):
         """Whether the original gives numbers in FP32: what holds for a diverged one holds for no other."""
         try:
             return math.isfinite(self.own_error(FP32))
-        except Exception as error:  # it fails in FP32
+        except Exception as error:  # it fails in FP32, which a note on the lane says
             check_interrupted(error)
             return False
 

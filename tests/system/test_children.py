@@ -29,12 +29,16 @@ def test_modules_beside_the_script_do_not_take_the_place_of_pythons_own(tmp_path
         (tmp_path / f"{name}.py").write_text("raise SystemExit('not me')\n")
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "own_module.py").write_text(OWN_MODULE)
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    for name in ("json", "runpy", "os"):
+        (elsewhere / f"{name}.py").write_text("raise SystemExit('not me')\n")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, str(tmp_path / "script.py"), ROOT],
         capture_output=True,
         text=True,
         env=environment,
+        cwd=elsewhere,
         check=True,
     )
     assert done.stdout == "0\n"
