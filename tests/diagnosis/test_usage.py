@@ -130,14 +130,18 @@ def test_up_to_which_batch_launches_are_waited_for(kernels_ms: tuple[float, ...]
     assert "gaps" not in rows[0].to_dict()["lanes"]["amp"]
 
 
-@pytest.mark.gpu
-def test_a_gpu_tells_its_power_and_where_launches_are_waited_for() -> None:
-    pytest.importorskip("pynvml")
+@pytest.fixture
+def small_convolutions() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     layers = [layer for _ in range(20) for layer in (nn.Conv2d(16, 16, 3, padding=1), nn.ReLU())]
-    x = torch.randn(1, 16, 32, 32, device="cuda")
-    model = nn.Sequential(*layers).eval().cuda()
-    found = ampopt.diagnose(model, x, batches=(1, 16, 256, 2048), budget_s=30, progress=False)
+    return nn.Sequential(*layers).eval().cuda(), torch.randn(1, 16, 32, 32, device="cuda")
+
+
+@pytest.mark.gpu
+def test_a_gpu_tells_its_power(small_convolutions: tuple[nn.Module, torch.Tensor]) -> None:
+    pytest.importorskip("pynvml")
+    found = ampopt.diagnose(*small_convolutions, budget_s=15, progress=False)
+    assert found.usage
     for used in found.usage.values():
         assert used.sm_mhz is not None
         assert used.power_w is not None
@@ -146,6 +150,14 @@ def test_a_gpu_tells_its_power_and_where_launches_are_waited_for() -> None:
         assert 20 < used.power_w < 2000
         seconds = found.latency["fp32"].median
         assert 0.1 < used.energy_j / (used.power_w * seconds) < 10
+
+
+@pytest.mark.gpu
+@pytest.mark.timing
+def test_a_gpu_tells_where_launches_are_waited_for(
+    small_convolutions: tuple[nn.Module, torch.Tensor],
+) -> None:
+    found = ampopt.diagnose(*small_convolutions, batches=(1, 16, 256, 2048), budget_s=30, progress=False)
     first, *_, last = found.sweep
     assert last.batch == 2048
     assert (first.gaps("fp32") or 0.0) > 0.4
