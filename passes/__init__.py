@@ -14,6 +14,7 @@ from ampopt.passes.fold_conv_bn import FoldConvBn
 from ampopt.passes.fuse_conv_act import FuseConvAct
 from ampopt.passes.fuse_conv_onednn import FuseConvOnednn
 from ampopt.passes.fuse_conv_triton import FuseConvTriton
+from ampopt.passes.fuse_image_conv import FuseImageConv
 from ampopt.passes.fuse_linear_act import FuseLinearAct
 from ampopt.passes.keep_fp32 import KeepFp32
 from ampopt.passes.merge_linear_chain import MergeLinearChain
@@ -37,6 +38,7 @@ __all__ = [
     "FuseConvAct",
     "FuseConvOnednn",
     "FuseConvTriton",
+    "FuseImageConv",
     "FuseLinearAct",
     "KeepFp32",
     "MergeLinearChain",
@@ -64,6 +66,7 @@ PIPELINE = Pipeline(
         FuseConvAct(),
         FuseConvOnednn(),
         FuseLinearAct(),
+        FuseImageConv(),
     ),
     engines=(OnnxRuntime(), Openvino(), Compile(), Script(), ParallelBranches()),
     launches=(CudaGraph(),),

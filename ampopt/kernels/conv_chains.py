@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -85,11 +86,8 @@ def _chain(
     """What can be computed together with a convolution; a reason where its layout is none of ours."""
     own = arguments(conv)
     source, scale = own["input"], None
-    if is_conv := conv.target is aten.conv2d.default:
-        pairs = [own[key] for key in ("stride", "padding", "dilation")]
-        geometry = tuple(int(v) for pair in pairs for v in (pair * 2 if len(pair) == 1 else pair))
-    else:
-        geometry = ()
+    is_conv = conv.target is aten.conv2d.default
+    geometry = geometry_of(own) if is_conv else ()
     weight = constant(module, own["weight"])
     assert weight is not None
     if is_conv and weight.shape[2:] == (1, 1) and geometry[2:4] == (0, 0) and own["groups"] == 1:
@@ -100,9 +98,9 @@ def _chain(
         if not is_conv:
             return "its input is not contiguous"
         pixel = meta.shape[1]
-    first, act1 = _activation(conv)
+    first, act1 = activation_after(conv)
     added, add = _addition(first, fused, is_conv)
-    last, act2 = _activation(added) if add is not None else (added, "")
+    last, act2 = activation_after(added) if add is not None else (added, "")
     if not _is_dense(last, is_conv):
         return "the channels of its output are not innermost"
     groups = own["groups"] if is_conv else 1
@@ -117,6 +115,12 @@ def _chain(
         return "its offsets do not fit into 32 bits"
     nodes = tuple(dict.fromkeys((conv, first, added, last)))
     return Chain(nodes, source, reorder, add, scale, site)
+
+
+def geometry_of(own: Mapping[str, Any]) -> tuple[int, ...]:
+    """Stride, padding and dilation, two numbers each, of the arguments of a convolution of images."""
+    pairs = [own[key] for key in ("stride", "padding", "dilation")]
+    return tuple(int(v) for pair in pairs for v in (pair * 2 if len(pair) == 1 else pair))
 
 
 def merge_factor(weight_shape: Sequence[int], groups: int) -> int:
@@ -143,7 +147,7 @@ def _scaled(source: fx.Node) -> tuple[fx.Node, fx.Node | None]:
     return source, None
 
 
-def _activation(node: fx.Node) -> tuple[fx.Node, str]:
+def activation_after(node: fx.Node) -> tuple[fx.Node, str]:
     """The activation that alone reads a node, and its name; the node itself where there is none."""
     user = only_user(node)
     kind = _kind(user) if user is not None else ""

@@ -7,8 +7,9 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,6 +70,14 @@ def compile_all(sites: Iterable[Site], device: torch.device, seconds: float) -> 
             if rank < len(found):
                 job = functools.partial(_launch_random, site, found[rank], device)
                 jobs.setdefault(site.compile_key(found[rank]), job)
+    return run_all(jobs, seconds)
+
+
+def run_all(jobs: Mapping[Any, Callable[[], object]], seconds: float) -> set[object]:
+    """Make calls that compile kernels, several in parallel, for at most this many seconds.
+
+    Returns the keys of those that are over; a failure is repeated and reported when the call is timed.
+    """
     done: set[object] = set()
 
     def quietly(key: object) -> None:
@@ -94,12 +103,11 @@ def fastest(
 ) -> Timed:
     """Time a site's `tiles`, `PLAIN`, and `BY_CUDNN` if cuDNN has that form.
 
-    Tiles that this GPU cannot run, or whose results differ from PyTorch's, are left out; so are tiles whose
-    first sample is much slower. So is what loses infinities that the same operators keep in PyTorch's usual
-    layout, as cuDNN's kernels for images of three channels in float16 do: no program may serve it. Of
-    depthwise convolutions only tiles are timed, see `FuseConvTriton`.
+    Tiles that this GPU cannot run, or whose results differ from PyTorch's, are left out. So is what loses
+    infinities that the same operators keep in PyTorch's usual layout, as cuDNN's kernels for images of three
+    channels in float16 do: no program may serve it. Of depthwise convolutions only tiles are timed, see
+    `FuseConvTriton`.
     """
-    samplers, alive, refused = {}, [], dict[str, str]()
     with settings.scope(device):
         operands = site.random_operands(device)
         ways = {} if site.is_depthwise else _other_ways(site)
@@ -109,30 +117,48 @@ def fastest(
         limit = 1e-4 if site.dtype is torch.float32 and not site.tf32 else 2e-2
         for tile in tiles:
             calls[str(tile)] = functools.partial(launch, site, operands, tile)
-        for name, call in calls.items():
-            try:
-                if (error := relative_error(call(), expected)) > limit:
-                    refused[name] = f"its error is {error:.1e}"
-                    continue
-                if name in ways and loses_infinities(ways[name]):
-                    refused[name] = "it loses infinities"
-                    continue
-                graph = capture_calls(functools.partial(_repeat, call), warm_ups=0)[0]
-            except Exception as failure:  # no room for a tile on this GPU, or nothing that cuDNN fuses
-                if name == PLAIN:
-                    raise
-                refused[name] = first_line(failure)
+
+        def why_not(name: str, result: Tensor) -> str | None:
+            if (error := relative_error(result, expected)) > limit:
+                return f"its error is {error:.1e}"
+            return "it loses infinities" if name in ways and loses_infinities(ways[name]) else None
+
+        return race(calls, device, why_not, seconds)
+
+
+def race(
+    calls: Mapping[str, Callable[[], Tensor]],
+    device: torch.device,
+    why_not: Callable[[str, Tensor], str | None],
+    seconds: float = 0.02,
+) -> Timed:
+    """Time calls on a device in turn, each repeated in a CUDA graph.
+
+    Left out are those whose first sample is much slower, those that fail, and those for whose result
+    `why_not` gives a reason. An error of `PLAIN` is raised.
+    """
+    samplers, alive, refused = {}, [], dict[str, str]()
+    for name, call in calls.items():
+        try:
+            if (reason := why_not(name, call())) is not None:
+                refused[name] = reason
                 continue
-            alive.append(graph)
-            samplers[name] = device_time(graph.replay, device, sample_s=SAMPLE_S)
-        if not samplers:
-            return Timed({}, refused)
-        once = {name: sampler() for name, sampler in samplers.items()}
-        near = NEAR * min(once.values())
-        first = min(once.keys() - {PLAIN, BY_CUDNN}, key=once.__getitem__, default=PLAIN)
-        kept = (PLAIN, BY_CUDNN, first)
-        promising = {name: s for name, s in samplers.items() if once[name] <= near or name in kept}
-        timed = interleave(promising, seconds=seconds, least=4, most=20)
+            graph = capture_calls(functools.partial(_repeat, call), warm_ups=0)[0]
+        except Exception as failure:  # no room for a tile on this GPU, or nothing that cuDNN fuses
+            if name == PLAIN:
+                raise
+            refused[name] = first_line(failure)
+            continue
+        alive.append(graph)
+        samplers[name] = device_time(graph.replay, device, sample_s=SAMPLE_S)
+    if not samplers:
+        return Timed({}, refused)
+    once = {name: sampler() for name, sampler in samplers.items()}
+    near = NEAR * min(once.values())
+    first = min(once.keys() - {PLAIN, BY_CUDNN}, key=once.__getitem__, default=PLAIN)
+    kept = (PLAIN, BY_CUDNN, first)
+    promising = {name: s for name, s in samplers.items() if once[name] <= near or name in kept}
+    timed = interleave(promising, seconds=seconds, least=4, most=20)
     return Timed({name: measured.median / AT_ONCE for name, measured in timed.items()}, refused)
 
 

@@ -1,0 +1,130 @@
+"""`ampopt::image_conv`: the convolution of an image in the caller's dtype and layout, as one operator.
+
+It computes `act(conv(x, w) + b)` in the weight's dtype. Its result has the dtype and the layout in which it
+is wanted, so that nothing is converted before or after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ampopt.kernels.fused_conv import ACTIVATIONS, Tile
+from ampopt.kernels.pixel_layout import unit_of
+from ampopt.system.once import once
+
+LARGEST_OFFSET = 2**31
+"""The kernel counts elements in 32 bits."""
+
+_TILES = ((16, 64, 2), (32, 32, 2), (32, 64, 4), (64, 32, 4), (64, 64, 4), (128, 64, 4), (128, 64, 8))
+"""(pixels, channels, warps)."""
+
+_LEAST, _MOST_DEEP = 16, 64
+"""`tl.dot` takes blocks of 16 numbers and more; one of this many fits beside a tile of sums in registers."""
+
+
+@once
+def image_conv() -> torch._ops.OpOverload:
+    """The operator; registered with PyTorch at the first call.
+
+    `x` is [batch, channels, height, width] of any floating-point dtype and any strides; `w`, `b` are float32,
+    float16 or bfloat16. `geometry` holds stride, padding and dilation, two numbers each. The result has
+    `dtype`, and its channels innermost in memory with `innermost`, else PyTorch's usual layout.
+    """
+    made = torch.library.custom_op(
+        "ampopt::image_conv",
+        _compute,
+        mutates_args=(),
+        schema="(Tensor x, Tensor w, Tensor? b, int[] geometry, str act, ScalarType dtype, bool innermost, "
+        "str tile) -> Tensor",
+    )
+    made.register_fake(_empty_result)
+    overload: torch._ops.OpOverload = torch.ops.ampopt.image_conv.default
+    return overload
+
+
+def reference(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    geometry: Sequence[int],
+    act: str,
+    dtype: torch.dtype,
+    innermost: bool,
+) -> Tensor:
+    """The operator computed by PyTorch's operators, one after another."""
+    y = ACTIVATIONS[act](F.conv2d(x.to(w.dtype), w, b, geometry[:2], geometry[2:4], geometry[4:]))
+    return y.to(dtype).contiguous(memory_format=_layout(innermost))
+
+
+def _layout(innermost: bool) -> torch.memory_format:
+    return torch.channels_last if innermost else torch.contiguous_format
+
+
+def _empty_result(x: Tensor, w: Tensor, *arguments: Any) -> Tensor:
+    geometry, dtype, innermost = arguments[1], arguments[3], arguments[4]
+    shape = (x.shape[0], w.shape[0], *result_size(x.shape[2:], w.shape[2:], geometry))
+    return torch.empty(shape, dtype=dtype, device=x.device, memory_format=_layout(innermost))
+
+
+def result_size(size: Sequence[int], taps: Sequence[int], geometry: Sequence[int]) -> list[int]:
+    """Height and width of the result for an image of this height and width."""
+    stride, padding, dilation = geometry[:2], geometry[2:4], geometry[4:]
+    return [(size[d] + 2 * padding[d] - dilation[d] * (taps[d] - 1) - 1) // stride[d] + 1 for d in (0, 1)]
+
+
+def tiles_for(rows: int, weight: Tensor, *, tf32: bool) -> list[Tile]:
+    """The tiles to time for a result of so many pixels."""
+    outs, deep = weight.shape[0], math.prod(weight.shape[1:])
+    depth = min(_MOST_DEEP, max(_LEAST, 1 << (deep - 1).bit_length()))
+    precision = "tf32" if tf32 and weight.dtype is torch.float32 else "ieee"
+    stages = 1 if deep <= depth else 3
+    fitting = [each for each in _TILES if each[0] < 2 * max(rows, _LEAST) and each[1] < 2 * max(outs, _LEAST)]
+    return [
+        Tile("image", rows, cols, depth, 1, warps, stages, precision)
+        for rows, cols, warps in fitting or [(_LEAST, _LEAST, 2)]
+    ]
+
+
+def _compute(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    geometry: Sequence[int],
+    act: str,
+    dtype: torch.dtype,
+    innermost: bool,
+    tile: str,
+) -> Tensor:
+    from ampopt.kernels.triton_image import image_kernel
+
+    how, y = Tile.parse(tile), _empty_result(x, w, b, geometry, act, dtype, innermost)
+    outs, pixels = w.shape[0], math.prod(y.shape[2:])
+    rows = y.shape[0] * pixels
+    pixel_unit, out_unit = unit_of(pixels), unit_of(outs)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        image_kernel[-(-rows // how.rows), -(-outs // how.cols)](
+            *(x, w.contiguous(), None if b is None else b.contiguous(), y),
+            *(rows, *x.shape[2:], y.shape[3], pixels // pixel_unit, outs // out_unit),
+            *(*x.stride(), *geometry),
+            CHANNELS=w.shape[1],
+            KH=w.shape[2],
+            KW=w.shape[3],
+            PIXEL_UNIT=pixel_unit,
+            OUT_UNIT=out_unit,
+            INNERMOST=innermost,
+            BM=how.rows,
+            BN=how.cols,
+            BK=how.depth,
+            PRECISION=how.precision,
+            BIAS=b is not None,
+            ACT=act,
+            num_warps=how.warps,
+            num_stages=how.stages,
+        )
+    return y

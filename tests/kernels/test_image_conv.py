@@ -1,0 +1,204 @@
+"""The operator `ampopt::image_conv` against PyTorch's operators, in Triton's interpreter and on a GPU.
+
+The interpreter has to be switched on before Triton is imported, so another process (`main`) runs all cases.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ampopt.ir.numerics import relative_error
+from ampopt.kernels.fused_conv import ACTIVATIONS, Tile
+from ampopt.kernels.image_conv import image_conv, reference, tiles_for
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+LIMITS = {FP32: 1e-5, FP16: 3e-3, BF16: 2e-2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call: image [batch, channels, height, width], weight [outs, channels, *taps]."""
+
+    image: tuple[int, int, int, int] = (2, 3, 9, 10)
+    outs: int = 8
+    taps: tuple[int, int] = (3, 3)
+    geometry: tuple[int, ...] = (2, 2, 1, 1, 1, 1)
+    act: str = ""
+    bias: bool = True
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] = (FP32, FP32, FP32)
+    """Of the image, the weight and the result."""
+    innermost: bool = False
+    order: tuple[int, int, int, int] = (0, 1, 2, 3)
+    """The dimensions of the image, the outermost in memory first."""
+    tile: str = "image:16:16:32:1:4:1:ieee"
+    special: float = 0.0
+    """One element of the image, if it is not zero."""
+
+    def error(self, device: str = "cpu") -> float:
+        """The relative error as a share of the limit; infinite where the result is another kind of tensor."""
+        generator = torch.Generator().manual_seed(0)
+        back = [self.order.index(dim) for dim in range(4)]
+        x = torch.randn([self.image[dim] for dim in self.order], generator=generator).permute(back)
+        if self.special:
+            x[0, 0, 1, 1] = self.special
+        w = torch.randn((self.outs, self.image[1], *self.taps), generator=generator) / 4
+        b = torch.randn(self.outs, generator=generator) if self.bias else None
+        given_dtype, dtype, wanted = self.dtypes
+        x, w = x.to(device, given_dtype), w.to(device, dtype)
+        b = None if b is None else b.to(device, dtype)
+        call = list(self.geometry), self.act
+        y = image_conv()(x, w, b, *call, wanted, self.innermost, self.tile)
+        rounded = x.to(dtype).double()
+        expected = reference(
+            rounded, w.double(), None if b is None else b.double(), *call, torch.float64, self.innermost
+        )
+        meta = [None if t is None else t.to("meta") for t in (x, w, b)]
+        fake = image_conv()(*meta, *call, wanted, self.innermost, self.tile)
+        kind = (y.shape, y.dtype, y.stride())
+        if kind != (fake.shape, fake.dtype, fake.stride()) or kind[1:] != (wanted, expected.stride()):
+            return float("inf")
+        return relative_error(y, expected) / max(LIMITS[dtype], LIMITS[wanted])
+
+
+CASES: dict[str, Case] = {
+    **{kind or "no activation": Case(act=kind) for kind in ACTIVATIONS},
+    "rounded to float16": Case(dtypes=(FP32, FP16, FP32)),
+    "float16 throughout": Case(dtypes=(FP16, FP16, FP16), innermost=True, act="relu"),
+    "float16 in, float32 out": Case(dtypes=(FP16, FP32, FP32)),
+    "channels innermost before and after": Case(innermost=True, order=(0, 2, 3, 1)),
+    "any order": Case(order=(3, 1, 0, 2)),
+    "a patch": Case((1, 4, 16, 16), 20, (8, 8), (8, 8, 0, 0, 1, 1), tile="image:16:32:64:1:4:3:ieee"),
+    "seven taps": Case((1, 3, 15, 11), 12, (7, 7), (2, 2, 3, 3, 1, 1), "relu", innermost=True),
+    "unequal": Case((2, 2, 11, 9), 5, (2, 4), (1, 2, 2, 0, 3, 1), "silu", bias=False),
+    "one channel, one tap": Case((1, 1, 3, 5), 1, (1, 1), (1, 1, 1, 2, 1, 1)),
+    "several images in a tile": Case((5, 3, 4, 5), 16, tile="image:64:16:32:1:4:1:ieee"),
+    "NaN": Case(special=torch.nan, act="relu"),
+    "an infinity": Case(special=torch.inf, dtypes=(FP32, FP16, FP32)),
+    "what float16 cannot hold": Case(special=1e5, dtypes=(FP32, FP16, FP32)),
+}
+
+
+@st.composite
+def _cases(draw: st.DrawFn) -> Case:
+    taps = draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
+    dilation = draw(st.tuples(st.integers(1, 2), st.integers(1, 2)))
+    size = [dilation[d] * (taps[d] - 1) + draw(st.integers(1, 4)) for d in (0, 1)]
+    steps = [draw(st.integers(1, 3)) for _ in range(2)]
+    tile = Tile(
+        "image",
+        draw(st.sampled_from([16, 32])),
+        draw(st.sampled_from([16, 32])),
+        draw(st.sampled_from([16, 64])),
+    )
+    return Case(
+        (draw(st.integers(1, 3)), draw(st.integers(1, 4)), size[0], size[1]),
+        draw(st.integers(1, 20)),
+        taps,
+        (*steps, draw(st.integers(0, 2)), draw(st.integers(0, 2)), *dilation),
+        draw(st.sampled_from(list(ACTIVATIONS))),
+        draw(st.booleans()),
+        draw(st.tuples(*[st.sampled_from([FP32, FP16])] * 3)),  # the interpreter has no bfloat16
+        draw(st.booleans()),
+        draw(st.sampled_from([(0, 1, 2, 3), (0, 2, 3, 1), (1, 3, 0, 2), (3, 2, 1, 0)])),
+        str(tile),
+    )
+
+
+@settings(
+    max_examples=25, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+@given(_cases())
+def _any_case_is_right(case: Case) -> None:
+    assert case.error() <= 1, case
+
+
+def main() -> None:
+    """Print what became of the cases, as JSON: the error as a share of the limit, or an exception's text."""
+    torch.set_num_threads(1)
+    found: dict[str, float | str] = {}
+    for name, case in CASES.items():
+        try:
+            found[name] = case.error()
+        except Exception as error:
+            found[name] = repr(error)
+    try:
+        _any_case_is_right()
+    except BaseException as error:
+        found["any case"] = "\n".join([repr(error), *getattr(error, "__notes__", [])])
+    print(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, float | str]:
+    """What the kernel made of all cases."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    command = [sys.executable, "-m", "tests.kernels.test_image_conv"]
+    environment, root = {**os.environ, "TRITON_INTERPRET": "1"}, Path(__file__).parents[2]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, float | str] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_computes_what_pytorch_does(name: str, found: dict[str, float | str]) -> None:
+    error = found[name]
+    assert isinstance(error, float), error
+    assert error <= 1
+
+
+@pytest.mark.slow
+def test_it_is_right_for_any_geometry(found: dict[str, float | str]) -> None:
+    assert "any case" not in found, found["any case"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [None, BF16], ids=["", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu_the_kernel_computes_what_pytorch_does(name: str, dtype: torch.dtype | None) -> None:
+    case = CASES[name]
+    dtypes = case.dtypes if dtype is None else (case.dtypes[0], dtype, case.dtypes[2])
+    assert dataclasses.replace(case, dtypes=dtypes).error("cuda") <= 1
+
+
+def test_the_operator_is_registered_once() -> None:
+    assert image_conv() is image_conv()
+    assert image_conv() is torch.ops.ampopt.image_conv.default
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "depth", "stages"),
+    [(100_000, (64, 3, 3, 3), 32, 1), (196, (192, 3, 16, 16), 64, 3), (9, (4, 1, 1, 1), 16, 1)],
+)
+def test_tiles_are_about_as_large_as_what_they_divide(
+    rows: int, shape: tuple[int, ...], depth: int, stages: int
+) -> None:
+    tiles = tiles_for(rows, torch.empty(shape, dtype=FP16), tf32=True)
+    assert tiles
+    assert {(tile.kind, tile.depth, tile.stages, tile.precision) for tile in tiles} == {
+        ("image", depth, stages, "ieee")
+    }
+    assert all(tile.rows < 2 * max(rows, 16) and tile.cols < 2 * max(shape[0], 16) for tile in tiles)
+
+
+def test_float32_is_rounded_to_tf32_only_where_that_is_allowed() -> None:
+    weight = torch.empty(64, 3, 3, 3)
+    assert {tile.precision for tile in tiles_for(1000, weight, tf32=False)} == {"ieee"}
+    assert {tile.precision for tile in tiles_for(1000, weight, tf32=True)} == {"tf32"}
+
+
+if __name__ == "__main__":
+    main()
