@@ -19,7 +19,7 @@ from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
 from ampopt.kernels.conv_timing import PLAIN, race, run_all
 from ampopt.kernels.fused_conv import ACTIVATIONS, is_available
 from ampopt.kernels.image_chains import ImageChain, as_given, image_chains
-from ampopt.kernels.image_conv import image_conv, tiles_for
+from ampopt.kernels.image_conv import image_conv, packed, tiles_for
 
 SHARE = 0.5
 """Share of the remaining time for this pass; the rest is for the passes after it."""
@@ -124,11 +124,11 @@ class FuseImageConv(Pass):
         assert weight is not None
         image, bias = torch.randn_like(example), constant(module, chain.bias)
         given = as_given(example).convert(image)
-        rows = math.prod(tensor_meta(chain.last).shape) // weight.shape[0]
-        tiles = [str(tile) for tile in tiles_for(rows, weight, tf32=program.settings.tf32)]
-        packed = weight.contiguous()
+        pixels = math.prod(tensor_meta(chain.last).shape[2:])
+        tiles = [str(tile) for tile in tiles_for(pixels, weight, tf32=program.settings.tf32)]
+        w = packed(weight)
         ours: dict[str, Callable[[], Tensor]] = {
-            tile: functools.partial(image_conv(), given, packed, bias, *chain.call, tile) for tile in tiles
+            tile: functools.partial(image_conv(), given, w, bias, *chain.call, tile) for tile in tiles
         }
         with program.scope():
             ready = run_all(ours, COMPILING * (end - time.perf_counter()))
@@ -170,6 +170,6 @@ def _as_it_is(
 def _fuse(module: fx.GraphModule, chain: ImageChain, tile: str) -> None:
     weight = constant(module, chain.weight)
     assert weight is not None
-    w = add_constant(module, f"{chain.conv.name}_weight", weight.contiguous(), chain.conv)
+    w = add_constant(module, f"{chain.conv.name}_weight", packed(weight), chain.conv)
     new = insert_call(module, chain.last, image_conv(), chain.image, w, chain.bias, *chain.call, tile)
     replace(chain.last, new)

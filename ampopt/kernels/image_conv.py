@@ -21,8 +21,15 @@ from ampopt.system.once import once
 LARGEST_OFFSET = 2**31
 """The kernel counts elements in 32 bits."""
 
-_TILES = ((16, 64, 2), (32, 32, 2), (32, 64, 4), (64, 32, 4), (64, 64, 4), (128, 64, 4), (128, 64, 8))
-"""(pixels, channels, warps)."""
+_DOT, _FMA = "image-dot", "image-fma"
+_TILES = (
+    *((_DOT, 32, 64, 4), (_DOT, 64, 64, 4), (_DOT, 128, 64, 4), (_DOT, 128, 64, 8), (_DOT, 128, 32, 4)),
+    *((_FMA, 64, 32, 4), (_FMA, 128, 16, 4), (_FMA, 128, 32, 4), (_FMA, 64, 64, 4), (_FMA, 256, 32, 8)),
+)
+"""(kind, pixels, channels, warps): of matrix products, for which float32 has no Tensor Cores, or vectors."""
+
+MOST_IN_A_ROW = 16
+"""Taps in a row up to which a kernel of vectors is compiled, which unrolls them."""
 
 _LEAST, _MOST_DEEP = 16, 64
 """`tl.dot` takes blocks of 16 numbers and more; one of this many fits beside a tile of sums in registers."""
@@ -78,16 +85,24 @@ def result_size(size: Sequence[int], taps: Sequence[int], geometry: Sequence[int
     return [(size[d] + 2 * padding[d] - dilation[d] * (taps[d] - 1) - 1) // stride[d] + 1 for d in (0, 1)]
 
 
-def tiles_for(rows: int, weight: Tensor, *, tf32: bool) -> list[Tile]:
-    """The tiles to time for a result of so many pixels."""
+def packed(weight: Tensor) -> Tensor:
+    """A weight [out, channels, KH, KW] stored as [channels, KH, KW, out]; unchanged if it is so already."""
+    order = weight.permute(1, 2, 3, 0)
+    return weight if order.is_contiguous() else order.contiguous().permute(3, 0, 1, 2)
+
+
+def tiles_for(pixels: int, weight: Tensor, *, tf32: bool) -> list[Tile]:
+    """The tiles to time for images whose results have so many pixels."""
     outs, deep = weight.shape[0], math.prod(weight.shape[1:])
     depth = min(_MOST_DEEP, max(_LEAST, 1 << (deep - 1).bit_length()))
     precision = "tf32" if tf32 and weight.dtype is torch.float32 else "ieee"
     stages = 1 if deep <= depth else 3
-    fitting = [each for each in _TILES if each[0] < 2 * max(rows, _LEAST) and each[1] < 2 * max(outs, _LEAST)]
+    has_products = weight.dtype is not torch.float32 or precision == "tf32"
+    kinds = [_DOT] * has_products + [_FMA] * (weight.shape[3] <= MOST_IN_A_ROW)
     return [
-        Tile("image", rows, cols, depth, 1, warps, stages, precision)
-        for rows, cols, warps in fitting or [(_LEAST, _LEAST, 2)]
+        Tile(kind, rows, cols, depth, 1, warps, stages, precision)
+        for kind, rows, cols, warps in _TILES
+        if kind in kinds and rows <= 2 * max(pixels, 64) and cols <= 2 * max(outs, 32)
     ]
 
 
@@ -105,12 +120,12 @@ def _compute(
 
     how, y = Tile.parse(tile), _empty_result(x, w, b, geometry, act, dtype, innermost)
     outs, pixels = w.shape[0], math.prod(y.shape[2:])
-    rows = y.shape[0] * pixels
+    tiles = -(-pixels // how.rows)
     pixel_unit, out_unit = unit_of(pixels), unit_of(outs)
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        image_kernel[-(-rows // how.rows), -(-outs // how.cols)](
-            *(x, w.contiguous(), None if b is None else b.contiguous(), y),
-            *(rows, *x.shape[2:], y.shape[3], pixels // pixel_unit, outs // out_unit),
+        image_kernel[y.shape[0] * tiles, -(-outs // how.cols)](
+            *(x, packed(w), None if b is None else b.contiguous(), y),
+            *(tiles, *x.shape[2:], y.shape[3], pixels // pixel_unit, outs // out_unit),
             *(*x.stride(), *geometry),
             CHANNELS=w.shape[1],
             KH=w.shape[2],
@@ -118,6 +133,7 @@ def _compute(
             PIXEL_UNIT=pixel_unit,
             OUT_UNIT=out_unit,
             INNERMOST=innermost,
+            DOT=how.kind == _DOT,
             BM=how.rows,
             BN=how.cols,
             BK=how.depth,

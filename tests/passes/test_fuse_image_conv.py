@@ -28,7 +28,7 @@ from tests.helpers import (
     text_of,
 )
 
-TILE = "image:32:32:32:1:2:1:ieee"
+TILE = "image-fma:32:32:32:1:2:1:ieee"
 
 
 class OnCpu(FuseImageConv):
