@@ -36,9 +36,10 @@ class FuseImageConv(Pass):
     reads the caller's tensor in its own dtype and layout and writes the result in the dtype and the layout in
     which it is read, or given back. So nothing is converted at the program's border. Each is timed with the
     conversions that it saves, in the tiles of `image_conv`.
-    Requires: CUDA and Triton; float32, float16 or bfloat16; constant weights, no groups.
-    Declines: inputs with other readers; small images, which an H200 converts in less than 8 µs; convolutions
-    that are not faster; choices of a replay that are gone; programs under autocast.
+    Requires: CUDA and Triton; float16 or bfloat16, or float32 that may be rounded to TF32, for which there
+    are Tensor Cores; constant weights, no groups.
+    Declines: inputs with other readers; convolutions that are not faster; choices of a replay that are gone;
+    programs under autocast.
     Correct because: an element is rounded to the weight's dtype as it is read, as the conversion rounded it,
     and the sums are of the same products. They are rounded once, to the dtype in which the result is wanted.
     A memory layout is only the order of elements in memory.
@@ -54,7 +55,6 @@ class FuseImageConv(Pass):
 
     choices: tuple[tuple[str, str], ...] | None = None
     least_gain: float = 1.03
-    least_bytes: int = 32_000_000
     seconds: float = 4.0
 
     def why_not(self, program: Program) -> str | None:
@@ -103,12 +103,6 @@ class FuseImageConv(Pass):
         chosen = dict[str, str]()
         for place, chains in found.items():
             for chain in chains:
-                tensors = program.examples[place], torch.empty(tensor_meta(chain.last).shape, device="meta")
-                if sum(_bytes(tensor) for tensor in tensors) < self.least_bytes:
-                    declined.append(
-                        Declined(chain.conv.name, "its image is small: converting it takes little")
-                    )
-                    continue
                 end = time.perf_counter() + self.seconds / len(chains)
                 tile = self._fastest(module, program, place, chain, end)
                 if isinstance(tile, Declined):
@@ -122,8 +116,11 @@ class FuseImageConv(Pass):
     ) -> str | Declined:
         example, weight = program.examples[place], constant(module, chain.weight)
         assert weight is not None
-        image, bias = torch.randn_like(example), constant(module, chain.bias)
-        given = as_given(example).convert(image)
+        if weight.dtype is torch.float32 and not program.settings.tf32:
+            return Declined(chain.conv.name, "float32 has no Tensor Cores")
+        generator = torch.Generator(example.device).manual_seed(0)
+        image = torch.empty_like(example).normal_(generator=generator)
+        given, bias = as_given(example).convert(image), constant(module, chain.bias)
         pixels = math.prod(tensor_meta(chain.last).shape[2:])
         tiles = [str(tile) for tile in tiles_for(pixels, weight, tf32=program.settings.tf32)]
         w = packed(weight)
@@ -148,10 +145,6 @@ class FuseImageConv(Pass):
         why = next(iter(timed.refused.values()), "the time for measurements was spent")
         text = f"the best tile {1e6 * seconds[best]:.1f} µs" if best is not None else f"no tile: {why}"
         return Declined(chain.conv.name, f"as it is {1e6 * now:.1f} µs, {text}")
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _as_it_is(

@@ -21,15 +21,8 @@ from ampopt.system.once import once
 LARGEST_OFFSET = 2**31
 """The kernel counts elements in 32 bits."""
 
-_DOT, _FMA = "image-dot", "image-fma"
-_TILES = (
-    *((_DOT, 32, 64, 4), (_DOT, 64, 64, 4), (_DOT, 128, 64, 4), (_DOT, 128, 64, 8), (_DOT, 128, 32, 4)),
-    *((_FMA, 64, 32, 4), (_FMA, 128, 16, 4), (_FMA, 128, 32, 4), (_FMA, 64, 64, 4), (_FMA, 256, 32, 8)),
-)
-"""(kind, pixels, channels, warps): of matrix products, for which float32 has no Tensor Cores, or vectors."""
-
-MOST_IN_A_ROW = 16
-"""Taps in a row up to which a kernel of vectors is compiled, which unrolls them."""
+_TILES = ((64, 32), (64, 64), (128, 32), (128, 64))
+"""(pixels, channels)."""
 
 _LEAST, _MOST_DEEP = 16, 64
 """`tl.dot` takes blocks of 16 numbers and more; one of this many fits beside a tile of sums in registers."""
@@ -97,12 +90,10 @@ def tiles_for(pixels: int, weight: Tensor, *, tf32: bool) -> list[Tile]:
     depth = min(_MOST_DEEP, max(_LEAST, 1 << (deep - 1).bit_length()))
     precision = "tf32" if tf32 and weight.dtype is torch.float32 else "ieee"
     stages = 1 if deep <= depth else 3
-    has_products = weight.dtype is not torch.float32 or precision == "tf32"
-    kinds = [_DOT] * has_products + [_FMA] * (weight.shape[3] <= MOST_IN_A_ROW)
     return [
-        Tile(kind, rows, cols, depth, 1, warps, stages, precision)
-        for kind, rows, cols, warps in _TILES
-        if kind in kinds and rows <= 2 * max(pixels, 64) and cols <= 2 * max(outs, 32)
+        Tile("image", rows, cols, depth, 1, 4, stages, precision)
+        for rows, cols in _TILES
+        if rows <= max(64, 2 * pixels) and cols <= max(32, 2 * outs)
     ]
 
 
@@ -133,7 +124,6 @@ def _compute(
             PIXEL_UNIT=pixel_unit,
             OUT_UNIT=out_unit,
             INNERMOST=innermost,
-            DOT=how.kind == _DOT,
             BM=how.rows,
             BN=how.cols,
             BK=how.depth,

@@ -22,16 +22,15 @@ def image_kernel(
     image_step, channel_step, line_step, pixel_step,
     stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w,
     CHANNELS: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
-    PIXEL_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, INNERMOST: tl.constexpr, DOT: tl.constexpr,
+    PIXEL_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, INNERMOST: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
     BIAS: tl.constexpr, ACT: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the taps of the products of `BM` pixels of one image and `BN` weights, in float32.
+    """A matrix product of the taps of `BM` pixels of one image and of `BN` columns of weights.
 
     w lies in memory as [channels, KH, KW, out]. The image has any strides, `..._step` elements, and any
-    dtype: it is rounded to the weight's. `DOT`: `BK` taps at a time are a matrix product, else each is one of
-    two vectors. `INNERMOST`: the channels of the result are innermost in memory, else the columns of its
-    pixels.
+    dtype: it is rounded to the weight's. `INNERMOST`: the channels of the result are innermost in memory,
+    else the columns of its pixels.
     """
     outs, pixels = out_units * OUT_UNIT, pixel_units * PIXEL_UNIT
     image = tl.program_id(0) // tiles
@@ -42,30 +41,18 @@ def image_kernel(
     left = place % out_width * stride_w - pad_w
     source = x + image * image_step + top * line_step + left * pixel_step
     acc = tl.zeros((BM, BN), tl.float32)
-    if DOT:
-        for first in range(0, CHANNELS * KH * KW, BK):
-            k = first + tl.arange(0, BK)
-            k_ok = k < CHANNELS * KH * KW
-            channel, down, right = k // (KH * KW), k % (KH * KW) // KW * dilation_h, k % KW * dilation_w
-            line, column = top[:, None] + down[None, :], left[:, None] + right[None, :]
-            inside = (line >= 0) & (line < height) & (column >= 0) & (column < width)
-            places = channel * channel_step + down * line_step + right * pixel_step
-            ok = inside & row_ok[:, None] & k_ok[None, :]
-            a = tl.load(source[:, None] + places[None, :], mask=ok, other=0.0)
-            ok = k_ok[:, None] & col_ok[None, :]
-            v = tl.load(w + k[:, None] * outs + cols[None, :], mask=ok, other=0.0)
-            acc = tl.dot(a.to(v.dtype), v, acc, input_precision=PRECISION)
-    else:
-        for tap in range(CHANNELS * KH):
-            channel, down = tap // KH, tap % KH * dilation_h
-            line_ok = row_ok & (top + down >= 0) & (top + down < height)
-            places = source + channel * channel_step + down * line_step
-            for j in tl.static_range(KW):
-                column = left + j * dilation_w
-                ok = line_ok & (column >= 0) & (column < width)
-                a = tl.load(places + j * dilation_w * pixel_step, mask=ok, other=0.0)
-                v = tl.load(w + (tap * KW + j) * outs + cols, mask=col_ok, other=0.0)
-                acc += a.to(v.dtype).to(tl.float32)[:, None] * v.to(tl.float32)[None, :]
+    for first in range(0, CHANNELS * KH * KW, BK):
+        k = first + tl.arange(0, BK)
+        k_ok = k < CHANNELS * KH * KW
+        channel, down, right = k // (KH * KW), k % (KH * KW) // KW * dilation_h, k % KW * dilation_w
+        line, column = top[:, None] + down[None, :], left[:, None] + right[None, :]
+        inside = (line >= 0) & (line < height) & (column >= 0) & (column < width)
+        places = channel * channel_step + down * line_step + right * pixel_step
+        ok = inside & row_ok[:, None] & k_ok[None, :]
+        a = tl.load(source[:, None] + places[None, :], mask=ok, other=0.0)
+        ok = k_ok[:, None] & col_ok[None, :]
+        v = tl.load(w + k[:, None] * outs + cols[None, :], mask=ok, other=0.0)
+        acc = tl.dot(a.to(v.dtype), v, acc, input_precision=PRECISION)
     if INNERMOST:
         offsets = (image * pixels + place)[:, None] * outs + cols[None, :]
     else:

@@ -23,7 +23,6 @@ from ampopt.kernels.fused_conv import ACTIVATIONS, Tile
 from ampopt.kernels.image_conv import image_conv, packed, reference, tiles_for
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-DOT, FMA = "image-dot:16:16:32:1:4:1:ieee", "image-fma:16:16:32:1:4:1:ieee"
 LIMITS = {FP32: 1e-5, FP16: 3e-3, BF16: 2e-2}
 
 
@@ -42,7 +41,7 @@ class Case:
     innermost: bool = False
     order: tuple[int, int, int, int] = (0, 1, 2, 3)
     """The dimensions of the image, the outermost in memory first."""
-    tile: str = DOT
+    tile: str = "image:16:16:32:1:4:1:ieee"
     special: float = 0.0
     """One element of the image, if it is not zero."""
 
@@ -79,18 +78,13 @@ CASES: dict[str, Case] = {
     "float16 in, float32 out": Case(dtypes=(FP16, FP32, FP32)),
     "channels innermost before and after": Case(innermost=True, order=(0, 2, 3, 1)),
     "any order": Case(order=(3, 1, 0, 2)),
-    "a patch": Case((1, 4, 16, 16), 20, (8, 8), (8, 8, 0, 0, 1, 1), tile="image-dot:16:32:64:1:4:3:ieee"),
+    "a patch": Case((1, 4, 16, 16), 20, (8, 8), (8, 8, 0, 0, 1, 1), tile="image:16:32:64:1:4:3:ieee"),
     "seven taps": Case((1, 3, 15, 11), 12, (7, 7), (2, 2, 3, 3, 1, 1), "relu", innermost=True),
     "unequal": Case((2, 2, 11, 9), 5, (2, 4), (1, 2, 2, 0, 3, 1), "silu", bias=False),
     "one channel, one tap": Case((1, 1, 3, 5), 1, (1, 1), (1, 1, 1, 2, 1, 1)),
-    "several images in a tile": Case((5, 3, 4, 5), 16, tile="image-dot:64:16:32:1:4:1:ieee"),
+    "several images in a tile": Case((5, 3, 4, 5), 16, tile="image:64:16:32:1:4:1:ieee"),
     "NaN": Case(special=torch.nan, act="relu"),
     "an infinity": Case(special=torch.inf, dtypes=(FP32, FP16, FP32)),
-    **{f"{kind or 'no activation'}, vectors": Case(act=kind, tile=FMA) for kind in ("", "relu")},
-    "vectors rounded to float16": Case(dtypes=(FP32, FP16, FP16), tile=FMA, innermost=True),
-    "vectors of a patch": Case((2, 4, 16, 16), 20, (8, 8), (8, 8, 0, 0, 1, 1), tile=FMA, order=(0, 2, 3, 1)),
-    "vectors, unequal": Case((2, 2, 11, 9), 5, (2, 4), (1, 2, 2, 0, 3, 1), "silu", bias=False, tile=FMA),
-    "vectors, NaN": Case(special=torch.nan, tile=FMA),
     "what float16 cannot hold": Case(special=1e5, dtypes=(FP32, FP16, FP32)),
 }
 
@@ -193,22 +187,16 @@ def test_tiles_are_about_as_large_as_what_they_divide(
     rows: int, shape: tuple[int, ...], depth: int, stages: int
 ) -> None:
     tiles = tiles_for(rows, torch.empty(shape, dtype=FP16), tf32=True)
-    assert {tile.kind for tile in tiles} == {"image-dot", "image-fma"}
+    assert tiles
     assert {(tile.depth, tile.stages, tile.precision) for tile in tiles} == {(depth, stages, "ieee")}
-    assert all(tile.rows <= 2 * max(rows, 64) for tile in tiles)
-    assert all(tile.cols <= 2 * max(shape[0], 32) for tile in tiles)
+    assert all(tile.rows <= max(64, 2 * rows) for tile in tiles)
+    assert all(tile.cols <= max(32, 2 * shape[0]) for tile in tiles)
 
 
-def test_a_row_of_many_taps_is_not_unrolled() -> None:
-    tiles = tiles_for(100, torch.empty((8, 3, 1, 17), dtype=FP16), tf32=False)
-    assert {tile.kind for tile in tiles} == {"image-dot"}
-
-
-def test_float32_has_tensor_cores_only_where_it_may_be_rounded_to_tf32() -> None:
+def test_float32_is_rounded_to_tf32_only_where_that_is_allowed() -> None:
     weight = torch.empty(64, 3, 3, 3)
-    assert {tile.kind for tile in tiles_for(1000, weight, tf32=False)} == {"image-fma"}
-    kinds = {(tile.kind, tile.precision) for tile in tiles_for(1000, weight, tf32=True)}
-    assert kinds == {("image-dot", "tf32"), ("image-fma", "tf32")}
+    assert {tile.precision for tile in tiles_for(1000, weight, tf32=False)} == {"ieee"}
+    assert {tile.precision for tile in tiles_for(1000, weight, tf32=True)} == {"tf32"}
 
 
 def test_a_packed_weight_is_the_same_weight() -> None:
