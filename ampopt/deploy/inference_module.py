@@ -106,6 +106,23 @@ class InferenceModule(nn.Module):
         """Copies of the original's buffers as they were when it was optimized, one at a time."""
         return _copies(self._named.named_buffers(prefix, recurse, remove_duplicate))
 
+    def get_submodule(self, target: str) -> nn.Module:
+        """Itself for an empty name. Raises InputError for others."""
+        if not target:
+            return self
+        raise InputError(
+            f"an optimized module has no submodule {target!r}: its programs stand for them; trace, export or "
+            "call the original with other weights"
+        )
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """A copy of the original's parameter of this name. Raises AttributeError if there is none."""
+        return true_copy(self._named.get_parameter(target))  # type: ignore[return-value]
+
+    def get_buffer(self, target: str) -> Tensor:
+        """A copy of the original's buffer of this name. Raises AttributeError if there is none."""
+        return true_copy(self._named.get_buffer(target))
+
     def state_dict(  # type: ignore[override]
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from ampopt.ir.model_differences import Place, differences
 from ampopt.ir.normal_form import true_copy
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.signature import flatten_call, flatten_outputs, map_tensors
+from ampopt.system.interrupts import check_interrupted
 
 SAME = 1e-4
 """Largest relative error of an answer that counts as the same."""
@@ -87,6 +88,23 @@ class KindsOfCalls:
                 f"a call of this kind reads the attribute {Place(*min(read))}, which calls of another kind "
                 f"write, and whose program leaves it out: {_ADVICE}"
             )
+
+    def check_failed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise KindError where a call that the original refuses is one that it answers after others.
+
+        A tracker answers a search after it was given a template, for which there is a program.
+        """
+        new = _Kind(args, kwargs, None)
+        with torch.inference_mode(mode=False):
+            for other in self._known:
+                called = working_copy(self._original)
+                if self._answer_or_none(called, other) is None or self._answer_or_none(called, new) is None:
+                    continue
+                raise KindError(
+                    "the model answers a call of this kind only after one of another kind, for which there "
+                    "is a program, and reads what that leaves in it: call the model so, and then optimize it "
+                    "with a call of this kind as the example"
+                )
 
     def add(self, captured: Captured) -> None:
         """Take up a kind. Raises KindError where its calls and those of another kind have an effect on each
@@ -162,12 +180,15 @@ class KindsOfCalls:
                 raise KindError(_MESSAGE)
         plain, served = working_copy(self._original), working_copy(self._original)
         for kind in (two, one, two, one, *((one, two, two, one) if one.state or two.state else ())):
+            expected = self._answer_or_none(plain, kind)
             try:
-                expected = self._answer(plain, kind)
-            except Exception:  # the original's own error, in this order of calls
-                return
-            answer, served = self._served(served, kind)
-            if len(answer) != len(expected) or not all(map(_is_close, answer, expected)):
+                answer, served = self._served(served, kind)
+            except Exception as error:
+                check_interrupted(error)
+                if expected is None:  # the original's own error, in this order of calls
+                    return
+                raise KindError(_MESSAGE) from error
+            if expected is None or len(answer) != len(expected) or not all(map(_is_close, answer, expected)):
                 raise KindError(_MESSAGE)
 
     def _reads(self, kind: _Kind, places: Collection[Attribute]) -> set[Attribute]:
@@ -192,6 +213,14 @@ class KindsOfCalls:
         answer = self._answer(called, kind)
         lifted.write(left, [tensor.clone() for tensor in lifted.read(called)])
         return answer, left
+
+    def _answer_or_none(self, model: nn.Module, kind: _Kind) -> list[Tensor] | None:
+        """The same; None where the model refuses the call in this state."""
+        try:
+            return self._answer(model, kind)
+        except Exception as error:
+            check_interrupted(error)
+            return None
 
     def _answer(self, model: nn.Module, kind: _Kind) -> list[Tensor]:
         """Copies of the tensors that a call returns."""

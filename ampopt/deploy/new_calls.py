@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -142,10 +143,11 @@ class NewCalls:
     ) -> None:
         """Make the program for a call now, with all passes, beyond the limits of new ones.
 
-        Raises InputError where only the original can answer it, or where that fails on it; and the error for
-        which no program can be made.
+        Raises InputError where only the original can answer it, or where that fails on it; KindError where it
+        answers it only after another; and the error for which no program can be made.
         """
-        check_answered(self._optimized.original, args, kwargs, self._optimized.program.device)
+        with _preparing():
+            self._maker.try_original(args, kwargs)
         known = self._known
         with known.lock:
             served = known.find(leaves, spec)
@@ -172,8 +174,16 @@ def check_answered(
     original: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
 ) -> None:
     """Raise InputError where the model fails on a call to prepare."""
-    try:
+    with _preparing():
         try_call(original, args, kwargs, device)
+
+
+@contextlib.contextmanager
+def _preparing() -> Iterator[None]:
+    try:
+        yield
+    except KindError:
+        raise  # it does not fail on the call, but on it alone
     except (Exception, SystemExit) as error:
         raise InputError(f"the model fails on the call to prepare: {says(error)}") from error
 

@@ -66,7 +66,13 @@ class ProgramMaker:
         Raises VerificationError and the errors of capture where the original has to answer, and KindError
         where it would be wrong, too.
         """
-        args, kwargs = _all_ordinary(args, kwargs)
+        with torch.inference_mode(mode=False), torch.no_grad():  # what is made in that mode stays so
+            args, kwargs = _all_ordinary(args, kwargs)
+            return self._make_or_refuse(args, kwargs, passes)
+
+    def _make_or_refuse(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], passes: tuple[Pass, ...]
+    ) -> Served:
         self._kinds.check_call(args, kwargs)
         try:
             with variables_kept(self._optimized.original):  # calls of copies verify the program
@@ -101,8 +107,15 @@ class ProgramMaker:
         return working_copy(self._optimized.original)
 
     def try_original(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raise the original's own error if the original cannot run a call."""
-        try_call(self._optimized.original, args, kwargs, self._device)
+        """Raise the original's own error if the original cannot run a call.
+
+        Raises KindError if it can run it after a call for which there is a program.
+        """
+        try:
+            try_call(self._optimized.original, args, kwargs, self._device)
+        except Exception:
+            self._kinds.check_failed(args, kwargs)
+            raise
 
     def why_not_normal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
         """Why a program cannot answer a call that is not in normal form; see `ampopt.ir.normal_form`."""

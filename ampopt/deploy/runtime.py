@@ -132,6 +132,7 @@ class OptimizedModule(DeployableGraph):
             in_range=None if sized is None else self._maker.of_sizes(sized),
         )
         self._monitor = Monitor(chose_original=serve_original)
+        self._dtype = torch.get_default_dtype()
         self._serve_original = serve_original
         if serve_original:
             self.forward = self._call_original  # type: ignore[method-assign]
@@ -150,7 +151,8 @@ class OptimizedModule(DeployableGraph):
         if self._forward_pre_hooks or self._forward_hooks or _hooks_of_all or _pre_hooks_of_all:
             return super().__call__(*args, **kwargs)
         answer = None if kwargs or "forward" in self.__dict__ else self._calls.latest.get(len(args))
-        if answer is not None and forward_ad._current_level < 0 and not _count_modes():
+        is_usual = forward_ad._current_level < 0 and not _count_modes() and self._has_dtype()
+        if answer is not None and is_usual:
             for each in args:
                 if getattr(each, "is_nested", True) is not False:
                     break
@@ -169,13 +171,18 @@ class OptimizedModule(DeployableGraph):
         """
         if type(kwargs) is not dict:  # torch.fx traces this module itself
             check_untraced((kwargs,))
-        if not kwargs and not is_surrounded() and autocast_now(self.program.device) is None:
+        is_usual = not is_surrounded() and autocast_now(self.program.device) is None and self._has_dtype()
+        if not kwargs and is_usual:
             answer = self._calls.short(args) if all(map(_is_simple, args)) else None
             if answer is not None:
                 result = answer(*args)
                 if result is not NotImplemented:
                     return result
         return self._general(args, kwargs)
+
+    def _has_dtype(self) -> bool:
+        """Whether numbers that a model makes have the dtype now that they had when it was optimized."""
+        return torch.get_default_dtype() is self._dtype
 
     @property
     def health(self) -> Health:
@@ -214,6 +221,9 @@ class OptimizedModule(DeployableGraph):
         leaves, spec = flatten_call(args, kwargs)
         tensors = tensors_of(leaves)
         self._refusing(lambda: check_plain(tensors), "a tensor that is not plain")
+        if not self._has_dtype():
+            reason = f"the default dtype is {torch.get_default_dtype()} now, which its programs do not know"
+            return self._by_original(reason, args, kwargs, tensors)
         served = self._calls.find(leaves, spec)
         if served is None:
             found = self._first(args, kwargs, leaves, spec)

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ampopt.deploy.kinds_of_calls import KindsOfCalls
 from ampopt.deploy.optimized import Optimized
 from ampopt.engines.executable import Executable, executable
 from ampopt.engines.graph_per_size import CALLS
-from ampopt.errors import AmpoptError, VerificationError
+from ampopt.errors import AmpoptError, KindError, VerificationError
 from ampopt.ir.asked import Asked, what_is_asked
 from ampopt.ir.capture import Captured
 from ampopt.ir.graph import reads_strides
@@ -135,11 +136,13 @@ def verify_sizes(
 
     They are the example's, with inputs far outside of its range, too; all corners of the ranges; and some
     sizes within. Raises NoSizedProgramError where one of them is wrong, where the original fails at one, or
-    where `may_go_on` says before one that it may not.
+    gives something else there after a call of another size, and where `may_go_on` says before one that it may
+    not.
     """
     example = now(sized.sizes, optimized.captured.program.examples)
     chosen = [example, *corners(sized.sizes), *drawn_within(sized.sizes)]
     distinct = list({tuple(wanted.items()): wanted for wanted in chosen}.values())
+    kinds = KindsOfCalls(optimized.original, optimized.program.device)
     for number, wanted in enumerate(distinct):
         if not may_go_on():
             raise NoSizedProgramError(
@@ -148,6 +151,12 @@ def verify_sizes(
             )
         there = optimized.captured if wanted == example else at_sizes(sized.captured, sized.sizes, wanted)
         _verify_at(optimized, sized, there, wanted, draws=draws, everywhere=wanted == example)
+        try:
+            kinds.add(there)
+        except KindError as error:
+            raise NoSizedProgramError(
+                f"after a call of another size the model answers otherwise at {_place(wanted)}"
+            ) from error
     return len(distinct)
 
 

@@ -88,9 +88,10 @@ class PartlyOptimizedModule(Deployable):
         caller's settings of TF32; where graphs of code between submodules serve, all is called as those were
         captured. Raises InputError if the call is traced, or a derivative is requested.
         """
-        if is_surrounded() or any(isinstance(each, fx.Proxy) for each in (*args, *kwargs.values())):
+        is_traced = type(kwargs) is not dict  # torch.fx traces this module itself
+        if is_surrounded() or is_traced or any(isinstance(e, fx.Proxy) for e in (*args, *kwargs.values())):
             try:
-                check_caller(flatten_call(args, kwargs)[0])
+                check_caller([kwargs] if is_traced else flatten_call(args, kwargs)[0])
             except InputError as error:
                 self._monitor.note(Event("refusal", str(error), "a transformed tensor"))
                 raise

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import ampopt
 from ampopt.errors import InputError
 from tests.helpers import with_statistics
-from tests.support.planted import keep_the_original, optimize
+from tests.support.planted import keep_the_original, module_of, optimize
 
 X = torch.randn(1, 3, 8, 8)
 
@@ -198,3 +198,16 @@ def test_a_nested_tensor_is_refused_by_name() -> None:
     nested = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=torch.jagged)
     with pytest.raises(InputError, match="to_padded_tensor"):
         ampopt.optimize(nn.Linear(8, 4), nested)
+
+
+def test_weights_are_found_by_name_and_submodules_are_refused() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval()
+    fast = module_of(model, torch.randn(1, 3, 4, 4))
+    assert torch.equal(fast.get_parameter("0.weight"), model[0].weight)
+    assert torch.equal(fast.get_buffer("1.running_mean"), model[1].running_mean)
+    assert fast.get_parameter("0.weight").data_ptr() != model[0].weight.data_ptr()
+    assert fast.get_submodule("") is fast
+    with pytest.raises(InputError, match="no submodule '0'"):
+        fast.get_submodule("0")
+    with pytest.raises(AttributeError):
+        fast.get_parameter("0.nothing")
