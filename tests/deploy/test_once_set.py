@@ -24,7 +24,9 @@ def image(batch: int = 4, size: int = 8) -> Tensor:
 def once(function: Callable[[Any, Tensor], Any]) -> nn.Module:
     """A convolution and a place for what the first call sets."""
     torch.manual_seed(0)
-    return Model(function, conv=nn.Conv2d(3, 4, 3, padding=1), first=None).eval()
+    model: Any = Model(function, conv=nn.Conv2d(3, 4, 3, padding=1)).eval()
+    model.first = None
+    return model  # type: ignore[no-any-return]
 
 
 def _capacity(m: Any, x: Tensor) -> Any:
