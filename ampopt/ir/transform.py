@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
+from ampopt.ir.kept_weights import with_weights_kept
 from ampopt.ir.lanes import Lane
 from ampopt.ir.program import Program
 
@@ -92,6 +93,13 @@ class Pass(abc.ABC):
     """True: it depends on the example's sizes, so that it is left out of programs for a range of sizes."""
     enables_others: ClassVar[bool] = False
     """True: kept without a gain, unless it is slower, because later passes build on it."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let no pass of another package write to weights, see `with_weights_kept`."""
+        super().__init_subclass__(**options)
+        apply = vars(cls).get("apply")
+        if apply is not None and cls.__module__.partition(".")[0] != __package__.partition(".")[0]:
+            cls.apply = with_weights_kept(apply)  # type: ignore[method-assign]
 
     @property
     def name(self) -> str:
