@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import re
@@ -22,6 +23,9 @@ from ampopt.measure.clocks import synchronize
 LABEL = "ampopt node "
 
 _LEVEL = "KINETO_LOG_LEVEL"
+
+_CUPTI = (12, 13)
+"""Versions of the library, by its name, that PyTorch is built with."""
 
 _TENSOR_CORES = re.compile(r"tensorop|tensor\d+x\d+x\d+|16816|1688|[hs]884|[hiqw]g?mma|nvjet")
 
@@ -67,17 +71,34 @@ class Spent:
 def recording(device: torch.device) -> Iterator[profile]:
     """Record what runs in the block on the host and on a GPU.
 
-    The profiler's library, which reads its level as it is first used, would write to standard error.
+    The profiler's library, which reads its level as it is first used, would write to standard error. It would
+    stay attached to the GPU's driver, too, and from then on launches would take longer, those of graphs by a
+    fifth (`benchmarks/results/h200/profiler_attached.json`): it is detached.
     """
     on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
     level = os.environ.get(_LEVEL)
     os.environ[_LEVEL] = level or "99"
     try:
-        with profile(activities=[ProfilerActivity.CPU, *on_gpu], acc_events=True) as recorded:
-            yield recorded
+        with contextlib.ExitStack() as afterwards:
+            with profile(activities=[ProfilerActivity.CPU, *on_gpu], acc_events=True) as recorded:
+                if on_gpu:
+                    afterwards.callback(_detach, device)
+                yield recorded
     finally:
         if level is None:
             del os.environ[_LEVEL]
+
+
+def _detach(device: torch.device) -> None:
+    """Detach CUPTI, by which the profiler records, from the driver; what records next attaches it again.
+
+    Its documentation asks that nothing runs on the GPU meanwhile, and that what was recorded was read.
+    """
+    for version in _CUPTI:
+        with contextlib.suppress(OSError):
+            library = ctypes.CDLL(f"libcupti.so.{version}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            synchronize(device)
+            library.cuptiFinalize()
 
 
 def profiled(program: Program, runs: int) -> dict[str, Spent]:

@@ -35,7 +35,7 @@ def with_weights_kept(apply: Callable[..., Any]) -> Callable[..., Any]:
             if written:
                 raise PassError(
                     f"{self.name} has written to {written[0][0]}, which other programs and the original "
-                    "read: a pass gives a graph a new weight (ampopt.ir.graph.add_constant) and writes to none"
+                    "read: a pass gives a graph new weights (ampopt.ir.graph.add_constant) and writes to none"
                 )
 
     return guarded
