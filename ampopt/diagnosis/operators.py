@@ -79,11 +79,13 @@ def recording(device: torch.device) -> Iterator[profile]:
     level = os.environ.get(_LEVEL)
     os.environ[_LEVEL] = level or "99"
     try:
-        with contextlib.ExitStack() as afterwards:
-            with profile(activities=[ProfilerActivity.CPU, *on_gpu], acc_events=True) as recorded:
-                if on_gpu:
-                    afterwards.callback(_detach, device)
-                yield recorded
+        with (
+            contextlib.ExitStack() as afterwards,
+            profile(activities=[ProfilerActivity.CPU, *on_gpu], acc_events=True) as recorded,
+        ):
+            if on_gpu:
+                afterwards.callback(_detach, device)
+            yield recorded
     finally:
         if level is None:
             del os.environ[_LEVEL]

@@ -6,8 +6,10 @@ command that no example gives replaces what a tensor holds.
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import re
+import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -20,9 +22,11 @@ from ampopt.ir.model_copy import working_copy
 from ampopt.ir.model_differences import differences, hidden_difference
 from ampopt.ir.moments import Moment, in_words
 from ampopt.ir.numerics import is_rounded
-from ampopt.ir.outside import Code, variables_kept
-from ampopt.ir.parts import walk
+from ampopt.ir.outside import Code, is_of_a_library, variables_kept
+from ampopt.ir.parts import contents_of, walk
 from ampopt.system.interrupts import check_interrupted
+
+_OF_EACH_THREAD = (contextvars.ContextVar, threading.local)
 
 _COUNTED = (int, str, bytes)
 """Values that tell of earlier calls if they differ after equal ones; a time differs anyway."""
@@ -35,14 +39,33 @@ class Outside:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        code = Code(model)
-        self._functions, self._variables = code.functions, code.variables()
+        self._code = Code(model)
+        self._functions, self._variables = self._code.functions, self._code.variables()
         self._before = self._now()
 
     def change(self) -> str | None:
         """The first that is another now, or holds something else."""
         changed = self._before.change_until(self._now(), by_value=True)
         return None if changed is None else changed.removeprefix("['").replace("']", "", 1)
+
+    def of_each_thread(self) -> str | None:
+        """The first that is another in each thread, or in each context; None if there is none.
+
+        What a graph has for a constant is what it was in the thread that captured it. What a library's own
+        code keeps so is its own affair.
+        """
+        of_classes = ((label, vars(kind), name) for label, kind, name in self._code.class_attributes())
+        for label, own, name in (*self._code.global_variables(), *of_classes):
+            if isinstance(own.get(name), _OF_EACH_THREAD) and not is_of_a_library(own):
+                return label
+        for function in self._functions:
+            held = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            named = [
+                name for name, cell in held for part in contents_of(cell) if isinstance(part, _OF_EACH_THREAD)
+            ]
+            if named and not is_of_a_library(function.__globals__):
+                return f"the variable {named[0]} of {function.__qualname__}"
+        return None
 
     def held(self) -> dict[str, object]:
         """What each variable holds now, and each function, by what to call it in a message."""
@@ -76,6 +99,8 @@ def why_hidden(
             return f"it keeps a state from call to call in its attribute {place}"
     if (hidden := hidden_difference(one, other)) is not None:
         return f"it keeps a state from call to call in its {hidden}"
+    if (own := outside.of_each_thread()) is not None:
+        return f"it reads {own}, of which each thread or context has its own"
     if (changed := outside.change()) is not None:
         return f"it changes {changed} when it is called"
     replaced = _read_and_rewritten(one, outside, call)

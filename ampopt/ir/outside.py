@@ -13,7 +13,7 @@ import itertools
 import logging
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any, ParamSpec, TypeVar
@@ -172,6 +172,11 @@ def _is_installed(module: ModuleType | None) -> bool:
     """Whether a module is a library's: its functions reach much that is no model's."""
     file = str(getattr(module, "__file__", None) or "")
     return any(file.startswith(folder) for folder in _LIBRARIES)
+
+
+def is_of_a_library(variables: Mapping[str, Any]) -> bool:
+    """Whether these are the global variables, or the class attributes, of an installed package's file."""
+    return _is_installed(sys.modules.get(str(variables.get("__name__", variables.get("__module__")))))
 
 
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib"))
