@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from ampopt.deploy.optimized import Optimized
 from ampopt.deploy.sized_program import NoSizedProgramError, SizedProgram, sized_program, verify_sizes
 from ampopt.errors import first_line
 from ampopt.ir.model_copy import untouched_rng
-from ampopt.ir.size_range import Sizes, shown
+from ampopt.ir.size_range import Sizes, corners, shown
 from ampopt.ir.size_ranges import now
-from ampopt.measure.clocks import engine_latency
+from ampopt.measure.clocks import engine_latency, synchronize
 from ampopt.measure.headline import Compared, compare_fairly
 from ampopt.measure.sampling import gain
 from ampopt.search.subject import Subject, rest_s
+from ampopt.system.budget import calls_to_verify
 from ampopt.system.interrupts import check_interrupted
 
 MOST_SLOWER = 1.1
@@ -40,6 +44,7 @@ def find_sized_program(
     program for the example, `left_s` tells how many seconds are left.
     """
     try:
+        _check_time(static, sizes, left_s())
         sized = sized_program(optimized, sizes)
         verified = verify_sizes(optimized, sized, lambda: left_s() > 0, draws=DRAWS)
         found = _compared(static, sized, min(COMPARING_S, left_s()))
@@ -59,6 +64,41 @@ def find_sized_program(
         reason = str(error) if isinstance(error, NoSizedProgramError) else first_line(error)
         return None, f"each size gets a program of its own, not one for {shown(sizes)}: {reason}"
     return sized, f"one program for {shown(sizes)}, verified at {verified} sizes, takes {text}"
+
+
+def _check_time(static: Subject, sizes: Sizes, left_s: float) -> None:
+    """Raise NoSizedProgramError where a range reaches so far that its end cannot be verified in time.
+
+    A call is taken to need as much longer as its inputs are larger.
+    """
+    examples = static.program.examples
+    largest, ratio = max(
+        ((wanted, _ratio(examples, sizes, wanted)) for wanted in corners(sizes)), key=_second
+    )
+    began = time.perf_counter()
+    static.call()
+    synchronize(static.device)
+    needed_s = ratio * calls_to_verify(DRAWS) * (time.perf_counter() - began)
+    if needed_s > left_s:
+        place = ", ".join(f"{name} {size}" for name, size in largest.items())
+        raise NoSizedProgramError(
+            f"at {place} its inputs are {ratio:.3g} times as large as the example's: to verify it there would "
+            f"take about {needed_s:.2g} s, and {max(left_s, 0):.2g} s of the time budget are left; give a "
+            "smaller range, an example nearer to its end, or raise budget_s"
+        )
+
+
+def _second(pair: tuple[object, float]) -> float:
+    return pair[1]
+
+
+def _ratio(examples: Sequence[Tensor], sizes: Sizes, wanted: Mapping[str, int]) -> float:
+    """How many times as many elements inputs of other sizes have."""
+    there = 0.0
+    for tensor, named in zip(examples, sizes, strict=True):
+        factors = (wanted[each.name] / max(tensor.shape[index], 1) for index, each in named.items())
+        there += tensor.numel() * math.prod(factors)
+    return there / max(1, sum(tensor.numel() for tensor in examples))
 
 
 def _compared(static: Subject, sized: SizedProgram, seconds: float) -> Compared:

@@ -63,6 +63,19 @@ def test_a_program_that_is_about_as_fast_is_kept_and_told_of(monkeypatch: pytest
     assert fast.health.late_captures == 0
 
 
+def test_a_range_whose_end_takes_longer_than_there_is_time_is_not_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times(monkeypatch, 1.0)
+    monkeypatch.setattr(size_search, "sized_program", pytest.fail)
+    model = net()
+    fast = optimized(model, image(), dynamic={"height": (4, 10**9)})
+    assert fast.sizes == {}
+    assert "at height 1000000000 its inputs are 1.25e+08 times as large as the example's" in notes(fast)
+    assert "give a smaller range" in notes(fast)
+    assert torch.allclose(fast(image()), model(image()), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("sized", "reason"), [((1.2,), "it takes over 1.1x"), ((0.9, 1.3), "it may take over 1.1x")]
 )
