@@ -79,11 +79,11 @@ def _check_time(static: Subject, sizes: Sizes, left_s: float) -> None:
     static.call()
     synchronize(static.device)
     needed_s = ratio * calls_to_verify(DRAWS) * (time.perf_counter() - began)
-    if needed_s > left_s:
+    if 0 < left_s < needed_s:
         place = ", ".join(f"{name} {size}" for name, size in largest.items())
         raise NoSizedProgramError(
-            f"at {place} its inputs are {ratio:.3g} times as large as the example's: to verify it there would "
-            f"take about {needed_s:.2g} s, and {max(left_s, 0):.2g} s of the time budget are left; give a "
+            f"at {place} its inputs are {ratio:.3g} times as large as the example's: to verify it would "
+            f"take about {needed_s:.2g} s, and {left_s:.2g} s of the time budget are left; give a "
             "smaller range, an example nearer to its end, or raise budget_s"
         )
 
