@@ -72,9 +72,8 @@ def _check_time(static: Subject, sizes: Sizes, left_s: float) -> None:
     A call is taken to need as much longer as its inputs are larger.
     """
     examples = static.program.examples
-    largest, ratio = max(
-        ((wanted, _ratio(examples, sizes, wanted)) for wanted in corners(sizes)), key=_second
-    )
+    largest = max(corners(sizes), key=lambda wanted: _ratio(examples, sizes, wanted))
+    ratio = _ratio(examples, sizes, largest)
     began = time.perf_counter()
     static.call()
     synchronize(static.device)
@@ -86,10 +85,6 @@ def _check_time(static: Subject, sizes: Sizes, left_s: float) -> None:
             f"take about {needed_s:.2g} s, and {left_s:.2g} s of the time budget are left; give a "
             "smaller range, an example nearer to its end, or raise budget_s"
         )
-
-
-def _second(pair: tuple[object, float]) -> float:
-    return pair[1]
 
 
 def _ratio(examples: Sequence[Tensor], sizes: Sizes, wanted: Mapping[str, int]) -> float:
