@@ -209,15 +209,18 @@ def list_passes(
 
 
 @app.command("cache")
-def show_cache(clear: Annotated[bool, Option("--clear", help="Remove everything.")] = False) -> None:
+def show_cache(
+    clear: Annotated[bool, Option("--clear", help="Remove what the cache has made.")] = False,
+) -> None:
     """Show the folder of tuning results, exports and compiled code, and its number of files; or clear it."""
-    if (folder := cache_folder.cache_folder()) is None:
-        typer.echo("there is no cache: AMPOPT_CACHE is empty")
-    elif clear:
-        typer.echo(f"tuning results removed from {folder}: {cache_folder.clear(folder)}")
-    else:
-        sizes = [file.lstat().st_size for file in cache_folder.kept_files(folder)]
-        typer.echo(f"tuning results in {folder}: {len(sizes)}, {sum(sizes) / 1024:.0f} KiB")
+    with readable_errors(verbose=False):
+        if (folder := cache_folder.cache_folder()) is None:
+            typer.echo("there is no cache: AMPOPT_CACHE is empty")
+        elif clear:
+            typer.echo(f"tuning results removed from {folder}: {cache_folder.clear(folder)}")
+        else:
+            count, size = cache_folder.size(folder)
+            typer.echo(f"tuning results in {folder}: {count}, {size / 1024:.0f} KiB")
 
 
 def _print_version(asked: bool) -> None:

@@ -388,13 +388,3 @@ def test_an_unexpected_error_points_to_verbose(model: str, monkeypatch: pytest.M
 )
 def test_a_wrong_option_is_a_usage_error(model: str, option: str) -> None:
     assert call("optimize", model, option).exit_code == 2
-
-
-def test_the_cache_is_told_and_cleared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("AMPOPT_CACHE", "")
-    assert "there is no cache" in call("cache").stdout
-    monkeypatch.setenv("AMPOPT_CACHE", str(tmp_path))
-    (tmp_path / "a.json").write_text("x" * 2048)
-    assert call("cache").stdout.endswith(": 1, 2 KiB\n")
-    assert call("cache", "--clear").stdout.endswith(": 1\n")
-    assert list(tmp_path.iterdir()) == []
