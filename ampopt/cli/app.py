@@ -9,7 +9,7 @@ import functools
 import inspect
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -131,7 +131,7 @@ def run(
             **({} if comparing else {"cache": cache, "io": io, "dynamic": sizes}),
         )
         found = result if comparing else result.report
-        changed = None if then is None else changes.changes(then, found.to_dict(), threshold)
+        changed, differing = _changed(then, found, threshold)
         document = found.document() if changed is None else found.document(changed)
         try:
             write_report(document, report_file)
@@ -149,6 +149,8 @@ def run(
                 screen.print(to_markdown(told(document)), soft_wrap=True)
         if not comparing and found.lanes and not found.verified:
             raise VerificationError("no optimized program could be verified: the report says why")
+        if differing is not None:
+            raise differing
         if changed is not None and not changed.compared:
             raise InputError("nothing was measured in both runs: give both a longer --budget")
     if changed is not None and changed.regressions:
@@ -164,6 +166,19 @@ def _baseline(path: Path | None, threshold: float, precision: str) -> dict[str, 
     then = changes.read_baseline(path)
     changes.check_lanes(then, set(names_of(precision)))
     return then
+
+
+def _changed(
+    then: Mapping[str, Any] | None, found: Any, threshold: float
+) -> tuple[changes.Changes | None, InputError | None]:
+    """What changed since the earlier comparison, if there is one, or the error that says why none can tell.
+
+    The error is raised once what was found is written and printed: it took minutes.
+    """
+    try:
+        return None if then is None else changes.changes(then, found.to_dict(), threshold), None
+    except InputError as error:
+        return None, error
 
 
 def _without(command: Callable[..., None], *options: str) -> Callable[..., None]:
