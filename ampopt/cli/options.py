@@ -23,6 +23,7 @@ from ampopt.document.render import check_report, render
 from ampopt.errors import AmpoptError, InputError
 from ampopt.ir.pass_text import installed, parse
 from ampopt.ir.precisions import LANE_NAMES, check_io, names_of
+from ampopt.system import places
 from ampopt.system.atomic import replacing
 
 if TYPE_CHECKING:
@@ -306,10 +307,12 @@ def write_report(document: Document, path: Path | None) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file atomically. Raises InputError if it cannot be written."""
-    path = path.resolve()  # a link stays, and its target is replaced
+    """Write a file atomically; where `path` is a link, what it leads to. Raises InputError if it cannot be.
+
+    A character that UTF-8 lacks, half of a pair in the name of some file, is written as its number.
+    """
     try:
-        with replacing(path) as written:
-            written.write_text(text, encoding="utf-8")
+        with replacing(places.place_of(path)) as written:
+            written.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as e:
-        raise InputError(f"{path} cannot be written: {e.strerror}") from e
+        raise InputError(f"{path} cannot be written: {places.told(e)}") from e

@@ -263,7 +263,7 @@ def test_the_policies_are_those_that_the_engine_knows() -> None:
         (["{model}", "--input", "1x3x"], "--input '1x3x' is no shape"),
         (["{model}", "--npz", "{folder}/tiny.py"], "cannot be read"),
         (["{model}", "--image", "{folder}/tiny.py"], "cannot be read"),
-        (["{model}", "--json", "{folder}/missing/r.json"], "create it first"),
+        (["{model}", "--json", "{folder}/missing/r.json"], "create that folder first"),
         (["{model}", "--markdown", "{folder}"], "not a regular file"),
     ],
 )

@@ -196,7 +196,7 @@ def test_the_backends_are_those_that_load_knows() -> None:
         ("key.pem", ("--sign", "key.pem"), "--sign and --output are the same file"),
         ("tiny.py", (), "code or a key"),
         ("folder", (), "is a folder"),
-        ("folder/x/m.onnx", (), "create it first"),
+        ("folder/x/m.onnx", (), "create that folder first"),
         ("text", (), "a file that is no bundle is there"),
     ],
 )

@@ -175,7 +175,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ({"passes": "fold-conv-bn{"}, "passes='fold-conv-bn{': "),
         ({"written": {"--json": Path("net.py")}}, "MODEL and --json are the same file, net.py"),
         ({"written": {"--json": Path("r"), "--markdown": Path("./r")}}, "--json and --markdown are the same"),
-        ({"written": {"--json": Path("nowhere/r")}}, "create it first"),
+        ({"written": {"--json": Path("nowhere/r")}}, "create that folder first"),
         ({"written": {"--report": Path("-")}}, "--report -: stdout has the text for people: name a file"),
         ({"shapes": ["1x3x"]}, "--input '1x3x' is no shape"),
         ({"image": Path("nowhere.png")}, "--image: there is no file"),
@@ -309,6 +309,11 @@ def test_a_file_is_replaced_through_a_link_and_nothing_else_is_left(tmp_path: Pa
     assert target.read_text(encoding="utf-8") == "µ new"
     assert (tmp_path / "link").is_symlink()
     assert {path.name for path in tmp_path.iterdir()} == {"r.json", "link"}
+
+
+def test_a_character_that_utf_8_lacks_is_written_as_its_number(tmp_path: Path) -> None:
+    write(tmp_path / "r.json", f'"{os.fsdecode(b"robot-" + bytes([255]))}"')
+    assert json.loads((tmp_path / "r.json").read_text(encoding="utf-8")) == "robot-\udcff"
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write everywhere")

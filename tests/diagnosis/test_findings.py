@@ -206,7 +206,7 @@ def test_a_whole_diagnosis() -> None:
         ({"precision": "fp17"}, "precision='fp17': choose"),
         ({"example_kwargs": 3}, "example_kwargs takes a dict"),
         ({"trace": 3}, "3 is no name of a file"),
-        ({"trace": "/no/such/folder/trace.json"}, "give a file in a folder that exists"),
+        ({"trace": "/no/such/folder/trace.json"}, "trace: .*create that folder first"),
         ({"progress": "often"}, "progress='often': give True or False"),
     ],
 )
