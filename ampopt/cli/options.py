@@ -294,6 +294,8 @@ def readable_errors(verbose: bool) -> Iterator[None]:
         if verbose:
             raise
         text = in_options(str(e)) if isinstance(e, AmpoptError) else f"{type(e).__name__}: {e}"
+        if not places.is_here() and places.GONE not in text:
+            text = f"{places.GONE}: change to one that is there ({text})"
         text = textwrap.shorten(Text.from_ansi(text).plain, 2000, placeholder=" …")
         more = "" if isinstance(e, AmpoptError) else " (run with --verbose for the trace)"
         Console(stderr=True).print(Text.assemble(("error: ", "bold red"), text, more), soft_wrap=True)

@@ -9,6 +9,8 @@ from pathlib import Path
 ADVICE = "see to that path, its permissions and its disk"
 """What to do about an error of the operating system that has no advice of its own."""
 
+GONE = "the current folder was removed"
+
 
 class NoPlaceError(OSError):
     """No file can be written for a name; `advice` says what to do."""
@@ -22,14 +24,18 @@ def place_of(path: str | os.PathLike[str]) -> Path:
     """The place of a file to be written: a link stays, and what it leads to is written, there or not.
 
     Raises NoPlaceError for a link that leads to itself, a folder that is not there (none is made, and `~` is
-    a name like any other), and a name that is no text, which no library of C++ opens.
+    a name like any other), a current folder that was removed, and a name that is no text, which no library of
+    C++ opens.
     """
     name = os.fspath(path)
     try:
         name.encode()
     except UnicodeEncodeError as e:
         raise NoPlaceError(errno.EILSEQ, "its name is no text in UTF-8", None, "give another name") from e
-    place = Path(os.path.realpath(path))
+    try:
+        place = Path(os.path.realpath(path))
+    except FileNotFoundError as e:  # only os.getcwd() raises it
+        raise NoPlaceError(errno.ENOENT, GONE, None, "change to one that is there") from e
     if os.path.islink(place):
         raise NoPlaceError(errno.ELOOP, "it is a link that leads to itself", None, "remove that link")
     try:
@@ -40,6 +46,15 @@ def place_of(path: str | os.PathLike[str]) -> Path:
             errno.ENOENT, os.strerror(errno.ENOENT), str(place.parent), f"{home}create that folder first"
         ) from e
     return place
+
+
+def is_here() -> bool:
+    """Whether the current folder is still there: where it is not, any relative name fails."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def told(error: OSError) -> str:

@@ -286,6 +286,20 @@ def test_an_error_is_one_paragraph_and_ends_with_code_1(
     assert capsys.readouterr() == ("", told)
 
 
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file"), InputError("there is no file x")])
+def test_where_the_current_folder_was_removed_every_error_says_so(
+    error: Exception, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here").rmdir()
+    with pytest.raises(typer.Exit), readable_errors(verbose=False):
+        raise error
+    told = capsys.readouterr().err
+    assert told.startswith("error: the current folder was removed: change to one that is there (")
+    assert "o such file" in told or "no file x" in told
+
+
 def test_a_long_error_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit), readable_errors(verbose=False):
         raise InputError("word " * 1000)

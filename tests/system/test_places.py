@@ -111,6 +111,17 @@ def test_a_folder_that_is_named_like_home_is_one_like_any_other() -> None:
     assert place_of("~/x") == Path.cwd() / "~" / "x"
 
 
+@pytest.mark.parametrize("by", [*WRITERS, *CHECKS])
+def test_a_current_folder_that_was_removed_is_named(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    suffix, work = {**WRITERS, **CHECKS}[by]
+    Path("here").mkdir()
+    monkeypatch.chdir("here")
+    os.rmdir(os.getcwd())
+    reason = "the current folder was removed; change to one that is there"
+    with pytest.raises(AmpoptError, match=f"cannot be (written|saved): {reason}"):
+        work("x" + suffix)
+
+
 def test_an_error_is_told_with_its_place_and_what_to_do() -> None:
     with pytest.raises(NoPlaceError) as caught:
         place_of("nowhere/x")
