@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ampopt.errors import AmpoptError, InputError, first_line
-from ampopt.ir.pass_text import dashed, distribution, installed, parse, unparse, value_text
+from ampopt.errors import InputError, first_line, reason_of
+from ampopt.ir.pass_options import check_option, check_options
+from ampopt.ir.pass_text import dashed, distribution, installed, parse, unparse
 from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.transform import Pass
 from ampopt.passes import PIPELINE, AllowTf32, BakeAutocast, KeepFp32
@@ -32,7 +33,7 @@ def by_name(name: str) -> Pass:
     try:
         made = others[name].load()
         step = made if isinstance(made, Pass) else made()
-    except Exception as error:  # whatever it is: it is the package's own
+    except (Exception, SystemExit) as error:  # whatever it is: it is the package's own
         raise InputError(f"the pass {name} of {owner} does not load: {first_line(error)}") from error
     if not isinstance(step, Pass) or step.name != name:
         kind = f"a pass named {step.name}" if isinstance(step, Pass) else repr(step)
@@ -41,16 +42,20 @@ def by_name(name: str) -> Pass:
 
 
 def as_pipeline(passes: object) -> Pipeline:
-    """The pipeline for a user's passes. Raises InputError for other types."""
+    """The pipeline for a user's passes. Raises InputError for other types, and options that may not be so."""
     if isinstance(passes, Pipeline):
-        return passes
-    if isinstance(passes, str):
-        return Pipeline.of(from_text(passes))
-    if isinstance(passes, Pass) or not isinstance(passes, Sequence):
+        found = passes
+    elif isinstance(passes, str):
+        found = Pipeline.of(from_text(passes))
+    elif isinstance(passes, Pass) or not isinstance(passes, Sequence):
         raise InputError(f"passes={passes!r}: give a list of passes, their text, or a Pipeline")
-    return Pipeline.of(
-        step for item in passes for step in (from_text(item) if isinstance(item, str) else (item,))
-    )
+    else:
+        found = Pipeline.of(
+            step for item in passes for step in (from_text(item) if isinstance(item, str) else (item,))
+        )
+    for step in found:
+        check_options(step)
+    return found
 
 
 def from_text(text: str) -> tuple[Pass, ...]:
@@ -73,21 +78,17 @@ def _with_options(step: Pass, options: dict[str, Any]) -> Pass:
     if unknown := [name for name in options if name not in fields]:
         known = ", ".join(map(dashed, fields)) or "none"
         raise InputError(f"{step.name} has no option {dashed(unknown[0])}: its options are {known}")
-    values = {name: _like(step, name, value) for name, value in options.items()}
+    for name, value in options.items():
+        check_option(step, name, value)
+    values = {name: _like(getattr(step, name), value) for name, value in options.items()}
     try:
         return dataclasses.replace(step, **values)
-    except AmpoptError as error:
-        raise InputError(f"{step.name}: {error}") from error
+    except (Exception, SystemExit) as error:  # what a package's pass says of its options
+        raise InputError(f"{unparse(step.name, options)}: {reason_of(error)}") from error
 
 
-def _like(step: Pass, name: str, value: Any) -> Any:
-    usual = getattr(step, name)
-    if isinstance(usual, float) and type(value) is int:
-        return float(value)
-    if usual is not None and type(value) is not type(usual):
-        wanted = f"give one such as {value_text(usual)}"
-        raise InputError(f"{step.name}'s option {dashed(name)} is {value_text(value)}: {wanted}")
-    return value
+def _like(usual: object, value: Any) -> Any:
+    return float(value) if isinstance(usual, float) and type(value) is int else value
 
 
 def check_listed(pipeline: Pipeline, *, tolerance: float | None, policy: str) -> None:

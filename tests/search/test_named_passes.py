@@ -219,6 +219,11 @@ def test_a_changed_pipeline_keeps_the_rest() -> None:
         ({"passes": [FoldConvBn]}, "give an instance"),
         ({"passes": "degroup{least-gain=x}"}, "degroup's option least-gain is x: give one such as 1.03"),
         ({"passes": "degroup{loss=1}"}, "degroup has no option loss: its options are choices, least-gain"),
+        ({"passes": "script{warm-ups=-1}"}, "script's option warm-ups is -1: give one such as 4, from 1"),
+        ({"passes": "degroup{choices=5}"}, "degroup's option choices is 5: give a list of"),
+        ({"passes": "degroup{choices=[1]}"}, r"degroup's option choices is \[1\]: give a list of"),
+        ({"passes": "degroup{least-gain=NaN}"}, "degroup's option least-gain is NaN"),
+        ({"passes": [Degroup(least_gain=-1.0)]}, "degroup's option least-gain is -1.0"),
         ({"passes": "bake-autocast{policy=O9}"}, "unknown precision policy 'O9'"),
         ({"passes": ["script", "script"]}, "two passes named script"),
         ({"passes": [Planted("mine")], "exclude": ["yours"]}, "there is no pass yours: choose from .*mine"),
@@ -229,6 +234,35 @@ def test_passes_that_contradict_are_refused_before_any_work(options: dict[str, A
         ampopt.optimize(twice(), X, **options)
     with pytest.raises(InputError, match=message):
         ampopt.compare(twice(), X, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Particular(Planted):
+    """A pass that checks its options itself."""
+
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError("the size is 1 or more")
+        if self.size > 9:
+            raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("particular{size=0}", "particular{size=0}: ValueError: the size is 1 or more"),
+        ("particular{size=10}", "particular{size=10}: SystemExit: 3"),
+    ],
+)
+def test_what_a_pass_says_of_its_options_is_told_with_its_name(
+    text: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ampopt.search.named_passes.by_name", Particular)
+    with pytest.raises(InputError) as caught:
+        from_text(text)
+    assert str(caught.value) == message
 
 
 def test_tf32_is_for_those_who_give_a_tolerance() -> None:
