@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +19,19 @@ from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.transform import Pass
 from ampopt.passes import PIPELINE, AllowTf32, BakeAutocast, KeepFp32
 
+logger = logging.getLogger("ampopt")
+
 Passes = Pipeline | Sequence[Pass | str] | str
 """A user's passes: a pipeline, a list of exactly the passes to try, or that list as text."""
 
 
 def by_name(name: str) -> Pass:
     """The pass with this name and default options. Raises InputError if there is no usable one."""
-    for step in PIPELINE:
-        if step.name == name:
-            return step
-    others = installed()
+    own, others = {step.name: step for step in PIPELINE}, of_others(installed())
+    if name in own:
+        return own[name]
     if name not in others:
-        known = sorted({*(step.name for step in PIPELINE), *others})
-        raise InputError(f"there is no pass {name}: choose from {', '.join(known)}")
+        raise InputError(f"there is no pass {name}: choose from {', '.join(sorted({*own, *others}))}")
     owner = distribution(others[name])
     try:
         made = others[name].load()
@@ -39,6 +42,19 @@ def by_name(name: str) -> Pass:
         kind = f"a pass named {step.name}" if isinstance(step, Pass) else repr(step)
         raise InputError(f"the entry point {name} of {owner} gives {kind}: rename one of them")
     return step
+
+
+def of_others(found: Mapping[str, EntryPoint]) -> dict[str, EntryPoint]:
+    """Those of the installed passes that can be named; a warning tells, once, of one with a name of ours."""
+    own = {step.name for step in PIPELINE}
+    for name in sorted(own & set(found)):
+        _warn_of(name, distribution(found[name]))
+    return {name: entry for name, entry in found.items() if name not in own}
+
+
+@functools.cache
+def _warn_of(name: str, owner: str) -> None:
+    logger.warning("ampopt: the pass %s of %s is not used, ampopt's own is: let it be renamed", name, owner)
 
 
 def as_pipeline(passes: object) -> Pipeline:

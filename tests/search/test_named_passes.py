@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,18 @@ def test_it_is_never_imported_unless_named(package: Path, all_kept: Any) -> None
 def test_a_name_that_gives_no_pass_is_refused(package: Path, name: str, message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         ampopt.optimize(twice(), X, passes=name)
+
+
+def test_a_pass_with_a_name_of_ours_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = EntryPoint("degroup", f"no_such_{len(sys.modules)}:Pass", "ampopt.passes")
+    monkeypatch.setattr("ampopt.search.named_passes.installed", lambda: {"degroup": entry})
+    for _ in range(2):
+        assert by_name("degroup") == Degroup()
+    assert by_name("fold-conv-bn") == FoldConvBn()
+    told = f"ampopt: the pass degroup of {entry.value} is not used, ampopt's own is: let it be renamed"
+    assert [record.getMessage() for record in caplog.records] == [told]
 
 
 def test_the_command_line_tries_it_and_tells_its_proof(package: Path, tmp_path: Path) -> None:
