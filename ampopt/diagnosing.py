@@ -203,7 +203,7 @@ def diagnose(
 def _budget_s(seconds: float | None) -> float:
     if seconds is None:
         return DEFAULT_S
-    return number("budget_s", seconds, positive=True, advice="a positive number of seconds")
+    return number("budget_s", seconds, positive=True, advice="a positive, finite number of seconds")
 
 
 def _batches(batches: object) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import sys
 import textwrap
@@ -211,9 +212,9 @@ def ranges(given: Sequence[str] | None) -> dict[str, tuple[int, int]] | None:
 
 
 def check_budget(budget: float) -> None:
-    """Raise InputError if a time budget is not positive."""
-    if not budget > 0:
-        raise InputError(f"--budget {budget:g}: give a positive number of seconds")
+    """Raise InputError if a time budget is not positive and finite."""
+    if not 0 < budget < math.inf:
+        raise InputError(f"--budget {budget:g}: give a positive, finite number of seconds")
 
 
 def check_device(device: str | None) -> None:

@@ -239,8 +239,8 @@ def test_the_policies_are_those_that_the_engine_knows() -> None:
         (["{folder}/weights.pt"], "file.py:make_net --weights"),
         (["{folder}/whole.pt", "--trust-model-file"], "torch.save(model.state_dict()"),
         (["{model}", "--exclude", "no-such-pass"], "there is no pass no-such-pass"),
-        (["{model}", "--budget", "0"], "--budget 0: give a positive number"),
-        (["{model}", "--budget", "nan"], "--budget nan: give a positive number"),
+        (["{model}", "--budget", "0"], "--budget 0: give a positive, finite number"),
+        (["{model}", "--budget", "nan"], "--budget nan: give a positive, finite number"),
         (["{model}", "--device", "gpu"], "--device 'gpu' is no device"),
         (["{model}", "--device", "cuda:99"], "--device cuda:99: there"),
         (

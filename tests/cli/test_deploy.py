@@ -295,7 +295,7 @@ def test_a_model_of_several_graphs_cannot_be_exported(
         assert "optimized as one graph, and this one is not: it reads a number; no submodule" in told(result)
         assert not (tmp_path / file).exists()
     result = call("export", model, "-o", tmp_path / "b.ampopt", *INPUT, "--part", "head")
-    assert "part='head': no submodule of it is optimized" in told(result)
+    assert "--part head: no submodule of it is optimized" in told(result)
 
 
 @pytest.mark.usefixtures("briefly")
