@@ -21,7 +21,6 @@ from ampopt.bundle.destinations import check_distinct
 from ampopt.cli import deploy as cli_deploy
 from ampopt.cli import diagnose as cli_diagnose
 from ampopt.cli import options as cli
-from ampopt.cli.model_source import is_model_file
 from ampopt.cli.options import (
     check_lane_io,
     check_request,
@@ -104,8 +103,6 @@ def run(
         then = _baseline(baseline, threshold, precision)
         sizes = ranges(dynamic)
         loaded, args, kwargs, where = model_and_call(*source)
-        if not is_model_file(model):
-            loaded.eval()  # as it was made, it is in training mode: that needs no note
         if then is not None:
             changes.check_model(then, type(loaded).__name__)
             if args or kwargs:

@@ -59,8 +59,8 @@ def check_model(source: str, *, trust_file: bool = False, weights: Path | None =
 def load_model(source: str, *, trust_file: bool = False, weights: Path | None = None) -> Loaded:
     """The model that a MODEL argument names.
 
-    A newly built model has random weights from a fixed seed, unless `weights` are loaded. Raises InputError
-    if it cannot be built or loaded, MissingExtraError if the zoo is not installed.
+    A newly built model is in evaluation mode, and has random weights from a fixed seed, unless `weights` are
+    loaded. Raises InputError if it cannot be built or loaded, MissingExtraError if the zoo is not installed.
     """
     check_model(source, trust_file=trust_file, weights=weights)
     import torch
@@ -71,7 +71,7 @@ def load_model(source: str, *, trust_file: bool = False, weights: Path | None = 
         # Not `torch.manual_seed`, which would seed every accelerator, too.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
-            loaded = Loaded(_build(source))
+            loaded = Loaded(_build(source).eval())  # as it was made, it is in training mode
     if weights is not None:
         load_weights(loaded.model, weights)
     return loaded

@@ -59,6 +59,11 @@ def test_a_function_a_class_and_a_ready_module_are_taken(code: Path, name: str, 
     assert model(torch.ones(1, channels, 4, 4)).shape == (1, 4, 2, 2)
 
 
+def test_a_model_that_was_made_is_in_evaluation_mode(code: Path) -> None:
+    assert not load_model(f"{code}:factory").model.training
+    assert not load_model(f"{code}:ready").model.training
+
+
 def test_a_module_is_imported_from_the_current_directory(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(code.parent)
     assert type(load_model("some_models:factory").model).__name__ == "Tiny"
