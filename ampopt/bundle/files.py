@@ -285,7 +285,11 @@ def _refuse_foreign(target: Path) -> None:
         return
     advice = "remove it, or choose another name"
     if not target.is_dir():
-        with open_regular(target) as file:
+        try:
+            file = open_regular(target)
+        except RefusedError as e:
+            raise RefusedError(str(e), "choose another name") from e
+        with file:
             if not bundle_zip.is_bundle(file.read(64)):
                 raise RefusedError("a file that is no bundle is there", advice)
         return
