@@ -113,11 +113,15 @@ def _beside(target: Path, folder: bool) -> Iterator[Path]:
 
 
 def _mode_of(target: Path, folder: bool) -> int | None:
-    """The permissions that what replaces `target` takes over; None if nothing of its kind is there."""
+    """The permissions that what replaces `target` takes over; None if nothing of its kind is there.
+
+    Of another user's file those to write stay behind: it becomes ours, and others could change it.
+    """
     with contextlib.suppress(OSError):
-        mode = os.lstat(target).st_mode
-        if (stat.S_ISDIR if folder else stat.S_ISREG)(mode):
-            return mode & 0o777
+        status = os.lstat(target)
+        if (stat.S_ISDIR if folder else stat.S_ISREG)(status.st_mode):
+            is_ours = not _IS_POSIX or status.st_uid == os.geteuid()
+            return status.st_mode & (0o777 if is_ours else 0o755)
     return None
 
 

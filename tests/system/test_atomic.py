@@ -348,6 +348,18 @@ def test_what_is_replaced_keeps_its_permissions(as_folder: bool, mode: int, tmp_
     assert target.stat().st_mode & 0o777 == mode
 
 
+def test_of_another_users_file_nobody_may_write_to_what_replaces_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = save(tmp_path / "b")
+    for mode, expected in ((0o666, 0o644), (0o660, 0o640), (0o600, 0o600)):
+        target.chmod(mode)
+        with monkeypatch.context() as patch:
+            patch.setattr("ampopt.system.atomic.os.geteuid", lambda: 12345)
+            save(target)
+        assert target.stat().st_mode & 0o777 == expected
+
+
 def test_files_that_are_replaced_together_keep_their_permissions(tmp_path: Path) -> None:
     target, old, new = (tmp_path / name for name in ("m.onnx", "old.data", "new.data"))
     for path, mode in ((target, 0o600), (old, 0o640)):
