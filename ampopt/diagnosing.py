@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ampopt.bundle.destinations import check_file
 from ampopt.diagnosing_training import Asked, diagnose_training, refuse_with_train
 from ampopt.diagnosis.case import Case, eager_call, own_tensors, timed_call
 from ampopt.diagnosis.ceilings import measure_ceilings
@@ -203,7 +203,7 @@ def diagnose(
 def _budget_s(seconds: float | None) -> float:
     if seconds is None:
         return DEFAULT_S
-    return number("budget_s", seconds, positive=True, advice="a positive number of seconds")
+    return number("budget_s", seconds, positive=True, advice="a positive, finite number of seconds")
 
 
 def _batches(batches: object) -> tuple[int, ...]:
@@ -219,8 +219,10 @@ def _trace_file(trace: object) -> Path | None:
     if trace is None:
         return None
     path = path_of(trace)
-    if os.path.isdir(path) or not os.path.isdir(path.resolve().parent):
-        raise InputError(f"trace={str(path)!r}: give a file in a folder that exists")
+    try:
+        check_file(path)
+    except InputError as error:
+        raise InputError(f"trace: {error}") from error
     return path
 
 

@@ -21,6 +21,7 @@ from ampopt.errors import first_line
 from ampopt.ir.capturing import capturing
 from ampopt.ir.deciding_forms import DIVISIONS
 from ampopt.ir.graph import arguments, aten, calls, finish, insert_call, is_opaque, replace, where
+from ampopt.ir.pass_options import option
 from ampopt.ir.pool_indices import keep_indices, pooling_operators
 from ampopt.ir.program import Program
 from ampopt.ir.stable_forms import with_forms
@@ -62,8 +63,8 @@ class Compile(Engine):
     risky = True
     slow_to_apply = True
 
-    warm_ups: int = 3
-    pieces: int = 1
+    warm_ups: int = option(3, 0, 1000)
+    pieces: int = option(1, 0, 1000)
     """For how many compilers the graph is divided, at the least; 0: it is not divided."""
 
     def why_not(self, program: Program) -> str | None:

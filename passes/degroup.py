@@ -24,6 +24,7 @@ from ampopt.ir.graph import (
     tensor_meta,
     where,
 )
+from ampopt.ir.pass_options import option
 from ampopt.ir.program import Program
 from ampopt.ir.shapes import record_shapes
 from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
@@ -58,7 +59,7 @@ class Degroup(Pass):
     portable = True
 
     choices: tuple[tuple[str, str], ...] | None = None
-    least_gain: float = 1.03
+    least_gain: float = option(1.03, 0.0, 1000.0)
 
     def apply(self, program: Program) -> Result:
         """Find convolutions, measure forms (or use `choices`), rewrite; see the class."""

@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 
 from ampopt.ir.graph import add_constant, calls, copy_of, draws_random_numbers, finish, own_outputs, replace
 from ampopt.ir.own_autocast import own_scope
+from ampopt.ir.pass_options import option
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
 
@@ -42,8 +43,8 @@ class FoldConstants(Pass):
     portable = True
     enables_others = True
 
-    max_growth: int = 4
-    most_bytes: int = 2**22
+    max_growth: int = option(4, 1, 10**9)
+    most_bytes: int = option(2**22, 0, 2**50)
 
     def apply(self, program: Program) -> Result:
         """Fold in graph order; see the class."""

@@ -25,6 +25,7 @@ from ampopt.ir.graph import (
     where,
 )
 from ampopt.ir.origin import carry_on
+from ampopt.ir.pass_options import option
 from ampopt.ir.program import Program
 from ampopt.ir.shapes import expected_shapes
 from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
@@ -85,9 +86,9 @@ class FuseConvTriton(Pass):
     shape_dependent = True
 
     choices: tuple[tuple[str, str], ...] | None = None
-    least_gain: float = 1.03
-    seconds: float = 6.0
-    compiling: float = COMPILING
+    least_gain: float = option(1.03, 0.0, 1000.0)
+    seconds: float = option(6.0, 0.0, 3600.0)
+    compiling: float = option(COMPILING, 0.0, 1.0)
 
     def why_not(self, program: Program) -> str | None:
         """Declines other devices (Triton compiles for CUDA), and programs that read memory by strides."""

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from ampopt.ir.graph import add_constant, constant, finish, insert_call, replace, tensor_meta
 from ampopt.ir.numerics import relative_error
+from ampopt.ir.pass_options import option
 from ampopt.ir.program import Program
 from ampopt.ir.shapes import expected_shapes
 from ampopt.ir.transform import Declined, Family, Numerics, Pass, Result
@@ -54,8 +55,8 @@ class FuseImageConv(Pass):
     shape_dependent = True
 
     choices: tuple[tuple[str, str], ...] | None = None
-    least_gain: float = 1.03
-    seconds: float = 4.0
+    least_gain: float = option(1.03, 0.0, 1000.0)
+    seconds: float = option(4.0, 0.0, 3600.0)
 
     def why_not(self, program: Program) -> str | None:
         """Declines other devices: Triton compiles for CUDA."""

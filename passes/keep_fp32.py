@@ -16,6 +16,7 @@ from ampopt.ir.baking import Kept, bake
 from ampopt.ir.casting import POLICIES, is_product
 from ampopt.ir.graph import calls
 from ampopt.ir.judged import Judge, Judged
+from ampopt.ir.pass_options import option
 from ampopt.ir.precision_search import Found, PrecisionSearch
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Declined, Family, Numerics, Result
@@ -79,7 +80,7 @@ class KeepFp32(Judged):
 
     policy: str = "amp"
     choices: tuple[tuple[str, str], ...] | None = None
-    most: float = 0.9
+    most: float = option(0.9, 0.0, 1.0)
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

@@ -13,6 +13,7 @@ from ampopt.engines.branches import branched, plan
 from ampopt.engines.streams import Branched, cuda_streams
 from ampopt.ir.graph import calls, where
 from ampopt.ir.operator_list import why_not_call
+from ampopt.ir.pass_options import option
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Numerics, Result
 
@@ -44,7 +45,7 @@ class ParallelBranches(Engine):
 
     numerics = Numerics.BITWISE
 
-    streams: int = 4
+    streams: int = option(4, 1, 64)
     """How many streams there may be, the caller's included."""
 
     def numerics_on(self, program: Program) -> Numerics:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ampopt.errors import PassError
 from ampopt.ir.capturing import capturing
 from ampopt.ir.graph import aten, calls, constant_outputs, gives_a_number
+from ampopt.ir.pass_options import option
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Result
 
@@ -39,7 +40,7 @@ class Script(Engine):
     shape_dependent = False
     risky_on_cuda = True
 
-    warm_ups: int = 4
+    warm_ups: int = option(4, 1, 1000)
 
     def why_not(self, program: Program) -> str | None:
         """Declines autocast, packed weights and computed numbers.

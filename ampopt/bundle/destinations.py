@@ -11,6 +11,7 @@ from pathlib import Path
 from ampopt.bundle.files import check_target
 from ampopt.bundle.signing import sign
 from ampopt.errors import InputError, require
+from ampopt.system.places import place_of, told
 from ampopt.system.plain_files import path_of
 
 SPARE = "-" * 48
@@ -57,7 +58,7 @@ def check_onnx(path: str | os.PathLike[str]) -> None:
         )
     if os.path.isdir(place):  # a name that is too long is none
         raise InputError(f"{place} is a folder: name the file, such as {place / 'model.onnx'}")
-    _check_plain(place)
+    check_file(place)
     for package in ONNX_PACKAGES:
         require(package, "onnx")
 
@@ -83,22 +84,9 @@ def check_bundle(
 
 
 def check_file(path: Path) -> None:
-    """Raise InputError if a file cannot be written: no such folder, or `path` is not a regular file."""
+    """Raise InputError if no file can be written for a name: see `place_of`; nor where no regular file is."""
     if os.path.isdir(path):
         raise InputError(f"{path} is a folder, not a regular file: name a file in it")
-    _check_plain(path)
-    try:
-        with tempfile.TemporaryFile(
-            dir=path.parent
-        ):  # what permissions say is not all: a disk may be read-only
-            pass
-    except OSError as e:
-        if not os.path.exists(path.parent):
-            raise InputError(f"there is no folder {path.parent} for {path.name}: create it first") from e
-        raise InputError(f"{path} cannot be written: nothing can be made in its folder ({e.strerror})") from e
-
-
-def _check_plain(path: Path) -> None:
     if "\0" in str(path):
         raise InputError(f"the path {str(path)!r} has a NUL in it: give another one")
     try:
@@ -108,6 +96,15 @@ def _check_plain(path: Path) -> None:
             raise InputError(f"{path} is too long a name for this system: give a shorter one") from e
     if os.path.exists(path) and not os.path.isfile(path):
         raise InputError(f"{path} is not a regular file: name another one")
+    try:
+        folder = place_of(path).parent
+    except OSError as e:
+        raise InputError(f"{str(path)!r} cannot be written: {told(e)}") from e
+    try:
+        with tempfile.TemporaryFile(dir=folder):  # what permissions say is not all: a disk may be read-only
+            pass
+    except OSError as e:
+        raise InputError(f"{path} cannot be written: nothing can be made in its folder ({e.strerror})") from e
 
 
 def check_distinct(written: Mapping[str, Path | None], read: Mapping[str, Path | None]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import hashlib
 import os
 import tempfile
@@ -35,6 +34,7 @@ from ampopt.bundle.manifest import (
 from ampopt.bundle.signing import SIGNATURE_BYTES, is_signed, sign
 from ampopt.errors import BundleError
 from ampopt.system.atomic import replacing
+from ampopt.system.places import place_of, told
 from ampopt.system.plain_files import path_of
 
 
@@ -136,7 +136,7 @@ def write_bundle(
     key; MissingExtraError if there is a key but no `cryptography`.
     """
     with _bundle_errors(path, "cannot be saved"):
-        target = Path(os.path.realpath(path))  # a link to the bundle stays a link
+        target = place_of(path)
         folder = as_folder or os.fspath(path).endswith(("/", os.sep)) or target.is_dir()
         check_names([MANIFEST, SIGNATURE, *files])
         digests = {name: _digest(source) for name, source in files.items()}
@@ -164,7 +164,7 @@ def write_bundle(
 def check_target(path: str | os.PathLike[str]) -> None:
     """Raise the BundleError that `write_bundle` would raise for the file at `path`, or for its folder."""
     with _bundle_errors(path, "cannot be saved"):
-        target = Path(os.path.realpath(path))
+        target = place_of(path)
         _refuse_foreign(target)
         with tempfile.TemporaryFile(dir=target.parent):
             pass
@@ -193,11 +193,7 @@ def _bundle_errors(path: str | os.PathLike[str], outcome: str) -> Iterator[None]
     except RefusedError as e:
         raise BundleError(f"the bundle {os.fspath(path)!r} {outcome}: {e}; {e.advice}") from e
     except OSError as e:
-        where = "" if e.filename is None else f" ({e.filename!r})"
-        advice = "see to that path, its permissions and its disk"
-        raise BundleError(
-            f"the bundle {os.fspath(path)!r} {outcome}: {e.strerror or e}{where}; {advice}"
-        ) from e
+        raise BundleError(f"the bundle {os.fspath(path)!r} {outcome}: {told(e)}") from e
 
 
 def _small(container: Container, name: str, most: int) -> bytes:
@@ -284,18 +280,16 @@ def _write_blocks(path: Path, blocks: Iterable[bytes]) -> None:
 
 
 def _refuse_foreign(target: Path) -> None:
-    """Refuse what is no bundle, not even a damaged one, in the place of `target`: saving would destroy it.
-
-    Also refuse a place in a folder that is not there.
-    """
-    if not target.parent.exists():
-        missing = f"{os.strerror(errno.ENOENT)} ({str(target.parent)!r})"
-        raise RefusedError(missing, "create that folder first")
+    """Refuse what is no bundle, not even a damaged one, in the place of `target`: saving would destroy it."""
     if not os.path.lexists(target):
         return
     advice = "remove it, or choose another name"
     if not target.is_dir():
-        with open_regular(target) as file:
+        try:
+            file = open_regular(target)
+        except RefusedError as e:
+            raise RefusedError(str(e), "choose another name") from e
+        with file:
             if not bundle_zip.is_bundle(file.read(64)):
                 raise RefusedError("a file that is no bundle is there", advice)
         return

@@ -9,7 +9,7 @@ import functools
 import inspect
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +21,6 @@ from ampopt.bundle.destinations import check_distinct
 from ampopt.cli import deploy as cli_deploy
 from ampopt.cli import diagnose as cli_diagnose
 from ampopt.cli import options as cli
-from ampopt.cli.model_source import is_model_file
 from ampopt.cli.options import (
     check_lane_io,
     check_request,
@@ -104,8 +103,6 @@ def run(
         then = _baseline(baseline, threshold, precision)
         sizes = ranges(dynamic)
         loaded, args, kwargs, where = model_and_call(*source)
-        if not is_model_file(model):
-            loaded.eval()  # as it was made, it is in training mode: that needs no note
         if then is not None:
             changes.check_model(then, type(loaded).__name__)
             if args or kwargs:
@@ -131,7 +128,7 @@ def run(
             **({} if comparing else {"cache": cache, "io": io, "dynamic": sizes}),
         )
         found = result if comparing else result.report
-        changed = None if then is None else changes.changes(then, found.to_dict(), threshold)
+        changed, differing = _changed(then, found, threshold)
         document = found.document() if changed is None else found.document(changed)
         try:
             write_report(document, report_file)
@@ -149,6 +146,8 @@ def run(
                 screen.print(to_markdown(told(document)), soft_wrap=True)
         if not comparing and found.lanes and not found.verified:
             raise VerificationError("no optimized program could be verified: the report says why")
+        if differing is not None:
+            raise differing
         if changed is not None and not changed.compared:
             raise InputError("nothing was measured in both runs: give both a longer --budget")
     if changed is not None and changed.regressions:
@@ -164,6 +163,19 @@ def _baseline(path: Path | None, threshold: float, precision: str) -> dict[str, 
     then = changes.read_baseline(path)
     changes.check_lanes(then, set(names_of(precision)))
     return then
+
+
+def _changed(
+    then: Mapping[str, Any] | None, found: Any, threshold: float
+) -> tuple[changes.Changes | None, InputError | None]:
+    """What changed since the earlier comparison, if there is one, or the error that says why none can tell.
+
+    The error is raised once what was found is written and printed: it took minutes.
+    """
+    try:
+        return None if then is None else changes.changes(then, found.to_dict(), threshold), None
+    except InputError as error:
+        return None, error
 
 
 def _without(command: Callable[..., None], *options: str) -> Callable[..., None]:
@@ -209,15 +221,18 @@ def list_passes(
 
 
 @app.command("cache")
-def show_cache(clear: Annotated[bool, Option("--clear", help="Remove everything.")] = False) -> None:
+def show_cache(
+    clear: Annotated[bool, Option("--clear", help="Remove what the cache has made.")] = False,
+) -> None:
     """Show the folder of tuning results, exports and compiled code, and its number of files; or clear it."""
-    if (folder := cache_folder.cache_folder()) is None:
-        typer.echo("there is no cache: AMPOPT_CACHE is empty")
-    elif clear:
-        typer.echo(f"tuning results removed from {folder}: {cache_folder.clear(folder)}")
-    else:
-        sizes = [file.lstat().st_size for file in cache_folder.kept_files(folder)]
-        typer.echo(f"tuning results in {folder}: {len(sizes)}, {sum(sizes) / 1024:.0f} KiB")
+    with readable_errors(verbose=False):
+        if (folder := cache_folder.cache_folder()) is None:
+            typer.echo("there is no cache: AMPOPT_CACHE is empty")
+        elif clear:
+            typer.echo(f"tuning results removed from {folder}: {cache_folder.clear(folder)}")
+        else:
+            count, size = cache_folder.size(folder)
+            typer.echo(f"tuning results in {folder}: {count}, {size / 1024:.0f} KiB")
 
 
 def _print_version(asked: bool) -> None:

@@ -121,9 +121,10 @@ def export(
         )
         if sizes is not None and not (isinstance(fast, OptimizedModule) and fast.sizes):
             why = "; ".join(fast.report.notes)
+            other = ", or give --dynamic-batch, which does not ask whether one program is as fast here"
             raise ExportError(
-                f"{output} would hold for the example's sizes alone ({why}): leave --dynamic out, or give "
-                "--dynamic-batch, which does not ask whether one program is as fast here"
+                f"{output} would hold for the example's sizes alone ({why}): leave --dynamic out"
+                f"{other if is_onnx(output) else ''}"
             )
         if not is_onnx(output):
             fast.save(output, part=part, onnx=onnx, cpp=cpp, sign_key=sign)

@@ -71,7 +71,7 @@ def diagnose(
         )
         loaded, args, kwargs, where = model_and_call(*source)
         if not is_model_file(model):
-            loaded.train(train)  # as it was made, it is in training mode: that is no finding
+            loaded.train(train)
         from ampopt.diagnosis.text import WIDTH, to_rich
 
         fast = _optimized(loaded, args, kwargs, where, budget) if optimized else None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ampopt.cli.pixels import upright
 from ampopt.errors import InputError, need, require
 from ampopt.system.plain_files import check_named, open_named
 
@@ -119,9 +120,10 @@ def example_call(
 def read_image(path: Path, shape: Shape | None = None, *, normalize: bool = True) -> Tensor:
     """An image file as a float tensor [batch, channels, height, width], channels being RGB or gray.
 
-    It is resized to the height and width of `shape`, repeated over its batch, and scaled to [0, 1]; RGB
-    is then normalized with ImageNet's mean and standard deviation unless `normalize` is False. Without a
-    shape: RGB in the image's own size, float32, a batch of one.
+    It is turned as its EXIF orientation says, resized to the height and width of `shape`, repeated over its
+    batch, and scaled to [0, 1] by the range of its integers (255 or 65535); floats stay as they are. RGB is
+    then normalized with ImageNet's mean and standard deviation unless `normalize` is False. Without a shape:
+    RGB in the image's own size, float32, a batch of one.
     """
     import torch
 
@@ -130,7 +132,7 @@ def read_image(path: Path, shape: Shape | None = None, *, normalize: bool = True
     with open_named(path, "--image", MOST_IMAGE_BYTES) as file:
         try:
             with image.open(file) as opened:
-                picture = opened.convert("RGB" if channels == 3 else "L")
+                picture, largest = upright(opened, channels)
         except Exception as e:  # Pillow has many for a bad file, and one for an image that is a bomb
             is_unknown = isinstance(e, image.UnidentifiedImageError)
             reason = "it is in no format that Pillow knows" if is_unknown else str(e)
@@ -138,8 +140,9 @@ def read_image(path: Path, shape: Shape | None = None, *, normalize: bool = True
     if shape is not None:
         height, width = shape.sizes[2:]
         picture = picture.resize((width, height), image.Resampling.BILINEAR)
-    values = torch.from_numpy(np.array(picture, dtype=np.float32)).div(255)
-    values = values.reshape(picture.height, picture.width, channels).permute(2, 0, 1).unsqueeze(0)
+    values = torch.from_numpy(np.array(picture, dtype=np.float32)).div(largest)
+    values = values.reshape(picture.height, picture.width, -1).permute(2, 0, 1).unsqueeze(0)
+    values = values.expand(-1, channels, -1, -1)
     if normalize:
         mean, std = (torch.tensor(numbers).view(1, 3, 1, 1) for numbers in (IMAGENET_MEAN, IMAGENET_STD))
         values = (values - mean) / std

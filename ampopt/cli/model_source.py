@@ -17,11 +17,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ampopt.bundle.file_kinds import EXPORTED, SAFETENSORS, STATE, TORCHSCRIPT, Kind, kind_of_file
+from ampopt.cli.weights import check_weights, load_weights
 from ampopt.errors import InputError, need, require
 from ampopt.system.plain_files import open_named
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 MODEL_FILES = (".pt2", ".pt", ".ts")
 ZOOS = {"torchvision": "vision", "timm": "timm"}
@@ -52,14 +53,14 @@ def check_model(source: str, *, trust_file: bool = False, weights: Path | None =
     else:
         _check_code(source)
     if weights is not None:
-        _check_weights(weights)
+        check_weights(weights)
 
 
 def load_model(source: str, *, trust_file: bool = False, weights: Path | None = None) -> Loaded:
     """The model that a MODEL argument names.
 
-    A newly built model has random weights from a fixed seed, unless `weights` are loaded. Raises InputError
-    if it cannot be built or loaded, MissingExtraError if the zoo is not installed.
+    A newly built model is in evaluation mode, and has random weights from a fixed seed, unless `weights` are
+    loaded. Raises InputError if it cannot be built or loaded, MissingExtraError if the zoo is not installed.
     """
     check_model(source, trust_file=trust_file, weights=weights)
     import torch
@@ -70,7 +71,7 @@ def load_model(source: str, *, trust_file: bool = False, weights: Path | None = 
         # Not `torch.manual_seed`, which would seed every accelerator, too.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
-            loaded = Loaded(_build(source))
+            loaded = Loaded(_build(source).eval())  # as it was made, it is in training mode
     if weights is not None:
         load_weights(loaded.model, weights)
     return loaded
@@ -244,66 +245,3 @@ def _load_file(path: Path, trusted: bool) -> Loaded:
             return Loaded(torch.jit.load(path, map_location=None if torch.cuda.is_available() else "cpu"))
     except Exception as e:
         raise InputError(f"{path} is {kind.words} and cannot be loaded: {e}") from e
-
-
-_STATES = ("state_dict", "model_state_dict", "model")
-"""Keys of a checkpoint under which its state dict may be."""
-
-
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a state dict into a model, strictly; a checkpoint may hold it under one of `_STATES`.
-
-    Nothing in the file is executed. Raises InputError if the file or its keys do not fit.
-    """
-    state = _read_state(path)
-    try:
-        missing, unexpected = model.load_state_dict(state, strict=False)
-    except RuntimeError as e:  # tensors of other shapes; PyTorch names them
-        raise InputError(f"the weights in {path} do not fit the model: {e}") from e
-    if problems := _named("missing", missing) + _named("unexpected", unexpected):
-        raise InputError(f"the weights in {path} do not fit the model: {'; '.join(problems)}")
-
-
-def _check_weights(path: Path) -> Kind:
-    kind = kind_of_file(path, "--weights")
-    if kind.name == "pickled":
-        raise InputError(
-            f"--weights {path} is {kind.words}, and reading it would execute what is in it: where its code "
-            "is, torch.save(model.state_dict(), 'weights.pt') writes weights only"
-        )
-    if kind not in (STATE, SAFETENSORS):
-        raise InputError(f"--weights {path} is {kind.words}: give a state dict, as torch.save writes it")
-    return kind
-
-
-def _read_state(path: Path) -> Mapping[str, Tensor]:
-    kind = _check_weights(path)
-    import torch
-    from safetensors.torch import load_file
-
-    try:
-        if kind is SAFETENSORS:
-            state: Any = load_file(path)
-        else:
-            with open_named(path, "--weights") as file:
-                state = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as e:
-        reason = "it is no file of weights only" if "weights_only" in str(e) else str(e)
-        raise InputError(f"the weights in {path} cannot be read: {reason}") from e
-    for key in _STATES:
-        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
-            state = state[key]
-    if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
-        is_mapping = isinstance(state, Mapping)
-        held = f"has the keys {', '.join(map(repr, list(state)[:8]))}" if is_mapping else "is no mapping"
-        raise InputError(
-            f"{path} holds no state dict, a mapping from names to tensors, by itself or under "
-            f"{', '.join(map(repr, _STATES))}: it {held}; torch.save(model.state_dict(), 'weights.pt') "
-            "writes one"
-        )
-    return state
-
-
-def _named(kind: str, names: Sequence[str]) -> list[str]:
-    shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
-    return [f"{len(names)} keys are {kind} ({shown})"] if names else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import sys
 import textwrap
@@ -23,6 +24,7 @@ from ampopt.document.render import check_report, render
 from ampopt.errors import AmpoptError, InputError
 from ampopt.ir.pass_text import installed, parse
 from ampopt.ir.precisions import LANE_NAMES, check_io, names_of
+from ampopt.system import places
 from ampopt.system.atomic import replacing
 
 if TYPE_CHECKING:
@@ -210,9 +212,9 @@ def ranges(given: Sequence[str] | None) -> dict[str, tuple[int, int]] | None:
 
 
 def check_budget(budget: float) -> None:
-    """Raise InputError if a time budget is not positive."""
-    if not budget > 0:
-        raise InputError(f"--budget {budget:g}: give a positive number of seconds")
+    """Raise InputError if a time budget is not positive and finite."""
+    if not 0 < budget < math.inf:
+        raise InputError(f"--budget {budget:g}: give a positive, finite number of seconds")
 
 
 def check_device(device: str | None) -> None:
@@ -293,6 +295,8 @@ def readable_errors(verbose: bool) -> Iterator[None]:
         if verbose:
             raise
         text = in_options(str(e)) if isinstance(e, AmpoptError) else f"{type(e).__name__}: {e}"
+        if not places.is_here() and places.GONE not in text:
+            text = f"{places.GONE}: change to one that is there ({text})"
         text = textwrap.shorten(Text.from_ansi(text).plain, 2000, placeholder=" …")
         more = "" if isinstance(e, AmpoptError) else " (run with --verbose for the trace)"
         Console(stderr=True).print(Text.assemble(("error: ", "bold red"), text, more), soft_wrap=True)
@@ -306,10 +310,12 @@ def write_report(document: Document, path: Path | None) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file atomically. Raises InputError if it cannot be written."""
-    path = path.resolve()  # a link stays, and its target is replaced
+    """Write a file atomically; where `path` is a link, what it leads to. Raises InputError if it cannot be.
+
+    A character that UTF-8 lacks, half of a pair in the name of some file, is written as its number.
+    """
     try:
-        with replacing(path) as written:
-            written.write_text(text, encoding="utf-8")
+        with replacing(places.place_of(path)) as written:
+            written.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as e:
-        raise InputError(f"{path} cannot be written: {e.strerror}") from e
+        raise InputError(f"{path} cannot be written: {places.told(e)}") from e

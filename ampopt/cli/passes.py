@@ -12,7 +12,7 @@ from rich.table import Table
 from ampopt.ir.pass_text import dashed, distribution, installed, value_text
 from ampopt.ir.transform import Pass
 from ampopt.passes import PIPELINE
-from ampopt.search.named_passes import by_name
+from ampopt.search.named_passes import by_name, of_others
 
 COLUMNS = ("name", "family", "numerics", "portability", "summary")
 
@@ -20,11 +20,9 @@ COLUMNS = ("name", "family", "numerics", "portability", "summary")
 def rows() -> list[dict[str, Any]]:
     """The passes of ampopt in order, then those of installed packages, which are not imported."""
     found = [_row(step) for step in PIPELINE]
-    own = {row["name"] for row in found}
-    for name, entry in sorted(installed().items()):
-        if name not in own:
-            summary = f"of {distribution(entry)}: tried where --passes names it"
-            found.append({**dict.fromkeys(COLUMNS, ""), "name": name, "summary": summary})
+    for name, entry in sorted(of_others(installed()).items()):
+        summary = f"of {distribution(entry)}: tried where --passes names it"
+        found.append({**dict.fromkeys(COLUMNS, ""), "name": name, "summary": summary})
     return found
 
 

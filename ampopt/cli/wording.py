@@ -8,19 +8,22 @@ from typing import Any, TypeVar
 
 _Value = TypeVar("_Value")
 
+_SAME = "tolerance|precision|policy|passes|exclude|io|nan|hz|seconds|target|part"
+"""Arguments whose options have the same names."""
+
+_VALUE = r"(?=[^\s.,;:)])"
+
 _OPTIONS = (
-    (r"\bbudget_s=(\d[\d.]*)", r"--budget \1"),
-    (r"\btolerance=(\d[\d.e+-]*\d|\d)", r"--tolerance \1"),
-    (r"\bprecision='([^']*)'", r"--precision \1"),
-    (r"\bio='([^']*)'", r"--io \1"),
-    (r"\bexclude=\['([^']*)'\]", r"--exclude \1"),
+    (rf"\bbudget_s\b=?{_VALUE}", "--budget "),
+    (r"\bbudget_s\b=?", "--budget"),
+    (rf"\bdeadline_ms={_VALUE}", "--deadline-ms "),
+    (rf"\b({_SAME})=(?:\['([^']*)'\]|'([^']*)'|\"([^\"]*)\")", r"--\1 \2\3\4"),
+    (rf"\b({_SAME})={_VALUE}", r"--\1 "),
+    (rf"\b({_SAME}|device|dynamic)=(?!{_VALUE})", r"--\1"),
+    (r"^dynamic(?=:)", "--dynamic"),
     (r"\bcache=False", "--no-cache"),
-    (r'\bnan="(\w+)"', r"--nan \1"),
+    (r"\bforce=True", "--force"),
     (r"`verify_key`", "--verify-key"),
-    (r"\b(hz|seconds)=(?=\S)", r"--\1 "),
-    (r"\bdeadline_ms=(?=\S)", "--deadline-ms "),
-    (r"\b(budget)_s=", r"--\1"),
-    (r"\b(tolerance|precision|passes|device|exclude)=(?!\S)", r"--\1"),
 )
 
 

@@ -20,7 +20,7 @@ from ampopt.deploy.onnx_names import input_names_of, output_names_of
 from ampopt.deploy.onnx_verify import OnnxCheck, OutputCheck, emulated, verify_onnx
 from ampopt.deploy.portable import HALF, portable_program
 from ampopt.engines.onnx_graph import OPSETS, Dims, dims_in, outer_dtype, to_onnx
-from ampopt.errors import ExportError, InputError, VerificationError, first_line, need
+from ampopt.errors import ExportError, InputError, VerificationError, need
 from ampopt.ir.capture import Captured
 from ampopt.ir.graph import where
 from ampopt.ir.lane_io import original_of
@@ -32,6 +32,7 @@ from ampopt.ir.symbolic_capture import at_sizes
 from ampopt.ir.transform import Pass
 from ampopt.measure.verify import Metric
 from ampopt.system.atomic import replacing_together
+from ampopt.system.places import place_of, told
 from ampopt.version import __version__
 
 PRECISIONS = {"fp32": FP32, "fp16": HALF}
@@ -107,7 +108,8 @@ def export_onnx(
         original: a private copy of the model in evaluation mode; it is the reference.
         captured: its capture, for whose example inputs the file is made.
         recipe: the passes of the optimized program; the portable ones are used.
-        path: the output path; weights over 2 GB go to `<path>.data`.
+        path: the output path, in a folder that is there; where it is a link, the file that it leads to is
+            written. Weights over 2 GB go to `<path>.data`.
         precision: "fp32", or "fp16" with the casts of CUDA's autocast baked in.
         io: "fp32" or "fp16", the dtype of floating-point inputs and outputs; None: as the captured call has
             them, and "fp32" for bfloat16.
@@ -133,13 +135,7 @@ def export_onnx(
         raise InputError(f"target={target!r}: choose from {', '.join(OPSETS)}")
     for package in ("onnx", "onnxscript", "onnxruntime"):
         need(package, "onnx")
-    place = Path(path)
-    if "\0" in str(place):
-        raise InputError(f"the path {str(place)!r} has a NUL in it: give another one")
-    if os.path.isdir(place):  # a name that is too long is none
-        raise InputError(f"{place} is a folder: name the file, such as {place / 'model.onnx'}")
-    if os.path.exists(place) and not place.is_file():
-        raise InputError(f"{place} is not a regular file: name another one")
+    place = _place(path)
     inputs = input_names_of(captured, input_names)
     outputs = output_names_of(captured, inputs, output_names)
     if not outputs:
@@ -174,7 +170,7 @@ def export_onnx(
     model.producer_name, model.producer_version = "ampopt", __version__
     io = io or _io_of(captured)
     lane = PRECISIONS["fp16" if "fp16" in (precision, io) else "fp32"]
-    with _writing(place), replacing_together(place, data_path(place)) as folder:
+    with _writing(path), replacing_together(place, data_path(place)) as folder:
         written = folder / place.name
         write_model(model, written)
         _check_file(written)
@@ -201,7 +197,7 @@ def export_onnx(
         append_metadata(written, facts | ({"ampopt.sizes": shown(sizes)} if sizes else {}))
         external = data_path(written).exists()
     return OnnxReport(
-        path=str(place),
+        path=str(Path(path)),
         sha256=sha256_of(place),
         data_sha256=sha256_of(data_path(place)) if external else None,
         model_sha256=identity,
@@ -224,17 +220,25 @@ def export_onnx(
     )
 
 
+def _place(path: str | os.PathLike[str]) -> Path:
+    """The place of the file, where a link to it leads."""
+    if "\0" in str(path):
+        raise InputError(f"the path {str(path)!r} has a NUL in it: give another one")
+    if os.path.isdir(path):  # a name that is too long is none
+        raise InputError(f"{path} is a folder: name the file, such as {Path(path) / 'model.onnx'}")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise InputError(f"{path} is not a regular file: name another one")
+    with _writing(path):
+        return place_of(path)
+
+
 @contextlib.contextmanager
-def _writing(place: Path) -> Iterator[None]:
-    """Make the file's folder; raise ExportError where the block cannot write there."""
+def _writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise ExportError where the block cannot write the file."""
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        reason = error.strerror or first_line(error)
-        raise ExportError(
-            f"{str(place)!r} cannot be written: {reason}; see to that path, its permissions and its disk"
-        ) from error
+        raise ExportError(f"{str(path)!r} cannot be written: {told(error)}") from error
 
 
 def _io_of(captured: Captured) -> str:

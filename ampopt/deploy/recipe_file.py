@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ampopt.bundle.stored_values import array, members, refuse
+from ampopt.ir.pass_options import why_not
 from ampopt.ir.pass_text import tuples
 from ampopt.ir.transform import Pass
 from ampopt.passes import PIPELINE
@@ -46,19 +47,6 @@ def _read_pass(data: object, known: Mapping[str, Pass]) -> Pass:
     names = tuple(field.name for field in dataclasses.fields(example))
     values = {key: tuples(value) for key, value in zip(names, members(fields, names, WHERE), strict=True)}
     for key, value in values.items():
-        usual = getattr(example, key)
-        if usual is not None and type(value) is not type(usual):
-            refuse(WHERE, f"{name}'s {key} is {reprlib.repr(value)}, not like {usual!r}")
-        if usual is None and not _is_pairs(value):
-            refuse(WHERE, f"{name}'s {key} is {reprlib.repr(value)}, not pairs of texts")
+        if (wanted := why_not(example, key, value)) is not None:
+            refuse(WHERE, f"{name}'s {key} is {reprlib.repr(value)}: {wanted}")
     return dataclasses.replace(example, **values)
-
-
-def _is_pairs(value: object) -> bool:
-    """None, or what a pass that measures writes down: a place, and what was chosen for it."""
-    if value is None:
-        return True
-    return isinstance(value, tuple) and all(
-        isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
-        for pair in value
-    )

@@ -17,6 +17,7 @@ from ampopt.ir.lanes import Lane
 from ampopt.ir.model_copy import exact_copy
 from ampopt.measure.clocks import synchronize
 from ampopt.system.atomic import replacing
+from ampopt.system.places import place_of
 
 CALLS = 3
 """Calls of each lane in the trace, after one that is not in it."""
@@ -43,7 +44,7 @@ def write_trace(
                     with record_function(f"call in {name}"):
                         call()
                         synchronize(device)
-    with replacing(path.resolve()) as written:
+    with replacing(place_of(path)) as written:
         recorded.export_chrome_trace(str(written))
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import enum
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Sequence
+import reprlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
+from ampopt.errors import PassError
 from ampopt.ir.kept_weights import with_weights_kept
 from ampopt.ir.lanes import Lane
 from ampopt.ir.program import Program
@@ -228,10 +231,39 @@ def is_slow(step: Pass) -> bool:
     return isinstance(step, Engine) and step.slow_to_apply
 
 
+@contextlib.contextmanager
+def exits_failed() -> Iterator[None]:
+    """Raise PassError where a pass ends Python in the block, or the decorated function: it fails alone."""
+    try:
+        yield
+    except SystemExit as error:
+        raise PassError(f"the pass ends Python (SystemExit: {error}): let it raise an error") from error
+
+
+def outcome(program: Program, apply: Callable[[Program], Result]) -> Result:
+    """What `apply`, a pass's own way to be applied, makes of a program, where it is what a pass may give.
+
+    Raises PassError for what is no Result, or has another program and no rewrites.
+    """
+    result = apply(program)
+    if not isinstance(result, Result) or not isinstance(result.program, Program):
+        given = result.program if isinstance(result, Result) else result
+        what = "a Result whose program is " if isinstance(result, Result) else ""
+        raise PassError(
+            f"the pass returned {what}{reprlib.repr(given)}: let it return Result(program, rewrites)"
+        )
+    if not result.modified and result.program is not program:
+        raise PassError(
+            "the pass returned another program, and counts no rewrites: let it count what it changed"
+        )
+    return result
+
+
 Applied = dict[tuple[Lane, tuple["Pass", ...], "Pass"], Result]
 """The results of passes on programs of one capture, by the programs' lanes and recipes."""
 
 
+@exits_failed()
 def replay(recipe: tuple[Pass, ...], program: Program, applied: Applied | None = None) -> Program:
     """Apply the passes of a recipe, in order, to another capture of the same model.
 
@@ -240,7 +272,7 @@ def replay(recipe: tuple[Pass, ...], program: Program, applied: Applied | None =
     for step in recipe:
         if step.why_not(program) is not None:
             continue
-        result = step.apply(program)
+        result = outcome(program, step.apply)
         if applied is not None:
             applied[program.lane, program.recipe, step] = result
         if result.modified:

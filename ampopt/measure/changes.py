@@ -74,7 +74,10 @@ class Changes:
 
 
 def read_baseline(path: Path) -> dict[str, Any]:
-    """The JSON of an earlier `compare`. Raises InputError if it cannot be read or is something else."""
+    """The JSON of an earlier `compare`.
+
+    Raises InputError if it cannot be read, is something else, or has nothing to compare with.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as e:
@@ -88,6 +91,8 @@ def read_baseline(path: Path) -> dict[str, Any]:
             f"--baseline {path} is no comparison: give what `ampopt compare --json` or `--report x.json` of "
             "this version wrote"
         )
+    if not any(row.get("latency") for row in found["rows"]):
+        raise InputError(f"--baseline {path} has no row that was measured: make it anew, with more --budget")
     return dict(found)
 
 
@@ -97,10 +102,13 @@ def check_model(then: Mapping[str, Any], model: str) -> None:
         raise InputError(f"the baseline is of the model {then['model']}, and this is {model}")
 
 
-def check_lanes(then: Mapping[str, Any], lanes: set[str], *, exactly: bool = False) -> None:
-    """Raise InputError if a baseline has lanes that are not asked for, or with `exactly` lacks some, too."""
+def check_lanes(then: Mapping[str, Any], lanes: set[str]) -> None:
+    """Raise InputError if a baseline has lanes that are not among these, and so nothing to be compared with.
+
+    Further lanes are no difference: whether one can be tried is known only once it was.
+    """
     had = {row["lane"] for row in then["rows"]}
-    if not had <= lanes or (exactly and had != lanes):
+    if not had <= lanes:
         names = " and ".join(", ".join(sorted(each)) or "none" for each in (had, lanes))
         raise InputError(f"the lanes of the baseline and of this run, {names}, differ: see --precision")
 
@@ -115,11 +123,12 @@ def check_inputs(then: Mapping[str, Any], inputs: Sequence[str]) -> None:
 def changes(then: Mapping[str, Any], now: Mapping[str, Any], threshold: float) -> Changes:
     """What changed between two comparisons, both as JSON data.
 
-    Raises InputError that names what differs, if that is the model, the lanes, or the inputs but for devices.
+    Raises InputError that names what differs, if that is the model, the inputs but for devices, or a lane
+    that is no longer there.
     """
     check_model(then, now["model"])
     check_inputs(then, now["inputs"])
-    check_lanes(then, {row["lane"] for row in now["rows"]}, exactly=True)
+    check_lanes(then, {row["lane"] for row in now["rows"]})
     earlier = {_key(row): row for row in then["rows"]}
     later = {_key(row): row for row in now["rows"]}
     rows = [_change(key, earlier.get(key), later.get(key), threshold) for key in {**later, **earlier}]

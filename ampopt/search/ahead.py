@@ -13,7 +13,7 @@ from types import TracebackType
 
 from ampopt.errors import PassError
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Engine, Pass, Rehearsed, Result
+from ampopt.ir.transform import Engine, Pass, Rehearsed, Result, outcome
 from ampopt.search.rehearsal import Sandbox
 
 Key = tuple[str, int]
@@ -74,10 +74,12 @@ class Ahead:
                     self.go_on()
                 return self._over[key][1]()
 
-            return step.apply_beside(program, rehearsed), rehearsed().why_not
+            result = outcome(program, lambda given: step.apply_beside(given, rehearsed))
+            return result, rehearsed().why_not
         if key in self._over:
             answer = self._over[key][1]
-            return step.apply_beside(program, answer), answer().why_not
+            result = outcome(program, lambda given: step.apply_beside(given, answer))
+            return result, answer().why_not
         self._stop()  # another one was expected
         self._jobs = deque(job for job in self._jobs if (job[0].name, id(job[1])) != key)
         return self._sandbox.apply(step, program, seconds=seconds)

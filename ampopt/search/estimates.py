@@ -21,7 +21,7 @@ def why_not(step: Pass, program: Program) -> str | None:
     """`Pass.why_not`, or what failed in it."""
     try:
         return step.why_not(program)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return _told(step, error)
 
 
@@ -29,7 +29,7 @@ def expected_s(step: Pass, program: Program) -> float:
     """`Pass.expected_seconds`; 0 where it fails: applying it has a time limit all the same."""
     try:
         return step.expected_seconds(program)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         _told(step, error)
         return 0.0
 
@@ -38,12 +38,12 @@ def divided(step: Engine, program: Program, count: int) -> list[Program]:
     """`Engine.divided`; the program itself where that fails."""
     try:
         return list(step.divided(program, count))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         _told(step, error)
         return [program]
 
 
-def _told(step: Pass, error: Exception) -> str:
+def _told(step: Pass, error: BaseException) -> str:
     check_interrupted(error)
     _warn(step.name, reason := first_line(error))
     return reason

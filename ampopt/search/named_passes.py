@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-from ampopt.errors import AmpoptError, InputError, first_line
-from ampopt.ir.pass_text import dashed, distribution, installed, parse, unparse, value_text
+from ampopt.errors import InputError, first_line, reason_of
+from ampopt.ir.pass_options import check_option, check_options
+from ampopt.ir.pass_text import dashed, distribution, installed, parse, unparse
 from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.transform import Pass
 from ampopt.passes import PIPELINE, AllowTf32, BakeAutocast, KeepFp32
+
+logger = logging.getLogger("ampopt")
 
 Passes = Pipeline | Sequence[Pass | str] | str
 """A user's passes: a pipeline, a list of exactly the passes to try, or that list as text."""
@@ -21,18 +27,16 @@ Passes = Pipeline | Sequence[Pass | str] | str
 
 def by_name(name: str) -> Pass:
     """The pass with this name and default options. Raises InputError if there is no usable one."""
-    for step in PIPELINE:
-        if step.name == name:
-            return step
-    others = installed()
+    own, others = {step.name: step for step in PIPELINE}, of_others(installed())
+    if name in own:
+        return own[name]
     if name not in others:
-        known = sorted({*(step.name for step in PIPELINE), *others})
-        raise InputError(f"there is no pass {name}: choose from {', '.join(known)}")
+        raise InputError(f"there is no pass {name}: choose from {', '.join(sorted({*own, *others}))}")
     owner = distribution(others[name])
     try:
         made = others[name].load()
         step = made if isinstance(made, Pass) else made()
-    except Exception as error:  # whatever it is: it is the package's own
+    except (Exception, SystemExit) as error:  # whatever it is: it is the package's own
         raise InputError(f"the pass {name} of {owner} does not load: {first_line(error)}") from error
     if not isinstance(step, Pass) or step.name != name:
         kind = f"a pass named {step.name}" if isinstance(step, Pass) else repr(step)
@@ -40,17 +44,34 @@ def by_name(name: str) -> Pass:
     return step
 
 
+def of_others(found: Mapping[str, EntryPoint]) -> dict[str, EntryPoint]:
+    """Those of the installed passes that can be named; a warning tells, once, of one with a name of ours."""
+    own = {step.name for step in PIPELINE}
+    for name in sorted(own & set(found)):
+        _warn_of(name, distribution(found[name]))
+    return {name: entry for name, entry in found.items() if name not in own}
+
+
+@functools.cache
+def _warn_of(name: str, owner: str) -> None:
+    logger.warning("ampopt: the pass %s of %s is not used, ampopt's own is: let it be renamed", name, owner)
+
+
 def as_pipeline(passes: object) -> Pipeline:
-    """The pipeline for a user's passes. Raises InputError for other types."""
+    """The pipeline for a user's passes. Raises InputError for other types, and options that may not be so."""
     if isinstance(passes, Pipeline):
-        return passes
-    if isinstance(passes, str):
-        return Pipeline.of(from_text(passes))
-    if isinstance(passes, Pass) or not isinstance(passes, Sequence):
+        found = passes
+    elif isinstance(passes, str):
+        found = Pipeline.of(from_text(passes))
+    elif isinstance(passes, Pass) or not isinstance(passes, Sequence):
         raise InputError(f"passes={passes!r}: give a list of passes, their text, or a Pipeline")
-    return Pipeline.of(
-        step for item in passes for step in (from_text(item) if isinstance(item, str) else (item,))
-    )
+    else:
+        found = Pipeline.of(
+            step for item in passes for step in (from_text(item) if isinstance(item, str) else (item,))
+        )
+    for step in found:
+        check_options(step)
+    return found
 
 
 def from_text(text: str) -> tuple[Pass, ...]:
@@ -73,21 +94,17 @@ def _with_options(step: Pass, options: dict[str, Any]) -> Pass:
     if unknown := [name for name in options if name not in fields]:
         known = ", ".join(map(dashed, fields)) or "none"
         raise InputError(f"{step.name} has no option {dashed(unknown[0])}: its options are {known}")
-    values = {name: _like(step, name, value) for name, value in options.items()}
+    for name, value in options.items():
+        check_option(step, name, value)
+    values = {name: _like(getattr(step, name), value) for name, value in options.items()}
     try:
         return dataclasses.replace(step, **values)
-    except AmpoptError as error:
-        raise InputError(f"{step.name}: {error}") from error
+    except (Exception, SystemExit) as error:  # what a package's pass says of its options
+        raise InputError(f"{unparse(step.name, options)}: {reason_of(error)}") from error
 
 
-def _like(step: Pass, name: str, value: Any) -> Any:
-    usual = getattr(step, name)
-    if isinstance(usual, float) and type(value) is int:
-        return float(value)
-    if usual is not None and type(value) is not type(usual):
-        wanted = f"give one such as {value_text(usual)}"
-        raise InputError(f"{step.name}'s option {dashed(name)} is {value_text(value)}: {wanted}")
-    return value
+def _like(usual: object, value: Any) -> Any:
+    return float(value) if isinstance(usual, float) and type(value) is int else value
 
 
 def check_listed(pipeline: Pipeline, *, tolerance: float | None, policy: str) -> None:

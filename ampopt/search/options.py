@@ -74,11 +74,13 @@ class Options:
 
     def __post_init__(self) -> None:
         """Raise InputError, before any work, for an invalid value; convert numbers to Python's types."""
-        seconds = number("budget_s", self.budget_s, positive=True, advice="a positive number of seconds")
+        seconds = number(
+            "budget_s", self.budget_s, positive=True, advice="a positive, finite number of seconds"
+        )
         checked: dict[str, object] = {"budget_s": seconds}
         known = {step.name for step in PIPELINE}
         if self.tolerance is not None:
-            advice = "a relative error, 0 or more"
+            advice = "a relative error, 0 or more and finite"
             checked["tolerance"] = number("tolerance", self.tolerance, positive=False, advice=advice)
         if self.metric is not None and not callable(self.metric):
             raise InputError(

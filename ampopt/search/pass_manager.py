@@ -11,7 +11,7 @@ from ampopt.engines.executable import executable
 from ampopt.errors import AmpoptError
 from ampopt.ir.lanes import Lane
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Engine, Numerics, Pass, replay
+from ampopt.ir.transform import Engine, Numerics, Pass, exits_failed, replay
 from ampopt.measure.entry import Entry, Verdict
 from ampopt.search.estimates import why_not
 from ampopt.search.lane_state import LaneState
@@ -208,6 +208,7 @@ class PassManager(Trials):
             self.ledger.entries += rows
         return trial
 
+    @exits_failed()
     def _part(self, trial: Trial, step: Pass, program: Program, lane: Lane) -> tuple[Program, Entry]:
         """Apply a pass of several that are tried together; its row has what it did, and no times."""
         if (declined := step.why_not(program)) is not None:

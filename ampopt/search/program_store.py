@@ -14,7 +14,7 @@ from ampopt.errors import first_line
 from ampopt.ir.lanes import Lane
 from ampopt.ir.numerics import Check
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Engine, Pass, Result
+from ampopt.ir.transform import Engine, Pass, Result, exits_failed
 from ampopt.search.choices import REPEATING, Choices, is_risky, why_nothing
 from ampopt.search.estimates import expected_s, why_not
 from ampopt.search.rehearsal import TooLongError
@@ -174,6 +174,7 @@ class ProgramStore:
         chosen = self._choices.pick(built.lane, step, built.program, math.inf, anew=False)
         return self._choices.expected_s(built.lane, chosen, built.program)
 
+    @exits_failed()
     def _apply(self, built: Built, step: Pass, seconds: float, spare_s: float, *, anew: bool) -> Outcome:
         lane, program, choices, began = built.lane, built.program, self._choices, self._now()
         if (why := step.why_not(program) or choices.futile(lane, step, spare_s, anew=anew)) is not None:

@@ -22,7 +22,7 @@ from types import TracebackType
 import torch
 
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Engine, Pass, Rehearsed, Result
+from ampopt.ir.transform import Engine, Pass, Rehearsed, Result, outcome
 from ampopt.kernels.fused_conv import is_available, load_ahead
 from ampopt.search.estimates import divided, expected_s, why_not
 from ampopt.search.preparers import Preparers
@@ -206,11 +206,12 @@ class Sandbox:
         """
         step = self._preparers.end_for(step)
         if not isinstance(step, Engine) or not self._is_risky(step):
-            return step.apply(program), None
+            return outcome(program, step.apply), None
         if (begun := self._find(step, program)) is not None:
             program = begun.program  # which has been divided
         with self.rehearsing(step, program, seconds=seconds) as rehearsed:
-            return step.apply_beside(program, rehearsed), rehearsed().why_not
+            result = outcome(program, lambda given: step.apply_beside(given, rehearsed))
+            return result, rehearsed().why_not
 
     def _is_risky(self, step: Engine) -> bool:
         return step.risky or (step.risky_on_cuda and self.device.type == "cuda")

@@ -12,7 +12,7 @@ from ampopt.errors import AmpoptError, first_line
 from ampopt.ir.graph import where
 from ampopt.ir.judged import Judged
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Declined, Engine, Family, Pass, Result
+from ampopt.ir.transform import Declined, Engine, Family, Pass, Result, exits_failed, outcome
 from ampopt.measure.clocks import synchronize
 from ampopt.measure.entry import Entry, Verdict
 from ampopt.measure.ledger import BestSoFar, Ledger
@@ -152,6 +152,7 @@ class Trials:
         rehearsed = min(whole, self.sandbox.expected_s(step, program))
         return max(rehearsed - self.sandbox.ahead_s(step, program), OWN_SHARE * whole)
 
+    @exits_failed()
     def apply(
         self, trial: Trial, step: Pass, program: Program, judging: float, bound: float = math.inf
     ) -> Program | None:
@@ -176,7 +177,7 @@ class Trials:
         step, began = step.within(left), time.perf_counter()
         if isinstance(step, Judged):
             judge = VerifiersJudge(self.verifier, program.lane, began + SEARCHING * left, bound)
-            result, unrehearsed = step.apply_judged(program, judge), None
+            result, unrehearsed = outcome(program, lambda given: step.apply_judged(given, judge)), None
         else:
             result, unrehearsed = self.applied(step, program, left)
         if isinstance(step, Engine) and not trial.hurried:
@@ -192,7 +193,7 @@ class Trials:
     def applied(self, step: Pass, program: Program, seconds: float) -> tuple[Result, str | None]:
         """What a pass comes to, and None or why it could not be rehearsed; see `Sandbox.apply`."""
         if self.sandbox is None:
-            return step.apply(program), None
+            return outcome(program, step.apply), None
         return self.sandbox.apply(step, program, seconds=seconds)
 
     def is_right(

@@ -1,7 +1,8 @@
 """Atomic file writes: a reader sees the old file or the new one, even if the writer is killed.
 
 All of ampopt's file replacements use this module. A new file is written to the target's folder under a
-temporary name, synced to disk, and moved to its place by one rename within the file system.
+temporary name, synced to disk, and moved to its place by one rename within the file system. It takes over the
+permissions of what it replaces, and has no others while it is written.
 """
 
 from __future__ import annotations
@@ -40,9 +41,12 @@ def replacing(target: Path, *, folder: bool = False) -> Iterator[Path]:
     """
     if folder and not _IS_POSIX:
         raise OSError(errno.ENOTSUP, "saving a folder needs Linux or macOS")
+    mode = _mode_of(target, folder)
     with _beside(target, folder) as temporary:
+        _permit(temporary, mode, stat.S_IRWXU)
         yield temporary
         _flush(temporary)
+        _permit(temporary, mode)
         if folder and target.exists():
             _exchange(temporary, target)
         else:
@@ -57,12 +61,16 @@ def replacing_together(target: Path, *companions: Path) -> Iterator[Path]:
     All are in one folder; `target` must be written, companions may be. One file is replaced in one step. For
     several files the old target is removed first, the companions are replaced next, and the new target comes
     last. If the process is killed in between, there is no target, but never one with another's companions.
-    Raises OSError.
+    A new companion has the target's permissions. Raises OSError.
     """
+    modes = {each: _mode_of(each, folder=False) for each in (target, *companions)}
     with _beside(target, folder=True) as temporary:
+        _permit(temporary, stat.S_IRWXU)
         yield temporary
         _flush(temporary)
         written = [each for each in companions if (temporary / each.name).exists()]
+        for each in (*written, target):
+            _permit(temporary / each.name, modes[target] if modes[each] is None else modes[each])
         if written:
             target.unlink(missing_ok=True)
         for each in (*written, target):
@@ -102,6 +110,26 @@ def _beside(target: Path, folder: bool) -> Iterator[Path]:
     finally:
         _remove(temporary)  # the new one if something failed, after an exchange the old one
         os.close(lock)
+
+
+def _mode_of(target: Path, folder: bool) -> int | None:
+    """The permissions that what replaces `target` takes over; None if nothing of its kind is there.
+
+    Of another user's file those to write stay behind: it becomes ours, and others could change it.
+    """
+    with contextlib.suppress(OSError):
+        status = os.lstat(target)
+        if (stat.S_ISDIR if folder else stat.S_ISREG)(status.st_mode):
+            is_ours = not _IS_POSIX or status.st_uid == os.geteuid()
+            return status.st_mode & (0o777 if is_ours else 0o755)
+    return None
+
+
+def _permit(path: Path, mode: int | None, also: int = 0) -> None:
+    """Set permissions, if there are any to set, where the file system has them."""
+    if mode is not None:
+        with contextlib.suppress(OSError):
+            path.chmod(mode | also)
 
 
 def _new_name(target: Path) -> Path:

@@ -1,19 +1,33 @@
-"""The cache folder: atomic writes, a limited number of files, and a limited size."""
+"""The cache folder: atomic writes, a limited number of files, and a limited size.
+
+The folder is the user's choice, and may hold files of the user's own: only files with names that the cache
+itself gives are counted or removed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
+from ampopt.errors import AmpoptError
 from ampopt.system.atomic import SUFFIX, replacing
 from ampopt.system.plain_files import open_plain, read_at_most
 
 MOST_FILES, MOST_BYTES = 256, 1 << 20
 
-KINDS = (".json", ".onnx", ".so", SUFFIX)
-"""File types in the cache: recipes, exported graphs, compiled libraries, leftovers of killed processes."""
+_NAME = r"(?:[0-9a-f]{64}\.(?:json|onnx)|[a-z_]+-[0-9a-f]{32}\.so)"
+"""The names of recipes and exported graphs, which are hashes, and of libraries, which end in one."""
+
+_NAMES = re.compile(rf"{_NAME}|\.{_NAME}\.[0-9a-f]{{16}}{re.escape(SUFFIX)}")
+"""All names of the cache: also of what killed processes left beside such a file."""
+
+
+class CacheError(AmpoptError):
+    """The cache folder cannot be listed, or files in it cannot be removed."""
 
 
 def cache_folder() -> Path | None:
@@ -28,24 +42,44 @@ def cache_folder() -> Path | None:
 
 
 def kept_files(folder: Path) -> list[Path]:
-    """All entries of a cache's folder, of any file type, least recently used first."""
-    with contextlib.suppress(OSError):
-        times = {}
-        for file in [file for kind in KINDS for file in folder.glob(f"*{kind}")]:
-            with contextlib.suppress(FileNotFoundError):  # another process was first
-                status = file.lstat()
-                if not stat.S_ISDIR(status.st_mode):
-                    times[file] = status.st_mtime
-        return sorted(times, key=times.__getitem__)
-    return []
+    """All files of the cache in its folder, least recently used first; none if there is no such folder.
+
+    Raises OSError if the folder cannot be listed.
+    """
+    found = _found(folder)
+    return sorted(found, key=lambda file: found[file].st_mtime)
+
+
+def size(folder: Path) -> tuple[int, int]:
+    """The number of the cache's files in its folder, and their size in bytes. Raises CacheError."""
+    with _listing(folder):
+        found = _found(folder)
+    return len(found), sum(status.st_size for status in found.values())
 
 
 def clear(folder: Path) -> int:
-    """Remove every file of a cache's folder; returns their number."""
-    files = kept_files(folder)
+    """Remove every file of the cache from its folder; returns the number of those that it removed.
+
+    Raises CacheError, which names them, if some could not be removed; all others are gone then.
+    """
+    with _listing(folder):
+        files = kept_files(folder)
+    removed, failed = 0, []
     for file in files:
-        drop(file)
-    return len(files)
+        try:
+            file.unlink()
+            removed += 1
+        except FileNotFoundError:  # another process was first
+            continue
+        except OSError as error:
+            failed.append(f"{file.name} ({error.strerror})")
+    if failed:
+        names = ", ".join(failed[:5]) + (", …" if len(failed) > 5 else "")
+        raise CacheError(
+            f"of {len(files)} files in {folder}, {removed} are removed and {len(failed)} cannot be: {names}: "
+            "see who owns them and the folder"
+        )
+    return removed
 
 
 def keep(file: Path, data: bytes) -> None:
@@ -92,3 +126,28 @@ def drop(file: Path) -> None:
     """Remove a file if it exists and can be removed."""
     with contextlib.suppress(OSError):
         file.unlink()
+
+
+def _found(folder: Path) -> dict[Path, os.stat_result]:
+    """The status of every file of the cache. Raises OSError if the folder cannot be listed."""
+    try:
+        folder.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    found = {}
+    for name in filter(_NAMES.fullmatch, os.listdir(folder)):
+        with contextlib.suppress(FileNotFoundError):  # another process was first
+            status = (folder / name).lstat()
+            if not stat.S_ISDIR(status.st_mode):
+                found[folder / name] = status
+    return found
+
+
+@contextlib.contextmanager
+def _listing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise CacheError(
+            f"the cache folder {folder} cannot be listed ({e.strerror}): let AMPOPT_CACHE name another one"
+        ) from e

@@ -93,6 +93,23 @@ def test_export_writes_a_bundle_of_a_range_of_sizes(
     assert ampopt.load(tmp_path / "b", device="cpu").sizes == {"batch": (1, 8)}
 
 
+@pytest.mark.parametrize("name", ["b.ampopt", "m.onnx"])
+def test_an_export_of_a_range_that_there_is_not_is_refused_with_what_this_kind_of_file_may_do(
+    name: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def optimize(network: torch.nn.Module, args: Any, **_: Any) -> Any:
+        fast = module_of(network, *args)
+        fast.report.notes.append("in training mode" if network.training else "its sizes are fixed")
+        return fast
+
+    monkeypatch.setattr(ampopt, "optimize", optimize)
+    result = call("export", model, "-o", tmp_path / name, *INPUT, "--dynamic", "batch=1..4")
+    assert result.exit_code == 1
+    assert "for the example's sizes alone (its sizes are fixed): leave --dynamic out" in told(result)
+    assert ("--dynamic-batch" in told(result)) is (name == "m.onnx")
+    assert not (tmp_path / name).exists()
+
+
 def test_verify_fails_where_frames_come_faster_than_answers(tmp_path: Path) -> None:
     fast = module_of(torch.nn.Conv2d(3, 8, 3), torch.randn(1, 3, 64, 64))
     fast.save(tmp_path / "b", onnx=None)
@@ -196,7 +213,7 @@ def test_the_backends_are_those_that_load_knows() -> None:
         ("key.pem", ("--sign", "key.pem"), "--sign and --output are the same file"),
         ("tiny.py", (), "code or a key"),
         ("folder", (), "is a folder"),
-        ("folder/x/m.onnx", (), "create it first"),
+        ("folder/x/m.onnx", (), "create that folder first"),
         ("text", (), "a file that is no bundle is there"),
     ],
 )
@@ -295,7 +312,7 @@ def test_a_model_of_several_graphs_cannot_be_exported(
         assert "optimized as one graph, and this one is not: it reads a number; no submodule" in told(result)
         assert not (tmp_path / file).exists()
     result = call("export", model, "-o", tmp_path / "b.ampopt", *INPUT, "--part", "head")
-    assert "part='head': no submodule of it is optimized" in told(result)
+    assert "--part head: no submodule of it is optimized" in told(result)
 
 
 @pytest.mark.usefixtures("briefly")

@@ -107,7 +107,7 @@ def test_an_optimizer_that_torch_does_not_have() -> None:
         (("--batches", "1,x"), "--batches 1,x: give whole numbers from 1 on"),
         (("--batches", "0"), "--batches 0: give whole numbers from 1 on"),
         (("--precision", "fp32"), "--precision fp32: choose amp or bf16"),
-        (("--budget", "0"), "--budget 0: give a positive number of seconds"),
+        (("--budget", "0"), "--budget 0: give a positive, finite number of seconds"),
         (("--json", "same.json", "--trace", "same.json"), "same.json"),
         (("--optimizer", "SGD"), "--optimizer is of a training step: add --train"),
         (("--train", "--batches", "1"), "--batches is of a call, not of a training step"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,6 +111,78 @@ def test_height_and_width_are_not_confused(tmp_path: Path) -> None:
 def test_a_gray_image_has_one_channel(picture: Path) -> None:
     (image,), _ = example_call(["1x1x4x6"], picture, normalize=False)
     assert image.shape == (1, 1, 4, 6)
+
+
+DEPTHS = np.array([[0, 13107, 65535], [256, 300, 1]], dtype=np.uint16)
+"""Depths as a camera writes them: beyond 255, and so white, each but the first and the last."""
+
+
+def _deep_images(folder: Path) -> dict[str, Path]:
+    """The same values in [0, 1] as 16-bit integers and as floats, in every format that has such, by name."""
+    images = {
+        "depth.png": Image.fromarray(DEPTHS),
+        "depth.tif": Image.fromarray(DEPTHS),
+        "depth.pgm": Image.fromarray(DEPTHS.astype(np.int32)),
+        "float.tif": Image.fromarray(DEPTHS.astype(np.float32) / 65535),
+    }
+    for name, image in images.items():
+        image.save(folder / name)
+    (folder / "big.tif").write_bytes(_big_endian(DEPTHS))
+    return {name: folder / name for name in (*images, "big.tif")}
+
+
+def _big_endian(values: np.ndarray[Any, Any]) -> bytes:
+    """A TIFF whose 16-bit integers have the most significant byte first."""
+    height, width = values.shape
+    tags = {256: width, 257: height, 258: 16, 259: 1, 262: 1, 273: 8, 277: 1, 278: height}
+    tags[279] = values.size * 2
+    entries = b"".join(struct.pack(">HHII", tag, 4, 1, value) for tag, value in tags.items())
+    tags_at = 8 + values.size * 2
+    header, pixels = b"MM" + struct.pack(">HI", 42, tags_at), values.astype(">u2").tobytes()
+    return header + pixels + struct.pack(">H", len(tags)) + entries + bytes(4)
+
+
+@pytest.mark.parametrize("name", ["depth.png", "depth.tif", "depth.pgm", "float.tif", "big.tif"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_an_image_of_more_than_8_bits_keeps_its_values(tmp_path: Path, name: str, channels: int) -> None:
+    path = _deep_images(tmp_path)[name]
+    (image,), _ = example_call([f"2x{channels}x2x3"], path, normalize=False)
+    expected = torch.from_numpy(DEPTHS.astype(np.float32) / 65535).expand(2, channels, 2, 3)
+    torch.testing.assert_close(image, expected, rtol=1e-6, atol=0)
+
+
+def test_an_image_of_16_bits_is_resized_in_them(tmp_path: Path) -> None:
+    Image.fromarray(np.full((4, 6), 1000, dtype=np.uint16)).save(tmp_path / "flat.png")
+    (image,), _ = example_call(["1x1x9x5"], tmp_path / "flat.png", normalize=False)
+    torch.testing.assert_close(image, torch.full((1, 1, 9, 5), 1000 / 65535))
+
+
+def test_integers_of_unknown_range_are_refused_by_their_mode(tmp_path: Path) -> None:
+    Image.fromarray(np.array([[70000]], dtype=np.int32)).save(tmp_path / "wide.tif")
+    with pytest.raises(InputError, match=r"wide\.tif cannot be read: .* mode I, .*--npz"):
+        example_call(image=tmp_path / "wide.tif")
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_an_image_is_turned_as_its_orientation_says(tmp_path: Path, dtype: type[np.generic]) -> None:
+    values = np.zeros((4, 6), dtype=dtype)
+    values[0, 5] = np.iinfo(dtype).max  # type: ignore[type-var]
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a camera that was held upright: to be turned clockwise
+    Image.fromarray(values).save(tmp_path / "turned.png", exif=exif)
+    (image,), _ = example_call(image=tmp_path / "turned.png", normalize=False)
+    assert image.shape == (1, 3, 6, 4)
+    assert image.nonzero().tolist() == [[0, channel, 5, 3] for channel in range(3)]
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "L", "P", "1", "CMYK"])
+def test_an_image_of_8_bits_or_fewer_is_as_pillow_converts_it(tmp_path: Path, mode: str) -> None:
+    ramp = Image.fromarray(np.arange(72, dtype=np.uint8).reshape(4, 6, 3) * 3).convert(mode)
+    path = tmp_path / ("ramp.tif" if mode == "CMYK" else "ramp.png")
+    ramp.save(path)
+    (image,), _ = example_call(image=path, normalize=False)
+    expected = np.asarray(ramp.convert("RGB")).astype(np.float32) / 255
+    torch.testing.assert_close(image[0], torch.from_numpy(expected).permute(2, 0, 1))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ampopt.cli.model_source import load_model, load_weights
+from ampopt.cli.model_source import load_model
+from ampopt.cli.weights import load_weights
 from ampopt.errors import InputError, MissingExtraError
 from tests.system.test_plain_files import ODD
 
@@ -57,6 +57,11 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_function_a_class_and_a_ready_module_are_taken(code: Path, name: str, channels: int) -> None:
     model = load_model(f"{code}:{name}").model
     assert model(torch.ones(1, channels, 4, 4)).shape == (1, 4, 2, 2)
+
+
+def test_a_model_that_was_made_is_in_evaluation_mode(code: Path) -> None:
+    assert not load_model(f"{code}:factory").model.training
+    assert not load_model(f"{code}:ready").model.training
 
 
 def test_a_module_is_imported_from_the_current_directory(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,34 +185,6 @@ def test_a_file_of_code_without_a_name_is_answered_with_one(code: Path) -> None:
         load_model(str(code))
 
 
-State = dict[str, Any]
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda s: s,
-        lambda s: {"state_dict": s, "epoch": 3},
-        lambda s: {"model": s},
-        lambda s: {"epoch": 3, "model_state_dict": s, "loss": 0.5},
-    ],
-)
-@pytest.mark.parametrize("suffix", [".pt", ".pth"])
-def test_weights_are_loaded_from_a_checkpoint(
-    tmp_path: Path, wrap: Callable[[State], State], suffix: str
-) -> None:
-    source, target = nn.Linear(2, 3), nn.Linear(2, 3)
-    torch.save(wrap(source.state_dict()), tmp_path / f"w{suffix}")
-    load_weights(target, tmp_path / f"w{suffix}")
-    assert torch.equal(source.weight, target.weight)
-
-
-def test_a_checkpoint_without_a_state_dict_is_refused_with_its_keys(tmp_path: Path) -> None:
-    torch.save({"epoch": 3, "net": {"weight": torch.zeros(3, 2)}}, tmp_path / "w.pt")
-    with pytest.raises(InputError, match=r"'model_state_dict', 'model': it has the keys 'epoch', 'net';"):
-        load_weights(nn.Linear(2, 3), tmp_path / "w.pt")
-
-
 @pytest.mark.parametrize("made", ["import", "call"])
 def test_code_that_ends_python_is_told_of(tmp_path: Path, made: str) -> None:
     body = "raise SystemExit(2)" if made == "import" else "def net():\n    raise SystemExit(2)"
@@ -221,31 +198,6 @@ def test_weights_are_loaded_from_safetensors(code: Path) -> None:
     save_file(weights, code.parent / "w.safetensors")
     model = load_model(f"{code}:Tiny", weights=code.parent / "w.safetensors").model
     assert torch.equal(model.get_parameter("conv.weight"), weights["conv.weight"])
-
-
-def test_keys_that_do_not_fit_are_counted_and_at_most_five_are_named(tmp_path: Path) -> None:
-    torch.save({"bias": torch.zeros(3)} | {f"k{i}": torch.zeros(1) for i in range(7)}, tmp_path / "w.pt")
-    with pytest.raises(InputError) as caught:
-        load_weights(nn.Linear(2, 3), tmp_path / "w.pt")
-    text = str(caught.value)
-    assert "1 keys are missing (weight); 7 keys are unexpected (k0, k1, k2, k3, k4, …)" in text
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (None, "there is no file"),
-        ({"weight": torch.zeros(1), "bias": torch.zeros(3)}, "size mismatch for weight"),
-        ([1, 2], "holds no state dict"),
-        ({"epoch": 3}, "holds no state dict"),
-        (nn.Linear(2, 3), "a whole pickled model"),
-    ],
-)
-def test_weights_that_do_not_serve_are_refused(tmp_path: Path, content: object, reason: str) -> None:
-    if content is not None:
-        torch.save(content, tmp_path / "w.pt")
-    with pytest.raises(InputError, match=reason):
-        load_weights(nn.Linear(2, 3), tmp_path / "w.pt")
 
 
 @pytest.mark.parametrize("case", ODD)

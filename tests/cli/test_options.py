@@ -92,14 +92,16 @@ def test_a_lane_that_there_is_not_is_a_wrong_option(precision: str) -> None:
         options._lanes(precision)
 
 
-@pytest.mark.parametrize("budget", [1e-3, 1.0, math.inf])
+@pytest.mark.parametrize("budget", [1e-3, 1.0, 1e9])
 def test_any_positive_time_is_a_budget(budget: float) -> None:
     check_budget(budget)
 
 
-@pytest.mark.parametrize(("budget", "text"), [(0.0, "0"), (-1.5, "-1.5"), (math.nan, "nan")])
+@pytest.mark.parametrize(
+    ("budget", "text"), [(0.0, "0"), (-1.5, "-1.5"), (math.nan, "nan"), (math.inf, "inf")]
+)
 def test_no_time_is_no_budget(budget: float, text: str) -> None:
-    with pytest.raises(InputError, match=rf"^--budget {text}: give a positive number of seconds$"):
+    with pytest.raises(InputError, match=rf"^--budget {text}: give a positive, finite number of seconds$"):
         check_budget(budget)
 
 
@@ -168,14 +170,14 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"budget": 0.0}, "--budget 0: give a positive number"),
+        ({"budget": 0.0}, "--budget 0: give a positive, finite number"),
         ({"device": "tpu"}, "--device 'tpu' is no device"),
         ({"exclude": ["nope", "also"]}, "there is no pass also, nope: choose from allow-tf32, "),
         ({"passes": "fold-conv-bn,nope{x=1}"}, "there is no pass nope: choose from allow-tf32, "),
         ({"passes": "fold-conv-bn{"}, "passes='fold-conv-bn{': "),
         ({"written": {"--json": Path("net.py")}}, "MODEL and --json are the same file, net.py"),
         ({"written": {"--json": Path("r"), "--markdown": Path("./r")}}, "--json and --markdown are the same"),
-        ({"written": {"--json": Path("nowhere/r")}}, "create it first"),
+        ({"written": {"--json": Path("nowhere/r")}}, "create that folder first"),
         ({"written": {"--report": Path("-")}}, "--report -: stdout has the text for people: name a file"),
         ({"shapes": ["1x3x"]}, "--input '1x3x' is no shape"),
         ({"image": Path("nowhere.png")}, "--image: there is no file"),
@@ -286,6 +288,20 @@ def test_an_error_is_one_paragraph_and_ends_with_code_1(
     assert capsys.readouterr() == ("", told)
 
 
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file"), InputError("there is no file x")])
+def test_where_the_current_folder_was_removed_every_error_says_so(
+    error: Exception, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here").rmdir()
+    with pytest.raises(typer.Exit), readable_errors(verbose=False):
+        raise error
+    told = capsys.readouterr().err
+    assert told.startswith("error: the current folder was removed: change to one that is there (")
+    assert "o such file" in told or "no file x" in told
+
+
 def test_a_long_error_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit), readable_errors(verbose=False):
         raise InputError("word " * 1000)
@@ -309,6 +325,11 @@ def test_a_file_is_replaced_through_a_link_and_nothing_else_is_left(tmp_path: Pa
     assert target.read_text(encoding="utf-8") == "µ new"
     assert (tmp_path / "link").is_symlink()
     assert {path.name for path in tmp_path.iterdir()} == {"r.json", "link"}
+
+
+def test_a_character_that_utf_8_lacks_is_written_as_its_number(tmp_path: Path) -> None:
+    write(tmp_path / "r.json", f'"{os.fsdecode(b"robot-" + bytes([255]))}"')
+    assert json.loads((tmp_path / "r.json").read_text(encoding="utf-8")) == "robot-\udcff"
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write everywhere")

@@ -40,6 +40,7 @@ def test_passes_of_others_stay_behind() -> None:
         ([{"pass": "fold-conv-bn"}], "fields"),
         ([{"pass": "bake-autocast", "fields": {"policy": 3}}], "policy is 3"),
         ([{"pass": "compile", "fields": {"warm_ups": True, "pieces": 1}}], "warm_ups is True"),
+        ([{"pass": "compile", "fields": {"warm_ups": 10**9, "pieces": 1}}], "warm_ups is 1000000000"),
         ([{"pass": "degroup", "fields": {"choices": [["a"]], "least_gain": 1.0}}], "choices is"),
         ([{"pass": "degroup", "fields": {"choices": "ab", "least_gain": 1.0}}], "choices is 'ab'"),
         ([{"pass": "degroup", "fields": {"choices": [["a", 1]], "least_gain": 1.0}}], "choices is"),

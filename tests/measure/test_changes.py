@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,23 @@ def test_another_device_of_the_inputs_is_none_and_lanes_may_be_asked_for_that_ca
     check_lanes(then, {"fp32", "amp"})
     with pytest.raises(InputError, match="fp32 and amp, differ"):
         check_lanes(then, {"amp"})
+
+
+def test_a_further_lane_is_only_now() -> None:
+    now = run()
+    more = tuple(dataclasses.replace(row, lane="amp") for row in now.rows)
+    found = changes(run().to_dict(), dataclasses.replace(now, rows=(*now.rows, *more)).to_dict(), 1.05)
+    assert {row.outcome for row in found.rows if row.lane == "amp"} == {"only now"}
+    assert len(found.compared) == 2
+    assert not found.regressions
+
+
+@pytest.mark.parametrize("kept", [[], [2]], ids=["no rows", "none measured"])
+def test_a_baseline_without_a_measured_row_is_refused(kept: list[int], tmp_path: Path) -> None:
+    data = run().to_dict()
+    (tmp_path / "b.json").write_text(json.dumps({**data, "rows": [data["rows"][at] for at in kept]}))
+    with pytest.raises(InputError, match=r"b\.json has no row that was measured: make it anew"):
+        read_baseline(tmp_path / "b.json")
 
 
 def test_a_baseline_is_read_as_it_was_written(tmp_path: Path) -> None:

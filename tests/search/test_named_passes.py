@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,18 @@ def test_a_name_that_gives_no_pass_is_refused(package: Path, name: str, message:
         ampopt.optimize(twice(), X, passes=name)
 
 
+def test_a_pass_with_a_name_of_ours_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = EntryPoint("degroup", f"no_such_{len(sys.modules)}:Pass", "ampopt.passes")
+    monkeypatch.setattr("ampopt.search.named_passes.installed", lambda: {"degroup": entry})
+    for _ in range(2):
+        assert by_name("degroup") == Degroup()
+    assert by_name("fold-conv-bn") == FoldConvBn()
+    told = f"ampopt: the pass degroup of {entry.value} is not used, ampopt's own is: let it be renamed"
+    assert [record.getMessage() for record in caplog.records] == [told]
+
+
 def test_the_command_line_tries_it_and_tells_its_proof(package: Path, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(
         "from torch import nn\nnet = lambda: nn.Sequential(nn.ReLU(), nn.ReLU())\n"
@@ -219,6 +232,11 @@ def test_a_changed_pipeline_keeps_the_rest() -> None:
         ({"passes": [FoldConvBn]}, "give an instance"),
         ({"passes": "degroup{least-gain=x}"}, "degroup's option least-gain is x: give one such as 1.03"),
         ({"passes": "degroup{loss=1}"}, "degroup has no option loss: its options are choices, least-gain"),
+        ({"passes": "script{warm-ups=-1}"}, "script's option warm-ups is -1: give one such as 4, from 1"),
+        ({"passes": "degroup{choices=5}"}, "degroup's option choices is 5: give a list of"),
+        ({"passes": "degroup{choices=[1]}"}, r"degroup's option choices is \[1\]: give a list of"),
+        ({"passes": "degroup{least-gain=NaN}"}, "degroup's option least-gain is NaN"),
+        ({"passes": [Degroup(least_gain=-1.0)]}, "degroup's option least-gain is -1.0"),
         ({"passes": "bake-autocast{policy=O9}"}, "unknown precision policy 'O9'"),
         ({"passes": ["script", "script"]}, "two passes named script"),
         ({"passes": [Planted("mine")], "exclude": ["yours"]}, "there is no pass yours: choose from .*mine"),
@@ -229,6 +247,35 @@ def test_passes_that_contradict_are_refused_before_any_work(options: dict[str, A
         ampopt.optimize(twice(), X, **options)
     with pytest.raises(InputError, match=message):
         ampopt.compare(twice(), X, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Particular(Planted):
+    """A pass that checks its options itself."""
+
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError("the size is 1 or more")
+        if self.size > 9:
+            raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("particular{size=0}", "particular{size=0}: ValueError: the size is 1 or more"),
+        ("particular{size=10}", "particular{size=10}: SystemExit: 3"),
+    ],
+)
+def test_what_a_pass_says_of_its_options_is_told_with_its_name(
+    text: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ampopt.search.named_passes.by_name", Particular)
+    with pytest.raises(InputError) as caught:
+        from_text(text)
+    assert str(caught.value) == message
 
 
 def test_tf32_is_for_those_who_give_a_tolerance() -> None:

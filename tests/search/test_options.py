@@ -58,8 +58,8 @@ def test_nan_may_be_lost_only_where_the_user_says_so(nan: Any, keeps: bool) -> N
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"budget_s": 0}, "budget_s=0: give a positive number of seconds"),
-        ({"budget_s": math.inf}, "budget_s=inf: give a positive number of seconds"),
+        ({"budget_s": 0}, "budget_s=0: give a positive, finite number of seconds"),
+        ({"budget_s": math.inf}, "budget_s=inf: give a positive, finite number of seconds"),
         ({"tolerance": -1e-9}, "tolerance=-1e-09: give a relative error, 0 or more"),
         ({"metric": "iou"}, "metric='iou': give a function, metric(outputs, original_outputs) -> float"),
         ({"outputs": "mine"}, "outputs='mine': choose 'copy' or 'static'"),

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from ampopt.errors import PassError
 from ampopt.ir.graph import aten
 from ampopt.ir.lanes import FP32
 from ampopt.ir.pipeline import Pipeline
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Declined, Result
+from ampopt.ir.transform import Declined, Result, replay
 from ampopt.measure.entry import Verdict
 from ampopt.search.lane_search import LaneSearch
 from ampopt.search.pass_manager import PassManager
@@ -77,6 +81,55 @@ def test_a_pass_that_raises_is_a_failed_row_and_the_run_goes_on(
     first, second = bench.rewrite(broken, GOOD)
     assert (first.verdict, first.reason) == (Verdict.FAILED, "ZeroDivisionError: no luck")
     assert second.verdict is Verdict.KEPT
+
+
+@dataclasses.dataclass(frozen=True)
+class _Giving(Planted):
+    """One whose `apply` gives what a function makes of the program."""
+
+    give: Callable[[Program], Any] = lambda program: None
+
+    def apply(self, program: Program) -> Result:
+        given: Result = self.give(program)
+        return given
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaving(Planted):
+    """One that ends Python when it is asked whether it can be applied."""
+
+    def why_not(self, program: Program) -> str | None:
+        raise SystemExit(3)
+
+
+WITHOUT_A_RESULT: dict[str, tuple[Planted, str]] = {
+    "nothing": (_Giving("bad"), "the pass returned None: let it return Result(program, rewrites)"),
+    "a number": (_Giving("bad", give=lambda program: 3), "the pass returned 3: let it return Result("),
+    "no program": (
+        _Giving("bad", give=lambda program: Result(program.graph, 1)),  # type: ignore[arg-type]
+        "the pass returned a Result whose program is GraphModule(): let it return Result(",
+    ),
+    "uncounted": (
+        _Giving("bad", give=lambda program: Result(program.replace(), 0)),
+        "the pass returned another program, and counts no rewrites: let it count what it changed",
+    ),
+    "an exit": (Planted("bad", error=SystemExit(2)), "the pass ends Python (SystemExit: 2): let it raise"),
+    "an exit beforehand": (_Leaving("bad"), "the pass ends Python (SystemExit: 3): let it raise"),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_A_RESULT)
+def test_a_pass_that_gives_no_result_is_a_failed_row_that_says_what_it_gave(
+    case: str, monkeypatch: pytest.MonkeyPatch, net: nn.Module
+) -> None:
+    bad, reason = WITHOUT_A_RESULT[case]
+    first, second = Bench(monkeypatch, net, X, cost=FASTER).rewrite(bad, GOOD)
+    assert first.verdict is Verdict.FAILED
+    assert first.reason.startswith(f"PassError: {reason}")
+    assert second.verdict is Verdict.KEPT
+    program = program_of(net, X)
+    with pytest.raises(PassError, match=re.escape(reason)):
+        replay((bad,), program)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -129,7 +129,7 @@ def test_it_stays_bounded_and_the_longest_unused_go(
         cache.store(f"{number}" * 64, RECIPES)
         os.utime(cache.folder / f"{str(number) * 64}.json", (number, number))
     assert cache.find("0" * 64) == FOUND  # used just now
-    left = cache.folder / f"left{SUFFIX}"
+    left = cache.folder / f".{'1' * 64}.json.{'0' * 16}{SUFFIX}"
     left.write_text("of a process that was killed")
     os.utime(left, (0, 0))
     cache.store("3" * 64, RECIPES)
@@ -165,7 +165,7 @@ def test_a_folder_that_cannot_be_written_is_an_empty_cache(tmp_path: Path) -> No
 def test_clear_removes_everything(cache: TuningCache) -> None:
     cache.store(KEY, RECIPES)
     cache.store("cd" * 32, RECIPES)
-    (cache.folder / "compiled.so").write_text("our operators, which are kept here, too")
+    (cache.folder / f"onnx_ops-{'0' * 32}.so").write_text("our operators, which are kept here, too")
     assert cache_folder.clear(cache.folder) == 3
     assert kept_files(cache.folder) == list(cache.folder.iterdir()) == []
 

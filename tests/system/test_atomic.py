@@ -333,3 +333,51 @@ def test_a_file_is_created_whole_and_only_where_none_is(
         create(tmp_path / "key", b"other", 0o600)
     assert (tmp_path / "key").read_bytes() == b"secret"
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o444])
+@FORMS
+def test_what_is_replaced_keeps_its_permissions(as_folder: bool, mode: int, tmp_path: Path) -> None:
+    mode |= 0o700 if as_folder else 0
+    target = save(tmp_path / "b", as_folder=as_folder)
+    target.chmod(mode)
+    with replacing(target, folder=as_folder) as temporary:
+        open_to_others = temporary.stat().st_mode & 0o077
+        (temporary / "a" if as_folder else temporary).write_bytes(b"new")
+    assert open_to_others == mode & 0o077
+    assert target.stat().st_mode & 0o777 == mode
+
+
+def test_of_another_users_file_nobody_may_write_to_what_replaces_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = save(tmp_path / "b")
+    for mode, expected in ((0o666, 0o644), (0o660, 0o640), (0o600, 0o600)):
+        target.chmod(mode)
+        with monkeypatch.context() as patch:
+            patch.setattr("ampopt.system.atomic.os.geteuid", lambda: 12345)
+            save(target)
+        assert target.stat().st_mode & 0o777 == expected
+
+
+def test_files_that_are_replaced_together_keep_their_permissions(tmp_path: Path) -> None:
+    target, old, new = (tmp_path / name for name in ("m.onnx", "old.data", "new.data"))
+    for path, mode in ((target, 0o600), (old, 0o640)):
+        path.touch()
+        path.chmod(mode)
+    with replacing_together(target, old, new) as folder:
+        assert folder.stat().st_mode & 0o077 == 0
+        for path in (target, old, new):
+            (folder / path.name).write_bytes(b"new")
+    assert [path.stat().st_mode & 0o777 for path in (target, old, new)] == [0o600, 0o640, 0o600]
+
+
+def test_a_new_file_and_one_of_another_kind_have_the_usual_permissions(tmp_path: Path) -> None:
+    (tmp_path / "usual").touch()
+    (tmp_path / "folder").mkdir()
+    save(tmp_path / "b").chmod(0o600)
+    save(tmp_path / "b", as_folder=True)
+    with replacing(tmp_path / "new") as temporary:
+        temporary.write_bytes(b"new")
+    for made, usual in (("new", "usual"), ("b", "folder")):
+        assert (tmp_path / made).stat().st_mode == (tmp_path / usual).stat().st_mode

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import onnx
 import pytest
+import torch
+from torch import fx, nn
 
-from ampopt.search.tuning_cache import Known, TuningCache
-from ampopt.system import cache_folder
-from ampopt.system.atomic import SUFFIX
-from ampopt.system.cache_folder import clear, is_ours, keep, kept, kept_files
+from ampopt.engines import onnx_cache
+from ampopt.search.tuning_cache import Known, TuningCache, key_of
+from ampopt.system import cache_folder, native
+from ampopt.system.atomic import SUFFIX, replacing
+from ampopt.system.cache_folder import CacheError, clear, is_ours, keep, kept, kept_files, size
+from tests.helpers import program_of
 from tests.system.test_plain_files import ODD
 
 KEY = "ab" * 32
+LIBRARY, FOLDER = f"onnx_ops-{KEY[:32]}.so", f"{'0' * 64}.json"
 
 
 @pytest.mark.parametrize("case", [case for case in ODD if case != "nothing"])
@@ -91,18 +99,82 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
 
 
 def test_clearing_removes_what_others_put_there_but_no_folder(tmp_path: Path) -> None:
-    keep(tmp_path / "a.json", b"x")
-    os.mkfifo(tmp_path / "b.onnx")
-    (tmp_path / "c.so").symlink_to("nowhere")
-    (tmp_path / "d.json").mkdir()
+    keep(tmp_path / f"{KEY}.json", b"x")
+    os.mkfifo(tmp_path / f"{KEY}.onnx")
+    (tmp_path / LIBRARY).symlink_to("nowhere")
+    (tmp_path / FOLDER).mkdir()
     assert len(kept_files(tmp_path)) == 3
     assert clear(tmp_path) == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["d.json"]
+    assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
 
 
 def test_odd_files_are_the_first_to_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_folder, "MOST_FILES", 1)
-    os.mkfifo(tmp_path / "b.onnx")
-    os.utime(tmp_path / "b.onnx", (0, 0))
-    keep(tmp_path / "a.json", b"x")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+    os.mkfifo(tmp_path / f"{KEY}.onnx")
+    os.utime(tmp_path / f"{KEY}.onnx", (0, 0))
+    keep(tmp_path / f"{KEY}.json", b"x")
+    assert [path.name for path in tmp_path.iterdir()] == [f"{KEY}.json"]
+
+
+USERS_OWN = (
+    "package.json", "my.onnx", "net.so", f"{KEY[:-1]}.json", f"{KEY}.json.json", f"{KEY.upper()}.onnx",
+    f"{KEY}.txt", f"{'g' * 64}.json", f"lib-{KEY}.so", f"x{SUFFIX}", f".my.onnx.{'0' * 16}{SUFFIX}",
+)  # fmt: skip
+
+
+def test_files_of_the_users_own_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_folder, "MOST_FILES", 1)
+    for name in USERS_OWN:
+        (tmp_path / name).write_text("precious")
+        os.utime(tmp_path / name, (0, 0))
+    for key in ("0" * 64, "1" * 64):
+        keep(tmp_path / f"{key}.json", b"x")
+    assert size(tmp_path) == (1, 1)
+    assert clear(tmp_path) == 1
+    assert {path.name for path in tmp_path.iterdir()} == set(USERS_OWN)
+
+
+def test_whatever_writes_to_the_folder_gives_names_of_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMPOPT_CACHE", str(tmp_path))
+    monkeypatch.setattr("ampopt.engines.onnx_cache.cache_folder", cache_folder.cache_folder)
+    TuningCache(tmp_path).store(key_of(program_of(nn.ReLU(), torch.ones(2)), {}), {"fp32": ()})
+    graph = fx.symbolic_trace(nn.ReLU())
+    onnx_cache.exported(graph, [torch.ones(2)], lambda: onnx.ModelProto())
+    monkeypatch.setattr("ampopt.system.native._compiler", lambda: "c++")
+    monkeypatch.setattr("ampopt.system.native._compile", lambda _command, file: file.write_bytes(b""))
+    for source in native.SOURCES.glob("*.cpp"):
+        native.library(source.name)
+    with contextlib.suppress(KeyboardInterrupt), replacing(tmp_path / f"{KEY}.json"):
+        monkeypatch.setattr("ampopt.system.atomic._remove", lambda _path: None)  # as where one is killed
+        raise KeyboardInterrupt
+    assert len(names := os.listdir(tmp_path)) >= 5
+    assert {path.name for path in kept_files(tmp_path)} == set(names)
+
+
+def test_clearing_says_what_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (tmp_path / f"{digit * 64}.json" for digit in "01")
+    for file in (first, second):
+        keep(file, b"x")
+    unlink = Path.unlink
+
+    def refusing(path: Path, missing_ok: bool = False) -> None:
+        if path == first:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refusing)
+    with pytest.raises(CacheError, match=rf"1 are removed and 1 cannot be: {first.name} \(Permission denied"):
+        clear(tmp_path)
+    assert list(tmp_path.iterdir()) == [first]
+
+
+@pytest.mark.parametrize("work", [clear, size])
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
+    work: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CacheError, match=r"cannot be listed .*AMPOPT_CACHE"):
+        work(tmp_path / "file")
+    assert size(tmp_path / "missing") == (0, 0)
