@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -76,8 +75,7 @@ class ProgramMaker:
     ) -> Served:
         self._kinds.check_call(args, kwargs)
         try:
-            call = partial(self.try_original, args, kwargs)
-            with variables_kept(self._optimized.original, call):  # calls of copies verify the program
+            with variables_kept(self._optimized.original):  # calls of copies verify the program
                 return self._make(args, kwargs, passes)
         except KindError:
             raise

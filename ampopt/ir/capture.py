@@ -11,7 +11,6 @@ import dataclasses
 import operator
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,14 +35,7 @@ from ampopt.ir.place_in_code import place_in_code
 from ampopt.ir.program import Border, Program
 from ampopt.ir.scripted import export_script, scripted_submodules, with_frozen_scripts
 from ampopt.ir.settings import plain_world
-from ampopt.ir.signature import (
-    OutputLayout,
-    copied,
-    flatten_call,
-    flatten_outputs,
-    map_tensors,
-    tensors_of,
-)
+from ampopt.ir.signature import OutputLayout, flatten_call, flatten_outputs, tensors_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,11 +73,6 @@ class Captured:
     def inputs(self) -> tuple[Tensor, ...]:
         """The example inputs without the state."""
         return self.program.examples[: len(self.program.examples) - len(self.state)]
-
-
-def _call_of_a_copy(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    own_args, own_kwargs = map_tensors(copied, args, kwargs)  # it may write to them
-    working_copy(model)(*own_args, **own_kwargs)
 
 
 def _export(
@@ -130,8 +117,7 @@ def capture(
     leaves, spec = flatten_call(args, kwargs)
     kind = type(model).__name__
     try:
-        call = partial(_call_of_a_copy, model, args, kwargs)
-        with capturing(), plain_world(device), untouched_rng(device), variables_kept(model, call):
+        with capturing(), plain_world(device), untouched_rng(device), variables_kept(model):
             if not is_normal(leaves, spec) and (reason := why_not_normal(model, args, kwargs, device)):
                 raise CaptureError(f"{kind} is more than its graph: {reason}")
             leaves, spec = normal_form(leaves, spec)

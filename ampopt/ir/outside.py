@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import inspect
 import itertools
 import logging
 import sys
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ampopt.errors import first_line
-from ampopt.ir.model_copy import device_of, exact_copy, same_tensor, untouched_rng
 from ampopt.ir.parts import (
     ATOMS,
     CODE,
@@ -42,8 +40,6 @@ from ampopt.ir.parts import (
     variables_of_function,
     walk,
 )
-from ampopt.ir.signature import flatten_call, map_tensors
-from ampopt.system.interrupts import check_interrupted
 
 logger = logging.getLogger("ampopt")
 
@@ -55,8 +51,7 @@ MOST_OF_A_LIBRARY = 300
 
 _ABSENT = object()
 
-Undo = Callable[[], bool]
-"""Puts back one thing, and tells whether it was another."""
+Undo = Callable[[], object]
 
 
 class Code:
@@ -195,57 +190,27 @@ _NOT_OF_CALLS = frozenset(
 
 
 @contextlib.contextmanager
-def variables_kept(model: nn.Module, call: Callable[[], object] | None = None) -> Iterator[None]:
+def variables_kept(model: nn.Module) -> Iterator[None]:
     """Put back after the block what calls of a model, or of its copies, write to where no copy has it.
-
-    With `call`, which calls a copy, what that writes to nowhere was written by others, such as a thread that
-    reads a camera, and stays.
 
     Where a class attribute, a global variable, or something that these hold was a tensor or a number, it is
     that again, and tensors of up to 64 MiB have their numbers again; tensors without numbers, which an export
     leaves, go. All else stays as it is then: what a library has registered, loaded or switched on, and
     containers that other threads may have filled.
     """
-    before = _noted(model)
+    undo = list[Undo]()
+    _tried(lambda: undo.extend(_everything(model)))
     try:
         yield
     finally:
-        now = _noted(model) if call is not None else []
-        if _undo(before) and call is not None and _answers(call) and not _undo(before):
-            _undo(now)
+        for step in undo:
+            _tried(step, logging.WARNING)
 
 
-def _noted(model: nn.Module) -> list[Undo]:
-    """What puts everything back that variables hold now."""
-    found = list[Undo]()
-    with _may_fail():
-        found.extend(_everything(model))
-    return found
-
-
-def _undo(steps: list[Undo]) -> bool:
-    """Put everything back; whether anything was another."""
-    was_another = False
-    for step in steps:
-        with _may_fail(logging.WARNING):
-            was_another |= step()
-    return was_another
-
-
-def _answers(call: Callable[[], object]) -> bool:
-    try:
-        call()
-    except (Exception, SystemExit) as error:
-        check_interrupted(error)
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _may_fail(level: int = logging.DEBUG) -> Iterator[None]:
+def _tried(step: Undo, level: int = logging.DEBUG) -> None:
     """Do what an odd object of a user's may refuse: it stays as it is then, which is told on this level."""
     try:
-        yield
+        step()
     except Exception as error:
         text = "ampopt: what calls of the model wrote to a variable of yours may stay there: %s"
         logger.log(level, text, first_line(error), exc_info=level < logging.WARNING)
@@ -266,8 +231,7 @@ def _everything(model: nn.Module) -> Iterator[Undo]:
             yield partial(_drop, function.__globals__, absent)
     for _, value in walk(held, code=False, classes=False, leave_out=lambda part: id(part) in own):
         undo = list[Undo]()
-        with _may_fail():
-            _look(value, undo)
+        _tried(partial(_look, value, undo))
         yield from undo
 
 
@@ -277,7 +241,7 @@ def _look(value: Any, undo: list[Undo]) -> None:
         return
     if isinstance(value, Tensor):
         if value.layout is torch.strided and not value.is_inference() and value.nbytes <= MOST_TO_COPY:
-            undo.append(partial(_write_back, value, value.detach().clone()))
+            undo.append(partial(_write_back, value, value._version, value.detach().clone()))
         return
     if isinstance(value, dict):
         undo.append(partial(_put_back, value, dict(dict.items(value)), is_whole=True))
@@ -299,51 +263,45 @@ def _is_lost(before: Any, now: Any) -> bool:
     return isinstance(before, Tensor) or type(before) in (int, float) or isinstance(now, FakeTensor)
 
 
-def _assign_again(kind: type, name: str, before: Any) -> bool:
-    if is_lost := _is_lost(before, vars(kind).get(name, _ABSENT)):
+def _assign_again(kind: type, name: str, before: Any) -> None:
+    if _is_lost(before, vars(kind).get(name, _ABSENT)):
         setattr(kind, name, before)
-    return is_lost
 
 
-def _set_again(holder: Any, name: str, before: Any) -> bool:
+def _set_again(holder: Any, name: str, before: Any) -> None:
     """Give a cell or an object with slots, a frozen one too, what it held."""
-    if is_lost := _is_lost(before, getattr(holder, name, _ABSENT)):
+    if _is_lost(before, getattr(holder, name, _ABSENT)):
         object.__setattr__(holder, name, before)
-    return is_lost
 
 
-def _put_back(mapping: Any, before: dict[Any, Any], *, is_whole: bool = False) -> bool:
+def _put_back(mapping: Any, before: dict[Any, Any], *, is_whole: bool = False) -> None:
     """Give a dict its tensors and numbers again; with `is_whole`, it loses new tensors without numbers."""
-    lost = [key for key, value in before.items() if _is_lost(value, dict.get(mapping, key, _ABSENT))]
-    for key in lost:
-        mapping[key] = before[key]
-    new = [key for key in dict.keys(mapping) if key not in before] if is_whole else []
-    return _drop(mapping, new) or bool(lost)
+    for key, value in before.items():
+        if _is_lost(value, dict.get(mapping, key, _ABSENT)):
+            mapping[key] = value
+    if is_whole:
+        _drop(mapping, [key for key in dict.keys(mapping) if key not in before])
 
 
-def _drop(mapping: Any, keys: list[Any]) -> bool:
-    left = [key for key in keys if isinstance(dict.get(mapping, key), FakeTensor)]
-    for key in left:
-        del mapping[key]
-    return bool(left)
+def _drop(mapping: Any, keys: list[Any]) -> None:
+    for key in keys:
+        if isinstance(dict.get(mapping, key), FakeTensor):
+            del mapping[key]
 
 
-def _refill(sequence: list[Any] | collections.deque[Any], before: list[Any]) -> bool:
+def _refill(sequence: list[Any] | collections.deque[Any], before: list[Any]) -> None:
     """Give a list what it held, where its tensors or numbers are others, or where an export was at it."""
     now = [*sequence]
     is_replaced = len(now) == len(before) and any(map(_is_lost, before, now))
-    if is_replaced := is_replaced or any(isinstance(each, FakeTensor) for each in now):
+    if is_replaced or any(isinstance(each, FakeTensor) for each in now):
         sequence.clear()
         sequence.extend(before)
-    return is_replaced
 
 
-def _write_back(tensor: Tensor, before: Tensor) -> bool:
-    """Give a tensor its numbers again, where it has others, without a trace in its version."""
-    if tensor.shape != before.shape or same_tensor(tensor, before):
-        return False
-    tensor.data.copy_(before)
-    return True
+def _write_back(tensor: Tensor, version: int, before: Tensor) -> None:
+    """Give a tensor its numbers again, where it was written to, without a trace in its version."""
+    if tensor._version != version and tensor.shape == before.shape:
+        tensor.data.copy_(before)
 
 
 P = ParamSpec("P")
@@ -353,26 +311,10 @@ T = TypeVar("T")
 def keeps_variables(function: Callable[P, T]) -> Callable[P, T]:
     """Let a function of a model, its first parameter, put back its variables, see `variables_kept`."""
 
-    asked = inspect.signature(function)
-
     @functools.wraps(function)
-    def kept(*args: P.args, **kwargs: P.kwargs) -> T:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
         model = kwargs.get("model", args[0] if args else None)
-        if not isinstance(model, nn.Module):
-            return function(*args, **kwargs)
-        with variables_kept(model, partial(_call_of_a_copy, model, asked, args, kwargs)):
+        with variables_kept(model) if isinstance(model, nn.Module) else contextlib.nullcontext():
             return function(*args, **kwargs)
 
-    return kept
-
-
-def _call_of_a_copy(
-    model: nn.Module, asked: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """The example call that a function of a model was given, by a copy. Raises what the model raises."""
-    given = asked.bind_partial(*args, **kwargs).arguments
-    example, own = given.get("example_inputs"), given.get("example_kwargs") or {}
-    inputs = example if isinstance(example, tuple) else () if example is None else (example,)
-    inputs, own = map_tensors(lambda tensor: tensor.detach().clone(), inputs, own)
-    with torch.no_grad(), untouched_rng(device_of(model, flatten_call(inputs, own)[0])):
-        exact_copy(model).eval()(*inputs, **own)
+    return call

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ampopt
-from ampopt.ir import capture, lowering
 from ampopt.ir.outside import Code, variables_kept
 
 X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -116,73 +115,6 @@ def test_what_a_global_variable_holds_is_put_back(kind: str) -> None:
     assert changed
     assert HELD is held
     assert look(HELD) == before
-
-
-@pytest.mark.usefixtures("held")
-@pytest.mark.parametrize("kind", CASES)
-def test_what_only_others_write_stays(kind: str) -> None:
-    """A camera's thread writes a frame that the model reads."""
-    global HELD
-    make, write, look = CASES[kind]
-    HELD = make()
-    model = Writing(lambda x: HELD)
-    with variables_kept(model, lambda: model(X)):
-        model(X)
-        write(X)  # as the thread does
-        expected = repr(look(HELD))
-    assert repr(look(HELD)) == expected != repr(look(make()))
-
-
-@pytest.mark.usefixtures("held")
-@pytest.mark.parametrize("kind", CASES)
-def test_what_the_model_writes_is_put_back_though_others_may_have_written(kind: str) -> None:
-    global HELD
-    make, write, look = CASES[kind]
-    HELD = make()
-    model = Writing(write)
-    with variables_kept(model, lambda: model(X)):
-        model(X)
-    assert look(HELD) == look(make())
-
-
-@pytest.mark.usefixtures("held")
-def test_where_a_model_cannot_be_called_again_everything_is_put_back() -> None:
-    global HELD
-    HELD = 5
-
-    def fail() -> None:
-        raise RuntimeError("the camera is gone")
-
-    with variables_kept(Writing(_replace), fail):
-        _replace(X)
-    assert HELD == 5
-
-
-class Thresholded(nn.Module):
-    """Reads what an operator sets."""
-
-    threshold = 0.5
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 3, 1)
-        self.eval()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """At least the threshold."""
-        return torch.clamp(self.conv(x), min=self.threshold)
-
-
-def test_what_an_operator_sets_while_a_model_is_optimized_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = lowering.lower
-
-    def lowered(*args: Any, **options: Any) -> Any:
-        monkeypatch.setattr(Thresholded, "threshold", 0.75)
-        return begin(*args, **options)
-
-    monkeypatch.setattr(capture, "lower", lowered)
-    ampopt.optimize(Thresholded(), X, passes=["fold-conv-bn"], budget_s=10.0, progress=False)
-    assert Thresholded.threshold == 0.75
 
 
 @pytest.mark.usefixtures("held")
