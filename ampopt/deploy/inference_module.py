@@ -107,10 +107,10 @@ class InferenceModule(nn.Module):
         return _copies(self._named.named_buffers(prefix, recurse, remove_duplicate))
 
     def get_submodule(self, target: str) -> nn.Module:
-        """Itself for an empty name. Raises InputError for others."""
+        """Itself for an empty name. Raises AttributeError for others."""
         if not target:
             return self
-        raise InputError(
+        raise AttributeError(
             f"an optimized module has no submodule {target!r}: its programs stand for them; trace, export or "
             "call the original with other weights"
         )

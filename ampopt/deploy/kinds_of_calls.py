@@ -18,6 +18,7 @@ from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.ir.model_differences import Place, differences
 from ampopt.ir.normal_form import true_copy
 from ampopt.ir.numerics import relative_error
+from ampopt.ir.outside import variables_kept
 from ampopt.ir.signature import flatten_call, flatten_outputs, map_tensors
 from ampopt.system.interrupts import check_interrupted
 
@@ -95,11 +96,15 @@ class KindsOfCalls:
         A tracker answers a search after it was given a template, for which there is a program.
         """
         new = _Kind(args, kwargs, None)
-        with torch.inference_mode(mode=False):
+        with torch.inference_mode(mode=False), variables_kept(self._original):
             for other in self._known:
+                if not other.changes:
+                    continue
                 called = working_copy(self._original)
                 if self._answer_or_none(called, other) is None or self._answer_or_none(called, new) is None:
                     continue
+                if self._answer_or_none(working_copy(self._original), new) is not None:
+                    return  # what it failed for has passed
                 raise KindError(
                     "the model answers a call of this kind only after one of another kind, for which there "
                     "is a program, and reads what that leaves in it: call the model so, and then optimize it "

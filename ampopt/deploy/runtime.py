@@ -171,8 +171,8 @@ class OptimizedModule(DeployableGraph):
         """
         if type(kwargs) is not dict:  # torch.fx traces this module itself
             check_untraced((kwargs,))
-        is_usual = not is_surrounded() and autocast_now(self.program.device) is None and self._has_dtype()
-        if not kwargs and is_usual:
+        is_usual = not kwargs and not is_surrounded() and self._has_dtype()
+        if is_usual and autocast_now(self.program.device) is None:
             answer = self._calls.short(args) if all(map(_is_simple, args)) else None
             if answer is not None:
                 result = answer(*args)
@@ -181,7 +181,7 @@ class OptimizedModule(DeployableGraph):
         return self._general(args, kwargs)
 
     def _has_dtype(self) -> bool:
-        """Whether numbers that a model makes have the dtype now that they had when it was optimized."""
+        """Whether numbers that a model makes have the dtype that they had when it was optimized."""
         return torch.get_default_dtype() is self._dtype
 
     @property
@@ -222,8 +222,7 @@ class OptimizedModule(DeployableGraph):
         tensors = tensors_of(leaves)
         self._refusing(lambda: check_plain(tensors), "a tensor that is not plain")
         if not self._has_dtype():
-            reason = f"the default dtype is {torch.get_default_dtype()} now, which its programs do not know"
-            return self._by_original(reason, args, kwargs, tensors)
+            return self._by_original("the default dtype is another now", args, kwargs, tensors)
         served = self._calls.find(leaves, spec)
         if served is None:
             found = self._first(args, kwargs, leaves, spec)
@@ -368,6 +367,7 @@ class OptimizedModule(DeployableGraph):
             max_captures=self._new.max_captures,
             sized=self._sized,
         )
+        duplicate._dtype = self._dtype
         duplicate._state.take(self._state)
         for hooks in _HOOKS:
             getattr(duplicate, hooks).update(getattr(self, hooks))

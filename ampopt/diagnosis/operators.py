@@ -96,7 +96,7 @@ def _detach(device: torch.device) -> None:
 
     Its documentation asks that nothing runs on the GPU meanwhile, and that what was recorded was read.
     """
-    for version in _CUPTI:
+    for version in _CUPTI if hasattr(os, "RTLD_NOLOAD") else ():
         with contextlib.suppress(OSError):
             library = ctypes.CDLL(f"libcupti.so.{version}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
             synchronize(device)

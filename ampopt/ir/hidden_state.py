@@ -56,13 +56,12 @@ class Outside:
         """
         of_classes = ((label, vars(kind), name) for label, kind, name in self._code.class_attributes())
         for label, own, name in (*self._code.global_variables(), *of_classes):
-            if isinstance(own.get(name), _OF_EACH_THREAD) and not is_of_a_library(own):
+            if not is_of_a_library(own) and _holds_one_of_each_thread(own.get(name)):
                 return label
         for function in self._functions:
             held = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-            named = [
-                name for name, cell in held for part in contents_of(cell) if isinstance(part, _OF_EACH_THREAD)
-            ]
+            parts = [(name, part) for name, cell in held for part in contents_of(cell)]
+            named = [name for name, part in parts if _holds_one_of_each_thread(part)]
             if named and not is_of_a_library(function.__globals__):
                 return f"the variable {named[0]} of {function.__qualname__}"
         return None
@@ -77,6 +76,12 @@ class Outside:
 
     def _now(self) -> Moment:
         return Moment(self.held(), lambda part: isinstance(part, nn.Module), code=False)
+
+
+def _holds_one_of_each_thread(value: object) -> bool:
+    """Whether a value is, or holds, what each thread or context has its own of; models are left out."""
+    parts = walk(value, code=False, classes=False, leave_out=lambda part: isinstance(part, nn.Module))
+    return any(isinstance(part, _OF_EACH_THREAD) for _, part in parts)
 
 
 def why_hidden(

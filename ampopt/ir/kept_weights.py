@@ -25,20 +25,37 @@ def with_weights_kept(apply: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(self: Any, program: Program, *more: Any, **options: Any) -> Any:
         with torch.inference_mode(mode=False), torch.no_grad():
             before = [(name, tensor, tensor.detach().clone()) for name, tensor in _tensors_of(program)]
+        failed: Exception | None = None
         try:
-            return apply(self, program, *more, **options)
+            result = apply(self, program, *more, **options)
+        except Exception as error:
+            failed = error
         finally:
-            with torch.inference_mode(mode=False), torch.no_grad():
-                written = [each for each in before if not same_tensor(each[1], each[2])]
-                for _, tensor, held in written:
-                    tensor.data.copy_(held)
-            if written:
-                raise PassError(
-                    f"{self.name} has written to {written[0][0]}, which other programs and the original "
-                    "read: a pass gives a graph new weights (ampopt.ir.graph.add_constant) and writes to none"
-                )
+            written = _put_back(before)
+        if written:
+            raise PassError(
+                f"{self.name} has written to {written[0]}, which other programs and the original read: a "
+                "pass gives a graph new weights (ampopt.ir.graph.add_constant) and writes to none"
+            ) from failed
+        if failed is not None:
+            raise failed
+        return result
 
     return guarded
+
+
+def _put_back(before: list[tuple[str, Tensor, Tensor]]) -> list[str]:
+    """Give tensors what they held; the names of those that held something else."""
+    written = []
+    with torch.inference_mode(mode=False), torch.no_grad():
+        for name, tensor, held in before:
+            if not same_tensor(tensor, held):
+                written.append(name)
+                if (tensor.shape, tensor.dtype, tensor.layout) == (held.shape, held.dtype, held.layout):
+                    tensor.data.copy_(held)
+                else:
+                    tensor.data = held
+    return written
 
 
 def _tensors_of(program: Program) -> Iterator[tuple[str, Tensor]]:

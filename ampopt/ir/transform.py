@@ -100,9 +100,10 @@ class Pass(abc.ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         """Let no pass of another package write to weights, see `with_weights_kept`."""
         super().__init_subclass__(**options)
-        apply = vars(cls).get("apply")
-        if apply is not None and cls.__module__.partition(".")[0] != __package__.partition(".")[0]:
-            cls.apply = with_weights_kept(apply)  # type: ignore[method-assign]
+        owner = next(kind for kind in cls.__mro__ if "apply" in vars(kind))
+        is_new = owner is cls or not issubclass(owner, Pass)  # its own, or that of a mixin
+        if is_new and cls.__module__.partition(".")[0] != __package__.partition(".")[0]:
+            cls.apply = with_weights_kept(vars(owner)["apply"])  # type: ignore[method-assign]
 
     @property
     def name(self) -> str:

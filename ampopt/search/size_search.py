@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -15,7 +14,7 @@ from ampopt.errors import first_line
 from ampopt.ir.model_copy import untouched_rng
 from ampopt.ir.size_range import Sizes, corners, shown
 from ampopt.ir.size_ranges import now
-from ampopt.measure.clocks import engine_latency, synchronize
+from ampopt.measure.clocks import engine_latency, latency
 from ampopt.measure.headline import Compared, compare_fairly
 from ampopt.measure.sampling import gain
 from ampopt.search.subject import Subject, rest_s
@@ -30,6 +29,9 @@ SHARE = 0.3
 
 COMPARING_S = 10.0
 """Longest time in seconds for comparing it with the static program; on a quiet machine a second or two."""
+
+TOO_FAR = 10.0
+"""How many times the seconds that are left the end of a range has to need for the range not to be tried."""
 
 DRAWS = 1
 """Random inputs for each size, in addition to the example's values."""
@@ -69,16 +71,15 @@ def find_sized_program(
 def _check_time(static: Subject, sizes: Sizes, left_s: float) -> None:
     """Raise NoSizedProgramError where a range reaches so far that its end cannot be verified in time.
 
-    A call is taken to need as much longer as its inputs are larger.
+    A call is taken to need as much longer as its inputs are larger, which is too much for small ones.
     """
     examples = static.program.examples
     largest = max(corners(sizes), key=lambda wanted: _ratio(examples, sizes, wanted))
     ratio = _ratio(examples, sizes, largest)
-    began = time.perf_counter()
-    static.call()
-    synchronize(static.device)
-    needed_s = ratio * calls_to_verify(DRAWS) * (time.perf_counter() - began)
-    if 0 < left_s < needed_s:
+    sample = latency(static.call, static.device)
+    sample()
+    needed_s = ratio * calls_to_verify(DRAWS) * min(sample() for _ in range(3))
+    if 0 < TOO_FAR * left_s < needed_s:
         place = ", ".join(f"{name} {size}" for name, size in largest.items())
         raise NoSizedProgramError(
             f"at {place} its inputs are {ratio:.3g} times as large as the example's: to verify it would "

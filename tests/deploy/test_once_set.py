@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -104,6 +105,46 @@ def test_a_call_that_the_model_never_answers_raises_its_own_error() -> None:
     fast = module_of(Tracker(None), image(), True)
     with pytest.raises(RuntimeError, match="expected input"):
         fast(torch.randn(1, 5, 8, 8))
+
+
+class Short(nn.Module):
+    """Has no memory left for some of its calls of another size, and writes to its class."""
+
+    fails: ClassVar[list[Exception]] = []
+    seen = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.is_begun = nn.Conv2d(3, 4, 3), False
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.is_begun = True
+        Short.seen = x.shape[2]
+        if x.shape[2] == 12 and Short.fails:
+            raise Short.fails.pop()
+        return torch.mul(self.conv(x), 1.0)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), ValueError("a cable is loose")])
+def test_what_passes_is_the_model_s_own_error(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = module_of(Short(), image())
+    monkeypatch.setattr(Short, "seen", 0)
+    monkeypatch.setattr(Short, "fails", [error])
+    with pytest.raises(type(error), match=str(error)):
+        fast(image(size=12))
+    assert Short.seen == 0
+    assert fast(image(size=12)).shape == (4, 4, 10, 10)
+
+
+def test_a_copy_knows_the_default_dtype_of_its_original() -> None:
+    model = once(lambda m, x: m.conv(x).mean((1, 2, 3)) * torch.ones(x.shape[0]))
+    fast, x = module_of(model, image()), image()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert copy.deepcopy(fast)(x).dtype is model(x).dtype is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 class Flow(nn.Module):

@@ -48,6 +48,18 @@ def _scale_what_is_not_rounded(program: Program) -> Result:
     return Result(program, 0)
 
 
+def _round(program: Program) -> Result:
+    weight = next(program.graph.buffers())
+    weight.data = weight.data.bfloat16()
+    return Result(program, 0)
+
+
+def _cut(program: Program) -> Result:
+    weight = next(program.graph.buffers())
+    weight.data = weight.data[:1]
+    return Result(program, 0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Writing(Pass):
     """Calls a function that writes to what it is given."""
@@ -74,6 +86,8 @@ def net() -> nn.Module:
         (_scale, "the weight"),
         (_forget, "the weight"),
         (_fail, "the weight"),
+        (_round, "the weight"),
+        (_cut, "the weight"),
         (_shift_the_example, "example 0"),
         (_scale_what_is_not_rounded, "the weight"),
     ],
@@ -89,6 +103,40 @@ def test_what_a_pass_writes_to_is_put_back_and_told(write: Callable[[Program], R
     assert all(map(torch.equal, program.run(*program.examples), before))
     now = [node.meta["exact"] for node in program.graph.graph.nodes if "exact" in node.meta]
     assert all(map(torch.equal, now, exact))
+
+
+class _Scaling:
+    def apply(self, program: Program) -> Result:
+        return _scale(program)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed(_Scaling, Pass):
+    """What writes comes from a class that is no pass."""
+
+    numerics = Numerics.REASSOCIATED
+    family = Family.REWRITE
+    portable = True
+
+
+def test_what_a_mixin_writes_to_is_put_back() -> None:
+    program = program_of(net(), torch.randn(1, 3, 8, 8))
+    before = program.run(*program.examples)
+    with pytest.raises(PassError, match="mixed has written to the weight"):
+        Mixed().apply(program)
+    assert all(map(torch.equal, program.run(*program.examples), before))
+
+
+def test_an_interruption_of_a_pass_is_one() -> None:
+    def interrupt(program: Program) -> Result:
+        next(program.graph.buffers()).zero_()
+        raise KeyboardInterrupt
+
+    program = program_of(net(), torch.randn(1, 3, 8, 8))
+    before = program.run(*program.examples)
+    with pytest.raises(KeyboardInterrupt):
+        Writing(interrupt).apply(program)
+    assert all(map(torch.equal, program.run(*program.examples), before))
 
 
 def test_a_pass_that_writes_to_weights_spoils_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:

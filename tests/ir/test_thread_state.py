@@ -35,6 +35,16 @@ class Scaled(nn.Module):
         return torch.mul(self.layer(x), self.gain(self))
 
 
+class Settings:
+    """Holds what each thread has its own of."""
+
+    def __init__(self) -> None:
+        self.local, self.table = threading.local(), {"gain": contextvars.ContextVar("deep", default=1.0)}
+
+
+SETTINGS = Settings()
+
+
 def _in_a_closure() -> Callable[[Any], float]:
     own = threading.local()
     return lambda model: getattr(own, "gain", 1.0)
@@ -49,6 +59,8 @@ READ = {
     "context variable": (lambda model: GAIN.get(), "the global variable GAIN"),
     "of each thread": (lambda model: getattr(LOCAL, "gain", 1.0), "the global variable LOCAL"),
     "in a closure": (_in_a_closure(), "the variable own of _in_a_closure"),
+    "in an object": (lambda model: getattr(SETTINGS.local, "gain", 1.0), "the global variable SETTINGS"),
+    "in a dict": (lambda model: SETTINGS.table["gain"].get(), "the global variable SETTINGS"),
     "of a class": (lambda model: model.level.get(), "the class attribute Scaled.level"),
 }
 
