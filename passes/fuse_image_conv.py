@@ -36,14 +36,15 @@ COMPILING = 0.7
 class FuseImageConv(Pass):
     """Fuse the conversions of an image, and of a result, into the convolution between them.
 
-    Rewrites: conv2d of an input of at most four channels, with its activation, to `ampopt::image_conv`, which
-    reads the caller's tensor in its own dtype and layout and writes the result in the dtype and the layout in
-    which it is read, or given back. So nothing is converted at the program's border. Each is timed with the
-    conversions that it saves, in the tiles of `image_conv`.
+    Rewrites: conv2d of an input of at most four channels, with its activation, to `ampopt::image_conv`, also
+    where another pass has fused the two. It reads the caller's tensor in its own dtype and layout and writes
+    the result in the dtype and the layout in which it is read, or given back. So nothing is converted at the
+    program's border. Each is timed with the conversions that it saves, in the tiles of `image_conv`.
     Requires: CUDA and Triton; float16 or bfloat16, or float32 that may be rounded to TF32, for which there
     are Tensor Cores; constant weights, no groups.
-    Declines: inputs with other readers; convolutions that are not faster; choices of a replay that are gone;
-    programs under autocast.
+    Declines: inputs with other readers; images that are rounded to a third dtype on the way; results in
+    neither layout; nothing, and 2^31 elements; an addition or a factor that is fused already; convolutions
+    that are not faster; in a replay, choices that are gone; programs under autocast.
     Correct because: an element is rounded to the weight's dtype as it is read, as the conversion rounded it,
     and the sums are of the same products. They are rounded once, to the dtype in which the result is wanted.
     A memory layout is only the order of elements in memory.

@@ -132,7 +132,7 @@ class OptimizedModule(DeployableGraph):
             in_range=None if sized is None else self._maker.of_sizes(sized),
         )
         self._monitor = Monitor(chose_original=serve_original)
-        self._dtype = torch.get_default_dtype()
+        self._dtype = _default_dtype()  # of the numbers that a model makes
         self._serve_original = serve_original
         if serve_original:
             self.forward = self._call_original  # type: ignore[method-assign]
@@ -151,7 +151,7 @@ class OptimizedModule(DeployableGraph):
         if self._forward_pre_hooks or self._forward_hooks or _hooks_of_all or _pre_hooks_of_all:
             return super().__call__(*args, **kwargs)
         answer = None if kwargs or "forward" in self.__dict__ else self._calls.latest.get(len(args))
-        is_usual = forward_ad._current_level < 0 and not _count_modes() and self._has_dtype()
+        is_usual = forward_ad._current_level < 0 and not _count_modes() and _default_dtype() is self._dtype
         if answer is not None and is_usual:
             for each in args:
                 if getattr(each, "is_nested", True) is not False:
@@ -171,7 +171,7 @@ class OptimizedModule(DeployableGraph):
         """
         if type(kwargs) is not dict:  # torch.fx traces this module itself
             check_untraced((kwargs,))
-        is_usual = not kwargs and not is_surrounded() and self._has_dtype()
+        is_usual = not kwargs and not is_surrounded() and _default_dtype() is self._dtype
         if is_usual and autocast_now(self.program.device) is None:
             answer = self._calls.short(args) if all(map(_is_simple, args)) else None
             if answer is not None:
@@ -179,10 +179,6 @@ class OptimizedModule(DeployableGraph):
                 if result is not NotImplemented:
                     return result
         return self._general(args, kwargs)
-
-    def _has_dtype(self) -> bool:
-        """Whether numbers that a model makes have the dtype that they had when it was optimized."""
-        return torch.get_default_dtype() is self._dtype
 
     @property
     def health(self) -> Health:
@@ -221,7 +217,7 @@ class OptimizedModule(DeployableGraph):
         leaves, spec = flatten_call(args, kwargs)
         tensors = tensors_of(leaves)
         self._refusing(lambda: check_plain(tensors), "a tensor that is not plain")
-        if not self._has_dtype():
+        if _default_dtype() is not self._dtype:
             return self._by_original("the default dtype is another now", args, kwargs, tensors)
         served = self._calls.find(leaves, spec)
         if served is None:
@@ -385,6 +381,7 @@ for _entrance in (OptimizedModule.__call__, OptimizedModule.forward, OptimizedMo
 
 
 _count_modes = torch._C._len_torch_dispatch_stack
+_default_dtype = torch.get_default_dtype
 
 
 def _is_simple(tensor: Any) -> bool:

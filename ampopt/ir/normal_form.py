@@ -7,6 +7,7 @@ model's does is seen by calling it both ways.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ampopt.errors import first_line
 from ampopt.ir.calls_of_copies import apart
 from ampopt.ir.lifted_state import attributes, memory_of
 from ampopt.ir.model_copy import seed_all, untouched_rng, working_copy
@@ -29,6 +31,9 @@ from ampopt.ir.signature import (
     tensor_key,
     tensors_of,
 )
+from ampopt.system.interrupts import check_interrupted
+
+logger = logging.getLogger("ampopt")
 
 
 def is_normal(leaves: Sequence[Any], spec: pytree.TreeSpec) -> bool:
@@ -110,7 +115,9 @@ def tells_equal_from_same(
         if is_normal(*flatten_call(args, kwargs)):
             return False
         return why_not_normal(model, args, kwargs, device) is not None
-    except Exception:
+    except Exception as error:
+        check_interrupted(error)
+        logger.debug("ampopt: a call in which tensors are one is refused: %s", first_line(error))
         return True
 
 

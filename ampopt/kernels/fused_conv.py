@@ -18,7 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ampopt.kernels.pixel_layout import in_order, packed_depthwise, pixels, reads_runs, unit_of
+from ampopt.kernels.pixel_layout import (
+    in_order,
+    packed_depthwise,
+    pixels,
+    reads_runs,
+    result_size,
+    unit_of,
+)
 from ampopt.system.once import once
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -108,12 +115,7 @@ def _empty_result(x: Tensor, w: Tensor, *arguments: Any) -> Tensor:
     geometry: Sequence[int] = arguments[3]
     if not geometry:
         return x.new_empty((*x.shape[:-1], w.shape[0]))
-    stride, padding, dilation = geometry[:2], geometry[2:4], geometry[4:]
-    size = [
-        (x.shape[2 + d] + 2 * padding[d] - dilation[d] * (w.shape[2 + d] - 1) - 1) // stride[d] + 1
-        for d in (0, 1)
-    ]
-    shape = (x.shape[0], w.shape[0], *size)
+    shape = (x.shape[0], w.shape[0], *result_size(x.shape[2:], w.shape[2:], geometry))
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
 
 

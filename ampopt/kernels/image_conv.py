@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ampopt.kernels.fused_conv import ACTIVATIONS, Tile
-from ampopt.kernels.pixel_layout import unit_of
+from ampopt.kernels.pixel_layout import result_size, unit_of
 from ampopt.system.once import once
 
 LARGEST_OFFSET = 2**31
@@ -70,12 +70,6 @@ def _empty_result(x: Tensor, w: Tensor, *arguments: Any) -> Tensor:
     geometry, dtype, innermost = arguments[1], arguments[3], arguments[4]
     shape = (x.shape[0], w.shape[0], *result_size(x.shape[2:], w.shape[2:], geometry))
     return torch.empty(shape, dtype=dtype, device=x.device, memory_format=_layout(innermost))
-
-
-def result_size(size: Sequence[int], taps: Sequence[int], geometry: Sequence[int]) -> list[int]:
-    """Height and width of the result for an image of this height and width."""
-    stride, padding, dilation = geometry[:2], geometry[2:4], geometry[4:]
-    return [(size[d] + 2 * padding[d] - dilation[d] * (taps[d] - 1) - 1) // stride[d] + 1 for d in (0, 1)]
 
 
 def packed(weight: Tensor) -> Tensor:

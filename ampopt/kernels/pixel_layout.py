@@ -19,6 +19,15 @@ def reads_runs(channels: int, taps: Sequence[int], groups: int, pixel: int, geom
     return channels < 16 and taps[1] > 1 and groups == 1 and pixel == channels and geometry[5] == 1
 
 
+def result_size(size: Sequence[int], taps: Sequence[int], geometry: Sequence[int]) -> list[int]:
+    """Height and width of a convolution's result for an image of this height and width.
+
+    `geometry` holds stride, padding and dilation, two numbers each.
+    """
+    stride, padding, dilation = geometry[:2], geometry[2:4], geometry[4:]
+    return [(size[d] + 2 * padding[d] - dilation[d] * (taps[d] - 1) - 1) // stride[d] + 1 for d in (0, 1)]
+
+
 def pixel_stride(shape: Sequence[int], strides: Sequence[int], *, is_image: bool) -> int | None:
     """The number of elements from one pixel (or row) of a tensor to the next, if this distance is constant.
 

@@ -1,17 +1,11 @@
 """The operator `ampopt::image_conv` against PyTorch's operators, in Triton's interpreter and on a GPU.
 
-The interpreter has to be switched on before Triton is imported, so another process (`main`) runs all cases.
+Another process runs all cases in the interpreter, see `tests.support.interpreted`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +15,7 @@ from hypothesis import strategies as st
 from ampopt.ir.numerics import relative_error
 from ampopt.kernels.fused_conv import ACTIVATIONS, Tile
 from ampopt.kernels.image_conv import image_conv, packed, reference, tiles_for
+from tests.support.interpreted import ANY, Found, interpreted, print_all
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 LIMITS = {FP32: 1e-5, FP16: 3e-3, BF16: 2e-2}
@@ -129,46 +124,23 @@ def _any_case_is_right(case: Case) -> None:
     assert case.error() <= 1, case
 
 
-def main() -> None:
-    """Print what became of the cases, as JSON: the error as a share of the limit, or an exception's text."""
-    torch.set_num_threads(1)
-    found: dict[str, float | str] = {}
-    for name, case in CASES.items():
-        try:
-            found[name] = case.error()
-        except Exception as error:
-            found[name] = repr(error)
-    try:
-        _any_case_is_right()
-    except BaseException as error:
-        found["any case"] = "\n".join([repr(error), *getattr(error, "__notes__", [])])
-    print(json.dumps(found))
-
-
 @pytest.fixture(scope="module")
-def found() -> dict[str, float | str]:
+def found() -> Found:
     """What the kernel made of all cases."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    command = [sys.executable, "-m", "tests.kernels.test_image_conv"]
-    environment, root = {**os.environ, "TRITON_INTERPRET": "1"}, Path(__file__).parents[2]
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, float | str] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return interpreted("tests.kernels.test_image_conv")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernel_computes_what_pytorch_does(name: str, found: dict[str, float | str]) -> None:
+def test_the_kernel_computes_what_pytorch_does(name: str, found: Found) -> None:
     error = found[name]
     assert isinstance(error, float), error
     assert error <= 1
 
 
 @pytest.mark.slow
-def test_it_is_right_for_any_geometry(found: dict[str, float | str]) -> None:
-    assert "any case" not in found, found["any case"]
+def test_it_is_right_for_any_geometry(found: Found) -> None:
+    assert ANY not in found, found[ANY]
 
 
 @pytest.mark.gpu
@@ -213,4 +185,4 @@ def test_a_packed_weight_is_the_same_weight() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    print_all(CASES, _any_case_is_right)

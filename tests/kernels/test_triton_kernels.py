@@ -1,18 +1,12 @@
 """The kernels against PyTorch's operators in float64, in Triton's interpreter on the CPU.
 
-The interpreter has to be switched on before Triton is imported, so another process (`main`) runs all cases.
+Another process runs all cases in the interpreter, see `tests.support.interpreted`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +17,7 @@ from torch import Tensor
 from ampopt.ir.numerics import relative_error
 from ampopt.kernels.conv_tiles import Operands
 from ampopt.kernels.fused_conv import ACTIVATIONS, Tile, fused_conv, reference
+from tests.support.interpreted import ANY, Found, interpreted, print_all
 
 CHANNELS_LAST = torch.channels_last
 LIMITS = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -214,46 +209,23 @@ def _any_case_is_right(case: Case) -> None:
     assert case.error() <= 1, case
 
 
-def main() -> None:
-    """Print what became of the cases, as JSON: the error as a share of the limit, or an exception's text."""
-    torch.set_num_threads(1)
-    found: dict[str, float | str] = {}
-    for name, case in CASES.items():
-        try:
-            found[name] = case.error()
-        except Exception as error:
-            found[name] = repr(error)
-    try:
-        _any_case_is_right()
-    except BaseException as error:
-        found["any case"] = "\n".join([repr(error), *getattr(error, "__notes__", [])])
-    print(json.dumps(found))
-
-
 @pytest.fixture(scope="module")
-def found() -> dict[str, float | str]:
+def found() -> Found:
     """What the kernels made of all cases."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    command = [sys.executable, "-m", "tests.kernels.test_triton_kernels"]
-    environment, root = {**os.environ, "TRITON_INTERPRET": "1"}, Path(__file__).parents[2]
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, float | str] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return interpreted("tests.kernels.test_triton_kernels")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_a_kernel_computes_what_pytorch_does(name: str, found: dict[str, float | str]) -> None:
+def test_a_kernel_computes_what_pytorch_does(name: str, found: Found) -> None:
     error = found[name]
     assert isinstance(error, float), error
     assert error <= 1
 
 
 @pytest.mark.slow
-def test_kernels_are_right_for_any_geometry(found: dict[str, float | str]) -> None:
-    assert "any case" not in found, found["any case"]
+def test_kernels_are_right_for_any_geometry(found: Found) -> None:
+    assert ANY not in found, found[ANY]
 
 
 @pytest.mark.gpu
@@ -276,4 +248,4 @@ def _moved(tensor: Tensor, device: str) -> Tensor:
 
 
 if __name__ == "__main__":
-    main()
+    print_all(CASES, _any_case_is_right)

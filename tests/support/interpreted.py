@@ -1,0 +1,56 @@
+"""Cases of Triton kernels in its interpreter, which has to be switched on before Triton is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+import torch
+
+Found = dict[str, float | str]
+"""By case: the error as a share of the limit, or an exception's text."""
+
+ANY = "any case"
+"""What became of the drawn cases, where one of them is wrong."""
+
+
+class HasError(Protocol):
+    """A case, which computes its own error."""
+
+    def error(self) -> float:
+        """The error as a share of the limit."""
+
+
+def print_all(cases: Mapping[str, HasError], drawn: Callable[[], None]) -> None:
+    """Print what becomes of the cases, and of those that `drawn` draws, as JSON."""
+    torch.set_num_threads(1)
+    found: Found = {}
+    for name, case in cases.items():
+        try:
+            found[name] = case.error()
+        except Exception as error:
+            found[name] = repr(error)
+    try:
+        drawn()
+    except BaseException as error:
+        found[ANY] = "\n".join([repr(error), *getattr(error, "__notes__", [])])
+    print(json.dumps(found))
+
+
+def interpreted(module: str) -> Found:
+    """What a module of tests prints in a process of its own; skips the test where Triton is missing."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    environment, root = {**os.environ, "TRITON_INTERPRET": "1"}, Path(__file__).parents[2]
+    command = [sys.executable, "-m", module]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result: Found = json.loads(done.stdout.splitlines()[-1])
+    return result
