@@ -19,6 +19,7 @@ from ampopt.diagnosis.examine import find_all, measure, untried_note
 from ampopt.diagnosis.finding import Finding
 from ampopt.diagnosis.findings.input_device import moved_along
 from ampopt.diagnosis.heap import KEPT, SPARE, Refilled, examine_heap, kept
+from ampopt.diagnosis.operators import refuse_profiler
 from ampopt.diagnosis.optimized_column import add_optimized, check_optimized
 from ampopt.diagnosis.own_program import OwnKernel
 from ampopt.diagnosis.result import Diagnosis
@@ -107,13 +108,14 @@ def diagnose(
 
     Raises:
         InputError: an argument is invalid, the arguments do not fit the model, or it fails when it is called
-        again. Interrupted: Ctrl-C was pressed.
+        again; PyTorch's profiler is recording. Interrupted: Ctrl-C was pressed.
     """
     started = time.perf_counter()
     with interruptible():
         progress = progress_flag(progress)
         refuse_more(more)
         one_of("precision", precision, LANES)
+        refuse_profiler()
         budget = Budget(started, _budget_s(budget_s))
         sizes, traced = _batches(batches), _trace_file(trace)
         as_call(example_inputs, {} if example_kwargs is None else example_kwargs)

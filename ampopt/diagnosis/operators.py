@@ -16,6 +16,7 @@ from torch import fx
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from ampopt.errors import InputError
 from ampopt.ir.own_autocast import own_scope
 from ampopt.ir.program import Program
 from ampopt.measure.clocks import synchronize
@@ -65,6 +66,15 @@ class Spent:
     def longest(self) -> Kernel:
         """The kernel that takes longest. Raises ValueError where there is none."""
         return max(self.kernels, key=lambda kernel: kernel.seconds)
+
+
+def refuse_profiler() -> None:
+    """Raise InputError where PyTorch's profiler records already: it would lose that without a word."""
+    if torch._C._autograd._profiler_enabled():
+        raise InputError(
+            "PyTorch's profiler is recording, and there is one for the whole process: what it has recorded "
+            "would be lost. Call diagnose before or after the recording"
+        )
 
 
 @contextlib.contextmanager

@@ -21,8 +21,12 @@ from ampopt.system.once import once
 LARGEST_OFFSET = 2**31
 """The kernel counts elements in 32 bits."""
 
-_TILES = ((64, 32), (64, 64), (128, 32), (128, 64))
-"""(pixels, channels)."""
+_LARGE, _SMALL = (128, 64), (64, 32)
+"""(pixels, channels) of a tile.
+
+The large ones win where many of them fill the device (`benchmarks/results/h200/image_conv.json`), the small
+ones where few do, as for the patches of one image.
+"""
 
 _LEAST, _MOST_DEEP = 16, 64
 """`tl.dot` takes blocks of 16 numbers and more; one of this many fits beside a tile of sums in registers."""
@@ -79,15 +83,16 @@ def packed(weight: Tensor) -> Tensor:
 
 
 def tiles_for(pixels: int, weight: Tensor, *, tf32: bool) -> list[Tile]:
-    """The tiles to time for images whose results have so many pixels."""
+    """The tiles to time for images whose results have so many pixels, the likeliest first."""
     outs, deep = weight.shape[0], math.prod(weight.shape[1:])
     depth = min(_MOST_DEEP, max(_LEAST, 1 << (deep - 1).bit_length()))
     precision = "tf32" if tf32 and weight.dtype is torch.float32 else "ieee"
     stages = 1 if deep <= depth else 3
+    sizes = zip((pixels, outs), _LARGE, _SMALL, strict=True)
+    fitted = tuple(large if size > small else small for size, large, small in sizes)
     return [
         Tile("image", rows, cols, depth, 1, 4, stages, precision)
-        for rows, cols in _TILES
-        if rows <= max(64, 2 * pixels) and cols <= max(32, 2 * outs)
+        for rows, cols in dict.fromkeys((fitted, _SMALL))
     ]
 
 

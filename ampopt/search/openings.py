@@ -36,6 +36,7 @@ class Opening:
     that are `outdone`, where the opening's engine could be tried. `helpers` join the rewrites where those are
     right and slower: without its search, cuDNN may choose slow algorithms for what the rewrites made.
     `inseparable` are a layout and the kernels that are measured in it, which gain together or not at all.
+    `settled` have measured each of their places against what was there: the recipe without them is not tried.
     """
 
     rewrites: tuple[str, ...]
@@ -44,12 +45,15 @@ class Opening:
     outdone: tuple[str, ...] = ()
     helpers: tuple[str, ...] = ()
     inseparable: tuple[str, ...] = ()
+    settled: tuple[str, ...] = ()
 
 
 _LATE = ("degroup", "fuse-linear-act", "script", "parallel-branches")
 _LATE_IN_AMP = ("search-conv-algorithms", *_LATE)
 
 _PACKED = ("channels-last", "fuse-conv-triton")
+_BORDER = ("fuse-image-conv",)
+"""It spares conversions of the caller's image, for which the whole lane may be behind another without it."""
 
 _ON_CPU = ("channels-last", "fuse-conv-onednn")
 _OUTDONE = ("compile",)
@@ -57,10 +61,11 @@ _OUTDONE = ("compile",)
 OPENINGS = {
     ("cuda", False): Opening((*EXACT, "search-conv-algorithms", "fuse-conv-act"), None, _LATE),
     ("cuda", True): Opening(
-        (*EXACT, "bake-autocast", "channels-last", "fuse-conv-act"),
+        (*EXACT, "bake-autocast", "channels-last", "fuse-conv-act", *_BORDER),
         None,
         _LATE_IN_AMP,
         helpers=("search-conv-algorithms",),
+        settled=_BORDER,
     ),
     ("cpu", False): Opening((*EXACT, *_ON_CPU), "onnx-runtime", _LATE, _OUTDONE),
     ("cpu", True): Opening((*EXACT, "bake-autocast", *_ON_CPU), "openvino", _LATE, _OUTDONE),
@@ -82,7 +87,7 @@ took ONNX Runtime 60 s on two cores, for 2.2 times the graph's time.
 
 DEPTHWISE_IN_AMP = dataclasses.replace(
     OPENINGS["cuda", True],
-    rewrites=(*EXACT, "bake-autocast", *_PACKED, "fuse-conv-act"),
+    rewrites=(*EXACT, "bake-autocast", *_PACKED, "fuse-conv-act", *_BORDER),
     inseparable=_PACKED,
 )
 """That of networks with depthwise convolutions in lower precision on a GPU.

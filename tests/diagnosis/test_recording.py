@@ -6,9 +6,11 @@ import os
 
 import pytest
 import torch
+from torch import nn
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+import ampopt
 from ampopt.diagnosis.operators import recording
 from ampopt.engines.graph_capture import ReplayedProgram
 from ampopt.measure.clocks import latency
@@ -39,6 +41,16 @@ def test_an_error_in_the_block_ends_the_recording() -> None:
         raise ValueError("half-way")
     with recording(CPU) as recorded:
         torch.ones(2) + 1
+    assert any(event.name == "aten::add" for event in recorded.events() or ())
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_recording_of_the_users_is_not_lost_to_a_diagnosis(train: bool) -> None:
+    """PyTorch has one profiler for the process: the inner recording would end the outer one."""
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        torch.ones(2) + 1
+        with pytest.raises(ampopt.InputError, match="PyTorch's profiler is recording"):
+            ampopt.diagnose(nn.Linear(2, 2), torch.ones(1, 2), train=train)
     assert any(event.name == "aten::add" for event in recorded.events() or ())
 
 
