@@ -43,12 +43,13 @@ class FuseImageConv(Pass):
     Requires: CUDA and Triton; float16 or bfloat16, or float32 that may be rounded to TF32, for which there
     are Tensor Cores; constant weights, no groups.
     Declines: inputs with other readers; images that are rounded to a third dtype on the way; results in
-    neither layout; nothing, and 2^31 elements; an addition or a factor that is fused already; convolutions
-    that are not faster; in a replay, choices that are gone; programs under autocast.
+    neither layout; nothing, and 2^31 elements; filters of more than 64 numbers; an addition or a factor that
+    is fused already; convolutions that are not faster; in a replay, choices that are gone; programs under
+    autocast.
     Correct because: an element is rounded to the weight's dtype as it is read, as the conversion rounded it,
     and the sums are of the same products. They are rounded once, to the dtype in which the result is wanted.
     A memory layout is only the order of elements in memory.
-    Cost: a second or two of compilation and measurement, in Triton's own cache afterwards.
+    Cost: about a second of compilation and measurement, in Triton's own cache afterwards.
 
     `choices` holds the measured (node's name, tile) pairs; a replay applies them without measuring.
     """

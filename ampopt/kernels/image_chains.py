@@ -16,7 +16,7 @@ from ampopt.ir.program import Border, Program
 from ampopt.ir.transform import Declined
 from ampopt.kernels.conv_chains import activation_after, geometry_of
 from ampopt.kernels.fused_conv import fused_conv
-from ampopt.kernels.image_conv import LARGEST_OFFSET
+from ampopt.kernels.image_conv import LARGEST_OFFSET, MOST_DEEP
 
 MOST_CHANNELS = 4
 """Channels of an image: of more, memory is read as fast with the channel innermost."""
@@ -85,6 +85,8 @@ def _chain(
         return Declined(conv.name, "its weight is computed")
     weight = constant(module, w)
     assert weight is not None
+    if math.prod(weight.shape[1:]) > MOST_DEEP:
+        return Declined(conv.name, f"its filters hold more than {MOST_DEEP} numbers: cuDNN is faster there")
     passed = [program.examples[place].dtype, *(tensor_meta(node).dtype for node in before)]
     if weight.dtype not in _DTYPES or not _is_rounded_once(passed, weight.dtype):
         return Declined(conv.name, "its image is rounded to another dtype on the way")

@@ -243,7 +243,7 @@ class LaneSearch:
         """The recipe without each pass of the opening that may cost time: layouts, algorithms, kernels."""
         openers = [step for step in self.state.graph.program.recipe if step.name in self._opening.rewrites]
         for step in openers:
-            is_separable = step.name not in (*self._opening.inseparable, *self._opening.settled)
+            is_separable = step.name not in self._opening.inseparable
             if step.family is not Family.REWRITE and is_separable and not step.enables_others:
                 self._leave_one_out(step, deadline)
 

@@ -34,9 +34,9 @@ class Opening:
     `rewrites` are applied together and judged as a whole; `engine` runs the result. `late` are passes and
     engines that win seldom, or gain little for the seconds that they take: they are tried last. So are those
     that are `outdone`, where the opening's engine could be tried. `helpers` join the rewrites where those are
-    right and slower: without its search, cuDNN may choose slow algorithms for what the rewrites made.
+    right and slower: without its search, cuDNN may choose slow algorithms for what the rewrites made, and to
+    convert a large image may take longer than the lower precision spares.
     `inseparable` are a layout and the kernels that are measured in it, which gain together or not at all.
-    `settled` have measured each of their places against what was there: the recipe without them is not tried.
     """
 
     rewrites: tuple[str, ...]
@@ -45,15 +45,12 @@ class Opening:
     outdone: tuple[str, ...] = ()
     helpers: tuple[str, ...] = ()
     inseparable: tuple[str, ...] = ()
-    settled: tuple[str, ...] = ()
 
 
 _LATE = ("degroup", "fuse-linear-act", "script", "parallel-branches")
 _LATE_IN_AMP = ("search-conv-algorithms", *_LATE)
 
 _PACKED = ("channels-last", "fuse-conv-triton")
-_BORDER = ("fuse-image-conv",)
-"""It spares conversions of the caller's image, for which the whole lane may be behind another without it."""
 
 _ON_CPU = ("channels-last", "fuse-conv-onednn")
 _OUTDONE = ("compile",)
@@ -61,11 +58,10 @@ _OUTDONE = ("compile",)
 OPENINGS = {
     ("cuda", False): Opening((*EXACT, "search-conv-algorithms", "fuse-conv-act"), None, _LATE),
     ("cuda", True): Opening(
-        (*EXACT, "bake-autocast", "channels-last", "fuse-conv-act", *_BORDER),
+        (*EXACT, "bake-autocast", "channels-last", "fuse-conv-act"),
         None,
         _LATE_IN_AMP,
-        helpers=("search-conv-algorithms",),
-        settled=_BORDER,
+        helpers=("search-conv-algorithms", "fuse-image-conv"),
     ),
     ("cpu", False): Opening((*EXACT, *_ON_CPU), "onnx-runtime", _LATE, _OUTDONE),
     ("cpu", True): Opening((*EXACT, "bake-autocast", *_ON_CPU), "openvino", _LATE, _OUTDONE),
@@ -87,7 +83,7 @@ took ONNX Runtime 60 s on two cores, for 2.2 times the graph's time.
 
 DEPTHWISE_IN_AMP = dataclasses.replace(
     OPENINGS["cuda", True],
-    rewrites=(*EXACT, "bake-autocast", *_PACKED, "fuse-conv-act", *_BORDER),
+    rewrites=(*EXACT, "bake-autocast", *_PACKED, "fuse-conv-act"),
     inseparable=_PACKED,
 )
 """That of networks with depthwise convolutions in lower precision on a GPU.

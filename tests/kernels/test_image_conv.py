@@ -158,17 +158,21 @@ def test_the_operator_is_registered_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "shape", "depth", "stages"),
-    [(100_000, (64, 3, 3, 3), 32, 1), (196, (192, 3, 16, 16), 64, 3), (9, (4, 1, 1, 1), 16, 1)],
+    ("rows", "shape", "depth", "sizes"),
+    [
+        (100_000, (64, 3, 3, 3), 32, {(128, 64), (64, 32)}),
+        (3136, (40, 4, 4, 4), 64, {(128, 64), (64, 32)}),
+        (100_000, (32, 3, 3, 3), 32, {(128, 32), (64, 32)}),
+        (9, (4, 1, 1, 1), 16, {(64, 32)}),
+    ],
 )
 def test_tiles_are_about_as_large_as_what_they_divide(
-    rows: int, shape: tuple[int, ...], depth: int, stages: int
+    rows: int, shape: tuple[int, ...], depth: int, sizes: set[tuple[int, int]]
 ) -> None:
     tiles = tiles_for(rows, torch.empty(shape, dtype=FP16), tf32=True)
-    assert tiles
-    assert {(tile.depth, tile.stages, tile.precision) for tile in tiles} == {(depth, stages, "ieee")}
-    assert all(tile.rows <= max(64, 2 * rows) for tile in tiles)
-    assert all(tile.cols <= max(32, 2 * shape[0]) for tile in tiles)
+    assert {(tile.depth, tile.stages, tile.precision) for tile in tiles} == {(depth, 1, "ieee")}
+    assert {(tile.rows, tile.cols) for tile in tiles} == sizes
+    assert len(tiles) == len(sizes)
 
 
 def test_float32_is_rounded_to_tf32_only_where_that_is_allowed() -> None:

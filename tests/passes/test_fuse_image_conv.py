@@ -71,6 +71,7 @@ def stem(function: Any) -> Model:
         b=nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False),
         c=nn.Conv2d(8, 8, 3),
         g=nn.Conv2d(3, 6, 3, groups=3),
+        w=nn.Conv2d(3, 6, 5),
     )
 
 
@@ -166,6 +167,11 @@ DECLINED: dict[str, tuple[Any, Tensor, str]] = {
         lambda m, x: m.a(x.int().float()),
         IMAGE,
         "its image is rounded to another dtype on the way",
+    ),
+    "many taps": (
+        lambda m, x: m.w(x),
+        IMAGE,
+        "its filters hold more than 64 numbers: cuDNN is faster there",
     ),
     "double": (
         lambda m, x: F.conv2d(x.double(), m.a.weight.double()),
