@@ -1,9 +1,8 @@
 """Disk cache of exported graphs, so that the same program is exported once.
 
 The key is a hash of everything that an export depends on, including the bytes of every weight. A file holds
-the ONNX model without the weights that the program has under the same name, so that it is small; a model with
-many other weights, such as matrices that the exporter transposes, is not stored. Files have a checksum, and a
-damaged one is removed.
+the ONNX model without the weights that the program has, by whatever name and also transposed, so that it is
+small; a model with many other weights is not stored. Files have a checksum, and a damaged one is removed.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from ampopt.ir.model_hash import model_hash, weight_bytes
 from ampopt.system.cache_folder import MOST_BYTES, cache_folder, drop, keep, kept
 from ampopt.system.environment import library_versions, own_code
 
-OF_THE_PROGRAM = "ampopt: the program's weight of this name"
-"""The doc string of an initializer that is not stored in a file."""
+_AS_IT_IS, _TRANSPOSED = "ampopt: the program's weight ", "ampopt: transposed, the program's weight "
+"""What the doc string of an initializer that is not stored in a file begins with; the weight's name follows."""
 
 
 def exported(
@@ -57,9 +56,14 @@ def _key(graph: fx.GraphModule, examples: Sequence[Tensor], dims: object) -> str
 
 def _without_weights(key: str, model: Any, weights: Mapping[str, Tensor]) -> bytes:
     """A model as a file holds it, behind a checksum; its initializers lose what the program has, too."""
+    told = {
+        hashlib.sha256(weight_bytes(weight)).digest(): text
+        for name, own in weights.items()
+        for text, weight in {_TRANSPOSED + name: _transposed(own), _AS_IT_IS + name: own}.items()
+    }
     for tensor in model.graph.initializer:
-        if tensor.name in weights and tensor.raw_data == weight_bytes(weights[tensor.name]):
-            tensor.raw_data, tensor.doc_string = b"", OF_THE_PROGRAM
+        if (text := told.get(hashlib.sha256(tensor.raw_data).digest())) is not None:
+            tensor.raw_data, tensor.doc_string = b"", text
     data = bytes(model.SerializeToString())
     return _checksum(key, data) + data
 
@@ -74,10 +78,20 @@ def _with_weights(key: str, found: bytes, weights: Mapping[str, Tensor]) -> byte
         raise ValueError("damaged")
     model = onnx.ModelProto.FromString(data)
     for tensor in model.graph.initializer:
-        if tensor.doc_string == OF_THE_PROGRAM:
-            tensor.raw_data = weight_bytes(weights[tensor.name])
-            tensor.ClearField("doc_string")
+        if tensor.doc_string.startswith(_AS_IT_IS):
+            tensor.raw_data = weight_bytes(weights[tensor.doc_string.removeprefix(_AS_IT_IS)])
+        elif tensor.doc_string.startswith(_TRANSPOSED):
+            own = weights[tensor.doc_string.removeprefix(_TRANSPOSED)]
+            tensor.raw_data = weight_bytes(_transposed(own))
+        else:
+            continue
+        tensor.ClearField("doc_string")
     return bytes(model.SerializeToString())
+
+
+def _transposed(weight: Tensor) -> Tensor:
+    """A matrix transposed, as the exporter does; anything else as it is."""
+    return weight.t() if weight.dim() == 2 else weight
 
 
 def _checksum(key: str, data: bytes) -> bytes:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ampopt.engines import onnx_cache
 from ampopt.engines.onnx_cache import exported
+from ampopt.engines.onnx_program import plain_model
 from ampopt.ir.lanes import FP32
 from ampopt.ir.program import Program
 from ampopt.system.cache_folder import MOST_BYTES
@@ -20,6 +21,7 @@ from tests.helpers import program_of
 
 onnx = pytest.importorskip("onnx")
 X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+X64, X512 = torch.ones(1, 64, 8, 8), torch.ones(1, 512)
 
 
 @pytest.fixture
@@ -66,6 +68,33 @@ def test_a_file_does_not_hold_the_programs_weights(folder: Path) -> None:
     export(made)
     (file,) = folder.glob("*.onnx")
     assert file.stat().st_size < 1000 < sum(w.nbytes for w in made.graph.buffers())
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        pytest.param(nn.Sequential(nn.Conv2d(64, 256, 3), nn.ReLU(), nn.Conv2d(256, 128, 3)), X64, id="conv"),
+        pytest.param(nn.Sequential(nn.Linear(512, 768), nn.ReLU(), nn.Linear(768, 64)), X512, id="matrices"),
+        pytest.param(nn.GRU(256, 256, batch_first=True), torch.ones(1, 4, 256), id="GRU"),
+    ],
+)
+def test_what_the_exporter_makes_of_large_weights_is_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, model: nn.Module, x: Tensor
+) -> None:
+    """It names weights as it likes, and transposes matrices: by their names none was found."""
+    made = program_of(model.eval(), x, lane=FP32)
+    assert sum(weight.nbytes for weight in made.graph.buffers()) > MOST_BYTES
+    expected = plain_model(made.graph, made.examples)
+    (file,) = folder.glob("*.onnx")
+    assert file.stat().st_size < MOST_BYTES / 10
+    monkeypatch.setattr("ampopt.engines.onnx_program.model_of", lambda *_: pytest.fail("exported anew"))
+    assert plain_model(made.graph, made.examples) == expected
+
+
+def test_a_matrix_and_its_transpose_of_one_size_are_told_apart(folder: Path) -> None:
+    made = program_of(nn.Linear(9, 9), torch.ones(1, 9), lane=FP32)
+    weight = dict(made.graph.named_buffers())["p_weight"]
+    assert export(made, weight.t(), weight) == found(made)
 
 
 def test_an_initializer_of_another_value_under_a_weights_name_stays(folder: Path) -> None:
