@@ -22,6 +22,7 @@ from ampopt.bundle.files import BundleFiles, naming, open_bundle
 from ampopt.bundle.program_file import read_program
 from ampopt.bundle.stored_sizes import in_corner, read_sizes
 from ampopt.bundle.stored_state import read_state
+from ampopt.deploy.known_backend import BackendCache, KnownBackend
 from ampopt.deploy.loaded_model import LoadedModel, SelfTestCall, Way, run_self_test, with_state
 from ampopt.deploy.onnx_verify import to_numpy
 from ampopt.deploy.recipe_file import read_recipe
@@ -39,6 +40,7 @@ from ampopt.ir.size_ranges import resized, with_tensors
 from ampopt.ir.symbolic_capture import standing_for_all
 from ampopt.ir.transform import Engine, Recipe, replay
 from ampopt.measure.clocks import REST_S, engine_latency
+from ampopt.measure.headline import is_busy
 from ampopt.measure.ledger import Ledger
 from ampopt.measure.sampling import interleave
 from ampopt.ort.backend_choice import Timed, best
@@ -106,7 +108,8 @@ def load(
         path: a bundle that `OptimizedModule.save` wrote.
         backend: "ampopt", "onnxruntime", "openvino", "original", or "auto": the best of the first two that
             are available, and of OpenVINO if the bundle was fastest in it, by median latency, tail latency
-            and threads (`ampopt.ort.backend_choice`).
+            and threads (`ampopt.ort.backend_choice`). That is measured for two seconds at the first load on
+            a machine that is not busy, and kept in the cache folder.
         device: "cpu" or "cuda"; None: a GPU if there is one.
         verify_key: a public Ed25519 key in PEM that the bundle must be signed with.
         budget_s: seconds for measuring the passes again on a machine that differs from the bundle's
@@ -135,29 +138,58 @@ def load(
         },
         "original": lambda _notes: Way(_restored(inside), threads),
     }
-    wanted = [backend] if backend != "auto" else _available(files)
-    loaded: list[LoadedModel] = []
+
+    def made(name: str, notes: list[str]) -> LoadedModel:
+        with _refusing(path):
+            model = LoadedModel(files, captured, makers[name](notes), name, state)
+            for test in tests:
+                run_self_test(model, test, files.manifest["tolerance"])
+        return model
+
     notes: list[str] = []
-    for name in wanted:
-        try:
-            with _refusing(path):
-                model = LoadedModel(files, captured, makers[name](notes), name, state)
-                for test in tests:
-                    run_self_test(model, test, files.manifest["tolerance"])
-        except BundleError as error:
-            if backend != "auto":
-                raise
-            notes.append(f"{name} is not used: {error}")
-            continue
-        loaded.append(model)
-    if not loaded:
-        raise BundleError("; ".join(notes))
-    chosen = _best(loaded, tests[0], where)
-    del loaded, model
-    release(where)  # of the ways that were not chosen
+    if backend != "auto":
+        chosen = made(backend, notes)
+    else:
+        chosen = _chosen(BackendCache(files.manifest, where, _available(files)), made, notes, tests[0], where)
+        release(where)  # of the ways that were not chosen
     chosen.notes.extend(notes)
     for note in notes:
         logger.warning("ampopt: %s: %s", os.fspath(path), note)
+    return chosen
+
+
+def _chosen(
+    cache: BackendCache,
+    make: Callable[[str, list[str]], LoadedModel],
+    notes: list[str],
+    test: SelfTestCall,
+    device: torch.device,
+) -> LoadedModel:
+    """The backend that an earlier load has chosen, or the best of all that can be made; `notes` get the rest.
+
+    Raises BundleError if none can be made.
+    """
+    if (known := cache.find()) is not None:
+        told: list[str] = []
+        try:
+            model = make(known.backend, told)
+        except BundleError:
+            cache.forget()  # the others are asked, too, and all tell why not
+        else:
+            notes += told
+            model.choice = known.measured
+            return model
+    loaded: list[LoadedModel] = []
+    for name in cache.backends:
+        try:
+            loaded.append(make(name, notes))
+        except BundleError as error:
+            notes.append(f"{name} is not used: {error}")
+    if not loaded:
+        raise BundleError("; ".join(notes))
+    chosen = _best(loaded, test, device)
+    if len(loaded) == len(cache.backends) > 1 and not is_busy():
+        cache.store(KnownBackend(chosen.backend, chosen.choice))
     return chosen
 
 

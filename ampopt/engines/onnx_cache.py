@@ -19,7 +19,7 @@ from ampopt.system.cache_folder import MOST_BYTES, cache_folder, drop, keep, kep
 from ampopt.system.environment import library_versions, own_code
 
 _AS_IT_IS, _TRANSPOSED = "ampopt: the program's weight ", "ampopt: transposed, the program's weight "
-"""What the doc string of an initializer that is not stored in a file begins with; the weight's name follows."""
+"""What the doc string of an initializer begins with that no file holds; the weight's name follows."""
 
 
 def exported(

@@ -56,6 +56,12 @@ def load_now() -> Load | None:
         return None
 
 
+def is_busy() -> bool:
+    """Whether more runs on the machine than it has cores; False if the system does not tell."""
+    load = load_now()
+    return load is not None and load.is_high
+
+
 @dataclasses.dataclass(frozen=True)
 class Compared:
     """The measurements of a comparison; `gain` is how many times faster `after` is, see `sure_gain`."""

@@ -1,7 +1,6 @@
 """Disk cache of tuning results: the recipes that won for a model, by a hash of everything they depend on.
 
-Cached recipes are replayed and verified like any others, so that a bad file can only cost time. Files are
-small, written atomically, and have a checksum; a damaged one is removed.
+Cached recipes are replayed and verified like any others, so that a bad file can only cost time.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ from ampopt.errors import BundleError
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Pass
 from ampopt.passes import PIPELINE
-from ampopt.system.cache_folder import cache_folder, drop, keep, kept
+from ampopt.system import cached_facts
+from ampopt.system.cache_folder import cache_folder
 from ampopt.system.environment import environment, library_versions, own_code
-
-SCHEMA = 2
 
 Recipes = Mapping[str, tuple[Pass, ...]]
 """The recipe of the best program of each lane."""
@@ -48,19 +46,14 @@ class TuningCache:
 
     def find(self, key: str, passes: Iterable[Pass] = PIPELINE) -> Known | None:
         """The recipes stored under a key, made of these passes; None if there are none or the file is bad."""
-        file = self._file(key)
+        if (found := cached_facts.find(self.folder, key)) is None:
+            return None
         try:
-            if (found := kept(file)) is None:
-                return None
-            data = json.loads(found.decode())
-            lanes, complete = data["lanes"], data["complete"]
-            if data["schema"] != SCHEMA or data["sha256"] != _checksum(key, lanes, complete):
-                raise ValueError("damaged")
             known = {step.name: step for step in passes}
-            recipes = {str(lane): read_recipe(recipe, known) for lane, recipe in lanes.items()}
-            return Known(recipes, bool(complete))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, BundleError):
-            drop(file)
+            recipes = {str(lane): read_recipe(recipe, known) for lane, recipe in found["lanes"].items()}
+            return Known(recipes, bool(found["complete"]))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, BundleError):
+            cached_facts.forget(self.folder, key)
             return None
 
     def store(
@@ -74,12 +67,7 @@ class TuningCache:
                 return  # a pass that is none of them, which no file can name
         except (TypeError, ValueError, BundleError):
             return  # a user's pass with an option that a file cannot hold
-        checksum = _checksum(key, lanes, complete)
-        data = {"schema": SCHEMA, "lanes": lanes, "complete": complete, "sha256": checksum}
-        keep(self._file(key), json.dumps(data).encode())
-
-    def _file(self, key: str) -> Path:
-        return self.folder / f"{key}.json"
+        cached_facts.store(self.folder, key, {"lanes": lanes, "complete": complete})
 
 
 def default_cache() -> TuningCache | None:
@@ -100,7 +88,7 @@ def key_of(program: Program, facts: Mapping[str, object]) -> str:
         digest.update((json.dumps([str(fact) for fact in facts]) + "\n").encode())
 
     add(
-        SCHEMA,
+        cached_facts.SCHEMA,
         own_code(),
         *library_versions(),
         *sorted(environment(program.device).items()),
@@ -115,8 +103,3 @@ def key_of(program: Program, facts: Mapping[str, object]) -> str:
         add(example.dtype, list(example.shape), example.stride())
     add(os.cpu_count(), torch.get_num_threads(), torch.get_num_interop_threads())
     return digest.hexdigest()
-
-
-def _checksum(key: str, lanes: object, complete: object) -> str:
-    text = key + json.dumps([lanes, complete], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()

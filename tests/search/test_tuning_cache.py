@@ -265,7 +265,7 @@ def test_a_recipe_that_does_not_apply_is_left_and_everything_tried_anew(
     fast = optimized(precision="fp32", budget_s=40)
     assert any("tuned anew" in note for note in fast.report.notes)
     assert fast.report.verified
-    found = json.loads(file.read_text())["lanes"]["fp32"]
+    found = json.loads(file.read_text())["facts"]["lanes"]["fp32"]
     assert "merge-linear-chain" not in [step["pass"] for step in found]
 
 

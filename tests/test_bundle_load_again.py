@@ -1,0 +1,148 @@
+"""`ampopt.load` a second time: the backend that served best is known; nothing else is made or measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ampopt
+from ampopt import bundle_load
+from ampopt.bundle.files import open_bundle
+from ampopt.deploy.loaded_model import LoadedModel
+from ampopt.errors import BundleError
+from ampopt.measure.sampling import Measurement
+from ampopt.passes import FoldConvBn
+from ampopt.system import cached_facts
+from ampopt.system.cache_folder import kept_files
+from tests.helpers import with_statistics
+from tests.support.planted import module_of
+
+X = torch.randn(1, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+MS = {"ampopt": 2e-3, "onnxruntime": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("onnxruntime")
+    return saved(tmp_path_factory.mktemp("bundle") / "robot.ampopt")
+
+
+def saved(path: Path, channels: int = 8) -> Path:
+    model = with_statistics(nn.Sequential(nn.Conv2d(3, channels, 3), nn.BatchNorm2d(channels), nn.Flatten()))
+    module_of(model, X, passes=(FoldConvBn(),)).save(path, tune_s=0.1)
+    return path
+
+
+class Bench:
+    """What `load` makes and measures; `failing` backends cannot be made."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made, self.measured, self.failing = list[str](), 0, set[str]()
+        def make(files: Any, captured: Any, way: Any, name: str, state: Any) -> Any:
+            if name in self.failing:
+                raise BundleError(f"{name} does not work any more")
+            self.made.append(name)
+            return LoadedModel(files, captured, way, name, state)
+
+        monkeypatch.setattr(bundle_load, "LoadedModel", make)
+        monkeypatch.setattr(bundle_load, "interleave", self.interleave)
+        monkeypatch.setattr(bundle_load, "is_busy", lambda: False)
+
+    def interleave(self, calls: Mapping[str, object], **options: object) -> dict[str, Measurement]:
+        self.measured += 1
+        return {name: Measurement((MS[name],) * 200) for name in calls}
+
+    def load(self, path: Path, **options: Any) -> tuple[str, list[str], int]:
+        """The backend, what was made for it, and how often was measured."""
+        self.made, self.measured = [], 0
+        loaded = ampopt.load(path, device="cpu", **options)
+        assert torch.allclose(loaded(X), ampopt.load(path, backend="original", device="cpu")(X), atol=1e-5)
+        self.made.remove("original")
+        if options.get("backend", "auto") == "auto":
+            assert set(loaded.choice) == (set() if self.failing else {*MS})
+        return loaded.backend, self.made, self.measured
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
+    monkeypatch.setenv("AMPOPT_CACHE", str(tmp_path / "cache"))
+    return Bench(monkeypatch)
+
+
+BOTH = ["ampopt", "onnxruntime"]
+
+
+def test_the_second_load_makes_only_what_the_first_has_chosen(bench: Bench, bundle: Path) -> None:
+    assert bench.load(bundle) == ("onnxruntime", BOTH, 1)
+    assert bench.load(bundle) == ("onnxruntime", ["onnxruntime"], 0)
+    assert bench.load(bundle, backend="ampopt") == ("ampopt", ["ampopt"], 0)
+    assert bench.load(bundle) == ("onnxruntime", ["onnxruntime"], 0)
+
+
+def test_another_bundle_or_another_number_of_threads_is_measured_for_itself(
+    bench: Bench, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bench.load(bundle) == ("onnxruntime", BOTH, 1)
+    assert bench.load(saved(tmp_path / "other.ampopt", channels=9)) == ("onnxruntime", BOTH, 1)
+    fingerprint = open_bundle(bundle).manifest["fingerprint"]
+    monkeypatch.setattr("ampopt.bundle_load.environment", lambda device: fingerprint)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 7)
+    assert bench.load(bundle) == ("onnxruntime", BOTH, 1)
+
+
+def test_a_choice_that_fails_now_is_forgotten_and_the_others_are_asked(bench: Bench, bundle: Path) -> None:
+    bench.load(bundle)
+    bench.failing = {"onnxruntime"}
+    loaded = ampopt.load(bundle, device="cpu")
+    assert loaded.backend == "ampopt"
+    assert loaded.notes == [f"onnxruntime is not used: {bundle}: onnxruntime does not work any more"]
+    bench.failing = set()
+    assert bench.load(bundle) == ("onnxruntime", BOTH, 1)
+
+
+def test_where_one_is_missing_the_choice_is_not_kept(bench: Bench, bundle: Path) -> None:
+    bench.failing = {"onnxruntime"}
+    assert bench.load(bundle) == ("ampopt", ["ampopt"], 0)
+    bench.failing = set()
+    assert bench.load(bundle) == ("onnxruntime", BOTH, 1)
+
+
+def test_what_a_busy_machine_has_shown_is_not_kept(
+    bench: Bench, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundle_load, "is_busy", lambda: True)
+    for _ in range(2):
+        assert bench.load(bundle) == ("onnxruntime", BOTH, 1)
+
+
+def test_without_a_cache_folder_each_load_measures(
+    bench: Bench, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMPOPT_CACHE", "")
+    for _ in range(2):
+        assert bench.load(bundle) == ("onnxruntime", BOTH, 1)
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b'{"schema": 3, "facts": {}, "sha256": ""}', b"\xff"])
+def test_a_damaged_file_is_measured_anew(bench: Bench, bundle: Path, tmp_path: Path, data: bytes) -> None:
+    bench.load(bundle)
+    for file in kept_files(tmp_path / "cache"):
+        if file.suffix == ".json":
+            file.write_bytes(data)
+    assert bench.load(bundle) == ("onnxruntime", BOTH, 1)
+    assert bench.load(bundle) == ("onnxruntime", ["onnxruntime"], 0)
+
+
+@pytest.mark.parametrize(
+    "facts", [[], "onnxruntime", {"backend": "tensorrt", "measured": {}}, {"backend": "ampopt"}, 7]
+)
+def test_facts_of_another_form_are_not_believed(
+    bench: Bench, bundle: Path, monkeypatch: pytest.MonkeyPatch, facts: object
+) -> None:
+    monkeypatch.setattr(cached_facts, "find", lambda folder, key: facts)
+    assert bench.load(bundle) == ("onnxruntime", BOTH, 1)
