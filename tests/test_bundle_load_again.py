@@ -43,6 +43,7 @@ class Bench:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made, self.measured, self.failing = list[str](), 0, set[str]()
+
         def make(files: Any, captured: Any, way: Any, name: str, state: Any) -> Any:
             if name in self.failing:
                 raise BundleError(f"{name} does not work any more")
