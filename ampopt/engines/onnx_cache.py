@@ -56,11 +56,8 @@ def _key(graph: fx.GraphModule, examples: Sequence[Tensor], dims: object) -> str
 
 def _without_weights(key: str, model: Any, weights: Mapping[str, Tensor]) -> bytes:
     """A model as a file holds it, behind a checksum; its initializers lose what the program has, too."""
-    told = {
-        hashlib.sha256(weight_bytes(weight)).digest(): text
-        for name, own in weights.items()
-        for text, weight in {_TRANSPOSED + name: _transposed(own), _AS_IT_IS + name: own}.items()
-    }
+    told = {_digest(own.t()): _TRANSPOSED + name for name, own in weights.items() if own.dim() == 2}
+    told |= {_digest(own): _AS_IT_IS + name for name, own in weights.items()}
     for tensor in model.graph.initializer:
         if (text := told.get(hashlib.sha256(tensor.raw_data).digest())) is not None:
             tensor.raw_data, tensor.doc_string = b"", text
@@ -81,17 +78,15 @@ def _with_weights(key: str, found: bytes, weights: Mapping[str, Tensor]) -> byte
         if tensor.doc_string.startswith(_AS_IT_IS):
             tensor.raw_data = weight_bytes(weights[tensor.doc_string.removeprefix(_AS_IT_IS)])
         elif tensor.doc_string.startswith(_TRANSPOSED):
-            own = weights[tensor.doc_string.removeprefix(_TRANSPOSED)]
-            tensor.raw_data = weight_bytes(_transposed(own))
+            tensor.raw_data = weight_bytes(weights[tensor.doc_string.removeprefix(_TRANSPOSED)].t())
         else:
             continue
         tensor.ClearField("doc_string")
     return bytes(model.SerializeToString())
 
 
-def _transposed(weight: Tensor) -> Tensor:
-    """A matrix transposed, as the exporter does; anything else as it is."""
-    return weight.t() if weight.dim() == 2 else weight
+def _digest(weight: Tensor) -> bytes:
+    return hashlib.sha256(weight_bytes(weight)).digest()
 
 
 def _checksum(key: str, data: bytes) -> bytes:
