@@ -14,7 +14,7 @@ HEAD = (
     *("error", "commit"),
 )
 
-OURS = ("ampopt.robot", "ampopt.load")
+OURS = ("ampopt.robot", "ampopt.load", "ampopt.load again")
 
 
 def to_markdown(rows: Sequence[Row]) -> str:

@@ -16,6 +16,9 @@ from benchmarks.engines_on_cpu import ENGINES, Array, Run
 
 BUNDLE = "network.ampopt"
 
+AGAIN = {"ampopt.load again": "ampopt.load"}
+"""Ways that are another once more, with the caches that its process left: a robot's second start."""
+
 
 def robot(folder: Path, *_: object) -> Run:
     """The bundle without PyTorch, with as many threads as it was fastest with."""
@@ -61,6 +64,7 @@ WAYS: dict[str, Callable[[Path, tuple[Array, ...], int], Run]] = {
     "OpenVINO": openvino,
     **ENGINES,
     "ampopt.load": load,
+    "ampopt.load again": load,
     "eager": eager,
 }
 
