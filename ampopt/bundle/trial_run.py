@@ -14,8 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ampopt.bundle.size_operators import computed_size, size_operator_name
 from ampopt.bundle.stored_values import refuse
 from ampopt.bundle.stored_weights import StoredWeight
+from ampopt.ir.graph import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
 from ampopt.ir.program import Border
 from ampopt.system.quiet import quiet
+
+_CONVOLUTIONS = {*CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS}
 
 LARGEST_RESULT = 2**36
 """Largest number of elements of one result, views at full size: more than any accelerator can hold."""
@@ -68,6 +71,8 @@ def _call(node: fx.Node, results: Mapping[fx.Node, Any], where: str) -> Any:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: results[source])
     if node.target is operator.getitem:
         _check_item(args, kwargs, where)
+    if node.target in _CONVOLUTIONS:
+        _check_weight(args, kwargs, where)
     try:
         result = node.target(*args, **kwargs)  # type: ignore[operator]
     except Exception as error:  # operators raise what they like
@@ -79,6 +84,14 @@ def _call(node: fx.Node, results: Mapping[fx.Node, Any], where: str) -> Any:
         if part.numel() > LARGEST_RESULT:
             refuse(where, f"its result {list(part.shape)} has more than {LARGEST_RESULT} elements")
     return result
+
+
+def _check_weight(args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
+    """A convolution of floating-point numbers has a weight of such: PyTorch 2.10 tells only with memory."""
+    given = [*args, *(kwargs[name] for name in ("input", "weight") if name in kwargs)][:2]
+    if len({part.is_floating_point() for part in given if isinstance(part, Tensor)}) > 1:
+        dtypes = " and ".join(str(part.dtype) for part in given)
+        refuse(where, f"it cannot be called like this (input and weight of {dtypes})")
 
 
 def _check_item(args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:

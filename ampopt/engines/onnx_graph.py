@@ -93,8 +93,6 @@ def model_of(
                 dynamo=True,
                 verbose=False,
                 opset_version=opset,
-                input_names=list(input_names),
-                output_names=list(output_names),
             )
     except ExportError:
         raise
@@ -102,6 +100,7 @@ def model_of(
         raise ExportError(_explain(error)) from error
     assert result is not None
     model = result.model
+    _name_border(model, input_names, output_names)
     _cast_outputs(model, exported)
     _tidy(model)
     rename_dims(model, dims)
@@ -161,6 +160,17 @@ def outer_dtype(dtype: torch.dtype, io: str | None) -> torch.dtype:
         return torch.float16
     is_low = dtype is torch.bfloat16 or (io == "fp32" and dtype is torch.float16)
     return torch.float32 if is_low else dtype
+
+
+def _name_border(model: Any, input_names: Sequence[str], output_names: Sequence[str]) -> None:
+    """Give inputs and outputs their names, which other values then lose in `_tidy`.
+
+    The exporter of torch 2.10 names them before it gives an output that is another one, or an input, a value
+    of its own: one of the two kept its name, and the other had one that nobody gave.
+    """
+    for values, names in ((model.graph.inputs, input_names), (model.graph.outputs, output_names)):
+        for value, name in zip(values, names, strict=True):
+            value.name = name
 
 
 def _cast_outputs(model: Any, exported: torch.export.ExportedProgram) -> None:

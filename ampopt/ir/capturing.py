@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from ampopt.ir.export_repairs import right_sizes
 from ampopt.system import turns
 from ampopt.system.garbage import collected_later
 from ampopt.system.process_state import imports_kept, process_kept
@@ -21,5 +22,5 @@ def capturing() -> Iterator[None]:
 
     Garbage is collected after it. Calls of captured programs do not wait for it.
     """
-    with turns.capturing.taken(), process_kept(), imports_kept(), quiet(), collected_later():
+    with turns.capturing.taken(), process_kept(), imports_kept(), quiet(), collected_later(), right_sizes():
         yield

@@ -328,6 +328,7 @@ class _Noting(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if isinstance(func, HigherOrderOperator):
+            func(*args, **(kwargs or {}))  # else dynamo of PyTorch 2.10 refuses all later calls
             raise HigherOrderError(func.__name__)
         if self.operator is None and torch.Tag.nondeterministic_seeded in func.tags:
             self.operator = str(func)

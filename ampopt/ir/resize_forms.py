@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from torch import fx
+from torch._decomp import decomposition_table
 
 from ampopt.errors import ExportError
 from ampopt.ir.deciding_forms import Call
@@ -74,8 +75,23 @@ def _resized(call: Call, node: fx.Node) -> Any:
     return call(node.target, **{**values, "scale_factors": found})
 
 
-FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = dict.fromkeys(_BETWEEN, _resized)
-"""The forms of interpolations of images of one size."""
+def _in_tiles(call: Call, node: fx.Node) -> Any:
+    """Windows of one size, where the result's size divides the image's: PyTorch 2.10 does not write it so."""
+    values = arguments(node)
+    sizes, wanted = shape_of(values["self"])[-2:], values["output_size"]
+    if node.target in decomposition_table or not all(wanted):
+        return None
+    if any(size % each for size, each in zip(sizes, wanted, strict=True)):
+        return None
+    tile = [size // each for size, each in zip(sizes, wanted, strict=True)]
+    return call(aten.max_pool2d_with_indices.default, values["self"], tile)
+
+
+FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
+    **dict.fromkeys(_BETWEEN, _resized),
+    aten.adaptive_max_pool2d.default: _in_tiles,
+}
+"""The forms of interpolations, and of poolings to a size, of images of one size."""
 
 
 def check_varying(module: fx.GraphModule) -> None:

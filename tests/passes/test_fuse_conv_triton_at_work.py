@@ -43,6 +43,7 @@ from tests.helpers import (
     targets_of,
     with_statistics,
 )
+from tests.support.interpreted import read_numbers_of_one_element
 
 
 def _nets() -> dict[str, tuple[nn.Module, Tensor]]:
@@ -84,6 +85,7 @@ def _with_tiles(program: Program, tile: Callable[[Chain], str | None]) -> Result
 
 def main() -> None:
     """Print the error of a fused network in Triton's interpreter, and how many rewrites it took."""
+    read_numbers_of_one_element()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, x = _nets()["all kinds"]

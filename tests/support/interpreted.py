@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ class HasError(Protocol):
 def print_all(cases: Mapping[str, HasError], drawn: Callable[[], None]) -> None:
     """Print what becomes of the cases, and of those that `drawn` draws, as JSON."""
     torch.set_num_threads(1)
+    read_numbers_of_one_element()
     found: Found = {}
     for name, case in cases.items():
         try:
@@ -42,6 +43,22 @@ def print_all(cases: Mapping[str, HasError], drawn: Callable[[], None]) -> None:
     except BaseException as error:
         found[ANY] = "\n".join([repr(error), *getattr(error, "__notes__", [])])
     print(json.dumps(found))
+
+
+def read_numbers_of_one_element() -> None:
+    """Let Triton's interpreter read a scalar, an array of one element, as NumPy 2.4 has it.
+
+    Triton 3.6, which comes with PyTorch 2.10, passes the array itself to `int`, and NumPy refuses it.
+    """
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
 
 
 def interpreted(module: str) -> Found:
