@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 from torch import fx
-from torch._decomp import decomposition_table
 
 from ampopt.errors import ExportError
 from ampopt.ir.deciding_forms import Call
@@ -77,6 +76,8 @@ def _resized(call: Call, node: fx.Node) -> Any:
 
 def _in_tiles(call: Call, node: fx.Node) -> Any:
     """Windows of one size, where the result's size divides the image's: PyTorch 2.10 does not write it so."""
+    from torch._decomp import decomposition_table  # slow to import
+
     values = arguments(node)
     sizes, wanted = shape_of(values["self"])[-2:], values["output_size"]
     if node.target in decomposition_table or not all(wanted):

@@ -1,0 +1,72 @@
+"""What an older PyTorch gets wrong in exports is right within a capture; then PyTorch is as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import _meta_registrations as shapes
+from torch import nn
+from torch._decomp import decompositions
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from ampopt.ir.capturing import capturing
+from ampopt.ir.export_repairs import right_sizes
+from ampopt.ir.graph import aten, calls
+from ampopt.ir.stable_forms import with_stable_forms
+from tests.helpers import Model, program_of
+
+NAMES = [(shapes, "div_rtn"), (decompositions, "one_layer_lstm")]
+
+
+def _functions() -> list[object]:
+    return [getattr(module, name) for module, name in NAMES]
+
+
+def test_pytorch_is_as_it_was_after_it() -> None:
+    before = _functions()
+    with capturing():
+        within = _functions()
+    assert _functions() == before
+    assert not {*map(id, within)} & {*map(id, before)}
+    with pytest.raises(ValueError, match="half-way"), capturing():
+        raise ValueError("half-way")
+    assert _functions() == before
+
+
+@pytest.mark.parametrize("divided", [-7, -6, -1, 0, 5, 6, 7])
+def test_sizes_are_rounded_down(divided: int) -> None:
+    with right_sizes():
+        assert shapes.div_rtn(divided, 3) == divided // 3
+
+
+def test_a_symbolic_size_is_rounded_down_without_a_guard() -> None:
+    environment = ShapeEnv()
+    size = environment.create_unbacked_symint()
+    with right_sizes():
+        shapes.div_rtn(size - 3, 2)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_states_of_an_lstms_layer_are_of_two_dimensions(batch: int) -> None:
+    lstm = nn.LSTM(4, 5)
+    x, state = torch.randn(6, batch, 4), (torch.zeros(batch, 5), torch.zeros(batch, 5))
+    with torch.no_grad(), right_sizes():
+        found, states = decompositions.one_layer_lstm(x, state, lstm._flat_weights, has_biases=True)
+        expected, wanted = lstm(x)
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert [tuple(each.shape) for each in states] == [(batch, 5), (batch, 5)]
+    assert all(torch.allclose(mine, its[0], atol=1e-6) for mine, its in zip(states, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("size", "in_tiles"), [((6, 9), True), ((7, 9), False), ((2, 3), True)])
+def test_adaptive_max_pooling_is_of_tiles_where_pytorch_has_no_form_of_it(
+    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], in_tiles: bool
+) -> None:
+    monkeypatch.setattr("torch._decomp.decomposition_table", {})
+    x = torch.randn(2, 4, *size)
+    program = program_of(Model(lambda m, x: F.adaptive_max_pool2d(x, (2, 3))), x)
+    formed = with_stable_forms(program.graph, (x,))
+    assert any(calls(formed, [aten.max_pool2d_with_indices.default])) is in_tiles
+    assert any(calls(formed, [aten.adaptive_max_pool2d.default])) is not in_tiles
+    assert torch.equal(formed(x)[0], F.adaptive_max_pool2d(x, (2, 3)))
