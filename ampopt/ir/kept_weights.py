@@ -1,61 +1,45 @@
-"""Puts back the tensors of a program to which a pass of another package has written."""
+"""The tensors of a program as they were before another package's code had them, to put them back."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from ampopt.errors import PassError
 from ampopt.ir.model_copy import same_tensor
 from ampopt.ir.program import Program
+from ampopt.ir.signature import exactly_copied, without_repetitions
 
 
-def with_weights_kept(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """A pass's `apply`, after which every tensor of the program that it was given holds what it held.
+class KeptWeights:
+    """What a program's weights, also before they were rounded, and its examples hold."""
 
-    Programs share their weights with the model that they are verified against: both would be wrong, and
-    agree. Raises PassError where the pass has written to one; it has to register a new weight.
-    """
-
-    @functools.wraps(apply)
-    def guarded(self: Any, program: Program, *more: Any, **options: Any) -> Any:
+    def __init__(self, program: Program) -> None:
         with torch.inference_mode(mode=False), torch.no_grad():
-            before = [(name, tensor, tensor.detach().clone()) for name, tensor in _tensors_of(program)]
-        failed: Exception | None = None
-        try:
-            result = apply(self, program, *more, **options)
-        except Exception as error:
-            failed = error
-        finally:
-            written = _put_back(before)
-        if written:
-            raise PassError(
-                f"{self.name} has written to {written[0]}, which other programs and the original read: a "
-                "pass gives a graph new weights (ampopt.ir.graph.add_constant) and writes to none"
-            ) from failed
-        if failed is not None:
-            raise failed
-        return result
+            self._held = [
+                (name, tensor, _look(tensor), exactly_copied(tensor)) for name, tensor in _tensors_of(program)
+            ]
 
-    return guarded
-
-
-def _put_back(before: list[tuple[str, Tensor, Tensor]]) -> list[str]:
-    """Give tensors what they held; the names of those that held something else."""
-    written = []
-    with torch.inference_mode(mode=False), torch.no_grad():
-        for name, tensor, held in before:
-            if not same_tensor(tensor, held):
-                written.append(name)
-                if (tensor.shape, tensor.dtype, tensor.layout) == (held.shape, held.dtype, held.layout):
-                    tensor.data.copy_(held)
-                else:
+    def put_back(self) -> str | None:
+        """Give the tensors what they held; the first that held something else, or None."""
+        written = []
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for name, tensor, look, held in self._held:
+                if _look(tensor) != look:
                     tensor.data = held
-    return written
+                elif not same_tensor(tensor, held):
+                    without_repetitions(tensor.data).copy_(without_repetitions(held))
+                else:
+                    continue
+                written.append(name)
+        return written[0] if written else None
+
+
+def _look(tensor: Tensor) -> tuple[object, ...]:
+    """Shape, dtype, layout, and the strides in memory."""
+    strides = tensor.stride() if tensor.layout is torch.strided else None
+    return tensor.shape, tensor.dtype, tensor.layout, strides
 
 
 def _tensors_of(program: Program) -> Iterator[tuple[str, Tensor]]:

@@ -177,6 +177,14 @@ def exactly_copied(tensor: Tensor) -> Tensor:
     return memory.as_strided(tensor.shape, tensor.stride())
 
 
+def without_repetitions(tensor: Tensor) -> Tensor:
+    """A view of a tensor without the dimensions along which it repeats one place in memory, if expanded."""
+    if tensor.layout is torch.strided and tensor.numel():
+        for dim, stride in reversed([*enumerate(tensor.stride())]):
+            tensor = tensor.select(dim, 0) if stride == 0 else tensor
+    return tensor
+
+
 def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec, *, strides: bool = True) -> CallKey:
     """The key of a call's leaves; unhashable values are represented by their type and identity."""
     parts: list[object] = []

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ampopt.ir.signature import without_repetitions
+
 MOST_OF_A_VECTOR = 4096
 """Number of values of a vector that are compared in each call."""
 
@@ -71,7 +73,7 @@ class GraphWeights:
 
     def _add_sample(self, tensor: Tensor) -> None:
         """Sample a weight from its middle: in its memory if that has no gaps, else in its own order."""
-        once = _without_repetitions(tensor.detach())
+        once = without_repetitions(_without_bits(tensor.detach()))
         count = min(MOST_OF_A_VECTOR if once.dim() <= 1 else SAMPLED, once.numel())
         skipped = (once.numel() - count) // 2
         if torch.ops.aten.is_non_overlapping_and_dense(once):
@@ -85,18 +87,11 @@ class GraphWeights:
         self._scattered.append((memory, torch.tensor(places, device=once.device)))
 
 
-def _without_repetitions(tensor: Tensor) -> Tensor:
-    """A tensor's memory without the dimensions along which it has the same values, and without its bits.
-
-    An expanded tensor has a stride of 0 there. A negative or a conjugate bit says how memory is to be read.
-    """
+def _without_bits(tensor: Tensor) -> Tensor:
+    """A tensor's memory as it is: a negative or a conjugate bit says how it is to be read."""
     if tensor.is_conj():
         tensor = tensor.conj()
-    if tensor.is_neg():
-        tensor = torch._neg_view(tensor)
-    for dim, stride in reversed(list(enumerate(tensor.stride()))):
-        tensor = tensor.select(dim, 0) if stride == 0 else tensor
-    return tensor
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
 
 
 def _places(tensor: Tensor, numbers: range) -> list[int]:

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from ampopt.errors import PassError
-from ampopt.ir.graph import copy_of, finish
+from ampopt.ir.graph import aten, calls, copy_of, finish
+from ampopt.ir.judged import Judge, Judged, OwnJudge
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Family, Numerics, Pass, Result, replay
+from ampopt.ir.transform import Engine, Family, Numerics, Pass, Rehearsed, Result, replay
+from ampopt.measure.entry import Verdict
 from ampopt.passes import BakeAutocast, FoldConvBn
 from tests.helpers import FP16, program_of, with_statistics
 from tests.support.planted import keep_the_patched, optimize
@@ -54,6 +56,12 @@ def _round(program: Program) -> Result:
     return Result(program, 0)
 
 
+def _turn(program: Program) -> Result:
+    weight = next(program.graph.buffers())
+    weight.data = weight.data.to(memory_format=torch.channels_last)
+    return Result(program, 0)
+
+
 def _cut(program: Program) -> Result:
     weight = next(program.graph.buffers())
     weight.data = weight.data[:1]
@@ -88,6 +96,7 @@ def net() -> nn.Module:
         (_fail, "the weight"),
         (_round, "the weight"),
         (_cut, "the weight"),
+        (_turn, "the weight"),
         (_shift_the_example, "example 0"),
         (_scale_what_is_not_rounded, "the weight"),
     ],
@@ -103,6 +112,32 @@ def test_what_a_pass_writes_to_is_put_back_and_told(write: Callable[[Program], R
     assert all(map(torch.equal, program.run(*program.examples), before))
     now = [node.meta["exact"] for node in program.graph.graph.nodes if "exact" in node.meta]
     assert all(map(torch.equal, now, exact))
+
+
+UNUSUAL = {
+    "expanded": torch.arange(3.0).reshape(1, 3).expand(4, 3),
+    "with gaps": torch.arange(24.0).reshape(4, 6)[:, ::2],
+    "conjugate": torch.complex(torch.arange(3.0), torch.ones(3)).conj(),
+    "negative, with gaps": torch.complex(torch.arange(3.0), torch.ones(3)).conj().imag,
+    "nothing": torch.empty(0, 3),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_tensors_of_any_strides_are_put_back_and_only_where_they_were_written_to(name: str) -> None:
+    program, tensor = program_of(net(), torch.randn(1, 3, 8, 8)), UNUSUAL[name]
+    before = tensor.clone()
+
+    def write(given: Program) -> Result:
+        given.examples[1].data[(0,) * tensor.dim()] = 7
+        return Result(given, 0)
+
+    program = program.replace(examples=(*program.examples, tensor))
+    Writing(lambda given: Result(given, 0)).apply(program)
+    if tensor.numel():
+        with pytest.raises(PassError, match="writing has written to example 1"):
+            Writing(write).apply(program)
+    assert torch.equal(tensor, before)
 
 
 class _Scaling:
@@ -127,6 +162,50 @@ def test_what_a_mixin_writes_to_is_put_back() -> None:
     assert all(map(torch.equal, program.run(*program.examples), before))
 
 
+@dataclasses.dataclass(frozen=True)
+class Searching(Judged):
+    """A pass that searches and writes to weights."""
+
+    numerics = Numerics.REASSOCIATED
+    family = Family.REWRITE
+    portable = True
+
+    def apply_judged(self, program: Program, judge: Judge) -> Result:
+        """Write."""
+        return _forget(program)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiling(Engine):
+    """An engine that writes to weights during its rehearsal."""
+
+    def apply(self, program: Program) -> Result:
+        """Select the graph."""
+        return Result(program.replace(engine=program.graph), 1)
+
+    def apply_beside(self, program: Program, rehearsed: Callable[[], Rehearsed]) -> Result:
+        """Write, and wait."""
+        _forget(program)
+        rehearsed()
+        return self.apply(program)
+
+
+WAYS: dict[str, Callable[[Program], Result]] = {
+    "apply_judged": lambda program: Searching().apply_judged(program, OwnJudge(program)),
+    "apply": lambda program: Searching().apply(program),
+    "apply_beside": lambda program: Compiling().apply_beside(program, Rehearsed),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_apply_a_pass_is_guarded(way: str) -> None:
+    program = program_of(net(), torch.randn(1, 3, 8, 8))
+    before = program.run(*program.examples)
+    with pytest.raises(PassError, match="has written to the weight"):
+        WAYS[way](program)
+    assert all(map(torch.equal, program.run(*program.examples), before))
+
+
 def test_an_interruption_of_a_pass_is_one() -> None:
     def interrupt(program: Program) -> Result:
         next(program.graph.buffers()).zero_()
@@ -139,10 +218,29 @@ def test_an_interruption_of_a_pass_is_one() -> None:
     assert all(map(torch.equal, program.run(*program.examples), before))
 
 
-def test_a_pass_that_writes_to_weights_spoils_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_relus(program: Program, rewrites: int) -> Result:
+    for relu in calls(program.graph, [aten.relu.default]):
+        relu.replace_all_uses_with(relu.all_input_nodes[0])
+    program.graph.recompile()
+    return Result(program, rewrites)
+
+
+SPOILING: dict[str, tuple[Callable[[Program], Result], str]] = {
+    "weights": (_scale, "written to the weight"),
+    "the graph": (lambda program: _without_relus(program, 0), "changed the graph that it was given"),
+    "the graph, as a rewrite": (lambda program: _without_relus(program, 1), "changed the graph that it was"),
+    "the example": (_shift_the_example, "written to example 0"),
+}
+
+
+@pytest.mark.parametrize("what", SPOILING)
+def test_a_pass_that_spoils_its_program_fails_alone(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_the_patched(monkeypatch)
+    spoil, reason = SPOILING[what]
     model, x = net(), torch.randn(1, 3, 8, 8)
-    fast = optimize(model, x, precision="fp32", passes=[Writing(_scale), FoldConvBn()], cache=False)
+    fast = optimize(model, x, precision="fp32", passes=[Writing(spoil), FoldConvBn()], cache=False)
     assert torch.allclose(fast(x), model(x), atol=1e-5)
-    (entry,) = [entry for entry in fast.report.entries if entry.name == "writing"]
-    assert "written to the weight" in entry.reason
+    rows = {entry.name: entry for entry in fast.report.entries}
+    assert rows["writing"].verdict is Verdict.FAILED
+    assert reason in rows["writing"].reason
+    assert rows["fold-conv-bn"].verdict is Verdict.KEPT, "what is tried after it had another program"
