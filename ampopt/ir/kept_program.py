@@ -8,8 +8,35 @@ from typing import Any
 
 from ampopt.errors import PassError
 from ampopt.ir.kept_graph import KeptGraph
-from ampopt.ir.kept_weights import KeptWeights
+from ampopt.ir.kept_tensors import KeptTensors, tensors_of_program
 from ampopt.ir.program import Program
+
+
+def is_of_another_package(kind: type) -> bool:
+    """Whether a class is not ampopt's own."""
+    return kind.__module__.partition(".")[0] != __package__.partition(".")[0]
+
+
+class KeptProgram:
+    """What a program is before code of another package has it: its graph, its weights and its examples."""
+
+    def __init__(self, program: Program) -> None:
+        self._graph, self._tensors = KeptGraph(program.graph), KeptTensors(tensors_of_program(program))
+
+    def put_back(self) -> str | None:
+        """Make the program what it was; what was done to it, or None if nothing was."""
+        changed, written = self._graph.put_back(), self._tensors.put_back()
+        if written is not None:
+            return (
+                f"it has written to {written}, which other programs and the original read: a pass gives a "
+                "graph new weights (ampopt.ir.graph.add_constant) and writes to none"
+            )
+        if changed is not None:
+            return (
+                "it changed the graph that it was given: edit a copy (ampopt.ir.graph.copy_of); the first "
+                f"change was at {changed}"
+            )
+        return None
 
 
 def with_program_kept(apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,24 +49,16 @@ def with_program_kept(apply: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(apply)
     def guarded(self: Any, program: Program, *more: Any, **options: Any) -> Any:
-        graph, weights = KeptGraph(program.graph), KeptWeights(program)
+        kept = KeptProgram(program)
         failed: Exception | None = None
         try:
             result = apply(self, program, *more, **options)
         except Exception as error:
             failed = error
         finally:  # Ctrl-C, too
-            changed, written = graph.put_back(), weights.put_back()
-        if written is not None:
-            raise PassError(
-                f"{self.name} has written to {written}, which other programs and the original read: a pass "
-                "gives a graph new weights (ampopt.ir.graph.add_constant) and writes to none"
-            ) from failed
+            changed = kept.put_back()
         if changed is not None:
-            raise PassError(
-                "it changed the graph that it was given: edit a copy (ampopt.ir.graph.copy_of); the first "
-                f"change was at {changed}"
-            ) from failed
+            raise PassError(changed) from failed
         if failed is not None:
             raise failed
         return result

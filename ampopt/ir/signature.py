@@ -177,6 +177,12 @@ def exactly_copied(tensor: Tensor) -> Tensor:
     return memory.as_strided(tensor.shape, tensor.stride())
 
 
+def own_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`exactly_copied` for each of a call's tensors; one that is given twice stays one."""
+    copies = {id(tensor): exactly_copied(tensor) for tensor in tensors}
+    return [copies[id(tensor)] for tensor in tensors]
+
+
 def without_repetitions(tensor: Tensor) -> Tensor:
     """A view of a tensor without the dimensions along which it repeats one place in memory, if expanded."""
     if tensor.layout is torch.strided and tensor.numel():

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 from ampopt.errors import PassError
-from ampopt.ir.kept_program import with_program_kept
+from ampopt.ir.kept_program import is_of_another_package, with_program_kept
 from ampopt.ir.lanes import Lane
 from ampopt.ir.program import Program
 
@@ -104,7 +104,7 @@ class Pass(abc.ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         """Let no pass of another package change the program that it is given, see `with_program_kept`."""
         super().__init_subclass__(**options)
-        if cls.__module__.partition(".")[0] == __package__.partition(".")[0]:
+        if not is_of_another_package(cls):
             return
         for name in _WAYS_TO_APPLY:
             owner = next((kind for kind in cls.__mro__ if name in vars(kind)), None)

@@ -107,7 +107,7 @@ def test_what_a_pass_writes_to_is_put_back_and_told(write: Callable[[Program], R
     exact = [node.meta["exact"].clone() for node in program.graph.graph.nodes if "exact" in node.meta]
     assert exact
     for call in (lambda: Writing(write).apply(program), lambda: replay((Writing(write),), program)):
-        with pytest.raises(PassError, match=f"writing has written to {what}"):
+        with pytest.raises(PassError, match=f"it has written to {what}"):
             call()
     assert all(map(torch.equal, program.run(*program.examples), before))
     now = [node.meta["exact"] for node in program.graph.graph.nodes if "exact" in node.meta]
@@ -135,7 +135,7 @@ def test_tensors_of_any_strides_are_put_back_and_only_where_they_were_written_to
     program = program.replace(examples=(*program.examples, tensor))
     Writing(lambda given: Result(given, 0)).apply(program)
     if tensor.numel():
-        with pytest.raises(PassError, match="writing has written to example 1"):
+        with pytest.raises(PassError, match="it has written to example 1"):
             Writing(write).apply(program)
     assert torch.equal(tensor, before)
 
@@ -157,7 +157,7 @@ class Mixed(_Scaling, Pass):
 def test_what_a_mixin_writes_to_is_put_back() -> None:
     program = program_of(net(), torch.randn(1, 3, 8, 8))
     before = program.run(*program.examples)
-    with pytest.raises(PassError, match="mixed has written to the weight"):
+    with pytest.raises(PassError, match="it has written to the weight"):
         Mixed().apply(program)
     assert all(map(torch.equal, program.run(*program.examples), before))
 

@@ -1,8 +1,8 @@
-"""The tensors of a program as they were before another package's code had them, to put them back."""
+"""Tensors as they were before other code had them, to tell whether it wrote to them, and to put them back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,14 +12,12 @@ from ampopt.ir.program import Program
 from ampopt.ir.signature import exactly_copied, without_repetitions
 
 
-class KeptWeights:
-    """What a program's weights, also before they were rounded, and its examples hold."""
+class KeptTensors:
+    """What tensors hold, by what to call them in a message."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         with torch.inference_mode(mode=False), torch.no_grad():
-            self._held = [
-                (name, tensor, _look(tensor), exactly_copied(tensor)) for name, tensor in _tensors_of(program)
-            ]
+            self._held = [(name, tensor, _look(tensor), exactly_copied(tensor)) for name, tensor in tensors]
 
     def put_back(self) -> str | None:
         """Give the tensors what they held; the first that held something else, or None."""
@@ -42,7 +40,7 @@ def _look(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.dtype, tensor.layout, strides
 
 
-def _tensors_of(program: Program) -> Iterator[tuple[str, Tensor]]:
+def tensors_of_program(program: Program) -> Iterator[tuple[str, Tensor]]:
     """The weights, also before they were rounded, and the examples, by what to call them in a message."""
     graph, seen = program.graph, set[int]()
     exact = ((f"the weight {node.target}", node.meta.get("exact")) for node in graph.graph.nodes)
