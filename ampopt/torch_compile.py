@@ -58,8 +58,8 @@ def backend(
 
     Returns:
         A `CompiledGraph`; or the graph's own code, with the reason in a warning, if the graph may need
-        gradients, has sizes that change from call to call, writes to its inputs, returns views of them,
-        cannot be verified, or is no faster.
+        gradients, has sizes, strides or numbers that may change from call to call, writes to its inputs,
+        returns views of them, cannot be verified, or is no faster.
 
     Raises:
         InputError: an option is unknown or invalid.

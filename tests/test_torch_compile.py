@@ -161,6 +161,36 @@ def test_what_cannot_be_optimized_runs_as_it_was(name: str, caplog: pytest.LogCa
     assert reason in said
 
 
+def _wide(x: Tensor) -> Tensor:
+    return torch.stack([x, x], -1)[..., 0]
+
+
+SYMBOLS: dict[str, tuple[list[tuple[Any, ...]], str]] = {
+    "sizes": ([(X,), (X[:1],), (torch.cat([X, X]),)], "its sizes may change"),
+    "strides": ([(X,), (_wide(X),), (torch.stack([X] * 3, -1)[..., 0],)], "the strides of its inputs may"),
+    "numbers": ([(X, 2), (X, 3), (X, 5)], "numbers in Python may change"),
+    "two": ([(X, 2), (torch.cat([X, X]), 3), (X, 4)], "its sizes and numbers in Python may change"),
+    "all": (
+        [(X, 2), (_wide(torch.cat([X, X])), 3)],
+        "its sizes and the strides of its inputs and numbers in Python may change",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SYMBOLS)
+def test_what_may_change_from_call_to_call_is_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    calls, reason = SYMBOLS[name]
+    model = Model(lambda m, x, n=1: m.conv(x).relu() * n, conv=nn.Conv2d(3, 4, 3))
+    fast = torch.compile(model.eval(), backend=backend, options=OPTIONS)
+    with caplog.at_level(logging.WARNING, "ampopt"):
+        for each in calls:
+            assert torch.allclose(fast(*each), model(*each), atol=1e-5)
+    said = [record.message for record in caplog.records if "from call to call" in record.message]
+    assert said
+    assert all(reason in each for each in said)
+    assert all(each.endswith("torch.compile(..., dynamic=False) makes a graph for each") for each in said)
+
+
 def test_where_gradients_may_be_needed_they_are_there(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
     with caplog.at_level(logging.WARNING, "ampopt"), torch.enable_grad():

@@ -177,6 +177,20 @@ def exactly_copied(tensor: Tensor) -> Tensor:
     return memory.as_strided(tensor.shape, tensor.stride())
 
 
+def own_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`exactly_copied` for each of a call's tensors; one that is given twice stays one."""
+    copies = {id(tensor): exactly_copied(tensor) for tensor in tensors}
+    return [copies[id(tensor)] for tensor in tensors]
+
+
+def without_repetitions(tensor: Tensor) -> Tensor:
+    """A view of a tensor without the dimensions along which it repeats one place in memory, if expanded."""
+    if tensor.layout is torch.strided and tensor.numel():
+        for dim, stride in reversed([*enumerate(tensor.stride())]):
+            tensor = tensor.select(dim, 0) if stride == 0 else tensor
+    return tensor
+
+
 def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec, *, strides: bool = True) -> CallKey:
     """The key of a call's leaves; unhashable values are represented by their type and identity."""
     parts: list[object] = []

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 from ampopt.errors import PassError
-from ampopt.ir.kept_weights import with_weights_kept
+from ampopt.ir.kept_program import is_of_another_package, with_program_kept
 from ampopt.ir.lanes import Lane
 from ampopt.ir.program import Program
 
@@ -77,6 +77,10 @@ class Result:
         return self.rewrites > 0
 
 
+_WAYS_TO_APPLY = ("apply", "apply_beside", "apply_judged")
+"""The methods of passes, engines and passes that search which make a program of another."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Pass(abc.ABC):
     """A transform of a program. Subclasses are frozen dataclasses whose fields are the pass's options.
@@ -98,12 +102,14 @@ class Pass(abc.ABC):
     """True: kept without a gain, unless it is slower, because later passes build on it."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let no pass of another package write to weights, see `with_weights_kept`."""
+        """Let no pass of another package change the program that it is given, see `with_program_kept`."""
         super().__init_subclass__(**options)
-        owner = next(kind for kind in cls.__mro__ if "apply" in vars(kind))
-        is_new = owner is cls or not issubclass(owner, Pass)  # its own, or that of a mixin
-        if is_new and cls.__module__.partition(".")[0] != __package__.partition(".")[0]:
-            cls.apply = with_weights_kept(vars(owner)["apply"])  # type: ignore[method-assign]
+        if not is_of_another_package(cls):
+            return
+        for name in _WAYS_TO_APPLY:
+            owner = next((kind for kind in cls.__mro__ if name in vars(kind)), None)
+            if owner is not None and (owner is cls or not issubclass(owner, Pass)):  # its own, or a mixin's
+                setattr(cls, name, with_program_kept(vars(owner)[name]))
 
     @property
     def name(self) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ampopt.ir.numerics import fresh_draw, is_rounded, may_be_regions
+from ampopt.ir.signature import own_copies
 
 Tensors = tuple[Tensor, ...]
 
@@ -186,10 +187,13 @@ def _with_element(tensor: Tensor, value: float, channel: int | None = None) -> T
 
 
 def steps_of(draw: Draw, run: Callable[..., Sequence[Tensor]], state: Tensors) -> list[list[Tensor]]:
-    """The outputs of each call of a draw, in order; each call's new state is passed to the next."""
+    """The outputs of each call of a draw, in order; each call's new state is passed to the next.
+
+    Calls get copies: what writes to its inputs spoils no draw, with which other programs are verified, too.
+    """
     found: list[list[Tensor]] = []
     for tensors in draw.calls:
-        outputs = list(run(*tensors, *state))
+        outputs = list(run(*own_copies((*tensors, *state))))
         found.append(outputs)
         state = tuple(outputs[len(outputs) - len(state) :])
     return found

@@ -14,26 +14,20 @@ from torch import Tensor
 from ampopt.ir.model_copy import same_tensor
 from ampopt.measure.original import Run
 
-WATCHED = 2
-"""Number of calls that are watched: memory of the program's own shows in the second."""
-
 
 class Watched:
-    """A function of flat tensors whose first calls are watched; `reason` says what is wrong with them.
+    """A function of flat tensors whose calls are watched; `reason` says what is wrong with them first.
 
+    Memory of the program's own shows in the second call, and what a compiler does after some calls later.
     With `static`, results may stay where the next call writes its own, as the caller has asked for.
     """
 
     def __init__(self, run: Run, *, static: bool = False) -> None:
         self.reason: str | None = None
-        self._run, self._left, self._last, self._static = run, WATCHED, list[Tensor](), static
+        self._run, self._last, self._static = run, list[Tensor](), static
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Call the function."""
-        if self._left == 0:
-            self._last = []
-            return self._run(*tensors)
-        self._left -= 1
         before = [tensor.clone() for tensor in tensors]
         outputs = self._run(*tensors)
         self.reason = self.reason or self._why_not_own(tensors, before, outputs)
@@ -46,7 +40,6 @@ class Watched:
     ) -> str | None:
         for place, (tensor, kept) in enumerate(zip(tensors, before, strict=True)):
             if not same_tensor(tensor, kept):
-                tensor.copy_(kept)  # it verifies other programs, too
                 return f"it writes to input {place}"
         for place, output in enumerate(outputs):
             if any(_share_memory(output, tensor) for tensor in tensors):

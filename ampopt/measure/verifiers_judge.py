@@ -12,6 +12,7 @@ from torch import Tensor
 from ampopt.ir.lanes import Lane
 from ampopt.ir.numerics import Check
 from ampopt.ir.program import Program
+from ampopt.ir.signature import own_copies
 from ampopt.measure.verify import Verifier
 
 
@@ -29,12 +30,15 @@ class VerifiersJudge:
 
     @functools.cached_property
     def calls(self) -> list[tuple[Tensor, ...]]:
-        """The inputs of every call of every draw, with the state that the original has reached before it."""
+        """The inputs of every call of every draw, with the state that the original has reached before it.
+
+        They are copies: a pass may write to them.
+        """
         found = []
         for draw in self.verifier.draws:
             state = self.verifier.captured.initial_state
             for tensors, outputs in zip(draw.calls, self.verifier.reference(draw), strict=True):
-                found.append((*tensors, *state))
+                found.append(tuple(own_copies((*tensors, *state))))
                 after = outputs[len(outputs) - len(state) :]
                 state = tuple(b.to(a.dtype) for a, b in zip(state, after, strict=True))
         return found

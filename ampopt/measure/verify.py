@@ -27,6 +27,7 @@ from ampopt.ir.numerics import (
     relative_error,
     widened,
 )
+from ampopt.ir.signature import own_copies
 from ampopt.ir.unchecked_reads import why_nan_may_crash
 from ampopt.measure.draws import (
     CALLS_IN_A_ROW,
@@ -104,7 +105,8 @@ class Verifier(Original):
         self._jumps: dict[tuple[Lane, str, bool], list[float]] = {}
         most = math.inf if metric is not None else tolerance or 0.0  # a metric alone knows what is right
         self.fault_check = FaultCheck(self, faults, most)
-        in_a_row, inputs = CALLS_IN_A_ROW if captured.lifted else 1, captured.inputs
+        in_a_row = CALLS_IN_A_ROW if captured.lifted else 1
+        inputs = tuple(own_copies(captured.inputs))  # timed calls, which may write, get the program's
         self.draws = self._accepted(plain_draws(inputs, draws, seed, in_a_row=in_a_row))
         self._range_draws = range_draws(inputs, in_a_row=in_a_row)
         self._integer_draws = integer_draws(inputs, in_a_row=in_a_row)

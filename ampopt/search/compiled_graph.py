@@ -32,6 +32,8 @@ from ampopt.system.interrupts import interruptible
 
 logger = logging.getLogger("ampopt")
 
+_NUMBERS, _SYMBOLS = (int, float, complex), (torch.SymInt, torch.SymFloat, torch.SymBool)
+
 
 class _Graph(nn.Module):
     """A graph that is called with its inputs alone; its weights, by their places, are buffers.
@@ -129,12 +131,12 @@ def compile_graph(
 ) -> CompiledGraph:
     """The optimized graph; `places` are those of the weights among its inputs, which become constants.
 
-    Raises CaptureError with the reason where the graph has to run as it was: it may need gradients, has sizes
-    that change from call to call, writes to its inputs, computes nothing but views, or is no faster. Raises
-    KeyboardInterrupt where Ctrl-C has ended the work on it.
+    Raises CaptureError with the reason where the graph has to run as it was: it may need gradients, has
+    sizes, strides or numbers that may change from call to call, writes to its inputs, computes nothing but
+    views, or is no faster. Raises KeyboardInterrupt where Ctrl-C has ended the work on it.
     """
     if not all(isinstance(each, Tensor) for each in inputs):
-        raise CaptureError("its sizes change from call to call: torch.compile(..., dynamic=False)")
+        raise CaptureError(_why_no_constant(graph, inputs))
     if torch.is_grad_enabled() and any(each.requires_grad for each in inputs):
         raise CaptureError("it may need gradients: call the model under torch.no_grad()")
     if _derives(graph, inputs):
@@ -158,6 +160,24 @@ def compile_graph(
     if module.report.chosen == ORIGINAL:
         raise CaptureError("nothing that was tried is faster")
     return CompiledGraph(original, module, weights, layout)
+
+
+def _why_no_constant(graph: fx.GraphModule, inputs: Sequence[Any]) -> str:
+    """What, beside values of tensors, may change from call to call: what TorchDynamo has made a symbol."""
+    from torch.fx.experimental.symbolic_shapes import free_symbols  # with symbols it has been loaded
+
+    others = [each for each in inputs if not isinstance(each, Tensor)]
+    if strange := [each for each in others if not isinstance(each, (*_NUMBERS, *_SYMBOLS))]:
+        return f"it is given what is no tensor and no number: {type(strange[0]).__name__}"
+    symbols = set[object]().union(*(free_symbols(each) for each in others if isinstance(each, _SYMBOLS)))
+    fake = [node.meta.get("example_value") for node in graph.graph.find_nodes(op="placeholder")]
+    given = [each for each in fake if isinstance(each, Tensor) and each.layout is torch.strided]
+    sizes = symbols & free_symbols([tuple(each.shape) for each in given])
+    strides = symbols & free_symbols([each.stride() for each in given]) - sizes
+    is_number = symbols > sizes | strides or not symbols
+    named = [("its sizes", sizes), ("the strides of its inputs", strides), ("numbers in Python", is_number)]
+    what = " and ".join(name for name, is_one in named if is_one)
+    return f"{what} may change from call to call: torch.compile(..., dynamic=False) makes a graph for each"
 
 
 def _derives(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> bool:

@@ -13,12 +13,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ampopt.ir.signature import without_repetitions
+
 MOST_OF_A_VECTOR = 4096
 """Number of values of a vector that are compared in each call."""
 
 SAMPLED = 16
 """Number of values of another weight that are compared in each call, from its middle: the first rows may be
-padding, which no optimizer changes."""
+padding, which no optimizer changes. What an expanded tensor repeats is one value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +47,14 @@ class GraphWeights:
 
     def __init__(self, weights: Mapping[int, Tensor]) -> None:
         self._weights = [_Weight.of(place, tensor) for place, tensor in weights.items()]
-        self._sampled = [sample for tensor in weights.values() if (sample := _sample(tensor)) is not None]
-        self._samples = torch.cat(self._sampled) if self._sampled else None
+        self._runs: list[Tensor] = []
+        """The bytes of values that lie one after another, in the weights' own memory."""
+        self._scattered: list[tuple[Tensor, Tensor]] = []
+        """A weight's memory, and the places in it of values that do not."""
+        for tensor in weights.values():
+            if tensor.numel() and not tensor.is_quantized:
+                self._add_sample(tensor)
+        self._samples = self._values() if self._runs or self._scattered else None
 
     def are_now(self, inputs: Sequence[Tensor]) -> bool:
         """Whether a call's inputs have these tensors at their places, and nothing was written to them."""
@@ -54,17 +62,46 @@ class GraphWeights:
             return False
         if self._samples is None or (self._samples.is_cuda and torch.cuda.is_current_stream_capturing()):
             return True  # the host cannot wait for values while it captures
-        return torch.equal(torch.cat(self._sampled), self._samples)
+        return torch.equal(self._values(), self._samples)
+
+    def _values(self) -> Tensor:
+        """The bytes of all samples, as they are now."""
+        if not self._scattered:
+            return torch.cat(self._runs)
+        taken = [memory.index_select(0, places).view(torch.uint8) for memory, places in self._scattered]
+        return torch.cat([*self._runs, *taken])
+
+    def _add_sample(self, tensor: Tensor) -> None:
+        """Sample a weight from its middle: in its memory if that has no gaps, else in its own order."""
+        once = without_repetitions(_without_bits(tensor.detach()))
+        count = min(MOST_OF_A_VECTOR if once.dim() <= 1 else SAMPLED, once.numel())
+        skipped = (once.numel() - count) // 2
+        if torch.ops.aten.is_non_overlapping_and_dense(once):
+            run = once.as_strided((count,), (1,), once.storage_offset() + skipped)
+            self._runs.append(run.view(torch.uint8))
+            return
+        places = _places(once, range(skipped, skipped + count))
+        memory = once.as_strided((max(places) + 1,), (1,), 0)
+        if memory.element_size() == 1:  # PyTorch selects no elements of some small dtypes
+            memory = memory.view(torch.uint8)
+        self._scattered.append((memory, torch.tensor(places, device=once.device)))
 
 
-def _sample(tensor: Tensor) -> Tensor | None:
-    """The bytes of a few values of a tensor, in its own memory; None if they are not one after another."""
-    if tensor.is_quantized or not tensor.numel():
-        return None
-    tensor = tensor.detach()
-    if not torch.ops.aten.is_non_overlapping_and_dense(tensor) or tensor.is_conj() or tensor.is_neg():
-        return None
-    most = MOST_OF_A_VECTOR if tensor.dim() <= 1 else SAMPLED
-    count = min(most, tensor.numel())
-    first = tensor.storage_offset() + (tensor.numel() - count) // 2
-    return tensor.as_strided((count,), (1,), first).view(torch.uint8)
+def _without_bits(tensor: Tensor) -> Tensor:
+    """A tensor's memory as it is: a negative or a conjugate bit says how it is to be read."""
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+
+
+def _places(tensor: Tensor, numbers: range) -> list[int]:
+    """Where elements of a tensor lie in its memory, by their numbers in its own order."""
+    sizes_and_strides = [*zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True)]
+    found = []
+    for number in numbers:
+        place, rest = int(tensor.storage_offset()), number
+        for size, stride in sizes_and_strides:
+            rest, index = divmod(rest, size)
+            place += index * stride
+        found.append(place)
+    return found

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Sequence
 
-from ampopt.engines.executable import executable
 from ampopt.errors import AmpoptError
 from ampopt.ir.lanes import Lane
 from ampopt.ir.program import Program
@@ -91,7 +90,7 @@ class PassManager(Trials):
         while True:
             began, recipe = time.perf_counter(), state.best.program.recipe
             best = state.best
-            check = best.settled or self.verifier.check(best.run, state.lane, everywhere=True)
+            check = best.settled or self.check(best, state.lane, everywhere=True)
             if check.passed or len(recipe) <= state.founded:
                 state.check, state.former = check, []
                 return
@@ -113,8 +112,7 @@ class PassManager(Trials):
         right, wrong = state.founded, len(recipe)
         while wrong - right > 1:
             middle = (right + wrong) // 2
-            program = state.replayed(recipe[:middle])
-            check = self.verifier.check(executable(program), state.lane, everywhere=True)
+            check = self.check(Subject(state.replayed(recipe[:middle])), state.lane, everywhere=True)
             right, wrong = (middle, wrong) if check.passed else (right, middle)
         return right
 

@@ -148,7 +148,9 @@ class ProgramStore:
         if built.check is None:
             began = self._now()
             with self.silence():
-                built.check = self._verifier.check(built.subject.run, built.lane)
+                built.check = built.subject.checked(
+                    lambda: self._verifier.check(built.subject.run, built.lane)
+                )
             self._check_s[built.lane] = self._now() - began
         return built.check
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from ampopt.engines.executable import Executable, executable, quick
 from ampopt.engines.graph_capture import ReplayedProgram
 from ampopt.errors import AmpoptError
+from ampopt.ir.kept_program import KeptProgram, is_of_another_package
+from ampopt.ir.kept_tensors import KeptTensors
 from ampopt.ir.numerics import Check
 from ampopt.ir.program import Program
 from ampopt.measure.clocks import REST_S
+
+T = TypeVar("T")
 
 
 def rest_s(program: Program) -> float:
@@ -46,3 +52,24 @@ class Subject:
     def call(self) -> object:
         """One call on the example inputs."""
         return self._answer(*self.program.examples)
+
+    def watched(self, work: Callable[[], T]) -> tuple[T, str | None]:
+        """What work with the program gives, and what its calls have written to, which is put back; or None.
+
+        It may be an example; or, where passes of other packages made the program, a weight or the graph.
+        """
+        program = self.program
+        is_foreign = any(is_of_another_package(type(step)) for step in program.recipe)
+        examples = KeptTensors((f"input {place}", each) for place, each in enumerate(program.examples))
+        rest = KeptProgram(program) if is_foreign else None
+        try:
+            found = work()
+        finally:
+            written = examples.put_back()
+            changed = None if rest is None else rest.put_back()
+        return found, changed if written is None else f"it writes to {written}"
+
+    def checked(self, check: Callable[[], Check]) -> Check:
+        """A verification of the program, with what it has written to as the reason if it has."""
+        found, written = self.watched(check)
+        return found if written is None else dataclasses.replace(found, reason=written)

@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 from ampopt.errors import AmpoptError, first_line
 from ampopt.ir.graph import where
 from ampopt.ir.judged import Judged
+from ampopt.ir.lanes import Lane
+from ampopt.ir.numerics import Check
 from ampopt.ir.program import Program
+from ampopt.ir.signature import own_copies
 from ampopt.ir.transform import Declined, Engine, Family, Pass, Result, exits_failed, outcome
 from ampopt.measure.clocks import synchronize
 from ampopt.measure.entry import Entry, Verdict
@@ -196,11 +199,15 @@ class Trials:
             return outcome(program, step.apply), None
         return self.sandbox.apply(step, program, seconds=seconds)
 
+    def check(self, subject: Subject, lane: Lane, *, everywhere: bool = False) -> Check:
+        """Verify a program, which must write to nothing that others read."""
+        return subject.checked(lambda: self.verifier.check(subject.run, lane, everywhere=everywhere))
+
     def is_right(
         self, trial: Trial, state: LaneState, candidate: Subject, same_bits_as: Program | None = None
     ) -> bool:
         """Verify; what is wrong ends the trial. `same_bits_as`: whose every bit must have stayed."""
-        check = self.verifier.check(candidate.run, state.lane)
+        check = self.check(candidate, state.lane)
         trial.note(error=check.error, limit=check.limit)
         wrong = check.reason
         if wrong is None and check.error > state.bound:
@@ -233,9 +240,13 @@ class Trials:
             return
         runs = runs or (step is not None and step.family in (Family.ENGINE, Family.LAUNCH))
         is_kept_anyway = step is not None and step.enables_others
-        found = self.timer.time(
-            trial, state.best if runs else state.graph, candidate, runs, not is_kept_anyway
+        other = state.best if runs else state.graph
+        found, written = candidate.watched(
+            lambda: self.timer.time(trial, other, candidate, runs, not is_kept_anyway)
         )
+        if written is not None:
+            self.end(trial, Verdict.REVERTED, written)
+            return
         mine = next((s for s in candidate.program.recipe if step is not None and s.name == step.name), None)
         if is_kept_anyway and (not found.is_loss or found.ratio >= LEAST_ENABLING):
             verdict, what = Verdict.KEPT, "later passes build on it"
@@ -271,7 +282,7 @@ class Trials:
         """
         if self.verifier.settling_s(state.call_s) > LOOKING_FAR * (self.deadline - self._started):
             return None
-        check = self.verifier.check(candidate.run, state.lane, everywhere=True)
+        check = self.check(candidate, state.lane, everywhere=True)
         candidate.settled = check if check.passed else None
         return check.reason
 
@@ -325,8 +336,8 @@ def why_nothing(result: Result) -> str:
 
 
 def differing_bits(before: Program, candidate: Subject) -> str | None:
-    examples = candidate.program.examples
-    pairs = zip(before.run(*examples), candidate.run(*examples), strict=True)
+    ran = (run(*own_copies(candidate.program.examples)) for run in (before.run, candidate.run))
+    pairs = zip(*ran, strict=True)
     if all(a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in pairs):
         return None  # NaN is the same as NaN, and as nothing else
     return "it claims to keep every bit and does not"

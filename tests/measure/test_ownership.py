@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,49 @@ def test_a_program_that_writes_to_its_input_is_refused() -> None:
     verifier = Verifier(original, captured)
     assert verifier.check(lambda x: [x.relu_() + 0], FP32).reason == "it writes to input 0"
     assert torch.equal(captured.program.examples[0], X), "the next program is verified with other inputs"
+
+
+def test_a_program_that_writes_to_an_input_in_a_later_call_is_refused() -> None:
+    calls = 0
+
+    def run(x: Tensor) -> list[Tensor]:
+        nonlocal calls
+        calls += 1
+        return [x.relu() if calls < 3 else x.relu_().clone()]
+
+    assert reason_for(lambda m, x: x.relu(), run) == "it writes to input 0"
+
+
+def _writes(*tensors: Tensor) -> list[Tensor]:
+    outputs = [tensors[0] + tensors[1]]
+    for tensor in tensors:
+        tensor.zero_()
+    return outputs
+
+
+def _writes_and_fails(*tensors: Tensor) -> list[Tensor]:
+    _writes(*tensors)
+    raise ValueError("half-way")
+
+
+@pytest.mark.parametrize("run", [_writes, _writes_and_fails])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_what_a_program_writes_to_is_no_input_of_another(run: Any, everywhere: bool) -> None:
+    """Two inputs, one of them integers, in all calls of all draws."""
+    y = torch.arange(32).reshape(2, 16)
+    original, captured = captured_of(Model(lambda m, x, y: x + y), X.clone(), y.clone())
+    verifier = Verifier(original, captured)
+    given = [tensor for draw in verifier.draws for tensors in draw.calls for tensor in tensors]
+    kept = [tensor.clone() for tensor in given]
+    with contextlib.suppress(ValueError):
+        assert verifier.check(run, FP32, everywhere=everywhere).reason == "it writes to input 0"
+    for draw in (*verifier.draws, *verifier.range_draws(FP32)):
+        with contextlib.suppress(ValueError):
+            verifier.steps(run, draw)
+    assert all(map(torch.equal, given, kept))
+    assert torch.equal(captured.program.examples[0], X)
+    assert torch.equal(captured.program.examples[1], y)
+    assert verifier.check(captured.program.run, FP32, everywhere=True).passed
 
 
 @pytest.mark.parametrize("run", [lambda x: [x[0]], lambda x: [x.unbind(0)[0].view(4, 4).view(-1)]])

@@ -22,8 +22,11 @@ def judge_of(model: nn.Module, x: torch.Tensor, seconds: float = 60.0) -> Verifi
 
 def test_its_calls_are_those_of_the_ordinary_draws() -> None:
     judge = judge_of(nn.Linear(4, 4), torch.randn(2, 4))
-    assert [call[0] is draw.calls[0][0] for call, draw in zip(judge.calls, judge.verifier.draws, strict=True)]
     assert len(judge.calls) == 3
+    for (x,), draw in zip(judge.calls, judge.verifier.draws, strict=True):
+        assert torch.equal(x, draw.calls[0][0])
+        x.add_(1)
+        assert not torch.equal(x, draw.calls[0][0]), "programs are verified with what a pass writes"
 
 
 def test_a_state_comes_with_each_call_as_it_has_become() -> None:
