@@ -1,18 +1,19 @@
 """Forms of operators on integers for ONNX, whose own operators take other indices and round large numbers.
 
 PyTorch refuses a negative index where it looks up rows; ONNX counts it from the end, and so answers what
-eager refuses. torch.onnx divides integers in floating point, which is inexact from 2²⁴ on. ONNX Runtime adds
-and multiplies along a dimension, and takes powers, in float64, which is inexact from 2⁵³ on, and ends at the
-bounds of the result's dtype, where PyTorch's integers go around. It dies where the smallest integer is divided
-by -1, for which PyTorch, and negation, have that integer itself.
+eager refuses, and makes a row of zeros of a class that there is not. torch.onnx divides integers in floating
+point, which is inexact from 2²⁴ on. ONNX Runtime adds and multiplies along a dimension, and takes powers, in
+float64, which is inexact from 2⁵³ on, and ends at the bounds of the result's dtype, where PyTorch's integers
+go around. It dies where the smallest integer is divided by -1, for which PyTorch, and negation, have that
+integer itself.
 
 Correct because: an index that is not negative stays, and a negative one becomes one that no tensor has, which
-ONNX Runtime refuses as eager does; a quotient of integers rounded down is ONNX's floor division, or the
-negative of what -1 divides, and towards zero that of the dividend without its remainder, which divides
-exactly; a sum is the last of the running sums, or, of short integers, one in int64 whose low half it is;
-a product is that of the products of both halves, and a power that of the powers that its exponent's bits
-have; and integers that go around may be combined in any order. A trace is the sum of the diagonal, which is
-read at every (columns + 1)-th place, and an einsum is taken apart as PyTorch does it.
+ONNX Runtime refuses as eager does; a class is looked up in the identity; a quotient of integers rounded down
+is ONNX's floor division, or the negative of what -1 divides, and towards zero that of the dividend without
+its remainder, which divides exactly; a sum is the last of the running sums, or, of short integers, one in
+int64 whose low half it is; a product is that of the products of both halves, and a power that of the powers
+that its exponent's bits have; and integers that go around may be combined in any order. A trace is the sum of
+the diagonal, which is read at every (columns + 1)-th place, and an einsum is taken apart as PyTorch does it.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ OUT_OF_RANGE = 2**31 - 1
 
 INDEXED: dict[Any, str] = {
     aten.embedding.default: "indices",
+    aten.embedding_bag.default: "indices",
+    aten.embedding_bag.padding_idx: "indices",
     aten.index_select.default: "index",
     aten.gather.default: "index",
     aten.scatter.src: "index",
@@ -101,13 +104,16 @@ def with_integer_forms(
     """
     candidates = (*DIVISIONS, *SUMS, *PRODUCTS, *POWERS, *PLACES, *COMPOSITES, *DIAGONALS)
     arithmetic = [n for n in calls(module, candidates) if _may_be_of_integers(n)]
-    if not arithmetic and not any(calls(module, INDEXED)):
+    if not arithmetic and not any(calls(module, [*INDEXED, aten.one_hot.default])):
         return module
     changed = copy_of(module)
+    for node in calls(changed, [aten.one_hot.default]):
+        _look_up_class(changed, node)
     if arithmetic:
         ShapeProp(changed).propagate(*examples)
     composites = [] if is_dynamic else [*calls(changed, COMPOSITES)]
-    if any([_take_apart(changed, node) for node in composites]):
+    taken = [_take_apart(changed, node) for node in composites]
+    if any(taken):
         ShapeProp(changed).propagate(*examples)
     for node in () if is_dynamic else calls(changed, DIAGONALS):
         if dtype_of(node) is torch.int64:
@@ -211,19 +217,19 @@ def _take_apart(module: fx.GraphModule, node: fx.Node) -> bool:
         steps = make_fx(lambda *tensors: aten.einsum.default(node.args[0], list(tensors)))(*like)
     made: dict[fx.Node, Any] = dict(zip(steps.graph.find_nodes(op="placeholder"), operands, strict=True))
     for step in calls(steps):
-        args, kwargs = map_arg((step.args, step.kwargs), made.__getitem__)  # type: ignore[arg-type,misc]
-        made[step] = call(step.target, *args, **kwargs)
+        args, kwargs = map_arg((step.args, step.kwargs), made.__getitem__)
+        made[step] = call(step.target, *args, **kwargs)  # type: ignore[arg-type]
     replace(node, made[steps.graph.output_node().all_input_nodes[0]])
     return True
 
 
 def _read_diagonal(module: fx.GraphModule, node: fx.Node) -> None:
     values, call = arguments(node), partial(insert_call, module, node)
-    source = values.get("self", values.get("A"))
+    source: fx.Node = values["self" if "self" in values else "A"]
     shape, count = shape_of(source), shape_of(node)[-1]
     if len(shape) < 2:
         return  # what makes a matrix of a row
-    offset = values.get("offset", values.get("diagonal"))
+    offset: int = values["offset" if "offset" in values else "diagonal"]
     pair = [values.get(name, default) % len(shape) for name, default in (("dim1", 0), ("dim2", 1))]
     others = [dim for dim in range(len(shape)) if dim not in pair]
     rows, columns = (shape[dim] for dim in pair)
@@ -257,7 +263,8 @@ def _raise_exactly(module: fx.GraphModule, node: fx.Node) -> None:
 
 def _add_exactly(module: fx.GraphModule, node: fx.Node) -> None:
     if dtype_of(node) is torch.int32 and dtype_of(node.args[0]) in SHORT:  # type: ignore[arg-type]
-        long = insert_call(module, node, node.target, *node.args, **{**node.kwargs, "dtype": torch.int64})
+        kwargs = {**node.kwargs, "dtype": torch.int64}
+        long = insert_call(module, node, node.target, *node.args, **kwargs)  # type: ignore[arg-type]
         low = insert_call(module, node, aten._to_copy.default, long, dtype=torch.int32)
         low.meta["tensor_meta"] = node.meta["tensor_meta"]
         return replace(node, low)
@@ -300,6 +307,12 @@ def _replace_reduced(module: fx.GraphModule, node: fx.Node, reduced: fx.Node, di
         reduced = insert_call(module, node, aten.squeeze.dims, reduced, list(dims))
     reduced.meta["tensor_meta"] = node.meta["tensor_meta"]
     replace(node, reduced)
+
+
+def _look_up_class(module: fx.GraphModule, node: fx.Node) -> None:
+    classes = torch.eye(arguments(node)["num_classes"], dtype=torch.int64)
+    rows = add_constant(module, "classes", classes, node)
+    replace(node, insert_call(module, node, aten.embedding.default, rows, node.args[0]))
 
 
 def _refuse_negative(module: fx.GraphModule, node: fx.Node, index: fx.Node) -> None:

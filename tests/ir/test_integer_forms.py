@@ -26,6 +26,10 @@ IDS = torch.tensor([1, 2, 3])
 
 LOOK_UPS: dict[str, Callable[[Tensor], Tensor]] = {
     "embedding": lambda i: F.embedding(i, W),
+    "embedding_bag": lambda i: F.embedding_bag(i[None], W),
+    "embedding_bag of offsets": lambda i: F.embedding_bag(i, W, torch.tensor([0, 2]), mode="sum"),
+    "embedding_bag without offsets that end": lambda i: torch.embedding_bag(W, i, torch.tensor([0, 2]))[0],
+    "one_hot": lambda i: F.one_hot(i[None], 10),
     "index_select": lambda i: W.index_select(0, i),
     "gather": lambda i: W.gather(0, i[:, None].expand(3, 3)),
     "scatter": lambda i: W.scatter(0, i[:, None], W[:3, :1]),
@@ -69,7 +73,9 @@ ARITHMETIC: dict[str, Callable[[Tensor], Tensor]] = {
     "sum along both, with sizes of 1": lambda i: torch.stack((i, i.flip(0))).sum((0, -1), keepdim=True),
     "sum that goes around": lambda i: (i * 2**31).sum(),
     "sum in int32": lambda i: i.sum(dtype=torch.int32),
-    "sum of both in int32": lambda i: torch.stack((i, i.flip(0))).sum((0, 1), dtype=torch.int32, keepdim=True),
+    "sum of both in int32": lambda i: torch.stack((i, i.flip(0))).sum(
+        (0, 1), dtype=torch.int32, keepdim=True
+    ),
     "sum of a sum in int32": lambda i: torch.stack((i, i)).sum(0).sum(dtype=torch.int32),
     "sum of squares in int32": lambda i: (i * i).sum(0, dtype=torch.int32),
     "sum of short ones in int32": lambda i: i.short().sum(dtype=torch.int32),
@@ -97,6 +103,14 @@ ARITHMETIC: dict[str, Callable[[Tensor], Tensor]] = {
     "product along another": lambda i: torch.stack((i, i.flip(0)), 1).prod(0, keepdim=True),
     "product of an even number": lambda i: torch.cat((i, i + 1)).prod(),
     "product in int32": lambda i: i.prod(dtype=torch.int32),
+    "mean in float64": lambda i: (i % 1000).double().mean(),
+    "mean with a dtype": lambda i: (i % 1000).mean(dtype=torch.float32),
+    "mean along a dimension with a dtype": lambda i: torch.stack((i % 100, i % 7)).mean(
+        0, dtype=torch.float64
+    ),
+    "sum with a dtype": lambda i: (i % 1000).sum(dtype=torch.float32),
+    "softmax with a dtype": lambda i: (i % 2).softmax(0, dtype=torch.float32).round(),
+    "log_softmax with a dtype": lambda i: (i % 2).log_softmax(0, dtype=torch.float32).round(),
     "count": lambda i: (i > 1).sum(),
     "count of integers": lambda i: (i > 1).long().sum(),
 }
