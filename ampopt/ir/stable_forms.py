@@ -189,7 +189,7 @@ def _mean_of_pixels(call: Call, node: fx.Node) -> Any:
 
 
 def _in_asked_dtype(call: Call, node: fx.Node) -> Any:
-    """Of what is cast to the dtype that is asked for: torch.onnx averages integers first, without fractions."""
+    """Of what is cast to the dtype that is asked for: torch.onnx averages integers without fractions."""
     values, positional = arguments(node), ("self", "dim", "keepdim")
     source, dtype = values["self"], values["dtype"]
     if dtype in (None, dtype_of(source)):

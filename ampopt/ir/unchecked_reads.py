@@ -2,7 +2,7 @@
 
 Found with torchvision 0.29 on a CPU: NaN in the offsets of `deform_conv2d` is a segmentation fault, and NaN
 in the boxes of `roi_align` asks for a vector of any size. Infinities and large numbers did no harm. The
-smallest integer divided by -1 towards zero is a fault of the processor (PyTorch 2.15).
+smallest integer divided by -1 towards zero is a fault of the processor (PyTorch 2.14).
 """
 
 from __future__ import annotations
