@@ -39,7 +39,9 @@ class MergeLinearChain(Pass):
     Correct because: B·(A·x + a) + b = (B·A)·x + (B·a + b): matrix multiplication is associative and linear. A
     bias of another shape than its layer's features is broadcast before it is multiplied. The product is
     computed in float64 from the unrounded weights, carried on unrounded through the chain, and rounded once
-    to the dtype of B: there is no rounding between the layers, which matters in lower precisions.
+    to the dtype of B: there is no rounding between the layers, which matters in lower precisions. That holds
+    for numbers: NaN stays NaN, but infinities, of which A makes both signs and B then NaN, are multiplied by
+    B·A alone, and a ReLU may make 0 of one. Verification reverts the pass where that reaches an output.
     Cost: none; the product has at most as many weights as the factors.
     """
 

@@ -16,7 +16,9 @@ from ampopt.ir.pass_options import option
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Result
 
-_SWALLOWED_BY_ONEDNN = (aten.relu.default, aten.max_pool2d.default, aten.max_pool3d.default)
+_SWALLOWED_BY_ONEDNN = (
+    *(aten.relu.default, aten.sigmoid.default, aten.max_pool2d.default, aten.max_pool3d.default),
+)
 """Operators whose NaN is lost where TorchScript lets oneDNN compute them."""
 
 
@@ -32,7 +34,8 @@ class Script(Engine):
     Correct because: the graph has no control flow and its numbers are constants, so a trace on the example
     inputs is the whole program; freezing inlines the weights; the fuser emits the same operators' arithmetic.
     On a CPU `optimize_for_inference` lays convolutions and what follows them out for oneDNN, whose ReLU and
-    max pooling turn NaN into numbers: a program with one of them is only frozen and fused.
+    max pooling turn NaN into numbers, and whose sigmoid does so where channels are few: a program with one of
+    them is only frozen and fused.
     Cost: seconds to trace; its profiling executor specializes in the first calls, which `warm_ups` covers.
     On a GPU another process does so first, because its fuser's kernels have left one unusable.
     """

@@ -18,6 +18,7 @@ from ampopt.deploy.portable import autocast_program
 from ampopt.ir.capture import Captured
 from ampopt.ir.emulated_half import EmulatedHalf
 from ampopt.ir.lanes import Lane
+from ampopt.ir.numerics import Check
 from ampopt.measure.original import Run
 from ampopt.measure.verify import Metric, Verifier
 from ampopt.ort.knobs import changed
@@ -166,7 +167,9 @@ def verify_onnx(
     metric: Metric | None = None,
     program: Run | None = None,
 ) -> OnnxCheck:
-    """Run the file on every installed provider, on each call's example inputs and on random draws.
+    """Run the file on every installed provider, on each call's example inputs and on other draws.
+
+    These are random, outside of the examples' range, and of integers that the examples do not have.
 
     `model` is the original (a private copy). The limits of `lane` apply: float16 if the file computes in it,
     or has inputs and outputs in it. A metric decides alone, at most `tolerance`; without one, each output's
@@ -236,6 +239,8 @@ class _Tally:
             self.rows.extend(rows)
             if check is None:
                 self.reasons.extend(_why_failed(row) for row in rows if not row.passed)
+                integers = verifier.check_integers(run, self._lane, Check(0.0, math.inf, None))
+                self.reasons.extend([f"{provider}{sized}: {integers.reason}"] if integers.reason else [])
                 continue
             self.metrics.append(check.error)
             self.reasons.extend([f"{provider}: {check.reason}"] if check.reason else [])

@@ -188,8 +188,20 @@ def _mean_of_pixels(call: Call, node: fx.Node) -> Any:
     return _mean(call, values["self"], True) if is_one else None
 
 
+def _in_asked_dtype(call: Call, node: fx.Node) -> Any:
+    """Of what is cast to the dtype that is asked for: torch.onnx averages integers without fractions."""
+    values, positional = arguments(node), ("self", "dim", "keepdim")
+    source, dtype = values["self"], values["dtype"]
+    if dtype in (None, dtype_of(source)):
+        return None
+    cast = call(aten._to_copy.default, source, dtype=dtype)
+    return call(node.target, cast, *(values[name] for name in positional[1:] if name in values))
+
+
 def _mean_of_many(call: Call, node: fx.Node) -> Any:
     """The mean of the means of rows, where a mean is of many pixels."""
+    if (cast := _in_asked_dtype(call, node)) is not None:
+        return cast
     values = arguments(node)
     source, rank = values["self"], len(shape_of(node.args[0]))  # type: ignore[arg-type]
     dims = sorted(dim % rank for dim in values["dim"] or ())
@@ -329,6 +341,9 @@ FORMS: Forms = {
     aten.logit.default: _keeping_nan,
     aten.adaptive_avg_pool2d.default: _mean_of_pixels,
     aten.mean.dim: _mean_of_many,
+    aten.mean.default: _in_asked_dtype,
+    aten.softmax.int: _in_asked_dtype,
+    aten.log_softmax.int: _in_asked_dtype,
     aten.scaled_dot_product_attention.default: _attention,
     aten.group_norm.default: _group_norm,
     aten.instance_norm.default: _instance_norm,

@@ -103,8 +103,13 @@ def faults_elsewhere(examples: Tensors, *, in_a_row: int) -> list[Draw]:
     return [*nans, *_draws(examples, ways, in_a_row)]
 
 
-def integer_draws(examples: Tensors, *, in_a_row: int) -> list[Draw]:
-    """The examples with one integer that they do not have: a negative, a larger and two large ones."""
+def integer_draws(examples: Tensors, *, in_a_row: int, with_smallest: bool = True) -> list[Draw]:
+    """The examples with one integer that they do not have, and with their dtypes' bounds in all places.
+
+    The one is a negative, a larger and two large ones. A sum or product of bounds goes around, which that of
+    one large integer and small ones need not. Draws that come out alike are one. `with_smallest`: the
+    smallest integers may be given to the model.
+    """
     whole = [example for example in examples if _is_whole(example)]
     if not whole:
         return []
@@ -114,16 +119,24 @@ def integer_draws(examples: Tensors, *, in_a_row: int) -> list[Draw]:
     values["a large integer"] = LARGE
     if any(example.dtype is torch.int64 for example in whole):
         values["a very large integer"] = VERY_LARGE
-
-    def changed(example: Tensor, value: int) -> Tensor:
-        if not _is_whole(example):
-            return example
-        return _with_element(example, min(value, torch.iinfo(example.dtype).max))
-
-    return [
-        Draw(name, (tuple(changed(example, value) for example in examples),) * in_a_row)
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        name: lambda x, value=value: _with_element(x, min(value, torch.iinfo(x.dtype).max))  # type: ignore[misc]
         for name, value in values.items()
-    ]
+    }
+    ways["the largest integers alone"] = lambda x: torch.full_like(x, torch.iinfo(x.dtype).max)
+    if with_smallest:
+        ways["the smallest integers alone"] = lambda x: torch.full_like(x, torch.iinfo(x.dtype).min)
+    draws: list[Draw] = []
+    for name, way in ways.items():
+        made = tuple(way(example) if _is_whole(example) else example for example in examples)
+        if not any(_are_equal(made, draw.calls[0]) for draw in draws):
+            draws.append(Draw(name, (made,) * in_a_row))
+    return draws
+
+
+def _are_equal(a: Tensors, b: Tensors) -> bool:
+    """Whether two draws of the same examples have the same integers."""
+    return all(x is y or torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def single_valued(draws: Sequence[Draw]) -> list[tuple[int, int]]:

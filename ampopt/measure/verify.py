@@ -28,7 +28,7 @@ from ampopt.ir.numerics import (
     widened,
 )
 from ampopt.ir.signature import own_copies
-from ampopt.ir.unchecked_reads import why_nan_may_crash
+from ampopt.ir.unchecked_reads import divides_towards_zero, why_nan_may_crash
 from ampopt.measure.draws import (
     CALLS_IN_A_ROW,
     Draw,
@@ -39,6 +39,7 @@ from ampopt.measure.draws import (
     range_draws,
 )
 from ampopt.measure.fault_check import FaultCheck, Faults
+from ampopt.measure.integer_check import IntegerCheck
 from ampopt.measure.original import Original, Run
 from ampopt.measure.ownership import Watched
 from ampopt.system.flags import rounds_to_tf32
@@ -109,7 +110,8 @@ class Verifier(Original):
         inputs = tuple(own_copies(captured.inputs))  # timed calls, which may write, get the program's
         self.draws = self._accepted(plain_draws(inputs, draws, seed, in_a_row=in_a_row))
         self._range_draws = range_draws(inputs, in_a_row=in_a_row)
-        self._integer_draws = integer_draws(inputs, in_a_row=in_a_row)
+        smallest = not divides_towards_zero(captured.program)
+        self._integer_draws = integer_draws(inputs, in_a_row=in_a_row, with_smallest=smallest)
         crash = why_nan_may_crash(captured.program)
         self._fault_draws = [] if crash else fault_draws(inputs, in_a_row=in_a_row)
         self._faults_elsewhere = [] if crash else faults_elsewhere(inputs, in_a_row=in_a_row)
@@ -273,7 +275,7 @@ class Verifier(Original):
         if worst.passed and watched.reason is not None and watched.reason != self._own_ways(lane):
             return Check(worst.error, worst.limit, watched.reason)
         if worst.passed and everywhere:
-            worst = self._check_integers(run, lane, worst)
+            worst = self.check_integers(run, lane, worst)
         if not worst.passed or self.faults == "ignore":
             return worst
         draws = [*self._fault_draws, *(self._faults_elsewhere if everywhere else ())]
@@ -364,31 +366,16 @@ class Verifier(Original):
         draws = self._fault_draws if self.faults != "ignore" else ()
         return self.fault_check.check(run, lane, Check(0.0, math.inf, None), draws).reason
 
-    def _check_integers(self, run: Run, lane: Lane, check: Check) -> Check:
-        """The check with what becomes of integers that the examples do not have.
+    def check_integers(self, run: Run, lane: Lane, check: Check) -> Check:
+        """The check with what becomes of integers that the examples do not have, see `IntegerCheck`.
 
-        What eager refuses, an index out of range, the program has to refuse. On a GPU that would end the
-        CUDA context, so there it is not tried.
+        On a GPU an index out of range would end the CUDA context, so there it is not tried.
         """
-        for draw in self._integer_draws if self.device.type == "cpu" and self.metric is None else ():
-            try:
-                self.own_errors(lane, draw)
-            except Exception as refused:
-                try:
-                    self.steps(run, draw)
-                except Exception:
-                    continue
-                why = textwrap.shorten(str(refused), 120, placeholder=" …")
-                reason = f"with {draw.name} in the inputs it answers, and eager does not: {why}"
-                return Check(check.error, check.limit, reason)
-            try:
-                found = self._check_draw(run, lane, draw)
-            except Exception as failed:
-                why = textwrap.shorten(str(failed), 120, placeholder=" …")
-                return Check(check.error, check.limit, f"with {draw.name} in the inputs it fails: {why}")
-            if not found.passed:
-                return found
-        return check
+        if self.device.type != "cpu" or self.metric is not None:
+            return check
+        return IntegerCheck(self._integer_draws, self.own_errors, self.steps, self._check_draw).check(
+            run, lane, check
+        )
 
 
 def _norm(tensor: Tensor) -> float:

@@ -67,6 +67,26 @@ def test_the_wrong_output_is_the_one_that_is_named(exported: tuple[Path, nn.Modu
     assert [row.passed for row in check.outputs if row.provider == CPU] == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (lambda m, i: (i // 3 + i.clamp(min=0) // (2**31 + 1),), "with a large integer"),
+        (lambda m, i: (i.clamp(min=-1) // 3,), "the smallest integers alone"),
+        (lambda m, i: (i // 3 + torch.arange(12)[i] * 0,), "in the inputs it answers, and eager does not"),
+    ],
+    ids=["a large one", "bounds", "what the original refuses"],
+)
+def test_a_file_is_checked_with_integers_as_programs_are(tmp_path: Path, other: Any, reason: str) -> None:
+    ids = torch.tensor([[1, 5, 2], [0, 3, 4]])
+    original, captured = captured_of(Model(lambda m, i: (i // 3,)).eval(), ids)
+    export_onnx(original, captured, (), tmp_path / "m.onnx")
+    assert verify_onnx(tmp_path / "m.onnx", original, [captured], FP32, ["y"]).reason is None
+    check = verify_onnx(tmp_path / "m.onnx", Model(other).eval(), [captured], FP32, ["y"])
+    assert check.reason is not None
+    assert check.reason.startswith(CPU)
+    assert reason in check.reason
+
+
 def test_a_tolerance_replaces_the_limits(exported: tuple[Path, nn.Module, Captured]) -> None:
     path, original, captured = exported
     other = Model(lambda m, x: (m.conv(x), m.conv(x).exp() * 1.001), conv=original.conv)

@@ -26,6 +26,10 @@ IDS = torch.tensor([1, 2, 3])
 
 LOOK_UPS: dict[str, Callable[[Tensor], Tensor]] = {
     "embedding": lambda i: F.embedding(i, W),
+    "embedding_bag": lambda i: F.embedding_bag(i[None], W),
+    "embedding_bag of offsets": lambda i: F.embedding_bag(i, W, torch.tensor([0, 2]), mode="sum"),
+    "embedding_bag without offsets that end": lambda i: torch.embedding_bag(W, i, torch.tensor([0, 2]))[0],
+    "one_hot": lambda i: F.one_hot(i[None], 10),
     "index_select": lambda i: W.index_select(0, i),
     "gather": lambda i: W.gather(0, i[:, None].expand(3, 3)),
     "scatter": lambda i: W.scatter(0, i[:, None], W[:3, :1]),
@@ -69,11 +73,44 @@ ARITHMETIC: dict[str, Callable[[Tensor], Tensor]] = {
     "sum along both, with sizes of 1": lambda i: torch.stack((i, i.flip(0))).sum((0, -1), keepdim=True),
     "sum that goes around": lambda i: (i * 2**31).sum(),
     "sum in int32": lambda i: i.sum(dtype=torch.int32),
+    "sum of both in int32": lambda i: torch.stack((i, i.flip(0))).sum(
+        (0, 1), dtype=torch.int32, keepdim=True
+    ),
+    "sum of a sum in int32": lambda i: torch.stack((i, i)).sum(0).sum(dtype=torch.int32),
+    "sum of squares in int32": lambda i: (i * i).sum(0, dtype=torch.int32),
+    "sum of short ones in int32": lambda i: i.short().sum(dtype=torch.int32),
+    "trace": lambda i: torch.outer(i, i * 2 + 1).trace(),
+    "trace of one number": lambda i: i[None].trace(),
+    "diagonal": lambda i: torch.outer(i, i * 2 + 1).diagonal(),
+    "diagonal below": lambda i: torch.stack([torch.outer(i, i + 1)] * 2, 1).diagonal(-1, 0, 2),
+    "diagonal above, of the others": lambda i: torch.stack([torch.outer(i, i + 1)] * 2, 1).diagonal(1, 2, 0),
+    "diagonal of linear algebra": lambda i: torch.linalg.diagonal(torch.outer(i, i * 2 + 1), offset=1),
+    "diagonal of a matrix": lambda i: torch.outer(i, i * 2 + 1).diag(-1),
+    "matrix of a diagonal": lambda i: i.diag(),
+    "diagonal of nothing": lambda i: torch.outer(i, i + 1).diagonal(3),
+    "einsum": lambda i: torch.einsum("ij->", torch.outer(i, i)),
+    "einsum of a diagonal": lambda i: torch.einsum("i i j -> j", torch.stack([torch.outer(i, i)] * 2, 2)),
+    "einsum of what is left": lambda i: torch.einsum("jij", torch.stack([torch.outer(i, i)] * 3, 1)),
+    "einsum of another order": lambda i: torch.einsum("bac->ca", torch.stack([torch.outer(i, i)] * 2)),
+    "einsum of two": lambda i: torch.einsum("ij,kj->ik", torch.outer(i, i), torch.outer(i, i)),
+    "einsum of sums": lambda i: torch.einsum("ij,kl->ik", torch.outer(i, i), torch.outer(i, i)),
+    "einsum of the last": lambda i: torch.einsum("...i->...", torch.outer(i, i)),
+    "fourth power": lambda i: i**4,
+    "eleventh power": lambda i: i.pow(11),
+    "last power": lambda i: i**64,
     "product": lambda i: i.prod(),
     "product along a dimension": lambda i: torch.stack((i, i.flip(0))).prod(1),
     "product along another": lambda i: torch.stack((i, i.flip(0)), 1).prod(0, keepdim=True),
     "product of an even number": lambda i: torch.cat((i, i + 1)).prod(),
     "product in int32": lambda i: i.prod(dtype=torch.int32),
+    "mean in float64": lambda i: (i % 1000).double().mean(),
+    "mean with a dtype": lambda i: (i % 1000).mean(dtype=torch.float32),
+    "mean along a dimension with a dtype": lambda i: torch.stack((i % 100, i % 7)).mean(
+        0, dtype=torch.float64
+    ),
+    "sum with a dtype": lambda i: (i % 1000).sum(dtype=torch.float32),
+    "softmax with a dtype": lambda i: (i % 2).softmax(0, dtype=torch.float32).round(),
+    "log_softmax with a dtype": lambda i: (i % 2).log_softmax(0, dtype=torch.float32).round(),
     "count": lambda i: (i > 1).sum(),
     "count of integers": lambda i: (i > 1).long().sum(),
 }
@@ -85,6 +122,13 @@ def runner_of(function: Callable[[Tensor], Tensor], ids: Tensor) -> OnnxRunner:
     graph = program_of(Model(lambda m, i: function(i)), ids).graph
     model = model_of(graph, (ids,), OPSETS["onnxruntime"], ["x"], ["y"], ({},))
     return OnnxRunner(onnx_ir.to_proto(model).SerializeToString(), SessionOptions())
+
+
+def bounds_of(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> list[int]:
+    """The dtype's largest integer, and its smallest one where PyTorch divides that without dying."""
+    graph = program_of(Model(lambda m, i: function(i)), IDS.to(dtype)).graph
+    ends = any(node.kwargs.get("rounding_mode") == "trunc" for node in calls(graph, DIVISIONS))
+    return [torch.iinfo(dtype).max, *([] if ends else [torch.iinfo(dtype).min])]
 
 
 def answer_of(call: Callable[[], Tensor]) -> Tensor | None:
@@ -112,8 +156,9 @@ def test_integers_are_exact(name: str, dtype: torch.dtype) -> None:
     function = ARITHMETIC[name]
     runner = runner_of(function, IDS.to(dtype))
     large = [2**24 + 1, 3 * (2**24 + 1)] + [2**53 + 1, 2**62 + 1, -(2**40) - 1] * (dtype is torch.int64)
-    for value in (-7, -1, 5, *large):
-        ids = torch.tensor([1, value, -4], dtype=dtype)
+    vectors = [[1, value, -4] for value in (-7, -1, 5, *large)]
+    for numbers in (*vectors, *([bound] * 3 for bound in bounds_of(function, dtype))):
+        ids = torch.tensor(numbers, dtype=dtype)
         torch.testing.assert_close(torch.from_numpy(runner(ids.numpy())[0]), function(ids), rtol=0, atol=0)
 
 
@@ -167,7 +212,10 @@ def test_other_graphs_and_constant_indices_are_left_alone() -> None:
 def test_counts_sums_of_floats_and_of_nothing_and_products_of_dynamic_sizes_are_left_alone() -> None:
     graph = program_of(
         Model(
-            lambda m, i: ((i > 1).sum(), (i > 1).long().sum(0), i.short().sum(), i.float().sum(), i[:0].sum())
+            lambda m, i: (
+                *((i > 1).sum(), (i > 1).long().sum(0), (i > 1).sum(dtype=torch.int32)),
+                *(i.short().sum(), i.float().sum(), i[:0].sum()),
+            )
         ),
         IDS,
     ).graph
@@ -176,6 +224,14 @@ def test_counts_sums_of_floats_and_of_nothing_and_products_of_dynamic_sizes_are_
     product = program_of(Model(lambda m, i: i.prod()), IDS).graph
     assert not any(calls(with_integer_forms(product, (IDS,)), PRODUCTS))
     assert any(calls(with_integer_forms(product, (IDS,), is_dynamic=True), PRODUCTS))
+
+
+def test_traces_and_einsums_of_floats_are_left_alone() -> None:
+    targets = [aten.trace.default, aten.einsum.default, aten.diagonal.default, aten.pow.Tensor_Scalar]
+    function = lambda m, x: (x.trace(), torch.einsum("ii->i", x), x.diagonal(), x**4)  # noqa: E731
+    graph = program_of(Model(function), W[:3]).graph
+    kept = [node.target for node in calls(with_integer_forms(graph, (W[:3],)), targets)]
+    assert kept == [node.target for node in calls(graph, targets)] == targets
 
 
 def test_a_sum_of_a_dynamic_size_is_exact() -> None:

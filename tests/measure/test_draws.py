@@ -175,11 +175,16 @@ def test_an_integer_is_one_that_the_examples_do_not_have() -> None:
         "-1": [rest[0], with_middle(-1), rest[1]],
         "a large integer": [rest[0], with_middle(LARGE), rest[1]],
         "a very large integer": [rest[0], with_middle(VERY_LARGE), rest[1]],
+        "the largest integers alone": [rest[0], [2**63 - 1] * len(IDS), rest[1]],
+        "the smallest integers alone": [rest[0], [-(2**63)] * len(IDS), rest[1]],
     }
     assert [draw.calls[0][0].tolist() for draw in integer_draws((small,), in_a_row=1)] == [
-        [3, 251, 7],
-        [3, 255, 7],
+        *([3, 251, 7], [3, 255, 7], [255] * 3, [0] * 3)
     ]
+    full = torch.tensor([3, 255, 7], dtype=torch.uint8)
+    for kept, every in ((True, [[3, 255, 7], [255] * 3, [0] * 3]), (False, [[3, 255, 7], [255] * 3])):
+        draws = integer_draws((full,), in_a_row=1, with_smallest=kept)
+        assert [draw.calls[0][0].tolist() for draw in draws] == every
     assert integer_draws((image, IDS > 1, IDS[:0]), in_a_row=1) == []
 
 

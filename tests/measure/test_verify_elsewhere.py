@@ -171,3 +171,33 @@ def test_integers_that_the_examples_do_not_have_are_computed_with_exactly() -> N
     cautious = verifier.check(lambda ids: [original(ids[ids < 6].reshape(2, 3))], FP32, everywhere=True)
     assert "with an integer above all others in the inputs it fails" in str(cautious.reason)
     assert verifier.check(lambda ids: [original(ids)], FP32, everywhere=True).passed
+
+
+@pytest.mark.parametrize("bound", ["largest", "smallest"])
+def test_sums_that_end_at_the_bounds_of_their_dtype_are_wrong(bound: str) -> None:
+    """ONNX Runtime's sum of int32 did, and no single large integer shows it among small ones."""
+    verifier, original = verifier_of(Model(lambda m, ids: ids.sum(1, dtype=torch.int32)), -IDS[:, :2].int())
+    numbers = torch.iinfo(torch.int32)
+
+    def ending(ids: Tensor) -> list[Tensor]:
+        low = numbers.min if bound == "smallest" else -(2**62)
+        high = numbers.max if bound == "largest" else 2**62
+        return [ids.sum(1).clamp(low, high).int()]
+
+    check = verifier.check(ending, FP32, everywhere=True)
+    assert f"with the {bound} integers alone" in str(check.reason)
+    assert verifier.check(lambda ids: [original(ids)], FP32, everywhere=True).passed
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, ids: torch.div(ids, -1, rounding_mode="trunc"),
+        lambda m, ids: torch.div(ids, ids // ids.abs().clamp(min=1), rounding_mode="trunc"),
+    ],
+    ids=["divided by -1", "divided by a sign"],
+)
+def test_integers_that_end_the_process_in_eager_are_not_tried(function: Any) -> None:
+    ids = torch.tensor([[1, 3, 2], [1, 3, 4]])
+    verifier, original = verifier_of(Model(function), ids)
+    assert verifier.check(lambda ids: [original(ids)], FP32, everywhere=True).passed

@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ampopt.engines.executable import executable
+from ampopt.ir.lanes import FP32
+from ampopt.measure.verify import Verifier
 from ampopt.passes import BakeAutocast, MergeLinearChain
 from tests.helpers import (
     BF16,
@@ -22,6 +25,7 @@ from tests.helpers import (
     program_of,
     reference_of,
 )
+from tests.support.planted import captured_of
 
 
 def test_a_chain_becomes_one_layer() -> None:
@@ -142,3 +146,14 @@ def test_the_check_catches_factors_in_the_wrong_order(monkeypatch: pytest.Monkey
         check_pass(
             MergeLinearChain(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(3, 8), rewrites=1
         )
+
+
+def test_an_infinity_of_which_eager_makes_nan_and_it_a_number_is_found() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 3), nn.ReLU()).eval()
+    original, captured = captured_of(model, torch.randn(10))
+    merged = executable(MergeLinearChain().apply(captured.program).program)
+    check = Verifier(original, captured).check(merged, FP32)
+    assert "with infinity in one element" in str(check.reason)
+    check = Verifier(original, captured, faults="ignore").check(merged, FP32)
+    assert check.passed

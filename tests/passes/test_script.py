@@ -108,6 +108,26 @@ def test_it_keeps_nan(behind: Callable[[Tensor], Tensor], lane: Lane) -> None:
     check_keeps_nan(Script().apply(program).program, model, [x], lane)
 
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    **{f.__name__: f for f in (torch.sigmoid, torch.tanh, torch.abs, torch.exp, torch.square, torch.sqrt)},
+    **{f.__name__: f for f in (F.silu, F.hardswish, F.gelu, F.elu, F.leaky_relu, F.softplus, F.mish)},
+    "hardtanh": F.hardtanh,
+    "a gate": lambda x: x.sigmoid() * 2,
+    "softmax": lambda x: x.softmax(1),
+    "average": lambda x: F.avg_pool2d(x, 2),
+    "larger": lambda x: torch.maximum(x, x * 2),
+}
+
+
+@pytest.mark.parametrize("channels", [1, 8, 16])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_it_keeps_nan_behind_narrow_and_wide_convolutions(name: str, channels: int) -> None:
+    """oneDNN takes another kernel for few channels."""
+    model = Model(lambda m, x: ACTIVATIONS[name](m.c(x)), c=nn.Conv2d(4, channels, 1, stride=2))
+    x = torch.randn(1, 4, 16, 16)
+    check_keeps_nan(Script().apply(program_of(model, x)).program, model, [x], FP32)
+
+
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 @pytest.mark.parametrize(
     "function",
