@@ -88,19 +88,21 @@ class LaneSearch:
     def open(self, deadline: float, *, with_engine: bool = True) -> None:
         """Try the passes that won most often as one, then launch and run the result.
 
-        If they lose, those that others build on are tried without layouts and kernels; if they were right and
-        slower, layouts and kernels follow with the opening's helpers, where there is time for these. What was
-        not kept `rewrite` tries one by one. Not `with_engine`: the engine waits for its turn.
+        If they lose, those that others build on are tried without layouts and kernels; if they were exact
+        enough, layouts and kernels follow with the opening's helpers, where there is time for these: they may
+        be slower, or lose infinities, without those. What was not kept `rewrite` tries one by one. Not
+        `with_engine`: the engine waits for its turn.
         """
         steps = [step for step in self._left() if step.name in self._opening.rewrites]
         plain = [step for step in steps if step.family is Family.REWRITE or step.enables_others]
         trial = self._open_with(OPENING, steps, deadline)
         if trial is not None and trial.entry.verdict is not Verdict.NOT_TRIED:
             self._open_with(PLAIN_OPENING, plain, self._manager.deadline)  # it takes little time
-            if trial.program is not None:
+            is_too_inexact = trial.is_too_inexact(self.state.bound)
+            if trial.entry.verdict is Verdict.REVERTED and not is_too_inexact:
                 self._open_with_helpers(deadline)
             has_nothing = self.state.graph.program is self.state.base
-            self.is_too_inexact = has_nothing and trial.is_too_inexact(self.state.bound)
+            self.is_too_inexact = has_nothing and is_too_inexact
         self.launch(self._manager.deadline)  # without it lanes cannot be compared
         if with_engine:
             self.engines.run_first(deadline)

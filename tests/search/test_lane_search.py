@@ -165,10 +165,11 @@ PLAIN = [(OPENING, REVERTED), (PLAIN_OPENING, KEPT), ("one", KEPT), ("two", KEPT
         (1.0, 0.1, [*PLAIN, (HELPED, KEPT), ("layout", KEPT), ("helper", KEPT)]),
         (1.0, 0.5, [*PLAIN, (HELPED, REVERTED)]),
         (2.0, 0.1, [*PLAIN]),
+        (float("inf"), 0.1, [*PLAIN, (HELPED, REVERTED)]),
     ],
-    ids=["faster with it", "slower all the same", "wrong"],
+    ids=["faster with it", "slower all the same", "inexact", "wrong by infinities"],
 )
-def test_where_an_opening_is_right_and_slower_it_is_tried_with_its_helper(
+def test_where_an_opening_is_exact_enough_and_loses_it_is_tried_with_its_helper(
     monkeypatch: pytest.MonkeyPatch, net: nn.Module, factor: float, cost: float, expected: Rows
 ) -> None:
     bench = Bench(monkeypatch, net, X, cost={"one": 0.9, "two": 0.9, "layout": 5.0, "helper": cost})
