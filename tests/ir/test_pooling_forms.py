@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ampopt.engines.executable import executable
 from ampopt.ir.graph import aten, calls
+from ampopt.ir.pooling_forms import FORMS
 from ampopt.ir.stable_forms import with_stable_forms
 from ampopt.passes import OnnxRuntime
 from tests.helpers import Model, program_of
@@ -63,6 +64,11 @@ def test_onnx_runtime_computes_what_eager_does(name: str) -> None:
     spoilt[0, 0, 4, 0] = math.nan
     for x in (X, 100 * X, torch.zeros_like(X), torch.full_like(X, 2.0), spoilt):
         torch.testing.assert_close(run(x)[0], function(x), rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_every_form_is_used_by_one_of_these() -> None:
+    graph = program_of(Model(lambda m, x: tuple(f(x) for f in FUNCTIONS.values())), X).graph
+    assert {node.target for node in calls(graph, FORMS)} == FORMS.keys()
 
 
 def test_poolings_of_activations_are_left_alone() -> None:
