@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.fx.passes.shape_prop import TensorMetadata
 
 from ampopt.engines.onnx_program import place_of_input, plain_model
@@ -57,6 +58,13 @@ REMAINDERS: frozenset[object] = frozenset(
 """Operators whose results jump at multiples of the divisor; divisions that are rounded down do, too."""
 
 
+TRUTHS = ("_to_copy", "to", "any", "all", "logical_not", "logical_and", "logical_or", "logical_xor")
+"""Operators that take integers for true where they are not 0."""
+
+WRONG = ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "fft_", "_fft_", "stft", "istft")
+"""What names of operators begin with whose ONNX form OpenVINO computes wrongly, also of usual numbers."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Openvino(Engine):
     """Run the graph in OpenVINO, with the options that are fastest on this machine.
@@ -69,12 +77,14 @@ class Openvino(Engine):
     integers that are not places in a tensor, because OpenVINO computes in 32 bits, and int32 in float32, that
     is inexactly from 2²⁴ on (measured with 2026.4: quotients, maxima, matrix products, shifts); the values of
     a top-k, which lose NaN, and places of maxima that are computed with; empty tensors; remainders, which it
-    computes from a rounded quotient; the nearest pixels of a grid, for which it rounds halves otherwise; in
-    FP32 roundings of the model's own to 16 bits, which OpenVINO leaves out.
+    computes from a rounded quotient; the nearest pixels of a grid, for which it rounds halves otherwise; the
+    truth of int32, of which the smallest is false there; antialiased resizing and Fourier transforms; in FP32
+    roundings of the model's own to 16 bits, which OpenVINO leaves out.
     Correct because: ONNX's operators are the graph's own (`onnx_graph` refuses operators without an
     equivalent), and the runtime computes the same expressions, possibly in another order, in the precision
     that is asked for: the compiled model is asked which one it has. Operators of OpenVINO that lose NaN are
-    repaired, exactly for all other numbers (`ort.openvino_nan`); denormal numbers stay.
+    repaired, exactly for all other numbers (`ort.openvino_nan`). Sums and products that are denormal numbers
+    stay so; an exponential below the least normal number is 0.
     Cost: seconds to export, once for a program (`onnx_program`), and to measure options, which stay the
     defaults if there is no time for that (`hurried`); a second copy of the weights.
     """
@@ -154,8 +164,12 @@ def _declined(program: Program) -> Declined | None:
 
 
 def _is_low(node: fx.Node) -> bool:
+    return _dtype_or_none(node) in (torch.float16, torch.bfloat16)
+
+
+def _dtype_or_none(node: fx.Node) -> torch.dtype | None:
     meta = node.meta.get("tensor_meta")
-    return isinstance(meta, TensorMetadata) and meta.dtype in (torch.float16, torch.bfloat16)
+    return meta.dtype if isinstance(meta, TensorMetadata) else None
 
 
 def _why_wider(node: fx.Node) -> str | None:
@@ -166,6 +180,15 @@ def _why_wider(node: fx.Node) -> str | None:
         return "it is empty, which OpenVINO computes otherwise"
     if node.target is aten.grid_sampler.default and node.args[2] == 1:
         return "OpenVINO takes the other of two nearest pixels"
+    name = node.target.overloadpacket.__name__ if isinstance(node.target, OpOverload) else ""
+    if name.startswith(WRONG):
+        return f"OpenVINO computes {name} otherwise"
+    if (
+        name in TRUTHS
+        and meta.dtype is torch.bool
+        and torch.int32 in map(_dtype_or_none, node.all_input_nodes)
+    ):
+        return "OpenVINO takes the smallest int32 for false"
     is_rest = node.target in REMAINDERS or node.kwargs.get("rounding_mode") == "floor"
     if is_rest and meta.dtype.is_floating_point:
         return "OpenVINO computes remainders from a rounded quotient"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ampopt.deploy.portable import autocast_program
+from ampopt.engines.onnx_nan import losing_operators
 from ampopt.ir.capture import Captured
 from ampopt.ir.emulated_half import EmulatedHalf
 from ampopt.ir.lanes import Lane
@@ -195,7 +196,7 @@ def verify_onnx(
         used.append(provider)
         run = functools.partial(run_onnx, runner)
         tally.add(provider, run)
-        notes += [] if tally.reasons else _lost_faults(verifiers[0], run, lane, provider)
+        notes += [] if tally.reasons else _lost_faults(verifiers[0], run, lane, provider, path)
         if provider == CUDA and runner.nodes is not None:
             off_gpu = nodes_off(runner.nodes, CUDA)
     if lane.is_mixed and used == [CPU]:
@@ -205,11 +206,13 @@ def verify_onnx(
     return OnnxCheck(tuple(tally.rows), worst, reason, tuple(used), off_gpu, tuple(notes))
 
 
-def _lost_faults(verifier: OnnxVerifier, run: Run, lane: Lane, provider: str) -> list[str]:
-    """A note where a provider makes numbers of NaN, which is its own doing."""
+def _lost_faults(verifier: OnnxVerifier, run: Run, lane: Lane, provider: str, path: Path) -> list[str]:
+    """A note where a provider makes numbers of NaN, which is its own doing, and with which operators."""
     with contextlib.suppress(Exception):  # a model that does not take NaN
         if lost := verifier.lost_fault(run, lane):
-            return [f"{provider}: {lost}"]
+            names = losing_operators(path)
+            by = f" (ONNX Runtime's {', '.join(names)} may take NaN for a number)" if names else ""
+            return [f"{provider}: {lost}{by}"]
     return []
 
 

@@ -56,7 +56,7 @@ def _keep_nan(graph: Any, node: Any) -> None:
     if node.op_type == "MaxPool" and (_channels(source) is None or _ends(node) is None):
         return
     if producer is None or producer.op_type not in _ARITHMETIC or node.op_type != "MaxPool":
-        zero = _initializer(graph, np.zeros((), np.float32), f"{node.outputs[0].name}_zero")
+        zero = new_initializer(graph, np.zeros((), np.float32), f"{node.outputs[0].name}_zero")
         nodes.append(onnx_ir.node("Clip", [source, zero, zero]))  # of all but NaN
         source = nodes[-1].outputs[0]
     if node.op_type == "MaxPool":
@@ -94,14 +94,14 @@ def _place_last_nan(graph: Any, pool: Any) -> None:
     name = f"{places.name}_nan"
     numbered = np.arange(1, area + 1, dtype=np.float32).reshape(1, 1, *sizes[2:])
     before = np.arange(sizes[0] * sizes[1], dtype=np.int64).reshape(*sizes[:2], *[1] * len(sizes[2:])) * area
-    zero = _initializer(graph, np.zeros((), np.float32), f"{name}_zero")
+    zero = new_initializer(graph, np.zeros((), np.float32), f"{name}_zero")
     nodes = [lost := onnx_ir.node("IsNaN", [image])]
-    number = _initializer(graph, numbered, f"{name}_number")
+    number = new_initializer(graph, numbered, f"{name}_number")
     nodes.append(marked := onnx_ir.node("Where", [lost.outputs[0], number, zero]))
     nodes.append(last := onnx_ir.Node("", "MaxPool", [marked.outputs[0]], pool.attributes.values()))
     nodes.append(found := onnx_ir.node("Greater", [last.outputs[0], zero]))
     nodes.append(whole := onnx_ir.node("Cast", [last.outputs[0]], attributes={"to": onnx_ir.DataType.INT64}))
-    first = _initializer(graph, before - 1, f"{name}_first")
+    first = new_initializer(graph, before - 1, f"{name}_first")
     nodes.append(place := onnx_ir.node("Add", [whole.outputs[0], first]))
     nodes.append(right := onnx_ir.node("Where", [found.outputs[0], place.outputs[0], places]))
     for position, each in enumerate(nodes):
@@ -125,7 +125,7 @@ def _convolution_by_zeros(graph: Any, pool: Any, source: Any) -> Any:
     )
     ends = _ends(pool)
     assert ends is not None
-    weight = _initializer(
+    weight = new_initializer(
         graph, np.zeros((channels, 1, *kernel), np.float32), f"{pool.outputs[0].name}_zeros"
     )
     attributes: dict[str, Any] = {
@@ -165,14 +165,14 @@ def _fold_first_places(graph: Any, pool: Any) -> None:
     if ones != {1} or any(_ints(pool, "pads")) or not shape or pool.outputs[1].is_graph_output():
         return
     for each in slices:
-        bounds = [_constant(value) for value in each.inputs[1:]]
+        bounds = [constant_of(value) for value in each.inputs[1:]]
         if each.op_type != "Slice" or len(bounds) != 3 or any(b is None for b in bounds):
             continue
         chosen = [slice(None)] * len(shape)
         for start, stop, axis in zip(*bounds, strict=True):
             chosen[axis] = slice(start, stop)
         places = np.arange(np.prod(shape), dtype=np.int64).reshape(shape)[tuple(chosen)]
-        _replace(graph, each, _initializer(graph, np.ascontiguousarray(places), each.outputs[0].name))
+        _replace(graph, each, new_initializer(graph, np.ascontiguousarray(places), each.outputs[0].name))
 
 
 def _unpool(graph: Any, scatter: Any) -> None:
@@ -189,9 +189,9 @@ def _unpool(graph: Any, scatter: Any) -> None:
     if (bound := _bound(spread.inputs[0])) is None or bound > room[0]:
         return
     name = scatter.outputs[0].name
-    flat = _initializer(graph, np.array([1, 1, given[0]]), f"{name}_flat")
-    wide = _initializer(graph, np.array([1, 1, room[0]]), f"{name}_room")
-    row = _initializer(graph, np.array(room), f"{name}_row")
+    flat = new_initializer(graph, np.array([1, 1, given[0]]), f"{name}_flat")
+    wide = new_initializer(graph, np.array([1, 1, room[0]]), f"{name}_room")
+    row = new_initializer(graph, np.array(room), f"{name}_row")
     value, index = (onnx_ir.node("Reshape", [each, flat]) for each in (numbers, spread.inputs[0]))
     pooled = onnx_ir.node(
         "MaxUnpool", [value.outputs[0], index.outputs[0], wide], attributes={"kernel_shape": [1]}
@@ -214,7 +214,7 @@ def _bound(value: Any) -> int | None:
         return int(np.prod(_sizes(node.inputs[0]) or [0])) or None
     if node.op_type in ("Reshape", "Unsqueeze", "Squeeze"):
         return _bound(node.inputs[0])
-    if node.op_type not in ("Add", "Sub") or (constant := _constant(node.inputs[1])) is None:
+    if node.op_type not in ("Add", "Sub") or (constant := constant_of(node.inputs[1])) is None:
         return None
     if node.op_type == "Add":
         below = _bound(node.inputs[0])
@@ -236,11 +236,11 @@ def _is_zero(value: Any) -> bool:
     if node is not None and node.op_type == "ConstantOfShape":
         filling = node.attributes.get("value")
         return filling is None or not filling.as_tensor().numpy().any()
-    found = _constant(value)
+    found = constant_of(value)
     return found is not None and not found.any()
 
 
-def _constant(value: Any) -> Any:
+def constant_of(value: Any) -> Any:
     """The array of an initializer or a constant; None for anything else."""
     import onnx_ir
 
@@ -269,7 +269,7 @@ def _text(node: Any, name: str) -> str:
     return "none" if found is None else str(found.as_string())
 
 
-def _initializer(graph: Any, array: Any, name: str) -> Any:
+def new_initializer(graph: Any, array: Any, name: str) -> Any:
     """A new constant of the graph."""
     import onnx_ir
 

@@ -8,6 +8,7 @@ from torch import Tensor, fx
 
 from ampopt.engines.onnx_cache import exported
 from ampopt.engines.onnx_graph import OPSETS, Dims, model_of
+from ampopt.engines.onnx_nan import LOSING, keep_nan
 from ampopt.engines.onnx_pooling import REPLACED, use_pooling_operators
 
 _INPUT = "input_"
@@ -40,13 +41,14 @@ def plain_model(graph: fx.GraphModule, entered: tuple[Tensor, ...], dims: Dims =
 
 
 def for_onnx_runtime(model: bytes) -> bytes:
-    """A model with the operators that ONNX Runtime needs for poolings, see `onnx_pooling`."""
+    """A model with what ONNX Runtime needs for poolings and for NaN, see `onnx_pooling` and `onnx_nan`."""
     import onnx
     import onnx_ir
 
     proto = onnx.ModelProto.FromString(model)
-    if REPLACED.isdisjoint(node.op_type for node in proto.graph.node):
+    if (REPLACED | LOSING).isdisjoint(node.op_type for node in proto.graph.node):
         return model
     changed = onnx_ir.from_proto(proto)
     use_pooling_operators(changed)
+    keep_nan(changed)
     return bytes(onnx_ir.to_proto(changed).SerializeToString())

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.shape_prop import ShapeProp
 
-from ampopt.ir import border_forms, deciding_forms, resize_forms
+from ampopt.ir import border_forms, deciding_forms, pooling_forms, resize_forms
 from ampopt.ir.border_forms import ratio_of, with_nan_of
 from ampopt.ir.deciding_forms import Call
 from ampopt.ir.graph import (
@@ -322,6 +322,7 @@ FORMS: Forms = {
     **deciding_forms.FORMS,
     **border_forms.FORMS,
     **resize_forms.FORMS,
+    **pooling_forms.FORMS,
     aten.log_sigmoid.default: lambda call, node: _log_sigmoid(call, node.args[0]),
     aten.log.default: _log,
     aten.logaddexp.default: lambda call, node: _log_add_exp(call, node, 1.0),

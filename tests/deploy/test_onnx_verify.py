@@ -29,6 +29,7 @@ from tests.helpers import FP16, Model
 from tests.support.planted import captured_of
 
 X = torch.randn(1, 4, 16, 24, generator=torch.Generator().manual_seed(0))
+ROWS = torch.zeros(16, 24, dtype=torch.int64)
 NAMES = ("output", "output_1")
 
 
@@ -85,6 +86,22 @@ def test_a_file_is_checked_with_integers_as_programs_are(tmp_path: Path, other: 
     assert check.reason is not None
     assert check.reason.startswith(CPU)
     assert reason in check.reason
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (Model(lambda m, x: m.l(x[0, 2])[0], l=nn.LSTM(24, 4)), "LSTM"),
+        (Model(lambda m, x: m.l(x[0, 2])[0], l=nn.GRU(24, 4)), "GRU"),
+        (Model(lambda m, x: F.max_pool2d(x, 2)), "MaxPool"),
+        (Model(lambda m, x: x[0, 0].scatter_reduce(0, m.i, x[0, 2], "amax"), i=ROWS), "ScatterElements"),
+    ],
+    ids=["lstm", "gru", "pooling", "scatter"],
+)
+def test_a_note_names_the_operator_that_loses_nan(model: nn.Module, name: str, tmp_path: Path) -> None:
+    original, captured = captured_of(model.eval(), X)
+    report = export_onnx(original, captured, (), tmp_path / "m.onnx")
+    assert any(f"ONNX Runtime's {name} may take NaN for a number" in note for note in report.notes)
 
 
 def test_a_tolerance_replaces_the_limits(exported: tuple[Path, nn.Module, Captured]) -> None:

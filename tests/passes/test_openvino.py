@@ -257,6 +257,19 @@ def test_what_cannot_be_expressed_fails_with_its_name(
         (Model(lambda m, x: x // 0.1), (4, 4), "floor_divide", "from a rounded quotient"),
         (Model(lambda m, x: x.div(0.1, rounding_mode="floor")), (4, 4), "div", "from a rounded quotient"),
         (Model(lambda m, x: m.a(x.half().float()), a=nn.Linear(4, 4)), (4, 4), "to", "roundings to 16 bits"),
+        (
+            Model(lambda m, x: F.interpolate(x, (3, 5), mode="bilinear", antialias=True)),
+            (1, 2, 8, 8),
+            "upsample_bilinear2d_aa",
+            "_upsample_bilinear2d_aa otherwise",
+        ),
+        (
+            Model(lambda m, x: F.interpolate(x, (3, 5), mode="bicubic", antialias=True)),
+            (1, 2, 8, 8),
+            "upsample_bicubic2d_aa",
+            "_upsample_bicubic2d_aa otherwise",
+        ),
+        (Model(lambda m, x: torch.fft.fft2(x).real), (4, 4), "fft_fft2", "fft_fft2 otherwise"),
     ],
 )
 def test_operators_that_openvino_computes_otherwise_are_declined(
@@ -267,6 +280,27 @@ def test_operators_that_openvino_computes_otherwise_are_declined(
     (declined,) = result.declined
     assert node in declined.node
     assert reason in declined.reason
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda i: i.bool(),
+        lambda i: i.any(1, keepdim=True),
+        lambda i: i.all(1, keepdim=True),
+        torch.logical_not,
+    ],
+    ids=["bool", "any", "all", "not"],
+)
+def test_the_truth_of_int32_of_which_the_smallest_is_false_is_declined(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    x, numbers = torch.randn(3, 4), torch.ones(3, 4, dtype=torch.int32)
+    program = program_of(Model(lambda m, x, i: function(i) * x), x, numbers)
+    (declined,) = Openvino(options=()).apply(program).declined
+    assert declined.reason == "OpenVINO takes the smallest int32 for false"
+    of_floats = program_of(Model(lambda m, x, i: (x * function(x)) + i), x, x)
+    assert Openvino(options=()).apply(of_floats).rewrites == 1
 
 
 class _OtherWeights(Openvino):
