@@ -15,7 +15,7 @@ from torch._guards import TracingContext, tracing
 
 from ampopt.engines.divided import Chain, Division, divided
 from ampopt.engines.inductor_code import InductorCode, LoadedCode, is_whole, options, static_shapes
-from ampopt.engines.inductor_labels import name_by_place
+from ampopt.engines.inductor_labels import name_by_place, name_sources_by_place
 from ampopt.engines.rounds import calls_once, forget, in_rounds
 from ampopt.errors import first_line
 from ampopt.ir.capturing import capturing
@@ -176,6 +176,7 @@ class Compile(Engine):
 
         def compile_trace(graph: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
             rehearsed()
+            name_sources_by_place(graph)
             made.append((compile_fx_inner(graph, *args, **kwargs), graph))
             return made[-1][0]
 

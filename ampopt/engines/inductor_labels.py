@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import fx
+from torch.fx.traceback import NodeSource
 
 from ampopt.ir.graph import calls
 from ampopt.ir.parts import walk
@@ -29,9 +30,27 @@ _PLACE = "ampopt_at_"
 
 
 def name_by_place(module: fx.GraphModule) -> None:
-    """Name the calls of a graph by their places, as inductor's code will."""
+    """Name the calls of a graph by their places, as inductor's code will.
+
+    Each call is its own source: fx tells no source of a node without metadata, as in a graph that was sent.
+    """
     for place, node in enumerate(calls(module)):
         node.name = f"{_PLACE}{place}"
+        node.meta["from_node"] = [NodeSource(node)]
+
+
+def name_sources_by_place(traced: fx.GraphModule) -> None:
+    """Give each node of a graph that inductor has traced the source that is named by its place.
+
+    Inductor's code names the nearest source. On a CPU torch 2.10 copies the graph before it traces it, and
+    the copy's nodes have names of their own; but each source knows what it comes from itself.
+    """
+    for node in traced.graph.nodes:
+        sources: list[NodeSource] = node.meta.get("from_node", [])
+        while sources and not sources[0].name.startswith(_PLACE):
+            sources = sources[0].from_node
+        if sources:
+            node.meta["from_node"] = sources
 
 
 def names_of(places: str, graph: fx.GraphModule) -> str:

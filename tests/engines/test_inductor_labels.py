@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.traceback import NodeSource
 
-from ampopt.engines.inductor_labels import labelled, name_by_place, names_of
+from ampopt.engines.inductor_labels import labelled, name_by_place, name_sources_by_place, names_of
 
 SOURCE = """
 def call(self, args):
@@ -80,3 +82,25 @@ def test_places_are_names_again() -> None:
     assert names_of("ampopt_at_1,ampopt_at_0,ampopt_at_7,other", graph) == ",".join(reversed(names))
     name_by_place(graph)
     assert [n.name for n in graph.graph.nodes if n.op == "call_function"] == ["ampopt_at_0", "ampopt_at_1"]
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_the_source_of_a_traced_node_is_the_one_named_by_place(copies: int) -> None:
+    """However often the graph is copied first, with names of the copy's own: torch 2.10 does so on a CPU."""
+    graph = fx.symbolic_trace(TwoCalls())
+    name_by_place(graph)
+    for _ in range(copies):
+        graph = fx.Transformer(graph).transform()
+    own = [node for node in graph.graph.nodes if node.op == "call_function"]
+    assert [node.name for node in own] == ["mean", "relu"]
+    name_sources_by_place(graph)
+    assert [node.meta["from_node"][0].name for node in own] == ["ampopt_at_0", "ampopt_at_1"]
+
+
+def test_a_traced_node_from_no_place_keeps_its_source() -> None:
+    graph = fx.symbolic_trace(TwoCalls())
+    first, second = (node for node in graph.graph.nodes if node.op == "call_function")
+    first.meta["from_node"] = [NodeSource(second)]
+    name_sources_by_place(graph)
+    assert first.meta["from_node"][0].name == "relu"
+    assert "from_node" not in second.meta
