@@ -27,22 +27,62 @@ SOURCE = Path(__file__).parents[2] / "deploy" / "cpp"
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The path of the runner, configured and built in a new folder."""
+def _cmake(*arguments: str | Path) -> str:
+    """What CMake says; skips where there is none."""
     places = os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", "")))
     cmake = shutil.which("cmake", path=places)
     if cmake is None:
         pytest.skip("there is no cmake: run  pip install 'ampopt[dev]'")
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):
         pytest.skip("there is no C++ compiler")
-    folder = tmp_path_factory.mktemp("runner")
+    done = subprocess.run([cmake, *arguments], capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    return said
+
+
+def _configure(folder: Path) -> str:
     options = [f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}", "-DCMAKE_CXX_FLAGS_RELEASE=-O0"]
-    for command in (["-S", str(SOURCE), "-B", str(folder), *options], ["--build", str(folder)]):
-        done = subprocess.run([cmake, *command], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "warning:" not in done.stdout + done.stderr
+    return _cmake("-S", SOURCE, "-B", folder, *options)
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The path of the runner, configured and built in a new folder."""
+    folder = tmp_path_factory.mktemp("runner")
+    assert "warning:" not in _configure(folder) + _cmake("--build", folder)
     return folder / "runner"
+
+
+def _toolkit(place: Path, major: int) -> Path:
+    """What stands for a CUDA toolkit: the files that CMake looks for."""
+    contents = {
+        "include/crt/host_config.h": "",
+        "include/cuda_runtime_api.h": f"#define CUDART_VERSION  {major}010\n",
+        f"lib64/libcudart.so.{major}": "",
+        "lib64/libcudart.so": "",
+    }
+    for name, content in contents.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text(content)
+    return place
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch is built for CPUs")
+@pytest.mark.parametrize("newer", [0, 1])
+def test_cuda_of_another_major_version_than_torchs_is_left_out(
+    newer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    major = int(str(torch.version.cuda).split(".")[0])
+    toolkit = _toolkit(tmp_path / "toolkit", major + newer)
+    monkeypatch.setenv("CUDA_HOME", str(toolkit))
+    said = _configure(tmp_path / "build")
+    found = (tmp_path / "build" / "CMakeCache.txt").read_text()
+    if newer:
+        assert str(toolkit) not in found
+        assert "CUDA graphs: yes" in said or f"torch is for CUDA {major}" in said
+    else:
+        assert "CUDA graphs: yes" in said
 
 
 def _run(runner: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
