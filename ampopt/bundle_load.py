@@ -109,7 +109,7 @@ def load(
         backend: "ampopt", "onnxruntime", "openvino", "original", or "auto": the best of the first two that
             are available, and of OpenVINO if the bundle was fastest in it, by median latency, tail latency
             and threads (`ampopt.ort.backend_choice`). That is measured for two seconds at the first load on
-            a machine that is not busy, and kept in the cache folder.
+            a machine that is not busy, and kept in the cache folder, for each `budget_s`.
         device: "cpu" or "cuda"; None: a GPU if there is one.
         verify_key: a public Ed25519 key in PEM that the bundle must be signed with.
         budget_s: seconds for measuring the passes again on a machine that differs from the bundle's
@@ -150,7 +150,8 @@ def load(
     if backend != "auto":
         chosen = made(backend, notes)
     else:
-        chosen = _chosen(BackendCache(files.manifest, where, _available(files)), made, notes, tests[0], where)
+        cache = BackendCache(files.manifest, where, _available(files), budget_s)
+        chosen = _chosen(cache, made, notes, tests[0], where)
         release(where)  # of the ways that were not chosen
     chosen.notes.extend(notes)
     for note in notes:
@@ -187,9 +188,13 @@ def _chosen(
             notes.append(f"{name} is not used: {error}")
     if not loaded:
         raise BundleError("; ".join(notes))
+    was_busy = is_busy()  # which measuring may make the machine
     chosen = _best(loaded, test, device)
-    if len(loaded) == len(cache.backends) > 1 and not is_busy():
-        cache.store(KnownBackend(chosen.backend, chosen.choice))
+    if len(loaded) == len(cache.backends) > 1:
+        if was_busy:
+            logger.debug("ampopt: the machine is busy: the choice of %s is not kept", chosen.backend)
+        else:
+            cache.store(KnownBackend(chosen.backend, chosen.choice))
     return chosen
 
 

@@ -27,13 +27,30 @@ class KnownBackend:
 class BackendCache:
     """The choice for one bundle among `backends` on a device; without a cache folder nothing is known."""
 
-    def __init__(self, manifest: Mapping[str, Any], device: torch.device, backends: Sequence[str]) -> None:
-        """`manifest` has the hashes of the bundle's files."""
+    def __init__(
+        self,
+        manifest: Mapping[str, Any],
+        device: torch.device,
+        backends: Sequence[str],
+        budget_s: float | None,
+    ) -> None:
+        """`manifest` has the hashes of the bundle's files.
+
+        `budget_s` is the time in which ampopt's own program is searched on another machine than the bundle's.
+        """
         self.backends, self._folder = backends, cache_folder()
         facts = [
-            *("backend", manifest, sorted(environment(device).items()), device.index, list(backends)),
-            *(own_code(), library_versions(), os.cpu_count()),
-            *(torch.get_num_threads(), torch.get_num_interop_threads()),
+            "the backend of a bundle",
+            manifest,
+            sorted(environment(device).items()),
+            device.index,
+            list(backends),
+            budget_s,
+            own_code(),
+            library_versions(),
+            os.cpu_count(),
+            torch.get_num_threads(),
+            torch.get_num_interop_threads(),
         ]
         self._key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 

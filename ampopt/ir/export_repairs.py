@@ -1,4 +1,4 @@
-"""Repairs of what `torch.export` of PyTorch 2.10 makes of sizes; a newer PyTorch has nothing to repair."""
+"""Repairs of what `torch.export` of PyTorch 2.10 makes of sizes, which change nothing in a newer one."""
 
 from __future__ import annotations
 

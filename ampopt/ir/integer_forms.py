@@ -8,12 +8,13 @@ go around. It dies where the smallest integer is divided by -1, for which PyTorc
 integer itself.
 
 Correct because: an index that is not negative stays, and a negative one becomes one that no tensor has, which
-ONNX Runtime refuses as eager does; a class is looked up in the identity; a quotient of integers rounded down
-is ONNX's floor division, or the negative of what -1 divides, and towards zero that of the dividend without
-its remainder, which divides exactly; a sum is the last of the running sums, or, of short integers, one in
-int64 whose low half it is; a product is that of the products of both halves, and a power that of the powers
-that its exponent's bits have; and integers that go around may be combined in any order. A trace is the sum of
-the diagonal, which is read at every (columns + 1)-th place, and an einsum is taken apart as PyTorch does it.
+ONNX Runtime refuses as eager does; a class is looked up in their list, and compared with all of it; a
+quotient of integers rounded down is ONNX's floor division, or the negative of what -1 divides, and towards
+zero that of the dividend without its remainder, which divides exactly; a sum is the last of the running sums,
+or, of short integers, one in int64 whose low half it is; a product is that of the products of both halves,
+and a power that of the powers that its exponent's bits have; and integers that go around may be combined in
+any order. A trace is the sum of the diagonal, which is read at every (columns + 1)-th place, and an einsum is
+taken apart as PyTorch does it.
 """
 
 from __future__ import annotations
@@ -68,7 +69,10 @@ INDEXED: dict[Any, str] = {
 PLACES = (aten.index.Tensor, aten.index_put.default)
 """Operators that take places as PyTorch's brackets do: of int32, too, which ONNX has not."""
 
-DIVISIONS = (aten.div.Tensor_mode, aten.div.Scalar_mode, aten.floor_divide.default)
+DIVISIONS = (
+    *(aten.div.Tensor_mode, aten.div.Scalar_mode, aten.divide.Tensor_mode, aten.divide.Scalar_mode),
+    aten.floor_divide.default,
+)
 
 SUMS = (aten.sum.default, aten.sum.dim_IntList)
 
@@ -162,7 +166,8 @@ def _is_inexact(node: fx.Node) -> bool:
 
 
 def _divide_exactly(module: fx.GraphModule, node: fx.Node) -> None:
-    a, b = (_operand(module, node, value) for value in node.args[:2])
+    values = arguments(node)
+    a, b = (_operand(module, node, values[name]) for name in ("self", "other"))
     if node.kwargs.get("rounding_mode") == "trunc":
         remainder = aten.fmod.Tensor if _is_tensor(b) else aten.fmod.Scalar
         a = insert_call(module, node, aten.sub.Tensor, a, insert_call(module, node, remainder, a, b))
@@ -310,9 +315,12 @@ def _replace_reduced(module: fx.GraphModule, node: fx.Node, reduced: fx.Node, di
 
 
 def _look_up_class(module: fx.GraphModule, node: fx.Node) -> None:
-    classes = torch.eye(arguments(node)["num_classes"], dtype=torch.int64)
-    rows = add_constant(module, "classes", classes, node)
-    replace(node, insert_call(module, node, aten.embedding.default, rows, node.args[0]))
+    """Compare a look-up in the list of classes, which refuses what is none, with all of them."""
+    call, classes = partial(insert_call, module, node), torch.arange(arguments(node)["num_classes"])
+    rows = add_constant(module, "classes", classes.unsqueeze(1), node)
+    row = add_constant(module, "classes", classes, node)
+    is_one = call(aten.eq.Tensor, call(aten.embedding.default, rows, node.args[0]), row)
+    replace(node, call(aten._to_copy.default, is_one, dtype=torch.int64))
 
 
 def _refuse_negative(module: fx.GraphModule, node: fx.Node, index: fx.Node) -> None:

@@ -39,7 +39,7 @@ class _Nodes:
     def __init__(self, name: str, module: fx.GraphModule) -> None:
         self._name, self._module = name, module
         self._looks = list(_looks_of(module.graph))
-        self._graph = copy.deepcopy(module.graph)
+        self._graph, self._code = copy.deepcopy(module.graph), module.code
         for node in self._graph.nodes:
             node.meta = _copied_meta(node)
 
@@ -50,7 +50,9 @@ class _Nodes:
         first = next((before[0] for before, after in pairs if before != after), None)
         if first is None and len(now) != len(self._looks):
             first = max(now, self._looks, key=len)[min(len(now), len(self._looks))][0]
-        if [look[:-1] for look in now] != [look[:-1] for look in self._looks]:
+        if first is None and self._module.code != self._code:  # of nodes that are as before again
+            first = "its code"
+        if first == "its code" or [look[:-1] for look in now] != [look[:-1] for look in self._looks]:
             self._module.graph = self._graph
         else:
             for node, kept in zip(self._module.graph.nodes, self._graph.nodes, strict=True):
@@ -67,7 +69,10 @@ def _looks_of(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
 
 
 def _copied_meta(node: fx.Node) -> dict[str, Any]:
-    return {key: copy.copy(value) if type(value) is dict else value for key, value in node.meta.items()}
+    return {
+        key: copy.copy(value) if type(value) in (dict, list, set) else value
+        for key, value in node.meta.items()
+    }
 
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:

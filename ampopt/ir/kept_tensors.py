@@ -24,12 +24,12 @@ class KeptTensors:
         written = []
         with torch.inference_mode(mode=False), torch.no_grad():
             for name, tensor, look, held in self._held:
-                if _look(tensor) != look:
-                    tensor.data = held
-                elif not same_tensor(tensor, held):
-                    without_repetitions(tensor.data).copy_(without_repetitions(held))
-                else:
+                if _look(tensor) == look and same_tensor(tensor, held):
                     continue
+                if _look(tensor) != look or tensor.layout is not torch.strided:
+                    tensor.data = held
+                else:
+                    without_repetitions(tensor.data).copy_(without_repetitions(held))
                 written.append(name)
         return written[0] if written else None
 

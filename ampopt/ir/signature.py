@@ -178,8 +178,14 @@ def exactly_copied(tensor: Tensor) -> Tensor:
 
 
 def own_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """`exactly_copied` for each of a call's tensors; one that is given twice stays one."""
-    copies = {id(tensor): exactly_copied(tensor) for tensor in tensors}
+    """`exactly_copied` for each of a call's tensors; one that is given twice stays one.
+
+    Copies of views of one another do not share memory.
+    """
+    copies: dict[int, Tensor] = {}
+    for tensor in tensors:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = exactly_copied(tensor)
     return [copies[id(tensor)] for tensor in tensors]
 
 

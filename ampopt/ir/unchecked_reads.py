@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ampopt.ir.graph import aten, calls, where
+from ampopt.ir.graph import arguments, calls, where
 from ampopt.ir.program import Program
 
 _NAMES = ("torchvision::deform_conv2d", "torchvision::roi_align", "torchvision::ps_roi_align")
@@ -26,6 +26,6 @@ def why_nan_may_crash(program: Program) -> str | None:
 
 def divides_towards_zero(program: Program) -> bool:
     """Whether a division may end the process with the smallest integer; by a number but -1 none does."""
-    divisions = calls(program.graph, (aten.div.Tensor_mode, aten.div.Scalar_mode))
-    by = [node.args[1] for node in divisions if node.kwargs.get("rounding_mode") == "trunc"]
+    divisions = [node for node in calls(program.graph) if node.kwargs.get("rounding_mode") == "trunc"]
+    by = [arguments(node)["other"] for node in divisions]
     return any(divisor == -1 or isinstance(divisor, fx.Node) for divisor in by)

@@ -31,8 +31,8 @@ ones where few do, as for the patches of one image.
 _LEAST_DEEP, MOST_DEEP = 16, 64
 """`tl.dot` takes blocks of 16 numbers and more; one of this many fits beside a tile of sums in registers.
 
-Filters of more are read block by block, which was slower than cuDNN wherever it was timed: a stem of 7x7 taps
-took 20 µs for one image of 224x224, cuDNN 15 with all conversions.
+Filters of more are left to cuDNN. The kernel would read them block by block, which was slower wherever it was
+timed: a stem of 7x7 taps took 20 µs for one image of 224x224, cuDNN 15 with all conversions.
 """
 
 

@@ -89,8 +89,8 @@ class LaneSearch:
         """Try the passes that won most often as one, then launch and run the result.
 
         If they lose, those that others build on are tried without layouts and kernels; if they were exact
-        enough, layouts and kernels follow with the opening's helpers, where there is time for these: they may
-        be slower, or lose infinities, without those. What was not kept `rewrite` tries one by one. Not
+        enough, layouts and kernels follow with one of the opening's helpers, where there is time for it: they
+        may be slower, or lose infinities, without it. What was not kept `rewrite` tries one by one. Not
         `with_engine`: the engine waits for its turn.
         """
         steps = [step for step in self._left() if step.name in self._opening.rewrites]
@@ -109,12 +109,16 @@ class LaneSearch:
         self.opened = self.state.best
 
     def _open_with_helpers(self, deadline: float) -> None:
-        program, helpers = self.state.graph.program, self._opening.helpers
-        left = [step for step in self._left() if step.name in (*self._opening.rewrites, *helpers)]
-        helping = [step for step in left if step.name in helpers and why_not(step, program) is None]
-        needed_s = sum(self._manager.needed_s(self.state, step, program) for step in helping)
-        if helping and time.perf_counter() + needed_s <= deadline:
-            self._open_with(f"{OPENING} with {', '.join(helpers)}", left, deadline)
+        """Try the opening with each of its helpers, until one makes it a gain."""
+        for name in self._opening.helpers:
+            steps = [step for step in self._left() if step.name in (*self._opening.rewrites, name)]
+            program, helper = self.state.graph.program, next((s for s in steps if s.name == name), None)
+            if helper is None or why_not(helper, program) is not None:
+                continue
+            if time.perf_counter() + self._manager.needed_s(self.state, helper, program) > deadline:
+                continue
+            if self._open_with(f"{OPENING} with {name}", steps, deadline) is None:
+                return
 
     def reopen(self, deadline: float) -> None:
         """Look again, before lanes are compared, at what the opening has come to."""

@@ -33,10 +33,10 @@ class Opening:
 
     `rewrites` are applied together and judged as a whole; `engine` runs the result. `late` are passes and
     engines that win seldom, or gain little for the seconds that they take: they are tried last. So are those
-    that are `outdone`, where the opening's engine could be tried. `helpers` join the rewrites where those are
-    exact enough and lose: without its search, cuDNN may choose slow algorithms for what the rewrites made; to
-    convert a large image may take longer than the lower precision spares, and cuDNN's kernels for three
-    channels lose infinities.
+    that are `outdone`, where the opening's engine could be tried. `helpers` join the rewrites, one at a time,
+    where those are exact enough and lose: without its search, cuDNN may choose slow algorithms for what the
+    rewrites made; to convert a large image may take longer than the lower precision spares, and cuDNN's
+    kernels for three channels lose infinities.
     `inseparable` are a layout and the kernels that are measured in it, which gain together or not at all.
     """
 

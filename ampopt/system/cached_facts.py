@@ -1,7 +1,7 @@
 """Facts on disk that are dear to find out, as JSON in the cache folder, by a hash of all that they depend on.
 
-Files are small, written atomically, and have a checksum; a damaged one is removed. Nothing here raises: a
-cache that fails acts as an empty one.
+Facts are what JSON holds: numbers, texts, lists, and dicts with texts as keys. Files are small, written
+atomically, and have a checksum; a damaged one is removed. A cache that fails acts as an empty one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def find(folder: Path, key: str) -> Any:
 
 
 def store(folder: Path, key: str, facts: Any) -> None:
-    """Store facts under a key, replacing what was there; the least recently used files are removed."""
+    """Store facts under a key, replacing what was there; the least recently used files are removed.
+
+    Raises TypeError for facts that JSON does not hold.
+    """
     data = {"schema": SCHEMA, "facts": facts, "sha256": _checksum(key, facts)}
     keep(_file(folder, key), json.dumps(data).encode())
 

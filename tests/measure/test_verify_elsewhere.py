@@ -193,9 +193,12 @@ def test_sums_that_end_at_the_bounds_of_their_dtype_are_wrong(bound: str) -> Non
     "function",
     [
         lambda m, ids: torch.div(ids, -1, rounding_mode="trunc"),
+        lambda m, ids: torch.divide(ids, -1, rounding_mode="trunc"),
+        lambda m, ids: torch.divide(ids, other=-ids.abs().clamp(max=1), rounding_mode="trunc"),
+        lambda m, ids: ids.clone().div_(-1, rounding_mode="trunc"),
         lambda m, ids: torch.div(ids, ids // ids.abs().clamp(min=1), rounding_mode="trunc"),
     ],
-    ids=["divided by -1", "divided by a sign"],
+    ids=["div by -1", "divide by -1", "divide by a sign", "div in place", "div by a sign"],
 )
 def test_integers_that_end_the_process_in_eager_are_not_tried(function: Any) -> None:
     ids = torch.tensor([[1, 3, 2], [1, 3, 4]])

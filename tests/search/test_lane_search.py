@@ -180,6 +180,20 @@ def test_where_an_opening_is_exact_enough_and_loses_it_is_tried_with_its_helper(
     assert rows(bench) == expected
 
 
+def test_helpers_are_tried_one_after_another_until_one_helps(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module
+) -> None:
+    """The second may spoil what the first would have made a gain, and the first is cheap."""
+    bench = Bench(monkeypatch, net, X, cost={"one": 0.9, "layout": 5.0, "cheap": 0.9, "dear": 0.1})
+    passes = (Planted("one"), PlantedLayout("layout"), *map(PlantedLayout, ("cheap", "dear", "unused")))
+    opening = Opening(("one", "layout"), helpers=("absent", "cheap", "dear", "unused"))
+    lane = search(monkeypatch, bench, Pipeline(passes), opening)
+    lane.open(bench.deadline)
+    tried = [(name, verdict) for name, verdict in rows(bench) if name.startswith(OPENING)]
+    assert (f"{OPENING} with cheap", REVERTED) in tried
+    assert tried[-1] == (f"{OPENING} with dear", KEPT)
+
+
 def test_a_helper_that_takes_too_long_for_an_opening_waits_for_its_turn(
     monkeypatch: pytest.MonkeyPatch, net: nn.Module
 ) -> None:
