@@ -114,7 +114,7 @@ def test_it_is_found_in_the_cache_and_anew_with_another_version_of_its_package(
     with all_kept:
         tuned(Toy())
         (file,) = tmp_path.glob("*.json")
-        assert [step["pass"] for step in json.loads(file.read_text())["lanes"]["fp32"]] == ["toy"]
+        assert [step["pass"] for step in json.loads(file.read_text())["facts"]["lanes"]["fp32"]] == ["toy"]
         again = tuned(Toy())
     assert any("tuned by an earlier call" in note for note in again.report.notes)
     program, options = captured_of(nn.ReLU(), X)[1].program, Options(passes=[Toy()])

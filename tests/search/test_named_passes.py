@@ -106,7 +106,7 @@ def test_it_is_cached_until_its_source_changes(
     with all_kept:
         optimize(twice(), X, **options)
         (file,) = tmp_path.glob("*.json")
-        assert [step["pass"] for step in json.loads(file.read_text())["lanes"]["fp32"]] == [
+        assert [step["pass"] for step in json.loads(file.read_text())["facts"]["lanes"]["fp32"]] == [
             "remove-double-relu"
         ]
         again = optimize(twice(), X, **options)
