@@ -14,7 +14,7 @@ import ampopt
 from benchmarks.by_onnx import exported
 from benchmarks.deployed import command, write_row
 from benchmarks.deployed_table import to_markdown
-from benchmarks.deployed_ways import AGAIN, BUNDLE
+from benchmarks.deployed_ways import AGAIN, BUNDLE, WAYS
 from benchmarks.race_protocol import Racer, racing_environment
 from benchmarks.regimes import BACK_TO_BACK, REGIMES
 
@@ -33,8 +33,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+def test_a_second_start_is_of_the_same_way_and_comes_after_the_first() -> None:
+    order = list(WAYS)
+    for again, first in AGAIN.items():
+        assert WAYS[again] is WAYS[first]
+        assert order.index(first) < order.index(again)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["ampopt.robot", "ampopt.load", *AGAIN, "eager", "ONNX Runtime", "OpenVINO"])
+@pytest.mark.parametrize("way", ["ampopt.robot", "ampopt.load", "eager", "ONNX Runtime", "OpenVINO"])
 def test_a_way_answers_as_the_network_does(way: str, folder: Path, tmp_path: Path) -> None:
     if way == "OpenVINO":
         pytest.importorskip("openvino")
