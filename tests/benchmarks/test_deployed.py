@@ -45,7 +45,8 @@ def test_a_second_start_is_of_the_same_way_and_comes_after_the_first() -> None:
 def test_a_way_answers_as_the_network_does(way: str, folder: Path, tmp_path: Path) -> None:
     if way == "OpenVINO":
         pytest.importorskip("openvino")
-    racer = Racer(command(way, folder, 2), racing_environment(way, tmp_path, 2))
+    threads = torch.get_num_threads()  # a bundle of other threads is searched anew
+    racer = Racer(command(way, folder, threads), racing_environment(way, tmp_path, threads))
     try:
         facts = {**racer.ask("make"), **racer.ask("choose"), **racer.ask("settle")}
         assert racer.ask("block", BACK_TO_BACK)["seconds"]
