@@ -17,7 +17,10 @@ from ampopt.ir.program import Program
 from ampopt.ir.transform import Engine, Result
 
 _SWALLOWED_BY_ONEDNN = (
-    *(aten.relu.default, aten.sigmoid.default, aten.max_pool2d.default, aten.max_pool3d.default),
+    aten.relu.default,
+    aten.sigmoid.default,
+    aten.max_pool2d.default,
+    aten.max_pool3d.default,
 )
 """Operators whose NaN is lost where TorchScript lets oneDNN compute them."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 
 from ampopt.system import cached_facts
 from ampopt.system.cache_folder import cache_folder
-from ampopt.system.environment import environment, library_versions, own_code
+from ampopt.system.environment import machine_facts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,19 +38,7 @@ class BackendCache:
         `budget_s` is the time in which ampopt's own program is searched on another machine than the bundle's.
         """
         self.backends, self._folder = backends, cache_folder()
-        facts = [
-            "the backend of a bundle",
-            manifest,
-            sorted(environment(device).items()),
-            device.index,
-            list(backends),
-            budget_s,
-            own_code(),
-            library_versions(),
-            os.cpu_count(),
-            torch.get_num_threads(),
-            torch.get_num_interop_threads(),
-        ]
+        facts = ["the backend of a bundle", manifest, list(backends), budget_s, *machine_facts(device)]
         self._key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
     def find(self) -> KnownBackend | None:

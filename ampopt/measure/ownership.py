@@ -18,7 +18,8 @@ from ampopt.measure.original import Run
 class Watched:
     """A function of flat tensors whose calls are watched; `reason` says what is wrong with them first.
 
-    Memory of the program's own shows in the second call, and what a compiler does after some calls later.
+    Memory of the program's own shows in the second call; what a compiler does after several calls, in a later
+    one.
     With `static`, results may stay where the next call writes its own, as the caller has asked for.
     """
 

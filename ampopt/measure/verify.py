@@ -268,12 +268,17 @@ class Verifier(Original):
 
         `everywhere`: also on the draws outside of the examples' range, with faults in other places, and with
         other integers; the reported error is that inside the range. `static`: results may stay in memory of
-        the program's own.
+        the program's own. Every call is watched for what it does with its caller's memory.
         """
         watched = Watched(run, static=static)
-        worst = self.check_errors(watched, lane, everywhere=everywhere)
-        if worst.passed and watched.reason is not None and watched.reason != self._own_ways(lane):
-            return Check(worst.error, worst.limit, watched.reason)
+        found = self._check_values(watched, lane, everywhere=everywhere)
+        if found.passed and watched.reason is not None and watched.reason != self._own_ways(lane):
+            return Check(found.error, found.limit, watched.reason)
+        return found
+
+    def _check_values(self, run: Run, lane: Lane, *, everywhere: bool) -> Check:
+        """The part of `check` that is about results: errors, other integers, and faults."""
+        worst = self.check_errors(run, lane, everywhere=everywhere)
         if worst.passed and everywhere:
             worst = self.check_integers(run, lane, worst)
         if not worst.passed or self.faults == "ignore":

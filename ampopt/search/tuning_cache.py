@@ -8,11 +8,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-
-import torch
 
 from ampopt.deploy.recipe_file import read_recipe, write_recipe
 from ampopt.errors import BundleError
@@ -21,7 +18,7 @@ from ampopt.ir.transform import Pass
 from ampopt.passes import PIPELINE
 from ampopt.system import cached_facts
 from ampopt.system.cache_folder import cache_folder
-from ampopt.system.environment import environment, library_versions, own_code
+from ampopt.system.environment import machine_facts
 
 Recipes = Mapping[str, tuple[Pass, ...]]
 """The recipe of the best program of each lane."""
@@ -87,13 +84,7 @@ def key_of(program: Program, facts: Mapping[str, object]) -> str:
     def add(*facts: object) -> None:
         digest.update((json.dumps([str(fact) for fact in facts]) + "\n").encode())
 
-    add(
-        cached_facts.SCHEMA,
-        own_code(),
-        *library_versions(),
-        *sorted(environment(program.device).items()),
-        program.device.index,
-    )
+    add(cached_facts.SCHEMA, *machine_facts(program.device))
     add(*sorted((name, repr(fact)) for name, fact in facts.items()))
     for node in program.graph.graph.nodes:
         add(node.op, node.name, node.target, node.args, node.kwargs)
@@ -101,5 +92,4 @@ def key_of(program: Program, facts: Mapping[str, object]) -> str:
         add(name, weight.dtype, list(weight.shape))
     for example in program.examples:
         add(example.dtype, list(example.shape), example.stride())
-    add(os.cpu_count(), torch.get_num_threads(), torch.get_num_interop_threads())
     return digest.hexdigest()

@@ -47,6 +47,19 @@ def environment(device: torch.device) -> dict[str, str]:
     return facts
 
 
+def machine_facts(device: torch.device) -> list[object]:
+    """All of a machine, and of what is installed on it, that decides what is fastest there."""
+    return [
+        own_code(),
+        *library_versions(),
+        *sorted(environment(device).items()),
+        device.index,
+        os.cpu_count(),
+        torch.get_num_threads(),
+        torch.get_num_interop_threads(),
+    ]
+
+
 def device_name(device: torch.device) -> str:
     """The processor's own name, such as `NVIDIA H200` or `AMD EPYC`."""
     if device.type == "cuda":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -18,24 +17,8 @@ from ampopt.ir.kept_graph import KeptGraph
 from ampopt.ir.origin import Origin, origins_of
 from ampopt.ir.own_autocast import FULL_PRECISION
 from ampopt.ir.program import Program
-from ampopt.ir.transform import Family, Numerics, Pass, Result
 from tests.helpers import program_of, text_of, with_statistics
-
-
-@dataclasses.dataclass(frozen=True)
-class Editing(Pass):
-    """Calls a function with the graph that it is given."""
-
-    numerics = Numerics.REASSOCIATED
-    family = Family.REWRITE
-    portable = True
-
-    edit: Callable[[Program], object]
-
-    def apply(self, program: Program) -> Result:
-        """Edit."""
-        self.edit(program)
-        return Result(program, 0)
+from tests.support.planted import Doing
 
 
 def net() -> nn.Module:
@@ -156,11 +139,11 @@ def test_a_changed_graph_is_put_back_and_the_pass_fails(name: str, fails: bool) 
 
     said = f"it changed the graph that it was given: edit a copy .*; the first change was at .*{place}"
     with pytest.raises(PassError, match=said):
-        Editing(edit_and_fail if fails else edit).apply(program)
+        Doing(edit_and_fail if fails else edit).apply(program)
     assert text_of(program) == text
     assert _state(program) == state
     assert all(map(torch.equal, program.run(*program.examples), before))
-    Editing(lambda given: None).apply(program)  # nothing is left to be told
+    Doing(lambda given: None).apply(program)  # nothing is left to be told
     program.graph.graph.lint()
 
 
@@ -186,7 +169,7 @@ ALLOWED: dict[str, Callable[[Program], object]] = {
 def test_what_leaves_the_graph_as_it_is_is_allowed(name: str) -> None:
     program = program_of(net(), torch.randn(1, 3, 8, 8))
     text, state = text_of(program), _state(program)
-    Editing(ALLOWED[name]).apply(program)
+    Doing(ALLOWED[name]).apply(program)
     assert text_of(program) == text
     assert _state(program) == state, "what helpers note in meta does not stay"
 

@@ -17,7 +17,7 @@ from ampopt.ir.transform import Engine, Family, Numerics, Pass, Rehearsed, Resul
 from ampopt.measure.entry import Verdict
 from ampopt.passes import BakeAutocast, FoldConvBn
 from tests.helpers import FP16, program_of, with_statistics
-from tests.support.planted import keep_the_patched, optimize
+from tests.support.planted import Doing, keep_the_patched, optimize
 
 
 def _scale(program: Program) -> Result:
@@ -68,21 +68,6 @@ def _cut(program: Program) -> Result:
     return Result(program, 0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Writing(Pass):
-    """Calls a function that writes to what it is given."""
-
-    numerics = Numerics.REASSOCIATED
-    family = Family.REWRITE
-    portable = True
-
-    write: Callable[[Program], Result]
-
-    def apply(self, program: Program) -> Result:
-        """Write."""
-        return self.write(program)
-
-
 def net() -> nn.Module:
     torch.manual_seed(0)
     return with_statistics(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()))
@@ -106,7 +91,7 @@ def test_what_a_pass_writes_to_is_put_back_and_told(write: Callable[[Program], R
     before = program.run(*program.examples)
     exact = [node.meta["exact"].clone() for node in program.graph.graph.nodes if "exact" in node.meta]
     assert exact
-    for call in (lambda: Writing(write).apply(program), lambda: replay((Writing(write),), program)):
+    for call in (lambda: Doing(write).apply(program), lambda: replay((Doing(write),), program)):
         with pytest.raises(PassError, match=f"it has written to {what}"):
             call()
     assert all(map(torch.equal, program.run(*program.examples), before))
@@ -138,10 +123,10 @@ def test_tensors_of_any_strides_are_put_back_and_only_where_they_were_written_to
         return Result(given, 0)
 
     program = program.replace(examples=(*program.examples, tensor))
-    Writing(lambda given: Result(given, 0)).apply(program)
+    Doing(lambda given: Result(given, 0)).apply(program)
     if tensor.numel():
         with pytest.raises(PassError, match="it has written to example 1"):
-            Writing(write).apply(program)
+            Doing(write).apply(program)
     assert torch.equal(tensor.to_dense(), before.to_dense())
 
 
@@ -219,7 +204,7 @@ def test_an_interruption_of_a_pass_is_one() -> None:
     program = program_of(net(), torch.randn(1, 3, 8, 8))
     before = program.run(*program.examples)
     with pytest.raises(KeyboardInterrupt):
-        Writing(interrupt).apply(program)
+        Doing(interrupt).apply(program)
     assert all(map(torch.equal, program.run(*program.examples), before))
 
 
@@ -243,9 +228,9 @@ def test_a_pass_that_spoils_its_program_fails_alone(what: str, monkeypatch: pyte
     keep_the_patched(monkeypatch)
     spoil, reason = SPOILING[what]
     model, x = net(), torch.randn(1, 3, 8, 8)
-    fast = optimize(model, x, precision="fp32", passes=[Writing(spoil), FoldConvBn()], cache=False)
+    fast = optimize(model, x, precision="fp32", passes=[Doing(spoil), FoldConvBn()], cache=False)
     assert torch.allclose(fast(x), model(x), atol=1e-5)
     rows = {entry.name: entry for entry in fast.report.entries}
-    assert rows["writing"].verdict is Verdict.FAILED
-    assert reason in rows["writing"].reason
+    assert rows["doing"].verdict is Verdict.FAILED
+    assert reason in rows["doing"].reason
     assert rows["fold-conv-bn"].verdict is Verdict.KEPT, "what is tried after it had another program"

@@ -204,3 +204,27 @@ def test_integers_that_end_the_process_in_eager_are_not_tried(function: Any) -> 
     ids = torch.tensor([[1, 3, 2], [1, 3, 4]])
     verifier, original = verifier_of(Model(function), ids)
     assert verifier.check(lambda ids: [original(ids)], FP32, everywhere=True).passed
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "is_unusual"),
+    [
+        (nn.Linear(4, 3), torch.randn(2, 4), lambda x: not x.isfinite().all()),
+        (Model(lambda m, ids: ids % 7), torch.tensor([[1, 3, 2]]), lambda x: bool((x > 100).any())),
+    ],
+    ids=["a fault", "another integer"],
+)
+def test_a_program_that_writes_to_unusual_inputs_alone_is_caught(
+    model: nn.Module, x: Tensor, is_unusual: Any
+) -> None:
+    verifier, original = verifier_of(model.eval(), x)
+
+    def writes(given: Tensor) -> list[Tensor]:
+        result = original(given.clone())
+        if is_unusual(given):
+            given.zero_()
+        return [result]
+
+    assert verifier.check(lambda given: [original(given)], FP32, everywhere=True).passed
+    check = verifier.check(writes, FP32, everywhere=True)
+    assert check.reason == "it writes to input 0"

@@ -19,7 +19,6 @@ from ampopt.ir.program import Program
 from ampopt.ir.transform import Pass, Result
 from ampopt.measure.sampling import Gain
 from ampopt.passes import Compile, FoldConvBn, RemoveInferenceNoops
-from ampopt.search import tuning_cache
 from ampopt.search.options import Options
 from ampopt.search.tuning_cache import Known, TuningCache, default_cache, key_of
 from ampopt.system import cache_folder
@@ -204,7 +203,7 @@ def test_other_libraries_devices_or_code_are_other_keys(monkeypatch: pytest.Monk
         ("own_code", lambda: "another"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(tuning_cache, name, value)
+            patch.setattr(f"ampopt.system.environment.{name}", value)
             assert key_of(made, WISHES) != own
     assert key_of(made, WISHES) == own
 

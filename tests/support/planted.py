@@ -95,6 +95,22 @@ def rewritten(program: Program, target: Callable[..., Any], *operands: Any) -> P
 
 
 @dataclasses.dataclass(frozen=True)
+class Doing(Pass):
+    """Calls a function with the program that it is given; the result is its own, or that nothing changed."""
+
+    numerics = Numerics.REASSOCIATED
+    family = Family.REWRITE
+    portable = True
+
+    work: Callable[[Program], object]
+
+    def apply(self, program: Program) -> Result:
+        """Call it."""
+        result = self.work(program)
+        return result if isinstance(result, Result) else Result(program, 0)
+
+
+@dataclasses.dataclass(frozen=True)
 class Planted(Pass):
     """Multiply the first output by `factor` and add `plus`; raise `error` instead where there is one."""
 
