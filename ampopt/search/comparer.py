@@ -63,6 +63,7 @@ class Comparer:
         self._reasons: dict[Cell, str] = {}
         self._missing_s: dict[Cell, float] = {}
         self._interrupted = False
+        self._took_s = 0.0
 
     def run(self) -> None:
         """Fill what the time allows; Ctrl-C ends it."""
@@ -74,6 +75,8 @@ class Comparer:
                     check_interrupted()
         except KeyboardInterrupt:
             self._interrupted = True
+        finally:
+            self._took_s = self._now() - self._started
 
     def rows(self) -> tuple[ComparedPass, ...]:
         """A row for every cell: what was measured, or why nothing was."""
@@ -178,9 +181,9 @@ class Comparer:
         return self._timer.told(self._pairs[cell]) if cell in self._pairs else None
 
     def _budget_to_fill(self) -> float:
-        """The time budget in which all cells would be filled, in tens of seconds."""
+        """The time budget in which all cells would be filled, in tens of seconds; one for all rows and notes."""
         once = {self._plan.pair(c).key(c.lane): seconds for c, seconds in self._missing().items()}
-        seconds = self._now() - self._started + MORE * sum(once.values())
+        seconds = self._took_s + MORE * sum(once.values())
         return 10.0 * math.ceil(max(seconds, self._deadline - self._started + 1.0) / 10.0)
 
     def _row(self, cell: Cell) -> ComparedPass:

@@ -238,7 +238,7 @@ class Compared:
         store = ProgramStore(program, machine, machine, choices, calls_to_check=10, now=machine.now)
         for lane in lanes:
             store.start(lane, cost(frozenset()))
-        comparer = Comparer(
+        self.comparer = comparer = Comparer(
             Plan(Pipeline.of(passes), lanes),
             store,
             device=CPU,
