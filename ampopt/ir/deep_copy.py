@@ -1,7 +1,9 @@
 """Deep copies that have nothing in common with the original: functions that are bound to it are copied, too.
 
 `copy.deepcopy` takes functions, bound methods of lists and dicts, and weak references for constants. A hook
-`lambda *_: self.feats.append(1)` of a copied model would write to the original's list.
+`lambda *_: self.feats.append(1)` of a copied model would write to the original's list. Arrays that have
+memory in common, with tensors too, have it in the copy (`shared_memory`), and a number that is the identity
+of a part is that of the part's copy.
 """
 
 from __future__ import annotations
@@ -16,14 +18,20 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 from torch import Tensor, fx, nn
 
 from ampopt.ir.parts import LRU_CACHED, referent_of, walk
+from ampopt.ir.shared_memory import copies_in_common
 
 Memo = dict[Any, Any]
 
-_ROOT = "ampopt: the root of the copy"
-"""The memo's key for the root; the others are identities, integers."""
+_ROOT, _COMMON = "ampopt: the root of the copy", "ampopt: memory in common is copied"
+"""The memo's keys for the root, and for having looked at arrays; the others are identities, integers."""
+
+
+class _HasArraysError(Exception):
+    """There are arrays, of which some may have memory in common."""
 
 
 def deep_copy(root: Any, memo: Memo) -> Any:
@@ -33,11 +41,19 @@ def deep_copy(root: Any, memo: Memo) -> Any:
     a variable that several functions share is one variable of their copies. What a closure holds and cannot
     be copied (a file, a lock) is shared, unless it leads to the model: then the error is raised.
     """
-    memo[_ROOT] = root
+    trial = {**memo, _ROOT: root}
     try:
-        return _copies.deepcopy(root, memo)
-    finally:
-        del memo[_ROOT]
+        made = _copies.deepcopy(root, trial)
+    except _HasArraysError:
+        trial = {**memo, _ROOT: root, _COMMON: True, **copies_in_common(root, memo)}
+        made = _copies.deepcopy(root, trial)
+    _take_over(trial, memo)
+    return made
+
+
+def _take_over(trial: Memo, memo: Memo) -> None:
+    memo.update({key: value for key, value in trial.items() if not isinstance(key, str)})
+    memo.setdefault(id(memo), []).append(trial)  # whose identity is a key of it now
 
 
 def shared_with(original: nn.Module, duplicate: nn.Module) -> str | None:
@@ -105,12 +121,13 @@ def _copy_or_share(value: Any, memo: Memo) -> Any:
     trial = dict(memo)
     try:
         made = _copied(value, trial)
+    except _HasArraysError:
+        raise
     except Exception:
         if any(isinstance(part, (nn.Module, Tensor)) for _, part in walk(value, code=False, classes=False)):
             raise
         return value
-    memo.update(trial)
-    memo.setdefault(id(memo), []).append(trial)  # whose identity is a key of it now
+    _take_over(trial, memo)
     return made
 
 
@@ -168,6 +185,24 @@ def _copy_tensor(tensor: Tensor, memo: Memo) -> Tensor:
     return made
 
 
+def _copy_array(array: Any, memo: Memo) -> Any:
+    """An array that has no memory in common with others, for those are in the memo."""
+    if _COMMON not in memo:
+        raise _HasArraysError
+    if type(array) is not np.ndarray or array.dtype != object:
+        return array.__deepcopy__(memo)
+    made = memo[id(array)] = array.copy(order="K")
+    for place, each in enumerate(array.flat):
+        made.flat[place] = _copied(each, memo)
+    return made
+
+
+def _copy_number(number: int, memo: Memo) -> int:
+    """The identity of a module or a tensor as that of its copy."""
+    made = memo.get(number)
+    return id(made) if isinstance(made, (nn.Module, Tensor)) else number
+
+
 _HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
@@ -196,6 +231,7 @@ def _copy_graph_module(module: fx.GraphModule, memo: Memo) -> Any:
 
 
 _COPIERS: dict[type, Callable[[Any, Memo], Any]] = {
+    int: _copy_number,
     types.FunctionType: _copy_function,
     types.CellType: _copy_cell,
     types.MethodType: _copy_method,
@@ -214,6 +250,8 @@ class _Copiers(dict[type, Callable[[Any, Memo], Any]]):
     def get(self, key: type, default: Any = None) -> Any:
         if issubclass(key, Tensor):
             return _copy_tensor
+        if issubclass(key, np.ndarray):
+            return _copy_array
         return _copy_graph_module if issubclass(key, fx.GraphModule) else super().get(key, default)
 
 

@@ -35,8 +35,11 @@ class Place:
 
 
 def differences(one: nn.Module, other: nn.Module) -> list[Place]:
-    """The differences of two copies of a model: in tensors, numbers, containers, objects, iterators."""
-    found: dict[Place, None] = {}
+    """The differences of two copies of a model: in tensors, numbers, containers, objects, iterators.
+
+    A number that is the identity of a part is no other one than that of the same part of the other copy.
+    """
+    found, identities = dict[Place, None](), _identities(one, other)
     names, others = dict(one.named_modules()), dict(other.named_modules())
     for name, module in one.named_modules():
         if isinstance(module, torch.jit.ScriptModule) or name not in others:
@@ -44,7 +47,7 @@ def differences(one: nn.Module, other: nn.Module) -> list[Place]:
         for key, mine, yours in _members(vars(module), vars(others[name])):
             if key in ("_modules", "_parameters", "_buffers"):
                 continue
-            if (rest := _differing(mine, yours, "", {}, 0)) is not None:
+            if (rest := _Comparison(identities).difference(mine, yours)) is not None:
                 found[Place(name, key, rest)] = None
     for tensors in (nn.Module.named_parameters, nn.Module.named_buffers):
         theirs = dict(tensors(other, remove_duplicate=False))
@@ -57,6 +60,17 @@ def differences(one: nn.Module, other: nn.Module) -> list[Place]:
             if not both or (mine[path] is not theirs[path] and not same_tensor(mine[path], theirs[path])):
                 found[Place(module_name, attribute)] = None
     return sorted(found)
+
+
+def named_parts(model: nn.Module) -> dict[str, Any]:
+    """The modules, parameters and buffers of a model by their names; it itself is ""."""
+    return {**dict(model.named_modules()), **dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _identities(one: nn.Module, other: nn.Module) -> dict[int, int]:
+    """The identities of parts of the one, and those of the parts of the other of the same names."""
+    mine, theirs = named_parts(one), named_parts(other)
+    return {id(mine[name]): id(theirs[name]) for name in mine.keys() & theirs.keys()}
 
 
 def hidden_difference(one: nn.Module, other: nn.Module) -> Place | None:
@@ -83,47 +97,57 @@ def _members(mine: Mapping[str, Any], yours: Mapping[str, Any]) -> Iterator[tupl
         yield key, mine.get(key, _ABSENT), yours.get(key, _ABSENT)
 
 
-def _differing(
-    a: Any, b: Any, path: str, seen: dict[tuple[int, int], tuple[Any, Any]], depth: int
-) -> str | None:
-    """The path to the first place where two values differ; None where they are alike.
+class _Comparison:
+    """Compares two values with all that they are made of; each pair of values once."""
 
-    `seen` holds the pairs that were compared: an identity is one only as long as the object lives.
-    """
-    if a is b or (id(a), id(b)) in seen or isinstance(a, (nn.Module, fx.Graph)):
-        return None  # named_modules comes to modules; a copy of an fx.GraphModule is of a class of its own
-    seen[id(a), id(b)] = a, b
-    if type(a) is not type(b):
-        return path
-    if isinstance(a, Tensor):
-        return None if same_tensor(a, b) else path
-    if isinstance(a, float) and math.isnan(a) and math.isnan(b):
-        return None
-    if isinstance(a, _ATOMS):
-        return None if a == b else path
-    if depth > _DEEPEST:
-        return None
-    if isinstance(a, torch.Generator):
-        return _differing(a.get_state(), b.get_state(), path, seen, depth + 1)
-    if isinstance(a, (set, frozenset)):
-        return None if sorted(map(_printed, a)) == sorted(map(_printed, b)) else path
-    parts: list[tuple[str, Any, Any]]
-    if isinstance(a, Mapping):
-        if [*map(repr, a)] != [*map(repr, b)]:
+    def __init__(self, identities: Mapping[Any, int] | None = None) -> None:
+        """`identities`: numbers that are the identities of parts, with those of the other's parts."""
+        self._identities = {} if identities is None else identities
+        self._seen = dict[tuple[int, int], tuple[Any, Any]]()
+
+    def difference(self, a: Any, b: Any, path: str = "", depth: int = 0) -> str | None:
+        """The path to the first place where two values differ; None where they are alike."""
+        if a is b or (id(a), id(b)) in self._seen or isinstance(a, (nn.Module, fx.Graph)):
+            return None  # modules come by their names; a copy of an fx.GraphModule has its own class
+        self._seen[id(a), id(b)] = a, b  # an identity is one only as long as the object lives
+        if type(a) is not type(b):
             return path
-        parts = [(f"[{key!r}]", x, y) for (key, x), y in zip(a.items(), b.values(), strict=True)]
-    elif isinstance(a, Sequence):
-        if len(a) != len(b):
-            return path
-        parts = [(f"[{index}]", x, y) for index, (x, y) in enumerate(zip(a, b, strict=True))]
-    else:
-        parts = list(_contents(a, b))
-    for step, x, y in parts:
-        if (rest := _differing(x, y, path + step, seen, depth + 1)) is not None:
-            return rest
-    if isinstance(a, (Mapping, Sequence, types.MethodType, *_CODE)):
-        return None
-    return None if _differing(*_taken_apart(a, b), path, seen, depth + 1) is None else path
+        if isinstance(a, Tensor):
+            return None if same_tensor(a, b) else path
+        if isinstance(a, float) and math.isnan(a) and math.isnan(b):
+            return None
+        if isinstance(a, _ATOMS):
+            return None if self._own(a) == b else path
+        if depth > _DEEPEST:
+            return None
+        if isinstance(a, torch.Generator):
+            return self.difference(a.get_state(), b.get_state(), path, depth + 1)
+        if isinstance(a, (set, frozenset)):
+            return None if sorted(map(self._printed, a)) == sorted(map(_printed, b)) else path
+        parts: list[tuple[str, Any, Any]]
+        if isinstance(a, Mapping):
+            if [*map(self._printed, a)] != [*map(_printed, b)]:
+                return path
+            parts = [(f"[{key!r}]", x, y) for (key, x), y in zip(a.items(), b.values(), strict=True)]
+        elif isinstance(a, Sequence):
+            if len(a) != len(b):
+                return path
+            parts = [(f"[{index}]", x, y) for index, (x, y) in enumerate(zip(a, b, strict=True))]
+        else:
+            parts = list(_contents(a, b))
+        for step, x, y in parts:
+            if (rest := self.difference(x, y, path + step, depth + 1)) is not None:
+                return rest
+        if isinstance(a, (Mapping, Sequence, types.MethodType, *_CODE)):
+            return None
+        return None if self.difference(*_taken_apart(a, b), path, depth + 1) is None else path
+
+    def _own(self, value: Any) -> Any:
+        """A value of the one as the other has it: the identity of a part as that of the other's."""
+        return self._identities.get(value, value) if type(value) is int else value
+
+    def _printed(self, thing: Any) -> str:
+        return _printed(self._own(thing))
 
 
 _ATOMS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, range)
@@ -154,8 +178,14 @@ def _taken_apart(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def _printed(thing: Any) -> str:
-    text = repr(thing)
-    return "" if hex(id(thing))[2:] in text.lower() else text  # nothing but its address
+    """What a thing prints, apart from addresses; nothing where it names its own in another way."""
+    text = without_addresses(repr(thing))
+    return "" if hex(id(thing))[2:] in text.lower() else text
+
+
+def without_addresses(text: str) -> str:
+    """A text that names objects, as it is of copies of them, too."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
 _TAKEN_APART = (
@@ -202,10 +232,10 @@ def _is_same(a: Any, b: Any) -> bool:
         if a.is_floating_point() and a.shape == b.shape and a.dtype == b.dtype:
             return relative_error(a, b) <= SAME
         return same_tensor(a, b)
-    return _differing(a, b, "", {}, 0) is None
+    return _Comparison().difference(a, b) is None
 
 
 def _steps(value: Any) -> Iterator[tuple[str, Any]]:
     """The parts of a value, whose steps name no address: that of a copy is another."""
     for step, part in parts_of(value, code=False, classes=False):
-        yield re.sub(r" at 0x[0-9a-f]+", "", step), part
+        yield without_addresses(step), part

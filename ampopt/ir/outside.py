@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
@@ -80,6 +81,10 @@ class Code:
     def functions(self) -> list[FunctionType]:
         """The functions, methods among them."""
         return [*self._functions]
+
+    def may_name(self, path: str) -> bool:
+        """Whether the code names every attribute on a path, as in `settings.scales['a']`."""
+        return set(re.sub(r"\[.*?\]", "", path).split(".")) <= self._names
 
     def class_attributes(self) -> Iterator[tuple[str, type, str]]:
         """The class attributes that are no code: what to call each in a message, its class, and its name."""

@@ -181,7 +181,7 @@ class Comparer:
         return self._timer.told(self._pairs[cell]) if cell in self._pairs else None
 
     def _budget_to_fill(self) -> float:
-        """The time budget in which all cells would be filled, in tens of seconds; one for all rows and notes."""
+        """The time budget in which all cells would be filled, in tens of seconds; the same for all rows."""
         once = {self._plan.pair(c).key(c.lane): seconds for c, seconds in self._missing().items()}
         seconds = self._took_s + MORE * sum(once.values())
         return 10.0 * math.ceil(max(seconds, self._deadline - self._started + 1.0) / 10.0)

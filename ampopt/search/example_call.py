@@ -19,6 +19,7 @@ from ampopt.ir.arguments import (
     as_tensors_say,
     check_example,
 )
+from ampopt.ir.copyable import check_copyable
 from ampopt.ir.lane_io import LaneIO, with_own_dtypes
 from ampopt.ir.model_copy import (
     device_of,
@@ -78,6 +79,7 @@ def prepare_call(
     in a `LaneIO`, and the call is one of that.
     """
     model, args, note, target = checked_call(model, example_inputs, kwargs, device)
+    check_copyable(model)
     original = private_copy(model, target)
     if example_inputs is None and not kwargs:
         args, inferred = infer_inputs(original, target)

@@ -1,0 +1,99 @@
+"""Whether copies of a model do what the model does, which is never called: all is verified against a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ampopt.errors import UncopyableError
+from ampopt.ir.model_copy import exact_copy
+from ampopt.ir.model_differences import differences, named_parts
+from ampopt.ir.moments import in_words
+from ampopt.ir.outside import Code
+from ampopt.ir.parts import can_be_looked_at, walk
+
+LEAST_ADDRESS = 1 << 16
+"""Smaller numbers are no addresses."""
+
+
+def check_copyable(model: nn.Module) -> None:
+    """Raise UncopyableError where a copy of a model would not be the model, or would reach it.
+
+    It reaches the model by class attributes and global variables that code names which a call runs. It is
+    not the model where something keeps the identity of a part or its address, which is another in a copy,
+    and where an attribute that such code names is left out of copies by its class.
+    """
+    for why in _reasons(model):
+        raise UncopyableError(
+            f"the model cannot be copied: in its copy {why}; ampopt works on a copy so that yours stays as "
+            "it is: let functions get at the model by their arguments, and keep nothing by identity"
+        )
+
+
+def _reasons(model: nn.Module) -> Iterator[str]:
+    code, names = Code(model), _names_of(model)
+    for label, value in _variables(code):
+        for path, part in walk(value, code=False, classes=False):
+            if isinstance(part, nn.Module) and id(part) in names:
+                yield f"{in_words(label + path)} is the original's {names[id(part)]}"
+            elif (found := _known_by(part, names)) is not None:
+                yield f"{in_words(label + path)} knows the original's {found} by its identity"
+    copied = exact_copy(model, {id(tensor): _same(tensor) for tensor in _tensors(model)})
+    own, copies = named_parts(model), named_parts(copied)
+    if lost := own.keys() ^ copies.keys():
+        yield f"{min(lost)} is missing, or new"
+        return
+    for path, part in walk(copied, code=False, classes=False):
+        if (found := _known_by(part, names)) is not None:
+            yield f"{in_words(path)} knows the original's {found} by its identity or address"
+    for place in differences(model, copied):
+        if str(place) in own or code.may_name(f"{place.attribute}{place.rest}"):
+            yield f"{place} is another: its class leaves it out of copies"
+
+
+def _variables(code: Code) -> Iterator[tuple[str, Any]]:
+    """The values of class attributes and global variables that calls may read."""
+    own = ((label, vars(kind), name) for label, kind, name in code.class_attributes())
+    for label, mapping, name in (*own, *code.global_variables()):
+        if can_be_looked_at(value := mapping[name]):
+            yield label, value
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _same(tensor: Tensor) -> Tensor:
+    """Another tensor of the same memory, so that comparing models copies no weights."""
+    if is_lazy(tensor):
+        return tensor
+    same = tensor.detach()
+    return nn.Parameter(same, tensor.requires_grad) if type(tensor) is nn.Parameter else same
+
+
+def _names_of(model: nn.Module) -> dict[int, str]:
+    """The modules and tensors of a model by identity, and tensors by address, with their names."""
+    kind = type(model).__name__
+    found = {id(module): name or kind for name, module in model.named_modules()}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found[id(tensor)] = found[_address_of(tensor)] = name
+    return {number: name for number, name in found.items() if number >= LEAST_ADDRESS}
+
+
+def _address_of(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError, ValueError):  # it has no numbers, or not yet
+        return 0
+
+
+def _known_by(value: Any, names: Mapping[int, str]) -> str | None:
+    """The name of a part of the original of which a value is the number, or which is a key in it."""
+    numbers = [value] if type(value) is int else []
+    if isinstance(value, dict):
+        numbers = [key if type(key) is int else id(key) for key in dict.keys(value)]
+    return next((names[number] for number in numbers if number in names), None)
