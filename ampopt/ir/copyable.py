@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -76,9 +77,10 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _names_of(model: nn.Module) -> dict[int, str]:
-    """The modules and tensors of a model by identity, and tensors by address, with their names."""
-    kind = type(model).__name__
-    found = {id(module): name or kind for name, module in model.named_modules()}
+    """The names of a model's parts by their identities, hashes, and the addresses of their memory."""
+    kind, found = type(model).__name__, dict[int, str]()
+    for name, module in model.named_modules():
+        found[id(module)] = found[object.__hash__(module)] = name or kind
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         found[id(tensor)] = found[_address_of(tensor)] = name
     return {number: name for number, name in found.items() if number >= LEAST_ADDRESS}
@@ -93,7 +95,13 @@ def _address_of(tensor: Tensor) -> int:
 
 def _known_by(value: Any, names: Mapping[int, str]) -> str | None:
     """The name of a part of the original of which a value is the number, or which is a key in it."""
-    numbers = [value] if type(value) is int else []
+    found = _numbers_of(value)
     if isinstance(value, dict):
-        numbers = [key if type(key) is int else id(key) for key in dict.keys(value)]
-    return next((names[number] for number in numbers if number in names), None)
+        found = [number for key in dict.keys(value) for number in (id(key), *_numbers_of(key))]
+    return next((names[number] for number in found if number in names), None)
+
+
+def _numbers_of(value: object) -> list[int]:
+    if type(value) is int:
+        return [value]
+    return [int(digits) for digits in re.findall(r"\d{6,20}", value)] if type(value) is str else []

@@ -180,8 +180,11 @@ def _copy_cached(function: Any, memo: Memo) -> Any:
 
 
 def _copy_tensor(tensor: Tensor, memo: Memo) -> Tensor:
-    """PyTorch refuses to copy what autograd has computed from other tensors."""
+    """PyTorch refuses to copy what autograd has computed from other tensors, and a parameter's attributes."""
     made: Tensor = tensor.__deepcopy__(memo) if tensor.is_leaf else tensor.detach().clone()
+    if vars(tensor).keys() > vars(made).keys():
+        memo[id(tensor)] = made  # an attribute may lead back to it
+        vars(made).update(_copied(vars(tensor), memo))
     return made
 
 
@@ -232,6 +235,7 @@ def _copy_graph_module(module: fx.GraphModule, memo: Memo) -> Any:
 
 _COPIERS: dict[type, Callable[[Any, Memo], Any]] = {
     int: _copy_number,
+    object: lambda mark, _: mark,  # what code compares with a mark of its own, by identity
     types.FunctionType: _copy_function,
     types.CellType: _copy_cell,
     types.MethodType: _copy_method,

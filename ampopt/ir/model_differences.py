@@ -124,17 +124,15 @@ class _Comparison:
             return self.difference(a.get_state(), b.get_state(), path, depth + 1)
         if isinstance(a, (set, frozenset)):
             return None if sorted(map(self._printed, a)) == sorted(map(_printed, b)) else path
-        parts: list[tuple[str, Any, Any]]
+        parts: list[tuple[str, Any, Any]] = list(_contents(a, b))
         if isinstance(a, Mapping):
             if [*map(self._printed, a)] != [*map(_printed, b)]:
                 return path
-            parts = [(f"[{key!r}]", x, y) for (key, x), y in zip(a.items(), b.values(), strict=True)]
+            parts += [(f"[{key!r}]", x, y) for (key, x), y in zip(a.items(), b.values(), strict=True)]
         elif isinstance(a, Sequence):
             if len(a) != len(b):
                 return path
-            parts = [(f"[{index}]", x, y) for index, (x, y) in enumerate(zip(a, b, strict=True))]
-        else:
-            parts = list(_contents(a, b))
+            parts += [(f"[{index}]", x, y) for index, (x, y) in enumerate(zip(a, b, strict=True))]
         for step, x, y in parts:
             if (rest := self.difference(x, y, path + step, depth + 1)) is not None:
                 return rest

@@ -40,6 +40,7 @@ from ampopt.ir.parts import (
     variables_of_class,
     variables_of_function,
     walk,
+    words_in,
 )
 
 logger = logging.getLogger("ampopt")
@@ -84,7 +85,8 @@ class Code:
 
     def may_name(self, path: str) -> bool:
         """Whether the code names every attribute on a path, as in `settings.scales['a']`."""
-        return set(re.sub(r"\[.*?\]", "", path).split(".")) <= self._names
+        words = self._names.union(*(words_in(function.__code__) for function in self._functions))
+        return words.issuperset(re.sub(r"\[.*?\]", "", path).split("."))
 
     def class_attributes(self) -> Iterator[tuple[str, type, str]]:
         """The class attributes that are no code: what to call each in a message, its class, and its name."""

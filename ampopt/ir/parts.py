@@ -229,6 +229,13 @@ def attributes_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(own).union(*inner)
 
 
+@functools.lru_cache(maxsize=4096)
+def words_in(code: types.CodeType) -> frozenset[str]:
+    """The words in code, and in the functions inside it, such as the name that `getattr` is given."""
+    inner = [words_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return frozenset(each for each in code.co_consts if isinstance(each, str)).union(*inner)
+
+
 def can_be_looked_at(value: Any) -> bool:
     """Whether an object tells its class: those of web frameworks refuse, outside of a request."""
     try:

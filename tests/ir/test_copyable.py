@@ -19,6 +19,7 @@ X = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 SCALES: dict[Any, float] = {}
 WEAK: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 MADE: list[Any] = []
+MARK = object()
 
 
 class Scaled(nn.Module):
@@ -55,6 +56,18 @@ class Forgetting:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.measured, self.calls = 1.0, 0
+
+
+class Listed(list[int]):
+    """Copies of it lose an attribute."""
+
+    def __init__(self, measured: float | None = None) -> None:
+        super().__init__()
+        if measured is not None:
+            self.measured = measured
+
+    def __reduce__(self) -> Any:
+        return Listed, ()
 
 
 class Renewed:
@@ -137,6 +150,21 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         ),
         "kept knows the original's conv.weight by its identity or address",
     ),
+    "in words": (
+        lambda: Scaled(
+            lambda m: _keep(m, {f"conv{id(m.conv)}": 3.0}),
+            lambda m: float(m.kept.get(f"conv{id(m.conv)}", 1.0)),
+        ),
+        "kept knows the original's conv by its identity",
+    ),
+    "by hash": (
+        lambda: Scaled(lambda m: _keep(m, [hash(m.conv)]), lambda m: 3.0 if hash(m.conv) in m.kept else 1.0),
+        r"kept\[0\] knows the original's conv by its identity",
+    ),
+    "of a list": (
+        lambda: Scaled(lambda m: _keep(m, Listed(3.0)), lambda m: float(getattr(m.kept, "measured", 1.0))),
+        "kept.measured is another",
+    ),
     "left out": (
         lambda: Scaled(_forgetting, lambda m: float(m.kept.measured)),
         "kept.measured is another: its class leaves it out of copies",
@@ -171,6 +199,10 @@ COPIED: dict[str, Callable[[], nn.Module]] = {
         lambda m: _keep(m, [id(m.conv.weight)]), lambda m: 3.0 if id(m.conv.weight) in m.kept else 1.0
     ),
     "by layer": lambda: Scaled(lambda m: _keep(m, {m.conv: 3.0}), lambda m: float(m.kept.get(m.conv, 1.0))),
+    "a mark": lambda: Scaled(lambda m: _keep(m, MARK), lambda m: 3.0 if m.kept is MARK else 1.0),
+    "an attribute of a weight": lambda: Scaled(
+        lambda m: setattr(m.conv.weight, "scale", 3.0), lambda m: float(getattr(m.conv.weight, "scale", 1.0))
+    ),
     "by reference": lambda: Scaled(
         lambda m: _keep(m, weakref.ref(m.conv)), lambda m: 3.0 if m.kept() is m.conv else 1.0
     ),
