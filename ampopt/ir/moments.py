@@ -29,9 +29,9 @@ class Moment:
 
     def __init__(self, value: Any, leave_out: Callable[[Any], bool], *, code: bool = True) -> None:
         """`leave_out` tells what is no part of the value. Without `code` its classes' code is none."""
-        self._parts = collections.defaultdict[str, list[tuple[Any, object]]](list)
+        self._parts = collections.defaultdict[str, list[tuple[Any, type, object]]](list)
         for path, part in walk(value, leave_out=leave_out, code=code, classes=code):
-            self._parts[path].append((part, mark_of(part)))  # a class has its object's path
+            self._parts[path].append((part, type(part), mark_of(part)))  # a class has its object's path
 
     def change_until(self, later: Moment, *, by_value: bool) -> str | None:
         """The path to a part that is another one `later`; None if there is none.
@@ -45,11 +45,11 @@ class Moment:
         return None
 
 
-def _is_same(before: tuple[Any, object], now: tuple[Any, object], *, by_value: bool) -> bool:
-    (part, mark), (later, mark_now) = before, now
+def _is_same(before: tuple[Any, type, object], now: tuple[Any, type, object], *, by_value: bool) -> bool:
+    (part, kind, mark), (later, kind_now, mark_now) = before, now
     if isinstance(part, Tensor) and isinstance(later, Tensor) and part is not later:
         return by_value and mark_of(part) == mark and same_tensor(part, later)
-    return type(part) is type(later) and mark == mark_now
+    return kind is kind_now and mark == mark_now
 
 
 def in_words(path: str) -> str:

@@ -2,7 +2,7 @@
 
 `Moment` tells all changes and their places, and takes milliseconds. A watch is for every call: it compares
 what containers, attributes and variables hold, by identity and in C, tensors by their version counters,
-and arrays and other values with memory of their own by its bytes.
+arrays and other values with memory of their own by its bytes, and all by their class.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Watch:
         self._attributes = list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]]()
         self._listed, self._cells = list[Iterable[Any]](), list[types.CellType]()
         self._dicts, self._slots = list[dict[Any, Any]](), list[tuple[Any, str]]()
-        self._bytes = list[tuple[Any, object, bytearray]]()
+        self._objects, self._bytes = list[Any](), list[tuple[Any, object, bytearray]]()
         self._variables, self._odd = list[tuple[Mapping[str, Any], str]](), list[tuple[Any, Any]]()
         self._seen, self._leave_out = set[int](), leave_out
         waiting: list[Any] = [module]
@@ -62,7 +62,7 @@ class Watch:
             for value in self._new(waiting.pop()):
                 waiting += self._note(value)
         self._filled = [each for each in self._mappings if each]
-        self._versions = [*map(_version, self._tensors)]
+        self._versions, self._kinds = [*map(_version, self._tensors)], [*map(type, self._objects)]
         self._lengths = self._lengths_now()
         self._held = [*self._held_now()]
 
@@ -70,7 +70,7 @@ class Watch:
         """Whether everything is what it was, or a number, a word or a list of them that equals it."""
         if [*map(_version, self._tensors)] != self._versions or self._lengths_now() != self._lengths:
             return False
-        if not all(itertools.starmap(_has_bytes, self._bytes)):
+        if [*map(type, self._objects)] != self._kinds or not all(itertools.starmap(_has_bytes, self._bytes)):
             return False
         try:
             is_same = all(map(operator.is_, self._held_now(), self._held))
@@ -86,6 +86,7 @@ class Watch:
             if is_fixed or id(value) in self._seen:
                 continue
             self._seen.add(id(value))
+            self._objects.append(value)
             yield value
 
     def _note(self, value: Any) -> list[Any]:

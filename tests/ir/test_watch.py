@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from ampopt.ir.moments import Moment
 from ampopt.ir.watch import Watch
@@ -79,6 +80,10 @@ class Behind:
     @gain.setter
     def gain(self, gain: float) -> None:
         self._gain = gain
+
+
+class Later(Behind):
+    """The same with another class."""
 
 
 def _at_first(value: Any) -> None:
@@ -189,6 +194,9 @@ CONTAINERS: dict[str, Case] = {
     "a weak set": (lambda: weakref.WeakSet(), lambda v: v.add(KEY)),
     "a slot": (lambda: Slotted(1.0), lambda v: setattr(v, "gain", 2.0)),
     "a property": (Behind, lambda v: setattr(v, "gain", 2.0)),
+    "a class": (Behind, lambda v: setattr(v, "__class__", Later)),
+    "the class of what a list holds": (lambda: [Behind()], lambda v: setattr(v[0], "__class__", Later)),
+    "the class of a tensor": (lambda: torch.ones(2), lambda v: setattr(v, "__class__", nn.Parameter)),
 }
 
 GENERATORS: dict[str, Case] = {
@@ -273,3 +281,36 @@ def test_what_is_watched_can_be_enlarged_and_closed() -> None:
     growing += b"3"
     mapped.close()
     assert not watch.is_unchanged()
+
+
+def _swap(module: Reading) -> None:
+    module.layers[1].__class__ = nn.Tanh
+
+
+class Doubled(nn.Module):
+    """Twice a weight."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Twice the weight."""
+        return weight * 2
+
+
+def test_another_class_of_a_layer_is_seen_until_it_has_its_own_again() -> None:
+    module = Reading(None)
+    watch, moment = _watched(module), _moment_of(module)
+    _swap(module)
+    assert not watch.is_unchanged()
+    assert moment.change_until(_moment_of(module), by_value=True) == "layers.1"
+    module.layers[1].__class__ = nn.ReLU
+    assert watch.is_unchanged()
+
+
+def test_a_parametrization_is_seen_where_it_comes_and_where_it_goes() -> None:
+    module = Reading(None)
+    before = _watched(module)
+    parametrize.register_parametrization(module.layers[0], "weight", Doubled())
+    assert not before.is_unchanged()
+    with_it = _watched(module)
+    assert with_it.is_unchanged()
+    parametrize.remove_parametrizations(module.layers[0], "weight")
+    assert not with_it.is_unchanged()

@@ -102,6 +102,7 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "a layer": lambda head: head.inner.__setitem__(1, nn.Identity()),
     "one more layer": lambda head: head.inner.append(nn.Tanh()),
     "a hook": lambda head: head.inner.register_forward_hook(lambda _m, _args, y: y + 1),
+    "its class": lambda head: setattr(head.inner[1], "__class__", nn.Tanh),
     "its code": lambda head: setattr(head.inner[1], "forward", torch.tanh),
     "a new attribute": lambda head: setattr(head, "scale2", 1),
 }
