@@ -20,6 +20,7 @@ from ampopt.ir.program import Border, Program
 from ampopt.ir.shapes import record_shapes
 from ampopt.ir.transform import Declined, Engine, Result
 from ampopt.ir.widening import widened
+from ampopt.ort.openvino_division import LostQuotientError
 from ampopt.ort.openvino_nan import LostNanError
 from ampopt.ort.openvino_options import OpenVinoOptions
 from ampopt.ort.openvino_session import OpenVinoRunner, why_not_precision
@@ -78,12 +79,14 @@ class Openvino(Engine):
     is inexactly from 2²⁴ on (measured with 2026.4: quotients, maxima, matrix products, shifts); the values of
     a top-k, which lose NaN, and places of maxima that are computed with; empty tensors; remainders, which it
     computes from a rounded quotient; the nearest pixels of a grid, for which it rounds halves otherwise; the
-    truth of int32, of which the smallest is false there; antialiased resizing and Fourier transforms; in FP32
-    roundings of the model's own to 16 bits, which OpenVINO leaves out.
+    truth of int32, of which the smallest is false there; quotients by weights whose reciprocals are infinite
+    or denormal numbers; antialiased resizing and Fourier transforms; in FP32 roundings of the model's own to
+    16 bits, which OpenVINO leaves out.
     Correct because: ONNX's operators are the graph's own (`onnx_graph` refuses operators without an
     equivalent), and the runtime computes the same expressions, possibly in another order, in the precision
     that is asked for: the compiled model is asked which one it has. Operators of OpenVINO that lose NaN are
-    repaired, exactly for all other numbers (`ort.openvino_nan`). Sums and products that are denormal numbers
+    repaired, exactly for all other numbers (`ort.openvino_nan`), and it divides where it would multiply by a
+    reciprocal that may be infinite (`ort.openvino_division`). Sums and products that are denormal numbers
     stay so; an exponential below the least normal number is 0.
     Cost: seconds to export, once for a program (`onnx_program`), and to measure options, which stay the
     defaults if there is no time for that (`hurried`); a second copy of the weights.
@@ -132,7 +135,7 @@ class Openvino(Engine):
         model, hints = plain_model(wide.graph, entered), list[str]()
         try:
             runner = self._runner(model, entered, PRECISIONS[program.lane.dtype], hints)
-        except LostNanError as lost:
+        except (LostNanError, LostQuotientError) as lost:
             return Result(program, 0, (Declined(lost.operator, lost.reason),))
         chosen = tuple((name, json.dumps(value)) for name, value in runner.options.to_dict().items())
         changed = program.replace(engine=OpenVinoEngine(runner), entry=entry)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import collections
+import decimal
+import io
 import random
 import re
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,8 +29,9 @@ class Moment:
 
     def __init__(self, value: Any, leave_out: Callable[[Any], bool], *, code: bool = True) -> None:
         """`leave_out` tells what is no part of the value. Without `code` its classes' code is none."""
-        parts = walk(value, leave_out=leave_out, code=code, classes=code)
-        self._parts = {path: (part, mark_of(part)) for path, part in parts}
+        self._parts = collections.defaultdict[str, list[tuple[Any, type, object]]](list)
+        for path, part in walk(value, leave_out=leave_out, code=code, classes=code):
+            self._parts[path].append((part, type(part), mark_of(part)))  # a class has its object's path
 
     def change_until(self, later: Moment, *, by_value: bool) -> str | None:
         """The path to a part that is another one `later`; None if there is none.
@@ -34,15 +39,17 @@ class Moment:
         `by_value`: a tensor in the place of another one with the same numbers is no change.
         """
         for path in self._parts.keys() | later._parts.keys():
-            if path not in self._parts or path not in later._parts:
-                return in_words(path)
-            (before, mark), (now, mark_now) = self._parts[path], later._parts[path]
-            if isinstance(before, Tensor) and isinstance(now, Tensor) and before is not now:
-                if not by_value or mark_of(before) != mark or not same_tensor(before, now):
-                    return in_words(path)
-            elif type(before) is not type(now) or mark != mark_now:
+            before, now = self._parts.get(path, []), later._parts.get(path, [])
+            if len(before) != len(now) or not all(map(partial(_is_same, by_value=by_value), before, now)):
                 return in_words(path)
         return None
+
+
+def _is_same(before: tuple[Any, type, object], now: tuple[Any, type, object], *, by_value: bool) -> bool:
+    (part, kind, mark), (later, kind_now, mark_now) = before, now
+    if isinstance(part, Tensor) and isinstance(later, Tensor) and part is not later:
+        return by_value and mark_of(part) == mark and same_tensor(part, later)
+    return kind is kind_now and mark == mark_now
 
 
 def in_words(path: str) -> str:
@@ -56,23 +63,50 @@ def mark_of(value: Any) -> object:
         return None if value.is_inference() else value._version
     if isinstance(value, ATOMS):
         return repr(value) if isinstance(value, (float, complex, np.generic)) else value  # NaN is itself
-    if isinstance(value, (dict, types.MappingProxyType)):
-        return [key if isinstance(key, ATOMS) else id(key) for key, _ in items_of(value)]
-    if isinstance(value, np.ndarray):
-        return value.shape, value.dtype.str, None if value.dtype.hasobject else value.tobytes()
-    if isinstance(value, (set, frozenset)):
-        return frozenset(value)
-    if isinstance(value, torch.Generator):
-        return value.get_state().numpy().tobytes()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if isinstance(value, np.random.RandomState):
-        return repr(value.get_state())
+    for kinds, mark in _MARKS:
+        if isinstance(value, kinds):
+            return mark(value)
     if isinstance(value, Iterator) and not hasattr(value, "__dict__"):
         try:
             return repr(value.__reduce__())  # what it would be made of again
         except TypeError:
             return object()  # nothing tells what is left of a generator
-    return len(value) if isinstance(value, (list, tuple)) else None
+    if isinstance(value, (list, tuple)):
+        return len(value)
+    return _bytes_of(value)
+
+
+def _bytes_of(value: Any) -> object:
+    """What lies in the memory of a value that shows its own, as an array, and how it is read; else None."""
+    try:
+        with memoryview(value) as view:
+            return view.format, view.shape, view.tobytes()
+    except (TypeError, ValueError, BufferError):  # it has none, or it is closed
+        return None
+
+
+def _keys_of(value: Any) -> list[object]:
+    """An ordered dict's in its own order, which is not that of the dict that it is."""
+    is_ordered = isinstance(value, collections.OrderedDict)
+    keys = collections.OrderedDict.__iter__(value) if is_ordered else (key for key, _ in items_of(value))
+    return [key if isinstance(key, ATOMS) else id(key) for key in keys]
+
+
+def _mark_of_array(value: np.ndarray[Any, Any]) -> object:
+    return value.shape, value.dtype.str, None if value.dtype.hasobject else np.ndarray.tobytes(value)
+
+
+_MARKS: tuple[tuple[Any, Callable[[Any], object]], ...] = (
+    (collections.defaultdict, lambda value: (value.default_factory, _keys_of(value))),
+    ((dict, types.MappingProxyType), _keys_of),
+    (np.ndarray, _mark_of_array),
+    ((set, frozenset), frozenset),
+    (torch.Generator, lambda value: value.get_state().numpy().tobytes()),
+    (random.Random, lambda value: value.getstate()),
+    (np.random.Generator, lambda value: repr(value.bit_generator.state)),
+    (np.random.BitGenerator, lambda value: repr(value.state)),
+    (np.random.RandomState, lambda value: repr(value.get_state())),
+    (decimal.Context, lambda value: re.sub(r" flags=\[.*?\],", "", repr(value))),  # what it has met
+    ((io.BytesIO, io.StringIO), lambda value: value.closed or (value.getvalue(), value.tell())),
+)
+"""For classes of values whose parts do not tell what they hold, what does."""

@@ -1,7 +1,8 @@
 """Looks, quickly and again and again, whether anything that a module reaches is another than it was.
 
 `Moment` tells all changes and their places, and takes milliseconds. A watch is for every call: it compares
-what containers, attributes and variables hold, by identity and in C, and tensors by their version counters.
+what containers, attributes and variables hold, by identity and in C, tensors by their version counters,
+arrays and other values with memory of their own by its bytes, and all by their class.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import itertools
 import operator
 import types
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -52,6 +54,7 @@ class Watch:
         self._attributes = list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]]()
         self._listed, self._cells = list[Iterable[Any]](), list[types.CellType]()
         self._dicts, self._slots = list[dict[Any, Any]](), list[tuple[Any, str]]()
+        self._objects, self._bytes = list[Any](), list[tuple[Any, object, bytearray]]()
         self._variables, self._odd = list[tuple[Mapping[str, Any], str]](), list[tuple[Any, Any]]()
         self._seen, self._leave_out = set[int](), leave_out
         waiting: list[Any] = [module]
@@ -59,13 +62,15 @@ class Watch:
             for value in self._new(waiting.pop()):
                 waiting += self._note(value)
         self._filled = [each for each in self._mappings if each]
-        self._versions = [*map(_version, self._tensors)]
+        self._versions, self._kinds = [*map(_version, self._tensors)], [*map(type, self._objects)]
         self._lengths = self._lengths_now()
         self._held = [*self._held_now()]
 
     def is_unchanged(self) -> bool:
         """Whether everything is what it was, or a number, a word or a list of them that equals it."""
         if [*map(_version, self._tensors)] != self._versions or self._lengths_now() != self._lengths:
+            return False
+        if [*map(type, self._objects)] != self._kinds or not all(itertools.starmap(_has_bytes, self._bytes)):
             return False
         try:
             is_same = all(map(operator.is_, self._held_now(), self._held))
@@ -77,9 +82,11 @@ class Watch:
 
     def _new(self, root: Any) -> Iterator[Any]:
         for _, value in walk(root, classes=False, leave_out=self._leave_out):
-            if isinstance(value, ATOMS) or id(value) in self._seen:
+            is_fixed = isinstance(value, ATOMS) and not isinstance(value, np.void)  # a row of an array
+            if is_fixed or id(value) in self._seen:
                 continue
             self._seen.add(id(value))
+            self._objects.append(value)
             yield value
 
     def _note(self, value: Any) -> list[Any]:
@@ -87,8 +94,8 @@ class Watch:
         if isinstance(value, torch.jit.ScriptModule):  # its attributes live in C++
             return [*value.parameters(), *value.buffers()]
         if isinstance(value, Tensor):
-            if not value.is_inference():
-                self._tensors.append(value)
+            self._tensors += [] if value.is_inference() else [value]
+            self._mappings += _attributes_of(value)
             return []
         if isinstance(value, nn.Module):
             own = vars(value)
@@ -101,20 +108,42 @@ class Watch:
             return self._of_class(type(value))
         if isinstance(value, types.FunctionType):
             self._cells += value.__closure__ or ()
-            self._mappings += [vars(value)] if vars(value) else []
+            self._mappings += _attributes_of(value)
             return self._variables_of(variables_of_function(value))
+        if isinstance(value, CODE):
+            return []
+        self._note_content(value)
+        self._mappings += _attributes_of(value)
+        self._slots += [(value, name) for name in slots_of(type(value))]
+        return self._of_class(type(value))
+
+    def _note_content(self, value: Any) -> None:
+        """Remember what an object holds beside its attributes."""
         if isinstance(value, dict):
             self._mappings.append(value)
             self._dicts.append(value)
+            self._slots += [(value, "default_factory")] if isinstance(value, defaultdict) else []
         elif isinstance(value, (list, deque)):
             self._listed.append(value)
-        elif not isinstance(value, (tuple, *CODE)):
+        elif not isinstance(value, tuple) and not self._note_bytes(value):
+            if isinstance(value, types.MappingProxyType):
+                self._listed.append(value.values())
+            elif isinstance(value, np.ndarray) and value.dtype.hasobject:
+                self._listed.append(_Elements(value))
             mark = mark_of(value)
             self._odd += [(value, mark)] if mark is not None else []
-            self._mappings += [vars(value)] if isinstance(getattr(value, "__dict__", None), dict) else []
-            self._slots += [(value, name) for name in slots_of(type(value))]
-            return self._of_class(type(value))
-        return []
+
+    def _note_bytes(self, value: Any) -> bool:
+        """Remember a value's own memory, if it shows that in one piece, and whether it does."""
+        if isinstance(value, np.ndarray) and value.dtype.hasobject:
+            return False  # it is of addresses
+        try:
+            with memoryview(value) as view:
+                if view.c_contiguous:
+                    self._bytes.append((value, (view.format, view.shape), bytearray(view)))
+                return view.c_contiguous
+        except (TypeError, ValueError, BufferError):
+            return False
 
     def _of_class(self, kind: type) -> list[Any]:
         new = [each for each in kind.__mro__ if not is_foreign(each) and id(each) not in self._seen]
@@ -140,6 +169,35 @@ class Watch:
             (getattr(value, name, None) for value, name in self._slots),
             map(_content, self._cells),
         )
+
+
+class _Elements:
+    """The elements of an array of objects, one after another; of an array of rows the rows as tuples."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array = array
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return self._array.size
+
+    def __iter__(self) -> Iterator[Any]:
+        """Those of now."""
+        return iter(self._array.ravel().tolist())
+
+
+def _attributes_of(value: Any) -> list[dict[str, Any]]:
+    own = getattr(value, "__dict__", None)
+    return [own] if isinstance(own, dict) else []
+
+
+def _has_bytes(value: Any, form: object, kept: bytearray) -> bool:
+    """Whether a value's memory is as it was; it is read in place, and let go."""
+    try:
+        with memoryview(value) as view:
+            return (view.format, view.shape) == form and kept == view
+    except (ValueError, BufferError):  # it is closed
+        return False
 
 
 def _content(cell: types.CellType) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ampopt.errors import InputError
+from ampopt.ort.openvino_division import keep_divisions
 from ampopt.ort.openvino_nan import keep_nan
 from ampopt.ort.openvino_options import PRECISIONS, OpenVinoOptions
 from ampopt.ort.options import SessionError
@@ -124,6 +125,7 @@ def _compiled(model: bytes | Path, options: OpenVinoOptions) -> Any:
     try:
         read = core.read_model(model=model if isinstance(model, bytes) else str(model))
         keep_nan(read)
+        keep_divisions(read)
         compiled = core.compile_model(read, "CPU", options.native())
     except SessionError:
         raise

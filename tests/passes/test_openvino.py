@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ampopt.deploy.recipe_file import read_recipe, write_recipe
 from ampopt.engines.executable import executable
+from ampopt.engines.onnx_program import plain_model
 from ampopt.errors import AmpoptError
 from ampopt.ir.graph import copy_of
 from ampopt.ir.lanes import FP32
@@ -23,6 +24,7 @@ from ampopt.ir.program import Program
 from ampopt.ir.transform import Result, replay
 from ampopt.measure.verify import Verifier
 from ampopt.ort import openvino_session
+from ampopt.ort.openvino_division import keep_divisions
 from ampopt.passes import BakeAutocast, ChannelsLast, FoldConvBn, Openvino, openvino
 from tests.helpers import (
     BF16,
@@ -103,6 +105,37 @@ def test_float32_stays_float32_and_denormal_numbers_stay() -> None:
     assert (tiny * 0.5 > 0).all()  # nor does this thread flush them now
     x = 1 + torch.rand(2, 16) * 2**-10  # all the same in bfloat16, and nearly so in float16
     assert torch.allclose(done.run(x)[1], model(x)[1], rtol=1e-5, atol=1e-5)
+
+
+TINY = torch.tensor([0.0, 1e-45, 1e-40, 1e-39, 9e-39, 1.2e-38, 1e-37, 1e-30, 0.5, 1.0, 1e20, 1e38, 3e38])
+
+QUOTIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "hypot": torch.hypot,
+    "atan2": torch.atan2,
+    "angle": lambda a, b: torch.complex(a, b).angle(),
+    "a quotient of what is not zero": lambda a, b: a / torch.where(b == 0, 1.0, b),
+    "a quotient by a denormal number": lambda a, b: (a - b) / 1e-39,
+    "a quotient by a huge number": lambda a, b: (a - b) / 3e38,
+    "sinc": lambda a, b: torch.sinc(a - b),
+    "addcdiv": lambda a, b: torch.addcdiv(a, a, b.abs() + 1e-39),
+}
+
+
+@pytest.mark.parametrize("name", QUOTIENTS)
+def test_what_divides_denormal_numbers_is_as_in_eager(name: str) -> None:
+    numbers = torch.cat([TINY, -TINY[1:]])
+    a, b = (each.reshape(1, -1) for each in torch.meshgrid(numbers, numbers, indexing="ij"))
+    model = Model(lambda m, a, b: QUOTIENTS[name](a, b))
+    got = Openvino(options=()).apply(program_of(model, a, b)).program.run(a, b)[0]
+    eager, least = model(a, b), torch.finfo(torch.float32).tiny
+    is_right = torch.isclose(got, eager, rtol=1e-5, atol=0, equal_nan=True)
+    assert (is_right | ((got.abs() <= least) & (eager.abs() <= least))).all()
+
+
+def test_a_quotient_by_an_ordinary_constant_stays_a_product() -> None:
+    model, x = Model(lambda m, x, y: (x / 255.0) / y), torch.rand(2, 3)
+    read = openvino_session.openvino().Core().read_model(plain_model(program_of(model, x, x).graph, (x, x)))
+    assert keep_divisions(read) == 1
 
 
 def needs_bf16() -> None:
@@ -251,6 +284,12 @@ def test_what_cannot_be_expressed_fails_with_its_name(
             (4, 4),
             "grid_sampler",
             "the other of two nearest pixels",
+        ),
+        (
+            Model(lambda m, x: x / torch.tensor([[1e-39], [1.0], [1.0], [1.0]])),
+            (4, 4),
+            "output_0",
+            "by the reciprocals of weights",
         ),
         (Model(lambda m, x: x % 0.1), (4, 4), "remainder", "from a rounded quotient"),
         (Model(lambda m, x: x.fmod(0.1)), (4, 4), "fmod", "from a rounded quotient"),

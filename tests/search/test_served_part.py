@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import array
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -40,6 +42,8 @@ class Head(nn.Module):
         self.night = False
         self.template, self.older = torch.ones(4), [torch.ones(4)]
         self.gains, self.settings, self.box = [1.0, 1.0], {"gain": 1.0}, Box(1.5)
+        self.table, self.bytes = array.array("d", [1.0]), bytearray([1])
+        self.objects = np.array([1.0, [1.0]], dtype=object)
         gain = 1.0
 
         def own(y: Tensor, more: float | None = None) -> Tensor:
@@ -53,6 +57,7 @@ class Head(nn.Module):
         """The features."""
         y: Tensor = self.inner(x) * self.scale * self.template * self.older[-1] * sum(self.gains)
         y = self.own(y) * self.settings["gain"] * self.box.value**self.power
+        y = y * self.table[0] * self.bytes[0] * self.objects[0] * self.objects[1][0]
         return y * FACTORS["night"] if self.night or IS_NIGHT else y
 
 
@@ -88,11 +93,16 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "a dict": lambda head: head.settings.update(gain=2.0),
     "a slot": lambda head: setattr(head.box, "value", 4.0),
     "what hides an attribute of its class": lambda head: setattr(head, "power", 2),
+    "an array": lambda head: head.table.__setitem__(0, 4.0),
+    "bytes": lambda head: head.bytes.__setitem__(0, 4),
+    "an array of objects": lambda head: head.objects.__setitem__(0, 4.0),
+    "what such an array holds": lambda head: head.objects[1].__setitem__(0, 4.0),
     "a closure": lambda head: head.own(torch.ones(1), 6.0),
     "another submodule": lambda head: setattr(head, "inner", nn.Tanh()),
     "a layer": lambda head: head.inner.__setitem__(1, nn.Identity()),
     "one more layer": lambda head: head.inner.append(nn.Tanh()),
     "a hook": lambda head: head.inner.register_forward_hook(lambda _m, _args, y: y + 1),
+    "its class": lambda head: setattr(head.inner[1], "__class__", nn.Tanh),
     "its code": lambda head: setattr(head.inner[1], "forward", torch.tanh),
     "a new attribute": lambda head: setattr(head, "scale2", 1),
 }
