@@ -39,6 +39,22 @@ def copies_in_common(root: Any, known: Mapping[Any, Any]) -> dict[int, Any]:
     return found
 
 
+def memory_of_arrays(tensor: Tensor) -> Any:
+    """The memory of a tensor of the CPU as an array of bytes if arrays may have it, too; else None.
+
+    PyTorch marks it, as it must not resize it: that of `tensor.numpy()` and of `torch.from_numpy(array)`.
+    """
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return None
+    try:
+        memory = tensor.untyped_storage()
+        if memory.resizable() or not memory.data_ptr():
+            return None
+        return torch.empty(0, dtype=torch.uint8).set_(memory).numpy()
+    except (RuntimeError, NotImplementedError):  # a tensor without numbers
+        return None
+
+
 @dataclasses.dataclass(frozen=True, order=True)
 class _Holder:
     """An array or a tensor, and the addresses that its memory begins and ends at."""

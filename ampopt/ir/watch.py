@@ -30,6 +30,7 @@ from ampopt.ir.parts import (
     variables_of_function,
     walk,
 )
+from ampopt.ir.shared_memory import memory_of_arrays
 
 _CALLED = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 """The containers of a module that its calls read."""
@@ -45,7 +46,8 @@ class Watch:
     """What a module reaches at one moment: attributes, containers, closures, class attributes, globals.
 
     Global variables are those that `forward` and what it calls name, and the methods of the classes. Not seen
-    are writes through `.data`, and other code in the place of a function.
+    are writes through `.data`, and other code in the place of a function. The memory of tensors that arrays
+    may have, too, is compared: writes to an array do not show in a tensor's version.
     """
 
     def __init__(self, module: nn.Module, leave_out: Callable[[Any], bool]) -> None:
@@ -95,6 +97,8 @@ class Watch:
             return [*value.parameters(), *value.buffers()]
         if isinstance(value, Tensor):
             self._tensors += [] if value.is_inference() else [value]
+            if (memory := memory_of_arrays(value)) is not None:
+                self._note_bytes(memory)
             self._mappings += _attributes_of(value)
             return []
         if isinstance(value, nn.Module):

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from ampopt.errors import UncopyableError
 from ampopt.ir.model_copy import exact_copy, working_copy
+from ampopt.ir.shared_memory import memory_of_arrays
+from ampopt.ir.watch import Watch
 from tests.helpers import Model
 from tests.support.planted import optimize
 
@@ -135,3 +137,33 @@ def test_what_is_written_to_the_one_is_read_from_the_other(kind: type[nn.Module]
     with torch.no_grad():
         for factor in (1, 20, 1):
             torch.testing.assert_close(fast(factor * X), twin(factor * X))
+
+
+class Masked(nn.Module):
+    """A layer, and a mask that it reads as a tensor."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The masked input."""
+        return x * self.get_buffer("mask")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_sees_what_others_write_to_an_array_of_its_tensors_memory(dtype: torch.dtype) -> None:
+    drawn = np.ones(4, np.float32)
+    copied: Any = exact_copy(holding(drawn=drawn, part=Masked(torch.from_numpy(drawn).view(dtype))))
+    watch = Watch(copied.part, lambda value: False)
+    assert watch.is_unchanged()
+    copied.drawn[1] = 9
+    assert not watch.is_unchanged()
+    copied.drawn[1] = 1
+    assert watch.is_unchanged()
+
+
+def test_a_tensor_without_arrays_is_watched_by_its_version_alone() -> None:
+    for tensor in (torch.ones(2), nn.Parameter(torch.ones(2)), torch.ones(2, device="meta"), torch.ones(0)):
+        copied: Any = exact_copy(holding(kept=tensor))
+        assert memory_of_arrays(copied.kept) is None
