@@ -10,18 +10,24 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ampopt.errors import UncopyableError
+from ampopt.ir.deep_copy import share
 from ampopt.ir.model_copy import exact_copy
 from ampopt.ir.model_differences import differences, named_parts
 from ampopt.ir.moments import in_words
 from ampopt.ir.outside import Code
-from ampopt.ir.parts import can_be_looked_at, walk
+from ampopt.ir.parts import ATOMS, CODE, can_be_looked_at, walk
 
 LEAST_ADDRESS = 1 << 16
 """Smaller numbers are no addresses."""
 
 
 def check_copyable(model: nn.Module) -> None:
-    """Raise UncopyableError where a copy of a model would not be the model, or would reach it.
+    """Let copies share with a model what they must, and look whether they are the model then.
+
+    An object without a comparison of its own that the model holds, and that its code knows by a variable
+    (`if self.mode is FAST`), is shared.
+
+    Raise UncopyableError where a copy of a model would not be the model, or would reach it.
 
     It reaches the model by class attributes and global variables that code names which a call runs. It is
     not the model where something keeps the identity of a part or its address, which is another in a copy,
@@ -36,8 +42,11 @@ def check_copyable(model: nn.Module) -> None:
 
 def _reasons(model: nn.Module) -> Iterator[str]:
     code, names = Code(model), _names_of(model)
+    held = {id(part): part for _, part in walk(model, code=False, classes=False)}
     for label, value in _variables(code):
         for path, part in walk(value, code=False, classes=False):
+            if id(part) in held and _is_told_by_identity(part):
+                share(part)
             if isinstance(part, nn.Module) and id(part) in names:
                 yield f"{in_words(label + path)} is the original's {names[id(part)]}"
             elif (found := _known_by(part, names)) is not None:
@@ -61,6 +70,12 @@ def _variables(code: Code) -> Iterator[tuple[str, Any]]:
     for label, mapping, name in (*own, *code.global_variables()):
         if can_be_looked_at(value := mapping[name]):
             yield label, value
+
+
+def _is_told_by_identity(value: Any) -> bool:
+    if isinstance(value, (nn.Module, Tensor, *ATOMS, *CODE)):
+        return False
+    return all("__eq__" not in vars(kind) for kind in type(value).__mro__ if kind is not object)
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

@@ -34,6 +34,15 @@ class _HasArraysError(Exception):
     """There are arrays, of which some may have memory in common."""
 
 
+_shared: Memo = {}
+"""Objects that are their own copies, by identity."""
+
+
+def share(value: Any) -> None:
+    """Let an object be its own copy from now on: code knows it by a variable, which no copy has."""
+    _shared[id(value)] = value
+
+
 def deep_copy(root: Any, memo: Memo) -> Any:
     """A deep copy of a model; `memo` is that of `copy.deepcopy`.
 
@@ -41,11 +50,11 @@ def deep_copy(root: Any, memo: Memo) -> Any:
     a variable that several functions share is one variable of their copies. What a closure holds and cannot
     be copied (a file, a lock) is shared, unless it leads to the model: then the error is raised.
     """
-    trial = {**memo, _ROOT: root}
+    trial = {**_shared, **memo, _ROOT: root}
     try:
         made = _copies.deepcopy(root, trial)
     except _HasArraysError:
-        trial = {**memo, _ROOT: root, _COMMON: True, **copies_in_common(root, memo)}
+        trial = {**_shared, **memo, _ROOT: root, _COMMON: True, **copies_in_common(root, memo)}
         made = _copies.deepcopy(root, trial)
     _take_over(trial, memo)
     return made

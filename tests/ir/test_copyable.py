@@ -22,6 +22,13 @@ MADE: list[Any] = []
 MARK = object()
 
 
+class Mode:
+    """A way to work, told by identity."""
+
+
+FAST = Mode()
+
+
 class Scaled(nn.Module):
     """A convolution, times what a method finds for it."""
 
@@ -94,6 +101,16 @@ class ByClass(Scaled):
     def scale(self) -> float:
         """By the layer's identity."""
         return self.of_class.get(id(self.conv), 1.0)
+
+
+class ByMode(Scaled):
+    """Its class has the modes."""
+
+    dark, bright = Mode(), Mode()
+
+    def scale(self) -> float:
+        """By the mode."""
+        return 3.0 if self.kept == self.bright else 1.0
 
 
 class ByWeak(Scaled):
@@ -200,6 +217,10 @@ COPIED: dict[str, Callable[[], nn.Module]] = {
     ),
     "by layer": lambda: Scaled(lambda m: _keep(m, {m.conv: 3.0}), lambda m: float(m.kept.get(m.conv, 1.0))),
     "a mark": lambda: Scaled(lambda m: _keep(m, MARK), lambda m: 3.0 if m.kept is MARK else 1.0),
+    "an object of the file": lambda: Scaled(
+        lambda m: _keep(m, {"mode": FAST}), lambda m: 3.0 if m.kept["mode"] is FAST else 1.0
+    ),
+    "an object of a class": lambda: ByMode(lambda m: _keep(m, m.bright), lambda m: 1.0),
     "an attribute of a weight": lambda: Scaled(
         lambda m: setattr(m.conv.weight, "scale", 3.0), lambda m: float(getattr(m.conv.weight, "scale", 1.0))
     ),
