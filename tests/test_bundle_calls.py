@@ -231,3 +231,11 @@ def test_no_backend_gives_a_derivative_and_each_says_so(convolutions: Path, back
     with torch.no_grad():
         assert not loaded(X.clone().requires_grad_())["y"].requires_grad
     assert not loaded(X)["y"].requires_grad
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_negated_or_conjugated_by_a_bit_alone_is_taken(convolutions: Path, backend: str) -> None:
+    loaded = ampopt.load(convolutions, backend=backend, device="cpu")
+    for x in (torch._neg_view(X), torch.complex(X, X).conj().imag):
+        assert x.is_neg()
+        torch.testing.assert_close(loaded(x)["y"], loaded(x.resolve_neg())["y"])
