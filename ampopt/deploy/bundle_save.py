@@ -50,7 +50,8 @@ from ampopt.measure.clocks import latency
 from ampopt.measure.frames import frame_call
 from ampopt.measure.sampling import Measurement, interleave
 from ampopt.ort.openvino_session import OpenVinoRunner, openvino_version
-from ampopt.ort.session import SessionError, relative_error
+from ampopt.ort.options import OPENVINO, PREFERRED
+from ampopt.ort.session import SessionError, onnxruntime, relative_error
 from ampopt.ort.tuning import Tuning, tune
 from ampopt.passes import BakeAutocast, Openvino
 from ampopt.system.environment import device_name, environment
@@ -61,6 +62,9 @@ if TYPE_CHECKING:
 
 LARGEST_TOLERANCE = 0.5
 """Largest tolerance of a self-test: with a larger one, outputs of zeros would pass."""
+
+ONE_SIZE = "OpenVINO runs models of fixed sizes here, and sizes of this one vary"
+"""Why a bundle for a range of sizes does not run in OpenVINO."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,13 +161,16 @@ def save_bundle(
     }
     with tempfile.TemporaryDirectory(prefix="ampopt-") as folder:
         if precision is not None:
-            exported, tuned = _onnx(module, Path(folder) / "model.onnx", precision, test, tune_s)
+            model = Path(folder) / "model.onnx"
+            exported, tuned = _onnx(module, model, precision, test, tune_s)
+            why_not = exported.why_not_openvino or (ONE_SIZE if stored else None)
             manifest["onnx"] = {
                 "precision": precision,
                 "opset": exported.opset,
                 "session": tuned.session(),
                 "latency": _quantiles(tuned),
-                **({} if stored else _in_openvino(Path(folder) / "model.onnx", recipe, precision, test)),
+                "why_not_openvino": why_not,
+                **({} if why_not else _in_openvino(model, recipe, precision, test)),
             }
             files |= {file.name: file for file in sorted(Path(folder).iterdir())}
         key = None if sign_key is None else Path(sign_key)
@@ -276,7 +283,17 @@ def _onnx(
         raise type(error)(f"{error}{hint}") from error
     model = path if report.data_sha256 is not None else path.read_bytes()
     arrays = [_storable(tensor).numpy() for tensor in test.inputs.values()]
-    return report, tune(model, arrays, seconds=seconds, tolerance=test.tolerance, tf32=precision == "fp16")
+    found = onnxruntime().get_available_providers()
+    left_out = OPENVINO if report.why_not_openvino else None
+    tuned = tune(
+        model,
+        arrays,
+        seconds=seconds,
+        providers=[name for name in PREFERRED if name in found and name != left_out],
+        tolerance=test.tolerance,
+        tf32=precision == "fp16",
+    )
+    return report, tuned
 
 
 def _in_openvino(path: Path, recipe: Recipe, precision: str, test: SelfTest) -> dict[str, Any]:
