@@ -198,11 +198,12 @@ def export_onnx(
         identity = model_hash(captured.program.graph)
         facts = _metadata(check, identity, precision, io, target)
         append_metadata(written, facts | ({"ampopt.sizes": shown(sizes)} if sizes else {}))
-        external = data_path(written).exists()
+        data = data_path(written)
+        hashes = sha256_of(written), sha256_of(data) if data.exists() else None
     return OnnxReport(
         path=str(Path(path)),
-        sha256=sha256_of(place),
-        data_sha256=sha256_of(data_path(place)) if external else None,
+        sha256=hashes[0],
+        data_sha256=hashes[1],
         model_sha256=identity,
         target=target,
         opset=model.opset_imports[""],
