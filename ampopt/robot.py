@@ -28,12 +28,16 @@ from ampopt.ort.options import OPENVINO, PREFERRED
 from ampopt.ort.session import OnnxRunner, SessionError, SessionOptions, onnxruntime
 from ampopt.ort.tuning import tune
 from ampopt.system.heap import trim_heap
+from ampopt.system.standard_streams import lasting_streams
 
 __all__ = ["RobotModel", "load", "main"]
 
 MODEL, WEIGHTS = "model.onnx", "model.onnx.data"
 
 logger = logging.getLogger(__name__)
+
+REFUSED = 2
+"""The exit code where the bundle is refused, or not everything could be printed: 1 is that of late frames."""
 
 ENGINES = (None, "onnxruntime", "openvino")
 
@@ -190,7 +194,10 @@ def _retuned(model: bytes | Path, runner: Runner, files: BundleFiles, seconds: f
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Load a bundle, measure it, print JSON; returns 0: passed, 1: frames too late, 2: refused."""
+    """Load a bundle, measure it, print JSON; exit code 0: passed, 1: frames too late, 2: refused.
+
+    It is 2, too, where not everything could be printed.
+    """
     parser = argparse.ArgumentParser(prog="python -m ampopt.robot", description=main.__doc__)
     parser.add_argument("bundle")
     parser.add_argument("--hz", type=float, default=30.0, help="the camera's rate")
@@ -219,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         judgment = report.judge(robot.expected, slack=given.slack, strict=given.strict)
     except AmpoptError as e:
         print(f"refused: {e}", file=sys.stderr)
-        return 2
+        return REFUSED
     facts = {
         "bundle": given.bundle,
         "model": robot.manifest["model"],
@@ -235,4 +242,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with lasting_streams(REFUSED):
+        sys.exit(main())
