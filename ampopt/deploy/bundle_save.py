@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ampopt.bundle.call_file import write_call
-from ampopt.bundle.files import write_bundle
+from ampopt.bundle.files import bundle_errors, write_bundle
 from ampopt.bundle.program_file import write_program
 from ampopt.bundle.stored_sizes import StoredSizes, in_corner, stored_sizes, write_sizes
 from ampopt.bundle.stored_state import write_state
@@ -159,7 +159,7 @@ def save_bundle(
         **({"sizes": write_sizes(stored)} if stored else {}),
         **({"state": write_state(inputs[-states:], outputs[-states:])} if states else {}),
     }
-    with tempfile.TemporaryDirectory(prefix="ampopt-") as folder:
+    with bundle_errors(path, "cannot be saved"), tempfile.TemporaryDirectory(prefix="ampopt-") as folder:
         if precision is not None:
             model = Path(folder) / "model.onnx"
             exported, tuned = _onnx(module, model, precision, test, tune_s)
@@ -275,10 +275,15 @@ def _shapes(test: SelfTest) -> str:
 def _onnx(
     module: Deployable, path: Path, precision: str, test: SelfTest, seconds: float
 ) -> tuple[OnnxReport, Tuning]:
-    """Export, verify, and find the session's options that are fastest on this machine."""
+    """Export, verify, and find the session's options that are fastest on this machine.
+
+    Raises the OSError for which the file cannot be written.
+    """
     try:
         report = module.export_onnx(path, precision=precision)
     except (ExportError, VerificationError) as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
         hint = "" if "onnx=None" in str(error) else "; save(…, onnx=None) writes a bundle without ONNX"
         raise type(error)(f"{error}{hint}") from error
     model = path if report.data_sha256 is not None else path.read_bytes()
