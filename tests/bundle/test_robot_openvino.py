@@ -153,10 +153,10 @@ def with_reason(path: Path, reason: str | None, **section: Any) -> Path:
 
 
 @pytest.mark.parametrize("options", [{"engine": "openvino"}, {"provider": OPENVINO}])
-def test_what_the_manifest_says_is_not_run_in_it_by_name(tmp_path: Path, options: dict[str, str]) -> None:
+def test_what_the_manifest_says_is_not_run_in_it_by_name(tmp_path: Path, options: dict[str, Any]) -> None:
     path = with_reason(tmp_path / "b", WHY)
     with pytest.raises(BundleError, match=rf"{path}: it may not run in OpenVINO: {WHY}; choose another"):
-        robot.load(path, **options, retune_seconds=0.1)  # type: ignore[arg-type]
+        robot.load(path, **options, retune_seconds=0.1)
     big = np.full((2, 3), 2**40 + 1)
     found = robot.load(path)(big, big)
     assert isinstance(found, dict)

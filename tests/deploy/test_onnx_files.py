@@ -14,6 +14,7 @@ from torch import nn
 
 from ampopt.deploy import onnx_export, onnx_files
 from ampopt.errors import VerificationError
+from ampopt.system.atomic import replacing_together
 from tests.support.exporting import X, conv_bn, export, run
 
 
@@ -31,16 +32,12 @@ def test_the_hashes_are_of_what_was_verified_whatever_replaces_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(onnx_files, "EXTERNAL_BYTES", 1000)
-    model, path, real = (
-        nn.Sequential(nn.Conv2d(4, 64, 3)),
-        tmp_path / "m.onnx",
-        onnx_export.replacing_together,
-    )
+    model, path = nn.Sequential(nn.Conv2d(4, 64, 3)), tmp_path / "m.onnx"
     usual = export(model, path)
 
     @contextlib.contextmanager
     def replaced_at_once(*places: Path) -> Iterator[Path]:
-        with real(*places) as folder:
+        with replacing_together(*places) as folder:
             yield folder
         for place in places:
             place.unlink()

@@ -41,7 +41,7 @@ def node(kind: str, *inputs: str, y: str = "y", **attributes: Any) -> onnx.NodeP
     return helper.make_node(kind, inputs or ["x"], [y], **attributes)
 
 
-TENTH, SIZES = np.float32(0.1), np.array([1, 1, 3, 5])
+TENTH, SIZES = np.array(0.1, np.float32), np.array([1, 1, 3, 5])
 GRID = np.zeros((1, 2, 2, 2), np.float32)
 
 UNKNOWN: dict[str, tuple[bytes, str]] = {
