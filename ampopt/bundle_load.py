@@ -119,7 +119,8 @@ def load(
             fields.
 
     Raises BundleError if the bundle is damaged or malicious, does not load, or fails its self-test (for
-    "auto": on every backend); InputError for unknown arguments or devices.
+    "auto": on every backend), or may not run in OpenVINO, see `ampopt.robot.load`; InputError for unknown
+    arguments or devices.
     """
     if backend not in BACKENDS:
         raise InputError(f"backend={backend!r}: choose from {', '.join(BACKENDS)}")

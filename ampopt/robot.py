@@ -18,22 +18,26 @@ from typing import Any
 
 from ampopt.bundle.files import BundleFiles, naming, open_bundle
 from ampopt.bundle.robot_model import RobotModel, self_test_tensors
-from ampopt.bundle.robot_openvino import openvino_runner
+from ampopt.bundle.robot_openvino import ComputedOtherwiseError, openvino_runner, why_not_openvino
 from ampopt.errors import AmpoptError, BundleError, InputError
 from ampopt.measure.field_test import field_test
 from ampopt.ort.knobs import thread_counts
 from ampopt.ort.openvino_session import OpenVinoRunner
 from ampopt.ort.openvino_tuning import tune_openvino
-from ampopt.ort.options import PREFERRED
+from ampopt.ort.options import OPENVINO, PREFERRED
 from ampopt.ort.session import OnnxRunner, SessionError, SessionOptions, onnxruntime
 from ampopt.ort.tuning import tune
 from ampopt.system.heap import trim_heap
+from ampopt.system.standard_streams import lasting_streams
 
 __all__ = ["RobotModel", "load", "main"]
 
 MODEL, WEIGHTS = "model.onnx", "model.onnx.data"
 
 logger = logging.getLogger(__name__)
+
+REFUSED = 2
+"""The exit code where the bundle is refused, or not everything could be printed: 1 is that of late frames."""
 
 ENGINES = (None, "onnxruntime", "openvino")
 
@@ -54,7 +58,9 @@ def load(
     """Load the bundle at `path` and run its self-test.
 
     `engine` is "onnxruntime" or "openvino". Without it a bundle whose fastest program ran in OpenVINO runs in
-    OpenVINO, and where that is not installed or does not load it, in ONNX Runtime, with a warning.
+    OpenVINO, and where that is not installed or does not load it, in ONNX Runtime, with a warning. A model
+    that OpenVINO computes otherwise than PyTorch does not run in it, nor in that provider of ONNX Runtime's:
+    the manifest has the reason; of an older bundle without it every operator has to be a known one.
 
     The bundle's options are used if they were measured with the same version of the engine and the same
     provider. Otherwise a warning is logged, and the options are the defaults or, with `retune_seconds`, the
@@ -62,7 +68,8 @@ def load(
     without it the bundle's provider is tried first, then CUDA, OpenVINO, the CPU. `verify_key` is the public
     key of the required signature.
 
-    Raises BundleError if the bundle is damaged, does not load on this machine, or fails its self-test;
+    Raises BundleError if the bundle is damaged, does not load on this machine, may not run in the engine that
+    is asked for, or fails its self-test;
     InputError for an unknown engine, or OpenVINO with a provider.
     """
     if engine not in ENGINES:
@@ -78,6 +85,8 @@ def load(
             if notes and retune_seconds > 0:
                 runner = _retuned(model, runner, files, retune_seconds)
                 notes.append(f"measured anew: {runner.options}")
+        except ComputedOtherwiseError as e:
+            raise BundleError(str(e)) from e
         except SessionError as e:
             raise BundleError(f"{os.fspath(path)} does not load on this machine: {e}") from e
     for note in notes:
@@ -102,24 +111,31 @@ def _running(
     model: bytes | Path, onnx: Mapping[str, Any], engine: str | None, provider: str | None
 ) -> tuple[Runner, list[str]]:
     """The model in the engine that is wanted, or that the bundle is fastest in; and what there is to say."""
-    section = onnx.get("openvino")
     failed: list[str] = []
     if engine == "openvino":
-        return openvino_runner(model, section)
-    if engine is None and section is not None and provider is None:
+        return openvino_runner(model, onnx)
+    if engine is None and "openvino" in onnx and provider is None:
         try:
-            return openvino_runner(model, section)
+            return openvino_runner(model, onnx)
         except SessionError as e:
             failed = [f"ONNX Runtime runs what was faster in OpenVINO: {e}"]
-    runner, notes = _started(model, _choices(onnx, provider))
+    runner, notes = _started(model, _choices(model, onnx, provider))
     return runner, [*failed, *notes]
 
 
-def _choices(onnx: Mapping[str, Any], provider: str | None) -> list[Choice]:
-    """What to try, in order. Raises BundleError where the stored options are none."""
+def _choices(model: bytes | Path, onnx: Mapping[str, Any], provider: str | None) -> list[Choice]:
+    """What to try, in order. Raises BundleError where the stored options are none.
+
+    OpenVINO's provider is left out where OpenVINO must not run the model; ComputedOtherwiseError if it is
+    asked for.
+    """
     ort, session = onnxruntime(), onnx["session"]
     tuned_for = session.get("onnxruntime")
     stored = SessionOptions.from_dict({k: v for k, v in session.items() if k != "onnxruntime"})
+    there = [name for name in PREFERRED if name in ort.get_available_providers()]
+    why_not = why_not_openvino(model, onnx) if OPENVINO in (provider, stored.provider, *there) else None
+    if why_not is not None and provider == OPENVINO:
+        raise ComputedOtherwiseError(why_not)
     choices: list[Choice] = []
     if tuned_for is None:
         reason = "the bundle was saved without options"
@@ -129,14 +145,16 @@ def _choices(onnx: Mapping[str, Any], provider: str | None) -> list[Choice]:
         reason = f"the bundle's own take {stored.threads} threads, and there are {most} here"
     elif provider not in (None, stored.provider):
         reason = f"the bundle's own are for {stored.provider}"
+    elif why_not is not None and stored.provider == OPENVINO:
+        reason = f"the bundle's own are for {OPENVINO}, which may not run it: {why_not}"
     else:
         reason = "the bundle's own do not load here"
         choices.append((stored, None))
-    there = [name for name in PREFERRED if name in ort.get_available_providers()]
     wanted = [provider] if provider else [stored.provider, *there] if tuned_for else there
     defaults = [
         (SessionOptions.default(name, tf32=_is_half(onnx)), f"{name} runs with default options: {reason}")
         for name in dict.fromkeys(wanted)
+        if name != OPENVINO or why_not is None
     ]
     return [*choices, *defaults]
 
@@ -176,7 +194,10 @@ def _retuned(model: bytes | Path, runner: Runner, files: BundleFiles, seconds: f
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Load a bundle, measure it, print JSON; returns 0: passed, 1: frames too late, 2: refused."""
+    """Load a bundle, measure it, print JSON; exit code 0: passed, 1: frames too late, 2: refused.
+
+    It is 2, too, where not everything could be printed.
+    """
     parser = argparse.ArgumentParser(prog="python -m ampopt.robot", description=main.__doc__)
     parser.add_argument("bundle")
     parser.add_argument("--hz", type=float, default=30.0, help="the camera's rate")
@@ -205,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         judgment = report.judge(robot.expected, slack=given.slack, strict=given.strict)
     except AmpoptError as e:
         print(f"refused: {e}", file=sys.stderr)
-        return 2
+        return REFUSED
     facts = {
         "bundle": given.bundle,
         "model": robot.manifest["model"],
@@ -221,4 +242,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with lasting_streams(REFUSED):
+        sys.exit(main())

@@ -127,8 +127,9 @@ class Openvino(Engine):
         """Export, select options, run once; see the class."""
         if program.engine is not None:
             return Result(program, 0)
-        if (declined := _declined(program)) is not None:
-            return Result(program, 0, (declined,))
+        if (found := computed_otherwise(program)) is not None:
+            node, reason = found
+            return Result(program, 0, (Declined(node.name, reason),))
         wide = widened(program) if program.lane.is_mixed else program
         entry = tuple(Border(border.dtype) for border in wide.entry)
         entered = tuple(b.convert(t) for b, t in zip(entry, program.examples, strict=True))
@@ -156,13 +157,13 @@ class Openvino(Engine):
         return runner
 
 
-def _declined(program: Program) -> Declined | None:
-    """The first node whose numbers OpenVINO keeps otherwise."""
+def computed_otherwise(program: Program) -> tuple[fx.Node, str] | None:
+    """The first node of a program that OpenVINO computes otherwise than PyTorch, and how; see `Openvino`."""
     for node in record_shapes(program).graph.nodes:
         if (reason := _why_wider(node)) is not None:
-            return Declined(node.name, reason)
+            return node, reason
         if not program.lane.is_mixed and node.op == "call_function" and _is_low(node):
-            return Declined(node.name, "OpenVINO leaves roundings to 16 bits out")
+            return node, "OpenVINO leaves roundings to 16 bits out"
     return None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import ampopt
 from ampopt.deploy.runtime import OptimizedModule
@@ -181,3 +184,58 @@ def test_what_is_no_tensor_is_told_by_its_kind_and_with_what_to_give(
         loaded(given)
     wanted = "this bundle was made for other calls: it takes float32[1, 3, 12, 12] on cpu, "
     assert str(caught.value) == wanted + told
+
+
+BACKENDS = [
+    "ampopt",
+    "original",
+    "onnxruntime",
+    pytest.param(
+        "openvino",
+        marks=pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="no OpenVINO"),
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def convolutions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("convolutions") / "b"
+    model = Model(lambda m, x: {"y": m.conv(x), "places": x.mean(1).argmax(1)}, conv=nn.Conv2d(3, 4, 3))
+    module_of(model.eval(), X).save(path, tune_s=0.1)
+    return path
+
+
+def _forward_mode(loaded: Callable[[Tensor], Any]) -> None:
+    with forward_ad.dual_level():
+        loaded(forward_ad.make_dual(X, torch.ones_like(X)))
+
+
+DERIVATIVES: dict[str, Callable[[Callable[[Tensor], Any]], object]] = {
+    "a gradient beside another": lambda f: (
+        (a := X.clone().requires_grad_()).sum() + f(a)["y"].sum()
+    ).backward(),
+    "a parameter's": lambda f: f(nn.Parameter(X))["y"].sum().backward(),
+    "forward mode": _forward_mode,
+    "torch.func.grad": lambda f: torch.func.grad(lambda x: f(x)["y"].sum())(X),
+    "torch.func.jvp": lambda f: torch.func.jvp(f, (X,), (X,)),
+    "torch.vmap": lambda f: torch.vmap(f)(X[None]),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_backend_gives_a_derivative_and_each_says_so(convolutions: Path, backend: str) -> None:
+    loaded = ampopt.load(convolutions, backend=backend, device="cpu")
+    for name, derive in DERIVATIVES.items():
+        with pytest.raises(InputError, match="for inference"):
+            pytest.fail(f"{name}: {derive(loaded)}")
+    with torch.no_grad():
+        assert not loaded(X.clone().requires_grad_())["y"].requires_grad
+    assert not loaded(X)["y"].requires_grad
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_negated_or_conjugated_by_a_bit_alone_is_taken(convolutions: Path, backend: str) -> None:
+    loaded = ampopt.load(convolutions, backend=backend, device="cpu")
+    for x in (torch._neg_view(X), torch.complex(X, X).conj().imag):
+        assert x.is_neg()
+        torch.testing.assert_close(loaded(x)["y"], loaded(x.resolve_neg())["y"])

@@ -171,6 +171,35 @@ def test_the_command_line_says_why_it_refuses(tmp_path: Path, capsys: pytest.Cap
     assert "missing" in capsys.readouterr().err
 
 
+UNPRINTED = "error: not everything could be printed: No space left on device\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a shell of Linux")
+@pytest.mark.parametrize(
+    ("options", "where", "code", "said"),
+    [
+        ("", ">/dev/full", 2, UNPRINTED),
+        ("--deadline-ms 1e-6", ">/dev/full", 2, UNPRINTED),
+        ("", ">&-", 0, ""),
+        ("", ">&- 2>&-", 0, ""),
+        ("", "| true", 0, ""),
+        ("--deadline-ms 1e-6", "| true", 1, ""),
+    ],
+)
+def test_wherever_it_is_printed_the_exit_code_is_the_judgments(
+    tmp_path: Path, options: str, where: str, code: int, said: str
+) -> None:
+    command = f"{sys.executable} -m ampopt.robot {one_output(tmp_path / 'b')} --hz 4 --seconds 0.5 {options}"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} {where}"],
+        env={**os.environ, "PYTHONPATH": str(HERE)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (code, said)
+
+
 def test_neither_importing_nor_running_needs_torch_or_onnx(tmp_path: Path) -> None:
     script = textwrap.dedent("""
         import sys

@@ -58,7 +58,7 @@ class BundleFiles:
     def read(self, name: str) -> bytes:
         """The bytes of a file. Raises BundleError if there is no such file or its bytes have changed."""
         self._require([name])
-        with _bundle_errors(self.path, "cannot be read"), opened(self.path) as container:
+        with bundle_errors(self.path, "cannot be read"), opened(self.path) as container:
             return b"".join(self._verified(container, name))
 
     @contextlib.contextmanager
@@ -69,7 +69,7 @@ class BundleFiles:
         """
         self._require(names)
         with contextlib.ExitStack() as stack:
-            with _bundle_errors(self.path, "cannot be unpacked"):
+            with bundle_errors(self.path, "cannot be unpacked"):
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ampopt-")))
                 with opened(self.path) as container:
                     for name in names or self.names:
@@ -97,7 +97,7 @@ def open_bundle(path: str | os.PathLike[str], *, verify_key: str | Path | None =
     Raises BundleError, with the file and what to do, for anything but a complete bundle; InputError for an
     invalid key; MissingExtraError if there is a key but no `cryptography`.
     """
-    with _bundle_errors(path, "is refused"):
+    with bundle_errors(path, "is refused"):
         where = Path(path)
         with opened(where) as container:
             data = _small(container, MANIFEST, MAX_BYTES)
@@ -135,7 +135,7 @@ def write_bundle(
     bundle, or if writing fails; in all these cases `path` does not change. Raises InputError for an invalid
     key; MissingExtraError if there is a key but no `cryptography`.
     """
-    with _bundle_errors(path, "cannot be saved"):
+    with bundle_errors(path, "cannot be saved"):
         target = place_of(path)
         folder = as_folder or os.fspath(path).endswith(("/", os.sep)) or target.is_dir()
         check_names([MANIFEST, SIGNATURE, *files])
@@ -163,7 +163,7 @@ def write_bundle(
 
 def check_target(path: str | os.PathLike[str]) -> None:
     """Raise the BundleError that `write_bundle` would raise for the file at `path`, or for its folder."""
-    with _bundle_errors(path, "cannot be saved"):
+    with bundle_errors(path, "cannot be saved"):
         target = place_of(path)
         _refuse_foreign(target)
         with tempfile.TemporaryFile(dir=target.parent):
@@ -182,7 +182,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _bundle_errors(path: str | os.PathLike[str], outcome: str) -> Iterator[None]:
+def bundle_errors(path: str | os.PathLike[str], outcome: str) -> Iterator[None]:
     """Make every refusal, and every error of the operating system, a BundleError that names the bundle."""
     try:
         if "\0" in str(path_of(path)):

@@ -101,6 +101,8 @@ ONNX = {
 }
 OPENVINO = {"version": TEXT, "options": OBJECT, "latency": ONNX["latency"]}
 """What `onnx.openvino` holds, in a bundle whose fastest program ran in OpenVINO."""
+WHY_NOT_OPENVINO = Kind("a text that is not empty, or null", lambda value: value is None or _is_text(value))
+"""What `onnx.why_not_openvino` is: null where OpenVINO may run the model. Older bundles do not say it."""
 FIELDS: dict[str, Any] = {
     "schema": WHOLE,
     "ampopt": Kind("a version", _matches(r"[0-9]+(\.[0-9A-Za-z+]+){1,8}")),
@@ -221,8 +223,10 @@ def _check_fields(manifest: dict[str, Any]) -> None:
     files = manifest.get("files")
     with_onnx = "onnx" in manifest or (isinstance(files, dict) and "model.onnx" in files)
     onnx = manifest.get("onnx")
-    with_openvino = isinstance(onnx, dict) and "openvino" in onnx
-    wanted = ONNX | ({"openvino": OPENVINO} if with_openvino else {})
+    may_be = {"openvino": OPENVINO, "why_not_openvino": WHY_NOT_OPENVINO}
+    wanted = ONNX | {
+        field: kind for field, kind in may_be.items() if isinstance(onnx, dict) and field in onnx
+    }
     own = {field: kind for field, kind in NEW.items() if field in manifest and manifest["schema"] == 2}
     if manifest["schema"] == 2 and not own:
         raise RefusedError(f"{MANIFEST}: {' or '.join(NEW)} is missing, which schema 2 is for")
@@ -242,6 +246,8 @@ def _check_fields(manifest: dict[str, Any]) -> None:
     except ValueError as e:
         raise RefusedError(f"{MANIFEST}: {e}") from e
     in_openvino = onnx.get("openvino") if isinstance(onnx, dict) else None
+    if in_openvino is not None and onnx is not None and onnx.get("why_not_openvino") is not None:
+        raise RefusedError(f"{MANIFEST}: onnx.openvino has options, and onnx.why_not_openvino says no")
     timings = {"latency": manifest, "onnx.latency": onnx, "onnx.openvino.latency": in_openvino}
     for place, holder in timings.items():
         timed = holder["latency"] if holder is not None else {"p99_ms": None}

@@ -31,7 +31,6 @@ from ampopt.cli.options import (
     write,
     write_report,
 )
-from ampopt.cli.streams import lasting_streams
 from ampopt.cli.wording import told
 from ampopt.document import text
 from ampopt.document.markdown import to_markdown
@@ -40,6 +39,7 @@ from ampopt.errors import InputError, VerificationError
 from ampopt.ir.precisions import names_of
 from ampopt.measure import changes
 from ampopt.system import cache_folder
+from ampopt.system.standard_streams import lasting_streams
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.command("diagnose")(cli_diagnose.diagnose)

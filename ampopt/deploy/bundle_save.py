@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ampopt.bundle.call_file import write_call
-from ampopt.bundle.files import write_bundle
+from ampopt.bundle.files import bundle_errors, write_bundle
 from ampopt.bundle.program_file import write_program
 from ampopt.bundle.stored_sizes import StoredSizes, in_corner, stored_sizes, write_sizes
 from ampopt.bundle.stored_state import write_state
@@ -50,7 +50,8 @@ from ampopt.measure.clocks import latency
 from ampopt.measure.frames import frame_call
 from ampopt.measure.sampling import Measurement, interleave
 from ampopt.ort.openvino_session import OpenVinoRunner, openvino_version
-from ampopt.ort.session import SessionError, relative_error
+from ampopt.ort.options import OPENVINO, PREFERRED
+from ampopt.ort.session import SessionError, onnxruntime, relative_error
 from ampopt.ort.tuning import Tuning, tune
 from ampopt.passes import BakeAutocast, Openvino
 from ampopt.system.environment import device_name, environment
@@ -61,6 +62,9 @@ if TYPE_CHECKING:
 
 LARGEST_TOLERANCE = 0.5
 """Largest tolerance of a self-test: with a larger one, outputs of zeros would pass."""
+
+ONE_SIZE = "OpenVINO runs models of fixed sizes here, and sizes of this one vary"
+"""Why a bundle for a range of sizes does not run in OpenVINO."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,15 +159,18 @@ def save_bundle(
         **({"sizes": write_sizes(stored)} if stored else {}),
         **({"state": write_state(inputs[-states:], outputs[-states:])} if states else {}),
     }
-    with tempfile.TemporaryDirectory(prefix="ampopt-") as folder:
+    with bundle_errors(path, "cannot be saved"), tempfile.TemporaryDirectory(prefix="ampopt-") as folder:
         if precision is not None:
-            exported, tuned = _onnx(module, Path(folder) / "model.onnx", precision, test, tune_s)
+            model = Path(folder) / "model.onnx"
+            exported, tuned = _onnx(module, model, precision, test, tune_s)
+            why_not = exported.why_not_openvino or (ONE_SIZE if stored else None)
             manifest["onnx"] = {
                 "precision": precision,
                 "opset": exported.opset,
                 "session": tuned.session(),
                 "latency": _quantiles(tuned),
-                **({} if stored else _in_openvino(Path(folder) / "model.onnx", recipe, precision, test)),
+                "why_not_openvino": why_not,
+                **({} if why_not else _in_openvino(model, recipe, precision, test)),
             }
             files |= {file.name: file for file in sorted(Path(folder).iterdir())}
         key = None if sign_key is None else Path(sign_key)
@@ -268,15 +275,30 @@ def _shapes(test: SelfTest) -> str:
 def _onnx(
     module: Deployable, path: Path, precision: str, test: SelfTest, seconds: float
 ) -> tuple[OnnxReport, Tuning]:
-    """Export, verify, and find the session's options that are fastest on this machine."""
+    """Export, verify, and find the session's options that are fastest on this machine.
+
+    Raises the OSError for which the file cannot be written.
+    """
     try:
         report = module.export_onnx(path, precision=precision)
     except (ExportError, VerificationError) as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
         hint = "" if "onnx=None" in str(error) else "; save(…, onnx=None) writes a bundle without ONNX"
         raise type(error)(f"{error}{hint}") from error
     model = path if report.data_sha256 is not None else path.read_bytes()
     arrays = [_storable(tensor).numpy() for tensor in test.inputs.values()]
-    return report, tune(model, arrays, seconds=seconds, tolerance=test.tolerance, tf32=precision == "fp16")
+    found = onnxruntime().get_available_providers()
+    left_out = OPENVINO if report.why_not_openvino else None
+    tuned = tune(
+        model,
+        arrays,
+        seconds=seconds,
+        providers=[name for name in PREFERRED if name in found and name != left_out],
+        tolerance=test.tolerance,
+        tf32=precision == "fp16",
+    )
+    return report, tuned
 
 
 def _in_openvino(path: Path, recipe: Recipe, precision: str, test: SelfTest) -> dict[str, Any]:

@@ -150,6 +150,21 @@ class KnownCalls:
             self._any_strides[key] = served
         return self.remember(leaves, spec, served)
 
+    def take(self, other: KnownCalls, anew: Callable[[Served], Served]) -> None:
+        """Add the programs of another cache that were asked for, as `anew` makes each, for all its calls."""
+        with other.lock:
+            theirs, kept = dict(other._served), other._kept()
+            self._by_layout |= other._by_layout
+        self._any_strides = {k: s for k, s in self._any_strides.items() if k not in self._by_layout}
+        own = {id(served.captured): served for served in self._kept()}
+        for served in kept:
+            if id(served.captured) not in own:
+                own[id(served.captured)] = self.admit(anew(served))
+        if self._has_layout_keys == other._has_layout_keys:
+            for key, served in theirs.items():
+                if served.is_kept:
+                    self._served.setdefault(key, own[id(served.captured)])
+
     def _look_at_layout(self) -> None:
         """From now on keys say where tensors begin, and the short ways are not taken."""
         known = {id(served): served for served in self._served.values()}

@@ -21,7 +21,7 @@ from ampopt.ir.capture import Captured
 from ampopt.ir.keywords import in_order
 from ampopt.ir.normal_form import is_normal, normal_form
 from ampopt.ir.numerics import relative_error
-from ampopt.ir.plain_tensors import check_plain
+from ampopt.ir.plain_tensors import check_plain, without_derivatives
 from ampopt.ir.signature import describe, flatten_call, flatten_outputs, shown, tensors_of
 from ampopt.ir.size_range import ranges_of, why_outside
 
@@ -44,7 +44,8 @@ class LoadedModel(OfOneProcess):
     "original" (the captured model without any pass), with `threads` CPU threads. `notes` list differences
     from the machine that the bundle was made on, and why a backend is not used; `choice` holds the
     measurements of "auto" for each backend. Calls must have the shapes, dtypes and other arguments that the
-    bundle was made for, or sizes in its ranges, see `sizes`; `health` counts calls that were refused.
+    bundle was made for, or sizes in its ranges, see `sizes`; `health` counts calls that were refused. No
+    backend has derivatives: a call under a transform, or the gradient of a result, raises InputError.
 
     A state that the model keeps goes from call to call, one at a time; see `reset_state`.
     """
@@ -85,6 +86,12 @@ class LoadedModel(OfOneProcess):
         except InputError as error:
             self._monitor.note(Event("refusal", str(error), "a call of another kind"))
             raise
+        with torch.no_grad():
+            result = self._answer(args, kwargs)
+        return without_derivatives(result, leaves)
+
+    def _answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The result of a call; the state that it leaves is the next one's."""
         if not self._initial:
             return self._call(*args, **kwargs)
         with self._lock:

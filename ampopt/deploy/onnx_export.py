@@ -18,7 +18,7 @@ from ampopt.deploy.onnx_dynamic import Dynamic, capture_dynamic, dims_of, double
 from ampopt.deploy.onnx_files import append_metadata, data_path, sha256_of, write_model
 from ampopt.deploy.onnx_names import input_names_of, output_names_of
 from ampopt.deploy.onnx_verify import OnnxCheck, OutputCheck, emulated, verify_onnx
-from ampopt.deploy.portable import HALF, portable_program
+from ampopt.deploy.portable import HALF, portable_program, why_not_openvino
 from ampopt.engines.onnx_graph import OPSETS, Dims, dims_in, outer_dtype, to_onnx
 from ampopt.errors import ExportError, InputError, VerificationError, need
 from ampopt.ir.capture import Captured
@@ -46,7 +46,8 @@ class OnnxReport:
     `precision` is what the model computes in, `io` the dtype of its floating-point inputs and outputs.
     `outputs` holds each output's error on each provider, with eager's own error in the same precision.
     `nodes_off_gpu` is None if no CUDA provider was available. `data_sha256` is the hash of the external
-    weights, None if they are in the model. `reason` says what failed and is None if nothing did.
+    weights, None if they are in the model. `reason` says what failed and is None if nothing did, and
+    `why_not_openvino` which operator OpenVINO computes otherwise than PyTorch, if it does.
     """
 
     path: str
@@ -63,6 +64,7 @@ class OnnxReport:
     outputs: tuple[OutputCheck, ...]
     metric: float | None
     reason: str | None
+    why_not_openvino: str | None
     nodes: int
     nodes_off_gpu: tuple[str, ...] | None
     providers: tuple[str, ...]
@@ -159,6 +161,7 @@ def export_onnx(
     is_dynamic = any(dims)
     traced = capture_dynamic(original, captured, dims, sizes) if is_dynamic else captured
     program = portable_program(traced, recipe, PRECISIONS[precision], dynamic=is_dynamic)
+    otherwise = why_not_openvino(program, inputs)
     model = to_onnx(
         program,
         io=io,
@@ -195,11 +198,12 @@ def export_onnx(
         identity = model_hash(captured.program.graph)
         facts = _metadata(check, identity, precision, io, target)
         append_metadata(written, facts | ({"ampopt.sizes": shown(sizes)} if sizes else {}))
-        external = data_path(written).exists()
+        data = data_path(written)
+        hashes = sha256_of(written), sha256_of(data) if data.exists() else None
     return OnnxReport(
         path=str(Path(path)),
-        sha256=sha256_of(place),
-        data_sha256=sha256_of(data_path(place)) if external else None,
+        sha256=hashes[0],
+        data_sha256=hashes[1],
         model_sha256=identity,
         target=target,
         opset=model.opset_imports[""],
@@ -211,11 +215,12 @@ def export_onnx(
         outputs=check.outputs,
         metric=check.metric,
         reason=check.reason,
+        why_not_openvino=otherwise,
         nodes=sum(1 for _ in model.graph.all_nodes()),
         nodes_off_gpu=check.nodes_off_gpu,
         providers=check.providers,
         onnxruntime=str(need("onnxruntime", "onnx").__version__),
-        notes=(*check.notes, *_how_to_keep(captured, inputs)),
+        notes=(*check.notes, *_of_openvino(target, otherwise), *_how_to_keep(captured, inputs)),
         seconds=time.perf_counter() - started,
     )
 
@@ -246,6 +251,11 @@ def _io_of(captured: Captured) -> str:
     results = captured.program.exit[: len(captured.program.exit) - len(captured.state)]
     dtypes = (*(tensor.dtype for tensor in captured.inputs), *(border.dtype for border in results))
     return "fp16" if torch.float16 in (outer_dtype(dtype, None) for dtype in dtypes) else "fp32"
+
+
+def _of_openvino(target: str, otherwise: str | None) -> list[str]:
+    """What the maker of a file for OpenVINO is told, which nothing was verified in."""
+    return [] if otherwise is None or target != "openvino" else [f"{otherwise}: choose another runtime"]
 
 
 def _how_to_keep(captured: Captured, inputs: Sequence[str]) -> list[str]:

@@ -136,7 +136,7 @@ def providers() -> tuple[str, ...]:
 
 def to_numpy(tensor: Tensor) -> Array:
     """A contiguous array of a tensor on any device; bfloat16, which NumPy does not have, becomes float32."""
-    plain = tensor.detach().cpu()
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
     array: Array = (plain.float() if plain.dtype is torch.bfloat16 else plain).contiguous().numpy()
     return array
 

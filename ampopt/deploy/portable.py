@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
 
@@ -10,12 +11,13 @@ from ampopt.errors import AmpoptError, ExportError, InputError, first_line
 from ampopt.ir.capture import Captured
 from ampopt.ir.cuda_autocast import with_widening_casts
 from ampopt.ir.emulated_half import EmulatedHalf
-from ampopt.ir.graph import aten, calls, cast_for_readers, copy_of, dtype_of, finish, insert_call
+from ampopt.ir.graph import aten, calls, cast_for_readers, copy_of, dtype_of, finish, insert_call, where
 from ampopt.ir.lanes import FP32, LANES, Lane
 from ampopt.ir.program import Program
 from ampopt.ir.shapes import record_shapes
 from ampopt.ir.transform import Family, Pass, replay
 from ampopt.passes import PIPELINE, BakeAutocast, KeepFp32
+from ampopt.passes.openvino import computed_otherwise
 from ampopt.system.interrupts import check_interrupted
 
 HALF = LANES["amp"]["cuda"]
@@ -57,6 +59,23 @@ def autocast_program(captured: Captured) -> Program:
     On a CPU, run it under `EmulatedHalf`, which is faster.
     """
     return _in_half(captured.program, (BakeAutocast(),))
+
+
+def why_not_openvino(program: Program, inputs: Sequence[str]) -> str | None:
+    """Why OpenVINO must not run a portable program, whose inputs have these names; None: it may.
+
+    The rules are those of the pass `openvino`, whether that package is installed or not.
+    """
+    with (
+        EmulatedHalf() if program.lane == HALF and program.device.type == "cpu" else contextlib.nullcontext()
+    ):
+        found = computed_otherwise(program)
+    if found is None:
+        return None
+    node, reason = found
+    taken = [each.name for each in program.graph.graph.find_nodes(op="placeholder")]
+    place = f"input {inputs[taken.index(node.name)]!r}" if node.name in taken else where(node)
+    return f"{reason}, at {place}"
 
 
 def _in_half(program: Program, steps: tuple[Pass, ...]) -> Program:

@@ -158,6 +158,15 @@ class ProgramMaker:
         captured, run = sized.captured, sized.run
         return Served(run, captured.layout, captured, sized.program, sized.asked, run)
 
+    def anew(self, served: Served) -> Served:
+        """The entry for a program that another module of the same original has, with this one's state."""
+        assert served.captured is not None
+        assert served.program is not None
+        self._kinds.add(served.captured)
+        run = self.executable(served.program)
+        made = self._served(served.captured, served.program, run, served.asked)
+        return dataclasses.replace(made, compared=served.compared, is_kept=served.is_kept)
+
     def holds(self, served: Served, leaves: Sequence[Any]) -> bool:
         """Whether a program answers other strides as the original does; tested for the first few.
 

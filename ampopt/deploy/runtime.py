@@ -348,7 +348,8 @@ class OptimizedModule(DeployableGraph):
         return self._optimized.original
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OptimizedModule:
-        """A separate module. Programs are immutable, so the copy shares them; it captures its own graphs."""
+        """A separate module. Programs are immutable: it shares the example's and those of `prepare`, but
+        captures its own graphs."""
         own = self._optimized
         duplicate = OptimizedModule(
             own.original,
@@ -364,6 +365,7 @@ class OptimizedModule(DeployableGraph):
             sized=self._sized,
         )
         duplicate._dtype = self._dtype
+        duplicate._calls.take(self._calls, duplicate._maker.anew)
         duplicate._state.take(self._state)
         for hooks in _HOOKS:
             getattr(duplicate, hooks).update(getattr(self, hooks))

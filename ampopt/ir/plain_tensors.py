@@ -88,7 +88,11 @@ def without_derivatives(result: Any, tensors: Sequence[object]) -> Any:
     if not asking or not torch.is_grad_enabled():
         return result
     leaves, spec = pytree.tree_flatten(result)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    places = [
+        place
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+    ]
     found = _WithoutDerivative.apply(asking[0], *(leaves[place].detach() for place in places))
     for place, output in zip(places, found, strict=True):
         leaves[place] = output

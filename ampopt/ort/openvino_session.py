@@ -17,6 +17,7 @@ import numpy as np
 
 from ampopt.errors import InputError
 from ampopt.ort.openvino_division import keep_divisions
+from ampopt.ort.openvino_known import unknown_operator
 from ampopt.ort.openvino_nan import keep_nan
 from ampopt.ort.openvino_options import PRECISIONS, OpenVinoOptions
 from ampopt.ort.options import SessionError
@@ -120,10 +121,24 @@ def _core() -> Any:
     return core
 
 
+def first_unknown(model: bytes | Path, *, half: bool) -> str | None:
+    """The first operator of an ONNX model that is not known, see `unknown_operator`. Raises SessionError."""
+    try:
+        return unknown_operator(_read(model), half=half)
+    except SessionError:
+        raise
+    except Exception as e:
+        raise SessionError(f"OpenVINO does not read the model: {e}") from e
+
+
+def _read(model: bytes | Path) -> Any:
+    return _core().read_model(model=model if isinstance(model, bytes) else str(model))
+
+
 def _compiled(model: bytes | Path, options: OpenVinoOptions) -> Any:
     core = _core()
     try:
-        read = core.read_model(model=model if isinstance(model, bytes) else str(model))
+        read = _read(model)
         keep_nan(read)
         keep_divisions(read)
         compiled = core.compile_model(read, "CPU", options.native())

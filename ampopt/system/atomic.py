@@ -19,6 +19,9 @@ from pathlib import Path
 SUFFIX = ".ampopt-save"
 """Suffix of temporary names, also of leftovers from killed processes."""
 
+_TURN = "turn-to-replace-"
+"""In the place of a temporary name's own digits: the file whose lock is the turn to replace several files."""
+
 _IS_POSIX = os.name == "posix"
 """Elsewhere there are no locks to tell leftovers by, and no folders that can be opened."""
 
@@ -61,7 +64,9 @@ def replacing_together(target: Path, *companions: Path) -> Iterator[Path]:
     All are in one folder; `target` must be written, companions may be. One file is replaced in one step. For
     several files the old target is removed first, the companions are replaced next, and the new target comes
     last. If the process is killed in between, there is no target, but never one with another's companions.
-    A new companion has the target's permissions. Raises OSError.
+    Processes that do this with one target do it one after the other, but for systems without locks. Whoever
+    has opened the old target before, and opens a companion after, reads the new one. A new companion has the
+    target's permissions. Raises OSError.
     """
     modes = {each: _mode_of(each, folder=False) for each in (target, *companions)}
     with _beside(target, folder=True) as temporary:
@@ -71,10 +76,11 @@ def replacing_together(target: Path, *companions: Path) -> Iterator[Path]:
         written = [each for each in companions if (temporary / each.name).exists()]
         for each in (*written, target):
             _permit(temporary / each.name, modes[target] if modes[each] is None else modes[each])
-        if written:
-            target.unlink(missing_ok=True)
-        for each in (*written, target):
-            os.replace(temporary / each.name, each)
+        with _one_at_a_time(target):
+            if written:
+                target.unlink(missing_ok=True)
+            for each in (*written, target):
+                os.replace(temporary / each.name, each)
         _sync_folder(target.parent)
 
 
@@ -110,6 +116,43 @@ def _beside(target: Path, folder: bool) -> Iterator[Path]:
     finally:
         _remove(temporary)  # the new one if something failed, after an exchange the old one
         os.close(lock)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(target: Path) -> Iterator[None]:
+    """Run the block while no other process runs its own for the same target, where there are locks.
+
+    The lock is a file beside the target, which goes with the block; of a killed process it is a leftover,
+    which nobody waits for.
+    """
+    if not _IS_POSIX:
+        yield
+        return
+    path = target.with_name(f".{target.name}.{_TURN}{SUFFIX}")
+    descriptor = _turn(path)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        os.close(descriptor)
+
+
+def _turn(path: Path) -> int:
+    """Wait for the lock of a file that is at its place then; a descriptor that holds it."""
+    import fcntl
+
+    while True:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if _is_at(path, descriptor):  # else whom this waited for has removed it
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
 
 
 def _mode_of(target: Path, folder: bool) -> int | None:

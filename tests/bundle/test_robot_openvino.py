@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 
 from ampopt import robot
 from ampopt.bundle import robot_openvino
+from ampopt.bundle.files import open_bundle
 from ampopt.errors import BundleError, InputError
 from ampopt.ort.openvino_options import OpenVinoOptions
 from ampopt.ort.openvino_session import openvino_version
-from ampopt.ort.options import CPU
-from tests.support.onnx_models import expected, image, one_output
+from ampopt.ort.options import CPU, OPENVINO, SessionOptions
+from tests.support.onnx_models import expected, image, one_output, save_bundle, sum_and_product
 
 pytest.importorskip("openvino")
 HERE = Path(__file__).resolve().parents[2]
@@ -122,9 +124,96 @@ def test_the_manifest_says_what_openvino_has(tmp_path: Path, change: dict[str, A
     manifest["onnx"]["openvino"] = {**own, **change}
     with pytest.raises(RefusedError, match=r"onnx\.openvino"):
         decode(encode(manifest))
+    manifest["onnx"] |= {"openvino": own, "why_not_openvino": None}
+    assert decode(encode(manifest)) == manifest
+    manifest["onnx"]["why_not_openvino"] = "a reason"
+    with pytest.raises(RefusedError, match=r"onnx\.openvino has options, and onnx\.why_not_openvino says no"):
+        decode(encode(manifest))
+    del manifest["onnx"]["why_not_openvino"]
     manifest["onnx"]["openvino"] = {**own, "latency": {"p50_ms": 3.0, "p99_ms": 2.0}}
     with pytest.raises(RefusedError, match=r"onnx\.openvino\.latency"):
         decode(encode(manifest))
+
+
+WHY = "OpenVINO computes int64 in int32, at input 'stamp'"
+
+
+def integers(path: Path, **fields: Any) -> Path:
+    """A bundle of sums and products of int64, which OpenVINO computes in 32 bits."""
+    a, b = np.full((2, 3), 2), np.full((2, 3), 3)
+    inputs, outputs = {"a": a, "b": b}, {"sum": a + b, "product": a * b}
+    return save_bundle(path, sum_and_product("int64"), inputs, outputs, **fields)
+
+
+def with_reason(path: Path, reason: str | None, **section: Any) -> Path:
+    latency = {"p50_ms": 500.0, "p99_ms": None}
+    session = {**SessionOptions().to_dict(), "onnxruntime": onnxruntime.__version__}
+    timed = {"precision": "fp32", "opset": 18, "session": session, "latency": latency}
+    return integers(path, onnx={**timed, "why_not_openvino": reason, **section})
+
+
+@pytest.mark.parametrize("options", [{"engine": "openvino"}, {"provider": OPENVINO}])
+def test_what_the_manifest_says_is_not_run_in_it_by_name(tmp_path: Path, options: dict[str, Any]) -> None:
+    path = with_reason(tmp_path / "b", WHY)
+    with pytest.raises(BundleError, match=rf"{path}: it may not run in OpenVINO: {WHY}; choose another"):
+        robot.load(path, **options, retune_seconds=0.1)
+    big = np.full((2, 3), 2**40 + 1)
+    found = robot.load(path)(big, big)
+    assert isinstance(found, dict)
+    assert (found["sum"] == 2**41 + 2).all()
+
+
+def test_the_reason_comes_before_advice_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(robot_openvino, "openvino_version", lambda: None)
+    with pytest.raises(BundleError, match=WHY):
+        robot.load(with_reason(tmp_path / "b", WHY), engine="openvino")
+
+
+def test_the_command_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert robot.main([str(with_reason(tmp_path / "b", WHY)), "--engine", "openvino"]) == 2
+    assert WHY in capsys.readouterr().err
+
+
+def test_an_older_bundle_runs_in_it_if_its_operators_are_known(tmp_path: Path) -> None:
+    assert robot.load(one_output(tmp_path / "known"), engine="openvino").engine == "openvino"
+    with pytest.raises(
+        BundleError, match=r"did not ask whether .* its . \(Parameter of i64\) .*save it again"
+    ):
+        robot.load(integers(tmp_path / "b"), engine="openvino")
+
+
+def test_an_older_bundle_that_was_fastest_in_it_runs_in_onnx_runtime_and_says_why(tmp_path: Path) -> None:
+    own = {
+        "version": VERSION,
+        "options": OpenVinoOptions().to_dict(),
+        "latency": {"p50_ms": 1.0, "p99_ms": 2.0},
+    }
+    manifest = open_bundle(integers(tmp_path / "a")).manifest
+    model = robot.load(integers(tmp_path / "b", onnx={**manifest["onnx"], "openvino": own}))
+    assert model.engine == "onnxruntime"
+    assert "Parameter of i64" in model.notes[0]
+
+
+def test_its_provider_in_onnx_runtime_takes_the_same_door(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [OPENVINO, CPU])
+    tuned_in_it = {"provider": OPENVINO, "onnxruntime": onnxruntime.__version__}
+    for tuned in ({}, tuned_in_it, {"provider": OPENVINO, "onnxruntime": "0.1"}):
+        own = {"precision": "fp32", "session": tuned}
+        refused = robot._choices(b"", {**own, "why_not_openvino": WHY}, None)
+        assert [options.provider for options, _ in refused] == [CPU]
+        free = robot._choices(b"", {**own, "why_not_openvino": None}, None)
+        assert free[0][0].provider == OPENVINO
+        assert tuned != tuned_in_it or WHY in str(refused[0][1])
+
+
+@pytest.mark.parametrize("reason", ["", 3, ["a"], "a" * 5000])
+def test_the_reason_is_a_text_or_null(tmp_path: Path, reason: object) -> None:
+    with pytest.raises(BundleError, match=r"onnx\.why_not_openvino is .*, not a text"):
+        with_reason(tmp_path / "b", reason)  # type: ignore[arg-type]
 
 
 def test_neither_torch_nor_onnx_nor_onnx_runtime_is_needed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import ampopt
 from ampopt.cli import app as cli
-from ampopt.cli.streams import lasting_streams
+from ampopt.system.standard_streams import lasting_streams
 from tests.cli.test_app import CODE, call, comparison
 from tests.cli.test_startup import ENVIRONMENT
 

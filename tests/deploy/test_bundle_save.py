@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 
 import onnx
@@ -55,7 +56,8 @@ def test_a_bundle_holds_everything_that_a_robot_needs(bundle: BundleFiles) -> No
         {"name": "input", "shape": [1, 3, 12, 12], "dtype": "float32", "layout": "contiguous"}
     ]
     assert manifest["fingerprint"]["torch"] == torch.__version__
-    assert 0 < manifest["latency"]["p50_ms"] <= manifest["latency"]["p99_ms"]
+    p50, p99 = (manifest["latency"][name] for name in ("p50_ms", "p99_ms"))
+    assert 0 < p50 <= (math.inf if p99 is None else p99)  # of too few calls there is no p99
     assert json.loads(bundle.read("report.json"))["model"] == "Small"
     recipe = json.loads(bundle.read("program.json"))["recipe"]
     assert [step["pass"] for step in recipe] == ["fold-conv-bn", "channels-last"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import onnx
 import pytest
 from torch import nn
 
-from ampopt.deploy import onnx_files
+from ampopt.deploy import onnx_export, onnx_files
 from ampopt.errors import VerificationError
+from ampopt.system.atomic import replacing_together
 from tests.support.exporting import X, conv_bn, export, run
 
 
@@ -23,6 +26,26 @@ def test_large_weights_go_to_a_file_of_their_own(tmp_path: Path, monkeypatch: py
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.onnx", "m.onnx.data"]
     assert report.data_sha256 == onnx_files.sha256_of(tmp_path / "m.onnx.data")
     assert np.allclose(run(path, X)[0], model(X).detach().numpy(), atol=1e-5)
+
+
+def test_the_hashes_are_of_what_was_verified_whatever_replaces_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnx_files, "EXTERNAL_BYTES", 1000)
+    model, path = nn.Sequential(nn.Conv2d(4, 64, 3)), tmp_path / "m.onnx"
+    usual = export(model, path)
+
+    @contextlib.contextmanager
+    def replaced_at_once(*places: Path) -> Iterator[Path]:
+        with replacing_together(*places) as folder:
+            yield folder
+        for place in places:
+            place.unlink()
+
+    monkeypatch.setattr(onnx_export, "replacing_together", replaced_at_once)
+    report = export(model, path)
+    assert (report.sha256, report.data_sha256) == (usual.sha256, usual.data_sha256)
+    assert report.data_sha256 is not None
 
 
 def test_the_metadata_says_what_the_file_is(tmp_path: Path) -> None:
@@ -40,7 +63,6 @@ def test_the_metadata_says_what_the_file_is(tmp_path: Path) -> None:
 @pytest.fixture
 def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exporter that doubles a weight."""
-    from ampopt.deploy import onnx_export
 
     def write(model: Any, path: Path) -> None:
         onnx_files.write_model(model, path)

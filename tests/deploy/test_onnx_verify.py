@@ -18,6 +18,7 @@ from ampopt.deploy.onnx_verify import (
     OutputCheck,
     nodes_off,
     providers,
+    to_numpy,
     verify_onnx,
 )
 from ampopt.ir.capture import Captured
@@ -208,3 +209,8 @@ def test_a_file_is_right_far_outside_of_the_examples_range(function: Any, tmp_pa
     model = Model(lambda m, x: function(x, -x) if two else function(x)).eval()
     original, captured = captured_of(model, X)
     assert export_onnx(original, captured, (), tmp_path / "m.onnx").verified
+
+
+@pytest.mark.parametrize("lazy", [torch._neg_view(torch.ones(2)), torch.full((2,), 1 - 2j).conj()])
+def test_an_array_has_what_is_negated_or_conjugated_by_a_bit_alone(lazy: Tensor) -> None:
+    assert to_numpy(lazy).tolist() == lazy.tolist()

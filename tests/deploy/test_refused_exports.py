@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import nn
 
 import ampopt
-from ampopt.errors import AmpoptError, ExportError
+from ampopt.deploy import onnx_export
+from ampopt.errors import AmpoptError, BundleError, ExportError
 from tests.helpers import Model
 from tests.support.planted import module_of
 
@@ -62,3 +65,27 @@ def test_what_onnx_has_no_operators_for_is_saved_without_it(
     loaded = ampopt.load(tmp_path / "bundle", backend="ampopt", device="cpu")
     with torch.no_grad():
         torch.testing.assert_close(loaded(x), model(x))
+
+
+@pytest.mark.parametrize("code", [errno.EFBIG, errno.ENOSPC])
+def test_a_disk_that_does_not_take_the_onnx_model_is_told_of_the_bundle(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(model: Any, path: Path) -> NoReturn:
+        raise OSError(code, "it does not fit", str(path))
+
+    monkeypatch.setattr(onnx_export, "write_model", write)
+    with pytest.raises(
+        BundleError, match=r"the bundle '.*/robot' cannot be saved: it does not fit"
+    ) as caught:
+        module_of(nn.Conv2d(3, 4, 3).eval(), X).save(tmp_path / "robot")
+    assert "onnx=None" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_folder_for_temporary_files_the_bundle_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(BundleError, match=r"the bundle '.*/robot' cannot be saved: No such file .*gone"):
+        module_of(nn.Conv2d(3, 4, 3).eval(), X).save(tmp_path / "robot")

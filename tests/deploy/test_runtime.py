@@ -187,6 +187,31 @@ def test_a_deep_copy_serves_for_itself(model: nn.Module) -> None:
     assert torch.equal(holder(image()), fast(image()).relu())
 
 
+def test_a_deep_copy_has_what_was_prepared_for_all_its_calls(model: nn.Module) -> None:
+    fast = module_of(model, image(), passes=(FoldConvBn(),), max_shapes=1, strict=True)
+    fast.prepare(image(9), (1, 3, 10, 8))
+    others = [image(9).to(memory_format=torch.channels_last), image(11)]
+    for x in others:
+        fast(x)
+    for twin in (copy.deepcopy(fast), copy.deepcopy(copy.deepcopy(fast))):
+        for x in (image(), image(9), image(10), others[0]):
+            assert torch.equal(twin(x), fast(x))
+        assert twin.health.is_good
+        twin(others[1])
+        assert twin.health.late_captures == 1
+
+
+def test_a_deep_copy_of_a_model_that_asks_for_strides_has_what_was_prepared() -> None:
+    model = Model(lambda m, x: m.conv(x) * (2 if x.is_contiguous() else 1), conv=nn.Conv2d(3, 4, 1)).eval()
+    fast = module_of(model, image(), passes=(FoldConvBn(),))
+    for x in (image(9), image(9).to(memory_format=torch.channels_last)):
+        fast.prepare(x)
+    twin = copy.deepcopy(fast)
+    for x in (image(9), image(9).to(memory_format=torch.channels_last)):
+        assert torch.equal(twin(x), fast(x))
+    assert twin.health.late_captures == 0
+
+
 def test_training_moving_and_pickling_are_refused(model: nn.Module) -> None:
     fast = module_of(model, image())
     for refused in (

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from ampopt.errors import InputError
-from ampopt.ir.plain_tensors import check_no_derivatives, check_plain, is_surrounded
+from ampopt.ir.plain_tensors import check_no_derivatives, check_plain, is_surrounded, without_derivatives
 from tests.support.planted import module_of
 
 X = torch.ones(2, 3)
@@ -58,3 +58,11 @@ def test_plain_tensors_are_taken(tensor: Tensor) -> None:
     check_plain([tensor])
     check_no_derivatives([tensor, None, 3])
     assert not is_surrounded()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_the_derivative_of_a_real_or_complex_result_is_refused(dtype: torch.dtype) -> None:
+    asking = X.clone().requires_grad_()
+    (result,) = without_derivatives((torch.ones(3, dtype=dtype),), [asking])
+    with pytest.raises(InputError, match="has no derivatives"):
+        (result.abs().sum() + asking.sum()).backward()

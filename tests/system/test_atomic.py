@@ -270,56 +270,6 @@ def test_without_locks_files_are_replaced_and_folders_refused(
         pass
 
 
-def write_pair(target: Path, text: str, *, companion: bool = True) -> None:
-    """Write a target and its companion, if it is to have one, with the same text."""
-    companions = [target.with_name("m.data")]
-    with replacing_together(target, *companions) as folder:
-        for path in (target, *companions[:companion]):
-            (folder / path.name).write_text(text)
-        (folder / "notes").write_text("of the writer's own")
-
-
-def test_files_that_belong_together_appear_together(tmp_path: Path) -> None:
-    for text in ("old", "new"):
-        write_pair(tmp_path / "m", text)
-        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"m": text, "m.data": text}
-    write_pair(tmp_path / "m", "newest", companion=False)
-    assert (tmp_path / "m").read_text() == "newest"
-
-
-def test_an_error_leaves_all_that_belong_together(tmp_path: Path) -> None:
-    write_pair(tmp_path / "m", "old")
-
-    def fail() -> None:
-        with replacing_together(tmp_path / "m", tmp_path / "m.data") as folder:
-            (folder / "m").write_text("new")
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fail()
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"m": "old", "m.data": "old"}
-
-
-def test_a_kill_between_two_files_leaves_no_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_pair(tmp_path / "m", "old")
-    real, done = os.replace, list[str]()
-
-    def replace(source: Path, target: Path) -> None:
-        if done:
-            raise KeyboardInterrupt
-        done.append(target.name)
-        real(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", replace)
-        with pytest.raises(KeyboardInterrupt):
-            write_pair(tmp_path / "m", "new")
-    assert done == ["m.data"]
-    assert [path.name for path in tmp_path.iterdir()] == ["m.data"]
-    write_pair(tmp_path / "m", "newest")
-    assert {path.read_text() for path in tmp_path.iterdir()} == {"newest"}
-
-
 def test_a_file_is_created_whole_and_only_where_none_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,11 +31,11 @@ class _Lasting(io.FileIO):
 
 
 @contextlib.contextmanager
-def lasting_streams() -> Iterator[None]:
+def lasting_streams(code: int = 1) -> Iterator[None]:
     """Let nothing that is printed in the block raise an error: a stream may be closed, full, or not Unicode.
 
     Characters that its encoding lacks are replaced. Where stdout has not taken everything, a block that ends
-    with SystemExit, as commands do, ends with a sentence on stderr and exit code 1.
+    with SystemExit, as commands do, ends with a sentence on stderr and exit code `code`.
     """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_lasting(stream) for stream in before)
@@ -44,7 +44,11 @@ def lasting_streams() -> Iterator[None]:
     except SystemExit as end:
         sys.stdout.flush()
         if (failure := getattr(_raw(sys.stdout), "failure", None)) is not None:
-            raise SystemExit(f"error: not everything could be printed: {failure.strerror}") from end
+            said = f"error: not everything could be printed: {failure.strerror}"
+            if code == 1:
+                raise SystemExit(said) from end
+            print(said, file=sys.stderr)
+            raise SystemExit(code) from end
         raise
     finally:
         sys.stdout.flush()
