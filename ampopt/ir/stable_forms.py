@@ -4,7 +4,8 @@ PyTorch computes log(sigmoid(x)) as min(x, 0) - log1p(exp(-|x|)); torch.onnx wri
 -inf from about -17 on, because ONNX Runtime's Sigmoid is exactly 0 there. `FORMS` is the table of all such
 operators: each is written with other operators that ONNX has and that neither overflow nor cancel. Pooling to
 one pixel is among them because its usual form is slow; `deciding_forms` are exact, `border_forms` are for
-signs of zero and infinities, and `reduction_forms` for what torch.onnx has no operator for.
+signs of zero and infinities, and `reduction_forms` and `attention_forms` for what torch.onnx has no
+operator for.
 
 Correct because: every form is equal to its operator over the real numbers, but the series of log1p, which
 stops where the next term is below float32's rounding. Where eager overflows on finite numbers, the form may
@@ -22,6 +23,7 @@ from torch import Tensor, fx
 from torch.fx.passes.shape_prop import ShapeProp
 
 from ampopt.ir import (
+    attention_forms,
     border_forms,
     deciding_forms,
     pooling_forms,
@@ -38,7 +40,6 @@ from ampopt.ir.graph import (
     dtype_of,
     finish,
     insert_call,
-    is_constant,
     replace,
     shape_of,
 )
@@ -296,28 +297,6 @@ def _mean_by_rows(call: Call, source: Any, dims: Sequence[int]) -> Any:
     return call(aten.mean.dim, rows, others, True) if others else rows
 
 
-def _attention(call: Call, node: fx.Node) -> Any:
-    """Attention that is 0 where the mask leaves nothing to attend to, and NaN where its scores are.
-
-    In a boolean mask's form of torch.onnx such a row is the mean of all values, and NaN is 0; with a float
-    mask the row is NaN. A constant mask masks the same in every call, so the verification sees it.
-    """
-    values = arguments(node)
-    mask, dtype = values.pop("attn_mask"), dtype_of(node)
-    if not isinstance(mask, fx.Node) or is_constant(mask):
-        return None
-    low = torch.finfo(dtype).min / 2  # with a score it is in range, and its exponential is 0
-    if dtype_of(mask) is torch.bool:
-        is_off = call(aten.logical_not.default, mask)
-        bias = call(aten.mul.Scalar, call(aten._to_copy.default, is_off, dtype=dtype), low)
-    else:
-        is_off = call(aten.eq.Scalar, mask, -math.inf)
-        bias = call(aten.masked_fill.Scalar, mask, is_off, low)
-    is_on = call(aten.logical_not.default, call(aten.all.dim, is_off, -1, True))
-    result = call(node.target, attn_mask=bias, **values)
-    return call(aten.mul.Tensor, result, call(aten._to_copy.default, is_on, dtype=dtype))
-
-
 def _plain_log(call: Call, x: Any) -> Any:
     return call(aten.log.default, x)
 
@@ -336,6 +315,7 @@ FORMS: Forms = {
     **resize_forms.FORMS,
     **pooling_forms.FORMS,
     **reduction_forms.FORMS,
+    **attention_forms.FORMS,
     aten.log_sigmoid.default: lambda call, node: _log_sigmoid(call, node.args[0]),
     aten.log.default: _log,
     aten.logaddexp.default: lambda call, node: added(call, node.args[0], node.args[1]),
@@ -359,7 +339,6 @@ FORMS: Forms = {
     aten.mean.default: _in_asked_dtype,
     aten.softmax.int: _in_asked_dtype,
     aten.log_softmax.int: _in_asked_dtype,
-    aten.scaled_dot_product_attention.default: _attention,
     aten.group_norm.default: _group_norm,
     aten.instance_norm.default: _instance_norm,
 }
