@@ -4,8 +4,8 @@ PyTorch computes log(sigmoid(x)) as min(x, 0) - log1p(exp(-|x|)); torch.onnx wri
 -inf from about -17 on, because ONNX Runtime's Sigmoid is exactly 0 there. `FORMS` is the table of all such
 operators: each is written with other operators that ONNX has and that neither overflow nor cancel. Pooling to
 one pixel is among them because its usual form is slow; `deciding_forms` are exact, `border_forms` are for
-signs of zero and infinities, and `reduction_forms` and `attention_forms` for what torch.onnx has no
-operator for.
+signs of zero and infinities, and `reduction_forms`, `attention_forms` and `loss_forms` for what torch.onnx
+has no operator for.
 
 Correct because: every form is equal to its operator over the real numbers, but the series of log1p, which
 stops where the next term is below float32's rounding. Where eager overflows on finite numbers, the form may
@@ -26,6 +26,7 @@ from ampopt.ir import (
     attention_forms,
     border_forms,
     deciding_forms,
+    loss_forms,
     pooling_forms,
     reduction_forms,
     resize_forms,
@@ -316,6 +317,7 @@ FORMS: Forms = {
     **pooling_forms.FORMS,
     **reduction_forms.FORMS,
     **attention_forms.FORMS,
+    **loss_forms.FORMS,
     aten.log_sigmoid.default: lambda call, node: _log_sigmoid(call, node.args[0]),
     aten.log.default: _log,
     aten.logaddexp.default: lambda call, node: added(call, node.args[0], node.args[1]),
