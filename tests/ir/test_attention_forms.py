@@ -125,7 +125,7 @@ def test_attention_is_eager_s(given: str, done: Callable[[Tensor], dict[str, Ten
             rtol=1e-4,
             atol=1e-5,
             equal_nan=True,
-            msg=lambda m, name=name: f"{name}: {m}",
+            msg=f"{name}: {{}}".format,
         )
 
 

@@ -30,38 +30,35 @@ WEIGHT = torch.tensor([0.5, 1.0, 2.0, 0.0, 1.5])
 
 Function = Callable[[Tensor, Tensor], Tensor]
 
-FUNCTIONS: dict[str, Function] = {}
-for reduction in ("mean", "sum", "none"):
-    for weight in (None, WEIGHT):
-        for smoothing in (0.0, 0.2):
 
-            def of(
-                x: Tensor,
-                target: Tensor,
-                *,
-                w: Tensor | None = weight,
-                r: str = reduction,
-                s: float = smoothing,
-                ignore: int = -100,
-            ) -> Tensor:
-                return F.cross_entropy(x, target, w, reduction=r, label_smoothing=s, ignore_index=ignore)
+def _losses(reduction: str, weight: Tensor | None, smoothing: float) -> dict[str, Function]:
+    """Losses of this kind, each with what it is of."""
 
-            name = f"{reduction}, {smoothing}, {'plain' if weight is None else 'weighted'}"
-            FUNCTIONS[f"probabilities, {name}"] = lambda x, t, of=of: of(x, (x * 2).nan_to_num().softmax(1))
-            FUNCTIONS[f"rows of probabilities, {name}"] = lambda x, t, of=of: of(
-                x[:, :, 0], (x[:, :, 1]).nan_to_num().softmax(1)
-            )
-            FUNCTIONS[f"one row's probabilities, {name}"] = lambda x, t, of=of: of(
-                x[0, :, 0], (x[0, :, 1]).nan_to_num().softmax(0)
-            )
-            if smoothing:
-                FUNCTIONS[f"classes, {name}"] = of
-                FUNCTIONS[f"classes of rows, {name}"] = lambda x, t, of=of: of(x[:, :, 0], t[:, 0])
-                FUNCTIONS[f"one class, {name}"] = lambda x, t, of=of: of(x[0, :, 0], t[0, 0])
-                FUNCTIONS[f"all but one class, {name}"] = lambda x, t, of=of: of(x, t, ignore=2)
-                FUNCTIONS[f"nothing but the ignored, {name}"] = lambda x, t, of=of: of(
-                    x, t * 0 - 1, ignore=-1
-                )
+    def of(x: Tensor, target: Tensor, ignore: int = -100) -> Tensor:
+        return F.cross_entropy(x, target, weight, None, ignore, None, reduction, smoothing)
+
+    probabilities: dict[str, Function] = {
+        "probabilities": lambda x, t: of(x, (x * 2).nan_to_num().softmax(1)),
+        "rows of probabilities": lambda x, t: of(x[:, :, 0], x[:, :, 1].nan_to_num().softmax(1)),
+        "one row's probabilities": lambda x, t: of(x[0, :, 0], x[0, :, 1].nan_to_num().softmax(0)),
+    }
+    classes: dict[str, Function] = {
+        "classes": of,
+        "classes of rows": lambda x, t: of(x[:, :, 0], t[:, 0]),
+        "one class": lambda x, t: of(x[0, :, 0], t[0, 0]),
+        "all but one class": lambda x, t: of(x, t, 2),
+        "nothing but the ignored": lambda x, t: of(x, t * 0 - 1, -1),
+    }
+    return {**probabilities, **(classes if smoothing else {})}
+
+
+FUNCTIONS: dict[str, Function] = {
+    f"{name}, {reduction}, {smoothing}, {'plain' if weight is None else 'weighted'}": function
+    for reduction in ("mean", "sum", "none")
+    for weight in (None, WEIGHT)
+    for smoothing in (0.0, 0.2)
+    for name, function in _losses(reduction, weight, smoothing).items()
+}
 
 
 def _all() -> Model:
@@ -103,7 +100,7 @@ def test_losses_are_eager_s(given: str, done: Callable[[Tensor, Tensor], dict[st
                 rtol=1e-5,
                 atol=1e-5,
                 equal_nan=True,
-                msg=lambda m, name=name: f"{name}: {m}",
+                msg=f"{name}: {{}}".format,
             )
 
 

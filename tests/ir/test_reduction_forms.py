@@ -54,6 +54,11 @@ OF_NUMBERS: Functions = {
 
 SHORT = (torch.int8, torch.uint8, torch.int16)
 
+
+def _typed(function: Callable[..., Tensor], kind: torch.dtype, *args: Any) -> Callable[[Tensor], Tensor]:
+    return lambda i: function(i, *args, dtype=kind)
+
+
 OF_INTEGERS: Functions = {
     "largest": lambda i: i.amax(),
     "smallest, kept": lambda i: torch.amin(i, dim=(), keepdim=True),
@@ -68,12 +73,12 @@ OF_INTEGERS: Functions = {
     "running product": lambda i: i.cumprod(1),
     "sum in booleans": lambda i: i.sum(dtype=torch.bool),
     "product in booleans": lambda i: i.prod(1, dtype=torch.bool),
-    **{f"sum in {kind}": lambda i, kind=kind: i.sum(dtype=kind) for kind in SHORT},
-    **{f"sums in {kind}": lambda i, kind=kind: i.sum((0, 2), True, dtype=kind) for kind in SHORT},
-    **{f"product in {kind}": lambda i, kind=kind: i.prod(dtype=kind) for kind in SHORT},
-    **{f"products in {kind}": lambda i, kind=kind: i.prod(1, keepdim=True, dtype=kind) for kind in SHORT},
-    **{f"running sum in {kind}": lambda i, kind=kind: i.cumsum(1, dtype=kind) for kind in SHORT},
-    **{f"running product in {kind}": lambda i, kind=kind: i.cumprod(2, dtype=kind) for kind in SHORT},
+    **{f"sum in {kind}": _typed(torch.sum, kind) for kind in SHORT},
+    **{f"sums in {kind}": _typed(torch.sum, kind, (0, 2), True) for kind in SHORT},
+    **{f"product in {kind}": _typed(torch.prod, kind) for kind in SHORT},
+    **{f"products in {kind}": _typed(torch.prod, kind, 1, True) for kind in SHORT},
+    **{f"running sum in {kind}": _typed(torch.cumsum, kind, 1) for kind in SHORT},
+    **{f"running product in {kind}": _typed(torch.cumprod, kind, 2) for kind in SHORT},
 }
 
 INTEGERS = torch.randint(-1000, 1000, (2, 3, 5), generator=torch.Generator().manual_seed(0))
@@ -121,7 +126,7 @@ def test_reductions_of_numbers_are_eager_s(
     for name, got in of_numbers(x).items():
         wanted = OF_NUMBERS[name](x)
         torch.testing.assert_close(
-            got, wanted, rtol=1e-5, atol=1e-5, equal_nan=True, msg=lambda m, name=name: f"{name}: {m}"
+            got, wanted, rtol=1e-5, atol=1e-5, equal_nan=True, msg=f"{name}: {{}}".format
         )
 
 
@@ -135,7 +140,7 @@ def test_reductions_of_integers_are_eager_s_and_go_around(dtype: torch.dtype) ->
     for given in (x, torch.zeros_like(x), *(torch.full_like(x, end) for end in ends)):
         for name, got in done(given).items():
             wanted = OF_INTEGERS[name](given)
-            torch.testing.assert_close(got, wanted, rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(got, wanted, rtol=0, atol=0, msg=f"{name}: {{}}".format)
 
 
 def test_a_total_of_numbers_in_short_integers_is_of_what_they_are_cut_to() -> None:
