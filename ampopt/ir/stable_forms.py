@@ -3,8 +3,9 @@
 PyTorch computes log(sigmoid(x)) as min(x, 0) - log1p(exp(-|x|)); torch.onnx writes Log(Sigmoid(x)), which is
 -inf from about -17 on, because ONNX Runtime's Sigmoid is exactly 0 there. `FORMS` is the table of all such
 operators: each is written with other operators that ONNX has and that neither overflow nor cancel. Pooling to
-one pixel is among them because its usual form is slow; `deciding_forms` are exact, and `border_forms` are for
-signs of zero and infinities.
+one pixel is among them because its usual form is slow; `deciding_forms` are exact, `border_forms` are for
+signs of zero and infinities, and `reduction_forms`, `attention_forms` and `loss_forms` for what torch.onnx
+has no operator for.
 
 Correct because: every form is equal to its operator over the real numbers, but the series of log1p, which
 stops where the next term is below float32's rounding. Where eager overflows on finite numbers, the form may
@@ -21,7 +22,15 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.shape_prop import ShapeProp
 
-from ampopt.ir import border_forms, deciding_forms, pooling_forms, resize_forms
+from ampopt.ir import (
+    attention_forms,
+    border_forms,
+    deciding_forms,
+    loss_forms,
+    pooling_forms,
+    reduction_forms,
+    resize_forms,
+)
 from ampopt.ir.border_forms import ratio_of, with_nan_of
 from ampopt.ir.deciding_forms import Call
 from ampopt.ir.graph import (
@@ -32,10 +41,10 @@ from ampopt.ir.graph import (
     dtype_of,
     finish,
     insert_call,
-    is_constant,
     replace,
     shape_of,
 )
+from ampopt.ir.reduction_forms import added
 
 MOST_AT_ONCE = 256
 """Pixels whose sum is taken at once: the error of a sum of equal numbers is then at most 2e-5."""
@@ -86,16 +95,6 @@ def _log(call: Call, node: fx.Node) -> Any:
     return _log_sigmoid(call, source.args[0]) if is_sigmoid else None  # type: ignore[union-attr]
 
 
-def _log_add_exp(call: Call, node: fx.Node, beta: float) -> Any:
-    a, b = node.args[:2]
-    largest = call(aten.maximum.default, a, b)
-    distance = call(aten.abs.default, call(aten.sub.Tensor, a, b))
-    distance = call(aten.masked_fill.Scalar, distance, call(aten.eq.Tensor, a, b), 0.0)  # of two infinities
-    return call(
-        aten.add.Tensor, largest, call(aten.softplus.default, call(aten.neg.default, distance), beta, 60.0)
-    )
-
-
 def _log_sum_exp(call: Call, node: fx.Node) -> Any:
     """With the largest number of the row taken out, where that is finite.
 
@@ -105,6 +104,8 @@ def _log_sum_exp(call: Call, node: fx.Node) -> Any:
     source, dims = values["self"], values["dim"]
     if not dtype_of(source).is_floating_point:
         return None
+    if not shape_of(source):
+        return call(aten.clone.default, source)
     largest = call(aten.amax.default, source, dims, True)
     is_infinite = call(aten.eq.Scalar, call(aten.abs.default, largest), math.inf)
     largest = call(aten.masked_fill.Scalar, largest, is_infinite, 0.0)
@@ -152,8 +153,21 @@ def _log1p(call: Call, x: Any) -> Any:
 
 
 def _hypot(call: Call, node: fx.Node) -> Any:
+    return _length(call, node.args[0], node.args[1])
+
+
+def _absolute(call: Call, node: fx.Node) -> Any:
+    """The length of a complex number, of which ONNX's form adds squares."""
+    source: Any = node.args[0]
+    if not dtype_of(source).is_complex:
+        return None
+    parts = call(aten.view_as_real.default, source)
+    return _length(call, *(call(aten.select.int, parts, -1, part) for part in (0, 1)))
+
+
+def _length(call: Call, a: Any, b: Any) -> Any:
     """The larger one times sqrt(1 + (smaller / larger)²), which does not overflow; of an infinity, that."""
-    a, b = (call(aten.abs.default, x) for x in node.args[:2])
+    a, b = (call(aten.abs.default, x) for x in (a, b))
     large, small = call(aten.maximum.default, a, b), call(aten.minimum.default, a, b)
     ratio = ratio_of(call, small, large)
     square = call(aten.add.Tensor, call(aten.mul.Tensor, ratio, ratio), 1.0)
@@ -284,28 +298,6 @@ def _mean_by_rows(call: Call, source: Any, dims: Sequence[int]) -> Any:
     return call(aten.mean.dim, rows, others, True) if others else rows
 
 
-def _attention(call: Call, node: fx.Node) -> Any:
-    """Attention that is 0 where the mask leaves nothing to attend to, and NaN where its scores are.
-
-    In a boolean mask's form of torch.onnx such a row is the mean of all values, and NaN is 0; with a float
-    mask the row is NaN. A constant mask masks the same in every call, so the verification sees it.
-    """
-    values = arguments(node)
-    mask, dtype = values.pop("attn_mask"), dtype_of(node)
-    if not isinstance(mask, fx.Node) or is_constant(mask):
-        return None
-    low = torch.finfo(dtype).min / 2  # with a score it is in range, and its exponential is 0
-    if dtype_of(mask) is torch.bool:
-        is_off = call(aten.logical_not.default, mask)
-        bias = call(aten.mul.Scalar, call(aten._to_copy.default, is_off, dtype=dtype), low)
-    else:
-        is_off = call(aten.eq.Scalar, mask, -math.inf)
-        bias = call(aten.masked_fill.Scalar, mask, is_off, low)
-    is_on = call(aten.logical_not.default, call(aten.all.dim, is_off, -1, True))
-    result = call(node.target, attn_mask=bias, **values)
-    return call(aten.mul.Tensor, result, call(aten._to_copy.default, is_on, dtype=dtype))
-
-
 def _plain_log(call: Call, x: Any) -> Any:
     return call(aten.log.default, x)
 
@@ -323,10 +315,13 @@ FORMS: Forms = {
     **border_forms.FORMS,
     **resize_forms.FORMS,
     **pooling_forms.FORMS,
+    **reduction_forms.FORMS,
+    **attention_forms.FORMS,
+    **loss_forms.FORMS,
     aten.log_sigmoid.default: lambda call, node: _log_sigmoid(call, node.args[0]),
     aten.log.default: _log,
-    aten.logaddexp.default: lambda call, node: _log_add_exp(call, node, 1.0),
-    aten.logaddexp2.default: lambda call, node: _log_add_exp(call, node, math.log(2.0)),
+    aten.logaddexp.default: lambda call, node: added(call, node.args[0], node.args[1]),
+    aten.logaddexp2.default: lambda call, node: added(call, node.args[0], node.args[1], math.log(2.0)),
     aten.expm1.default: _expm1,
     aten.special_expm1.default: _expm1,
     aten.logsumexp.default: _log_sum_exp,
@@ -336,6 +331,7 @@ FORMS: Forms = {
     aten.log1p.default: lambda call, node: _log1p(call, node.args[0]),
     aten.special_log1p.default: lambda call, node: _log1p(call, node.args[0]),
     aten.hypot.default: _hypot,
+    aten.abs.default: _absolute,
     aten.clamp_min.default: _one_bound,
     aten.clamp_max.default: _one_bound,
     aten.clamp.default: _one_bound,
@@ -345,7 +341,6 @@ FORMS: Forms = {
     aten.mean.default: _in_asked_dtype,
     aten.softmax.int: _in_asked_dtype,
     aten.log_softmax.int: _in_asked_dtype,
-    aten.scaled_dot_product_attention.default: _attention,
     aten.group_norm.default: _group_norm,
     aten.instance_norm.default: _instance_norm,
 }

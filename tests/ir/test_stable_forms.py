@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ampopt.engines.onnx_graph import OPSETS, model_of
-from ampopt.ir import deciding_forms, pooling_forms, resize_forms
+from ampopt.ir import deciding_forms, loss_forms, pooling_forms, reduction_forms, resize_forms
 from ampopt.ir.graph import aten, calls
 from ampopt.ir.stable_forms import FORMS, with_stable_forms
 from ampopt.ort.session import OnnxRunner, SessionOptions
@@ -68,6 +68,8 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "hypot": lambda v: torch.hypot(v, v.flip(-1)),
     "hypot of nothing": lambda v: torch.hypot(v * 0, v * 0),
     "hypot of huge": lambda v: torch.hypot(v * 1e30, v * 1e30),
+    "length of a large complex number": lambda v: torch.complex(v * 1e30, v.flip(-1) * 1e30).abs(),
+    "length of a small complex number": lambda v: torch.complex(v * 1e-25, v.flip(-1) * 1e-25).abs() * 1e25,
     "atan2": lambda v: torch.atan2(v.flip(-1) + 0.25, v + 0.125),
     "logit": lambda v: torch.logit(torch.sigmoid(v * 0.01), eps=1e-6),
     "bounded below": lambda v: v.clamp_min(-3),
@@ -156,6 +158,7 @@ def test_every_form_is_used_by_one_of_these() -> None:
     x = POINTS.clone()
     graph = program_of(Model(lambda m, v: tuple(f(v) for f in OPERATORS.values())), x).graph
     other = deciding_forms.FORMS.keys() | resize_forms.FORMS.keys() | pooling_forms.FORMS.keys()
+    other |= reduction_forms.FORMS.keys() | loss_forms.FORMS.keys()
     other |= {aten.mean.default, aten.softmax.int, aten.log_softmax.int}  # of integers, see `integer_forms`
     assert {node.target for node in calls(graph, FORMS)} - other == FORMS.keys() - other
 

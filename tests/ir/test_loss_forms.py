@@ -1,0 +1,117 @@
+"""Cross entropies in ONNX Runtime are PyTorch's, with smoothed labels and with probabilities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ampopt.engines.executable import executable
+from ampopt.ir.graph import calls
+from ampopt.ir.loss_forms import FORMS
+from ampopt.ir.stable_forms import with_stable_forms
+from ampopt.passes import OnnxRuntime
+from tests.helpers import Model, program_of
+from tests.support.exporting import export, run
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+X = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(0))
+"""For three places in each of four images, scores of five classes."""
+
+TRUE = torch.randint(0, 5, (4, 3), generator=torch.Generator().manual_seed(1))
+WEIGHT = torch.tensor([0.5, 1.0, 2.0, 0.0, 1.5])
+
+Function = Callable[[Tensor, Tensor], Tensor]
+
+
+def _losses(reduction: str, weight: Tensor | None, smoothing: float) -> dict[str, Function]:
+    """Losses of this kind, each with what it is of."""
+
+    def of(x: Tensor, target: Tensor, ignore: int = -100) -> Tensor:
+        return F.cross_entropy(x, target, weight, None, ignore, None, reduction, smoothing)
+
+    probabilities: dict[str, Function] = {
+        "probabilities": lambda x, t: of(x, (x * 2).nan_to_num().softmax(1)),
+        "rows of probabilities": lambda x, t: of(x[:, :, 0], x[:, :, 1].nan_to_num().softmax(1)),
+        "one row's probabilities": lambda x, t: of(x[0, :, 0], x[0, :, 1].nan_to_num().softmax(0)),
+    }
+    classes: dict[str, Function] = {
+        "classes": of,
+        "classes of rows": lambda x, t: of(x[:, :, 0], t[:, 0]),
+        "one class": lambda x, t: of(x[0, :, 0], t[0, 0]),
+        "all but one class": lambda x, t: of(x, t, 2),
+        "nothing but the ignored": lambda x, t: of(x, t * 0 - 1, -1),
+    }
+    return {**probabilities, **(classes if smoothing else {})}
+
+
+FUNCTIONS: dict[str, Function] = {
+    f"{name}, {reduction}, {smoothing}, {'plain' if weight is None else 'weighted'}": function
+    for reduction in ("mean", "sum", "none")
+    for weight in (None, WEIGHT)
+    for smoothing in (0.0, 0.2)
+    for name, function in _losses(reduction, weight, smoothing).items()
+}
+
+
+def _all() -> Model:
+    return Model(lambda m, x, t: tuple(function(x, t) for function in FUNCTIONS.values()))
+
+
+@pytest.fixture(scope="module")
+def done() -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
+    """All of these losses in ONNX Runtime, in one graph."""
+    run = executable(OnnxRuntime(session=()).apply(program_of(_all(), X, TRUE)).program)
+    return lambda x, t: dict(zip(FUNCTIONS, run(x, t), strict=True))
+
+
+def _with(number: float) -> Tensor:
+    """Scores of which one is this."""
+    changed = X.clone()
+    changed[0, 1, 0] = number
+    return changed
+
+
+INPUTS = {
+    "usual": X,
+    "large": 1e3 * X,
+    "zero": torch.zeros_like(X),
+    "NaN": _with(math.nan),
+    "infinity": _with(math.inf),
+    "minus infinity": _with(-math.inf),
+}
+
+
+@pytest.mark.parametrize("given", INPUTS)
+def test_losses_are_eager_s(given: str, done: Callable[[Tensor, Tensor], dict[str, Tensor]]) -> None:
+    x = INPUTS[given]
+    for target in (TRUE, (TRUE + 1) % 5, TRUE * 0 + 2):
+        for name, got in done(x, target).items():
+            torch.testing.assert_close(
+                got,
+                FUNCTIONS[name](x, target),
+                rtol=1e-5,
+                atol=1e-5,
+                equal_nan=True,
+                msg=f"{name}: {{}}".format,
+            )
+
+
+def test_an_exported_file_has_them(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    finite = {name: f for name, f in FUNCTIONS.items() if f(X, TRUE).isfinite().all()}
+    export(Model(lambda m, x, t: tuple(f(x, t) for f in finite.values())), path, X, TRUE)
+    for got, function in zip(run(path, X, TRUE), finite.values(), strict=True):
+        torch.testing.assert_close(torch.from_numpy(got), function(X, TRUE), rtol=1e-5, atol=1e-5)
+
+
+def test_what_onnx_has_an_operator_for_is_left_alone() -> None:
+    graph = program_of(Model(lambda m, x, t: F.cross_entropy(x, t, WEIGHT)), X, TRUE).graph
+    assert any(calls(with_stable_forms(graph, (X, TRUE)), FORMS))
