@@ -11,7 +11,7 @@ from ampopt.document.html import to_fragment
 from ampopt.document.markdown import to_markdown
 from ampopt.document.model import Document
 from ampopt.document.text import to_rich
-from ampopt.measure.changes import MISS, SURE_MS, Changes
+from ampopt.measure.changes import MISS, SURE_MS, Changes, is_wrong
 from ampopt.measure.compared_document import MODES, to_document
 from ampopt.measure.report import interval
 from ampopt.measure.sampling import Gain, Measurement
@@ -39,6 +39,11 @@ class ComparedPass:
     gain: Gain | None
     error: float | None
     reason: str = ""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it was timed, and its program gives wrong results."""
+        return self.latency is not None and is_wrong(self.reason)
 
     def told(self) -> str:
         """The row as a cell of a table."""
