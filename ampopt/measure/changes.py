@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ampopt.errors import InputError
+from ampopt.measure.architecture import Architecture
 
 SURE_MS = "sure_ms"
 """The key of an interval that misses the median latency, in ms, with at most `MISS`."""
@@ -110,10 +111,24 @@ def read_baseline(path: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def check_model(then: Mapping[str, Any], model: str) -> None:
-    """Raise InputError if a baseline is of another model."""
+def check_model(then: Mapping[str, Any], model: str, architecture: Architecture | None) -> None:
+    """Raise InputError if a baseline is of another model: of another class, or architecture.
+
+    Where one of the two is not known, as in baselines of earlier versions, the class alone decides.
+    """
     if then["model"] != model:
         raise InputError(f"the baseline is of the model {then['model']}, and this is {model}")
+    had = Architecture.read(then.get("architecture"))
+    if had is None or architecture is None or had == architecture:
+        return
+    raise InputError(
+        f"the baseline is of another {model}: "
+        + (
+            "the classes of its modules, or the names or shapes of its weights, are others"
+            if str(had) == str(architecture)
+            else f"it has {had}, and this one {architecture}"
+        )
+    )
 
 
 def check_lanes(then: Mapping[str, Any], lanes: set[str]) -> None:
@@ -140,7 +155,7 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any], threshold: float) -
     Raises InputError that names what differs, if that is the model, the inputs but for devices, or a lane
     that is no longer there.
     """
-    check_model(then, now["model"])
+    check_model(then, now["model"], Architecture.read(now.get("architecture")))
     check_inputs(then, now["inputs"])
     check_lanes(then, {row["lane"] for row in now["rows"]})
     earlier = {_key(row): row for row in then["rows"]}
@@ -159,18 +174,19 @@ def _change(
     key: tuple[str, str, str], then: Mapping[str, Any] | None, now: Mapping[str, Any] | None, threshold: float
 ) -> Change | None:
     """A row that was measured at least once."""
-    before, after = ((row or {}).get("latency") for row in (then, now))
-    if before is None and after is None:
+    before, after = ((row or {}).get("latency") or {} for row in (then, now))
+    if not before and not after:
         return None
-    then_ms, now_ms = ((timed or {}).get("p50_ms") for timed in (before, after))
     states = _state(then), _state(now)
     if states != ("right", "right"):
         told = then if states[1] == "right" else now
         reason = str((told or {}).get("reason", "there is no such pass"))
-        return Change(*key, _not_compared(*states), then_ms, now_ms, reason=reason)
+        times = before.get("p50_ms"), after.get("p50_ms")
+        return Change(*key, _not_compared(*states), *times, reason=reason)
     (then_low, then_high), (now_low, now_high) = before[SURE_MS], after[SURE_MS]
     low, high = now_low / then_high, now_high / then_low
     outcome: Outcome = "slower" if low > threshold else "faster" if high < 1 / threshold else "no difference"
+    then_ms, now_ms = before["p50_ms"], after["p50_ms"]
     return Change(*key, outcome, then_ms, now_ms, now_ms / then_ms, low, high)
 
 
@@ -199,6 +215,8 @@ def _is_comparison(found: Any) -> bool:
     """Whether JSON data has everything that is read from a baseline."""
     kinds = {"model": str, "inputs": list, "environment": dict, "rows": list}
     if not isinstance(found, dict) or not all(isinstance(found.get(n), kind) for n, kind in kinds.items()):
+        return False
+    if (known := found.get("architecture")) is not None and Architecture.read(known) is None:
         return False
     texts = [*found["inputs"], *found["environment"].values()]
     return all(map(_is_row, found["rows"])) and all(isinstance(text, str) for text in texts)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ampopt.document.html import to_html
 from ampopt.document.markdown import to_markdown
 from ampopt.errors import InputError
+from ampopt.measure.architecture import Architecture
 from ampopt.measure.changes import SURE_MS, changes, check_lanes, read_baseline
 from ampopt.measure.compared import ComparedPass, Comparison
 from ampopt.measure.sampling import Gain, Measurement
@@ -215,6 +216,36 @@ def test_a_baseline_of_something_else_is_refused_with_the_difference(change: Any
         changes({**run().to_dict(), **change}, run().to_dict(), 1.05)
 
 
+SMALL, LARGE = Architecture(8, 3, "a"), Architecture(128, 3, "b")
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "reason"),
+    [
+        (SMALL, LARGE, "another Net: it has 8 parameters in 3 modules, and this one 128 parameters in 3"),
+        (SMALL, Architecture(8, 3, "c"), "another Net: the classes of its modules, or the names or shapes"),
+    ],
+)
+def test_a_baseline_of_another_architecture_is_refused(
+    then: Architecture, now: Architecture, reason: str
+) -> None:
+    old, new = (dataclasses.replace(run(), architecture=each).to_dict() for each in (then, now))
+    with pytest.raises(InputError, match=reason):
+        changes(old, new, 1.05)
+
+
+@pytest.mark.parametrize(("then", "now"), [(None, SMALL), (SMALL, None), (SMALL, SMALL)])
+def test_a_baseline_of_an_earlier_version_is_compared_by_its_class(
+    then: Architecture | None, now: Architecture | None
+) -> None:
+    old, new = (dataclasses.replace(run(), architecture=each).to_dict() for each in (then, now))
+    if then is None:
+        del old["architecture"]
+    assert not changes(old, new, 1.05).regressions
+    with pytest.raises(InputError, match="of the model Other"):
+        changes({**old, "model": "Other"}, new, 1.05)
+
+
 def test_another_device_of_the_inputs_is_none_and_lanes_may_be_asked_for_that_cannot_be_tried() -> None:
     then = {**run().to_dict(), "inputs": ["float32[1, 3, 8, 8] on cuda:0"]}
     assert not changes(then, run().to_dict(), 1.05).regressions
@@ -270,6 +301,8 @@ def broken(path: tuple[Any, ...], value: Any) -> str:
         (broken(("rows", 0, "latency", SURE_MS), [1.0, 10**400]), "is no comparison"),
         (broken(("rows", 0, "lane"), 3), "is no comparison"),
         (broken(("inputs",), [3]), "is no comparison"),
+        (broken(("architecture",), "ResNet"), "is no comparison"),
+        (broken(("architecture",), {"parameters": 3}), "is no comparison"),
         (broken(("environment", "torch"), 3), "is no comparison"),
     ],
 )
