@@ -7,13 +7,14 @@ import json
 import math
 import sys
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import ampopt
+from ampopt.diagnosis.case import Case
 from ampopt.diagnosis.ceilings import Ceilings
 from ampopt.diagnosis.finding import Counterfactual, Finding, milliseconds, ranked
 from ampopt.diagnosis.findings import FINDINGS, cold_calls, cpu_threads, mixed_precision, overflow, redundant
@@ -106,6 +107,43 @@ def test_no_time_for_errors_is_a_note() -> None:
     case.budget = dataclasses.replace(case.budget, seconds=-9.0)
     assert not list(overflow.find(case))
     assert case.untried == [f"errors by layer in the {lane} lane" for lane in ("amp", "fp32")]
+
+
+class Untried(nn.Module):
+    """Has something for every finding that is executed on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.drop = nn.Conv2d(3, 9, 3), nn.BatchNorm2d(9), nn.Dropout(0.5)
+        self.groups, self.scale = nn.Conv2d(9, 9, 3, groups=9), nn.Parameter(torch.ones(9, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.groups(self.drop(self.norm(self.conv(x)))) * (self.scale * 2)
+
+
+NOTHING_TO_EXECUTE = {"graph_break", "host_reads", "mixed_precision", "launch_bound", "tf32", "page_faults"}
+"""Findings without a remedy that is executed here: a graph on a CPU, that was measured before."""
+
+
+@pytest.mark.parametrize("find", FINDINGS, ids=lambda find: find.__module__.rpartition(".")[2])
+def test_whatever_a_finding_has_no_time_for_is_noted_and_not_run(
+    find: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("it was executed")
+
+    monkeypatch.setattr(Case, "counterfactual", refuse)
+    monkeypatch.setattr(cold_calls, "latency", refuse)
+    monkeypatch.setattr(cpu_threads, "usable_cpus", lambda: set(range(4 * torch.get_num_threads())))
+    case = case_of(Untried().eval(), X)
+    elsewhere: Any = ((torch.empty(1, device="meta"),), {})
+    budget = dataclasses.replace(case.budget, seconds=-9.0)
+    case = dataclasses.replace(case, model=Untried().train(), given=elsewhere, budget=budget)
+    for _ in find(case):
+        pass
+    name = find.__module__.rpartition(".")[2]
+    assert bool(case.untried) is (name not in NOTHING_TO_EXECUTE)
+    assert len(set(case.untried)) == len(case.untried)
 
 
 def test_a_first_call_that_was_slow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def find(case: Case) -> Iterator[Finding]:
             "libraries and chooses kernels",
             advice="call the model once before it is needed, with the shapes that will come",
         )
-    if TIMES * (IDLE_S + usual.median) > case.budget.left_s:
+    if not case.has_time(f"calls after {IDLE_S:g} s without one", TIMES * (IDLE_S + 2 * usual.median)):
         return
     call = case.eager()
     sampler = latency(call, case.device, long_s=0.0)  # no untimed call before it: that would end the rest

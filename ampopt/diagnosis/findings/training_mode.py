@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from ampopt.diagnosis.case import Case, eager_call
+from ampopt.diagnosis.case import Case, eager_call, trial_s
 from ampopt.diagnosis.finding import Finding, saved
 from ampopt.ir.lanes import FP32
 from ampopt.ir.model_copy import exact_copy
@@ -29,7 +29,7 @@ def find(case: Case) -> Iterator[Finding]:
             continue
         as_it_is = exact_copy(case.model).to(case.device)
         ran = None
-        if case.has_time(case.latency["fp32"].median):
+        if case.has_time("after model.eval()", trial_s(case.latency["fp32"].median)):
             before = eager_call(as_it_is, case.args, case.kwargs, case.device, FP32)
             ran = case.counterfactual("after model.eval()", before, case.eager())
         count = f"{len(found)} modules are" if len(found) > 1 else f"{found[0]} is"
