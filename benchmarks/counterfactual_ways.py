@@ -71,13 +71,15 @@ class Run:
 def ways_of(finding: Mapping[str, Any]) -> tuple[Way, Way] | None:
     """How a finding's "before" and "after" are measured by themselves; None where nobody knows."""
     name, lane = finding["name"], finding["lane"]
+    change = (finding.get("counterfactual") or {}).get("change", "")
     plain = Way(lane)
     if name == "amp-pays":
         return Way("fp32"), Way("amp")
     if name in ("amp-harmful", "amp-useless"):
         return plain, Way("fp32")
-    if name.endswith("-in-training-mode"):
-        return Way(lane, "as given"), plain
+    if name.endswith(_TRAINING):
+        kind = Way(lane, "one kind evaluated", name.removesuffix(_TRAINING))
+        return Way(lane, "as given"), kind if change.endswith("alone") else plain
     if name == "input-on-another-device":
         return Way(lane, "inputs copied"), plain
     if name == "page-faults":
@@ -97,6 +99,8 @@ def ways_of(finding: Mapping[str, Any]) -> tuple[Way, Way] | None:
     remedy = _OF_CALLS.get(name)
     return None if remedy is None else (plain, Way(lane, remedy))
 
+
+_TRAINING = "-in-training-mode"
 
 _OF_CALLS = {
     "memory-layout": "channels_last",
@@ -118,7 +122,7 @@ def prepared(way: Way, model: nn.Module, inputs: Inputs) -> Run:
     """The way as calls, in a process that does nothing else: flags are set for good. `model` is its own."""
     if way.remedy == "threads":
         torch.set_num_threads(int(way.of))
-    if way.remedy != "as given":
+    if way.remedy not in ("as given", "one kind evaluated"):
         model.eval()
     home = next(model.parameters()).device
     if home.type == "cuda":
@@ -202,6 +206,15 @@ def _as_it_is(_: Way, model: nn.Module, inputs: Inputs) -> Changed:
 
 def _channels_last(_: Way, model: nn.Module, inputs: Inputs) -> Changed:
     return model.to(memory_format=torch.channels_last), pytree.tree_map_only(Tensor, as_channels_last, inputs)
+
+
+def _one_kind_evaluated(way: Way, model: nn.Module, inputs: Inputs) -> Changed:
+    """The batch norms, or the dropouts, in evaluation mode, and all else as it is."""
+    classes = {"batch-norm": nn.modules.batchnorm._BatchNorm, "dropout": nn.modules.dropout._DropoutNd}
+    for module in model.modules():
+        if isinstance(module, classes[way.of]):
+            module.eval()
+    return model, inputs
 
 
 def _folded(_: Way, model: nn.Module, inputs: Inputs) -> Changed:
@@ -296,6 +309,7 @@ REMEDIES: dict[str, Callable[[Way, nn.Module, Inputs], Changed]] = {
     "heap given back": _as_it_is,
     "CUDA graph": _as_it_is,
     "channels_last": _channels_last,
+    "one kind evaluated": _one_kind_evaluated,
     "folded": _folded,
     "under autocast": _as_it_is,
     "with other groups": _other_groups,

@@ -114,6 +114,24 @@ def test_the_findings_of_a_diagnosis_have_ways() -> None:
     assert ways_of({**told, "name": "new"}) is None
 
 
+def test_a_kind_in_training_mode_is_evaluated_as_the_diagnosis_did() -> None:
+    told: dict[str, Any] = {"lane": "fp32", "name": "dropout-in-training-mode"}
+    alone = {"change": "after eval() of its dropouts alone"}
+    given, dropouts = Way("fp32", "as given"), Way("fp32", "one kind evaluated", "dropout")
+    assert ways_of({**told, "counterfactual": {"change": "after model.eval()"}}) == (given, Way("fp32"))
+    assert ways_of({**told, "counterfactual": alone}) == (given, dropouts)
+    modes = {}
+    for way in (given, dropouts, Way("fp32")):
+        model = small().train()
+        prepared(way, model, (torch.randn(2, 3, 16, 16),))
+        modes[way.remedy] = [model[1].training, model[4].training]  # type: ignore[index]
+    assert modes == {
+        "as given": [True, True],
+        "one kind evaluated": [True, False],
+        "as it is": [False, False],
+    }
+
+
 @pytest.mark.parametrize("name", PLANTED)
 @torch.no_grad()
 def test_planted_faults_are_networks_that_run(name: str) -> None:
