@@ -153,6 +153,13 @@ def test_a_first_call_that_was_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the first call took 1000 ms, 100 times a later one" in found.says
 
 
+def test_a_first_call_of_less_than_a_millisecond_has_its_time() -> None:
+    case = case_of(several_kinds(), X, latency_ms={"fp32": 0.02})
+    case.first_call_s, case.budget = 1.6e-4, dataclasses.replace(case.budget, seconds=-9.0)
+    (found,) = cold_calls.find(case)
+    assert "the first call took 0.16 ms, 8 times a later one" in found.says
+
+
 class Doubled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from ampopt.diagnosis.case import Case
-from ampopt.diagnosis.finding import Counterfactual, Finding
+from ampopt.diagnosis.finding import Counterfactual, Finding, milliseconds
 from ampopt.measure.clocks import latency
 from ampopt.measure.sampling import Measurement, gain
 
@@ -29,7 +29,7 @@ def find(case: Case) -> Iterator[Finding]:
         ratio = case.first_call_s / usual.median
         yield Finding(
             "slow-first-call",
-            f"the first call took {1e3 * case.first_call_s:.0f} ms, {ratio:.0f} times a later one: it loads "
+            f"the first call took {milliseconds(case.first_call_s)} ms, {ratio:.0f} times a later one: it loads "
             "libraries and chooses kernels",
             advice="call the model once before it is needed, with the shapes that will come",
         )
@@ -48,7 +48,7 @@ def find(case: Case) -> Iterator[Finding]:
     if found.is_real and found.ratio >= WORTH:
         yield Finding(
             "slow-after-idling",
-            f"a call after {IDLE_S:g} s without one takes {1e3 * rested.median:.3g} ms: caches, clocks or "
+            f"a call after {IDLE_S:g} s without one takes {milliseconds(rested.median)} ms: caches, clocks or "
             "threads have gone to rest",
             advice="measure at the rate of your camera, not in a loop; ampopt verify --hz does",
             share=0.0,
