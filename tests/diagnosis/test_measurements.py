@@ -17,11 +17,12 @@ from ampopt.diagnosis.accuracy import layer_errors
 from ampopt.diagnosis.ceilings import measure_ceilings
 from ampopt.diagnosis.examine import measure
 from ampopt.diagnosis.findings import host_reads
-from ampopt.diagnosis.layers import layers_of, without_tensor_cores, works
+from ampopt.diagnosis.layers import layers_of, without_tensor_cores
 from ampopt.diagnosis.operators import Kernel, Spent, least_disturbed, profiled
 from ampopt.diagnosis.sweep import BatchRow, of_batch, pays_from, sweep
 from ampopt.diagnosis.trace import write_trace
 from ampopt.diagnosis.watch import watch
+from ampopt.diagnosis.work import works
 from ampopt.ir.beside import accumulated, observe
 from ampopt.ir.graph import calls
 from ampopt.ir.lanes import FP32
@@ -64,7 +65,9 @@ def test_what_bounds_a_layer() -> None:
     found = works(program_of(nn.Conv2d(3, 8, 3).eval(), X))
     (name,) = found
     kernels = (Kernel("gemm", 1e-3), Kernel("permute", 1e-3))
-    slow = layers_of(found, {"fp32": {name: Spent(2e-3, kernels)}}, {"fp32": torch.float32}, CEILINGS)[0]
+    slow = layers_of(
+        {"fp32": found}, {"fp32": {name: Spent(2e-3, kernels)}}, {"fp32": torch.float32}, CEILINGS
+    )[0]
     assert slow.bounds == {"fp32": "launch"}  # 2 µs; 0.9 µs of arithmetic; 1 µs of bytes
     assert slow.reached["fp32"] == pytest.approx(1e-3)
     told = slow.to_dict()["lanes"]["fp32"]
@@ -105,7 +108,7 @@ def test_layers_without_tensor_cores_are_told() -> None:
     convs = [name for name, work in found.items() if work.flops]
     kernels = dict(zip(convs, ("implicit_convolve_sgemm", "s16816gemm"), strict=True))
     spent = {name: Spent(1e-3, (Kernel(kernels[name], 1e-3),) if name in kernels else ()) for name in found}
-    layers = layers_of(found, {"amp": spent}, {"amp": torch.float16}, CEILINGS)
+    layers = layers_of({"amp": found}, {"amp": spent}, {"amp": torch.float16}, CEILINGS)
     assert [layer.tensor_cores("amp") for layer in layers] == [False, None, True]
     note = without_tensor_cores(layers, "amp")
     assert note is not None

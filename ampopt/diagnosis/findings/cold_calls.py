@@ -29,8 +29,8 @@ def find(case: Case) -> Iterator[Finding]:
         ratio = case.first_call_s / usual.median
         yield Finding(
             "slow-first-call",
-            f"the first call took {milliseconds(case.first_call_s)} ms, {ratio:.0f} times a later one: it loads "
-            "libraries and chooses kernels",
+            f"the first call took {milliseconds(case.first_call_s)} ms, {ratio:.0f} times a later one: it "
+            "loads libraries and chooses kernels",
             advice="call the model once before it is needed, with the shapes that will come",
         )
     if not case.has_time(f"calls after {IDLE_S:g} s without one", TIMES * (IDLE_S + 2 * usual.median)):
@@ -48,8 +48,8 @@ def find(case: Case) -> Iterator[Finding]:
     if found.is_real and found.ratio >= WORTH:
         yield Finding(
             "slow-after-idling",
-            f"a call after {IDLE_S:g} s without one takes {milliseconds(rested.median)} ms: caches, clocks or "
-            "threads have gone to rest",
+            f"a call after {IDLE_S:g} s without one takes {milliseconds(rested.median)} ms: caches, clocks "
+            "or threads have gone to rest",
             advice="measure at the rate of your camera, not in a loop; ampopt verify --hz does",
             share=0.0,
             counterfactual=Counterfactual("right after another call", rested, warm, found),
