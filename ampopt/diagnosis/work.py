@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from ampopt.diagnosis.flops import own_flops
 from ampopt.ir.graph import arguments, is_constant
 from ampopt.ir.origin import origins_of
 from ampopt.ir.own_autocast import own_scope
@@ -26,12 +27,16 @@ _TABLES = {
 _UNREAD = ("copy", *(f"{kind}_like" for kind in ("empty", "full", "ones", "rand", "randn", "zeros")))
 """The operators that read nothing of `self` but its shape."""
 
+_PARAMETER = "p_"
+"""The beginning of the names that `torch.export` gives to parameters; those of buffers begin otherwise."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Work:
     """What an operator computes and moves in one call.
 
-    `flops` are those of products and convolutions, as `torch.utils.flop_counter` counts them; `moved` are the
+    `parameters` are the elements of the model's parameters that no operator before it reads. `flops` are
+    those of products and convolutions, as `torch.utils.flop_counter` and `flops` count them; `moved` are the
     bytes of everything that it reads and writes at least, 0 for a view, and `floats` those of them that are
     in FP32.
     """
@@ -73,6 +78,7 @@ class _Works(fx.Interpreter):
     def __init__(self, program: Program, counter: FlopCounterMode) -> None:
         super().__init__(program.graph)
         self._device, self._counter = program.device, counter
+        self._counted: set[int] = set()
         self.found: dict[str, Work] = {}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -86,6 +92,7 @@ class _Works(fx.Interpreter):
         is_operator = isinstance(n.target, torch._ops.OpOverload)
         values = fx.node.map_arg(arguments(n), lambda own: self.env[own]) if is_operator else {}
         given, taken = _tensors(result), _tensors([self.env[source] for source in n.all_input_nodes])
+        own = own_flops(operator, values, given[0]) if given else None
         origin = next(iter(origins_of(n)), None)
         memory = _moved(given, taken, _partly_read(operator, values, given))
         self.found[n.name] = Work(
@@ -93,12 +100,22 @@ class _Works(fx.Interpreter):
             module=origin.module if origin else "",
             source=origin.source if origin else "",
             shape=tuple(given[0].shape) if given else (),
-            parameters=sum(self.env[source].numel() for source in n.all_input_nodes if is_constant(source)),
-            flops=counted,
+            parameters=self._new_parameters(n),
+            flops=counted if own is None else own,
             moved=sum(memory.values()),
             floats=memory.get(torch.float32, 0),
         )
         return result
+
+    def _new_parameters(self, node: fx.Node) -> int:
+        """The elements of the parameters that a call reads first; one that is shared is one."""
+        found = 0
+        for source in filter(is_constant, node.all_input_nodes):
+            weight = self.env[source]
+            if str(source.target).startswith(_PARAMETER) and weight.data_ptr() not in self._counted:
+                self._counted.add(weight.data_ptr())
+                found += weight.numel()
+        return found
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ampopt.diagnosis.layers import layers_of
 from ampopt.diagnosis.operators import Spent
@@ -123,3 +125,88 @@ def test_a_program_of_another_dtype_moves_less_of_what_is_fp32() -> None:
     found = work_of("index", Model(lambda m, x, i: x[i]), torch.randn(100, 8), ROWS)
     assert found.moved == 2 * 8 * 32 + INDEX_BYTES
     assert found.moved_in(torch.float16) == 8 * 32 + INDEX_BYTES
+
+
+Q, K = torch.randn(2, 4, 128, 64), torch.randn(2, 2, 32, 64)
+
+
+@pytest.mark.parametrize(
+    ("operator", "model", "inputs", "madds"),
+    [
+        ("lstm", nn.LSTM(64, 32), (torch.randn(50, 2, 64),), 100 * 4 * 32 * (64 + 32)),
+        ("lstm", nn.LSTM(64, 32, batch_first=True), (torch.randn(2, 50, 64),), 100 * 4 * 32 * (64 + 32)),
+        ("lstm", nn.LSTM(64, 32), (torch.randn(50, 64),), 50 * 4 * 32 * (64 + 32)),
+        (
+            "lstm",
+            nn.LSTM(8, 16, 2, bidirectional=True, proj_size=4),
+            (torch.randn(5, 2, 8),),
+            10 * 2 * 2 * (4 * 16 * (8 + 4) + 4 * 16),
+        ),
+        (
+            "lstm",
+            nn.LSTM(8, 16, 2, bidirectional=True, bias=False),
+            (torch.randn(5, 2, 8),),
+            10 * 2 * 4 * 16 * ((8 + 16) + (32 + 16)),
+        ),
+        ("gru", nn.GRU(64, 32), (torch.randn(50, 2, 64),), 100 * 3 * 32 * (64 + 32)),
+        ("rnn_tanh", nn.RNN(64, 32), (torch.randn(50, 2, 64),), 100 * 32 * (64 + 32)),
+        ("rnn_relu", nn.RNN(64, 32, nonlinearity="relu"), (torch.randn(5, 2, 64),), 10 * 32 * (64 + 32)),
+        (
+            "scaled_dot_product_attention",
+            Model(lambda m, q: F.scaled_dot_product_attention(q, q, q)),
+            (Q,),
+            2 * 2 * 4 * 128 * 128 * 64,
+        ),
+        (
+            "scaled_dot_product_attention",
+            Model(lambda m, q, k: F.scaled_dot_product_attention(q, k, k[..., :16], enable_gqa=True)),
+            (Q, K),
+            2 * 4 * 128 * 32 * (64 + 16),
+        ),
+        ("matmul", Model(lambda m, x, w: w @ x), (torch.randn(64), torch.randn(32, 64)), 32 * 64),
+        ("matmul", Model(lambda m, x: x @ x), (torch.randn(64),), 64),
+        ("mv", Model(lambda m, x, w: torch.mv(w, x)), (torch.randn(64), torch.randn(32, 64)), 32 * 64),
+        ("dot", Model(lambda m, x: torch.dot(x, x)), (torch.randn(64),), 64),
+        ("bilinear", nn.Bilinear(8, 6, 4), (torch.randn(2, 8), torch.randn(2, 6)), 2 * 4 * 8 * 6),
+    ],
+)
+def test_operators_that_pytorchs_counter_does_not_know_have_their_products(
+    operator: str, model: nn.Module, inputs: tuple[Tensor, ...], madds: int
+) -> None:
+    assert work_of(operator, model, *inputs).madds == madds
+
+
+@pytest.mark.parametrize(
+    ("operator", "model", "inputs"),
+    [
+        ("matmul", Model(lambda m, x: x @ x.transpose(-1, -2)), (Q,)),
+        ("matmul", Model(lambda m, x: x @ x[0, 0].t()), (Q,)),
+        ("gru", nn.GRU(8, 16, 2, bidirectional=True), (torch.randn(5, 2, 8),)),
+        ("rnn_tanh", nn.RNN(8, 16, 2), (torch.randn(5, 2, 8),)),
+    ],
+)
+def test_where_both_count_they_agree(operator: str, model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.eval()(*inputs)
+    assert work_of(operator, model, *inputs).flops == counter.get_total_flops()
+
+
+class Shared(nn.Module):
+    """Two layers with one weight, a layer that is called twice, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.other.weight = self.one.weight
+        self.register_buffer("mask", torch.ones(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(self.other(self.one(self.norm(x)))) * self.mask  # type: ignore[no-any-return]
+
+
+def test_parameters_are_those_of_the_model_once_and_no_buffers() -> None:
+    model = Shared().eval()
+    found = works(program_of(model, torch.randn(4, 8))).values()
+    assert sum(work.parameters for work in found) == sum(weight.numel() for weight in model.parameters())
+    assert [work.parameters for work in found if work.operator == "linear"] == [72, 8, 0]
+    assert [work.parameters for work in found if work.operator in ("batch_norm", "mul")] == [16, 0]
