@@ -85,7 +85,8 @@ def ways_of(finding: Mapping[str, Any]) -> tuple[Way, Way] | None:
     if name == "page-faults":
         return Way(lane, "heap given back"), plain
     if name == "slow-after-idling":
-        return Way(lane, "after idling"), Way(lane, "second after idling")
+        after = "in one thread after idling" if change.startswith("in one thread") else "second after idling"
+        return Way(lane, "after idling"), Way(lane, after)
     if name == "misaligned-channels":
         module = finding["places"][0].partition(",")[0]
         return Way(lane, "alone", module), Way(lane, "alone and padded", module)
@@ -122,6 +123,8 @@ def prepared(way: Way, model: nn.Module, inputs: Inputs) -> Run:
     """The way as calls, in a process that does nothing else: flags are set for good. `model` is its own."""
     if way.remedy == "threads":
         torch.set_num_threads(int(way.of))
+    if way.remedy == "in one thread after idling":
+        torch.set_num_threads(1)
     if way.remedy not in ("as given", "one kind evaluated"):
         model.eval()
     home = next(model.parameters()).device
@@ -303,6 +306,7 @@ REMEDIES: dict[str, Callable[[Way, nn.Module, Inputs], Changed]] = {
     "inputs copied": _as_it_is,
     "after idling": _as_it_is,
     "second after idling": _as_it_is,
+    "in one thread after idling": _as_it_is,
     "threads": _as_it_is,
     "TF32": _as_it_is,
     "searched": _as_it_is,

@@ -6,7 +6,9 @@ import dataclasses
 import json
 import math
 import sys
+import time
 import warnings
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
@@ -158,6 +160,61 @@ def test_a_first_call_of_less_than_a_millisecond_has_its_time() -> None:
     case.first_call_s, case.budget = 1.6e-4, dataclasses.replace(case.budget, seconds=-9.0)
     (found,) = cold_calls.find(case)
     assert "the first call took 0.16 ms, 8 times a later one" in found.says
+
+
+def idling(
+    monkeypatch: pytest.MonkeyPatch, threads: int, *, one_thread_ms: float, pause_costs: bool = True
+) -> tuple[list[Finding], list[int]]:
+    """The findings where a call takes 5 ms, 10 after a pause, or then in one thread `one_thread_ms`."""
+    rested, seen = [False], []
+
+    def sampler(*_: Any, **__: Any) -> Callable[[], float]:
+        def sample() -> float:
+            was_rested, rested[0] = rested[0] and pause_costs, False
+            seen.append(torch.get_num_threads())
+            slow = one_thread_ms if threads > 1 and torch.get_num_threads() == 1 else 10.0
+            return 1e-3 * (slow if was_rested else 5.0)
+
+        return sample
+
+    def sleep(_: float) -> None:
+        rested[0] = True
+
+    monkeypatch.setattr(cold_calls, "latency", sampler)
+    monkeypatch.setattr(time, "sleep", sleep)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = list(cold_calls.find(case_of(nn.ReLU(), X, latency_ms={"fp32": 5})))
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    return found, seen
+
+
+def test_after_a_pause_one_thread_may_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,), seen = idling(monkeypatch, 2, one_thread_ms=6.8)
+    assert set(seen) == {1, 2}
+    assert found.says.startswith("a call after 0.3 s without one takes 10 ms, and 5 right after another: ")
+    assert str(found.counterfactual).startswith(
+        "in one thread after the same pause, a call takes 6.8 ms instead of 10 (1.47x"
+    )
+    assert found.advice.startswith("torch.set_num_threads(1) where calls are rare; measure at the rate")
+
+
+@pytest.mark.parametrize(("threads", "one_thread_ms"), [(2, 9.0), (2, 12.0), (1, 6.8)])
+def test_where_one_thread_is_not_certainly_faster_a_pause_is_compared_with_none(
+    threads: int, one_thread_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (found,), seen = idling(monkeypatch, threads, one_thread_ms=one_thread_ms)
+    assert set(seen) == {1, threads}
+    assert str(found.counterfactual).startswith("right after another call, a call takes 5 ms instead of 10")
+    assert found.says.endswith("caches, clocks or threads have gone to rest")
+    assert "set_num_threads" not in found.advice
+
+
+def test_where_a_pause_costs_nothing_no_other_threads_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert idling(monkeypatch, 2, one_thread_ms=1.0, pause_costs=False)[0] == []
 
 
 class Doubled(nn.Module):
