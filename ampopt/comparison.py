@@ -17,6 +17,7 @@ from ampopt.ir.model_copy import device_of
 from ampopt.ir.outside import keeps_variables
 from ampopt.ir.signature import describe, flatten_call
 from ampopt.ir.transform import Pass
+from ampopt.measure.architecture import architecture_of
 from ampopt.measure.compared import ComparedPass, Comparison
 from ampopt.measure.fault_check import Faults
 from ampopt.measure.verify import Verifier
@@ -103,7 +104,7 @@ def compare(
         refuse_more(more)
         given = {} if example_kwargs is None else example_kwargs
         original, args, kwargs, _ = prepare_call(model, example_inputs, given, device)
-        where = device_of(original, flatten_call(args, kwargs)[0])
+        where, architecture = device_of(original, flatten_call(args, kwargs)[0]), architecture_of(original)
         try:
             captured = capture(original, args, kwargs, where)
         except CaptureError as error:
@@ -135,10 +136,18 @@ def compare(
         comparer.run()
     inputs = tuple(describe(t) for t in captured.program.examples)
     notes += comparer.notes()
-    rows, name = comparer.rows(), type(original).__name__
+    rows = comparer.rows()
     del comparer, store, ahead
     release(where)
-    return Comparison(name, environment(where), inputs, rows, time.perf_counter() - started, tuple(notes))
+    return Comparison(
+        model=type(original).__name__,
+        environment=environment(where),
+        inputs=inputs,
+        rows=rows,
+        seconds=time.perf_counter() - started,
+        notes=tuple(notes),
+        architecture=architecture,
+    )
 
 
 def known_choices(captured: Captured, options: Options) -> dict[tuple[str, str], Pass]:

@@ -71,19 +71,22 @@ class Run:
 def ways_of(finding: Mapping[str, Any]) -> tuple[Way, Way] | None:
     """How a finding's "before" and "after" are measured by themselves; None where nobody knows."""
     name, lane = finding["name"], finding["lane"]
+    change = (finding.get("counterfactual") or {}).get("change", "")
     plain = Way(lane)
     if name == "amp-pays":
         return Way("fp32"), Way("amp")
     if name in ("amp-harmful", "amp-useless"):
         return plain, Way("fp32")
-    if name.endswith("-in-training-mode"):
-        return Way(lane, "as given"), plain
+    if name.endswith(_TRAINING):
+        kind = Way(lane, "one kind evaluated", name.removesuffix(_TRAINING))
+        return Way(lane, "as given"), kind if change.endswith("alone") else plain
     if name == "input-on-another-device":
         return Way(lane, "inputs copied"), plain
     if name == "page-faults":
         return Way(lane, "heap given back"), plain
     if name == "slow-after-idling":
-        return Way(lane, "after idling"), Way(lane, "second after idling")
+        after = "in one thread after idling" if change.startswith("in one thread") else "second after idling"
+        return Way(lane, "after idling"), Way(lane, after)
     if name == "misaligned-channels":
         module = finding["places"][0].partition(",")[0]
         return Way(lane, "alone", module), Way(lane, "alone and padded", module)
@@ -97,6 +100,8 @@ def ways_of(finding: Mapping[str, Any]) -> tuple[Way, Way] | None:
     remedy = _OF_CALLS.get(name)
     return None if remedy is None else (plain, Way(lane, remedy))
 
+
+_TRAINING = "-in-training-mode"
 
 _OF_CALLS = {
     "memory-layout": "channels_last",
@@ -118,7 +123,9 @@ def prepared(way: Way, model: nn.Module, inputs: Inputs) -> Run:
     """The way as calls, in a process that does nothing else: flags are set for good. `model` is its own."""
     if way.remedy == "threads":
         torch.set_num_threads(int(way.of))
-    if way.remedy != "as given":
+    if way.remedy == "in one thread after idling":
+        torch.set_num_threads(1)
+    if way.remedy not in ("as given", "one kind evaluated"):
         model.eval()
     home = next(model.parameters()).device
     if home.type == "cuda":
@@ -202,6 +209,15 @@ def _as_it_is(_: Way, model: nn.Module, inputs: Inputs) -> Changed:
 
 def _channels_last(_: Way, model: nn.Module, inputs: Inputs) -> Changed:
     return model.to(memory_format=torch.channels_last), pytree.tree_map_only(Tensor, as_channels_last, inputs)
+
+
+def _one_kind_evaluated(way: Way, model: nn.Module, inputs: Inputs) -> Changed:
+    """The batch norms, or the dropouts, in evaluation mode, and all else as it is."""
+    classes = {"batch-norm": nn.modules.batchnorm._BatchNorm, "dropout": nn.modules.dropout._DropoutNd}
+    for module in model.modules():
+        if isinstance(module, classes[way.of]):
+            module.eval()
+    return model, inputs
 
 
 def _folded(_: Way, model: nn.Module, inputs: Inputs) -> Changed:
@@ -290,12 +306,14 @@ REMEDIES: dict[str, Callable[[Way, nn.Module, Inputs], Changed]] = {
     "inputs copied": _as_it_is,
     "after idling": _as_it_is,
     "second after idling": _as_it_is,
+    "in one thread after idling": _as_it_is,
     "threads": _as_it_is,
     "TF32": _as_it_is,
     "searched": _as_it_is,
     "heap given back": _as_it_is,
     "CUDA graph": _as_it_is,
     "channels_last": _channels_last,
+    "one kind evaluated": _one_kind_evaluated,
     "folded": _folded,
     "under autocast": _as_it_is,
     "with other groups": _other_groups,

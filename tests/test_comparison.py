@@ -19,6 +19,7 @@ from ampopt.cli.app import run
 from ampopt.errors import InputError
 from ampopt.ir.program import Program
 from ampopt.ir.transform import Result
+from ampopt.measure.architecture import Architecture, architecture_of
 from ampopt.measure.compared import MODES
 from ampopt.measure.sampling import Measurement
 from ampopt.passes import PIPELINE
@@ -58,6 +59,7 @@ def test_a_comparison_is_json_and_a_table() -> None:
     data = json.loads(json.dumps(found.to_dict()))
     assert len(data["rows"]) == len(found.rows)
     assert data["inputs"] == ["float32[2, 3, 8, 8] on cpu"]
+    assert Architecture.read(data["architecture"]) == architecture_of(net())
     text = str(found)
     assert "| pass | alone | cumulative | left out |" in text
     for row in found.rows:

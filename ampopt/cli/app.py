@@ -38,6 +38,7 @@ from ampopt.document.render import to_json
 from ampopt.errors import InputError, VerificationError
 from ampopt.ir.precisions import names_of
 from ampopt.measure import changes
+from ampopt.measure.architecture import architecture_of
 from ampopt.system import cache_folder
 from ampopt.system.standard_streams import lasting_streams
 
@@ -104,7 +105,10 @@ def run(
         sizes = ranges(dynamic)
         loaded, args, kwargs, where = model_and_call(*source)
         if then is not None:
-            changes.check_model(then, type(loaded).__name__)
+            from ampopt.ir.arguments import as_module
+
+            module, _ = as_module(loaded)
+            changes.check_model(then, type(module).__name__, architecture_of(module))
             if args or kwargs:
                 from ampopt.ir.signature import describe, flatten_call
 

@@ -93,9 +93,13 @@ class Case:
         """The captured graph as a lane starts with it."""
         return None if self.program is None else lane.start(self.program)
 
-    def has_time(self, call_s: float) -> bool:
-        """Whether the budget has room for one more counterfactual of calls of this many seconds."""
-        return max(SECONDS, 2 * (LEAST + 2) * call_s) < self.budget.left_s
+    def has_time(self, what: str, seconds: float) -> bool:
+        """Whether the budget has room for what takes this many seconds; noted, once, where it has not."""
+        if seconds < self.budget.left_s:
+            return True
+        if what not in self.untried:
+            self.untried.append(what)
+        return False
 
     def note_once(self, note: str) -> None:
         """Add a note that each lane would make."""
@@ -104,8 +108,7 @@ class Case:
 
     def read_usage(self, lane: str, call: Callable[[], object], call_s: float) -> None:
         """Read the clocks, the power and the energy of calls that take so many seconds."""
-        if not self.has_time(call_s):
-            self.untried.append(f"the power of a call in {lane}")
+        if not self.has_time(f"the power of a call in {lane}", trial_s(call_s)):
             return
         try:
             found = usage_of(call, self.device)
@@ -203,8 +206,8 @@ class Case:
         """Make both ways and time them; what fails, does not help or has no time is noted."""
         if lane.name not in self.latency:
             return None
-        if not self.has_time(self.latency[lane.name].median):
-            self.untried.append(f"{change} in the {lane.name} lane")
+        needed_s = trial_s(self.latency[lane.name].median)
+        if not self.has_time(f"{change} in the {lane.name} lane", needed_s):
             return None
         try:
             if (both := make()) is None:
@@ -217,6 +220,11 @@ class Case:
         if not ran.helps:
             self.notes.append(f"tried in the {lane.name} lane, not certainly faster: {ran}")
         return ran
+
+
+def trial_s(call_s: float) -> float:
+    """Seconds that a counterfactual of calls of this many seconds takes."""
+    return max(SECONDS, 2 * (LEAST + 2) * call_s)
 
 
 def _run_of(program: Program) -> Callable[[], object]:

@@ -138,14 +138,14 @@ def _layers(found: Diagnosis) -> Iterator[Section]:
 def _row(layer: Layer, lanes: list[str]) -> tuple[Cell, ...]:
     first, work = lanes[0], layer.work
     seconds = layer.seconds(first)
-    bound = layer.bounds.get(first, "–")
+    bound, moved = layer.bounds.get(first, "–"), layer.moved.get(first, work.moved)
     return (
         *(Cell(layer.name), Cell(work.place), Cell("x".join(map(str, work.shape)))),
         *(_time(layer, lane) for lane in lanes),
         Cell(str(work.parameters), work.parameters),
         Cell(f"{work.madds / 1e6:.4g}", work.madds),
-        Cell(f"{work.moved / 1e6:.4g}", work.moved),
-        _rate(work.moved / 1e9, seconds),
+        Cell(f"{moved / 1e6:.4g}", moved),
+        _rate(moved / 1e9, seconds),
         _rate(work.flops / 1e12, seconds),
         Cell(bound, tone=BOUND_TONES.get(bound, "plain")),
         Cell(f"{layer.reached.get(first, 0.0):.0%}", layer.reached.get(first, 0.0)),

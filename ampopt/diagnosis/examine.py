@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from ampopt.diagnosis.case import Case, eager_call, trained_as
 from ampopt.diagnosis.finding import Finding, ranked
 from ampopt.diagnosis.findings import FINDINGS
-from ampopt.diagnosis.layers import layers_of, without_tensor_cores, works
+from ampopt.diagnosis.layers import layers_of, without_tensor_cores
 from ampopt.diagnosis.operators import Spent, profiled
+from ampopt.diagnosis.work import works
 from ampopt.engines.graph_capture import ReplayedProgram
 from ampopt.errors import AmpoptError, CaptureError, InputError, first_line
 from ampopt.ir.capture import capture
-from ampopt.ir.lanes import Lane
+from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.narrow_convs import why_it_may_crash
 from ampopt.measure.clocks import device_time, latency, seconds_once_loaded
 from ampopt.measure.sampling import Sampler, interleave
@@ -161,6 +162,8 @@ def _time_operators(case: Case, tell: Progress) -> None:
                 "machine disturbed them"
             )
     dtypes = {name: case.lanes[name].dtype for name in spent}
-    case.layers = layers_of(works(case.program), spent, dtypes, case.ceilings)
+    lanes = {FP32.name: FP32, **{name: case.lanes[name] for name in spent}}
+    done = {name: works(lane.start(case.program)) for name, lane in lanes.items()}
+    case.layers = layers_of(done, spent, dtypes, case.ceilings)
     mixed = [name for name in spent if case.lanes[name].is_mixed]
     case.notes += [note for name in mixed if (note := without_tensor_cores(case.layers, name))]

@@ -41,6 +41,11 @@ class HostRead:
     seconds: float = 0.0
     is_copy: bool = False
 
+    @property
+    def key(self) -> tuple[str, str, str, bool]:
+        """What it has in common with the same line's reads in other calls."""
+        return self.what, self.place, self.module, self.is_own
+
 
 class HostReads:
     """Notes what the host waits for, and copies between devices, in a `with` block inside a call of `within`.

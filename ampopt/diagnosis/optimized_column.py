@@ -73,9 +73,14 @@ def with_column(
             longest = max(among, key=lambda layer: layer.seconds("fp32"))
             rows.setdefault(longest.name, []).append(kernel)
     return tuple(
-        bounded(layer, OPTIMIZED, _spent(rows[layer.name]), dtype, ceilings) if layer.name in rows else layer
+        _with(layer, _spent(rows[layer.name]), ceilings, dtype) if layer.name in rows else layer
         for layer in layers
     )
+
+
+def _with(layer: Layer, spent: Spent, ceilings: Ceilings, dtype: torch.dtype) -> Layer:
+    """A layer with its kernels, which move at least what the operator would if FP32 were `dtype`."""
+    return bounded(layer, OPTIMIZED, spent, layer.work.moved_in(dtype), dtype, ceilings)
 
 
 def _spent(kernels: Sequence[OwnKernel]) -> Spent:

@@ -10,19 +10,30 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from ampopt.errors import InputError
+from ampopt.measure.architecture import Architecture
 
 SURE_MS = "sure_ms"
 """The key of an interval that misses the median latency, in ms, with at most `MISS`."""
 
 MISS = 0.025
 
-Outcome = Literal["slower", "faster", "no difference", "fails now", "only then", "only now"]
+WITHOUT = "(without it: "
+"""The beginning of the reason in rows whose own program is right, and the one without the pass is not."""
+
+Outcome = Literal["slower", "faster", "no difference", "fails now", "fails in both", "only then", "only now"]
+
+State = Literal["right", "wrong", "failed", "not measured"]
+
+
+def is_wrong(reason: str) -> bool:
+    """Whether the reason of a row that was timed says that its program gives wrong results."""
+    return bool(reason) and not reason.startswith(WITHOUT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +57,8 @@ class Changes:
     """The rows of two runs, and what differs between their environments.
 
     A row is slower, or faster, where its whole interval is beyond `threshold`, a factor of 1 or more. The
-    gate is closed by rows that are slower, and by those that were measured then and fail now.
+    gate is closed by rows that are slower, and by those that were measured then and fail now: there is no
+    program, or a wrong one. The time of a wrong program is compared with nothing.
     """
 
     rows: tuple[Change, ...]
@@ -60,7 +72,7 @@ class Changes:
 
     @property
     def compared(self) -> tuple[Change, ...]:
-        """The rows that were measured then, and now were measured or failed: without any there is no gate."""
+        """The rows that were right then, and now are timed or fail: without any there is no gate."""
         return tuple(row for row in self.rows if row.ratio is not None or row.outcome == "fails now")
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,15 +103,32 @@ def read_baseline(path: Path) -> dict[str, Any]:
             f"--baseline {path} is no comparison: give what `ampopt compare --json` or `--report x.json` of "
             "this version wrote"
         )
-    if not any(row.get("latency") for row in found["rows"]):
+    states = {_state(row) for row in found["rows"]}
+    if states.isdisjoint(("right", "wrong")):
         raise InputError(f"--baseline {path} has no row that was measured: make it anew, with more --budget")
+    if "right" not in states:
+        raise InputError(f"--baseline {path} has no row whose program was right: see its reasons")
     return dict(found)
 
 
-def check_model(then: Mapping[str, Any], model: str) -> None:
-    """Raise InputError if a baseline is of another model."""
+def check_model(then: Mapping[str, Any], model: str, architecture: Architecture | None) -> None:
+    """Raise InputError if a baseline is of another model: of another class, or architecture.
+
+    Where one of the two is not known, as in baselines of earlier versions, the class alone decides.
+    """
     if then["model"] != model:
         raise InputError(f"the baseline is of the model {then['model']}, and this is {model}")
+    had = Architecture.read(then.get("architecture"))
+    if had is None or architecture is None or had == architecture:
+        return
+    raise InputError(
+        f"the baseline is of another {model}: "
+        + (
+            "the classes of its modules, or the names or shapes of its weights, are others"
+            if str(had) == str(architecture)
+            else f"it has {had}, and this one {architecture}"
+        )
+    )
 
 
 def check_lanes(then: Mapping[str, Any], lanes: set[str]) -> None:
@@ -126,7 +155,7 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any], threshold: float) -
     Raises InputError that names what differs, if that is the model, the inputs but for devices, or a lane
     that is no longer there.
     """
-    check_model(then, now["model"])
+    check_model(then, now["model"], Architecture.read(now.get("architecture")))
     check_inputs(then, now["inputs"])
     check_lanes(then, {row["lane"] for row in now["rows"]})
     earlier = {_key(row): row for row in then["rows"]}
@@ -145,20 +174,37 @@ def _change(
     key: tuple[str, str, str], then: Mapping[str, Any] | None, now: Mapping[str, Any] | None, threshold: float
 ) -> Change | None:
     """A row that was measured at least once."""
-    before, after = ((row or {}).get("latency") for row in (then, now))
-    if before is None and after is None:
+    before, after = ((row or {}).get("latency") or {} for row in (then, now))
+    if not before and not after:
         return None
-    if before is None or after is None:
-        reason = str(((now if after is None else then) or {}).get("reason", "there is no such pass"))
-        outcome: Outcome = "only now" if before is None else "only then"
-        if after is None and reason.startswith("failed"):
-            outcome = "fails now"
-        return Change(*key, outcome, (before or {}).get("p50_ms"), (after or {}).get("p50_ms"), reason=reason)
+    states = _state(then), _state(now)
+    if states != ("right", "right"):
+        told = then if states[1] == "right" else now
+        reason = str((told or {}).get("reason", "there is no such pass"))
+        times = before.get("p50_ms"), after.get("p50_ms")
+        return Change(*key, _not_compared(*states), *times, reason=reason)
     (then_low, then_high), (now_low, now_high) = before[SURE_MS], after[SURE_MS]
     low, high = now_low / then_high, now_high / then_low
-    outcome = "slower" if low > threshold else "faster" if high < 1 / threshold else "no difference"
+    outcome: Outcome = "slower" if low > threshold else "faster" if high < 1 / threshold else "no difference"
     then_ms, now_ms = before["p50_ms"], after["p50_ms"]
     return Change(*key, outcome, then_ms, now_ms, now_ms / then_ms, low, high)
+
+
+def _state(row: Mapping[str, Any] | None) -> State:
+    """What came of a row in a run."""
+    reason = str((row or {}).get("reason", ""))
+    if row is None or row.get("latency") is None:
+        return "failed" if reason.startswith("failed") else "not measured"
+    return "wrong" if is_wrong(reason) else "right"
+
+
+def _not_compared(then: State, now: State) -> Outcome:
+    """The outcome of a row that was not right in both runs."""
+    if "not measured" in (then, now):
+        return "only now" if then == "not measured" else "only then"
+    if now == "right":
+        return "only now"
+    return "fails now" if then == "right" else "fails in both"
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -169,6 +215,8 @@ def _is_comparison(found: Any) -> bool:
     """Whether JSON data has everything that is read from a baseline."""
     kinds = {"model": str, "inputs": list, "environment": dict, "rows": list}
     if not isinstance(found, dict) or not all(isinstance(found.get(n), kind) for n, kind in kinds.items()):
+        return False
+    if (known := found.get("architecture")) is not None and Architecture.read(known) is None:
         return False
     texts = [*found["inputs"], *found["environment"].values()]
     return all(map(_is_row, found["rows"])) and all(isinstance(text, str) for text in texts)
@@ -187,4 +235,5 @@ def _is_row(row: Any) -> bool:
 
 
 def _is_time(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 < value <= sys.float_info.max

@@ -11,7 +11,8 @@ from ampopt.document.html import to_fragment
 from ampopt.document.markdown import to_markdown
 from ampopt.document.model import Document
 from ampopt.document.text import to_rich
-from ampopt.measure.changes import MISS, SURE_MS, Changes
+from ampopt.measure.architecture import Architecture
+from ampopt.measure.changes import MISS, SURE_MS, Changes, is_wrong
 from ampopt.measure.compared_document import MODES, to_document
 from ampopt.measure.report import interval
 from ampopt.measure.sampling import Gain, Measurement
@@ -40,6 +41,11 @@ class ComparedPass:
     error: float | None
     reason: str = ""
 
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it was timed, and its program gives wrong results."""
+        return self.latency is not None and is_wrong(self.reason)
+
     def told(self) -> str:
         """The row as a cell of a table."""
         if self.latency is None or self.gain is None:
@@ -58,11 +64,13 @@ class Comparison:
     rows: tuple[ComparedPass, ...]
     seconds: float
     notes: tuple[str, ...] = ()
+    architecture: Architecture | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as JSON data, times in milliseconds."""
         return {
             "model": self.model,
+            "architecture": None if self.architecture is None else self.architecture.to_dict(),
             "environment": self.environment,
             "inputs": list(self.inputs),
             "notes": list(self.notes),

@@ -22,6 +22,7 @@ LEGEND = (
 CHANGE_TONES: dict[str, Tone] = {
     "slower": "bad",
     "fails now": "bad",
+    "fails in both": "note",
     "faster": "good",
     "no difference": "faint",
     "only then": "note",
@@ -45,8 +46,11 @@ def to_document(found: Comparison, changed: Changes | None = None) -> Document:
 
 
 def _verdict(found: Comparison) -> tuple[str, Tone]:
-    """What helps most where the others are, too."""
-    helping = [r for r in found.rows if r.mode == "left out" and r.gain is not None and r.gain.at_least > 1]
+    """What helps most where the others are, too; nothing does by a wrong program, or beside one."""
+    timed = [row for row in found.rows if row.mode == "left out" and row.gain is not None]
+    helping = [row for row in timed if not row.reason and _at_least(row) > 1]
+    if not helping and timed and all(row.is_wrong for row in timed):
+        return f"No pass helps where all others are: what they make is wrong {timed[0].reason}.", "bad"
     if not helping:
         return "No pass makes the whole sequence faster by more than its interval.", "plain"
     best = max(helping, key=_at_least)
@@ -110,7 +114,8 @@ def _sections(found: Comparison) -> Iterator[Section]:
 
 def _effects(rows: list[ComparedPass]) -> Iterator[Part]:
     for mode in MODES:
-        timed = [(row.name, row.gain) for row in rows if row.mode == mode and row.gain is not None]
+        right = [row for row in rows if row.mode == mode and not row.is_wrong]
+        timed = [(row.name, row.gain) for row in right if row.gain is not None]
         if bars := tuple(Bar(n, g.ratio, g.low, g.high, _tone(g)) for n, g in timed if not g.is_vague):
             yield Bars(f"{mode}: times faster with the pass", "times, with the interval", bars, origin=1)
 

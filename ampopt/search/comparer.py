@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 
 from ampopt.errors import first_line
+from ampopt.measure.changes import WITHOUT
 from ampopt.measure.compared import ComparedPass
 from ampopt.measure.rounds import Told
 from ampopt.search.cell_builder import CellBuilder
@@ -192,7 +193,7 @@ class Comparer:
             check, without = self._store.check(self._pairs[cell][1]), self._pairs[cell][0].check
             reason = f"({check.reason})" if check.reason else ""
             if not reason and without is not None and without.reason:
-                reason = f"(without it: {without.reason})"
+                reason = f"{WITHOUT}{without.reason})"
             return ComparedPass(lane, cell.mode, name, told.after, told.gain, check.error, reason)
         reason = self._reasons.get(cell, INTERRUPTED)
         if cell in self._missing_s and not self._interrupted:

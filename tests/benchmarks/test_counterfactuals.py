@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ampopt.diagnosis.findings import cold_calls
 from ampopt.system.flags import cuda_math
 from benchmarks.counterfactual_networks import PLANTED, Scaled, network
 from benchmarks.counterfactual_process import CLOCKS, LEAST, sampled
@@ -112,6 +113,42 @@ def test_the_findings_of_a_diagnosis_have_ways() -> None:
     assert not Way("amp", "heap given back").environment
     assert "MALLOC_TRIM_THRESHOLD_" in Way("amp").environment
     assert ways_of({**told, "name": "new"}) is None
+
+
+def test_a_kind_in_training_mode_is_evaluated_as_the_diagnosis_did() -> None:
+    told: dict[str, Any] = {"lane": "fp32", "name": "dropout-in-training-mode"}
+    alone = {"change": "after eval() of its dropouts alone"}
+    given, dropouts = Way("fp32", "as given"), Way("fp32", "one kind evaluated", "dropout")
+    assert ways_of({**told, "counterfactual": {"change": "after model.eval()"}}) == (given, Way("fp32"))
+    assert ways_of({**told, "counterfactual": alone}) == (given, dropouts)
+    modes = {}
+    for way in (given, dropouts, Way("fp32")):
+        model = small().train()
+        prepared(way, model, (torch.randn(2, 3, 16, 16),))
+        modes[way.remedy] = [model[1].training, model[4].training]  # type: ignore[index]
+    assert modes == {
+        "as given": [True, True],
+        "one kind evaluated": [True, False],
+        "as it is": [False, False],
+    }
+
+
+def test_a_call_after_a_pause_is_one_in_one_thread_where_the_diagnosis_says_so() -> None:
+    told: dict[str, Any] = {"lane": "fp32", "name": "slow-after-idling"}
+    one = Way("fp32", "in one thread after idling")
+    assert ways_of(told) == (Way("fp32", "after idling"), Way("fp32", "second after idling"))
+    assert ways_of({**told, "counterfactual": {"change": cold_calls.IN_ONE_THREAD}}) == (
+        Way("fp32", "after idling"),
+        one,
+    )
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        run = prepared(one, small(), (torch.randn(2, 3, 16, 16),))
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+    assert run.before is not None
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import pytest
 
 import ampopt
+from ampopt.measure.architecture import Architecture
 from ampopt.measure.compared import ComparedPass
 from tests.cli.test_app import CODE, call, comparison
 
@@ -73,6 +74,11 @@ def test_a_gate_that_measured_nothing_is_an_error(
     ("old", "options", "reason"),
     [
         (comparison(model="Other"), ("--precision", "fp32"), "of the model Other, and this is Tiny"),
+        (
+            dataclasses.replace(comparison(), architecture=Architecture(9, 3, "a")),
+            ("--precision", "fp32"),
+            "of another Tiny: it has 9 parameters in 3 modules, and this one 120",
+        ),
         (comparison(), ("--precision", "amp"), "fp32 and amp, differ"),
         (comparison(), ("--precision", "fp32", "--input", "1x3x8x8"), "and these are"),
         (comparison(), ("--threshold", "0.9"), "--threshold 0.9: give a factor of 1 or more"),
@@ -125,3 +131,16 @@ def test_what_is_found_only_afterwards_is_told_after_the_results(
     written = json.loads((tmp_path / "new.json").read_text())
     assert len(written["rows"]) == 1
     assert "changes" not in written
+
+
+def test_a_model_in_a_training_wrapper_is_the_one_inside(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ampopt, "compare", lambda *args, **options: comparison())
+    (tmp_path / "wrapped.py").write_text(
+        f"{CODE}\ndef wrapped():\n    return nn.DataParallel(Tiny(), device_ids=[])\n"
+    )
+    old = baseline_file(tmp_path / "old.json", comparison())
+    source = f"{tmp_path / 'wrapped.py'}:wrapped"
+    result = call("compare", source, "--input", "1x3x8x8", "--precision", "fp32", "--baseline", old)
+    assert result.exit_code == 0, result.output

@@ -6,14 +6,17 @@ import dataclasses
 import json
 import math
 import sys
+import time
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import ampopt
+from ampopt.diagnosis.case import Case
 from ampopt.diagnosis.ceilings import Ceilings
 from ampopt.diagnosis.finding import Counterfactual, Finding, milliseconds, ranked
 from ampopt.diagnosis.findings import FINDINGS, cold_calls, cpu_threads, mixed_precision, overflow, redundant
@@ -108,11 +111,110 @@ def test_no_time_for_errors_is_a_note() -> None:
     assert case.untried == [f"errors by layer in the {lane} lane" for lane in ("amp", "fp32")]
 
 
+class Untried(nn.Module):
+    """Has something for every finding that is executed on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.drop = nn.Conv2d(3, 9, 3), nn.BatchNorm2d(9), nn.Dropout(0.5)
+        self.groups, self.scale = nn.Conv2d(9, 9, 3, groups=9), nn.Parameter(torch.ones(9, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.groups(self.drop(self.norm(self.conv(x)))) * (self.scale * 2)  # type: ignore[no-any-return]
+
+
+NOTHING_TO_EXECUTE = {"graph_break", "host_reads", "mixed_precision", "launch_bound", "tf32", "page_faults"}
+"""Findings without a remedy that is executed here: a graph on a CPU, that was measured before."""
+
+
+@pytest.mark.parametrize("find", FINDINGS, ids=lambda find: find.__module__.rpartition(".")[2])
+def test_whatever_a_finding_has_no_time_for_is_noted_and_not_run(
+    find: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("it was executed")
+
+    monkeypatch.setattr(Case, "counterfactual", refuse)
+    monkeypatch.setattr(cold_calls, "latency", refuse)
+    monkeypatch.setattr(cpu_threads, "usable_cpus", lambda: set(range(4 * torch.get_num_threads())))
+    case = case_of(Untried().eval(), X)
+    elsewhere: Any = ((torch.empty(1, device="meta"),), {})
+    budget = dataclasses.replace(case.budget, seconds=-9.0)
+    case = dataclasses.replace(case, model=Untried().train(), given=elsewhere, budget=budget)
+    for _ in find(case):
+        pass
+    name = find.__module__.rpartition(".")[2]
+    assert bool(case.untried) is (name not in NOTHING_TO_EXECUTE)
+    assert len(set(case.untried)) == len(case.untried)
+
+
 def test_a_first_call_that_was_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of(several_kinds(), X)
     case.first_call_s, case.budget = 1.0, dataclasses.replace(case.budget, seconds=-9.0)
     (found,) = cold_calls.find(case)
     assert "the first call took 1000 ms, 100 times a later one" in found.says
+
+
+def test_a_first_call_of_less_than_a_millisecond_has_its_time() -> None:
+    case = case_of(several_kinds(), X, latency_ms={"fp32": 0.02})
+    case.first_call_s, case.budget = 1.6e-4, dataclasses.replace(case.budget, seconds=-9.0)
+    (found,) = cold_calls.find(case)
+    assert "the first call took 0.16 ms, 8 times a later one" in found.says
+
+
+def idling(
+    monkeypatch: pytest.MonkeyPatch, threads: int, *, one_thread_ms: float, pause_costs: bool = True
+) -> tuple[list[Finding], list[int]]:
+    """The findings where a call takes 5 ms, 10 after a pause, or then in one thread `one_thread_ms`."""
+    rested, seen = [False], []
+
+    def sampler(*_: Any, **__: Any) -> Callable[[], float]:
+        def sample() -> float:
+            was_rested, rested[0] = rested[0] and pause_costs, False
+            seen.append(torch.get_num_threads())
+            slow = one_thread_ms if threads > 1 and torch.get_num_threads() == 1 else 10.0
+            return 1e-3 * (slow if was_rested else 5.0)
+
+        return sample
+
+    def sleep(_: float) -> None:
+        rested[0] = True
+
+    monkeypatch.setattr(cold_calls, "latency", sampler)
+    monkeypatch.setattr(time, "sleep", sleep)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = list(cold_calls.find(case_of(nn.ReLU(), X, latency_ms={"fp32": 5})))
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    return found, seen
+
+
+def test_after_a_pause_one_thread_may_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,), seen = idling(monkeypatch, 2, one_thread_ms=6.8)
+    assert set(seen) == {1, 2}
+    assert found.says.startswith("a call after 0.3 s without one takes 10 ms, and 5 right after another: ")
+    assert str(found.counterfactual).startswith(
+        "in one thread after the same pause, a call takes 6.8 ms instead of 10 (1.47x"
+    )
+    assert found.advice.startswith("torch.set_num_threads(1) where calls are rare; measure at the rate")
+
+
+@pytest.mark.parametrize(("threads", "one_thread_ms"), [(2, 9.0), (2, 12.0), (1, 6.8)])
+def test_where_one_thread_is_not_certainly_faster_a_pause_is_compared_with_none(
+    threads: int, one_thread_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (found,), seen = idling(monkeypatch, threads, one_thread_ms=one_thread_ms)
+    assert set(seen) == {1, threads}
+    assert str(found.counterfactual).startswith("right after another call, a call takes 5 ms instead of 10")
+    assert found.says.endswith("caches, clocks or threads have gone to rest")
+    assert "set_num_threads" not in found.advice
+
+
+def test_where_a_pause_costs_nothing_no_other_threads_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert idling(monkeypatch, 2, one_thread_ms=1.0, pause_costs=False)[0] == []
 
 
 class Doubled(nn.Module):

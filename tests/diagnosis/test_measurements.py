@@ -16,11 +16,13 @@ from ampopt.diagnosis import examine
 from ampopt.diagnosis.accuracy import layer_errors
 from ampopt.diagnosis.ceilings import measure_ceilings
 from ampopt.diagnosis.examine import measure
-from ampopt.diagnosis.layers import layers_of, without_tensor_cores, works
+from ampopt.diagnosis.findings import host_reads
+from ampopt.diagnosis.layers import layers_of, without_tensor_cores
 from ampopt.diagnosis.operators import Kernel, Spent, least_disturbed, profiled
 from ampopt.diagnosis.sweep import BatchRow, of_batch, pays_from, sweep
 from ampopt.diagnosis.trace import write_trace
 from ampopt.diagnosis.watch import watch
+from ampopt.diagnosis.work import works
 from ampopt.ir.beside import accumulated, observe
 from ampopt.ir.graph import calls
 from ampopt.ir.lanes import FP32
@@ -63,7 +65,9 @@ def test_what_bounds_a_layer() -> None:
     found = works(program_of(nn.Conv2d(3, 8, 3).eval(), X))
     (name,) = found
     kernels = (Kernel("gemm", 1e-3), Kernel("permute", 1e-3))
-    slow = layers_of(found, {"fp32": {name: Spent(2e-3, kernels)}}, {"fp32": torch.float32}, CEILINGS)[0]
+    slow = layers_of(
+        {"fp32": found}, {"fp32": {name: Spent(2e-3, kernels)}}, {"fp32": torch.float32}, CEILINGS
+    )[0]
     assert slow.bounds == {"fp32": "launch"}  # 2 µs; 0.9 µs of arithmetic; 1 µs of bytes
     assert slow.reached["fp32"] == pytest.approx(1e-3)
     told = slow.to_dict()["lanes"]["fp32"]
@@ -104,7 +108,7 @@ def test_layers_without_tensor_cores_are_told() -> None:
     convs = [name for name, work in found.items() if work.flops]
     kernels = dict(zip(convs, ("implicit_convolve_sgemm", "s16816gemm"), strict=True))
     spent = {name: Spent(1e-3, (Kernel(kernels[name], 1e-3),) if name in kernels else ()) for name in found}
-    layers = layers_of(found, {"amp": spent}, {"amp": torch.float16}, CEILINGS)
+    layers = layers_of({"amp": found}, {"amp": spent}, {"amp": torch.float16}, CEILINGS)
     assert [layer.tensor_cores("amp") for layer in layers] == [False, None, True]
     note = without_tensor_cores(layers, "amp")
     assert note is not None
@@ -162,6 +166,60 @@ def test_host_reads_are_counted_by_line() -> None:
     assert 'y = y + kept.sum().item()"' in found[".item()"].place
     assert "kept = y[y > 0]" in next(read.place for what, read in found.items() if what != ".item()")
     assert 'self.inner(x)"' in seen.place("inner")
+
+
+class Lazy(nn.Module):
+    """Reads a number in its first call, another in those after it, and one in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = x.abs().max().item()
+        else:
+            x = x + x.min().item()
+        x.add_(1.0)
+        return x / self.scale / x.sum().item()
+
+
+def test_what_only_the_first_call_reads_is_told_from_what_every_call_does() -> None:
+    x = torch.ones(2, 4)
+    seen = watch(Lazy(), (x,), {}, CPU)
+    assert [read.place.partition(", ")[2] for read in seen.at_first] == [
+        '"self.scale = x.abs().max().item()"'
+    ]
+    later = [read.place.partition(", ")[2] for read in seen.reads]
+    assert later == ['"x = x + x.min().item()"', '"return x / self.scale / x.sum().item()"']
+    assert all(read.count == 1 for read in (*seen.at_first, *seen.reads))
+    assert x.eq(2).all()  # the second call has inputs of its own
+
+
+def test_where_only_a_second_call_fails_the_first_ones_reads_are_told() -> None:
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left = 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.left -= 1
+            return x * x.sum().item() * 2 ** (0 // (self.left + 1))  # type: ignore[no-any-return]
+
+    seen = watch(Once(), (torch.ones(2, 4),), {}, CPU)
+    assert (seen.error, seen.at_first) == (None, ())
+    assert [read.what for read in seen.reads] == [".item()"]
+
+
+def test_reads_of_the_first_call_are_a_note_and_no_finding() -> None:
+    case = case_of(nn.ReLU(), X)
+    case.watched = watch(Lazy(), (torch.ones(2, 4),), {}, CPU)
+    found = list(host_reads.find(case))
+    assert len(found) == 2
+    assert not any("self.scale =" in finding.says for finding in found)
+    (note,) = case.notes
+    assert note.startswith("in the first call only, test_measurements.py:")
+    assert note.endswith("waits for a value on the host (.item(), once)")
 
 
 def test_a_call_that_fails_is_named_with_its_line() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import ampopt
-from ampopt.diagnosis.finding import Finding
+from ampopt.diagnosis.case import Case
+from ampopt.diagnosis.finding import Counterfactual, Finding
 from ampopt.diagnosis.findings import batch_norm, channels, graph_break, grouped, host_reads, training_mode
 from ampopt.diagnosis.findings.input_device import left_behind
-from tests.support.cases import case_of, every_remedy_helps
+from ampopt.measure.sampling import gain
+from tests.support.cases import case_of, every_remedy_helps, taking
 
 
 class Normalized(nn.Module):
@@ -91,6 +95,42 @@ def test_a_batch_norm_in_training_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.counterfactual is not None
     assert "after model.eval()" in str(found.counterfactual)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Both(Normalized):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(super().forward(x))  # type: ignore[no-any-return]
+
+
+def test_of_two_kinds_in_training_mode_each_has_its_own_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[tuple[bool, bool]]] = []
+
+    def executed(self: Case, change: str, *calls: Callable[[], object]) -> Counterfactual:
+        seen.clear()
+        for call in calls:
+            call()
+        ran.append(list(seen))
+        return Counterfactual(change, taking(2), taking(1), gain(taking(2), taking(1)))
+
+    seen: list[tuple[bool, bool]] = []
+
+    class Noting(Both):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((self.norm.training, self.drop.training))
+            return super().forward(x)
+
+    case = case_of(Both().train(), torch.randn(2, 3, 8, 8))
+    monkeypatch.setattr(Case, "counterfactual", executed)
+    found = list(training_mode.find(dataclasses.replace(case, model=Noting().train())))
+    assert ran == [[(True, True), (False, True)], [(True, True), (True, False)]]
+    assert [str(each.counterfactual).partition(",")[0] for each in found] == [
+        "after eval() of its batch norms alone",
+        "after eval() of its dropouts alone",
+    ]
 
 
 def test_no_module_in_evaluation_mode_is_named() -> None:

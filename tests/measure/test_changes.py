@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ampopt.document.html import to_html
 from ampopt.document.markdown import to_markdown
 from ampopt.errors import InputError
+from ampopt.measure.architecture import Architecture
 from ampopt.measure.changes import SURE_MS, changes, check_lanes, read_baseline
 from ampopt.measure.compared import ComparedPass, Comparison
 from ampopt.measure.sampling import Gain, Measurement
@@ -33,6 +34,13 @@ def run(factor: float = 1.0, *, reason: str = "", environment: dict[str, str] | 
     idle = ComparedPass("fp32", "alone", "idle", None, None, None, "nothing to do: no such node")
     facts = environment or {"device": "a CPU", "torch": "2.10"}
     return Comparison("Net", facts, ("float32[1, 3, 8, 8] on cpu",), (first, second, idle), 1.0)
+
+
+def with_reason(reason: str, *, mode: str = "alone") -> Comparison:
+    """A comparison whose second row was timed, and has a reason."""
+    found = run()
+    row = dataclasses.replace(found.rows[1], reason=reason, mode=mode)
+    return dataclasses.replace(found, rows=(found.rows[0], row, found.rows[2]))
 
 
 def between(then: Comparison, now: Comparison, threshold: float = 1.05) -> dict[str, str]:
@@ -104,6 +112,59 @@ def test_a_pass_that_fails_now_closes_the_gate_and_one_without_time_does_not(
     assert between(run(reason=reason), run())["degroup"] == "only now"
 
 
+WRONG = "(output 0: error 1 is over 1e-05)"
+FAILED = "failed: ValueError: no"
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "outcome", "why"),
+    [
+        (run(), with_reason(WRONG), "fails now", WRONG),
+        (with_reason(WRONG), run(), "only now", WRONG),
+        (with_reason(WRONG), with_reason(WRONG), "fails in both", WRONG),
+        (with_reason(WRONG), run(reason=FAILED), "fails in both", FAILED),
+        (run(reason=FAILED), with_reason(WRONG), "fails in both", WRONG),
+        (with_reason(WRONG), run(reason="not tried"), "only then", "not tried"),
+        (run(reason="not tried"), with_reason(WRONG), "only now", WRONG),
+    ],
+)
+def test_a_program_that_is_wrong_is_compared_with_nothing_and_closes_the_gate_where_it_was_right(
+    then: Comparison, now: Comparison, outcome: str, why: str
+) -> None:
+    found = changes(json.loads(json.dumps(then.to_dict())), now.to_dict(), 1.05)
+    row = {row.name: row for row in found.rows}["degroup"]
+    assert (row.outcome, row.ratio) == (outcome, None)
+    assert row.reason == why
+    assert bool(found.regressions) is (outcome == "fails now")
+    assert now.document(found).tone == ("bad" if outcome == "fails now" else "good")
+    assert found.rows[0].outcome == "no difference"
+
+
+def test_a_pass_that_is_wrong_in_one_mode_fails_in_that_alone() -> None:
+    then, now = run(), run()
+    more = dataclasses.replace(then.rows[1], mode="cumulative")
+    then = dataclasses.replace(then, rows=(*then.rows, more))
+    now = dataclasses.replace(now, rows=(*now.rows, dataclasses.replace(more, reason=WRONG)))
+    found = changes(then.to_dict(), now.to_dict(), 1.05)
+    assert [(row.mode, row.name) for row in found.regressions] == [("cumulative", "degroup")]
+
+
+def test_a_right_program_beside_a_wrong_one_without_the_pass_is_compared() -> None:
+    beside = with_reason(f"(without it: {WRONG[1:]}")
+    assert between(run(), beside)["degroup"] == "no difference"
+    assert between(beside, run())["degroup"] == "no difference"
+
+
+def test_where_every_program_is_wrong_no_gate_has_passed(tmp_path: Path) -> None:
+    then, now = run(), run()
+    wrong = dataclasses.replace(now, rows=tuple(dataclasses.replace(r, reason=WRONG) for r in now.rows[:2]))
+    assert changes(wrong.to_dict(), wrong.to_dict(), 1.05).compared == ()
+    assert len(changes(then.to_dict(), wrong.to_dict(), 1.05).regressions) == 2
+    (tmp_path / "b.json").write_text(json.dumps(wrong.to_dict()))
+    with pytest.raises(InputError, match="has no row whose program was right"):
+        read_baseline(tmp_path / "b.json")
+
+
 def test_what_was_measured_in_neither_run_has_no_row() -> None:
     assert "idle" not in between(run(), run())
 
@@ -153,6 +214,36 @@ def test_where_nothing_was_measured_twice_no_gate_has_passed() -> None:
 def test_a_baseline_of_something_else_is_refused_with_the_difference(change: Any, reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         changes({**run().to_dict(), **change}, run().to_dict(), 1.05)
+
+
+SMALL, LARGE = Architecture(8, 3, "a"), Architecture(128, 3, "b")
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "reason"),
+    [
+        (SMALL, LARGE, "another Net: it has 8 parameters in 3 modules, and this one 128 parameters in 3"),
+        (SMALL, Architecture(8, 3, "c"), "another Net: the classes of its modules, or the names or shapes"),
+    ],
+)
+def test_a_baseline_of_another_architecture_is_refused(
+    then: Architecture, now: Architecture, reason: str
+) -> None:
+    old, new = (dataclasses.replace(run(), architecture=each).to_dict() for each in (then, now))
+    with pytest.raises(InputError, match=reason):
+        changes(old, new, 1.05)
+
+
+@pytest.mark.parametrize(("then", "now"), [(None, SMALL), (SMALL, None), (SMALL, SMALL)])
+def test_a_baseline_of_an_earlier_version_is_compared_by_its_class(
+    then: Architecture | None, now: Architecture | None
+) -> None:
+    old, new = (dataclasses.replace(run(), architecture=each).to_dict() for each in (then, now))
+    if then is None:
+        del old["architecture"]
+    assert not changes(old, new, 1.05).regressions
+    with pytest.raises(InputError, match="of the model Other"):
+        changes({**old, "model": "Other"}, new, 1.05)
 
 
 def test_another_device_of_the_inputs_is_none_and_lanes_may_be_asked_for_that_cannot_be_tried() -> None:
@@ -206,8 +297,12 @@ def broken(path: tuple[Any, ...], value: Any) -> str:
         (broken(("rows", 0, "latency", SURE_MS), [2.0, 1.0]), "is no comparison"),
         (broken(("rows", 0, "latency", "p50_ms"), 0), "is no comparison"),
         (broken(("rows", 0, "latency", "p50_ms"), "1"), "is no comparison"),
+        (broken(("rows", 0, "latency", "p50_ms"), 10**400), "is no comparison"),
+        (broken(("rows", 0, "latency", SURE_MS), [1.0, 10**400]), "is no comparison"),
         (broken(("rows", 0, "lane"), 3), "is no comparison"),
         (broken(("inputs",), [3]), "is no comparison"),
+        (broken(("architecture",), "ResNet"), "is no comparison"),
+        (broken(("architecture",), {"parameters": 3}), "is no comparison"),
         (broken(("environment", "torch"), 3), "is no comparison"),
     ],
 )

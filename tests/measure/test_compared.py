@@ -8,6 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
+from ampopt.document.model import Bars
 from ampopt.measure.compared import MODES, ComparedPass, Comparison
 from ampopt.measure.sampling import Gain, Measurement
 
@@ -46,6 +47,20 @@ def test_a_cell_says_what_is_wrong_and_why_nothing_was_measured() -> None:
     text = str(comparison(wrong, idle, failed))
     assert "12.345 (1.20x, 1.15 to 1.25) (output 0: error 1 is over 1e-05) | nothing to do | failed" in text
     assert "failed: ValueError: one \\| two |" in text
+
+
+WRONG = "(output 0: error 1 is over 1e-05)"
+
+
+def test_a_pass_whose_program_is_wrong_helps_nothing_and_has_no_bar() -> None:
+    slight = row("left out", Gain(1.1, 1.08, 1.12), name="degroup")
+    for reason in (WRONG, f"(without it: {WRONG[1:]}"):
+        verdict = comparison(row("left out", reason=reason), slight).document().verdict
+        assert verdict == "1 pass helps where all others are: degroup most, at least 1.08x in the fp32 lane."
+    nothing = comparison(row("left out", reason=WRONG), row(reason=WRONG)).document()
+    assert nothing.verdict == f"No pass helps where all others are: what they make is wrong {WRONG}."
+    assert nothing.tone == "bad"
+    assert not [part for section in nothing.sections for part in section.parts if isinstance(part, Bars)]
 
 
 def test_it_is_json() -> None:

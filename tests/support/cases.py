@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from ampopt.diagnosis.case import Case
 from ampopt.diagnosis.ceilings import Ceilings
 from ampopt.diagnosis.finding import Counterfactual
-from ampopt.diagnosis.layers import layers_of, works
+from ampopt.diagnosis.layers import layers_of
 from ampopt.diagnosis.operators import Spent
 from ampopt.diagnosis.watch import watch
+from ampopt.diagnosis.work import works
 from ampopt.ir.lanes import FP32, lanes_for
 from ampopt.ir.model_copy import private_copy
 from ampopt.measure.sampling import Measurement, gain
@@ -43,8 +44,8 @@ def case_of(
     program = program_of(model, *inputs)
     lanes = {lane.name: lane for lane in lanes_for("fp32,amp", CPU)}
     times = {"fp32": 10.0, "amp": 10.0} if latency_ms is None else latency_ms
-    found = works(program)
-    by_lane = {lane: {name: spent(name) for name in found} for lane in times}
+    found = {"fp32": works(program)} | {lane: works(lanes[lane].start(program)) for lane in times}
+    by_lane = {lane: {name: spent(name) for name in found["fp32"]} for lane in times}
     return Case(
         model=model,
         given=(inputs, {}),

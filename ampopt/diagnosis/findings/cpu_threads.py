@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ampopt.diagnosis.case import Case, timed_call
+from ampopt.diagnosis.case import Case, timed_call, trial_s
 from ampopt.diagnosis.finding import Counterfactual, Finding, saved
 from ampopt.system.cores import usable_cpus
 
@@ -32,8 +32,8 @@ def _compared(case: Case, now: int) -> Iterator[Finding]:
     cores = len(usable_cpus())
     best: tuple[int, Counterfactual] | None = None
     for count in sorted({1, max(cores // 2, 1), cores} - {now}):
-        if not case.has_time(case.latency["fp32"].median):
-            break
+        if not case.has_time(_change(count), trial_s(case.latency["fp32"].median)):
+            continue
         once_s = timed_call(_in_threads(count, case.eager()), case.device)
         if once_s > SLOWER * case.latency["fp32"].median:
             continue
@@ -53,9 +53,11 @@ def _compared(case: Case, now: int) -> Iterator[Finding]:
 
 def _with_threads(case: Case, now: int, count: int) -> Counterfactual:
     call = case.eager()
-    plural = "s" * (count != 1)
-    change = f"in {count} thread{plural}"
-    return case.counterfactual(change, _in_threads(now, call), _in_threads(count, call))
+    return case.counterfactual(_change(count), _in_threads(now, call), _in_threads(count, call))
+
+
+def _change(count: int) -> str:
+    return f"in {count} thread{'s' * (count != 1)}"
 
 
 def _in_threads(count: int, call: Callable[[], object]) -> Callable[[], object]:

@@ -14,8 +14,10 @@ from ampopt.diagnosis.host_reads import HostRead
 def find(case: Case) -> Iterator[Finding]:
     """Each line that reads a value back, makes a shape of values, or copies between devices.
 
-    There is no counterfactual: without it the model would be another one.
+    There is no counterfactual: without it the model would be another one. What only the first call reads
+    costs the later ones nothing, and is a note.
     """
+    case.notes += [f"in the first call only, {_doing(read)}" for read in case.watched.at_first]
     for read in case.watched.reads:
         yield told(read, case.device, case.latency["fp32"].median)
 
@@ -30,16 +32,21 @@ def told(
     instead: str = "compute on tensors instead: torch.where for a branch, a mask for a selection",
 ) -> Finding:
     """A read as a finding; `each` ("call", "step") takes `whole_s` seconds, `instead` is advice."""
-    times = "once" if read.count == 1 else f"{read.count} times"
-    by = f"{read.what} of PyTorch's own" if read.is_own else read.what
-    does = f"makes a {by} {times}" if read.is_copy else f"waits for a value on the host ({by}, {times})"
     spent = f", in {1e6 * read.seconds:.0f} µs" if read.seconds else ""
     after = "" if read.is_copy else ", after which nothing is queued, and no CUDA graph is possible"
     return Finding(
         "host-copy" if read.is_copy else "host-read",
-        f"{read.place or 'a line outside of the model'} {does} in every {each}{spent}{after}",
+        f"{_doing(read)} in every {each}{spent}{after}",
         places=tuple(part for part in (read.module,) if part),
         advice="keep the tensors on one device" if read.is_copy else instead,
         lane=lane,
         share=min(read.seconds / whole_s, 1.0) if device.type == "cuda" else 0.0,
     )
+
+
+def _doing(read: HostRead) -> str:
+    """`net.py:8, "y = x.item()" waits for a value on the host (.item(), once)`."""
+    times = "once" if read.count == 1 else f"{read.count} times"
+    by = f"{read.what} of PyTorch's own" if read.is_own else read.what
+    does = f"makes a {by} {times}" if read.is_copy else f"waits for a value on the host ({by}, {times})"
+    return f"{read.place or 'a line outside of the model'} {does}"

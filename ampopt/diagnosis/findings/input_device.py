@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampopt.diagnosis.case import Case
+from ampopt.diagnosis.case import Case, trial_s
 from ampopt.diagnosis.finding import Counterfactual, Finding, saved
 from ampopt.ir.lanes import FP32
 from ampopt.ir.signature import flatten_call, map_tensors, tensors_of
@@ -23,13 +23,14 @@ def find(case: Case) -> Iterator[Finding]:
     places = tuple(read.place for read in case.watched.reads if read.is_copy and read.place)
     failed = case.watched.failed_at
     ends = f", and the call fails: {case.watched.error}" if case.watched.error else ""
-    ran = _in_place(case)
+    needed_s = trial_s(case.latency["fp32"].median)
+    ran = _in_place(case) if case.has_time("a call with its inputs on the device", needed_s) else None
     yield Finding(
         "input-on-another-device",
         f"{left} while the model is on {case.device}{ends}",
         places=places if failed is None else (failed,),
         advice="keep inputs on the model's device; from a camera, copy pinned memory with non_blocking=True",
-        share=saved(ran),
+        share=0.0 if ran is None else saved(ran),
         is_fault=bool(case.watched.error),
         counterfactual=ran,
     )

@@ -40,8 +40,8 @@ def _note_errors(case: Case) -> None:
     if case.program is None:
         return
     for name in reversed(case.latency):  # the lower precision first
-        if CALLS * case.latency["fp32"].median > case.budget.left_s:
-            case.untried.append(f"errors by layer in the {name} lane")
+        needed_s = CALLS * case.latency["fp32"].median
+        if not case.has_time(f"errors by layer in the {name} lane", needed_s):
             continue
         try:
             case.accuracy[name] = layer_errors(case.program, case.lanes[name], case.budget.left_s)
