@@ -13,7 +13,7 @@ from torch import nn
 from ampopt.diagnosis.case import LEAST, timed_call
 from ampopt.diagnosis.finding import Counterfactual
 from ampopt.diagnosis.operators import Kernel, kernels_of, recording
-from ampopt.diagnosis.step_copy import copied_step, scalers_kept
+from ampopt.diagnosis.step_copy import copied_step, variables_of_step_kept
 from ampopt.diagnosis.step_watch import UserStep, WatchedSteps, update_once, watch_steps
 from ampopt.diagnosis.training_step import (
     LEAST_PARTS,
@@ -119,7 +119,7 @@ def ways_of(case: TrainingCase) -> dict[str, Way]:
 
 def measure_training(case: TrainingCase, tell: Progress) -> None:
     """Fill a case: the user's step watched, and the times of all ways for which there is time."""
-    with scalers_kept(case.step):
+    with variables_of_step_kept(case.subject, case.step):
         _measure(case, tell)
 
 
@@ -139,6 +139,8 @@ def _measure(case: TrainingCase, tell: Progress) -> None:
             each_s[name] = timed_call(steps[name], case.device)
         except Exception as error:
             check_interrupted(error)
+            if name == "fp32" and isinstance(error, InputError):
+                raise
             if name == "fp32":
                 raise InputError(f"a training step fails: {first_line(error)}") from error
             case.notes.append(f"a step in {name} was not timed: {first_line(error)}")
