@@ -99,7 +99,8 @@ def stale_gradients(case: TrainingCase) -> Iterator[Finding]:
     if stale:
         fresh = next(update for update in updates if not update.is_stale)
         ratio = stale[-1].moved / fresh.moved if fresh.moved else 0.0
-        moves = f": update {len(updates)} moves the weights {ratio:.1f} times as far as the first"
+        number = max(at for at, update in enumerate(updates, 1) if update.is_stale)
+        moves = f": update {number} moves the weights {ratio:.1f} times as far as the first"
         yield Finding(
             "stale-gradients",
             "the gradients of a batch are added to those of the batches before it"

@@ -133,6 +133,19 @@ def test_gradients_that_add_up_move_the_weights_further_each_time() -> None:
     assert "update 3 moves the weights 3." in says or "update 3 moves the weights 2." in says
 
 
+def test_the_update_that_is_told_is_the_one_with_gradients_of_two_batches() -> None:
+    calls = [0]
+
+    def reset_every_second_time(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+        if calls[0] % 2 == 0:
+            optimizer.zero_grad()
+        calls[0] += 1
+        never_reset(model, optimizer, x)
+
+    says = faults(watched(reset_every_second_time))["stale-gradients"].says
+    assert "update 2 moves the weights" in says
+
+
 def test_a_step_that_never_updates() -> None:
     assert faults(watched(never_updated)).keys() == {"no-update"}
 
