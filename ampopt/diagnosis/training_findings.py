@@ -146,7 +146,8 @@ def evaluation_mode(case: TrainingCase) -> Iterator[Finding]:
 
 def batch_norm_momentum(case: TrainingCase) -> Iterator[Finding]:
     """Running statistics that never change, or are those of the last batch."""
-    norms = {path: m for path, m in case.subject.model.named_modules() if _learns(m)}
+    model = case.subject.model
+    norms = {path: m for path, m in model.named_modules() if _learns(m, is_frozen=model.training)}
     for rule, says in _MOMENTA.items():
         paths = [path for path, norm in norms.items() if norm.momentum is not None and rule(norm.momentum)]
         if paths:
@@ -167,8 +168,10 @@ _MOMENTA: dict[Callable[[float], bool], str] = {
 }
 
 
-def _learns(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and module.track_running_stats
+def _learns(module: nn.Module, *, is_frozen: bool) -> bool:
+    """Whether a module learns running statistics; `is_frozen`: in evaluation mode it does not, on purpose."""
+    is_off = is_frozen and not module.training
+    return isinstance(module, _BatchNorm) and module.track_running_stats and not is_off
 
 
 def host_reads(case: TrainingCase) -> Iterator[Finding]:

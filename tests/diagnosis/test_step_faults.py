@@ -166,6 +166,14 @@ def test_a_usual_momentum_is_none(momentum: float | None) -> None:
     assert not faults(watched(clean, model))
 
 
+@pytest.mark.parametrize("momentum", [0.99, 0.0])
+def test_a_frozen_batch_norm_learns_nothing_on_purpose(momentum: float) -> None:
+    model = net().train()
+    model[1].eval().momentum = momentum  # type: ignore[index]
+    assert not faults(watched(clean, model))
+    assert faults(watched(None, model.eval())).keys() == {"batch-norm-momentum"}  # all of it is trained
+
+
 def test_nothing_is_left_on_what_was_watched() -> None:
     training = case_of().subject.copied()
     seen = watch_steps(clean, training.model, training.optimizer, training.args, {})
