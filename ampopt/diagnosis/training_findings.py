@@ -197,14 +197,14 @@ def mixed_precision(case: TrainingCase) -> Iterator[Finding]:
     pays, harms = case.compared(f"in {low.upper()}", "fp32", low), case.compared("in FP32", low, "fp32")
     if pays is None or harms is None:
         return
-    if pays.helps:
-        yield _remedy("amp-pays", f"{low.upper()} is {pays.gain.ratio:.2f}x faster", "fp32", pays)
-    elif harms.helps:
-        says = f"{low.upper()} is {harms.gain.ratio:.2f}x slower than FP32{_which_part(case)}"
-        yield _remedy("amp-harmful", says, low, harms, "stay in FP32 here, unless memory is short")
-    elif pays.gain.is_vague:
+    if pays.gain.is_vague and pays.gain.low <= 1 <= pays.gain.high:
         told = interval(pays.gain)
         case.notes.append(f"the times vary too much to tell whether {low.upper()} is faster: {told}")
+    elif pays.gain.is_real:
+        yield _remedy("amp-pays", f"{low.upper()} is {pays.gain.ratio:.2f}x faster", "fp32", pays)
+    elif harms.gain.is_real:
+        says = f"{low.upper()} is {harms.gain.ratio:.2f}x slower than FP32{_which_part(case)}"
+        yield _remedy("amp-harmful", says, low, harms, "stay in FP32 here, unless memory is short")
     else:
         says = f"{low.upper()} is no faster than FP32"
         yield Finding("amp-useless", says, advice="stay in FP32 here, unless memory is short", lane=low)
@@ -272,7 +272,7 @@ def launch_bound(case: TrainingCase) -> Iterator[Finding]:
 
 
 def _remedy(name: str, says: str, lane: str, ran: Counterfactual, advice: str = "") -> Finding:
-    return Finding(name, says, advice=advice, lane=lane, share=saved(ran), counterfactual=ran)
+    return Finding(name, says, advice=advice, lane=lane, share=1 - 1 / ran.gain.ratio, counterfactual=ran)
 
 
 def _few(names: list[str]) -> str:
