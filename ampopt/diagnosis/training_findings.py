@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampopt.diagnosis.case import LEAST_GAPS
-from ampopt.diagnosis.finding import Counterfactual, Finding, milliseconds, saved
+from ampopt.diagnosis.finding import Counterfactual, Finding, milliseconds
 from ampopt.diagnosis.findings.host_reads import told
 from ampopt.diagnosis.findings.memory_layout import is_permute
 from ampopt.diagnosis.step_watch import Update
