@@ -25,6 +25,7 @@ from ampopt.cli.options import (
     check_lane_io,
     check_request,
     console,
+    fixed,
     model_and_call,
     ranges,
     readable_errors,
@@ -102,6 +103,7 @@ def run(
         check_lane_io(io, precision)
         then = _baseline(baseline, threshold, precision)
         sizes = ranges(dynamic)
+        report_file, json_file, markdown_file = fixed(report_file, json_file, markdown_file)
         loaded, args, kwargs, where = model_and_call(*source)
         if then is not None:
             changes.check_model(then, type(loaded).__name__)
