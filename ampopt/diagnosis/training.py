@@ -13,7 +13,14 @@ from ampopt.diagnosis.case import LEAST, timed_call
 from ampopt.diagnosis.finding import Counterfactual
 from ampopt.diagnosis.operators import Kernel, kernels_of, recording
 from ampopt.diagnosis.step_copy import copied_step, variables_of_step_kept
-from ampopt.diagnosis.step_watch import UserStep, WatchedSteps, update_once, watch_steps
+from ampopt.diagnosis.step_watch import (
+    UserStep,
+    WatchedSteps,
+    optimizers_of,
+    update_once,
+    watch_steps,
+    weights_of,
+)
 from ampopt.diagnosis.training_step import (
     LEAST_PARTS,
     Optimizer,
@@ -173,9 +180,11 @@ def own_step(case: TrainingCase, *, once: bool = False) -> Step:
     if once:
         assert case.steps is not None
         named = {id(weight): name for name, weight in trained.model.named_parameters()}
-        weights = [weight for group in trained.optimizer.param_groups for weight in group["params"]]
-        used = [w for w in weights if w.requires_grad and named.get(id(w)) not in case.steps.unused]
-        update_once(trained.optimizer, used[0])
+        for optimizer in optimizers_of(step, trained.model, trained.optimizer):
+            names = ((named.get(id(weight)), weight) for weight in weights_of(optimizer))
+            used = [w for name, w in names if w.requires_grad and name and name not in case.steps.unused]
+            if used:
+                update_once(optimizer, used[0])
 
     def call() -> None:
         step(trained.model, trained.optimizer, *trained.args, **trained.kwargs)
@@ -209,7 +218,7 @@ def _lacks(optimizer: Optimizer, flag: str, device: torch.device) -> bool:
 
 def _spare(step: Training) -> list[str]:
     """The names of weights that got gradients in the last step, and that the optimizer lacks."""
-    own = {id(weight) for group in step.optimizer.param_groups for weight in group["params"]}
+    own = set(map(id, weights_of(step.optimizer)))
     return [n for n, w in step.model.named_parameters() if w.grad is not None and id(w) not in own]
 
 

@@ -44,7 +44,9 @@ def repeated_updates(case: TrainingCase) -> Iterator[Finding]:
     Executed: the step without the second update.
     """
     updates = case.steps.updates if case.steps else []
-    for first, second in zip([None, *updates], updates, strict=False):
+    for at, second in enumerate(updates):
+        earlier = [each for each in updates[:at] if each.weights & second.weights]
+        first = earlier[-1] if earlier else None
         if second.refused_by:
             says = (
                 f"{second.place} updates the weights with gradients that {second.refused_by} has refused "
