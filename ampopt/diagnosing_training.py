@@ -84,7 +84,7 @@ def diagnose_training(
         measure_training(case, tell)
         findings = ranked(find_in_training(case))
     release(device)
-    notes = [each for each in (note, told, *_notes(model, asked)) if each]
+    notes = [each for each in (note, told, *_notes(model, asked, case.spare)) if each]
     return Diagnosis(
         model=type(model).__name__,
         environment=environment(device),
@@ -127,19 +127,16 @@ def _optimized(model: nn.Module, optimizer: Optimizer) -> set[int]:
     return own & {id(weight) for weight in model.parameters()}
 
 
-def _notes(model: nn.Module, asked: Asked) -> Iterator[str]:
+def _notes(model: nn.Module, asked: Asked, spare: Sequence[str]) -> Iterator[str]:
     if not is_training(model) and asked.step is None:
         yield "the model is in evaluation mode: what was timed is training mode"
     if asked.loss is None:
         yield "no loss was given: it is the mean square of the outputs"
-    if isinstance(asked.optimizer, Optimizer):
-        has = _optimized(model, asked.optimizer)
-        rest = [n for n, w in model.named_parameters() if w.requires_grad and id(w) not in has]
-        if rest:
-            yield (
-                f"{len(rest)} weights get gradients, and the optimizer has none of them: {_few(rest)}; "
-                "requires_grad_(False) saves their time"
-            )
+    if spare:
+        yield (
+            f"{len(spare)} weights get gradients, and the optimizer has none of them: {_few(spare)}; "
+            "requires_grad_(False) saves their time"
+        )
 
 
 def _few(names: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ from ampopt.cli.options import (
     check_lane_io,
     check_request,
     console,
+    fixed,
     model_and_call,
     ranges,
     readable_errors,
@@ -103,6 +104,7 @@ def run(
         check_lane_io(io, precision)
         then = _baseline(baseline, threshold, precision)
         sizes = ranges(dynamic)
+        report_file, json_file, markdown_file = fixed(report_file, json_file, markdown_file)
         loaded, args, kwargs, where = model_and_call(*source)
         if then is not None:
             from ampopt.ir.arguments import as_module

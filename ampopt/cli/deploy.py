@@ -18,6 +18,7 @@ from ampopt.cli.options import (
     check_lane_io,
     check_request,
     console,
+    fixed,
     model_and_call,
     ranges,
     readable_errors,
@@ -100,6 +101,7 @@ def export(
         check_request(*source, budget, exclude, passes, places)
         own: Literal["original", "lane"] = "lane" if io == "lane" else "original"
         check_lane_io(own, precision)
+        place, (json_file, sign) = output.absolute(), fixed(json_file, sign)
         loaded, args, kwargs, where = model_and_call(*source)
         from ampopt.deploy.runtime import OptimizedModule
 
@@ -127,12 +129,12 @@ def export(
                 f"{other if is_onnx(output) else ''}"
             )
         if not is_onnx(output):
-            fast.save(output, part=part, onnx=onnx, cpp=cpp, sign_key=sign)
-            lines = [f"{output}: saved, {output.stat().st_size / 1e6:.1f} MB"]
+            fast.save(place, part=part, onnx=onnx, cpp=cpp, sign_key=sign)
+            lines = [f"{output}: saved, {place.stat().st_size / 1e6:.1f} MB"]
             facts = (fast.report if part is None else fast.report.regions[part]).to_dict()
         else:
             written = fast.export_onnx(
-                output,
+                place,
                 part=part,
                 precision=None if onnx == "auto" else onnx,
                 io=io if io in ("fp32", "fp16") else None,

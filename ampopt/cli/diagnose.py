@@ -11,8 +11,16 @@ from typer import Option
 
 import ampopt
 from ampopt.cli import options as cli
-from ampopt.cli.model_source import check_function, is_model_file, load_function
-from ampopt.cli.options import check_request, console, model_and_call, readable_errors, write, write_report
+from ampopt.cli.model_source import absolute, check_function, load_function
+from ampopt.cli.options import (
+    check_request,
+    console,
+    fixed,
+    model_and_call,
+    readable_errors,
+    write,
+    write_report,
+)
 from ampopt.cli.wording import told
 from ampopt.document.render import to_json
 from ampopt.errors import InputError
@@ -69,9 +77,9 @@ def diagnose(
         check_training(
             train, training, {"--batches": batches, "--trace": trace, "--optimized": optimized or None}
         )
-        loaded, args, kwargs, where = model_and_call(*source)
-        if not is_model_file(model):
-            loaded.train(train)
+        report_file, json_file, trace = fixed(report_file, json_file, trace)
+        loss, step = (named and absolute(named) for named in (loss, step))
+        loaded, args, kwargs, where = model_and_call(*source, train=train)
         from ampopt.diagnosis.text import WIDTH, to_rich
 
         fast = _optimized(loaded, args, kwargs, where, budget) if optimized else None

@@ -56,25 +56,37 @@ def check_model(source: str, *, trust_file: bool = False, weights: Path | None =
         check_weights(weights)
 
 
-def load_model(source: str, *, trust_file: bool = False, weights: Path | None = None) -> Loaded:
+def load_model(
+    source: str, *, trust_file: bool = False, weights: Path | None = None, train: bool = False
+) -> Loaded:
     """The model that a MODEL argument names.
 
-    A newly built model is in evaluation mode, and has random weights from a fixed seed, unless `weights` are
-    loaded. Raises InputError if it cannot be built or loaded, MissingExtraError if the zoo is not installed.
+    A newly built model has random weights from a fixed seed, unless `weights` are loaded. It is in evaluation
+    mode; with `train` in training mode, and what its factory has frozen in a model in that mode stays so.
+    Raises InputError if it cannot be built or loaded, MissingExtraError if the zoo is not installed.
     """
     check_model(source, trust_file=trust_file, weights=weights)
     import torch
 
+    weights = weights and weights.absolute()  # the model's code may change the current folder
     if is_model_file(source):
         loaded = _load_file(Path(source), trust_file)
     else:
         # Not `torch.manual_seed`, which would seed every accelerator, too.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
-            loaded = Loaded(_build(source).eval())  # as it was made, it is in training mode
+            loaded = Loaded(_build(source))
+        if not (train and loaded.model.training):
+            loaded.model.train(train)
     if weights is not None:
         load_weights(loaded.model, weights)
     return loaded
+
+
+def absolute(source: str) -> str:
+    """The same function of a file, whatever becomes of the current folder."""
+    where, _, name = source.rpartition(":")
+    return f"{Path(where).absolute()}:{name}" if Path(where).suffix == ".py" else source
 
 
 def check_function(source: str, option: str) -> None:
@@ -144,7 +156,7 @@ def _build(source: str) -> nn.Module:
         return _torchvision(name)
     if where == "timm":
         return _timm(name)
-    return _call_factory(_import(where), name, source)
+    return _call_factory(_import(where, anew=True), name, source)
 
 
 def _unknown(zoo: str, name: str, names: Sequence[str]) -> InputError:
@@ -171,15 +183,19 @@ def _timm(name: str) -> nn.Module:
     return model
 
 
-def _import(where: str) -> ModuleType:
-    """A module by its name or its file; like `python`, it can import what lies beside it, also later on."""
-    path = Path(where)
-    is_file = path.suffix == ".py"
-    beside = str(path.resolve().parent if is_file else Path.cwd())
+def _import(where: str, *, anew: bool = False) -> ModuleType:
+    """A module by its name or its file; like `python`, it can import what lies beside it, also later on.
+
+    A file that was imported is not run again, for its classes would be others; `anew`: it is.
+    """
+    is_file, place = Path(where).suffix == ".py", Path(where).resolve()
+    beside = str(place.parent if is_file else Path.cwd())
     if beside not in sys.path:
         sys.path.insert(0, beside)
     try:
-        return _run_file(path) if is_file else importlib.import_module(where)
+        if not is_file:
+            return importlib.import_module(where)
+        return (None if anew else _known(place)) or _run_file(place)
     except SystemExit as e:
         raise InputError(
             f"{where} ends Python when it is imported (exit status {e.code}), as a script does that reads "
@@ -189,15 +205,42 @@ def _import(where: str) -> ModuleType:
         raise InputError(f"{where} cannot be imported: {type(e).__name__}: {e}") from e
 
 
-def _run_file(path: Path) -> ModuleType:
+def _known(place: Path) -> ModuleType | None:
+    """The module that a file has made, by whatever name it was imported."""
+    return next((module for module in [*sys.modules.values()] if _file_of(module) == str(place)), None)
+
+
+def _file_of(module: ModuleType) -> str | None:
+    name = getattr(module, "__name__", "__main__")
+    return None if name == "__main__" else getattr(module, "__file__", None)
+
+
+def _run_file(place: Path) -> ModuleType:
     # A name of its own, so that model files called torch.py or test.py hide nothing.
-    spec = importlib.util.spec_from_file_location(f"ampopt_model_{path.stem}", path)
+    name = f"ampopt_model_{place.stem}"
+    while name in sys.modules and _file_of(sys.modules[name]) != str(place):
+        name += "_"
+    spec = importlib.util.spec_from_file_location(name, place)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # copying, pickling and scripting a model look its class up there
-    spec.loader.exec_module(module)
+    names = [name, *([place.stem] if _would_import(place.stem, place) else [])]
+    sys.modules.update(dict.fromkeys(names, module))  # copying, pickling, scripting look its classes up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        for each in names:
+            sys.modules.pop(each, None)
+        raise
     return module
+
+
+def _would_import(name: str, place: Path) -> bool:
+    """Whether other files of the user's get this file by its name."""
+    if name in sys.modules:
+        return _file_of(sys.modules[name]) == str(place)
+    found = importlib.util.find_spec(name) if name.isidentifier() else None
+    return found is not None and found.origin is not None and Path(found.origin).resolve() == place
 
 
 def _call_factory(module: ModuleType, name: str, source: str) -> nn.Module:

@@ -194,6 +194,11 @@ def check_written(written: Mapping[str, Path | None], read: Mapping[str, Path | 
                 check_report(path)
 
 
+def fixed(*paths: Path | None) -> list[Path | None]:
+    """The same files, whatever becomes of the current folder: a model's code may change it."""
+    return [path and path.absolute() for path in paths]
+
+
 def check_lane_io(io: str, precision: str) -> None:
     """Raise InputError if `--io lane` is asked for without one lane in `--precision`."""
     check_io(io, precision, len(set(names_of(precision))))
@@ -242,13 +247,17 @@ def model_and_call(
     weights: Path | None,
     trust_model_file: bool,
     device: str | None,
+    train: bool = False,
 ) -> tuple[torch.nn.Module, tuple[Any, ...] | None, dict[str, Any], str | None]:
-    """The model, its positional and keyword arguments, and the device, from the options."""
+    """The model, its positional and keyword arguments, and the device, from the options.
+
+    With `train`, a model that is made is in training mode.
+    """
     import torch
 
     check_is_there(device)
     args, kwargs = example_call(shapes or (), image, npz, normalize=normalize)
-    loaded = load_model(model, trust_file=trust_model_file, weights=weights)
+    loaded = load_model(model, trust_file=trust_model_file, weights=weights, train=train)
     if not args and not kwargs:
         args, kwargs = loaded.args, dict(loaded.kwargs)
     if device is None and torch.cuda.is_available() and not is_model_file(model):

@@ -1,24 +1,20 @@
 """Copies the user's training step with all that it holds: model, optimizer and scaler stay as they are.
 
-What a closure holds is copied: a scaler, a scheduler, an average of weights. A global variable cannot be; a
-`GradScaler` among them is put back, and a step that names the model or its optimizer so is refused.
+What a closure holds is copied: a scaler, a scheduler, an average of weights. A global variable cannot be: a
+`GradScaler`, an average, numbers and gradients among them are put back, and a step that names the model, its
+weights or an optimizer so is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
+from ampopt.diagnosis.named_objects import named_kept, refuse_own
 from ampopt.diagnosis.step_watch import UserStep
 from ampopt.diagnosis.training_step import Subject, Training
-from ampopt.errors import InputError
 from ampopt.ir.deep_copy import deep_copy
-from ampopt.ir.parts import walk
 
 
 def copied_step(step: UserStep, subject: Subject) -> tuple[UserStep, Training]:
@@ -26,31 +22,16 @@ def copied_step(step: UserStep, subject: Subject) -> tuple[UserStep, Training]:
     memo: dict[int, Any] = {}
     training = subject.copied(memo)
     own: UserStep = deep_copy(step, memo)
-    originals = {id(module) for module in subject.model.modules()} | {id(subject.optimizer)}
-    for path, value in walk(own, classes=False):
-        if isinstance(value, (nn.Module, torch.optim.Optimizer)) and id(value) in originals:
-            raise InputError(
-                f"the step reaches your own {type(value).__name__} by {path}: write it as step(model, "
-                "optimizer, *example_inputs) and use these, so that yours stay as they are"
-            )
+    instead = "write it as step(model, optimizer, *example_inputs) and use these"
+    refuse_own("step", own, subject.model, subject.optimizer, instead)
     return own, training
 
 
 @contextlib.contextmanager
-def scalers_kept(step: UserStep | None) -> Iterator[None]:
-    """Put the scalers that a step reaches back to their state after the block."""
-    found = [] if step is None else [v for _, v in walk(step, classes=False) if _is_scaler(v)]
-    before = [{name: _copied(value) for name, value in vars(scaler).items()} for scaler in found]
-    try:
+def variables_of_step_kept(subject: Subject, step: UserStep | None) -> Iterator[None]:
+    """Put back after the block what the step and the loss change that no copy of them has."""
+    with contextlib.ExitStack() as stack:
+        for function in (subject.loss, step):
+            if function is not None:
+                stack.enter_context(named_kept(function, subject.model))
         yield
-    finally:
-        for scaler, state in zip(found, before, strict=True):
-            vars(scaler).update(state)
-
-
-def _is_scaler(value: Any) -> bool:
-    return isinstance(value, torch.amp.GradScaler)
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else copy.copy(value)

@@ -9,16 +9,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ampopt.diagnosis.host_reads import HostRead, HostReads, is_inside
 from ampopt.errors import first_line
+from ampopt.ir.parts import walk
 from ampopt.ir.place_in_code import place_in_code, place_of_call
 from ampopt.system.interrupts import check_interrupted
 
@@ -38,12 +40,13 @@ _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """One call of the optimizer's step.
+    """One call of an optimizer's step.
 
-    `place` is the user's line, `call` the number of the watched step from 0 on. `by_scaler`: GradScaler
-    called it. `is_fresh`: a backward pass has added to gradients since the update before it. `is_stale`: that
-    pass added to those of an earlier update. `is_scaled`: the loss was scaled, and the gradients still are.
-    `refused_by`: the line of a `scaler.step` that has left this update out. `moved` is ‖Δw‖ of all weights.
+    `place` is the user's line, `call` the number of the watched step from 0 on, `weights` the identities of
+    those that it has. `by_scaler`: GradScaler called it. `is_fresh`: a backward pass has added to their
+    gradients since the update of them before it. `is_stale`: that pass added to those of an earlier update.
+    `is_scaled`: the loss was scaled, and the gradients still are. `refused_by`: the line of a `scaler.step`
+    that has left this update out. `moved` is ‖Δw‖ of all weights.
     """
 
     place: str
@@ -54,6 +57,7 @@ class Update:
     is_scaled: bool
     refused_by: str
     moved: float
+    weights: frozenset[int]
 
 
 @dataclasses.dataclass
@@ -83,15 +87,19 @@ def watch_steps(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> WatchedSteps:
-    """Watch a few steps, on a model and an optimizer over its parameters that nothing else uses."""
+    """Watch a few steps, on a model and an optimizer over its parameters that nothing else uses.
+
+    Updates are those by any optimizer of the model's weights: a step may have one of its own.
+    """
     seen = WatchedSteps()
     with contextlib.ExitStack() as stack:
-        state = stack.enter_context(_watching(seen, model, optimizer))
+        state = stack.enter_context(_watching(seen, model, optimizers_of(step, model, optimizer)))
         stack.enter_context(_Scaling(state))
         for state.call in range(MOST_CALLS):
             if state.call >= CALLS and seen.updates:
                 break
-            reads = HostReads(watch_steps.__code__, is_own=lambda: state.updating or _inside(_STEPS))
+            state.inside = 0
+            reads = HostReads(watch_steps.__code__, is_own=lambda: state.inside > 0 or _inside(_STEPS))
             try:
                 with reads.watching():
                     step(model, optimizer, *args, **kwargs)
@@ -104,6 +112,22 @@ def watch_steps(
     return seen
 
 
+def optimizers_of(
+    step: UserStep, model: nn.Module, given: torch.optim.Optimizer
+) -> list[torch.optim.Optimizer]:
+    """The optimizer that a step is given, and those of the model's weights that it holds."""
+    own = set(map(id, model.parameters()))
+    held = [
+        v for _, v in walk(step, classes=False) if isinstance(v, torch.optim.Optimizer) and v is not given
+    ]
+    return [given, *(each for each in held if own & set(map(id, weights_of(each))))]
+
+
+def weights_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The weights of all groups of an optimizer."""
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
 def user_line() -> str:
     """The innermost line of the user's code that has led here from a watched step; empty if there is none."""
     return place_of_call(watch_steps.__code__) or ""
@@ -111,23 +135,25 @@ def user_line() -> str:
 
 @dataclasses.dataclass
 class _State:
-    """What has happened since the last update."""
+    """What has happened since the last update; weights by identity. `inside`: how many updates now run."""
 
     trained: dict[str, nn.Parameter]
     call: int = 0
     fresh: set[int] = dataclasses.field(default_factory=set)
     ever: set[int] = dataclasses.field(default_factory=set)
-    is_stale: bool = False
+    stale: set[int] = dataclasses.field(default_factory=set)
     is_scaled: bool = False
     refused_by: str = ""
-    updating: bool = False
+    inside: int = 0
     before: list[Tensor] = dataclasses.field(default_factory=list)
 
 
 @contextlib.contextmanager
-def _watching(seen: WatchedSteps, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[_State]:
+def _watching(
+    seen: WatchedSteps, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
+) -> Iterator[_State]:
     """Note forward passes, gradients and updates in the block."""
-    own = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    own = {id(weight) for optimizer in optimizers for weight in weights_of(optimizer)}
     trained = {n: w for n, w in model.named_parameters() if id(w) in own and w.requires_grad}
     state = _State(trained)
 
@@ -150,18 +176,27 @@ def _watching(seen: WatchedSteps, model: nn.Module, optimizer: torch.optim.Optim
 
     def comes(weight: Tensor) -> Callable[[Tensor], None]:
         def note(_: Tensor) -> None:
-            if id(weight) not in state.fresh and seen.updates and weight.grad is not None:
-                state.is_stale = state.is_stale or bool(weight.grad.any())
+            if not seen.updates or weight.grad is None or not weight.grad.any():
+                state.stale.discard(id(weight))
+            elif id(weight) not in state.fresh:
+                state.stale.add(id(weight))
             state.fresh.add(id(weight))
             state.ever.add(id(weight))
 
         return note
 
-    def begins(*_: object) -> None:
-        state.updating = True
-        state.before = [weight.detach().clone() for weight in trained.values()]
+    def begins(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if own.isdisjoint(map(id, weights_of(optimizer))):
+            return
+        state.inside += 1
+        if state.inside == 1:  # an optimizer may be made of others
+            state.before = [weight.detach().clone() for weight in trained.values()]
 
-    def ends(*_: object) -> None:
+    def ends(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        weights = frozenset(own.intersection(map(id, weights_of(optimizer))))
+        state.inside -= 1 if weights else 0
+        if not weights or state.inside:
+            return
         pairs = zip(trained.values(), state.before, strict=True)
         moved = [torch.linalg.vector_norm((now.detach() - then).float()).item() for now, then in pairs]
         by_scaler = _inside(_STEPS)
@@ -170,20 +205,21 @@ def _watching(seen: WatchedSteps, model: nn.Module, optimizer: torch.optim.Optim
                 place=user_line(),
                 call=state.call,
                 by_scaler=by_scaler,
-                is_fresh=bool(state.fresh),
-                is_stale=state.is_stale,
+                is_fresh=bool(state.fresh & weights),
+                is_stale=bool(state.stale & weights),
                 is_scaled=state.is_scaled and not by_scaler,
                 refused_by="" if by_scaler else state.refused_by,
                 moved=sum(each**2 for each in moved) ** 0.5,
+                weights=weights,
             )
         )
-        state.fresh, state.before, state.updating = set(), [], False
-        state.is_stale, state.is_scaled, state.refused_by = False, False, ""
+        state.fresh, state.stale, state.before = state.fresh - weights, state.stale - weights, []
+        state.is_scaled, state.refused_by = False, ""
 
     handles: list[Any] = [
         model.register_forward_pre_hook(called),
-        optimizer.register_step_pre_hook(unseen(begins)),
-        optimizer.register_step_post_hook(unseen(ends)),
+        register_optimizer_step_pre_hook(unseen(begins)),
+        register_optimizer_step_post_hook(unseen(ends)),
         *(weight.register_hook(unseen(comes(weight))) for weight in trained.values()),
     ]
     try:
@@ -218,7 +254,7 @@ _inside = functools.partial(is_inside, within=watch_steps.__code__)
 """Whether a function of PyTorch has led here, from a watched step."""
 
 
-def update_once(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> None:
+def update_once(optimizer: torch.optim.Optimizer, weight: Tensor) -> None:
     """From now on, an update without a new gradient of `weight` does nothing: the remedy, to be executed."""
     given, fresh = optimizer.step, [False]
 

@@ -8,13 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from ampopt.diagnosis.case import LEAST, timed_call
 from ampopt.diagnosis.finding import Counterfactual
 from ampopt.diagnosis.operators import Kernel, kernels_of, recording
-from ampopt.diagnosis.step_copy import copied_step, scalers_kept
-from ampopt.diagnosis.step_watch import UserStep, WatchedSteps, update_once, watch_steps
+from ampopt.diagnosis.step_copy import copied_step, variables_of_step_kept
+from ampopt.diagnosis.step_watch import (
+    UserStep,
+    WatchedSteps,
+    optimizers_of,
+    update_once,
+    watch_steps,
+    weights_of,
+)
 from ampopt.diagnosis.training_step import (
     LEAST_PARTS,
     Optimizer,
@@ -74,7 +80,8 @@ class StepTimes:
 class TrainingCase:
     """What the findings of a training step read. `subject` is on `device`, and is never called itself.
 
-    `lane` is the mixed one; `times` are by the name of the way. `called` tells the lines that call modules.
+    `lane` is the mixed one; `times` are by the name of the way. `called` tells the lines that call modules,
+    `spare` are the names of weights that get gradients and that the optimizer lacks.
     """
 
     subject: Subject
@@ -88,6 +95,7 @@ class TrainingCase:
     kernels: dict[str, list[Kernel]] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     untried: list[str] = dataclasses.field(default_factory=list)
+    spare: list[str] = dataclasses.field(default_factory=list)
 
     def compared(self, change: str, before: str, after: str) -> Counterfactual | None:
         """Two ways, which were sampled in turn; None where one was not."""
@@ -111,15 +119,16 @@ def ways_of(case: TrainingCase) -> dict[str, Way]:
         found["fp32 + CUDA graph"] = lambda: graphed(fp32(subject))
         found[f"{low} + CUDA graph"] = lambda: graphed(mixed())
         found[f"{low} + channels_last + CUDA graph"] = lambda: graphed(in_channels_last(mixed()))
+    optimizer = subject.optimizer if isinstance(subject.optimizer, Optimizer) else subject.copied().optimizer
     for flag in ("fused", "foreach"):
-        if _lacks(case, flag):
+        if _lacks(optimizer, flag, case.device):
             found[f"fp32 + {flag}"] = functools.partial(_with_flag, subject, flag)
     return found
 
 
 def measure_training(case: TrainingCase, tell: Progress) -> None:
     """Fill a case: the user's step watched, and the times of all ways for which there is time."""
-    with scalers_kept(case.step):
+    with variables_of_step_kept(case.subject, case.step):
         _measure(case, tell)
 
 
@@ -139,10 +148,14 @@ def _measure(case: TrainingCase, tell: Progress) -> None:
             each_s[name] = timed_call(steps[name], case.device)
         except Exception as error:
             check_interrupted(error)
+            if name == "fp32" and isinstance(error, InputError):
+                raise
             if name == "fp32":
                 raise InputError(f"a training step fails: {first_line(error)}") from error
             case.notes.append(f"a step in {name} was not timed: {first_line(error)}")
             continue
+        if name == "fp32" and isinstance(trained := steps[name], Training):
+            case.spare = _spare(trained)
         samplers[name] = latency(steps[name], case.device, last_s=each_s[name])
     tell("all", "training steps")
     seconds = min(STEPS_S, max(case.budget.left_s / 2, 0.0))
@@ -167,9 +180,11 @@ def own_step(case: TrainingCase, *, once: bool = False) -> Step:
     if once:
         assert case.steps is not None
         named = {id(weight): name for name, weight in trained.model.named_parameters()}
-        weights = [weight for group in trained.optimizer.param_groups for weight in group["params"]]
-        used = [w for w in weights if w.requires_grad and named.get(id(w)) not in case.steps.unused]
-        update_once(trained.optimizer, used[0])
+        for optimizer in optimizers_of(step, trained.model, trained.optimizer):
+            names = ((named.get(id(weight)), weight) for weight in weights_of(optimizer))
+            used = [w for name, w in names if w.requires_grad and name and name not in case.steps.unused]
+            if used:
+                update_once(optimizer, used[0])
 
     def call() -> None:
         step(trained.model, trained.optimizer, *trained.args, **trained.kwargs)
@@ -193,15 +208,18 @@ def _watched(case: TrainingCase, step: UserStep) -> WatchedSteps:
     return seen
 
 
-def _lacks(case: TrainingCase, flag: str) -> bool:
+def _lacks(optimizer: Optimizer, flag: str, device: torch.device) -> bool:
     """Whether the optimizer knows an implementation and does not use it; foreach is a GPU's default."""
-    optimizer = case.subject.optimizer
-    if not isinstance(optimizer, Optimizer):
-        optimizer = optimizer([nn.Parameter(torch.zeros(1))])
     if flag not in optimizer.defaults or optimizer.defaults.get("fused"):
         return False
-    usual = flag == "foreach" and case.device.type == "cuda"
+    usual = flag == "foreach" and device.type == "cuda"
     return not optimizer.defaults[flag] and not (usual and optimizer.defaults[flag] is None)
+
+
+def _spare(step: Training) -> list[str]:
+    """The names of weights that got gradients in the last step, and that the optimizer lacks."""
+    own = set(map(id, weights_of(step.optimizer)))
+    return [n for n, w in step.model.named_parameters() if w.grad is not None and id(w) not in own]
 
 
 def _with_flag(subject: Subject, flag: str) -> Training:

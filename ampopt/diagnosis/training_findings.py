@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampopt.diagnosis.case import LEAST_GAPS
-from ampopt.diagnosis.finding import Counterfactual, Finding, milliseconds, saved
+from ampopt.diagnosis.finding import Counterfactual, Finding, milliseconds
 from ampopt.diagnosis.findings.host_reads import told
 from ampopt.diagnosis.findings.memory_layout import is_permute
 from ampopt.diagnosis.step_watch import Update
@@ -44,7 +44,9 @@ def repeated_updates(case: TrainingCase) -> Iterator[Finding]:
     Executed: the step without the second update.
     """
     updates = case.steps.updates if case.steps else []
-    for first, second in zip([None, *updates], updates, strict=False):
+    for at, second in enumerate(updates):
+        earlier = [each for each in updates[:at] if each.weights & second.weights]
+        first = earlier[-1] if earlier else None
         if second.refused_by:
             says = (
                 f"{second.place} updates the weights with gradients that {second.refused_by} has refused "
@@ -99,7 +101,8 @@ def stale_gradients(case: TrainingCase) -> Iterator[Finding]:
     if stale:
         fresh = next(update for update in updates if not update.is_stale)
         ratio = stale[-1].moved / fresh.moved if fresh.moved else 0.0
-        moves = f": update {len(updates)} moves the weights {ratio:.1f} times as far as the first"
+        number = max(at for at, update in enumerate(updates, 1) if update.is_stale)
+        moves = f": update {number} moves the weights {ratio:.1f} times as far as the first"
         yield Finding(
             "stale-gradients",
             "the gradients of a batch are added to those of the batches before it"
@@ -145,7 +148,8 @@ def evaluation_mode(case: TrainingCase) -> Iterator[Finding]:
 
 def batch_norm_momentum(case: TrainingCase) -> Iterator[Finding]:
     """Running statistics that never change, or are those of the last batch."""
-    norms = {path: m for path, m in case.subject.model.named_modules() if _learns(m)}
+    model = case.subject.model
+    norms = {path: m for path, m in model.named_modules() if _learns(m, is_frozen=model.training)}
     for rule, says in _MOMENTA.items():
         paths = [path for path, norm in norms.items() if norm.momentum is not None and rule(norm.momentum)]
         if paths:
@@ -166,8 +170,10 @@ _MOMENTA: dict[Callable[[float], bool], str] = {
 }
 
 
-def _learns(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and module.track_running_stats
+def _learns(module: nn.Module, *, is_frozen: bool) -> bool:
+    """Whether a module learns running statistics; `is_frozen`: in evaluation mode it does not, on purpose."""
+    is_off = is_frozen and not module.training
+    return isinstance(module, _BatchNorm) and module.track_running_stats and not is_off
 
 
 def host_reads(case: TrainingCase) -> Iterator[Finding]:
@@ -193,14 +199,14 @@ def mixed_precision(case: TrainingCase) -> Iterator[Finding]:
     pays, harms = case.compared(f"in {low.upper()}", "fp32", low), case.compared("in FP32", low, "fp32")
     if pays is None or harms is None:
         return
-    if pays.helps:
-        yield _remedy("amp-pays", f"{low.upper()} is {pays.gain.ratio:.2f}x faster", "fp32", pays)
-    elif harms.helps:
-        says = f"{low.upper()} is {harms.gain.ratio:.2f}x slower than FP32{_which_part(case)}"
-        yield _remedy("amp-harmful", says, low, harms, "stay in FP32 here, unless memory is short")
-    elif pays.gain.is_vague:
+    if pays.gain.is_vague and pays.gain.low <= 1 <= pays.gain.high:
         told = interval(pays.gain)
         case.notes.append(f"the times vary too much to tell whether {low.upper()} is faster: {told}")
+    elif pays.gain.is_real:
+        yield _remedy("amp-pays", f"{low.upper()} is {pays.gain.ratio:.2f}x faster", "fp32", pays)
+    elif harms.gain.is_real:
+        says = f"{low.upper()} is {harms.gain.ratio:.2f}x slower than FP32{_which_part(case)}"
+        yield _remedy("amp-harmful", says, low, harms, "stay in FP32 here, unless memory is short")
     else:
         says = f"{low.upper()} is no faster than FP32"
         yield Finding("amp-useless", says, advice="stay in FP32 here, unless memory is short", lane=low)
@@ -268,7 +274,7 @@ def launch_bound(case: TrainingCase) -> Iterator[Finding]:
 
 
 def _remedy(name: str, says: str, lane: str, ran: Counterfactual, advice: str = "") -> Finding:
-    return Finding(name, says, advice=advice, lane=lane, share=saved(ran), counterfactual=ran)
+    return Finding(name, says, advice=advice, lane=lane, share=1 - 1 / ran.gain.ratio, counterfactual=ran)
 
 
 def _few(names: list[str]) -> str:

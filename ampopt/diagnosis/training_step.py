@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ampopt.diagnosis.named_objects import refuse_own
 from ampopt.engines.graph_capture import capture_calls
-from ampopt.errors import InputError
-from ampopt.ir.deep_copy import deep_copy
+from ampopt.errors import InputError, first_line
+from ampopt.ir.deep_copy import deep_copy, shared_with
 from ampopt.ir.model_copy import exact_copy
 from ampopt.ir.numerics import is_rounded
 from ampopt.ir.signature import flatten_call, map_tensors, tensors_of
 from ampopt.measure.clocks import synchronize
+from ampopt.system.interrupts import check_interrupted
 
 Loss = Callable[[Any], Tensor]
 """The loss of a model's result."""
@@ -78,14 +80,24 @@ class Subject:
         return tensors_of(flatten_call(self.args, self.kwargs)[0])[0].device
 
     def copied(self, memo: dict[int, Any] | None = None) -> Training:
-        """A copy of all of it on the device of the call; `memo` is that of `copy.deepcopy`."""
+        """A copy of all of it on the device of the call; `memo` is that of `copy.deepcopy`.
+
+        Raises InputError if the loss or the copy would write to the user's model, or if no optimizer can be
+        made.
+        """
         memo = {} if memo is None else memo
         model = exact_copy(self.model, memo)
+        if (shared := shared_with(self.model, model)) is not None:
+            raise InputError(
+                f"a copy of the model cannot be trained without yours: in it {shared}: let hooks and "
+                "functions get at the model by their arguments, or by a closure"
+            )
         with torch.no_grad():
             optimizer = self.optimizer
             if isinstance(optimizer, Optimizer):
                 optimizer = _copy_of(optimizer, memo)
             loss = deep_copy(self.loss, memo)
+            refuse_own("loss", loss, self.model, optimizer, _INSTEAD)
             args, kwargs = map_tensors(lambda t: t.detach().clone(), self.args, self.kwargs)
         model.to(self.device)
         if isinstance(loss, nn.Module):
@@ -93,7 +105,7 @@ class Subject:
         if isinstance(optimizer, Optimizer):
             optimizer.load_state_dict(optimizer.state_dict())  # its state goes where the weights are
         else:
-            optimizer = optimizer(model.parameters())
+            optimizer = _made_of(model, optimizer, memo)
         return Training(model, args, loss, optimizer, self.device, kwargs)
 
 
@@ -246,6 +258,36 @@ def parts_of(training: Training, seconds: float) -> dict[str, float]:
             synchronize(training.device)
             samples[name].append(time.perf_counter() - start)
     return {name: sorted(each)[len(each) // 2] for name, each in samples.items()}
+
+
+_INSTEAD = "let a closure hold it, as functools.partial(loss, model) does, which is copied with the model"
+
+
+def _made_of(model: nn.Module, make: MakeOptimizer, memo: dict[int, Any]) -> Optimizer:
+    """An optimizer of a copy's weights; where `make` has taken the original's, theirs are in its place.
+
+    By `memo` they are those of the copy: groups may be made of the layers of the user's model.
+    """
+    try:
+        optimizer = make(model.parameters())
+    except Exception as error:
+        check_interrupted(error)
+        raise InputError(
+            f"the optimizer cannot be made of the model's parameters: {first_line(error)}"
+        ) from error
+    copied = {id(weight) for weight in model.parameters()}
+    if not _weights_of(optimizer) <= copied:
+        optimizer = _copy_of(optimizer, memo)
+    if not _weights_of(optimizer) & copied:
+        raise InputError(
+            "the optimizer that is made has none of the model's parameters: make it of those that the "
+            "function is given, as in lambda parameters: torch.optim.AdamW(parameters)"
+        )
+    return optimizer
+
+
+def _weights_of(optimizer: Optimizer) -> set[int]:
+    return {id(weight) for group in optimizer.param_groups for weight in group["params"]}
 
 
 _BY_SCALER = "_step_supports_amp_scaling"

@@ -19,11 +19,8 @@ from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
-import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from ampopt.errors import first_line
 from ampopt.ir.parts import (
     ATOMS,
     CODE,
@@ -31,29 +28,18 @@ from ampopt.ir.parts import (
     attributes_in,
     attributes_of_class,
     can_be_looked_at,
-    contents_of,
     is_foreign,
-    is_of_the_process,
     names_in,
     root_of,
-    slots_of,
     variables_of_class,
     variables_of_function,
     walk,
     words_in,
 )
-
-logger = logging.getLogger("ampopt")
-
-MOST_TO_COPY = 1 << 26
-"""The largest tensor in bytes whose numbers are put back where calls write to them."""
+from ampopt.ir.put_back import Before, Undo, drop, is_fake, tried
 
 MOST_OF_A_LIBRARY = 300
 """Functions that are looked at of an installed package that a model merely calls."""
-
-_ABSENT = object()
-
-Undo = Callable[[], object]
 
 
 class Code:
@@ -202,113 +188,62 @@ def variables_kept(model: nn.Module) -> Iterator[None]:
 
     Where a class attribute, a global variable, or something that these hold was a tensor or a number, it is
     that again, and tensors of up to 64 MiB have their numbers again; tensors without numbers, which an export
-    leaves, go. All else stays as it is then: what a library has registered, loaded or switched on, and
-    containers that other threads may have filled.
+    leaves, go. Data that was added to a list, deque, set or dict of the user's goes, whoever has added it:
+    that the model's code names it says that calls do. All else stays as it is then: what was registered,
+    loaded or switched on, what was added beside it, which that may be about, and what a library has added to
+    containers of its own.
     """
     undo = list[Undo]()
-    _tried(lambda: undo.extend(_everything(model)))
+    tried(lambda: undo.extend(_everything(model)))
     try:
         yield
     finally:
         for step in undo:
-            _tried(step, logging.WARNING)
-
-
-def _tried(step: Undo, level: int = logging.DEBUG) -> None:
-    """Do what an odd object of a user's may refuse: it stays as it is then, which is told on this level."""
-    try:
-        step()
-    except Exception as error:
-        text = "ampopt: what calls of the model wrote to a variable of yours may stay there: %s"
-        logger.log(level, text, first_line(error), exc_info=level < logging.WARNING)
+            tried(step, logging.WARNING)
 
 
 def _everything(model: nn.Module) -> Iterator[Undo]:
-    own, code = {id(module) for module in model.modules()}, Code(model)
-    held: list[Any] = [*code.functions]
-    for _, kind, name in code.class_attributes():
-        yield partial(_assign_again, kind, name, vars(kind)[name])
-        held.append(vars(kind)[name])
-    for _, mapping, name in code.global_variables():
-        yield partial(_put_back, mapping, {name: mapping[name]})
-        held.append(mapping[name])
+    own, code, before = {id(module) for module in model.modules()}, Code(model), Before()
+    users, of_libraries = list[Any](), list[Any]()
+    attributes = [
+        (vars(kind), name, partial(setattr, kind, name)) for _, kind, name in code.class_attributes()
+    ]
+    named = [
+        (mapping, name, partial(_set_item, mapping, name)) for _, mapping, name in code.global_variables()
+    ]
+    for mapping, name, assign in (*attributes, *named):
+        is_users = not is_of_a_library(mapping)
+        yield before.of_variable(mapping, name, assign, is_users=is_users)
+        (users if is_users else of_libraries).append(mapping[name])
     for function in code.functions:
+        (of_libraries if is_of_a_library(function.__globals__) else users).append(function)
         absent = [name for name in names_in(function.__code__) if name not in function.__globals__]
         if absent:
-            yield partial(_drop, function.__globals__, absent)
-    for _, value in walk(held, code=False, classes=False, leave_out=lambda part: id(part) in own):
-        undo = list[Undo]()
-        _tried(partial(_look, value, undo))
-        yield from undo
+            yield partial(drop, function.__globals__, absent, is_fake)
+    seen = dict[int, Any]()
+
+    def is_left_out(part: Any) -> bool:
+        if _keeps_what_it_likes(part):
+            of_libraries.append(part)
+        return _keeps_what_it_likes(part) or id(part) in own
+
+    for _, value in walk(users, code=False, classes=False, leave_out=is_left_out):
+        seen[id(value)] = value
+        yield from before.of_value(value, is_users=True)
+    for _, value in walk(
+        of_libraries, code=False, classes=False, leave_out=lambda part: id(part) in own or id(part) in seen
+    ):
+        yield from before.of_value(value, is_users=False)
 
 
-def _look(value: Any, undo: list[Undo]) -> None:
-    """Find what puts a value's own contents back."""
-    if isinstance(value, (*ATOMS, ModuleType, type, nn.Parameter)) or is_of_the_process(value):
-        return
-    if isinstance(value, Tensor):
-        if value.layout is torch.strided and not value.is_inference() and value.nbytes <= MOST_TO_COPY:
-            undo.append(partial(_write_back, value, value._version, value.detach().clone()))
-        return
-    if isinstance(value, dict):
-        undo.append(partial(_put_back, value, dict(dict.items(value)), is_whole=True))
-    elif isinstance(value, (list, collections.deque)):
-        undo.append(partial(_refill, value, [*value]))
-    elif isinstance(value, FunctionType):
-        cells = [(cell, held) for cell in value.__closure__ or () for held in contents_of(cell)]
-        undo += [partial(_set_again, cell, "cell_contents", held) for cell, held in cells]
-    if isinstance(own := getattr(value, "__dict__", None), dict):
-        undo.append(partial(_put_back, own, dict(own), is_whole=True))
-    names = [name for name in slots_of(type(value)) if hasattr(value, name)]
-    undo += [partial(_set_again, value, name, getattr(value, name)) for name in names]
+def _set_item(mapping: Any, name: str, value: Any) -> None:
+    mapping[name] = value
 
 
-def _is_lost(before: Any, now: Any) -> bool:
-    """Whether a place has to get back what it held: a tensor, a number, or what an export replaced."""
-    if now is before or not can_be_looked_at(before):
-        return now is not before
-    return isinstance(before, Tensor) or type(before) in (int, float) or isinstance(now, FakeTensor)
-
-
-def _assign_again(kind: type, name: str, before: Any) -> None:
-    if _is_lost(before, vars(kind).get(name, _ABSENT)):
-        setattr(kind, name, before)
-
-
-def _set_again(holder: Any, name: str, before: Any) -> None:
-    """Give a cell or an object with slots, a frozen one too, what it held."""
-    if _is_lost(before, getattr(holder, name, _ABSENT)):
-        object.__setattr__(holder, name, before)
-
-
-def _put_back(mapping: Any, before: dict[Any, Any], *, is_whole: bool = False) -> None:
-    """Give a dict its tensors and numbers again; with `is_whole`, it loses new tensors without numbers."""
-    for key, value in before.items():
-        if _is_lost(value, dict.get(mapping, key, _ABSENT)):
-            mapping[key] = value
-    if is_whole:
-        _drop(mapping, [key for key in dict.keys(mapping) if key not in before])
-
-
-def _drop(mapping: Any, keys: list[Any]) -> None:
-    for key in keys:
-        if isinstance(dict.get(mapping, key), FakeTensor):
-            del mapping[key]
-
-
-def _refill(sequence: list[Any] | collections.deque[Any], before: list[Any]) -> None:
-    """Give a list what it held, where its tensors or numbers are others, or where an export was at it."""
-    now = [*sequence]
-    is_replaced = len(now) == len(before) and any(map(_is_lost, before, now))
-    if is_replaced or any(isinstance(each, FakeTensor) for each in now):
-        sequence.clear()
-        sequence.extend(before)
-
-
-def _write_back(tensor: Tensor, version: int, before: Tensor) -> None:
-    """Give a tensor its numbers again, where it was written to, without a trace in its version."""
-    if tensor._version != version and tensor.shape == before.shape:
-        tensor.data.copy_(before)
+def _keeps_what_it_likes(value: Any) -> bool:
+    """Whether an object's class is of an installed package, whose registries and caches stay."""
+    kind = type(value)
+    return not is_foreign(kind) and _is_installed(sys.modules.get(str(getattr(kind, "__module__", ""))))
 
 
 P = ParamSpec("P")

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ampopt.cli.model_source import load_model
+from ampopt.cli.model_source import load_function, load_model
 from ampopt.cli.weights import load_weights
 from ampopt.errors import InputError, MissingExtraError
 from tests.system.test_plain_files import ODD
@@ -62,6 +62,85 @@ def test_a_function_a_class_and_a_ready_module_are_taken(code: Path, name: str, 
 def test_a_model_that_was_made_is_in_evaluation_mode(code: Path) -> None:
     assert not load_model(f"{code}:factory").model.training
     assert not load_model(f"{code}:ready").model.training
+
+
+FROZEN = """
+from torch import nn
+
+def frozen():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Dropout())
+    model[1].eval()
+    return model
+
+def evaluated():
+    return frozen().eval()
+"""
+
+
+def test_a_model_to_be_trained_has_frozen_what_its_factory_has(tmp_path: Path) -> None:
+    (tmp_path / "freezing.py").write_text(FROZEN)
+    model = load_model(f"{tmp_path}/freezing.py:frozen", train=True).model
+    assert [module.training for module in model.modules()] == [True, True, False, True]
+    model = load_model(f"{tmp_path}/freezing.py:evaluated", train=True).model
+    assert all(module.training for module in model.modules())
+    model = load_model(f"{tmp_path}/freezing.py:frozen").model
+    assert not any(module.training for module in model.modules())
+
+
+NETS = """
+from torch import nn
+
+print("nets runs")
+
+class Net(nn.Sequential):
+    pass
+
+def step(model, optimizer, x):
+    assert isinstance(model, Net)
+"""
+
+STEPS = """
+from nets_of_a_step import Net
+
+def step(model, optimizer, x):
+    assert isinstance(model, Net)
+"""
+
+
+@pytest.mark.parametrize("file", ["nets_of_a_step.py", "steps.py", "sub/../nets_of_a_step.py"])
+def test_a_file_is_run_once_for_the_model_and_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "nets_of_a_step.py").write_text(NETS)
+    (tmp_path / "steps.py").write_text(STEPS)
+    model = load_model(f"{tmp_path}/nets_of_a_step.py:Net").model
+    load_function(f"{tmp_path}/{file}:step", "--step")(model, None, None)
+    assert capsys.readouterr().out == "nets runs\n"
+
+
+def test_files_of_one_name_in_two_folders_are_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "same.py").write_text(f"{NETS}\nFOLDER = {folder!r}\nfolder = lambda: FOLDER")
+    model = load_model(f"{tmp_path}/one/same.py:Net").model
+    assert load_function(f"{tmp_path}/two/same.py:folder", "--loss")() == "two"
+    assert load_function(f"{tmp_path}/one/same.py:folder", "--loss")() == "one"
+    assert getattr(sys.modules[type(model).__module__], "Net", None) is type(model)
+
+
+def test_weights_are_those_of_the_folder_that_the_command_began_in(
+    code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (code.parent / "moved").mkdir()
+    (code.parent / "moving.py").write_text(f"import os\nfrom some_models import Tiny\nos.chdir({'moved'!r})")
+    torch.save(load_model(f"{code}:Tiny").model.state_dict(), code.parent / "w.pt")
+    monkeypatch.chdir(code.parent)
+    load_model("moving.py:Tiny", weights=Path("w.pt"))
+    assert Path.cwd().name == "moved"
 
 
 def test_a_module_is_imported_from_the_current_directory(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:

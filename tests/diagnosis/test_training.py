@@ -21,6 +21,7 @@ from ampopt.diagnosis.watch import Watched
 from ampopt.document.render import render
 from ampopt.errors import InputError
 from ampopt.ir.lanes import LANES
+from ampopt.measure.sampling import Measurement
 from ampopt.system.budget import Budget
 from tests.support.cases import CPU, taking
 from tests.support.training import (
@@ -49,6 +50,67 @@ def test_what_helps_is_ranked_by_what_it_brought() -> None:
     harmful = {each.name: each for each in find_in_training(case)}["amp-harmful"]
     assert harmful.says == "AMP is 2.00x slower than FP32: its forward takes 2 ms for 0.6"
     assert {each.name for each in find_in_training(case)} >= {"memory-layout"}  # 1 ms for 4
+
+
+def _varying(low: float, median: float, high: float) -> Measurement:
+    """20 samples, in milliseconds."""
+    return Measurement((1e-3 * low,) * 7 + (1e-3 * median,) * 6 + (1e-3 * high,) * 7)
+
+
+def test_times_that_vary_and_are_all_longer_are_told() -> None:
+    case = watched(clean)
+    case.times["amp"] = StepTimes(_varying(20, 50, 90), case.times["fp32"].parts)
+    found = {each.name: each for each in find_in_training(case)}
+    assert found["amp-harmful"].says.startswith("AMP is 25.00x slower than FP32")
+    assert found["amp-harmful"].share == pytest.approx(0.96)
+    assert not any("vary too much" in note for note in case.notes)
+    case.times["amp"] = StepTimes(_varying(0.1, 0.5, 1), case.times["fp32"].parts)
+    assert {each.name: each for each in find_in_training(case)}["amp-pays"].share == pytest.approx(0.75)
+    case.times["amp"] = StepTimes(_varying(1, 2, 9), case.times["fp32"].parts)
+    assert not {"amp-harmful", "amp-pays"} & {each.name for each in find_in_training(case)}
+    assert any("vary too much" in note for note in case.notes)
+
+
+class Spare(nn.Module):
+    """A network with weights that no call uses, and some that an optimizer may lack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.unused = net(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_only_weights_that_get_gradients_are_told_to_cost_time(is_made: bool) -> None:
+    model = Spare().train()
+    head = list(model.inner[4].parameters())  # type: ignore[index]
+    optimizer: Any = torch.optim.SGD(head, 0.1)
+    found = ampopt.diagnose(
+        model, batch(), train=True, optimizer=(lambda _: optimizer) if is_made else optimizer, budget_s=2
+    )
+    told = [note for note in found.notes if "requires_grad_(False) saves their time" in note]
+    assert [note.partition(",")[0] for note in told] == ["4 weights get gradients"]
+    assert "unused" not in told[0]
+
+
+def test_an_optimizer_for_matrices_alone_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ampopt.diagnosis.training.STEPS_S", 0.0)
+
+    class OfMatrices(torch.optim.SGD):
+        def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+            super().__init__(parameters, lr)
+            if any(weight.dim() != 2 for group in self.param_groups for weight in group["params"]):
+                raise ValueError("only matrices")
+
+    case = case_of(nn.Sequential(nn.Flatten(), nn.Linear(192, 4, bias=False)), optimizer=OfMatrices)
+    measure_training(case, lambda *_: None)
+    assert "fp32" in case.times
+    with pytest.raises(
+        InputError, match="cannot be made of the model's parameters: ValueError: only matrices"
+    ):
+        measure_training(case_of(optimizer=OfMatrices), lambda *_: None)
 
 
 def test_every_way_is_timed_and_trains(monkeypatch: pytest.MonkeyPatch) -> None:

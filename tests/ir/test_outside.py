@@ -8,7 +8,7 @@ import sysconfig
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ class Kept:
     """A class whose attribute a method of the model names."""
 
     held = torch.zeros(1, 3, 8, 8)
+    frames: ClassVar[list[Tensor]] = []
 
 
 class Frozen:
@@ -133,6 +134,98 @@ def test_what_is_registered_loaded_or_switched_on_stays() -> None:
     assert HELD["library"] is torch
     assert "gelu" in HELD["kinds"]
     assert [*HELD["frames"]] == [1, 2]
+
+
+def _rebind(x: Tensor) -> None:
+    global HELD
+    HELD = [*HELD, x]
+
+
+def _add_to_class(x: Tensor) -> None:
+    Kept.frames.append(x)
+
+
+def _take(x: Tensor) -> None:
+    HELD.popleft()
+
+
+GROWING: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Any]]] = {
+    "list": (list, lambda x: HELD.append(x)),
+    "full list": (lambda: [1, 1.5, "a"], lambda x: HELD.extend([x, 1, 2.5])),
+    "numbers": (lambda: [1], lambda x: HELD.append(1)),
+    "in front": (lambda: [1, 2], lambda x: HELD.insert(0, x)),
+    "deque": (lambda: collections.deque([1, 2], maxlen=2), lambda x: HELD.append(x)),
+    "taken": (lambda: collections.deque([1.5, 2.5, 3.5, 4.5]), _take),
+    "dict": (lambda: {"a": 1}, lambda x: HELD.update({len(HELD): x, "b": 3})),
+    "dict of lists": (dict, lambda x: HELD.setdefault("conv", []).append(x)),
+    "default dict": (lambda: collections.defaultdict(list), lambda x: HELD["conv"].append((x, "conv"))),
+    "list in a dict": (lambda: {"conv": [1]}, lambda x: HELD["conv"].append(x)),
+    "set": (lambda: {(3, 4)}, lambda x: HELD.add(tuple(x.shape))),
+    "set of tensors": (set, lambda x: HELD.add(x)),
+    "another list": (lambda: [1], _rebind),
+    "another dict's list": (lambda: {"a": ()}, lambda x: HELD.update(a=(*HELD["a"], x))),
+    "object": (lambda: types.SimpleNamespace(all=[]), lambda x: HELD.all.append(x)),
+    "records": (list, lambda x: HELD.append(types.SimpleNamespace(name="conv", x=x))),
+    "arrays": (list, lambda x: HELD.append(x.numpy())),
+}
+
+
+@pytest.mark.usefixtures("held")
+@pytest.mark.parametrize("kind", GROWING)
+def test_what_calls_add_to_a_container_goes(kind: str) -> None:
+    global HELD
+    make, write = GROWING[kind]
+    HELD = held = make()
+    with variables_kept(model := Writing(write)):
+        model(X)
+        model(X + 1)
+        assert repr(HELD) != repr(make())
+    assert HELD is held
+    assert repr(HELD) == repr(make())
+
+
+def test_what_calls_add_to_a_class_attribute_goes() -> None:
+    with variables_kept(model := Writing(_add_to_class)):
+        model(X)
+        assert Kept.frames
+    assert not Kept.frames
+
+
+def _tabulate(x: Tensor) -> None:
+    if not HELD["is_made"]:
+        HELD.update(is_made=True, sines=x.sin())
+        HELD["all"].append(x)
+    assert HELD["sines"] is not None
+
+
+@pytest.mark.usefixtures("held")
+def test_a_table_stays_beside_the_flag_that_it_was_made() -> None:
+    global HELD
+    HELD = {"is_made": False, "all": []}
+    with variables_kept(model := Writing(_tabulate)):
+        model(X)
+    model(X)
+    assert len(HELD["all"]) == 1
+
+
+def _note(module: nn.Module, args: Any, result: Tensor) -> None:
+    HELD.append(result)
+
+
+@pytest.mark.usefixtures("held")
+@pytest.mark.parametrize("work", [ampopt.optimize, ampopt.diagnose])
+def test_a_hook_that_keeps_its_layers_results_has_kept_those_of_the_users_calls(
+    work: Callable[..., object],
+) -> None:
+    global HELD
+    HELD = []
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.ReLU()).eval()
+    model[0].register_forward_hook(_note)
+    model(X)
+    own = HELD[0]
+    work(model, X, budget_s=5, progress=False)
+    assert len(HELD) == 1
+    assert HELD[0] is own
 
 
 @pytest.mark.usefixtures("held")
@@ -273,6 +366,12 @@ def test_a_library_is_looked_through_up_to_a_number_of_its_functions(library: ty
     assert library._last not in code.functions
     assert len(code.functions) < 320
     assert "the global variable LAST" in code.variables()
+
+
+def test_what_a_library_adds_to_its_own_containers_stays(library: types.ModuleType) -> None:
+    with variables_kept(model := Writing(library.helped)):
+        model(X)
+    assert library.LAST["x"] is X
 
 
 def test_an_exported_program_leads_to_no_library() -> None:
