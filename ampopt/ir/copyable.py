@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,23 +16,28 @@ from ampopt.ir.model_copy import exact_copy
 from ampopt.ir.model_differences import differences, named_parts
 from ampopt.ir.moments import in_words
 from ampopt.ir.outside import Code
-from ampopt.ir.parts import ATOMS, CODE, can_be_looked_at, walk
+from ampopt.ir.parts import (
+    ATOMS,
+    CODE,
+    attributes_of,
+    can_be_looked_at,
+    compared_in,
+    is_foreign,
+    paths_in,
+    walk,
+)
 
-LEAST_ADDRESS = 1 << 16
-"""Smaller numbers are no addresses."""
+LEAST_DIGITS = 6
+"""Numbers of fewer digits are no addresses."""
 
 
 def check_copyable(model: nn.Module) -> None:
-    """Let copies share with a model what they must, and look whether they are the model then.
-
-    An object without a comparison of its own that the model holds, and that its code knows by a variable
-    (`if self.mode is FAST`), is shared.
-
-    Raise UncopyableError where a copy of a model would not be the model, or would reach it.
+    """Raise UncopyableError where a copy of a model would not be the model, or would reach it.
 
     It reaches the model by class attributes and global variables that code names which a call runs. It is
     not the model where something keeps the identity of a part or its address, which is another in a copy,
-    and where an attribute that such code names is left out of copies by its class.
+    and where a number or a word that such code names is another, as its class copies it otherwise. Objects
+    of the model with which such code compares (`if self.mode is FAST`) are their own copies from now on.
     """
     for why in _reasons(model):
         raise UncopyableError(
@@ -42,40 +48,50 @@ def check_copyable(model: nn.Module) -> None:
 
 def _reasons(model: nn.Module) -> Iterator[str]:
     code, names = Code(model), _names_of(model)
+    compared = frozenset[str]().union(*(compared_in(each.__code__) for each in code.functions))
     held = {id(part): part for _, part in walk(model, code=False, classes=False)}
     for label, value in _variables(code):
+        if id(value) in held and label.rpartition(".")[2].rpartition(" ")[2] in compared and _is_mark(value):
+            share(value)
         for path, part in walk(value, code=False, classes=False):
-            if id(part) in held and _is_told_by_identity(part):
-                share(part)
             if isinstance(part, nn.Module) and id(part) in names:
                 yield f"{in_words(label + path)} is the original's {names[id(part)]}"
             elif (found := _known_by(part, names)) is not None:
                 yield f"{in_words(label + path)} knows the original's {found} by its identity"
     copied = exact_copy(model, {id(tensor): _same(tensor) for tensor in _tensors(model)})
+    for path, part in walk(copied, code=False, classes=False):
+        if (found := _known_by(part, names)) is not None:
+            yield f"{in_words(path)} knows the original's {found} by its identity or address"
     own, copies = named_parts(model), named_parts(copied)
     if lost := own.keys() ^ copies.keys():
         yield f"{min(lost)} is missing, or new"
         return
-    for path, part in walk(copied, code=False, classes=False):
-        if (found := _known_by(part, names)) is not None:
-            yield f"{in_words(path)} knows the original's {found} by its identity or address"
-    for place in differences(model, copied):
+    for place in differences(model, copied, emptied=False):
         if str(place) in own or code.may_name(f"{place.attribute}{place.rest}"):
-            yield f"{place} is another: its class leaves it out of copies"
+            yield f"{place} is another: its class copies it otherwise"
 
 
 def _variables(code: Code) -> Iterator[tuple[str, Any]]:
-    """The values of class attributes and global variables that calls may read."""
-    own = ((label, vars(kind), name) for label, kind, name in code.class_attributes())
-    for label, mapping, name in (*own, *code.global_variables()):
-        if can_be_looked_at(value := mapping[name]):
-            yield label, value
+    """The values of class attributes and global variables that calls may read, those of modules by paths."""
+    for label, kind, name in code.class_attributes():
+        yield label, vars(kind)[name]
+    for function in code.functions:
+        for path in paths_in(function.__code__):
+            variables, name, *rest = function.__globals__, *path
+            value = variables.get(name)
+            while rest and isinstance(value, ModuleType) and not is_foreign(value):
+                name = f"{name}.{rest[0]}"
+                value = vars(value).get(rest.pop(0))
+            if can_be_looked_at(value) and not isinstance(value, CODE):
+                yield f"the global variable {name}", value
 
 
-def _is_told_by_identity(value: Any) -> bool:
-    if isinstance(value, (nn.Module, Tensor, *ATOMS, *CODE)):
+def _is_mark(value: Any) -> bool:
+    """Whether an object of a user's class has nothing but numbers and words, and no comparison of its own."""
+    kinds = [kind for kind in type(value).__mro__ if kind is not object]
+    if any(is_foreign(kind) or "__eq__" in vars(kind) for kind in kinds) or not hasattr(value, "__weakref__"):
         return False
-    return all("__eq__" not in vars(kind) for kind in type(value).__mro__ if kind is not object)
+    return all(isinstance(part, ATOMS) for _, part in attributes_of(value))
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -98,7 +114,7 @@ def _names_of(model: nn.Module) -> dict[int, str]:
         found[id(module)] = found[object.__hash__(module)] = name or kind
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         found[id(tensor)] = found[_address_of(tensor)] = name
-    return {number: name for number, name in found.items() if number >= LEAST_ADDRESS}
+    return {number: name for number, name in found.items() if number >= 10**LEAST_DIGITS}
 
 
 def _address_of(tensor: Tensor) -> int:
@@ -110,13 +126,13 @@ def _address_of(tensor: Tensor) -> int:
 
 def _known_by(value: Any, names: Mapping[int, str]) -> str | None:
     """The name of a part of the original of which a value is the number, or which is a key in it."""
-    found = _numbers_of(value)
-    if isinstance(value, dict):
-        found = [number for key in dict.keys(value) for number in (id(key), *_numbers_of(key))]
-    return next((names[number] for number in found if number in names), None)
-
-
-def _numbers_of(value: object) -> list[int]:
     if type(value) is int:
-        return [value]
-    return [int(digits) for digits in re.findall(r"\d{6,20}", value)] if type(value) is str else []
+        return names.get(value)
+    if not isinstance(value, (str, dict)):
+        return None
+    keys = [*dict.keys(value)] if isinstance(value, dict) else []
+    words = "\n".join(each for each in (value, *keys) if type(each) is str)
+    numbers = {each for each in keys if type(each) is int}.union(map(id, keys))
+    if len(words) >= LEAST_DIGITS:
+        numbers.update(int(digits) for digits in re.findall(rf"\d{{{LEAST_DIGITS},20}}", words))
+    return next((names[number] for number in numbers if number in names), None)

@@ -30,16 +30,16 @@ _ROOT, _COMMON = "ampopt: the root of the copy", "ampopt: memory in common is co
 """The memo's keys for the root, and for having looked at arrays; the others are identities, integers."""
 
 
-class _HasArraysError(Exception):
-    """There are arrays, of which some may have memory in common."""
+class _HasArraysError(BaseException):
+    """There are arrays, of which some may have memory in common; no copier of a user's catches it."""
 
 
-_shared: Memo = {}
+_shared: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 """Objects that are their own copies, by identity."""
 
 
 def share(value: Any) -> None:
-    """Let an object be its own copy from now on: code knows it by a variable, which no copy has."""
+    """Let an object be its own copy from now on: code compares with it by a variable, which no copy has."""
     _shared[id(value)] = value
 
 
@@ -50,12 +50,14 @@ def deep_copy(root: Any, memo: Memo) -> Any:
     a variable that several functions share is one variable of their copies. What a closure holds and cannot
     be copied (a file, a lock) is shared, unless it leads to the model: then the error is raised.
     """
-    trial = {**_shared, **memo, _ROOT: root}
-    try:
-        made = _copies.deepcopy(root, trial)
-    except _HasArraysError:
-        trial = {**_shared, **memo, _ROOT: root, _COMMON: True, **copies_in_common(root, memo)}
-        made = _copies.deepcopy(root, trial)
+    with contextlib.suppress(_HasArraysError):
+        return _copied_with({**_shared, **memo, _ROOT: root}, root, memo)
+    common: Memo = {_COMMON: True, **copies_in_common(root, memo)}
+    return _copied_with({**_shared, **memo, _ROOT: root, **common}, root, memo)
+
+
+def _copied_with(trial: Memo, root: Any, memo: Memo) -> Any:
+    made = _copies.deepcopy(root, trial)
     _take_over(trial, memo)
     return made
 
@@ -130,8 +132,6 @@ def _copy_or_share(value: Any, memo: Memo) -> Any:
     trial = dict(memo)
     try:
         made = _copied(value, trial)
-    except _HasArraysError:
-        raise
     except Exception:
         if any(isinstance(part, (nn.Module, Tensor)) for _, part in walk(value, code=False, classes=False)):
             raise

@@ -7,7 +7,7 @@ import math
 import random
 import re
 import types
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -34,10 +34,11 @@ class Place:
         return f"{self.module}.{self.attribute}".removeprefix(".") + self.rest
 
 
-def differences(one: nn.Module, other: nn.Module) -> list[Place]:
+def differences(one: nn.Module, other: nn.Module, *, emptied: bool = True) -> list[Place]:
     """The differences of two copies of a model: in tensors, numbers, containers, objects, iterators.
 
     A number that is the identity of a part is no other one than that of the same part of the other copy.
+    Without `emptied`, what holds nothing in the other copy is no difference: a cache that it fills anew.
     """
     found, identities = dict[Place, None](), _identities(one, other)
     names, others = dict(one.named_modules()), dict(other.named_modules())
@@ -47,7 +48,7 @@ def differences(one: nn.Module, other: nn.Module) -> list[Place]:
         for key, mine, yours in _members(vars(module), vars(others[name])):
             if key in ("_modules", "_parameters", "_buffers"):
                 continue
-            if (rest := _Comparison(identities).difference(mine, yours)) is not None:
+            if (rest := _Comparison(identities, emptied).difference(mine, yours)) is not None:
                 found[Place(name, key, rest)] = None
     for tensors in (nn.Module.named_parameters, nn.Module.named_buffers):
         theirs = dict(tensors(other, remove_duplicate=False))
@@ -100,9 +101,12 @@ def _members(mine: Mapping[str, Any], yours: Mapping[str, Any]) -> Iterator[tupl
 class _Comparison:
     """Compares two values with all that they are made of; each pair of values once."""
 
-    def __init__(self, identities: Mapping[Any, int] | None = None) -> None:
-        """`identities`: numbers that are the identities of parts, with those of the other's parts."""
-        self._identities = {} if identities is None else identities
+    def __init__(self, identities: Mapping[Any, int] | None = None, emptied: bool = True) -> None:
+        """`identities`: numbers that are the identities of parts, with those of the other's parts.
+
+        `emptied`: see `differences`.
+        """
+        self._identities, self._emptied = {} if identities is None else identities, emptied
         self._seen = dict[tuple[int, int], tuple[Any, Any]]()
 
     def difference(self, a: Any, b: Any, path: str = "", depth: int = 0) -> str | None:
@@ -110,10 +114,14 @@ class _Comparison:
         if a is b or (id(a), id(b)) in self._seen or isinstance(a, (nn.Module, fx.Graph)):
             return None  # modules come by their names; a copy of an fx.GraphModule has its own class
         self._seen[id(a), id(b)] = a, b  # an identity is one only as long as the object lives
+        if not self._emptied and _is_empty(b) and _may_be_emptied(a):
+            return None
         if type(a) is not type(b):
             return path
         if isinstance(a, Tensor):
             return None if same_tensor(a, b) else path
+        if isinstance(a, np.ndarray) and not a.dtype.hasobject:
+            return None if _of_array(a) == _of_array(b) else path
         if isinstance(a, float) and math.isnan(a) and math.isnan(b):
             return None
         if isinstance(a, _ATOMS):
@@ -126,7 +134,7 @@ class _Comparison:
             return None if sorted(map(self._printed, a)) == sorted(map(_printed, b)) else path
         parts: list[tuple[str, Any, Any]] = list(_contents(a, b))
         if isinstance(a, Mapping):
-            if [*map(self._printed, a)] != [*map(_printed, b)]:
+            if [*map(self._key, a)] != [*map(_key, b)]:
                 return path
             parts += [(f"[{key!r}]", x, y) for (key, x), y in zip(a.items(), b.values(), strict=True)]
         elif isinstance(a, Sequence):
@@ -146,6 +154,30 @@ class _Comparison:
 
     def _printed(self, thing: Any) -> str:
         return _printed(self._own(thing))
+
+    def _key(self, thing: Any) -> Any:
+        return _key(self._own(thing))
+
+
+_FILLED = (Tensor, np.ndarray, Mapping, Sequence, Set)
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether an attribute is absent, nothing, or a container without entries."""
+    return value is _ABSENT or value is None or (isinstance(value, (Mapping, list, Set)) and not value)
+
+
+def _may_be_emptied(value: Any) -> bool:
+    return (_is_empty(value) or isinstance(value, _FILLED)) and not any(attributes_of(value))
+
+
+def _of_array(array: np.ndarray[Any, Any]) -> object:
+    """What equal arrays have in common, however they lie in memory."""
+    return array.dtype.str, array.shape, np.ndarray.tobytes(array)
+
+
+def _key(thing: Any) -> Any:
+    return thing if type(thing) in (str, int) else _printed(thing)
 
 
 _ATOMS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, range)

@@ -29,6 +29,7 @@ from ampopt.ir.parts import (
     attributes_of_class,
     can_be_looked_at,
     is_foreign,
+    may_fill,
     names_in,
     root_of,
     variables_of_class,
@@ -73,6 +74,11 @@ class Code:
         """Whether the code names every attribute on a path, as in `settings.scales['a']`."""
         words = self._names.union(*(words_in(function.__code__) for function in self._functions))
         return words.issuperset(re.sub(r"\[.*?\]", "", path).split("."))
+
+    def may_fill(self, name: str) -> bool:
+        """Whether a function that names a variable, or an attribute, changes containers."""
+        codes = [function.__code__ for function in self._functions]
+        return any(may_fill(code) and name in names_in(code) | attributes_in(code) for code in codes)
 
     def class_attributes(self) -> Iterator[tuple[str, type, str]]:
         """The class attributes that are no code: what to call each in a message, its class, and its name."""
@@ -188,10 +194,10 @@ def variables_kept(model: nn.Module) -> Iterator[None]:
 
     Where a class attribute, a global variable, or something that these hold was a tensor or a number, it is
     that again, and tensors of up to 64 MiB have their numbers again; tensors without numbers, which an export
-    leaves, go. Data that was added to a list, deque, set or dict of the user's goes, whoever has added it:
-    that the model's code names it says that calls do. All else stays as it is then: what was registered,
-    loaded or switched on, what was added beside it, which that may be about, and what a library has added to
-    containers of its own.
+    leaves, go. Data that was added to a list, deque, set or dict of the user's goes, whoever has added it, if
+    a function of the model's code that names it changes containers. All else stays as it is then: what was
+    registered, loaded or switched on, what was added beside it, which that may be about, and what a library
+    has added to containers of its own.
     """
     undo = list[Undo]()
     tried(lambda: undo.extend(_everything(model)))
@@ -204,7 +210,7 @@ def variables_kept(model: nn.Module) -> Iterator[None]:
 
 def _everything(model: nn.Module) -> Iterator[Undo]:
     own, code, before = {id(module) for module in model.modules()}, Code(model), Before()
-    users, of_libraries = list[Any](), list[Any]()
+    users, others = list[Any](), list[Any]()
     attributes = [
         (vars(kind), name, partial(setattr, kind, name)) for _, kind, name in code.class_attributes()
     ]
@@ -212,11 +218,11 @@ def _everything(model: nn.Module) -> Iterator[Undo]:
         (mapping, name, partial(_set_item, mapping, name)) for _, mapping, name in code.global_variables()
     ]
     for mapping, name, assign in (*attributes, *named):
-        is_users = not is_of_a_library(mapping)
+        is_users = not is_of_a_library(mapping) and code.may_fill(name)
         yield before.of_variable(mapping, name, assign, is_users=is_users)
-        (users if is_users else of_libraries).append(mapping[name])
+        (users if is_users else others).append(mapping[name])
     for function in code.functions:
-        (of_libraries if is_of_a_library(function.__globals__) else users).append(function)
+        (others if is_of_a_library(function.__globals__) else users).append(function)
         absent = [name for name in names_in(function.__code__) if name not in function.__globals__]
         if absent:
             yield partial(drop, function.__globals__, absent, is_fake)
@@ -224,14 +230,14 @@ def _everything(model: nn.Module) -> Iterator[Undo]:
 
     def is_left_out(part: Any) -> bool:
         if _keeps_what_it_likes(part):
-            of_libraries.append(part)
+            others.append(part)
         return _keeps_what_it_likes(part) or id(part) in own
 
     for _, value in walk(users, code=False, classes=False, leave_out=is_left_out):
         seen[id(value)] = value
         yield from before.of_value(value, is_users=True)
     for _, value in walk(
-        of_libraries, code=False, classes=False, leave_out=lambda part: id(part) in own or id(part) in seen
+        others, code=False, classes=False, leave_out=lambda part: id(part) in own or id(part) in seen
     ):
         yield from before.of_value(value, is_users=False)
 

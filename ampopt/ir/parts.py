@@ -230,6 +230,56 @@ def attributes_in(code: types.CodeType) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=4096)
+def paths_in(code: types.CodeType) -> frozenset[tuple[str, ...]]:
+    """The global variables that code, and the functions inside it, name, with the attributes read of each.
+
+    `net.backbone(x)` has the path (net, backbone).
+    """
+    found, path = set[tuple[str, ...]](), list[str]()
+    inner = [paths_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    for each in dis.get_instructions(code):
+        if each.opname.endswith(("_GLOBAL", "_NAME")):
+            path = [each.argval]
+        elif path and each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            path.append(each.argval)
+        elif each.opname != "EXTENDED_ARG":
+            path = []
+        if path:
+            found.add(tuple(path))
+    return frozenset(found).union(*inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def compared_in(code: types.CodeType) -> frozenset[str]:
+    """The names with which code, and the functions inside it, compares: FAST in `self.mode is FAST`."""
+    found, last = set[str](), ""
+    inner = [compared_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    for each in dis.get_instructions(code):
+        if each.opname in ("IS_OP", "COMPARE_OP", "CONTAINS_OP"):
+            found.add(last)
+        last = str(each.argval) if each.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR")) else ""
+    return frozenset(found).union(*inner)
+
+
+_FILLING = frozenset(
+    {"append", "appendleft", "extend", "extendleft", "insert", "add", "update", "setdefault", "put", "pop"}
+    | {"popleft", "popitem", "clear", "remove", "discard", "__setitem__", "move_to_end"}
+)
+"""The methods that change a container."""
+
+
+@functools.lru_cache(maxsize=4096)
+def may_fill(code: types.CodeType) -> bool:
+    """Whether code, or a function inside it, changes a container, or gives a variable another one."""
+    for each in dis.get_instructions(code):
+        is_in_place = each.opname == "BINARY_OP" and each.argrepr.endswith("=")
+        if is_in_place or each.opname.startswith(("STORE_SUBSCR", "STORE_SLICE", "STORE_GLOBAL", "INPLACE_")):
+            return True
+    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return not _FILLING.isdisjoint(attributes_in(code)) or any(map(may_fill, inner))
+
+
+@functools.lru_cache(maxsize=4096)
 def words_in(code: types.CodeType) -> frozenset[str]:
     """The words in code, and in the functions inside it, such as the name that `getattr` is given."""
     inner = [words_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]

@@ -8,24 +8,30 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ampopt.ir.parts import walk
 
 ALIGNED = 64
 """Bytes to which memory of both libraries is aligned."""
 
+_copied_tensors: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+"""Tensors that have memory in common with arrays, by identity."""
+
 
 def copies_in_common(root: Any, known: Mapping[Any, Any]) -> dict[int, Any]:
     """Copies of what below a root has memory in common with an array, by the identity of the original.
 
-    What has memory in common with a tensor whose copy is `known`, and has the same memory, is shared. Raises
-    TypeError for kinds of arrays and tensors that cannot be copied so.
+    What has memory in common with a tensor whose copy is `known`, and has the same memory, is shared. Arrays
+    of other classes and of objects, and tensors that are results, are copied each for itself. Raises
+    TypeError where something was copied before without what it has memory in common with.
     """
     found = dict[int, Any]()
     for group in _groups(root):
@@ -34,25 +40,18 @@ def copies_in_common(root: Any, known: Mapping[Any, Any]) -> dict[int, Any]:
             found.update(_copied(group))
         elif all(_is_shared(each.value, known[id(each.value)]) for each in before):
             found.update({id(each.value): each.value for each in group if each not in before})
+            tensors = [known[id(each.value)] for each in before]
+            _copied_tensors.update({id(each): each for each in tensors if isinstance(each, Tensor)})
         elif len(before) < len(group):
             raise TypeError(f"{before[0].name} was copied without what it has memory in common with")
     return found
 
 
 def memory_of_arrays(tensor: Tensor) -> Any:
-    """The memory of a tensor of the CPU as an array of bytes if arrays may have it, too; else None.
-
-    PyTorch marks it, as it must not resize it: that of `tensor.numpy()` and of `torch.from_numpy(array)`.
-    """
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    """The memory of a copied tensor as an array of bytes if arrays have it, too; else None."""
+    if _copied_tensors.get(id(tensor)) is not tensor:
         return None
-    try:
-        memory = tensor.untyped_storage()
-        if memory.resizable() or not memory.data_ptr():
-            return None
-        return torch.empty(0, dtype=torch.uint8).set_(memory).numpy()
-    except (RuntimeError, NotImplementedError):  # a tensor without numbers
-        return None
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -89,16 +88,23 @@ def _with_arrays(group: list[_Holder]) -> Iterator[list[_Holder]]:
 
 def _holders(root: Any) -> Iterator[_Holder]:
     for path, value in walk(root, code=False, classes=False):
-        if isinstance(value, np.ndarray) and value.nbytes:
+        if type(value) in (np.ndarray, np.memmap) and value.nbytes and not value.dtype.hasobject:
             yield _Holder(*_bounds(value), path, value)
-        elif isinstance(value, Tensor) and value.layout is torch.strided and value.device.type == "cpu":
-            try:
-                memory = value.untyped_storage()
-                begin, size = memory.data_ptr(), memory.nbytes()
-            except (RuntimeError, NotImplementedError):  # a tensor without numbers
-                continue
-            if begin and size:
-                yield _Holder(begin, begin + size, path, value)
+        elif type(value) in (Tensor, nn.Parameter) and _can_be_placed(value):
+            memory = value.untyped_storage()
+            yield _Holder(memory.data_ptr(), memory.data_ptr() + memory.nbytes(), path, value)
+
+
+def _can_be_placed(tensor: Tensor) -> bool:
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.is_leaf:
+        return False
+    if is_lazy(tensor) or tensor.is_neg() or tensor.is_conj() or tensor.is_quantized:
+        return False
+    try:
+        memory = tensor.untyped_storage()
+        return bool(memory.nbytes()) and memory.data_ptr() % tensor.itemsize == 0 and memory.data_ptr() > 0
+    except (RuntimeError, NotImplementedError):  # a tensor without numbers
+        return False
 
 
 def _is_shared(value: Any, copied: Any) -> bool:
@@ -128,20 +134,15 @@ def _copied(group: list[_Holder]) -> dict[int, Any]:
 def _placed(holder: _Holder, memory: Tensor, shift: int) -> Any:
     """The array or the tensor in other memory, in which an address is so many bytes behind the beginning."""
     value = holder.value
-    if type(value) is np.ndarray and not value.dtype.hasobject:
+    if isinstance(value, np.ndarray):
         place = value.__array_interface__["data"][0] + shift
         made: Any = np.ndarray(value.shape, value.dtype, memory.numpy(), place, value.strides)
         made.flags.writeable = value.flags.writeable
         return made
-    is_plain = type(value) in (Tensor, nn.Parameter) and value.is_leaf
-    if not is_plain or value.is_neg() or value.is_conj():
-        raise TypeError(f"{holder.name} has memory in common with an array")
-    place, rest = divmod(value.untyped_storage().data_ptr() + shift, value.itemsize)
-    if rest:
-        raise TypeError(f"{holder.name} begins in the middle of an element of its memory")
-    laid = torch.empty(0, dtype=value.dtype).set_(
-        memory.untyped_storage(), place + value.storage_offset(), value.shape, value.stride()
-    )
-    if isinstance(value, nn.Parameter):
-        return nn.Parameter(laid, value.requires_grad)
-    return laid.requires_grad_(value.requires_grad)
+    begin = (value.untyped_storage().data_ptr() + shift) // value.itemsize + value.storage_offset()
+    laid = torch.empty(0, dtype=value.dtype)
+    laid.set_(memory.untyped_storage(), begin, value.shape, value.stride())
+    is_weight = isinstance(value, nn.Parameter)
+    own = nn.Parameter(laid, value.requires_grad) if is_weight else laid.requires_grad_(value.requires_grad)
+    _copied_tensors[id(own)] = own
+    return own

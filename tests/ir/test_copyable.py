@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,8 +28,12 @@ MARK = object()
 class Mode:
     """A way to work, told by identity."""
 
+    def __init__(self, name: str) -> None:
+        self.name = name
 
-FAST = Mode()
+
+FAST = Mode("fast")
+DRAWS, LOG = random.Random(0), Mode("")
 
 
 class Scaled(nn.Module):
@@ -106,7 +113,7 @@ class ByClass(Scaled):
 class ByMode(Scaled):
     """Its class has the modes."""
 
-    dark, bright = Mode(), Mode()
+    dark, bright = Mode("dark"), Mode("bright")
 
     def scale(self) -> float:
         """By the mode."""
@@ -184,7 +191,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "left out": (
         lambda: Scaled(_forgetting, lambda m: float(m.kept.measured)),
-        "kept.measured is another: its class leaves it out of copies",
+        "kept.measured is another: its class copies it otherwise",
     ),
     "in a list": (
         lambda: Scaled(lambda m: _keep(m, [{"a": Renewed(3.0)}]), lambda m: float(m.kept[0]["a"].measured)),
@@ -239,6 +246,68 @@ def test_a_copy_that_is_the_model_is_made(case: str) -> None:
     fast = optimize(model, X, precision="fp32", budget_s=5.0)
     torch.testing.assert_close(fast(X), model(X))
     assert not any("copied" in note for note in fast.report.notes)
+
+
+def test_objects_that_are_not_compared_stay_the_users() -> None:
+    def log(model: Any) -> float:
+        LOG.name += "."
+        return DRAWS.random() and 1.0
+
+    model = Scaled(lambda m: _keep(m, [DRAWS, LOG]), lambda m: 1.0)
+    check_copyable(Scaled(lambda m: _keep(m, [DRAWS, LOG]), log))
+    copied: Any = exact_copy(model)
+    assert copied.kept[0] is not DRAWS
+    assert copied.kept[1] is not LOG
+
+
+class Caching:
+    """Copies of it fill their cache anew."""
+
+    def __init__(self) -> None:
+        self.cache: dict[str, float] = {"a": 3.0}
+        self.mean: Tensor | None = torch.ones(2)
+        self.lazily: dict[str, float] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.cache, self.mean, self.lazily = {}, None, {}
+
+
+def test_a_cache_that_a_copy_fills_anew_is_no_obstacle() -> None:
+    model = Scaled(
+        lambda m: _keep(m, Caching()),
+        lambda m: float(m.kept.cache.setdefault("a", 3.0) + len(m.kept.lazily or ()) + (m.kept.mean is None)),
+    )
+    check_copyable(model)
+
+
+def test_an_array_that_a_copy_lays_out_otherwise_is_the_same() -> None:
+    anchors = np.arange(24.0).reshape(4, 6).T[::2]
+    model = Scaled(lambda m: _keep(m, anchors), lambda m: float(m.kept[1, 1]))
+    check_copyable(model)
+    copied: Any = exact_copy(model)
+    assert np.array_equal(copied.kept, anchors)
+
+
+def test_an_attribute_named_as_a_modules_variable_is_no_obstacle() -> None:
+    perception: Any = ModuleType("perception")
+    perception.conv = nn.Conv2d(3, 4, 3)
+    exec("def scale(y):\n    return 3.0", vars(perception))
+    variables = {"perception": perception}
+    exec(
+        "def reads(m):\n    return perception.scale(m.conv)\n"
+        "def reaches(m):\n    return perception.conv.bias.sum().item()",
+        variables,
+    )
+
+    def own(model: Any) -> None:
+        model.conv = perception.conv
+
+    check_copyable(Scaled(own, variables["reads"]))
+    with pytest.raises(UncopyableError, match=r"the global variable perception\.conv is the original's conv"):
+        check_copyable(Scaled(own, variables["reaches"]))
 
 
 def test_what_only_the_constructor_names_is_no_obstacle() -> None:

@@ -229,6 +229,20 @@ def test_a_hook_that_keeps_its_layers_results_has_kept_those_of_the_users_calls(
 
 
 @pytest.mark.usefixtures("held")
+def test_what_others_add_to_a_container_that_the_code_only_reads_stays() -> None:
+    frames, stamps = collections.deque[Any](), list[Any]()
+    variables: dict[str, Any] = {"frames": frames, "stamps": stamps, "kept": []}
+    exec("def reads(x):\n    return x + len(frames) + len(stamps)", variables)
+    exec("def keeps(x):\n    kept.append(x)\n    return x", variables)
+    for hook, filled in ((variables["reads"], (frames, stamps)), (variables["keeps"], (variables["kept"],))):
+        layer = nn.ReLU()
+        layer.hook = hook
+        with variables_kept(layer):
+            for container in filled:
+                container.extend([1, 2])
+    assert (len(frames), len(stamps), len(variables["kept"])) == (2, 2, 0)
+
+
 def test_tensors_without_numbers_go() -> None:
     global HELD
     HELD = {"grid": None, "frames": [1]}

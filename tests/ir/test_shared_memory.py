@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampopt.errors import UncopyableError
 from ampopt.ir.model_copy import exact_copy, working_copy
 from ampopt.ir.shared_memory import memory_of_arrays
 from ampopt.ir.watch import Watch
@@ -91,10 +92,36 @@ def test_a_working_copy_has_the_arrays_of_the_parameters_that_it_shares() -> Non
     assert not np.shares_memory(copied.view, model.view)
 
 
-def test_kinds_that_cannot_be_copied_together_are_refused() -> None:
-    record = np.zeros(3).view(np.recarray)
-    with pytest.raises(UncopyableError, match="whole has memory in common with an array"):
-        exact_copy(holding(whole=record, part=np.asarray(record)[1:]))
+def test_arrays_of_other_classes_and_of_objects_are_copied_each_for_itself(tmp_path: Path) -> None:
+    record, masked = np.zeros(3).view(np.recarray), np.ma.masked_array([1.0, 2.0], [True, False])
+    names = np.array(["a", "b"], object)
+    attributes = {"record": record, "plain": np.asarray(record)[1:], "names": names, "some": names[:1]}
+    copied: Any = exact_copy(holding(masked=masked, data=masked.data, **attributes))
+    assert type(copied.record) is np.recarray
+    assert copied.plain.tolist() == [0, 0]
+    assert copied.some.tolist() == ["a"]
+    assert copied.masked.mask.tolist() == [True, False]
+    assert not np.shares_memory(copied.data, masked.data)
+
+
+def test_a_file_in_memory_and_its_tensor_have_the_copys_memory(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "table", np.float32, "w+", shape=4)
+    copied: Any = exact_copy(holding(mapped=mapped, table=torch.from_numpy(mapped)))
+    assert filled(copied.table, 3) == copied.mapped.tolist()
+    assert mapped.tolist() == [0, 0, 0, 0]
+
+
+def test_weights_are_copied_once_where_a_model_has_arrays() -> None:
+    copies = list[int]()
+
+    class Counted(nn.Linear):
+        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
+            copies.append(sum(isinstance(each, Counted) for each in gc.get_objects()))
+            return Counted(2, 2)
+
+    model = nn.Sequential(Counted(2, 2), holding(kept=np.ones(2)))
+    exact_copy(model)
+    assert copies == [copies[0]] * len(copies)  # nothing of a first try is left at the second
 
 
 class Exposed(nn.Module):
