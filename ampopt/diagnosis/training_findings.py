@@ -118,7 +118,7 @@ def no_update(case: TrainingCase) -> Iterator[Finding]:
     """A step that never updates the weights, and weights that never get a gradient."""
     if case.steps is None:
         return
-    if not case.steps.updates:
+    if not (case.steps.updates or case.steps.idle):
         yield Finding(
             "no-update",
             "no step has updated the weights",
