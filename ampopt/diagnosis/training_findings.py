@@ -99,9 +99,9 @@ def stale_gradients(case: TrainingCase) -> Iterator[Finding]:
     updates = case.steps.updates if case.steps else []
     stale = [update for update in updates if update.is_stale]
     if stale:
-        fresh = next(update for update in updates if not update.is_stale)
-        ratio = stale[-1].moved / fresh.moved if fresh.moved else 0.0
-        number = max(at for at, update in enumerate(updates, 1) if update.is_stale)
+        same = [update for update in updates if update.weights == stale[-1].weights]
+        first, number = same[0], 1 + max(at for at, update in enumerate(same) if update.is_stale)
+        ratio = stale[-1].moved / first.moved if first.moved and not first.is_stale else 0.0
         moves = f": update {number} moves the weights {ratio:.1f} times as far as the first"
         yield Finding(
             "stale-gradients",

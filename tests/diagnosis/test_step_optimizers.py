@@ -232,3 +232,32 @@ def test_gradients_that_a_scaler_has_divided_are_scaled_no_longer() -> None:
     found = faults(watched(step, model))
     assert found.keys() == {"scaled-gradients"}
     assert line_of(step, "first.step()") in found["scaled-gradients"].places[0]
+
+
+def test_an_update_with_stale_gradients_is_compared_with_its_own_optimizers() -> None:
+    model = Heads()
+    first, second = _one_for_each(model, (1e-6, 1e-3))
+
+    def step(model: nn.Module, _: Optimizer, x: Tensor) -> None:
+        first.zero_grad()
+        (loss_of(model(x)) + loss_of(model(x, 1))).backward()
+        first.step()
+        second.step()
+
+    says = faults(watched(step, model))["stale-gradients"].says
+    _, _, figure = says.partition("update 3 moves the weights ")
+    assert 1 < float(figure.partition(" times as far as the first")[0]) < 4
+
+
+def test_stale_gradients_without_an_update_to_compare_with_have_no_figure() -> None:
+    model = Heads()
+    (_, second), both = _one_for_each(model), torch.optim.SGD(model.parameters(), 1e-3)
+
+    def step(model: nn.Module, _: Optimizer, x: Tensor) -> None:
+        both.zero_grad()
+        (loss_of(model(x)) + loss_of(model(x, 1))).backward()
+        both.step()
+        loss_of(model(x, 1)).backward()
+        second.step()
+
+    assert "moves the weights" not in faults(watched(step, model))["stale-gradients"].says
