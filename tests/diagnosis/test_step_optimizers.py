@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ampopt.diagnosis.finding import Finding
-from ampopt.diagnosis.training import ONCE, TrainingCase, ways_of
+from ampopt.diagnosis.training import ONCE, TrainingCase, measure_training, ways_of
 from ampopt.diagnosis.training_findings import find_in_training
-from tests.support.training import Optimizer, line_of, loss_of, net, watched
+from tests.support.training import Optimizer, case_of, line_of, loss_of, net, watched
 
 
 def faults(case: TrainingCase) -> dict[str, Finding]:
@@ -89,6 +89,19 @@ def test_updates_by_a_steps_own_optimizers_are_seen(make: Any) -> None:
     assert len(case.steps.updates) == (6 if make in (_with_one_for_each_half, _in_turn) else 3)
     assert all(update.is_fresh and update.moved > 0 for update in case.steps.updates)
     assert not faults(case)
+
+
+def test_weights_of_a_steps_own_optimizer_are_not_told_to_cost_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ampopt.diagnosis.training.STEPS_S", 0.0)
+    monkeypatch.setattr("ampopt.diagnosis.training.PARTS_S", 0.0)
+    model = net()
+    first, _ = _halves(model)
+    case = case_of(model, _with_one_for_each_half(model), first)
+    measure_training(case, lambda *_: None)
+    assert not case.spare
+    case = case_of(model, optimizer=first)
+    measure_training(case, lambda *_: None)
+    assert case.spare == ["1.weight", "1.bias", "4.weight", "4.bias"]
 
 
 def test_a_steps_own_optimizer_that_updates_twice_is_named_with_both_lines() -> None:
@@ -251,7 +264,7 @@ def test_an_update_with_stale_gradients_is_compared_with_its_own_optimizers() ->
 
 def test_stale_gradients_without_an_update_to_compare_with_have_no_figure() -> None:
     model = Heads()
-    (_, second), both = _one_for_each(model), torch.optim.SGD(model.parameters(), 1e-3)
+    (_, second), both = _one_for_each(model), torch.optim.SGD(model.parameters(), 1e-6)
 
     def step(model: nn.Module, _: Optimizer, x: Tensor) -> None:
         both.zero_grad()
