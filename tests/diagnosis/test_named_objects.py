@@ -197,6 +197,7 @@ def test_an_optimizer_made_of_the_users_weights_is_one_of_the_copys(kind: str) -
     )
     trained = [id(weight) for group in training.optimizer.param_groups for weight in group["params"]]
     assert trained
+    assert {*trained} <= {id(weight) for weight in training.model.parameters()}
     for weight, old in zip(training.model.parameters(), weights, strict=True):
         assert torch.equal(weight, old) == (id(weight) not in trained)
     rates = [group["lr"] for group in training.optimizer.param_groups]
