@@ -221,11 +221,26 @@ def _known(place: Path) -> ModuleType | None:
 
 
 def _file_of(module: ModuleType) -> str | None:
-    name = getattr(module, "__name__", "__main__")
-    return None if name == "__main__" else getattr(module, "__file__", None)
+    name, file = getattr(module, "__name__", "__main__"), getattr(module, "__file__", None)
+    return os.path.realpath(file) if isinstance(file, str) and name != "__main__" else None
 
 
 def _run_file(place: Path) -> ModuleType:
+    """The module of a file, which other files of the user's can import, by its own name, while it runs.
+
+    Where that ends in a circle of imports, they run it anew by this name, and the module is theirs.
+    """
+    own = place.stem if _would_import(place.stem, place) else None
+    try:
+        return _run_as(own, place)
+    except (ImportError, AttributeError):
+        if own is None:
+            raise
+    module = _run_as(None, place)
+    return sys.modules.get(own, module)
+
+
+def _run_as(own: str | None, place: Path) -> ModuleType:
     # A name of its own, so that model files called torch.py or test.py hide nothing.
     name = f"ampopt_model_{place.stem}"
     while name in sys.modules and _file_of(sys.modules[name]) != str(place):
@@ -234,7 +249,7 @@ def _run_file(place: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    names = [name, *([place.stem] if _would_import(place.stem, place) else [])]
+    names = [name, *([own] if own is not None else [])]
     sys.modules.update(dict.fromkeys(names, module))  # copying, pickling, scripting look its classes up there
     try:
         spec.loader.exec_module(module)
