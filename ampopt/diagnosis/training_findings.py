@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampopt.diagnosis.case import LEAST_GAPS
 from ampopt.diagnosis.finding import Counterfactual, Finding, milliseconds
-from ampopt.diagnosis.findings.host_reads import told
+from ampopt.diagnosis.findings.host_reads import at_first, told
 from ampopt.diagnosis.findings.memory_layout import is_permute
 from ampopt.diagnosis.step_watch import Update
 from ampopt.diagnosis.training import ONCE, YOURS, TrainingCase
@@ -180,6 +180,8 @@ def host_reads(case: TrainingCase) -> Iterator[Finding]:
     """Lines of the step, or of the model, at which the host waits for a value, or which copy across."""
     lane = "fp32" if case.steps is None else YOURS
     reads = case.called.reads if case.steps is None else case.steps.reads
+    if case.steps is None:
+        case.notes += at_first(case.called)
     for read in reads:
         if lane in case.times:
             whole_s, instead = case.times[lane].step.median, _READ_LESS[read.is_own]

@@ -249,6 +249,24 @@ def test_without_a_step_of_ones_own_the_models_reads_are_named() -> None:
     assert found.lane == "fp32"
 
 
+class Keeping(Watching):
+    """Reads a scale in its first call, and keeps it."""
+
+    scale = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = self.scale or x.abs().max().item()
+        return self.inner(x) / self.scale  # type: ignore[no-any-return]
+
+
+def test_what_the_model_reads_in_its_first_call_is_a_note_where_there_is_no_step() -> None:
+    case = watched(None, Keeping())
+    case.called = watch(Keeping(), (batch(),), {}, CPU)
+    assert not reads_of(case)
+    (note,) = (each for each in case.notes if each.startswith("in the first call and not in the second, "))
+    assert line_of(Keeping.forward, ".item()") in note
+
+
 @pytest.mark.gpu
 def test_host_reads_in_a_step_on_a_gpu() -> None:
     scaler = torch.amp.GradScaler("cuda")
