@@ -11,7 +11,7 @@ from typer import Option
 
 import ampopt
 from ampopt.cli import options as cli
-from ampopt.cli.model_source import absolute, check_function, load_function
+from ampopt.cli.model_source import anchored, check_function, load_function
 from ampopt.cli.options import (
     check_request,
     console,
@@ -78,7 +78,7 @@ def diagnose(
             train, training, {"--batches": batches, "--trace": trace, "--optimized": optimized or None}
         )
         report_file, json_file, trace = fixed(report_file, json_file, trace)
-        loss, step = (named and absolute(named) for named in (loss, step))
+        loss, step = (named and anchored(named) for named in (loss, step))
         loaded, args, kwargs, where = model_and_call(*source, train=train)
         from ampopt.diagnosis.text import WIDTH, to_rich
 

@@ -83,10 +83,13 @@ def load_model(
     return loaded
 
 
-def absolute(source: str) -> str:
-    """The same function of a file, whatever becomes of the current folder."""
+def anchored(source: str) -> str:
+    """The same function of a file or a module, whatever becomes of the current folder."""
     where, _, name = source.rpartition(":")
-    return f"{Path(where).absolute()}:{name}" if Path(where).suffix == ".py" else source
+    if Path(where).suffix == ".py":
+        return f"{Path(where).absolute()}:{name}"
+    _can_import_from(Path.cwd())
+    return source
 
 
 def check_function(source: str, option: str) -> None:
@@ -98,8 +101,10 @@ def check_function(source: str, option: str) -> None:
 
 
 def load_function(source: str, option: str) -> Callable[..., Any]:
-    """The function that an option names, as `train.py:my_step`. Raises InputError if there is none."""
-    check_function(source, option)
+    """The function that an option names, as `train.py:my_step`. Raises InputError if there is none.
+
+    A module is found in the folder in which `anchored` was called.
+    """
     where, _, name = source.rpartition(":")
     found = getattr(_import(where), name, None)
     if not callable(found):
@@ -156,6 +161,8 @@ def _build(source: str) -> nn.Module:
         return _torchvision(name)
     if where == "timm":
         return _timm(name)
+    if Path(where).suffix != ".py":
+        _can_import_from(Path.cwd())
     return _call_factory(_import(where, anew=True), name, source)
 
 
@@ -183,18 +190,21 @@ def _timm(name: str) -> nn.Module:
     return model
 
 
+def _can_import_from(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
 def _import(where: str, *, anew: bool = False) -> ModuleType:
-    """A module by its name or its file; like `python`, it can import what lies beside it, also later on.
+    """A module by its name or its file; like `python`, a file can import what lies beside it, also later on.
 
     A file that was imported is not run again, for its classes would be others; `anew`: it is.
     """
     is_file, place = Path(where).suffix == ".py", Path(where).resolve()
-    beside = str(place.parent if is_file else Path.cwd())
-    if beside not in sys.path:
-        sys.path.insert(0, beside)
     try:
         if not is_file:
             return importlib.import_module(where)
+        _can_import_from(place.parent)
         return (None if anew else _known(place)) or _run_file(place)
     except SystemExit as e:
         raise InputError(
@@ -211,11 +221,26 @@ def _known(place: Path) -> ModuleType | None:
 
 
 def _file_of(module: ModuleType) -> str | None:
-    name = getattr(module, "__name__", "__main__")
-    return None if name == "__main__" else getattr(module, "__file__", None)
+    name, file = getattr(module, "__name__", "__main__"), getattr(module, "__file__", None)
+    return os.path.realpath(file) if isinstance(file, str) and name != "__main__" else None
 
 
 def _run_file(place: Path) -> ModuleType:
+    """The module of a file, which other files of the user's can import, by its own name, while it runs.
+
+    Where that ends in a circle of imports, they run it anew by this name, and the module is theirs.
+    """
+    own = place.stem if _would_import(place.stem, place) else None
+    try:
+        return _run_as(own, place)
+    except (ImportError, AttributeError):
+        if own is None:
+            raise
+    module = _run_as(None, place)
+    return sys.modules.get(own, module)
+
+
+def _run_as(own: str | None, place: Path) -> ModuleType:
     # A name of its own, so that model files called torch.py or test.py hide nothing.
     name = f"ampopt_model_{place.stem}"
     while name in sys.modules and _file_of(sys.modules[name]) != str(place):
@@ -224,7 +249,7 @@ def _run_file(place: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    names = [name, *([place.stem] if _would_import(place.stem, place) else [])]
+    names = [name, *([own] if own is not None else [])]
     sys.modules.update(dict.fromkeys(names, module))  # copying, pickling, scripting look its classes up there
     try:
         spec.loader.exec_module(module)

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ampopt.errors import InputError
 from ampopt.ir.outside import Code, variables_kept
 from ampopt.ir.parts import Part, variables_of_function, walk
+from ampopt.ir.put_back import MOST_TO_COPY
 
 
 class _Calling(nn.Module):
@@ -58,28 +60,34 @@ def refuse_own(name: str, function: object, model: nn.Module, given: object, ins
 
 
 @contextlib.contextmanager
-def named_kept(function: object, model: nn.Module) -> Iterator[None]:
+def named_kept(function: object) -> Iterator[None]:
     """Put back after the block what calls of a function change by variables: numbers, tensors, `GradScaler`s,
-    gradients, and the values of weights that have the shapes of the model's, such as an average of them."""
+    gradients, and the values of weights, such as an average of the model's. Not tensors above 64 MiB."""
     found = {id(value): value for _, value in named_objects(function)}.values()
     scalers = [each for each in found if isinstance(each, torch.amp.GradScaler)]
     states = [{name: _copied(value) for name, value in vars(each).items()} for each in scalers]
-    weights = [each for each in found if isinstance(each, nn.Parameter)]
-    gradients = [(each.grad, None if each.grad is None else each.grad.clone()) for each in weights]
-    shapes = {weight.shape for weight in model.parameters()}
-    values = [(each, each.detach().clone()) for each in weights if each.shape in shapes]
+    leaves = [each for each in found if isinstance(each, Tensor) and _may_be_a_leaf(each)]
+    gradients = [(each.grad, None if each.grad is None else each.grad.clone()) for each in leaves]
+    weights = [each for each in leaves if isinstance(each, nn.Parameter) and each.nbytes <= MOST_TO_COPY]
+    values = [(each, each.detach().clone()) for each in weights]
     try:
         with variables_kept(_Calling(function)):
             yield
     finally:
         for scaler, state in zip(scalers, states, strict=True):
             vars(scaler).update(state)
-        for weight, (own, numbers) in zip(weights, gradients, strict=True):
-            weight.grad = own
+        for leaf, (own, numbers) in zip(leaves, gradients, strict=True):
+            leaf.grad = own
             if own is not None and numbers is not None:
                 own.data.copy_(numbers)
         for weight, before in values:
             weight.data.copy_(before)
+
+
+def _may_be_a_leaf(tensor: Tensor) -> bool:
+    """Whether a tensor has numbers to which gradients may belong."""
+    is_plain = not is_lazy(tensor) and tensor.layout is torch.strided
+    return is_plain and tensor.is_leaf and not tensor.is_inference()
 
 
 def _copied(value: Any) -> Any:

@@ -33,5 +33,5 @@ def variables_of_step_kept(subject: Subject, step: UserStep | None) -> Iterator[
     with contextlib.ExitStack() as stack:
         for function in (subject.loss, step):
             if function is not None:
-                stack.enter_context(named_kept(function, subject.model))
+                stack.enter_context(named_kept(function))
         yield

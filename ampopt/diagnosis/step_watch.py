@@ -45,8 +45,8 @@ class Update:
     `place` is the user's line, `call` the number of the watched step from 0 on, `weights` the identities of
     those that it has. `by_scaler`: GradScaler called it. `is_fresh`: a backward pass has added to their
     gradients since the update of them before it. `is_stale`: that pass added to those of an earlier update.
-    `is_scaled`: the loss was scaled, and the gradients still are. `refused_by`: the line of a `scaler.step`
-    that has left this update out. `moved` is ‖Δw‖ of all weights.
+    `is_scaled`: gradients of these weights are those of a scaled loss. `refused_by`: the line of a
+    `scaler.step` that has left out these gradients. `moved` is ‖Δw‖ of all weights.
     """
 
     place: str
@@ -64,13 +64,14 @@ class Update:
 class WatchedSteps:
     """What was seen of a few steps.
 
-    `forwards` counts calls of the model with gradients, `evaluated` those in evaluation mode, and
-    `evaluated_at` is the line of one. `unused` are the names of the optimizer's weights that never got a
-    gradient. `reads` are what the host waits for in the last step. `error`, `failed_at`: why and where a step
-    failed.
+    `idle` counts updates whose weights have no gradients, as of a head that a batch does not use. `forwards`
+    counts calls of the model with gradients, `evaluated` those in evaluation mode, and `evaluated_at` is the
+    line of one. `unused` are the names of the optimizer's weights that never got a gradient. `reads` are what
+    the host waits for in the last step. `error`, `failed_at`: why and where a step failed.
     """
 
     updates: list[Update] = dataclasses.field(default_factory=list)
+    idle: int = 0
     forwards: int = 0
     evaluated: int = 0
     evaluated_at: str = ""
@@ -96,7 +97,7 @@ def watch_steps(
         state = stack.enter_context(_watching(seen, model, optimizers_of(step, model, optimizer)))
         stack.enter_context(_Scaling(state))
         for state.call in range(MOST_CALLS):
-            if state.call >= CALLS and seen.updates:
+            if state.call >= CALLS and (seen.updates or seen.idle):
                 break
             state.inside = 0
             reads = HostReads(watch_steps.__code__, is_own=lambda: state.inside > 0 or _inside(_STEPS))
@@ -135,17 +136,73 @@ def user_line() -> str:
 
 @dataclasses.dataclass
 class _State:
-    """What has happened since the last update; weights by identity. `inside`: how many updates now run."""
+    """What has happened since the last update; weights by identity. `inside`: how many updates now run.
+
+    `scales` are GradScaler's by address, and `scaled_pass` is the last backward pass of a loss that has one.
+    `refused` has the line of the `scaler.step` that has looked at a weight's gradient, until it applies it.
+    """
 
     trained: dict[str, nn.Parameter]
     call: int = 0
     fresh: set[int] = dataclasses.field(default_factory=set)
     ever: set[int] = dataclasses.field(default_factory=set)
     stale: set[int] = dataclasses.field(default_factory=set)
-    is_scaled: bool = False
-    refused_by: str = ""
+    scales: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    scaled_pass: int | None = None
+    scaled: set[int] = dataclasses.field(default_factory=set)
+    refused: dict[int, str] = dataclasses.field(default_factory=dict)
     inside: int = 0
+    has_gradients: bool = False
     before: list[Tensor] = dataclasses.field(default_factory=list)
+
+    def comes(self, weight: Tensor, *, is_updated: bool) -> None:
+        """A backward pass is about to add to a weight's gradient; `is_updated`: there was an update."""
+        own = id(weight)
+        if not _has_gradient(weight):
+            self.stale.discard(own)
+            self.scaled.discard(own)
+            self.refused.pop(own, None)
+        elif is_updated and own not in self.fresh:
+            self.stale.add(own)
+        if _current_pass() == self.scaled_pass:
+            self.scaled.add(own)
+        self.fresh.add(own)
+        self.ever.add(own)
+
+    def unscaled(self, gradients: Iterable[Tensor], place: str | None) -> None:
+        """GradScaler has divided gradients by its scale; `place`: where it decides now whether to update."""
+        places = {gradient.data_ptr() for gradient in gradients if gradient.numel()}
+        for weight in self.trained.values():
+            if (own := _gradient(weight)) is not None and own.data_ptr() in places:
+                self.scaled.discard(id(weight))
+                if place is not None:
+                    self.refused[id(weight)] = place
+
+    def applied(self, weights: frozenset[int]) -> None:
+        """The gradients of weights are used up."""
+        self.fresh, self.stale, self.scaled = (
+            self.fresh - weights,
+            self.stale - weights,
+            self.scaled - weights,
+        )
+        self.refused = {weight: place for weight, place in self.refused.items() if weight not in weights}
+        self.before = []
+
+
+_current_pass = torch._C._current_graph_task_id
+"""The number of the backward pass that calls this."""
+
+
+def _gradient(weight: Tensor) -> Tensor | None:
+    """The numbers of a weight's gradient."""
+    gradient = weight.grad
+    return gradient._values() if gradient is not None and gradient.is_sparse else gradient
+
+
+def _has_gradient(weight: Tensor) -> bool:
+    """Whether a weight has a gradient other than zeros, to which gradients are reset, too."""
+    gradient = _gradient(weight)
+    return gradient is not None and bool(gradient.any())
 
 
 @contextlib.contextmanager
@@ -175,15 +232,7 @@ def _watching(
         return called_unseen
 
     def comes(weight: Tensor) -> Callable[[Tensor], None]:
-        def note(_: Tensor) -> None:
-            if not seen.updates or weight.grad is None or not weight.grad.any():
-                state.stale.discard(id(weight))
-            elif id(weight) not in state.fresh:
-                state.stale.add(id(weight))
-            state.fresh.add(id(weight))
-            state.ever.add(id(weight))
-
-        return note
+        return lambda _: state.comes(weight, is_updated=bool(seen.updates))
 
     def begins(optimizer: torch.optim.Optimizer, *_: object) -> None:
         if own.isdisjoint(map(id, weights_of(optimizer))):
@@ -191,11 +240,16 @@ def _watching(
         state.inside += 1
         if state.inside == 1:  # an optimizer may be made of others
             state.before = [weight.detach().clone() for weight in trained.values()]
+            mine = [weight for weight in weights_of(optimizer) if id(weight) in own]
+            state.has_gradients = any(map(_has_gradient, mine))
 
     def ends(optimizer: torch.optim.Optimizer, *_: object) -> None:
         weights = frozenset(own.intersection(map(id, weights_of(optimizer))))
         state.inside -= 1 if weights else 0
         if not weights or state.inside:
+            return
+        if not (state.has_gradients or state.fresh & weights):
+            seen.idle += 1
             return
         pairs = zip(trained.values(), state.before, strict=True)
         moved = [torch.linalg.vector_norm((now.detach() - then).float()).item() for now, then in pairs]
@@ -207,14 +261,13 @@ def _watching(
                 by_scaler=by_scaler,
                 is_fresh=bool(state.fresh & weights),
                 is_stale=bool(state.stale & weights),
-                is_scaled=state.is_scaled and not by_scaler,
-                refused_by="" if by_scaler else state.refused_by,
+                is_scaled=bool(state.scaled & weights) and not by_scaler,
+                refused_by="" if by_scaler else next(filter(None, map(state.refused.get, weights)), ""),
                 moved=sum(each**2 for each in moved) ** 0.5,
                 weights=weights,
             )
         )
-        state.fresh, state.stale, state.before = state.fresh - weights, state.stale - weights, []
-        state.is_scaled, state.refused_by = False, ""
+        state.applied(weights)
 
     handles: list[Any] = [
         model.register_forward_pre_hook(called),
@@ -230,7 +283,7 @@ def _watching(
 
 
 class _Scaling(TorchDispatchMode):
-    """Notes where a loss is scaled, and gradients are no longer."""
+    """Notes where a loss is scaled, its backward pass, and where gradients are no longer scaled."""
 
     def __init__(self, state: _State) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -240,13 +293,14 @@ class _Scaling(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """See the class."""
-        result = func(*args, **(kwargs or {}))
+        result, state = func(*args, **(kwargs or {})), self._state
         if func is torch.ops.aten.mul.Tensor and _inside(_SCALES):
-            self._state.is_scaled = True
+            state.scales[args[1].data_ptr()] = args[1]  # kept, so that nothing else has its address
+        elif func is torch.ops.aten.mul.Tensor and state.scales and _current_pass() >= 0:
+            if any(isinstance(each, Tensor) and each.data_ptr() in state.scales for each in args):
+                state.scaled_pass = _current_pass()
         elif func is _UNSCALE:
-            self._state.is_scaled = False
-            if _inside(_STEPS):  # it decides now whether it updates
-                self._state.refused_by = user_line()
+            state.unscaled(args[0], user_line() if _inside(_STEPS) else None)
         return result
 
 

@@ -81,7 +81,8 @@ class TrainingCase:
     """What the findings of a training step read. `subject` is on `device`, and is never called itself.
 
     `lane` is the mixed one; `times` are by the name of the way. `called` tells the lines that call modules,
-    `spare` are the names of weights that get gradients and that the optimizer lacks.
+    `spare` are the names of weights that get gradients and that the optimizer lacks; none with a step, which
+    may have other optimizers, and freeze weights.
     """
 
     subject: Subject
@@ -154,7 +155,7 @@ def _measure(case: TrainingCase, tell: Progress) -> None:
                 raise InputError(f"a training step fails: {first_line(error)}") from error
             case.notes.append(f"a step in {name} was not timed: {first_line(error)}")
             continue
-        if name == "fp32" and isinstance(trained := steps[name], Training):
+        if name == "fp32" and case.step is None and isinstance(trained := steps[name], Training):
             case.spare = _spare(trained)
         samplers[name] = latency(steps[name], case.device, last_s=each_s[name])
     tell("all", "training steps")

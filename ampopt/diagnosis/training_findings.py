@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampopt.diagnosis.case import LEAST_GAPS
 from ampopt.diagnosis.finding import Counterfactual, Finding, milliseconds
-from ampopt.diagnosis.findings.host_reads import told
+from ampopt.diagnosis.findings.host_reads import at_first, told
 from ampopt.diagnosis.findings.memory_layout import is_permute
 from ampopt.diagnosis.step_watch import Update
 from ampopt.diagnosis.training import ONCE, YOURS, TrainingCase
@@ -99,9 +99,9 @@ def stale_gradients(case: TrainingCase) -> Iterator[Finding]:
     updates = case.steps.updates if case.steps else []
     stale = [update for update in updates if update.is_stale]
     if stale:
-        fresh = next(update for update in updates if not update.is_stale)
-        ratio = stale[-1].moved / fresh.moved if fresh.moved else 0.0
-        number = max(at for at, update in enumerate(updates, 1) if update.is_stale)
+        same = [update for update in updates if update.weights == stale[-1].weights]
+        first, number = same[0], 1 + max(at for at, update in enumerate(same) if update.is_stale)
+        ratio = stale[-1].moved / first.moved if first.moved and not first.is_stale else 0.0
         moves = f": update {number} moves the weights {ratio:.1f} times as far as the first"
         yield Finding(
             "stale-gradients",
@@ -118,7 +118,7 @@ def no_update(case: TrainingCase) -> Iterator[Finding]:
     """A step that never updates the weights, and weights that never get a gradient."""
     if case.steps is None:
         return
-    if not case.steps.updates:
+    if not (case.steps.updates or case.steps.idle):
         yield Finding(
             "no-update",
             "no step has updated the weights",
@@ -180,6 +180,8 @@ def host_reads(case: TrainingCase) -> Iterator[Finding]:
     """Lines of the step, or of the model, at which the host waits for a value, or which copy across."""
     lane = "fp32" if case.steps is None else YOURS
     reads = case.called.reads if case.steps is None else case.steps.reads
+    if case.steps is None:
+        case.notes += at_first(case.called)
     for read in reads:
         if lane in case.times:
             whole_s, instead = case.times[lane].step.median, _READ_LESS[read.is_own]

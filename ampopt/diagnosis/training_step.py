@@ -266,7 +266,8 @@ _INSTEAD = "let a closure hold it, as functools.partial(loss, model) does, which
 def _made_of(model: nn.Module, make: MakeOptimizer, memo: dict[int, Any]) -> Optimizer:
     """An optimizer of a copy's weights; where `make` has taken the original's, theirs are in its place.
 
-    By `memo` they are those of the copy: groups may be made of the layers of the user's model.
+    By `memo` they are those of the copy: groups may be made of the layers of the user's model, others of the
+    weights that `make` is given, which stay.
     """
     try:
         optimizer = make(model.parameters())
@@ -277,6 +278,7 @@ def _made_of(model: nn.Module, make: MakeOptimizer, memo: dict[int, Any]) -> Opt
         ) from error
     copied = {id(weight) for weight in model.parameters()}
     if not _weights_of(optimizer) <= copied:
+        memo.update((id(weight), weight) for weight in model.parameters())
         optimizer = _copy_of(optimizer, memo)
     if not _weights_of(optimizer) & copied:
         raise InputError(

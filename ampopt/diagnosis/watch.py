@@ -22,9 +22,9 @@ from ampopt.system.interrupts import check_interrupted
 class Watched:
     """What was seen. `called_at`: for each module's path the line that calls it, if the user's code does.
 
-    `reads` are those of a call after the first, and `at_first` what only the first one reads, such as a scale
-    that a model keeps. `error` and `failed_at` tell why and on which line the first call failed; None if it
-    did not.
+    `reads` are those of the second call, and `at_first` what the first one reads and the second does not,
+    such as a scale that a model keeps. `error` and `failed_at` tell why and on which line the first call
+    failed; None if it did not.
     """
 
     reads: tuple[HostRead, ...]

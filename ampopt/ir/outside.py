@@ -193,11 +193,11 @@ def variables_kept(model: nn.Module) -> Iterator[None]:
     """Put back after the block what calls of a model, or of its copies, write to where no copy has it.
 
     Where a class attribute, a global variable, or something that these hold was a tensor or a number, it is
-    that again, and tensors of up to 64 MiB have their numbers again; tensors without numbers, which an export
-    leaves, go. Data that was added to a list, deque, set or dict of the user's goes, whoever has added it, if
-    a function of the model's code that names it changes containers. All else stays as it is then: what was
-    registered, loaded or switched on, what was added beside it, which that may be about, and what a library
-    has added to containers of its own.
+    that again, and tensors and arrays of up to 64 MiB have their numbers again, arrays unless something was
+    switched on, too; tensors without numbers, which an export leaves, go. Data that was added to a list,
+    deque, set or dict of the user's goes, whoever has added it, if a function of the model's code that names
+    it changes containers. All else stays as it is then: what was registered, loaded or switched on, what was
+    added beside it, which that may be about, and what a library has added to containers of its own.
     """
     undo = list[Undo]()
     tried(lambda: undo.extend(_everything(model)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import functools
 import logging
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ampopt.errors import first_line
+from ampopt.ir.model_copy import same_tensor
 from ampopt.ir.parts import ATOMS, CODE, can_be_looked_at, contents_of, is_of_the_process, slots_of, walk
 
 logger = logging.getLogger("ampopt")
@@ -87,8 +89,13 @@ class Before:
             return
         if isinstance(value, Tensor):
             if value.layout is torch.strided and not value.is_inference() and value.nbytes <= MOST_TO_COPY:
-                undo.append(partial(_write_back, value, value._version, value.detach().clone()))
+                before, by_value = value.detach().clone(), is_users
+                undo.append(partial(self._write_back, value, value._version, before, by_value=by_value))
             return
+        if is_users and isinstance(value, np.ndarray) and value.nbytes <= MOST_TO_COPY:
+            undo.append(partial(self._write_array_back, value, np.array(value)))
+        elif is_users and isinstance(value, (bytearray, array.array)):
+            undo.append(partial(self._write_bytes_back, value, value[:]))
         is_lost = _is_changed if is_users else _is_lost
         goes = self._goes if is_users else is_fake
         if is_users and isinstance(value, dict):
@@ -105,7 +112,8 @@ class Before:
             cells = [(cell, held) for cell in value.__closure__ or () for held in contents_of(cell)]
             undo += [partial(_set_again, cell, "cell_contents", held, is_lost) for cell, held in cells]
         if isinstance(own := getattr(value, "__dict__", None), dict):
-            undo.append(partial(_put_back, own, dict(own), is_lost, is_fake))
+            own_goes = goes if isinstance(value, FunctionType) else is_fake
+            undo.append(partial(_put_back, own, dict(own), is_lost, own_goes))
             if is_users:
                 self._note(own.values)
         names = [name for name in slots_of(type(value)) if hasattr(value, name)]
@@ -113,6 +121,27 @@ class Before:
 
     def _goes(self, added: Any) -> bool:
         return is_fake(added) or (is_data(added) and not self.is_set_up)
+
+    def _write_back(self, tensor: Tensor, version: int, before: Tensor, *, by_value: bool) -> None:
+        """Give a tensor its numbers again, where it was written to, without a trace in its version.
+
+        A batch norm that learns its statistics, NumPy and `.data` write without one; with `by_value` numbers
+        are compared, too.
+        """
+        if tensor.shape != before.shape:
+            return
+        is_seen = tensor._version != version
+        if is_seen or (by_value and not same_tensor(tensor.detach(), before) and not self.is_set_up):
+            tensor.data.copy_(before)
+
+    def _write_array_back(self, values: np.ndarray[Any, Any], before: np.ndarray[Any, Any]) -> None:
+        is_as_it_was = values.dtype == before.dtype and values.shape == before.shape
+        if is_as_it_was and values.tobytes() != before.tobytes() and not self.is_set_up:
+            values[...] = before
+
+    def _write_bytes_back(self, values: Any, before: Any) -> None:
+        if values != before and not self.is_set_up:
+            values[:] = before
 
     def _refill(self, sequence: list[Any] | collections.deque[Any], before: list[Any]) -> None:
         """Give a list the data that it held, without data that was added or put in its place."""
@@ -159,10 +188,15 @@ def _is_lost(before: Any, now: Any) -> bool:
 
 
 def _is_changed(before: Any, now: Any) -> bool:
-    """The same, and a container of data for which another one stands: `[*frames, x]`."""
+    """The same, and a container or array of data for which another one stands: `[*frames, x]`."""
     if _is_lost(before, now):
         return True
-    return now is not before and isinstance(before, _CONTAINERS) and is_data(before) and is_data(now)
+    return (
+        now is not before
+        and isinstance(before, (*_CONTAINERS, np.ndarray))
+        and is_data(before)
+        and is_data(now)
+    )
 
 
 def _set_again(holder: Any, name: str, before: Any, is_lost: IsLost) -> None:
@@ -204,9 +238,3 @@ def _beyond(entries: Iterable[Any], others: Iterable[Any]) -> list[Any]:
         if left[id(each)] < 0:
             found.append(each)
     return found
-
-
-def _write_back(tensor: Tensor, version: int, before: Tensor) -> None:
-    """Give a tensor its numbers again, where it was written to, without a trace in its version."""
-    if tensor._version != version and tensor.shape == before.shape:
-        tensor.data.copy_(before)

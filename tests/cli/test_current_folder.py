@@ -73,10 +73,13 @@ def test_files_are_written_to_the_folder_that_the_command_began_in(here: Path, a
     assert _written(here, *arguments) == {name for name in arguments if name.startswith(("d.", "t."))}
 
 
-def test_a_step_and_a_loss_are_read_from_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", ["step_there.py", "step_there"])
+def test_a_step_and_a_loss_are_read_from_it(here: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    (here / "elsewhere" / "step_there.py").write_text("step = loss = None")
+    monkeypatch.delitem(sys.modules, "step_there", raising=False)
     given = dict[str, Any]()
     monkeypatch.setattr(ampopt, "diagnose", lambda *args, **options: given.update(options) or _stopped())
-    arguments = ("--train", "--step", "step_there.py:step", "--loss", "step_there.py:loss")
+    arguments = ("--train", "--step", f"{place}:step", "--loss", f"{place}:loss")
     done = CliRunner().invoke(
         cli.app, ["diagnose", "moving_net.py:net", "--input", "1x3x8x8", "--device", "cpu", *arguments]
     )

@@ -121,6 +121,49 @@ def test_a_file_is_run_once_for_the_model_and_its_step(
     assert capsys.readouterr().out == "nets runs\n"
 
 
+CIRCLES = {
+    "from": "from circle_{kind} import Net\n",
+    "import": "import circle_{kind}\n\nclass Wide(circle_{kind}.Net):\n    pass\n\nNet = circle_{kind}.Net\n",
+}
+
+
+@pytest.mark.parametrize("kind", CIRCLES)
+def test_a_file_in_a_circle_of_imports_is_a_model_and_its_step_knows_its_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    step = "\ndef step(model, optimizer, x):\n    assert isinstance(model, Net)\n"
+    (tmp_path / f"circle_{kind}.py").write_text(f"import train_{kind}\n{NETS}")
+    (tmp_path / f"train_{kind}.py").write_text(CIRCLES[kind].format(kind=kind) + step)
+    model = load_model(f"{tmp_path}/circle_{kind}.py:Net").model
+    load_function(f"{tmp_path}/train_{kind}.py:step", "--step")(model, None, None)
+
+
+def test_a_file_that_cannot_be_imported_leaves_no_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "lacking.py").write_text("from torch import no_such_thing")
+    before = set(sys.modules)
+    with pytest.raises(InputError, match="cannot import name 'no_such_thing'"):
+        load_model(f"{tmp_path}/lacking.py:Net")
+    assert set(sys.modules) == before
+
+
+def test_a_file_that_was_imported_by_a_link_to_its_folder_is_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "real" / "nets_by_a_link.py").write_text(NETS)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "link"), *sys.path])
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    model = load_model("nets_by_a_link:Net").model
+    load_function(f"{tmp_path}/real/nets_by_a_link.py:step", "--step")(model, None, None)
+    assert capsys.readouterr().out == "nets runs\n"
+
+
 def test_files_of_one_name_in_two_folders_are_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     for folder in ("one", "two"):

@@ -218,7 +218,7 @@ def test_reads_of_the_first_call_are_a_note_and_no_finding() -> None:
     assert len(found) == 2
     assert not any("self.scale =" in finding.says for finding in found)
     (note,) = case.notes
-    assert note.startswith("in the first call only, test_measurements.py:")
+    assert note.startswith("in the first call and not in the second, test_measurements.py:")
     assert note.endswith("waits for a value on the host (.item(), once)")
 
 

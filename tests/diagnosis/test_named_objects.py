@@ -197,6 +197,7 @@ def test_an_optimizer_made_of_the_users_weights_is_one_of_the_copys(kind: str) -
     )
     trained = [id(weight) for group in training.optimizer.param_groups for weight in group["params"]]
     assert trained
+    assert {*trained} <= {id(weight) for weight in training.model.parameters()}
     for weight, old in zip(training.model.parameters(), weights, strict=True):
         assert torch.equal(weight, old) == (id(weight) not in trained)
     rates = [group["lr"] for group in training.optimizer.param_groups]
@@ -232,10 +233,22 @@ def _teaching(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
     optimizer.step()
 
 
+def _scaling(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    (loss_of(model(x)) * MINE.sum()).backward()
+    optimizer.step()
+    with torch.no_grad():
+        MINE.sub_(MINE.grad)
+
+
 def _average(model: nn.Module) -> AveragedModel:
     found = AveragedModel(model)
     found.update_parameters(model)
     return found
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    return leaf.new_zeros(1) if leaf.grad is None else leaf.grad
 
 
 KEPT: dict[str, tuple[Callable[[nn.Module], Any], Any, Callable[[Any], list[Any]]]] = {
@@ -249,8 +262,11 @@ KEPT: dict[str, tuple[Callable[[nn.Module], Any], Any, Callable[[Any], list[Any]
     "gradients": (
         copy.deepcopy,
         _teaching,
-        lambda mine: [w.new_zeros(1) if w.grad is None else w.grad for w in mine.parameters()],
+        lambda mine: [*map(_gradient, mine.parameters())],
     ),
+    "leaf": (lambda _: torch.ones(7, requires_grad=True), _scaling, lambda mine: [mine, _gradient(mine)]),
+    "weight": (lambda _: nn.Parameter(torch.ones(7)), _scaling, lambda mine: [mine, _gradient(mine)]),
+    "statistics": (copy.deepcopy, _teaching, lambda mine: [mine[1].running_mean]),
 }
 
 

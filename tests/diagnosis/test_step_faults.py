@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import ampopt
 from ampopt.diagnosis.finding import Finding
 from ampopt.diagnosis.step_watch import WatchedSteps, watch_steps
-from ampopt.diagnosis.training import TrainingCase, measure_training
+from ampopt.diagnosis.training import TrainingCase
 from ampopt.diagnosis.training_findings import find_in_training, verdict_of
 from ampopt.diagnosis.watch import watch
 from tests.support.cases import CPU
@@ -156,101 +156,6 @@ def test_a_step_that_never_updates() -> None:
     assert faults(watched(never_updated)).keys() == {"no-update"}
 
 
-def _halves(model: nn.Module) -> list[Optimizer]:
-    return [torch.optim.SGD(model[at].parameters(), 0.1) for at in (0, 4)]  # type: ignore[index]
-
-
-def _with_its_own(model: nn.Module) -> Any:
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    return lambda model, _, x: never_stale(model, optimizer, x)
-
-
-def _with_one_for_each_half(model: nn.Module) -> Any:
-    first, second = _halves(model)
-
-    def step(model: nn.Module, _: Optimizer, x: Tensor) -> None:
-        model.zero_grad()
-        loss_of(model(x)).backward()
-        first.step()
-        second.step()
-
-    return step
-
-
-def _in_turn(model: nn.Module) -> Any:
-    """As a discriminator and its generator are trained: the second pass adds to the first one's gradients."""
-    first, second = _halves(model)
-
-    def step(model: nn.Module, _: Optimizer, x: Tensor) -> None:
-        for each in (first, second):
-            each.zero_grad()
-            loss_of(model(x)).backward()
-            each.step()
-
-    return step
-
-
-def _making_one(model: nn.Module) -> Any:
-    return lambda model, _, x: never_stale(model, torch.optim.SGD(model.parameters(), 0.1), x)
-
-
-class Around(torch.optim.Optimizer):
-    """An optimizer around another one."""
-
-    def __init__(self, inner: Optimizer) -> None:
-        super().__init__(inner.param_groups, {})
-        self.inner = inner
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self)  # PyTorch's leaves out what is added
-
-    def step(self, closure: Any = None) -> Any:
-        return self.inner.step(closure)
-
-
-def _around(model: nn.Module) -> Any:
-    optimizer = Around(torch.optim.SGD(model.parameters(), 0.1))
-    return lambda model, _, x: never_stale(model, optimizer, x)
-
-
-def never_stale(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
-    optimizer.zero_grad()
-    loss_of(model(x)).backward()
-    optimizer.step()
-
-
-@pytest.mark.parametrize("make", [_with_its_own, _with_one_for_each_half, _in_turn, _making_one, _around])
-def test_updates_by_a_steps_own_optimizers_are_seen(make: Any) -> None:
-    model = net()
-    case = case_of(model, make(model))
-    measure_training(case, lambda *_: None)
-    assert case.steps is not None
-    assert len(case.steps.updates) == (6 if make in (_with_one_for_each_half, _in_turn) else 3)
-    assert all(update.is_fresh and update.moved > 0 for update in case.steps.updates)
-    assert not faults(case)
-
-
-def test_a_steps_own_optimizer_that_updates_twice_is_named_with_both_lines() -> None:
-    model = net()
-    first, second = _halves(model)
-
-    def step(model: nn.Module, _: Optimizer, x: Tensor) -> None:
-        model.zero_grad()
-        loss_of(model(x)).backward()
-        first.step()  # once
-        second.step()
-        first.step()  # again
-
-    case = case_of(model, step)
-    measure_training(case, lambda *_: None)
-    found = faults(case)["repeated-update"]
-    assert [place.partition(",")[0] for place in found.places] == [
-        line_of(step, "again"),
-        line_of(step, "once"),
-    ]
-    assert "yours, updating once" in case.times
-
-
 @pytest.mark.parametrize(("momentum", "says"), [(0.99, "99% those of the last"), (0.0, "never change")])
 def test_a_momentum_of_another_framework(momentum: float, says: str) -> None:
     model = net()
@@ -342,6 +247,24 @@ def test_without_a_step_of_ones_own_the_models_reads_are_named() -> None:
     (found,) = reads_of(case).values()
     assert line_of(Watching.forward, "isfinite") in found.says
     assert found.lane == "fp32"
+
+
+class Keeping(Watching):
+    """Reads a scale in its first call, and keeps it."""
+
+    scale = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = self.scale or x.abs().max().item()
+        return self.inner(x) / self.scale  # type: ignore[no-any-return]
+
+
+def test_what_the_model_reads_in_its_first_call_is_a_note_where_there_is_no_step() -> None:
+    case = watched(None, Keeping())
+    case.called = watch(Keeping(), (batch(),), {}, CPU)
+    assert not reads_of(case)
+    (note,) = (each for each in case.notes if each.startswith("in the first call and not in the second, "))
+    assert line_of(Keeping.forward, ".item()") in note
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ampopt.diagnosis.step_copy import copied_step
 from ampopt.diagnosis.step_watch import watch_steps
 from ampopt.diagnosis.training import YOURS, StepTimes, TrainingCase, ways_of
 from ampopt.diagnosis.training_step import PARTS, Subject, sgd
@@ -72,9 +73,9 @@ def watched(step: Any, model: nn.Module | None = None) -> TrainingCase:
     """A case whose step was watched, with times that are made up: what is new takes 1 ms, the rest 2."""
     case = case_of(model, step)
     with_parts = dict(zip(PARTS, (0.1e-3, 0.6e-3, 1.0e-3, 0.3e-3), strict=True))
-    training = case.subject.copied()
     if step is not None:
-        case.steps = watch_steps(step, training.model, training.optimizer, training.args, {})
+        own, training = copied_step(step, case.subject)
+        case.steps = watch_steps(own, training.model, training.optimizer, training.args, {})
     for name in ways_of(case):
         parts = {} if name.startswith("yours") else with_parts
         case.times[name] = StepTimes(taking(2 if name in ("fp32", YOURS) else 1), parts)

@@ -78,27 +78,31 @@ def _after_idling(case: Case) -> Iterator[Finding]:
 
 
 def _in_one_thread(case: Case, call_s: float) -> Counterfactual | None:
-    """Calls after the same pause in one thread, where that is certainly faster; the threads are put back."""
+    """Calls after the same pause in one thread, where that is certainly faster; the threads are put back.
+
+    Not where one thread is faster right after another call, too: that is no matter of a pause.
+    """
     now = torch.get_num_threads()
     if case.device.type != "cpu" or now == 1:
         return None
-    if not case.has_time(IN_ONE_THREAD, 2 * TIMES * (IDLE_S + 2 * call_s)):
+    if not case.has_time(IN_ONE_THREAD, 2 * TIMES * (IDLE_S + 3 * call_s)):
         return None
     sampler = latency(case.eager(), case.device, long_s=0.0)
-    times: dict[int, list[float]] = {now: [], 1: []}
+    close: dict[int, list[float]] = {now: [], 1: []}
+    rested: dict[int, list[float]] = {now: [], 1: []}
     try:
         for _ in range(TIMES):
-            for count, samples in times.items():
+            for count in rested:
                 torch.set_num_threads(count)
                 sampler()  # makes the threads
+                close[count].append(sampler())
                 time.sleep(IDLE_S)
-                samples.append(sampler())
+                rested[count].append(sampler())
     finally:
         torch.set_num_threads(now)
-    before, after = (Measurement(tuple(samples)) for samples in times.values())
+    before, after = (Measurement(tuple(samples)) for samples in rested.values())
     found = gain(before, after)
-    return (
-        Counterfactual(IN_ONE_THREAD, before, after, found)
-        if found.is_real and found.ratio >= WORTH
-        else None
-    )
+    if not found.is_real or found.ratio < WORTH:
+        return None
+    without_pause = gain(*(Measurement(tuple(samples)) for samples in close.values()))
+    return None if without_pause.is_real else Counterfactual(IN_ONE_THREAD, before, after, found)

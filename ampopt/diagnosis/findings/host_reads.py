@@ -9,17 +9,22 @@ import torch
 from ampopt.diagnosis.case import Case
 from ampopt.diagnosis.finding import Finding
 from ampopt.diagnosis.host_reads import HostRead
+from ampopt.diagnosis.watch import Watched
 
 
 def find(case: Case) -> Iterator[Finding]:
     """Each line that reads a value back, makes a shape of values, or copies between devices.
 
-    There is no counterfactual: without it the model would be another one. What only the first call reads
-    costs the later ones nothing, and is a note.
+    There is no counterfactual: without it the model would be another one.
     """
-    case.notes += [f"in the first call only, {_doing(read)}" for read in case.watched.at_first]
+    case.notes += at_first(case.watched)
     for read in case.watched.reads:
         yield told(read, case.device, case.latency["fp32"].median)
+
+
+def at_first(watched: Watched) -> list[str]:
+    """A note for each read of the first of two calls alone: how often later ones read is not known."""
+    return [f"in the first call and not in the second, {_doing(read)}" for read in watched.at_first]
 
 
 def told(
