@@ -234,6 +234,18 @@ def test_no_backend_gives_a_derivative_and_each_says_so(convolutions: Path, back
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_results_for_an_input_that_requires_gradients_may_be_written_to(
+    convolutions: Path, backend: str
+) -> None:
+    loaded = ampopt.load(convolutions, backend=backend, device="cpu")
+    result, expected = loaded(X.clone().requires_grad_())["y"], loaded(X)["y"].clone()
+    result.mul_(2)
+    torch.testing.assert_close(result.detach(), expected * 2)
+    with pytest.raises(InputError, match="for inference"):
+        result.sum().backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_negated_or_conjugated_by_a_bit_alone_is_taken(convolutions: Path, backend: str) -> None:
     loaded = ampopt.load(convolutions, backend=backend, device="cpu")
     for x in (torch._neg_view(X), torch.complex(X, X).conj().imag):

@@ -20,6 +20,7 @@ from ampopt.ir.capture import Captured
 from ampopt.ir.emulated_half import EmulatedHalf
 from ampopt.ir.lanes import Lane
 from ampopt.ir.numerics import Check
+from ampopt.ir.unmarked import array_of
 from ampopt.measure.original import Run
 from ampopt.measure.verify import Metric, Verifier
 from ampopt.ort.knobs import changed
@@ -137,7 +138,7 @@ def providers() -> tuple[str, ...]:
 def to_numpy(tensor: Tensor) -> Array:
     """A contiguous array of a tensor on any device; bfloat16, which NumPy does not have, becomes float32."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-    array: Array = (plain.float() if plain.dtype is torch.bfloat16 else plain).contiguous().numpy()
+    array: Array = array_of((plain.float() if plain.dtype is torch.bfloat16 else plain).contiguous())
     return array
 
 

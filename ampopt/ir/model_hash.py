@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from ampopt.ir.model_copy import same_tensor
+from ampopt.ir.unmarked import bytes_of
 
 
 def model_hash(graph: fx.GraphModule) -> str:
@@ -23,13 +24,8 @@ def model_hash(graph: fx.GraphModule) -> str:
 
 
 def weight_bytes(weight: Tensor) -> bytes:
-    """A weight's bytes in the order of its dimensions. Its own layout does not matter.
-
-    PyTorch calls a tensor contiguous whatever the strides of its sizes of 1, but reads bytes only at a stride
-    of 1.
-    """
-    plain = weight.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
+    """A weight's bytes in the order of its dimensions. Its own layout does not matter."""
+    return bytes_of(weight.detach().cpu().resolve_conj().resolve_neg().contiguous())
 
 
 def are_equal(one: fx.GraphModule, other: fx.GraphModule) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._C._dynamo import eval_frame
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, grad_mode
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
@@ -67,9 +67,10 @@ class _WithoutDerivative(torch.autograd.Function):
     """Outputs that seem to depend on an input, and say what is wrong when a derivative is asked for."""
 
     @staticmethod
-    def forward(_ctx: Any, _input: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
-        """The outputs as they are."""
-        return tuple(output.view_as(output) for output in outputs)
+    def forward(ctx: Any, _input: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+        """The outputs as they are: views that a function has made may not be written to."""
+        ctx.mark_dirty(*outputs)
+        return outputs
 
     @staticmethod
     def backward(_ctx: Any, *_gradients: Tensor) -> Any:
@@ -82,7 +83,8 @@ class _WithoutDerivative(torch.autograd.Function):
 def without_derivatives(result: Any, tensors: Sequence[object]) -> Any:
     """A call's result; if an input requires gradients, computing them raises InputError.
 
-    Results are computed without gradients, so a derivative would silently be zero.
+    Results are computed without gradients, so a derivative would silently be zero. Nothing is written to
+    them, which their version says, too: a gradient of something else that needs their numbers is given.
     """
     asking = [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.requires_grad]
     if not asking or not torch.is_grad_enabled():
@@ -93,10 +95,17 @@ def without_derivatives(result: Any, tensors: Sequence[object]) -> Any:
         for place, leaf in enumerate(leaves)
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
     ]
-    found = _WithoutDerivative.apply(asking[0], *(leaves[place].detach() for place in places))
+    given = tuple(_of_its_own(leaves[place]) for place in places)
+    with grad_mode._unsafe_preserve_version_counter(given):
+        found = _WithoutDerivative.apply(asking[0], *given)
     for place, output in zip(places, found, strict=True):
         leaves[place] = output
     return pytree.tree_unflatten(leaves, spec)
+
+
+def _of_its_own(tensor: Tensor) -> Tensor:
+    """The tensor's memory in another one; of an inference tensor, which has no derivatives, a copy."""
+    return tensor.clone() if tensor.is_inference() else tensor.detach()
 
 
 def _tracer() -> str | None:

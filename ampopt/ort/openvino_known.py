@@ -10,18 +10,28 @@ from typing import Any
 
 _KNOWN = frozenset(
     (
-        *("Abs", "Add", "AvgPool", "BatchNormInference", "Broadcast", "Clamp", "Concat", "Constant"),
-        *("Convert", "Convolution", "ConvolutionBackpropData", "DepthToSpace", "Divide", "Elu", "Erf"),
-        *("Exp", "Gather", "Gelu", "GroupConvolution", "GroupConvolutionBackpropData"),
-        *("GroupNormalization", "HSigmoid", "HSwish", "HardSigmoid", "Log", "LogSoftmax", "MVN"),
-        *("MatMul", "MaxPool", "Maximum", "Minimum", "Mish", "Multiply", "Negative", "PRelu", "Pad"),
-        *("Parameter", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum", "Relu"),
-        *("Reshape", "Result", "Selu", "ShuffleChannels", "Sigmoid", "Slice", "SoftPlus", "SoftSign"),
-        *("Softmax", "SpaceToDepth", "Split", "Sqrt", "Squeeze", "StridedSlice", "Subtract", "Swish"),
-        *("Tanh", "Transpose", "Unsqueeze", "VariadicSplit"),
+        *("Abs", "Add", "Atan", "AvgPool", "BatchNormInference", "Broadcast", "Clamp", "Concat", "Constant"),
+        *("Convert", "Convolution", "ConvolutionBackpropData", "Cos", "CumSum", "DepthToSpace", "Divide"),
+        *("Einsum", "Elu", "Erf", "Exp", "GRUSequence", "Gather", "Gelu", "GroupConvolution"),
+        *("GroupConvolutionBackpropData", "GroupNormalization", "HSigmoid", "HSwish", "HardSigmoid"),
+        *("Interpolate", "LSTMSequence", "Log", "LogSoftmax", "MVN", "MatMul", "MaxPool", "Maximum"),
+        *("Minimum", "Mish", "Multiply", "Negative", "PRelu", "Pad", "Parameter", "Power", "ReduceL1"),
+        *("ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "Relu"),
+        *("Reshape", "Result", "Selu", "ShuffleChannels", "Sigmoid", "Sin", "Slice", "SoftPlus"),
+        *("SoftSign", "Softmax", "SpaceToDepth", "Split", "Sqrt", "Squeeze", "StridedSlice", "Subtract"),
+        *("Swish", "Tanh", "Tile", "Transpose", "Unsqueeze", "VariadicSplit"),
     )
 )
-"""The operators of networks for images whose results do not jump."""
+"""The operators of networks for images and sequences whose results do not jump."""
+
+_WEIGHTED = ("linear_onnx", "cubic")
+"""Modes of `Interpolate` that weight pixels."""
+
+_COORDINATES = ("half_pixel", "align_corners", "pytorch_half_pixel")
+"""Their coordinates; the last ones are wrong where a dimension becomes 1 (measured with 2026.4)."""
+
+_LARGEST_REPEAT = 40
+"""How often the nearest pixel may be repeated: from 41 on PyTorch's rounded quotients take the one before."""
 
 _BORDER = ("Parameter", "Result")
 _SIZES = ("Constant", "ShapeOf")
@@ -37,10 +47,29 @@ def unknown_operator(model: Any, *, half: bool) -> str | None:
         kind = op.get_type_name()
         if kind in _SIZES or (kind not in _BORDER and _is_of_sizes(op, sizes)):
             sizes.add(op.get_name())
-        elif kind not in _KNOWN or (found := _unknown_dtype(op, dtypes)):
-            dtype = "" if kind not in _KNOWN else f" of {found}"
-            return f"{op.get_friendly_name()} ({kind}{dtype})"
+        elif kind not in _KNOWN:
+            return f"{op.get_friendly_name()} ({kind})"
+        elif found := _unknown_dtype(op, dtypes):
+            return f"{op.get_friendly_name()} ({kind} of {found})"
+        elif kind == "Interpolate" and not _is_known_resizing(op):
+            return f"{op.get_friendly_name()} ({kind})"
     return None
+
+
+def _is_known_resizing(op: Any) -> bool:
+    """Whether pixels are weighted without antialiasing, or each is repeated, which rounds no coordinate."""
+    given = op.get_attributes()
+    if given["antialias"] or any(given["pads_begin"]) or any(given["pads_end"]):
+        return False
+    before, after = (list(port.get_partial_shape().to_shape()) for port in (op.input(0), op.output(0)))
+    pairs = list(zip(before, after, strict=True))
+    mode, coordinates = given["mode"], given["coordinate_transformation_mode"]
+    if mode == "nearest":
+        is_floor = (coordinates, given["nearest_mode"]) == ("asymmetric", "floor")
+        return is_floor and all(new % old == 0 and new <= _LARGEST_REPEAT * old for old, new in pairs)
+    if coordinates == "pytorch_half_pixel" and any(new == 1 != old for old, new in pairs):
+        return False
+    return mode in _WEIGHTED and coordinates in _COORDINATES
 
 
 def _is_of_sizes(op: Any, sizes: set[str]) -> bool:

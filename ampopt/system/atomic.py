@@ -22,6 +22,12 @@ SUFFIX = ".ampopt-save"
 _TURN = "turn-to-replace-"
 """In the place of a temporary name's own digits: the file whose lock is the turn to replace several files."""
 
+_MOST_WAITS = 1000
+"""How often a process waits for its turn: each time another one, which waited too, has had it."""
+
+_NOT_OURS = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO)
+"""Errors of opening what another user, or no save, has put in the lock's place."""
+
 _IS_POSIX = os.name == "posix"
 """Elsewhere there are no locks to tell leftovers by, and no folders that can be opened."""
 
@@ -64,9 +70,9 @@ def replacing_together(target: Path, *companions: Path) -> Iterator[Path]:
     All are in one folder; `target` must be written, companions may be. One file is replaced in one step. For
     several files the old target is removed first, the companions are replaced next, and the new target comes
     last. If the process is killed in between, there is no target, but never one with another's companions.
-    Processes that do this with one target do it one after the other, but for systems without locks. Whoever
-    has opened the old target before, and opens a companion after, reads the new one. A new companion has the
-    target's permissions. Raises OSError.
+    Processes that do this with one target do it one after the other, but for systems without locks, and where
+    what another user left, or a link, is in the lock's place. Whoever has opened the old target before, and
+    opens a companion after, reads the new one. A new companion has the target's permissions. Raises OSError.
     """
     modes = {each: _mode_of(each, folder=False) for each in (target, *companions)}
     with _beside(target, folder=True) as temporary:
@@ -120,16 +126,16 @@ def _beside(target: Path, folder: bool) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _one_at_a_time(target: Path) -> Iterator[None]:
-    """Run the block while no other process runs its own for the same target, where there are locks.
+    """Run the block while no other process runs its own for the same target, where it gets a turn.
 
     The lock is a file beside the target, which goes with the block; of a killed process it is a leftover,
     which nobody waits for.
     """
-    if not _IS_POSIX:
+    path = target.with_name(f".{target.name}.{_TURN}{SUFFIX}")
+    descriptor = _turn(path) if _IS_POSIX else None
+    if descriptor is None:
         yield
         return
-    path = target.with_name(f".{target.name}.{_TURN}{SUFFIX}")
-    descriptor = _turn(path)
     try:
         yield
     finally:
@@ -138,12 +144,21 @@ def _one_at_a_time(target: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _turn(path: Path) -> int:
-    """Wait for the lock of a file that is at its place then; a descriptor that holds it."""
+def _turn(path: Path) -> int | None:
+    """Wait for the lock of a file that is at its place then; a descriptor that holds it.
+
+    None without a turn: what is there may not be opened (another user's file) or is no file (a link, a
+    folder), or others have removed it again and again.
+    """
     import fcntl
 
-    while True:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
+    for _ in range(_MOST_WAITS):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        except OSError as e:
+            if e.errno in _NOT_OURS:
+                return None
+            raise
         try:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -153,6 +168,7 @@ def _turn(path: Path) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)
+    return None
 
 
 def _mode_of(target: Path, folder: bool) -> int | None:

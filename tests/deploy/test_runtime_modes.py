@@ -260,3 +260,13 @@ def test_a_derivative_is_refused_and_never_zero(name: str, served: str) -> None:
     with pytest.raises(InputError, match="has no derivatives"):
         DERIVATIVES[name](fast, x)  # type: ignore[no-untyped-call]
     assert torch.equal(fast(x.detach()), fast(x).detach())
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_results_for_an_input_that_requires_gradients_may_be_written_to(original: bool) -> None:
+    fast = module_of(nn.Conv2d(3, 4, 1).eval(), image(), serve_original=original)
+    result, expected = fast(image().requires_grad_()), fast(image()).clone()
+    result.mul_(2)
+    assert torch.equal(result.detach(), expected * 2)
+    with pytest.raises(InputError, match="has no derivatives"):
+        result.sum().backward()

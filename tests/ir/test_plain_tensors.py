@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -66,3 +67,43 @@ def test_the_derivative_of_a_real_or_complex_result_is_refused(dtype: torch.dtyp
     (result,) = without_derivatives((torch.ones(3, dtype=dtype),), [asking])
     with pytest.raises(InputError, match="has no derivatives"):
         (result.abs().sum() + asking.sum()).backward()
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "all": lambda result: result.mul_(2),
+    "one": lambda result: result.__setitem__(0, 5),
+    "a view": lambda result: result[1:].zero_(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("base", [torch.ones(4), torch.ones(2, 4)[1], torch.ones(4, 2).t()[0]])
+def test_results_may_be_written_to_and_have_no_derivative_after(base: Tensor, count: int, write: str) -> None:
+    asking, own = X.clone().requires_grad_(), base.clone()
+    results = without_derivatives([base, torch.ones(2)][:count], [asking])
+    WRITES[write](own)
+    WRITES[write](results[0])
+    assert torch.equal(results[0].detach(), own)
+    assert results[0].data_ptr() == base.data_ptr(), "it is no copy"
+    with pytest.raises(InputError, match="has no derivatives"):
+        (results[0].sum() + asking.sum()).backward()
+
+
+def test_a_result_of_inference_mode_has_no_derivative() -> None:
+    with torch.inference_mode():
+        inner = torch.ones(3)
+    with pytest.raises(InputError, match="has no derivatives"):
+        without_derivatives(inner, [X.clone().requires_grad_()]).sum().backward()
+
+
+def test_gradients_of_others_that_need_a_results_numbers_are_right() -> None:
+    asking = X.clone().requires_grad_()
+    squares = (asking * asking).sum()
+    result = without_derivatives(asking, [asking])
+    squares.backward()
+    assert torch.equal(asking.grad, 2 * X)  # type: ignore[arg-type]
+    squares = (asking * asking).sum()
+    result.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()

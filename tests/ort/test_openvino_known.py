@@ -41,6 +41,12 @@ def node(kind: str, *inputs: str, y: str = "y", **attributes: Any) -> onnx.NodeP
     return helper.make_node(kind, inputs or ["x"], [y], **attributes)
 
 
+def resizing(height: int, width: int, mode: str = "linear") -> bytes:
+    """A model that resizes an image by the coordinates that PyTorch's older exporter writes."""
+    made = node("Resize", "x", "", "", "s", mode=mode, coordinate_transformation_mode="pytorch_half_pixel")
+    return model([made], FLOAT, [1, 1, 8, 8], FLOAT, s=np.array([1, 1, height, width]))
+
+
 TENTH, SIZES = np.array(0.1, np.float32), np.array([1, 1, 3, 5])
 GRID = np.zeros((1, 2, 2, 2), np.float32)
 
@@ -80,6 +86,8 @@ UNKNOWN: dict[str, tuple[bytes, str]] = {
         ),
         r"\(Interpolate\)",
     ),
+    "a resizing to one pixel": (resizing(1, 1), r"\(Interpolate\)"),
+    "a bicubic resizing to one pixel": (resizing(3, 1, "cubic"), r"\(Interpolate\)"),
     "an empty tensor": (
         model([node("Slice", "x", "a", "a")], FLOAT, [3], FLOAT, a=np.array([1])),
         r"of shape \[0\]\)",
@@ -99,6 +107,7 @@ def test_an_operator_that_may_be_computed_otherwise_is_named(name: str) -> None:
 def test_networks_of_known_operators_are_taken() -> None:
     assert first_unknown(convolution(), half=False) is None
     assert first_unknown(sum_and_product(), half=False) is None
+    assert first_unknown(resizing(3, 5), half=False) is None
     by_size = [
         node("Shape", y="s"),
         node("Concat", "s", "one", y="t", axis=0),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,4 +106,77 @@ with replacing_together(Path(sys.argv[1]), Path(sys.argv[1] + ".data")) as folde
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "m")]).returncode == -signal.SIGKILL
     assert len(os.listdir(tmp_path)) == 2  # what it wrote, and its turn
     write_pair(tmp_path / "m", "next")
+    assert sorted(os.listdir(tmp_path)) == ["m", "m.data"]
+
+
+IN_THE_PLACE: dict[str, Callable[[Path], object]] = {
+    "a link to a file": lambda path: path.symlink_to(path.with_name("theirs")),
+    "a link to nothing": lambda path: path.symlink_to(path.with_name("nothing")),
+    "a folder": lambda path: path.mkdir(),
+    "a pipe": lambda path: os.mkfifo(path),
+}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there are no locks")
+@pytest.mark.parametrize("kind", IN_THE_PLACE)
+def test_what_is_in_the_place_of_the_lock_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    import fcntl
+
+    (tmp_path / "theirs").write_text("theirs")
+    IN_THE_PLACE[kind](tmp_path / ".m.turn-to-replace-.ampopt-save")
+    monkeypatch.setattr(fcntl, "flock", counted(fcntl.flock, 5000))
+    write_pair(tmp_path / "m", "new")
+    assert (tmp_path / "m").read_text() == (tmp_path / "m.data").read_text() == "new"
+    assert (tmp_path / "theirs").read_text() == "theirs"
+    assert not (tmp_path / "nothing").exists()
+
+
+def counted(function: Callable[..., Any], most: int) -> Callable[..., Any]:
+    """A function that fails once it is called more often than `most`."""
+    calls = list[None]()
+
+    def call(*args: Any) -> Any:
+        calls.append(None)
+        assert len(calls) <= most, "it is called without end"
+        return function(*args)
+
+    return call
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there are no locks")
+@pytest.mark.parametrize("failure", [errno.EACCES, errno.EPERM])
+def test_a_lock_that_another_user_left_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: int
+) -> None:
+    lock, real = tmp_path / ".m.turn-to-replace-.ampopt-save", os.open
+    lock.touch()
+
+    def refused(path: Any, *args: Any, **kwargs: Any) -> int:
+        if path == lock:
+            raise OSError(failure, os.strerror(failure), str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refused)
+    write_pair(tmp_path / "m", "new")
+    assert (tmp_path / "m").read_text() == (tmp_path / "m.data").read_text() == "new"
+    assert lock.exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there are no locks")
+def test_a_lock_that_is_always_removed_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+
+    lock, real = tmp_path / ".m.turn-to-replace-.ampopt-save", fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        real(descriptor, operation)
+        if operation == fcntl.LOCK_EX:
+            lock.unlink()
+
+    monkeypatch.setattr(fcntl, "flock", counted(flock, 5000))
+    write_pair(tmp_path / "m", "new")
     assert sorted(os.listdir(tmp_path)) == ["m", "m.data"]

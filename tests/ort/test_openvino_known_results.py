@@ -1,0 +1,90 @@
+"""What OpenVINO is known to compute has PyTorch's results; resizing that may round otherwise is unknown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ampopt.ort.openvino_options import OpenVinoOptions
+from ampopt.ort.openvino_session import OpenVinoRunner, first_unknown
+from tests.helpers import Model
+
+pytest.importorskip("onnxscript")
+pytest.importorskip("openvino")
+
+X = torch.randn(1, 3, 14, 6, generator=torch.Generator().manual_seed(0))
+ROWS = X[0]
+
+Function = Callable[..., Any]
+
+
+def resized(**options: Any) -> Function:
+    return lambda _model, x: F.interpolate(x, **options)
+
+
+KNOWN: dict[str, tuple[Function, Tensor]] = {
+    "a power": (lambda m, x: x**2 + x.abs() ** 1.5 + 2**x, X),
+    "tiles": (lambda m, x: x.repeat(1, 2, 1, 1), X),
+    "sums and products": (lambda m, x: (x.norm(p=1, dim=-1), x.prod(-1), x.cumsum(-1)), X),
+    "angles": (lambda m, x: torch.sin(x) + torch.cos(x) + torch.atan(x), X),
+    "einsum": (lambda m, x: torch.einsum("bij,bkj->bik", x, x), ROWS),
+    "an LSTM": (lambda m, x: m.lstm(x)[0], ROWS),
+    "a GRU": (lambda m, x: m.gru(x)[0], ROWS),
+    "bilinear by a factor": (resized(scale_factor=2, mode="bilinear"), X),
+    "bilinear": (resized(size=(9, 11), mode="bilinear"), X),
+    "bilinear to one pixel": (resized(size=(1, 1), mode="bilinear"), X),
+    "bicubic to one pixel": (resized(size=(9, 1), mode="bicubic"), X),
+    "bilinear to the same size of 1": (resized(size=(1, 12), mode="bilinear"), X[:, :, :1]),
+    "bilinear from corner to corner": (resized(size=(1, 11), mode="bilinear", align_corners=True), X),
+    "bicubic": (resized(size=(9, 11), mode="bicubic"), X),
+    "bicubic from corner to corner": (resized(size=(9, 11), mode="bicubic", align_corners=True), X),
+    "nearest by a factor": (resized(scale_factor=2, mode="nearest"), X),
+    "nearest of one pixel": (resized(size=(42, 6), mode="nearest"), X),
+}
+
+
+def exported(function: Function, x: Tensor) -> tuple[nn.Module, bytes]:
+    """A model with recurrent layers at hand, and its file."""
+    torch.manual_seed(0)
+    layers = {"lstm": nn.LSTM(6, 5, 2, bidirectional=True), "gru": nn.GRU(6, 5, 2, batch_first=True)}
+    model = Model(function, **layers).eval()
+    program: Any = torch.onnx.export(model, (x,), dynamo=True, verbose=False)
+    return model, program.model_proto.SerializeToString()
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_known_is_computed_as_pytorch_computes_it(name: str) -> None:
+    model, file = exported(*KNOWN[name])
+    assert first_unknown(file, half=False) is None
+    x = KNOWN[name][1]
+    with torch.no_grad():
+        expected = model(x)
+    found = OpenVinoRunner(file, OpenVinoOptions(precision="f32"))(x.clone().numpy())
+    for mine, its in zip(found, expected if isinstance(expected, tuple) else (expected,), strict=True):
+        torch.testing.assert_close(torch.from_numpy(mine), its, rtol=1e-4, atol=1e-5)
+
+
+UNKNOWN: dict[str, tuple[Function, str]] = {
+    "antialiasing": (
+        resized(size=(5, 4), mode="bilinear", antialias=True),
+        r"\(Interpolate\)",
+    ),
+    "nearest by no whole factor": (resized(size=(16, 6), mode="nearest"), r"\(Interpolate\)"),
+    "nearest of fewer pixels": (resized(size=(4, 6), mode="nearest"), r"\(Interpolate\)"),
+    "nearest 41 times": (resized(size=(14, 246), mode="nearest"), r"\(Interpolate\)"),
+    "a floor": (lambda m, x: torch.floor(x), r"\(Floor\)"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_openvino_may_compute_otherwise_is_not_known(name: str) -> None:
+    function, reason = UNKNOWN[name]
+    found = first_unknown(exported(function, X)[1], half=False)
+    assert found is not None
+    assert re.search(reason, found)
