@@ -104,7 +104,7 @@ def _same(tensor: Tensor) -> Tensor:
     if is_lazy(tensor):
         return tensor
     same = tensor.detach()
-    return nn.Parameter(same, tensor.requires_grad) if type(tensor) is nn.Parameter else same
+    return nn.Parameter(same, requires_grad=False) if type(tensor) is nn.Parameter else same
 
 
 def _names_of(model: nn.Module) -> dict[int, str]:

@@ -27,6 +27,7 @@ class Ending(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Ending:
         own = Ending(self.raised[0], *self.raised[1]).train(self.training)
         own.left = self.left  # calls of copies count, too
+        own.load_state_dict(self.state_dict())
         return own
 
     def forward(self, x: Tensor) -> Tensor:
