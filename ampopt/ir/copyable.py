@@ -37,7 +37,8 @@ def check_copyable(model: nn.Module) -> None:
     It reaches the model by class attributes and global variables that code names which a call runs. It is
     not the model where something keeps the identity of a part or its address, which is another in a copy,
     and where a number or a word that such code names is another, as its class copies it otherwise. Objects
-    of the model with which such code compares (`if self.mode is FAST`) are their own copies from now on.
+    of the model with which such code compares (`if self.mode is FAST`), or that are keys in its variables,
+    are their own copies from now on.
     """
     for why in _reasons(model):
         raise UncopyableError(
@@ -51,9 +52,12 @@ def _reasons(model: nn.Module) -> Iterator[str]:
     compared = frozenset[str]().union(*(compared_in(each.__code__) for each in code.functions))
     held = {id(part): part for _, part in walk(model, code=False, classes=False)}
     for label, value in _variables(code):
-        if id(value) in held and label.rpartition(".")[2].rpartition(" ")[2] in compared and _is_mark(value):
-            share(value)
+        is_compared = label.rpartition(".")[2].rpartition(" ")[2] in compared
         for path, part in walk(value, code=False, classes=False):
+            keys = [*part] if isinstance(part, (dict, set, frozenset)) else []
+            for mark in (*keys, part) if is_compared else keys:
+                if id(mark) in held and _is_mark(mark):
+                    share(mark)
             if isinstance(part, nn.Module) and id(part) in names:
                 yield f"{in_words(label + path)} is the original's {names[id(part)]}"
             elif (found := _known_by(part, names)) is not None:

@@ -252,12 +252,15 @@ def paths_in(code: types.CodeType) -> frozenset[tuple[str, ...]]:
 @functools.lru_cache(maxsize=4096)
 def compared_in(code: types.CodeType) -> frozenset[str]:
     """The names with which code, and the functions inside it, compares: FAST in `self.mode is FAST`."""
-    found, last = set[str](), ""
+    found, loaded = set[str](), list[str]()
     inner = [compared_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
     for each in dis.get_instructions(code):
         if each.opname in ("IS_OP", "COMPARE_OP", "CONTAINS_OP"):
-            found.add(last)
-        last = str(each.argval) if each.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR")) else ""
+            found.update(loaded)
+        elif each.opname.startswith("LOAD_"):
+            loaded.append(str(each.argval))
+        elif not each.opname.startswith(("BUILD_", "EXTENDED_ARG")):
+            loaded.clear()
     return frozenset(found).union(*inner)
 
 

@@ -33,6 +33,7 @@ class Mode:
 
 
 FAST = Mode("fast")
+MODES, TABLE = [FAST], {FAST: 3.0}
 DRAWS, LOG = random.Random(0), Mode("")
 
 
@@ -227,6 +228,12 @@ COPIED: dict[str, Callable[[], nn.Module]] = {
     "an object of the file": lambda: Scaled(
         lambda m: _keep(m, {"mode": FAST}), lambda m: 3.0 if m.kept["mode"] is FAST else 1.0
     ),
+    "compared from the left": lambda: Scaled(
+        lambda m: _keep(m, FAST), lambda m: 3.0 if m.kept and FAST is m.kept else 1.0
+    ),
+    "among some": lambda: Scaled(lambda m: _keep(m, FAST), lambda m: 3.0 if m.kept in (MARK, FAST) else 1.0),
+    "among those of a list": lambda: Scaled(lambda m: _keep(m, FAST), lambda m: 1.0 + 2 * (m.kept in MODES)),
+    "in a table": lambda: Scaled(lambda m: _keep(m, FAST), lambda m: TABLE[m.kept]),
     "an object of a class": lambda: ByMode(lambda m: _keep(m, m.bright), lambda m: 1.0),
     "an attribute of a weight": lambda: Scaled(
         lambda m: setattr(m.conv.weight, "scale", 3.0), lambda m: float(getattr(m.conv.weight, "scale", 1.0))
