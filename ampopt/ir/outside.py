@@ -37,7 +37,7 @@ from ampopt.ir.parts import (
     walk,
     words_in,
 )
-from ampopt.ir.put_back import Before, Undo, drop, is_fake, tried
+from ampopt.ir.put_back import CONTAINERS, Before, Undo, drop, is_fake, tried
 
 MOST_OF_A_LIBRARY = 300
 """Functions that are looked at of an installed package that a model merely calls."""
@@ -218,7 +218,8 @@ def _everything(model: nn.Module) -> Iterator[Undo]:
         (mapping, name, partial(_set_item, mapping, name)) for _, mapping, name in code.global_variables()
     ]
     for mapping, name, assign in (*attributes, *named):
-        is_users = not is_of_a_library(mapping) and code.may_fill(name)
+        is_read = issubclass(type(mapping[name]), CONTAINERS) and not code.may_fill(name)
+        is_users = not is_of_a_library(mapping) and not is_read
         yield before.of_variable(mapping, name, assign, is_users=is_users)
         (users if is_users else others).append(mapping[name])
     for function in code.functions:

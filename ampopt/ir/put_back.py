@@ -28,8 +28,8 @@ MOST_TO_COPY = 1 << 26
 _ABSENT = object()
 
 _NUMBERS = (int, float, complex, np.number)
-_CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
-_PLAIN = (*_NUMBERS, *_CONTAINERS, str, bytes, type(None))
+CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
+_PLAIN = (*_NUMBERS, *CONTAINERS, str, bytes, type(None))
 
 Undo = Callable[[], object]
 IsLost = Callable[[Any, Any], bool]
@@ -172,7 +172,7 @@ def is_data(value: Any) -> bool:
     if any(isinstance(part, (Tensor, np.ndarray)) and not isinstance(part, nn.Parameter) for part in parts):
         return True
     is_plain = all(isinstance(part, _PLAIN) and not isinstance(part, bool) for part in parts)
-    return is_plain and any(isinstance(part, (*_NUMBERS, *_CONTAINERS)) for part in parts)
+    return is_plain and any(isinstance(part, (*_NUMBERS, *CONTAINERS)) for part in parts)
 
 
 def is_fake(value: Any) -> bool:
@@ -193,7 +193,7 @@ def _is_changed(before: Any, now: Any) -> bool:
         return True
     return (
         now is not before
-        and isinstance(before, (*_CONTAINERS, np.ndarray))
+        and isinstance(before, (*CONTAINERS, np.ndarray))
         and is_data(before)
         and is_data(now)
     )
