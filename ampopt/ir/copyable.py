@@ -76,7 +76,11 @@ def _reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _variables(code: Code) -> Iterator[tuple[str, Any]]:
-    """The values of class attributes and global variables that calls may read, those of modules by paths."""
+    """The values of class attributes and global variables that calls may read, those of modules by paths.
+
+    Each is yielded once, however many functions name it.
+    """
+    seen = set[int]()
     for label, kind, name in code.class_attributes():
         yield label, vars(kind)[name]
     for function in code.functions:
@@ -86,7 +90,8 @@ def _variables(code: Code) -> Iterator[tuple[str, Any]]:
             while rest and isinstance(value, ModuleType) and not is_foreign(value):
                 name = f"{name}.{rest[0]}"
                 value = vars(value).get(rest.pop(0))
-            if can_be_looked_at(value) and not isinstance(value, CODE):
+            if id(value) not in seen and can_be_looked_at(value) and not isinstance(value, CODE):
+                seen.add(id(value))
                 yield f"the global variable {name}", value
 
 
