@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ampopt import robot
-from ampopt.bundle.call_file import read_call
 from ampopt.bundle.files import BundleFiles, naming, open_bundle
-from ampopt.bundle.program_file import read_program
-from ampopt.bundle.stored_sizes import in_corner, read_sizes
-from ampopt.bundle.stored_state import read_state
+from ampopt.deploy.bundle_read import read_bundle
 from ampopt.deploy.known_backend import BackendCache, KnownBackend
 from ampopt.deploy.loaded_model import LoadedModel, SelfTestCall, Way, run_self_test, with_state
 from ampopt.deploy.onnx_verify import to_numpy
-from ampopt.deploy.recipe_file import read_recipe
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.deploy.sized_program import replayed
 from ampopt.engines.executable import executable
@@ -33,10 +26,8 @@ from ampopt.errors import AmpoptError, BundleError, InputError
 from ampopt.ir.asked import Asked
 from ampopt.ir.capture import Captured
 from ampopt.ir.lane_io import FLOATING, LaneIO
-from ampopt.ir.lanes import lane_of
 from ampopt.ir.program import Program
 from ampopt.ir.signature import describe, flatten_call, tensors_of
-from ampopt.ir.size_ranges import resized, with_tensors
 from ampopt.ir.symbolic_capture import standing_for_all
 from ampopt.ir.transform import Engine, Recipe, replay
 from ampopt.measure.clocks import REST_S, engine_latency
@@ -126,8 +117,10 @@ def load(
         raise InputError(f"backend={backend!r}: choose from {', '.join(BACKENDS)}")
     where = _device(device)
     files = open_bundle(path, verify_key=None if verify_key is None else path_of(verify_key))
+    cache = BackendCache(files.manifest, where, _available(files), budget_s)
+    known = cache.find() if backend == "auto" else None
     with _refusing(path):
-        captured, recipe, tests = _read(files, where, types)
+        captured, recipe, tests = read_bundle(files, where, types, was_tried=known is not None)
         state = tests[0].state
         inside = with_state(captured, len(state)) if state else captured
     threads = torch.get_num_threads() if where.type == "cpu" else 1
@@ -151,8 +144,7 @@ def load(
     if backend != "auto":
         chosen = made(backend, notes)
     else:
-        cache = BackendCache(files.manifest, where, _available(files), budget_s)
-        chosen = _chosen(cache, made, notes, tests[0], where)
+        chosen = _chosen(cache, known, made, notes, tests[0], where)
         release(where)  # of the ways that were not chosen
     chosen.notes.extend(notes)
     for note in notes:
@@ -162,16 +154,17 @@ def load(
 
 def _chosen(
     cache: BackendCache,
+    known: KnownBackend | None,
     make: Callable[[str, list[str]], LoadedModel],
     notes: list[str],
     test: SelfTestCall,
     device: torch.device,
 ) -> LoadedModel:
-    """The backend that an earlier load has chosen, or the best of all that can be made; `notes` get the rest.
+    """The backend that is known, or the best of all that can be made; `notes` get the rest.
 
     Raises BundleError if none can be made.
     """
-    if (known := cache.find()) is not None:
+    if known is not None:
         told: list[str] = []
         try:
             model = make(known.backend, told)
@@ -232,69 +225,6 @@ def _refusing(path: str | os.PathLike[str]) -> Iterator[None]:
     except Exception as error:
         text = str(error) if isinstance(error, AmpoptError) else f"{type(error).__name__}: {error}"
         raise BundleError(f"{os.fspath(path)} does not load on this machine: {text[:500]}") from error
-
-
-def _read(
-    files: BundleFiles, device: torch.device, types: Sequence[type]
-) -> tuple[Captured, Recipe, list[SelfTestCall]]:
-    """The capture, its recipe, and the self-tests, of which the first is the example's."""
-    manifest, stored = files.manifest, read_sizes(files.manifest)
-    tensors = safetensors.torch.load(files.read("self_test.safetensors"))
-    examples = [_typed(tensors, "input", entry, entry["shape"]) for entry in manifest["inputs"]]
-    outputs = tuple(
-        _typed(tensors, "output", entry, entry["shape"]).to(device) for entry in manifest["outputs"]
-    )
-    data = json.loads(files.read("program.json"), object_pairs_hook=_without_repeats)
-    if not isinstance(data, dict) or set(data) != {"program", "recipe"}:
-        raise BundleError("program.json holds a program and a recipe, and this one does not")
-    weights = safetensors.torch.load(files.read("weights.safetensors"))
-    program = read_program(data["program"], weights, examples, device=device, stored=stored)
-    count = len(read_state(manifest))
-    captured = read_call(manifest["call"], program, types, states=count)
-    computes_in = manifest["lane"]["dtype"]
-    if computes_in not in ("float32", "float16", "bfloat16"):
-        raise BundleError(f"manifest.json: a lane in {computes_in} is not known")
-    lane = lane_of(getattr(torch, computes_in), device)
-    recipe = Recipe(lane, read_recipe(data["recipe"]), manifest["tolerance"])
-    args, kwargs = pytree.tree_unflatten(list(captured.leaves), captured.spec)
-    state = program.examples[len(program.examples) - count :]
-    tests = [SelfTestCall(args, kwargs, outputs, state=state)]
-    for number, corner in enumerate(stored.corners):
-        wanted = resized(captured.program.examples, stored.sizes, corner)
-        inputs = [
-            _typed(tensors, in_corner(number, "input"), entry, list(like.shape)).to(device)
-            for entry, like in zip(manifest["inputs"], wanted, strict=True)
-        ]
-        results = [
-            _typed(tensors, in_corner(number, "output"), e, None).to(device) for e in manifest["outputs"]
-        ]
-        args, kwargs = pytree.tree_unflatten(list(with_tensors(captured.leaves, inputs)), captured.spec)
-        place = " at " + ", ".join(f"{name} {size}" for name, size in corner.items())
-        tests.append(SelfTestCall(args, kwargs, tuple(results), place))
-    return captured, recipe, tests
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise BundleError("program.json has the same key twice in one object")
-    return found
-
-
-def _typed(
-    tensors: Mapping[str, Tensor], kind: str, entry: Mapping[str, Any], shape: Sequence[int] | None
-) -> Tensor:
-    """A tensor of the self-test in the dtype of the manifest (bfloat16 is stored as float32).
-
-    Raises BundleError where it is missing or not of `shape`; None: of any.
-    """
-    name = f"{kind}.{entry['name']}"
-    if name not in tensors:
-        raise BundleError(f"self_test.safetensors has no {name}")
-    tensor = tensors[name].to(getattr(torch, entry["dtype"], tensors[name].dtype))
-    if shape is not None and list(tensor.shape) != shape:
-        raise BundleError(f"self_test.safetensors, {name}: not of the manifest's shape {shape}")
-    return tensor
 
 
 def _own(

@@ -14,7 +14,9 @@ from torch import nn
 
 import ampopt
 from ampopt import bundle_load
+from ampopt.bundle import program_file
 from ampopt.bundle.files import open_bundle
+from ampopt.bundle.trial_run import try_out
 from ampopt.deploy.loaded_model import LoadedModel
 from ampopt.errors import BundleError
 from ampopt.measure.sampling import Measurement
@@ -92,6 +94,20 @@ def test_the_second_load_makes_only_what_the_first_has_chosen(bench: Bench, bund
     assert bench.load(bundle) == ("onnxruntime", ["onnxruntime"], 0)
     assert bench.load(bundle, backend="ampopt") == ("ampopt", ["ampopt"], 0)
     assert bench.load(bundle) == ("onnxruntime", ["onnxruntime"], 0)
+
+
+def test_the_second_load_does_not_try_the_program_again(
+    bench: Bench, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its data is the same, by its hashes, and so are the libraries."""
+    tried = list[str]()
+    monkeypatch.setattr(program_file, "try_out", lambda *args: tried.append("tried") or try_out(*args))
+    bench.load(bundle)
+    assert tried == ["tried"]
+    bench.load(bundle)
+    assert tried == ["tried"]
+    bench.load(bundle, backend="ampopt")
+    assert tried == ["tried"] * 2
 
 
 def test_another_bundle_or_another_number_of_threads_is_measured_for_itself(

@@ -126,11 +126,14 @@ def read_program(
     *,
     device: torch.device,
     stored: StoredSizes = _STATIC,
+    was_tried: bool = False,
 ) -> Program:
     """The program that `write_program` wrote, on `device`; `examples` are tensors for its inputs.
 
     `data` is the parsed JSON, `tensors` are those from safetensors; weights may share their memory. `stored`
     has the ranges of the inputs' sizes, and the corners that the graph is tried at besides the examples'.
+    `was_tried`: the same data was read here before, so that only what it says is checked; to try the graph
+    on tensors without memory takes 2.5 s in a new process, most of it for PyTorch's own imports.
     Raises BundleError, naming the node, for data that `write_program` does not write, or that does not fit
     `tensors` and `examples`.
     """
@@ -150,7 +153,8 @@ def read_program(
     graph = read_graph(nodes, results, weights.keys(), device, FILE, sizes_vary=bool(stored))
     if len(graph.find_nodes(op="placeholder")) != len(entry):
         refuse(f"{FILE}, nodes", f"not as many nodes for inputs as there are inputs, {len(entry)}")
-    for there in (here, *(_empty(here, stored.sizes, corner) for corner in stored.corners)):
+    corners = () if was_tried else (here, *(_empty(here, stored.sizes, each) for each in stored.corners))
+    for there in corners:
         try_out(graph, weights, zip(entry, there, strict=True), settings.scope(device, autocast), FILE)
     module = _module(graph, weights)
     lane = lane_of(dtype, device)
