@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -116,6 +115,5 @@ def compare_fairly(before: Sampler, after: Sampler, *, seconds: float) -> Compar
         return enough(len(timed["before"].samples), [found(timed)])
 
     samplers = {"before": before, "after": after, "before again": before}
-    order = random.Random(0)
-    timed = interleave(samplers, seconds=seconds, least=LEAST, most=MOST, order=order, until=is_told)
+    timed = interleave(samplers, seconds=seconds, least=LEAST, most=MOST, until=is_told)
     return Compared(timed["before"], timed["after"], found(timed), load_now())

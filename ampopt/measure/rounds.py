@@ -7,7 +7,6 @@ program twice: by as much as that may differ from itself, every interval is wide
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Iterable, Mapping, Sequence
 
 from ampopt.measure.headline import ENOUGH, LEAST, MOST, NARROW, sure_gain
@@ -57,7 +56,7 @@ def sample(samplers: Mapping[str, Sampler], twice: str, *, rounds: int, seconds:
         least=min(LEAST, rounds),
         most=rounds,
         warm_up=False,
-        order=random.Random(seed),
+        seed=seed,
     )
     return Batch({key: timed[key] for key in samplers}, twice, timed[AGAIN])
 

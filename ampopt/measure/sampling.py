@@ -7,7 +7,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -147,31 +147,38 @@ def interleave(
     least: int = 6,
     most: int = 400,
     warm_up: bool = True,
-    order: random.Random | None = None,
+    seed: int = 0,
     until: Callable[[Mapping[str, Measurement]], bool] | None = None,
 ) -> dict[str, Measurement]:
-    """Sample every subject in turn (A B C A B C …) until `seconds` have passed.
+    """Sample every subject once a round (A C B, then B C A, …) until `seconds` have passed.
 
     At least `least` rounds are made and at most `most`; with `warm_up`, one round before them is not counted.
-    `order` shuffles every round, if a subject may disturb the one after it. `until` decides whether to stop:
-    after `least` rounds, and then each time after half as many more.
+    Rounds have random orders of `seed`, each followed by itself backwards: who comes after whom matters by a
+    percent in calls of 0.1 ms, and so each subject comes before each other as often as after it. `until`
+    decides whether to stop: after `least` rounds, and then each time after half as many more.
     """
     for sampler in samplers.values() if warm_up else ():
         sampler()
     samples: dict[str, list[float]] = {name: [] for name in samplers}
+    orders = _balanced_orders(list(samplers), random.Random(seed))
     end, rounds, asked = time.perf_counter() + seconds, 0, least
     while rounds < least or (rounds < most and time.perf_counter() < end):
         if until is not None and rounds == asked:
             if until(_measured(samples)):
                 break
             asked += max(1, asked // 2)
-        names = list(samplers)
-        if order is not None:
-            order.shuffle(names)
-        for name in names:
+        for name in next(orders):
             samples[name].append(samplers[name]())
         rounds += 1
     return _measured(samples)
+
+
+def _balanced_orders(names: Sequence[str], draw: random.Random) -> Iterator[Sequence[str]]:
+    """Orders of the names without end, each followed by itself backwards."""
+    while True:
+        order = draw.sample(names, len(names))
+        yield order
+        yield order[::-1]
 
 
 def _measured(samples: Mapping[str, Sequence[float]]) -> dict[str, Measurement]:

@@ -1,7 +1,7 @@
 """Finds the fastest ONNX Runtime options for a model on this machine by measuring them one after another.
 
 Each option is changed on top of the best options so far. Its settings and the best so far are measured in
-turn (A B C A B C …); a setting is kept only if it is significantly faster and its outputs are correct.
+turn; a setting is kept only if it is significantly faster and its outputs are correct.
 
 Calls follow one another in all this. Whether threads are better pinned to cores shows after idle gaps, in
 which they rest, as between a camera's frames; so that is measured with gaps.

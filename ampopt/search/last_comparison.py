@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -88,7 +87,7 @@ class LastComparison:
                 for name, call in calls.items()
             }
             enough = told_within(seconds)
-            timed = interleave(samplers, seconds=seconds, order=random.Random(0), until=is_told)
+            timed = interleave(samplers, seconds=seconds, until=is_told)
         self._ledger.baseline = self._beside = timed["baseline"]
         self._ledger.control = control = gain(timed["baseline"], timed["baseline again"])
         self._ledger.load = load_now()

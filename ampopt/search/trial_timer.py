@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Mapping, Sequence
 
@@ -65,17 +64,17 @@ class TrialTimer:
     ) -> tuple[Subject, list[Subject]]:
         """The fastest of some programs, on latency, and the rivals of which it stays open.
 
-        It is `best` where no rival is faster outside the noise. They are sampled in random order, so that
-        other load is as likely to meet each of them, and for longer where it is open who is faster.
+        It is `best` where no rival is faster outside the noise. They are sampled for longer where it is open
+        who is faster.
         """
-        subjects, order = [best, *rivals], random.Random(0)
+        subjects = [best, *rivals]
         calls = {f"{place}": _sampler(subject, True) for place, subject in enumerate(subjects)}
         seconds = self._sample_s * len(subjects)
-        timed = interleave(calls, seconds=seconds, order=order)
+        timed = interleave(calls, seconds=seconds)
         for _ in range(MORE_ROUNDS):
             if time.perf_counter() > trial.deadline or not _still_open(timed):
                 break
-            more = interleave(calls, seconds=seconds, order=order)
+            more = interleave(calls, seconds=seconds)
             timed = {name: joined(first, more[name]) for name, first in timed.items()}
         place = min(timed, key=lambda name: timed[name].median)
         found = gain(timed["0"], timed[place])
