@@ -106,7 +106,8 @@ def _by_number(call: Call, node: fx.Node) -> Any:
 def _numbers(operator: Any, size: int, wanted: int, factor: float | None) -> Tensor:
     """Which pixel of a row PyTorch takes at each place of the resized one."""
     row = torch.arange(size, dtype=torch.float32)
-    return operator(row[None, None], [wanted], factor).flatten().long()
+    resized: Tensor = operator(row[None, None], [wanted], factor)
+    return resized.flatten().long()
 
 
 def _is_repeated(numbers: Tensor, size: int, wanted: int) -> bool:

@@ -93,9 +93,12 @@ def test_a_step_and_a_loss_are_read_from_it(here: Path, monkeypatch: pytest.Monk
 def test_the_cache_is_read_from_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AMPOPT_CACHE", f"cache_{here.name}")
     found = list[Any]()
-    monkeypatch.setattr(
-        ampopt, "diagnose", lambda *_args, **_options: found.append(cache_folder()) or _stopped()
-    )
+
+    def diagnose(*_args: Any, **_options: Any) -> None:
+        found.append(cache_folder())
+        _stopped()
+
+    monkeypatch.setattr(ampopt, "diagnose", diagnose)
     CliRunner().invoke(cli.app, ["diagnose", "moving_net.py:net", "--input", "1x3x8x8", "--device", "cpu"])
     assert Path.cwd() == here / "elsewhere"
     assert found == [here / f"cache_{here.name}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def test_an_image_has_pytorchs_size_and_pixels(mode: str, factor: float, size: i
     torch.testing.assert_close(torch.from_numpy(found), model(x), rtol=1e-4, atol=1e-4)
 
 
-RESIZINGS = {
+RESIZINGS: dict[str, dict[str, Any]] = {
     "by a factor": {"scale_factor": 1.2},
     "to fewer by a factor": {"scale_factor": 0.6},
     "by a whole factor": {"scale_factor": (41.0, 3.0)},
