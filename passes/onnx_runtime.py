@@ -20,6 +20,7 @@ from ampopt.ir.numerics import relative_error
 from ampopt.ir.program import Border, Program
 from ampopt.ir.shapes import decides_by_values
 from ampopt.ir.transform import Engine, Result
+from ampopt.ir.unmarked import array_of
 from ampopt.measure.clocks import latency
 from ampopt.measure.sampling import gain, interleave
 from ampopt.ort.knobs import start_options
@@ -106,7 +107,7 @@ class OnnxRuntime(Engine):
         hints = list[str]()
         if self.session is None:
             found = [name for name in PREFERRED if name in onnxruntime().get_available_providers()]
-            arrays = [tensor.numpy() for tensor in entered]
+            arrays = [array_of(tensor) for tensor in entered]
             options = tune(model, arrays, seconds=TUNING_S, providers=found).best
             engine, rewrites = _fastest(model, options, entered, hints, _steps_for(program, hints))
         else:
@@ -144,7 +145,7 @@ def _fastest(
 ) -> tuple[OnnxEngine, Rewrites]:
     """The engine as the options have it, or with its graph rewritten where that is faster; and how."""
     engine, chosen = OnnxEngine(OnnxRunner(model, options)), Rewrites()
-    expected, arrays = engine(*entered), [tensor.numpy() for tensor in entered]
+    expected, arrays = engine(*entered), [array_of(tensor) for tensor in entered]
     for step in steps:
         rewrites = functools.partial(step, model, options, arrays, chosen)
         tried = _tried(model, options, rewrites, entered, expected, hints)

@@ -19,6 +19,7 @@ from ampopt.ir.graph import aten, calls, dtype_of, is_native
 from ampopt.ir.program import Border, Program
 from ampopt.ir.shapes import record_shapes
 from ampopt.ir.transform import Declined, Engine, Result
+from ampopt.ir.unmarked import array_of
 from ampopt.ir.widening import widened
 from ampopt.ort.openvino_division import LostQuotientError
 from ampopt.ort.openvino_nan import LostNanError
@@ -149,7 +150,7 @@ class Openvino(Engine):
         options = dataclasses.replace(self.chosen, precision=precision)
         runner = OpenVinoRunner(model, options)
         if self.options is None:
-            read = [tensor.detach().numpy() for tensor in entered]
+            read = [array_of(tensor) for tensor in entered]
             arrays = [read[place_of_input(info.name)] for info in runner.inputs]
             return tune_openvino(runner, model, arrays, seconds=TUNING_S).runner
         if not self.options:

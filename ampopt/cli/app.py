@@ -249,8 +249,9 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def _options_of_all(
-    version: Annotated[
+    version: Annotated[  # noqa: ARG001
         bool, Option("--version", "-V", callback=_print_version, is_eager=True, help="Show it.")
     ] = False,
 ) -> None:
     """Makes PyTorch vision models fast: every optimization is applied, verified, timed, kept or reverted."""
+    cache_folder.cache_folder()  # of the current folder as it is before a model's code runs

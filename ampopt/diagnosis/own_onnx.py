@@ -15,6 +15,7 @@ from ampopt.engines.onnx_graph import origins_of_values
 from ampopt.engines.onnx_program import for_onnx_runtime, plain_model
 from ampopt.ir.origin import Origin
 from ampopt.ir.program import Program
+from ampopt.ir.unmarked import array_of
 from ampopt.ort.knobs import start_options
 from ampopt.ort.options import CPU, SessionOptions
 from ampopt.ort.profile import named, node_seconds
@@ -31,7 +32,7 @@ def node_parts(program: Program) -> list[Row]:
     entered = tuple(b.convert(t) for b, t in zip(program.entry, program.examples, strict=True))
     model = for_onnx_runtime(plain_model(program.graph, entered))
     graph, options, library = rewritten_model(model, *_chosen(program))
-    arrays = [tensor.numpy() for tensor in entered]
+    arrays = [array_of(tensor) for tensor in entered]
     seconds = node_seconds(named(graph), options, arrays, library=library)
     before, after = onnx.load_from_string(model).graph, onnx.load_from_string(graph).graph
     origins = origins_of_values(program.graph, entered)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ampopt.ir.unmarked import array_of
 from ampopt.ort.session import Array, OnnxRunner
 
 MOST_KNOWN = 8
@@ -23,8 +24,8 @@ class OnnxEngine:
         self.dtypes = tuple(torch.from_numpy(np.empty(0, info.dtype)).dtype for info in runner.outputs)
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Flat tensors in, flat tensors out."""
-        arrays = self._runner(*[tensor.resolve_neg().numpy() for tensor in tensors])
+        """Flat tensors in, which a program's entry has made contiguous, flat tensors out."""
+        arrays = self._runner(*[array_of(tensor) for tensor in tensors])
         return tuple([torch.from_numpy(array) for array in arrays])
 
     def quick(

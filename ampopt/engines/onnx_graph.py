@@ -22,11 +22,11 @@ from ampopt.ir.half_numbers import with_numbers_that_fit
 from ampopt.ir.integer_forms import with_integer_forms
 from ampopt.ir.origin import Origin, hand_on, origins_of
 from ampopt.ir.program import Program
-from ampopt.ir.resize_forms import check_varying
+from ampopt.ir.resize_forms import BY_NUMBER, check_varying
 from ampopt.ir.shapes import record_shapes
 from ampopt.ir.size_forms import use_exact_sizes
 from ampopt.ir.size_range import Sizes
-from ampopt.ir.stable_forms import with_stable_forms
+from ampopt.ir.stable_forms import with_forms, with_stable_forms
 from ampopt.system.flags import older_flags_readable
 
 Dims = tuple[dict[int, str], ...]
@@ -116,7 +116,8 @@ def _exported(graph: fx.GraphModule, examples: tuple[Tensor, ...], dims: Dims) -
         check_varying(graph)
     with capturing(), torch.no_grad(), older_flags_readable(), EmulatedHalf():
         fitting = with_numbers_that_fit(graph, examples)
-        stable = with_stable_forms(fitting, examples)
+        sized = fitting if any(dims) else with_forms(fitting, examples, BY_NUMBER)
+        stable = with_stable_forms(sized, examples)
         stable = copy_of(with_integer_forms(stable, examples, is_dynamic=any(dims)))
         move_weights_apart(stable)
         hand_on(stable)

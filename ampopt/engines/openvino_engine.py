@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ampopt.engines.onnx_engine import MOST_KNOWN
 from ampopt.engines.onnx_program import place_of_input
+from ampopt.ir.unmarked import array_of
 from ampopt.ort.openvino_session import OpenVinoRunner
 
 
@@ -27,8 +28,8 @@ class OpenVinoEngine:
         self.dtypes = tuple(torch.from_numpy(np.empty(0, info.dtype)).dtype for info in runner.outputs)
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Flat tensors in, flat tensors out."""
-        arrays = self._runner(*[tensors[place].resolve_neg().detach().numpy() for place in self._read])
+        """Flat tensors in, which a program's entry has made contiguous, flat tensors out."""
+        arrays = self._runner(*[array_of(tensors[place]) for place in self._read])
         return tuple([torch.from_numpy(array) for array in arrays])
 
     def quick(

@@ -3,9 +3,12 @@
 PyTorch's size is floor(size * factor) in float64: 0.7 of 90 is 62, as 0.7 is a little less, and 0.7 of 20 is
 14, as the product is rounded. A runtime computes the same of the factor in float32, and has 63 or 13. The
 form has a factor within a few roundings of that, whose product with the size is as PyTorch's; pixels are
-taken at places that differ by as little. The nearest pixel may be another one then, so that such
-interpolations stay as they are, and verification decides. Where sizes vary and one factor does not fit all,
-there is no model.
+taken at places that differ by as little.
+
+The nearest pixel may be another one where a place is rounded: of 20 pixels by 1.2 it is PyTorch's 14 at 18,
+as 18 times the float32 of 1 / 1.2 is below 15, and a runtime's 15, which divides. The form takes pixels by
+their numbers, which PyTorch's own operator gives of a row of numbers: they depend on sizes alone. Where sizes
+vary and one factor does not fit all, there is no model.
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from ampopt.errors import ExportError
 from ampopt.ir.deciding_forms import Call
-from ampopt.ir.graph import arguments, aten, calls, shape_of, where
+from ampopt.ir.graph import add_constant, arguments, aten, calls, shape_of, where
 
 MOST_ROUNDINGS = 16
 """How far a factor may be from the nearest one in float32, in roundings: 1e-6 of it, a pixel in a million."""
@@ -27,11 +31,21 @@ MOST_ROUNDINGS = 16
 MOST_PIXELS = 4096
 """Sizes up to this are looked at where they vary."""
 
-_NEAREST = (
-    *(aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec, aten.upsample_nearest3d.vec),
+_DOWN = (aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec, aten.upsample_nearest3d.vec)
+"""Operators that round places down; the others round to the nearest."""
+
+_EXACT = (
     *(aten._upsample_nearest_exact1d.vec, aten._upsample_nearest_exact2d.vec),
     aten._upsample_nearest_exact3d.vec,
 )
+
+_NEAREST = (*_DOWN, *_EXACT)
+
+_OF_A_ROW: Mapping[Any, Any] = {
+    **dict.fromkeys(_DOWN, aten.upsample_nearest1d.default),
+    **dict.fromkeys(_EXACT, aten._upsample_nearest_exact1d.default),
+}
+"""For each operator, that which takes the same pixels of one row."""
 
 _BETWEEN = (
     *(aten.upsample_linear1d.vec, aten.upsample_bilinear2d.vec, aten.upsample_trilinear3d.vec),
@@ -74,6 +88,33 @@ def _resized(call: Call, node: fx.Node) -> Any:
     return call(node.target, **{**values, "scale_factors": found})
 
 
+def _by_number(call: Call, node: fx.Node) -> Any:
+    """Pixels by their numbers along each dimension, but where all are repeated, which runtimes do quickly."""
+    values, module = arguments(node), node.graph.owning_module
+    found, sizes = values["input"], (shape_of(values["input"])[2:], shape_of(node)[2:])
+    factors = values["scale_factors"] or [None] * len(sizes[0])
+    operator = _OF_A_ROW[node.target]
+    numbers = [_numbers(operator, *each) for each in zip(*sizes, factors, strict=True)]
+    if all(map(_is_repeated, numbers, *sizes)):
+        return None
+    assert module is not None
+    for dim, pixels in enumerate(numbers, start=2):
+        found = call(aten.index_select.default, found, dim, add_constant(module, "pixels", pixels, node))
+    return found
+
+
+def _numbers(operator: Any, size: int, wanted: int, factor: float | None) -> Tensor:
+    """Which pixel of a row PyTorch takes at each place of the resized one."""
+    row = torch.arange(size, dtype=torch.float32)
+    resized: Tensor = operator(row[None, None], [wanted], factor)
+    return resized.flatten().long()
+
+
+def _is_repeated(numbers: Tensor, size: int, wanted: int) -> bool:
+    """Whether every pixel is there as often as every other one, in order."""
+    return wanted % size == 0 and torch.equal(numbers, torch.arange(wanted) // (wanted // size))
+
+
 def _in_tiles(call: Call, node: fx.Node) -> Any:
     """Windows of one size, where the result's size divides the image's: PyTorch 2.10 does not write it so."""
     from torch._decomp import decomposition_table  # slow to import
@@ -94,16 +135,24 @@ FORMS: Mapping[Any, Callable[[Call, fx.Node], Any]] = {
 }
 """The forms of interpolations, and of poolings to a size, of images of one size."""
 
+BY_NUMBER: Mapping[Any, Callable[[Call, fx.Node], Any]] = dict.fromkeys(_NEAREST, _by_number)
+"""The forms of the nearest pixels where no size varies."""
+
 
 def check_varying(module: fx.GraphModule) -> None:
-    """Raise ExportError for an interpolation that would have another size in ONNX, where sizes vary."""
+    """Raise ExportError for an interpolation that has another size, or pixels, in ONNX, where sizes vary."""
     for node in calls(module, (*_NEAREST, *_BETWEEN)):
         for factor in arguments(node)["scale_factors"] or ():
             if not np.array_equal(_sizes(np.float64(factor)), _sizes(np.float32(factor))):
-                raise ExportError(
-                    f"ONNX holds factors in float32, so that an interpolation by {factor} has other sizes "
-                    f"there than in PyTorch, and these vary: {where(node)}; give it sizes, or one shape"
-                )
+                other = "sizes"
+            elif node.target in _DOWN and not _has_same_pixels(factor):
+                other = "pixels"
+            else:
+                continue
+            raise ExportError(
+                f"ONNX holds factors in float32, so that an interpolation by {factor} has other {other} "
+                f"there than in PyTorch, and sizes vary: {where(node)}; give it sizes, or one shape"
+            )
 
 
 def of_one_size(module: fx.GraphModule) -> fx.Node | None:
@@ -121,3 +170,9 @@ def of_one_size(module: fx.GraphModule) -> fx.Node | None:
 def _sizes(factor: Any) -> Any:
     """The sizes that a factor gives, computed in its precision."""
     return np.floor(np.arange(1, MOST_PIXELS + 1).astype(type(factor)) * factor)
+
+
+def _has_same_pixels(factor: float) -> bool:
+    """Whether a place divided by a factor is rounded down as that times the reciprocal is, as in PyTorch."""
+    places = np.arange(MOST_PIXELS, dtype=np.float32)
+    return np.array_equal(np.floor(places / np.float32(factor)), np.floor(places * np.float32(1 / factor)))

@@ -52,6 +52,8 @@ MOST_AT_ONCE = 256
 SERIES = 0.03
 """Limit of the argument up to which log1p uses its series; both forms are within about 2e-6 of it there."""
 
+TAIL, TERMS = 2.0, 16
+"""Where the tail of the normal distribution begins, in units of √2, and the terms of its fraction."""
 
 Forms = Mapping[Any, Callable[[Call, fx.Node], Any]]
 """For operators, functions of (call, node) that make another form of it; None: no change needed."""
@@ -150,6 +152,30 @@ def _log1p(call: Call, x: Any) -> Any:
     near = call(aten.lt.Scalar, call(aten.abs.default, x), SERIES)
     far = call(aten.log.default, call(aten.add.Tensor, x, 1.0))
     return call(aten.where.self, near, call(aten.mul.Tensor, x, series), far)
+
+
+def _log_ndtr(call: Call, node: fx.Node) -> Any:
+    """log((1 + erf(x/√2)) / 2), and beyond `TAIL` by means of the area of the tail, which does not cancel.
+
+    That is exp(-t²) erfcx(t) / 2 with t = |x|/√2, and erfcx(t) √π the continued fraction
+    1 / (t + (1/2) / (t + (2/2) / (t + (3/2) / …))) (Abramowitz and Stegun, 7.1.14).
+    """
+    scaled = call(aten.mul.Tensor, node.args[0], math.sqrt(0.5))
+    middle = call(aten.add.Tensor, call(aten.erf.default, scaled), 1.0)
+    middle = call(aten.log.default, call(aten.mul.Tensor, middle, 0.5))
+    t = call(aten.clamp_min.default, call(aten.abs.default, scaled), TAIL)
+    fraction = t
+    for term in range(TERMS, 0, -1):
+        part = call(aten.div.Tensor, call(aten.full_like.default, t, 0.5 * term), fraction)
+        fraction = call(aten.add.Tensor, t, part)
+    minus_square = call(aten.neg.default, call(aten.mul.Tensor, t, t))
+    log_scaled = call(
+        aten.neg.default, call(aten.log.default, call(aten.mul.Tensor, fraction, 2 * math.sqrt(math.pi)))
+    )
+    below = call(aten.add.Tensor, minus_square, log_scaled)
+    above = _log1p(call, call(aten.neg.default, call(aten.exp.default, below)))
+    result = call(aten.where.self, call(aten.lt.Scalar, scaled, -TAIL), below, middle)
+    return call(aten.where.self, call(aten.gt.Scalar, scaled, TAIL), above, result)
 
 
 def _hypot(call: Call, node: fx.Node) -> Any:
@@ -330,6 +356,7 @@ FORMS: Forms = {
     **{xlog1py: lambda call, node: _times_log(call, node, _log1p) for xlog1py in _OVERLOADS_OF_XLOG1PY},
     aten.log1p.default: lambda call, node: _log1p(call, node.args[0]),
     aten.special_log1p.default: lambda call, node: _log1p(call, node.args[0]),
+    aten.special_log_ndtr.default: _log_ndtr,
     aten.hypot.default: _hypot,
     aten.abs.default: _absolute,
     aten.clamp_min.default: _one_bound,

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 
@@ -19,8 +21,13 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 def array_of(tensor: Tensor) -> Any:
     """An array in the memory of a contiguous tensor of the CPU, which lives as long as the array."""
-    dtype = tensor.detach().new_empty(0).numpy().dtype
-    return np.ndarray(tuple(tensor.shape), dtype, _memory(tensor))
+    return np.ndarray(tuple(tensor.shape), _in_numpy(tensor.dtype), _memory(tensor))
+
+
+@functools.cache
+def _in_numpy(dtype: torch.dtype) -> Any:
+    """NumPy's name of a dtype: to ask for it takes longer than all else."""
+    return torch.empty(0, dtype=dtype).numpy().dtype
 
 
 def _memory(tensor: Tensor) -> Any:

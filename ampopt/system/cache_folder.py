@@ -7,6 +7,7 @@ itself gives are counted or removed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import stat
@@ -31,14 +32,25 @@ class CacheError(AmpoptError):
 
 
 def cache_folder() -> Path | None:
-    """$AMPOPT_CACHE (empty: None), else ~/.cache/ampopt/tuning; also None for a user without a home."""
-    if (told := os.environ.get("AMPOPT_CACHE")) is not None:
-        return Path(told) if told else None
-    try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
+    """$AMPOPT_CACHE (empty: None), else ~/.cache/ampopt/tuning; also None for a user without a home.
+
+    A relative one is what it is at its first use: later a model's code may have changed the current folder.
+    None if that was removed.
+    """
+    if (told := os.environ.get("AMPOPT_CACHE")) == "":
         return None
-    return home / "ampopt" / "tuning"
+    try:
+        if told is not None:
+            return _placed(Path(told))
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return _placed(home / "ampopt" / "tuning")
+    except (RuntimeError, FileNotFoundError):  # no home, or no current folder
+        return None
+
+
+@functools.cache
+def _placed(folder: Path) -> Path:
+    return folder.absolute()
 
 
 def kept_files(folder: Path) -> list[Path]:

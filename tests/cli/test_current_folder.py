@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import ampopt
 from ampopt.cli import app as cli
 from ampopt.deploy.runtime import OptimizedModule
+from ampopt.system.cache_folder import cache_folder
 
 CODE = """
 import os
@@ -87,6 +88,20 @@ def test_a_step_and_a_loss_are_read_from_it(here: Path, monkeypatch: pytest.Monk
     assert "that was all" in done.stderr
     assert given["step"].__name__ == "step"
     assert float(given["loss"](torch.ones(3))) == 1
+
+
+def test_the_cache_is_read_from_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMPOPT_CACHE", f"cache_{here.name}")
+    found = list[Any]()
+
+    def diagnose(*_args: Any, **_options: Any) -> None:
+        found.append(cache_folder())
+        _stopped()
+
+    monkeypatch.setattr(ampopt, "diagnose", diagnose)
+    CliRunner().invoke(cli.app, ["diagnose", "moving_net.py:net", "--input", "1x3x8x8", "--device", "cpu"])
+    assert Path.cwd() == here / "elsewhere"
+    assert found == [here / f"cache_{here.name}"]
 
 
 def _stopped() -> Any:

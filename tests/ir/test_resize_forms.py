@@ -1,16 +1,20 @@
-"""Interpolations by a factor have PyTorch's sizes in ONNX Runtime, whatever float32 makes of the factor."""
+"""Interpolations have PyTorch's sizes and pixels in runtimes, whatever float32 makes of a factor."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from ampopt.engines.onnx_graph import OPSETS, model_of
+from ampopt.engines.onnx_program import plain_model
 from ampopt.errors import ExportError
 from ampopt.ir.resize_forms import fitting_factor
+from ampopt.ort.openvino_options import OpenVinoOptions
+from ampopt.ort.openvino_session import OpenVinoRunner
 from ampopt.ort.session import OnnxRunner, SessionOptions
 from tests.helpers import Model, program_of
 
@@ -47,7 +51,65 @@ def test_an_image_has_pytorchs_size_and_pixels(mode: str, factor: float, size: i
     torch.testing.assert_close(torch.from_numpy(found), model(x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("factor", "dim", "is_refused"), [(0.7, 2, True), (0.7, 0, False), (2.0, 2, False)])
+RESIZINGS: dict[str, dict[str, Any]] = {
+    "by a factor": {"scale_factor": 1.2},
+    "to fewer by a factor": {"scale_factor": 0.6},
+    "by a whole factor": {"scale_factor": (41.0, 3.0)},
+    "by an exact size": {"scale_factor": 2.4, "recompute_scale_factor": True},
+    "to a size": {"size": (12, 36)},
+    "to fewer": {"size": (7, 1)},
+    "in one dimension": {"size": (20, 36)},
+}
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+@pytest.mark.parametrize("resizing", RESIZINGS)
+def test_the_nearest_pixels_are_pytorchs(resizing: str, mode: str, runtime: str) -> None:
+    if runtime == "openvino":
+        pytest.importorskip("openvino")
+    x = torch.arange(600.0).view(1, 1, 20, 30)
+    model = Model(lambda m, v: F.interpolate(v, mode=mode, **RESIZINGS[resizing]))
+    data = plain_model(program_of(model, x).graph, (x,))
+    runner = (
+        OnnxRunner(data, SessionOptions())
+        if runtime == "onnxruntime"
+        else OpenVinoRunner(data, OpenVinoOptions())
+    )
+    (found,) = runner(x.numpy())
+    assert torch.equal(torch.from_numpy(found), model(x))
+
+
+@pytest.mark.parametrize("dims", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_and_volumes_have_pytorchs_nearest_pixels(dims: int, dtype: torch.dtype) -> None:
+    x = torch.arange(20.0**dims).remainder(2048).to(dtype).view(1, 1, *[20] * dims)
+    model = Model(lambda m, v: F.interpolate(v, scale_factor=1.2))
+    (found,) = OnnxRunner(plain_model(program_of(model, x).graph, (x,)), SessionOptions())(x.numpy())
+    assert torch.equal(torch.from_numpy(found), model(x))
+
+
+def test_pixels_that_are_repeated_stay_one_operator() -> None:
+    import onnx
+
+    x = torch.randn(1, 2, 20, 30)
+    model = Model(lambda m, v: F.interpolate(v, scale_factor=2.0))
+    nodes = onnx.load_from_string(plain_model(program_of(model, x).graph, (x,))).graph.node
+    assert [node.op_type for node in nodes] == ["Resize"]
+
+
+@pytest.mark.parametrize("factor", [1.2, 41.0])
+def test_sizes_that_vary_have_pytorchs_nearest_pixels_or_no_model(factor: float) -> None:
+    x = torch.randn(2, 2, 40, 40)
+    graph = program_of(Model(lambda m, v: F.interpolate(v, scale_factor=factor)), x).graph
+    with pytest.raises(ExportError, match=rf"an interpolation by {factor} has other (sizes|pixels) there"):
+        model_of(graph, (x,), OPSETS["onnxruntime"], ["x"], ["y"], ({2: "size"},))
+
+
+@pytest.mark.parametrize(
+    ("factor", "dim", "is_refused"),
+    [(0.7, 2, True), (0.7, 0, False), (2.0, 2, False), (0.5, 2, False), (1.5, 2, False)],
+)
 def test_sizes_that_vary_have_a_factor_that_fits_them_all_or_no_model(
     factor: float, dim: int, is_refused: bool
 ) -> None:

@@ -65,6 +65,8 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "log1p": lambda v: torch.log1p(v.clamp_min(-0.99)),
     "special.expm1": torch.special.expm1,
     "special.log1p": lambda v: torch.special.log1p(v.clamp_min(-0.99)),
+    "log_ndtr": torch.special.log_ndtr,
+    "log_ndtr of large numbers": lambda v: torch.special.log_ndtr(v * 1e9),
     "hypot": lambda v: torch.hypot(v, v.flip(-1)),
     "hypot of nothing": lambda v: torch.hypot(v * 0, v * 0),
     "hypot of huge": lambda v: torch.hypot(v * 1e30, v * 1e30),

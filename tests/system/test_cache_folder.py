@@ -178,3 +178,31 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
     with pytest.raises(CacheError, match=r"cannot be listed .*AMPOPT_CACHE"):
         work(tmp_path / "file")
     assert size(tmp_path / "missing") == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["AMPOPT_CACHE", "XDG_CACHE_HOME"])
+def test_a_relative_folder_is_the_one_of_the_first_use(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    monkeypatch.delenv("AMPOPT_CACHE", raising=False)
+    monkeypatch.setenv(name, f"cache_{tmp_path.name}")
+    monkeypatch.chdir(tmp_path / "first")
+    found = cache_folder.cache_folder()
+    assert found is not None
+    assert found.is_relative_to(tmp_path / "first" / f"cache_{tmp_path.name}")
+    monkeypatch.chdir(tmp_path / "second")  # as a model's code may
+    assert cache_folder.cache_folder() == found
+
+
+def test_a_relative_folder_is_none_where_the_current_one_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMPOPT_CACHE", f"cache_{tmp_path.name}")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert cache_folder.cache_folder() is None
+    monkeypatch.setenv("AMPOPT_CACHE", str(tmp_path))
+    assert cache_folder.cache_folder() == tmp_path
