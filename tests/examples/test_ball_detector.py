@@ -228,7 +228,9 @@ def test_from_training_to_a_robot_without_torch(tmp_path: Path) -> None:
     done = _python("-m", "examples.ball_detector", "--quick", "--output", tmp_path)
     assert done.returncode in (0, 1), done.stderr
     assert ("PASSED" in done.stdout) == (done.returncode == 0), done.stdout
-    full, half = json.loads((tmp_path / "robot.json").read_text())
+    rows = tmp_path / "robot.json"
+    assert rows.exists(), done.stderr
+    full, half = json.loads(rows.read_text())
     assert (full["name"][:4], half["name"][:4]) == ("FP32", "FP16")
     assert full["images"] == half["images"] == 40
     assert full["found"] > 20
