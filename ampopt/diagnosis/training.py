@@ -12,12 +12,11 @@ import torch
 from ampopt.diagnosis.case import LEAST, timed_call
 from ampopt.diagnosis.finding import Counterfactual
 from ampopt.diagnosis.operators import Kernel, kernels_of, recording
-from ampopt.diagnosis.step_copy import copied_step, variables_of_step_kept
+from ampopt.diagnosis.step_copy import copied_step, update_once, variables_of_step_kept
 from ampopt.diagnosis.step_watch import (
     UserStep,
     WatchedSteps,
     optimizers_of,
-    update_once,
     watch_steps,
     weights_of,
 )
@@ -196,15 +195,17 @@ def own_step(case: TrainingCase, *, once: bool = False) -> Step:
 def _watched(case: TrainingCase, step: UserStep) -> WatchedSteps:
     own, trained = copied_step(step, case.subject)
     seen = watch_steps(own, trained.model, trained.optimizer, trained.args, trained.kwargs)
-    if seen.error is not None:
+    if seen.error is not None and not seen.lacks_scaler_update:
         where = f" at {seen.failed_at}" if seen.failed_at else ""
         raise InputError(
-            f"the step fails{where}: {seen.error}. It is called as step(model, optimizer, *example_inputs)"
+            f"the step fails{where}: {seen.error.rstrip('.')}. It is called as step(model, optimizer, "
+            "*example_inputs)"
         )
-    if not seen.forwards:
+    if not (seen.forwards or seen.updates):
         raise InputError(
-            "the step does not call the model that it is given with gradients: write it as a function "
-            "step(model, optimizer, *example_inputs) that uses these, so that yours stay as they are"
+            "the step does not call the model that it is given with gradients, and brings its weights none: "
+            "write it as a function step(model, optimizer, *example_inputs) that uses these, so that yours "
+            "stay as they are"
         )
     return seen
 
