@@ -31,6 +31,7 @@ from ampopt.diagnosis.training_step import (
     graphed,
     in_channels_last,
     made,
+    mean_square,
     parts_of,
 )
 from ampopt.diagnosis.watch import Watched
@@ -61,18 +62,20 @@ Way = Callable[[], Step]
 class StepTimes:
     """A way to run a training step: its samples, the seconds of its parts, and the peak of bytes on a GPU.
 
-    `parts` is empty where they cannot be told apart: in a CUDA graph, and in the user's own step.
+    `parts` is empty where they cannot be told apart: in a CUDA graph, and in the user's own step. `loss` is
+    "its own" or "mean square" where the user's step has one that the other ways were not given, else empty.
     """
 
     step: Measurement
     parts: dict[str, float]
     peak: int | None = None
+    loss: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: milliseconds and MiB."""
         parts = {f"{name}_ms": round(1e3 * seconds, 6) for name, seconds in self.parts.items()}
         mib = None if self.peak is None else round(self.peak / 2**20, 1)
-        return {**self.step.to_dict(), "parts": parts, "peak_mib": mib}
+        return {**self.step.to_dict(), "parts": parts, "peak_mib": mib, "loss": self.loss}
 
 
 @dataclasses.dataclass
@@ -96,6 +99,12 @@ class TrainingCase:
     notes: list[str] = dataclasses.field(default_factory=list)
     untried: list[str] = dataclasses.field(default_factory=list)
     spare: list[str] = dataclasses.field(default_factory=list)
+
+    def loss_of(self, way: str) -> str:
+        """What a way's `StepTimes.loss` is."""
+        if self.step is None or self.subject.loss is not mean_square:
+            return ""
+        return "its own" if way in (YOURS, ONCE) else "mean square"
 
     def compared(self, change: str, before: str, after: str) -> Counterfactual | None:
         """Two ways, which were sampled in turn; None where one was not."""
@@ -163,7 +172,7 @@ def _measure(case: TrainingCase, tell: Progress) -> None:
     for name, measured in found.items():
         step = steps[name]
         parts = parts_of(step, min(PARTS_S, seconds)) if isinstance(step, Training) else {}
-        case.times[name] = StepTimes(measured, parts, peaks[name])
+        case.times[name] = StepTimes(measured, parts, peaks[name], case.loss_of(name))
         if case.device.type == "cuda" and isinstance(step, Training):
             case.kernels[name] = _kernels(step, case.device)
 

@@ -182,10 +182,16 @@ FINDINGS: tuple[Callable[[TrainingCase], Iterator[Finding]], ...] = (
 )
 
 
+def _taken(case: TrainingCase, way: str) -> str:
+    times = case.times[way]
+    of = f" ({times.loss})" if times.loss else ""
+    return f"{way.upper()} {milliseconds(times.step.median)} ms{of}"
+
+
 def verdict_of(case: TrainingCase, findings: tuple[Finding, ...]) -> str:
     """How long a step takes in each precision, where its time goes, and what costs most of it."""
     shown = [name for name in (YOURS, "fp32", case.lane.name) if name in case.times]
-    taken = ", ".join(f"{n.upper()} {milliseconds(case.times[n].step.median)} ms" for n in shown)
+    taken = ", ".join(_taken(case, way) for way in shown)
     telling = next((each for each in findings if each.is_fault or each.share > 0), None)
     parts = case.times["fp32"].parts
     total = sum(parts.values())
