@@ -60,7 +60,7 @@ class StepState:
         self.ever.add(own)
 
     def unscaled(self, gradients: Iterable[Tensor], place: str | None) -> None:
-        """GradScaler has divided gradients by its scale; `place`: where it decides now whether to update."""
+        """Gradients were divided by the scale; `place`: where GradScaler decides now whether to update."""
         for own in self._weights_of(gradients):
             self.scaled.discard(own)
             if place is not None:
@@ -130,7 +130,7 @@ def distance(now: Tensor, before: Tensor) -> float:
     """‖Δw‖ of a weight; infinity where it has another shape or device."""
     if now.shape != before.shape or now.device != before.device:
         return torch.inf
-    return torch.linalg.vector_norm((now - before).float()).item()
+    return float(torch.linalg.vector_norm((now - before).float()))
 
 
 def _are_same(now: Tensor, before: Tensor) -> bool:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -53,6 +54,13 @@ _CLIPS: dict[CodeType, str] = {
     inspect.unwrap(nn.utils.clip_grads_with_norm_).__code__: "max_norm",
 }
 """The functions that limit gradients, with the names of their limits."""
+
+_ATEN = torch.ops.aten
+_DIVIDES: dict[Any, int] = {
+    **dict.fromkeys((_ATEN.div, _ATEN.div_, _ATEN._foreach_div, _ATEN._foreach_div_), 1),
+    **dict.fromkeys((_ATEN.mul, _ATEN.mul_, _ATEN._foreach_mul, _ATEN._foreach_mul_), -1),
+}
+"""What divides gradients by the scale, and with which power of it."""
 
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
@@ -333,16 +341,29 @@ class _Scaling(TorchDispatchMode):
                 state.scaled_pass = current_pass()
         elif func is _UNSCALE:
             state.unscaled(args[0], user_line() if _inside(_STEPS) else None)
-        elif state.scaled and self._seen.clipped is None and (limit := _limit_of_clip()) is not None:
-            self._clips(args[0] if args and isinstance(args[0], (list, tuple)) else args[:1], limit)
+        elif state.scaled and args and current_pass() < 0:
+            given = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+            gradients = [each for each in given if isinstance(each, Tensor)]
+            if state.has_scaled(gradients):
+                self._handles(func, gradients, args[1:])
         return result
 
-    def _clips(self, given: Iterable[Any], limit: float) -> None:
-        """Gradients may be limited; a limit above the scale is one that the user has scaled, too."""
-        scale = float(next(reversed(self._state.scales.values())))
-        is_scaled = self._state.has_scaled(each for each in given if isinstance(each, Tensor))
-        if is_scaled and 1 < scale > limit:
-            self._seen.clipped = Clip(user_line(), limit, scale)
+    def _handles(self, func: Any, gradients: list[Tensor], others: tuple[Any, ...]) -> None:
+        """The user divides gradients by the scale, or limits them; a limit above it may be scaled, too."""
+        scale, limit = float(next(reversed(self._state.scales.values()))), _limit_of_clip()
+        if limit is not None:
+            if 1 < scale > limit and self._seen.clipped is None:
+                self._seen.clipped = Clip(user_line(), limit, scale)
+            return
+        power = _DIVIDES.get(func.overloadpacket)
+        if power and _is_number(others) and math.isclose(float(others[0]), scale**power, rel_tol=1e-3):
+            self._state.unscaled(gradients, None)
+
+
+def _is_number(others: tuple[Any, ...]) -> bool:
+    """Whether the first of these is one."""
+    other = others[0] if others else None
+    return isinstance(other, (int, float)) or (isinstance(other, Tensor) and other.numel() == 1)
 
 
 def _limit_of_clip() -> float | None:

@@ -180,7 +180,7 @@ class Training:
                 if "closure" not in inspect.signature(self.optimizer.step).parameters:
                     raise
                 self.by_closure = True
-        return self.optimizer.step(self.evaluate)
+        return self.optimizer.step(self.evaluate)  # type: ignore[arg-type]  # losses are tensors
 
     def with_optimizer(self, **flags: bool) -> Training:
         """The same with another implementation of its optimizer, such as `fused=True`.

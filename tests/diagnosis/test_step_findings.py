@@ -9,25 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampopt.diagnosis.finding import Finding
-from ampopt.diagnosis.step_copy import copied_step
-from ampopt.diagnosis.step_findings import STEP_FINDINGS
-from ampopt.diagnosis.step_watch import watch_steps
-from ampopt.diagnosis.training import YOURS, TrainingCase, measure_training
+from ampopt.diagnosis.training import YOURS, measure_training
+from ampopt.diagnosis.training_step import sgd
 from ampopt.errors import InputError
-from tests.support.training import SCALER, Optimizer, case_of, clean, line_of, loss_of, net
-
-
-def seen(step: Any, model: nn.Module | None = None, optimizer: Any = torch.optim.SGD) -> TrainingCase:
-    """A case whose step was watched, without times."""
-    case = case_of(model, step, optimizer)
-    own, training = copied_step(step, case.subject)
-    case.steps = watch_steps(own, training.model, training.optimizer, training.args, {})
-    return case
-
-
-def faults(case: TrainingCase) -> dict[str, Finding]:
-    return {each.name: each for find in STEP_FINDINGS for each in find(case) if each.is_fault}
+from tests.support.training import Optimizer, case_of, clean, line_of, loss_of, net, seen, step_faults
 
 
 def usual(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
@@ -42,7 +27,7 @@ def by_hand(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
     with torch.no_grad():
         for weight in model.parameters():
             assert weight.grad is not None
-            weight -= 0.1 * weight.grad
+            weight.sub_(weight.grad, alpha=0.1)
 
 
 def by_other_numbers(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
@@ -103,7 +88,7 @@ def test_weights_that_move_without_an_optimizer_of_pytorchs_move(make: Any) -> N
     case = seen(make(model), model)
     assert case.steps is not None
     assert case.steps.calls == 3
-    assert not faults(case)
+    assert not step_faults(case)
 
 
 def test_gradients_that_add_up_are_told_of_updates_by_hand() -> None:
@@ -112,9 +97,9 @@ def test_gradients_that_add_up_are_told_of_updates_by_hand() -> None:
         with torch.no_grad():
             for weight in model.parameters():
                 assert weight.grad is not None
-                weight -= 0.1 * weight.grad
+                weight.sub_(weight.grad, alpha=0.1)
 
-    assert faults(seen(step)).keys() == {"stale-gradients"}
+    assert step_faults(seen(step)).keys() == {"stale-gradients"}
 
 
 def reset_between(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
@@ -133,7 +118,7 @@ def zeroed_between(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_gradients_that_are_reset_before_the_update_are_told(step: Any, decay: float) -> None:
     model = net()
-    found = faults(seen(step, model, torch.optim.AdamW(model.parameters(), 0.1, weight_decay=decay)))
+    found = step_faults(seen(step, model, torch.optim.AdamW(model.parameters(), 0.1, weight_decay=decay)))
     assert found.keys() == {"no-update"}
     assert "the gradients are reset between the backward pass and the update" in found["no-update"].says
     assert line_of(step, "optimizer.step()") in found["no-update"].places[0]
@@ -177,7 +162,7 @@ def infinite(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
     ],
 )
 def test_weights_that_stand_still_are_a_fault_with_the_reason(step: Any, why: str) -> None:
-    found = faults(seen(step))
+    found = step_faults(seen(step))
     assert found.keys() == {"no-update"}
     assert found["no-update"].says.startswith("no step moves the weights in ")
     assert why in found["no-update"].says
@@ -186,9 +171,9 @@ def test_weights_that_stand_still_are_a_fault_with_the_reason(step: Any, why: st
 def test_a_fused_optimizer_refuses_what_overflows_itself() -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    found = faults(seen(infinite, model, optimizer))
+    found = step_faults(seen(infinite, model, optimizer))
     assert line_of(clean, "SCALER.step(optimizer)") in found["no-update"].says
-    assert not faults(seen(clean, model, optimizer))
+    assert not step_faults(seen(clean, model, optimizer))
 
 
 def test_an_optimizer_of_other_weights_than_those_with_gradients_is_told() -> None:
@@ -199,7 +184,7 @@ def test_an_optimizer_of_other_weights_than_those_with_gradients_is_told() -> No
         loss_of(model[4](model[3](model[0](x).detach().relu()))).backward()  # type: ignore[index]
         optimizer.step()
 
-    found = faults(seen(step, model, torch.optim.SGD(model[0].parameters(), 0.1)))  # type: ignore[index]
+    found = step_faults(seen(step, model, torch.optim.SGD(model[0].parameters(), 0.1)))  # type: ignore[index]
     assert "only to some that the optimizer does not have" in found["no-update"].says
 
 
@@ -217,11 +202,11 @@ def test_a_schedule_that_begins_with_a_rate_of_0_is_none() -> None:
     model = net()
     optimizer, step = warming(model)
     case = seen(step, model, optimizer)
-    assert not faults(case)
+    assert not step_faults(case)
     assert case.steps is not None
     assert case.steps.moves
     case = seen(usual, model, optimizer)  # the schedule advances elsewhere
-    assert not faults(case)
+    assert not step_faults(case)
     assert any("a schedule has set their learning rate to 0" in note for note in case.notes)
 
 
@@ -233,12 +218,10 @@ def test_updates_that_vanish_in_the_rounding_of_the_weights() -> None:
     def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
         usual(model, optimizer, x.bfloat16())
 
-    found = faults(seen(step, model, torch.optim.SGD(model.parameters(), 1e-6)))
+    found = step_faults(seen(step, model, torch.optim.SGD(model.parameters(), 1e-6)))
     assert "vanish as the weights are rounded" in found["no-update"].says
-    case = case_of(model, step)
-    own, training = copied_step(step, case.subject)
-    case.steps = watch_steps(own, training.model, training.optimizer, training.args, {})
-    assert not faults(case)  # the optimizer is not the user's
+    case = seen(step, model, sgd)
+    assert not step_faults(case)  # the optimizer is not the user's
     assert any("with the optimizer where none is given" in note for note in case.notes)
 
 
@@ -279,7 +262,7 @@ def test_a_step_may_call_methods_and_parts_of_the_model(step: Any, monkeypatch: 
     assert YOURS in case.times
     assert case.steps is not None
     assert (case.steps.forwards, case.steps.evaluated) == (3, 0)
-    assert not faults(case)
+    assert not step_faults(case)
 
 
 @pytest.mark.parametrize("part", [by_method, by_parts])
@@ -288,7 +271,7 @@ def test_evaluation_mode_is_seen_in_methods_and_parts(part: Any) -> None:
         model.eval()
         part(model, optimizer, x)
 
-    found = faults(seen(step, Whole()))["evaluation-mode-in-training"]
+    found = step_faults(seen(step, Whole()))["evaluation-mode-in-training"]
     assert "in 3 of 3 calls" in found.says
     assert line_of(step, "model.eval()") in found.places[0]
 
@@ -300,11 +283,11 @@ def test_evaluation_mode_is_told_with_the_lines_that_set_it_and_that_call_the_mo
         with torch.no_grad():
             model(x)
 
-    found = faults(seen(validating, net().train()))["evaluation-mode-in-training"]
+    found = step_faults(seen(validating, net().train()))["evaluation-mode-in-training"]
     assert "in 2 of 3 calls" in found.says
     assert line_of(validating, "model.eval()") in found.places[0]
     assert line_of(usual, "model(x)") in found.places[1]
-    (place,) = faults(seen(usual, net().eval()))["evaluation-mode-in-training"].places
+    (place,) = step_faults(seen(usual, net().eval()))["evaluation-mode-in-training"].places
     assert line_of(usual, "model(x)") in place
 
 
@@ -315,71 +298,7 @@ def test_evaluation_mode_of_a_copy_that_a_step_makes_is_the_copys() -> None:
         assert model.training
         assert not average.training
 
-    assert not faults(seen(step, net().train()))
-
-
-def limited_norm(model: nn.Module, optimizer: Optimizer) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-
-
-def limited_values(model: nn.Module, optimizer: Optimizer) -> None:
-    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
-
-
-def limited_after(model: nn.Module, optimizer: Optimizer) -> None:
-    SCALER.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-
-
-def limited_as_scaled(model: nn.Module, optimizer: Optimizer) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0 * SCALER.get_scale())
-
-
-@pytest.mark.parametrize(
-    ("limit", "is_wrong"),
-    [(limited_norm, True), (limited_values, True), (limited_after, False), (limited_as_scaled, False)],
-)
-def test_limits_for_gradients_of_a_scaled_loss_are_told(limit: Any, is_wrong: bool) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaler_of_module = SCALER.state_dict()
-
-    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
-        optimizer.zero_grad()
-        SCALER.scale(loss_of(model(x))).backward()
-        limit(model, optimizer)
-        SCALER.step(optimizer)
-        SCALER.update()
-
-    try:
-        SCALER.load_state_dict(scaler.state_dict())
-        found = faults(seen(step))
-    finally:
-        SCALER.load_state_dict(scaler_of_module)
-    assert found.keys() == ({"clipped-scaled-gradients"} if is_wrong else set())
-    if is_wrong:
-        (place,) = found["clipped-scaled-gradients"].places
-        assert line_of(limit, "nn.utils.clip") in place
-        assert "its limit of 0.001 is one of 9.8e-07" in found["clipped-scaled-gradients"].says
-
-
-def test_a_scaler_that_is_never_updated_is_a_fault_and_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ampopt.diagnosis.training.STEPS_S", 0.0)
-    monkeypatch.setattr("ampopt.diagnosis.training.PARTS_S", 0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-
-    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model(x))).backward()
-        scaler.step(optimizer)
-
-    case = case_of(net(), step)
-    measure_training(case, lambda *_: None)
-    found = faults(case)
-    assert found.keys() == {"no-scaler-update"}
-    assert line_of(step, "scaler.step(optimizer)") in found["no-scaler-update"].places[0]
-    assert any(
-        note.startswith("a step in yours was not timed: RuntimeError: step() has") for note in case.notes
-    )
+    assert not step_faults(seen(step, net().train()))
 
 
 def test_why_a_step_fails_is_one_sentence() -> None:
