@@ -130,8 +130,13 @@ def _optimized(model: nn.Module, optimizer: Optimizer) -> set[int]:
 def _notes(model: nn.Module, asked: Asked, spare: Sequence[str]) -> Iterator[str]:
     if not is_training(model) and asked.step is None:
         yield "the model is in evaluation mode: what was timed is training mode"
-    if asked.loss is None:
+    if asked.loss is None and asked.step is None:
         yield "no loss was given: it is the mean square of the outputs"
+    elif asked.loss is None:
+        yield (
+            "no loss was given: it is the mean square of the outputs in all ways but your step, which they "
+            "are not comparable with; give loss=, too"
+        )
     if spare:
         yield (
             f"{len(spare)} weights get gradients, and the optimizer has none of them: {_few(spare)}; "

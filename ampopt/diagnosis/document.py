@@ -91,15 +91,21 @@ def _told(finding: Finding) -> Iterator[str]:
 def _training(found: Diagnosis) -> Iterator[Section]:
     if not found.training:
         return
-    bars = tuple(Bar(way, 1e3 * times.step.median) for way, times in found.training.items())
+    bars = tuple(
+        Bar(f"{way} ({times.loss})" if times.loss else way, 1e3 * times.step.median)
+        for way, times in found.training.items()
+    )
+    has_losses = any(times.loss for times in found.training.values())
     columns = (
         Column("way"),
+        *([Column("loss")] if has_losses else []),
         *(Column(f"{name} ms", is_number=True) for name in ("step", *PARTS)),
         Column("peak MiB", is_number=True),
     )
     rows = tuple(
         (
             Cell(way),
+            *([Cell(times.loss)] if has_losses else []),
             _milliseconds(times.step.median),
             *(_milliseconds(times.parts.get(part)) for part in PARTS),
             Cell("–") if times.peak is None else Cell(f"{times.peak / 2**20:.1f}", times.peak),

@@ -1,5 +1,7 @@
 """Copies the user's training step with all that it holds: model, optimizer and scaler stay as they are.
 
+The remedy for repeated updates is made of such a copy.
+
 What a closure holds is copied: a scaler, a scheduler, an average of weights. A global variable cannot be: a
 `GradScaler`, an average, numbers and gradients among them are put back, and a step that names the model, its
 weights or an optimizer so is refused.
@@ -10,6 +12,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ampopt.diagnosis.named_objects import named_kept, refuse_own
 from ampopt.diagnosis.step_watch import UserStep
@@ -35,3 +40,23 @@ def variables_of_step_kept(subject: Subject, step: UserStep | None) -> Iterator[
             if function is not None:
                 stack.enter_context(named_kept(function))
         yield
+
+
+def update_once(optimizer: torch.optim.Optimizer, weight: Tensor) -> None:
+    """From now on, an update without a new gradient of `weight` does nothing: the remedy, to be executed.
+
+    One with a closure computes them anew.
+    """
+    given, fresh = optimizer.step, [False]
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        if not (fresh[0] or args or kwargs):
+            return None
+        fresh[0] = False
+        return given(*args, **kwargs)
+
+    def renewed(_: Tensor) -> None:
+        fresh[0] = True
+
+    weight.register_hook(renewed)
+    optimizer.step = once  # type: ignore[method-assign]

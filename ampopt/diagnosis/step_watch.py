@@ -1,7 +1,7 @@
 """A few watched training steps of the user's own: what updates the weights, with which gradients, and where.
 
 GradScaler's arithmetic is seen as the operators that it calls, whoever calls it; an update as the optimizer's
-hooks tell it. Nothing of PyTorch's is replaced.
+hooks tell it, or as weights that have moved without one. Nothing of PyTorch's is replaced.
 """
 
 from __future__ import annotations
@@ -9,6 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
+import math
+import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType
 from typing import Any
@@ -19,13 +23,22 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ampopt.diagnosis.host_reads import HostRead, HostReads, is_inside
+from ampopt.diagnosis.step_state import (
+    StepState,
+    current_pass,
+    distance,
+    has_gradient,
+    learning_of,
+    moved_since,
+    values_of,
+)
 from ampopt.errors import first_line
 from ampopt.ir.parts import walk
 from ampopt.ir.place_in_code import place_in_code, place_of_call
 from ampopt.system.interrupts import check_interrupted
 
 CALLS, MOST_CALLS = 3, 12
-"""Watched steps: gradients that are never reset show in the second one; more until one updates the weights.
+"""Watched steps: gradients that are never reset show in the second one; more until one moves the weights.
 
 GradScaler begins with a scale with which gradients may overflow, and halves it each time.
 """
@@ -35,18 +48,34 @@ UserStep = Callable[..., object]
 
 _SCALES: CodeType = torch.amp.GradScaler.scale.__code__
 _STEPS: CodeType = torch.amp.GradScaler.step.__code__
+_CLIPS: dict[CodeType, str] = {
+    inspect.unwrap(nn.utils.clip_grad_norm_).__code__: "max_norm",
+    inspect.unwrap(nn.utils.clip_grad_value_).__code__: "clip_value",
+    inspect.unwrap(nn.utils.clip_grads_with_norm_).__code__: "max_norm",
+}
+"""The functions that limit gradients, with the names of their limits."""
+
+_ATEN = torch.ops.aten
+_DIVIDES: dict[Any, int] = {
+    **dict.fromkeys((_ATEN.div, _ATEN.div_, _ATEN._foreach_div, _ATEN._foreach_div_), 1),
+    **dict.fromkeys((_ATEN.mul, _ATEN.mul_, _ATEN._foreach_mul, _ATEN._foreach_mul_), -1),
+}
+"""What divides gradients by the scale, and with which power of it."""
+
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """One call of an optimizer's step.
+    """One call of an optimizer's step, or what moved weights in a call of the user's without one.
 
-    `place` is the user's line, `call` the number of the watched step from 0 on, `weights` the identities of
-    those that it has. `by_scaler`: GradScaler called it. `is_fresh`: a backward pass has added to their
-    gradients since the update of them before it. `is_stale`: that pass added to those of an earlier update.
+    `place` is the user's line, empty where it is not known, `call` the number of the watched step from 0 on,
+    `weights` the identities of those that it has. `by_scaler`: GradScaler called it. `is_fresh`: a backward
+    pass has added to their gradients since the update of them before it. `is_stale`: that pass added to those
+    of an earlier update.
     `is_scaled`: gradients of these weights are those of a scaled loss. `refused_by`: the line of a
-    `scaler.step` that has left out these gradients. `moved` is ‖Δw‖ of all weights.
+    `scaler.step` that has left out these gradients. `moved` is ‖Δw‖ of all weights. `rate` is the largest
+    learning rate of its weights, None where there is none.
     """
 
     place: str
@@ -58,27 +87,57 @@ class Update:
     refused_by: str
     moved: float
     weights: frozenset[int]
+    rate: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip:
+    """A limit for gradients that are `scale` times the true ones, and the user's line."""
+
+    place: str
+    limit: float
+    scale: float
 
 
 @dataclasses.dataclass
 class WatchedSteps:
-    """What was seen of a few steps.
+    """What was seen of `calls` of a step.
 
-    `idle` counts updates whose weights have no gradients, as of a head that a batch does not use. `forwards`
-    counts calls of the model with gradients, `evaluated` those in evaluation mode, and `evaluated_at` is the
-    line of one. `unused` are the names of the optimizer's weights that never got a gradient. `reads` are what
-    the host waits for in the last step. `error`, `failed_at`: why and where a step failed.
+    `moves`: a call has moved the weights. `is_functional`: the model is called with others than its own, as
+    by `torch.func.functional_call`. `idle` counts updates whose weights have no gradients, as of a head that
+    a batch does not use, and `reset` are the lines of those that had some after the last backward pass.
+    `refused_at` is the line of a `scaler.step` that has left out the last gradients, `clipped` the first
+    limit for gradients of a scaled loss. `warms_up`: a schedule has set a rate of 0. `forwards` counts calls
+    of the model with gradients, `evaluated` those in evaluation mode; `evaluated_at` is the line of one, and
+    `eval_at` that which has set the mode. `unused` are the names of the optimizer's weights that never got a
+    gradient. `has_gradients`: a weight of the model got one, `is_learning`: one of the optimizer's. `reads`
+    are what the host waits for in the last step. `error`, `failed_at`: why and where a step failed.
     """
 
+    calls: int = 0
+    moves: bool = False
+    is_functional: bool = False
     updates: list[Update] = dataclasses.field(default_factory=list)
     idle: int = 0
+    reset: list[str] = dataclasses.field(default_factory=list)
+    refused_at: str = ""
+    warms_up: bool = False
+    clipped: Clip | None = None
     forwards: int = 0
     evaluated: int = 0
     evaluated_at: str = ""
+    eval_at: str = ""
     unused: list[str] = dataclasses.field(default_factory=list)
+    has_gradients: bool = False
+    is_learning: bool = False
     reads: tuple[HostRead, ...] = ()
     error: str | None = None
     failed_at: str | None = None
+
+    @property
+    def lacks_scaler_update(self) -> bool:
+        """Whether a second call failed because none of `scaler.update()` came before it."""
+        return self.calls > 1 and "since the last update()" in (self.error or "")
 
 
 def watch_steps(
@@ -95,12 +154,14 @@ def watch_steps(
     seen = WatchedSteps()
     with contextlib.ExitStack() as stack:
         state = stack.enter_context(_watching(seen, model, optimizers_of(step, model, optimizer)))
-        stack.enter_context(_Scaling(state))
+        stack.enter_context(_Scaling(seen, state))
         for state.call in range(MOST_CALLS):
-            if state.call >= CALLS and (seen.updates or seen.idle):
+            if state.call >= CALLS and (seen.moves or seen.idle or seen.is_functional):
                 break
-            state.inside = 0
+            state.inside, state.stepped = 0, set()
+            forwards, passes, before = seen.forwards, state.last_pass, values_of(model)
             reads = HostReads(watch_steps.__code__, is_own=lambda: state.inside > 0 or _inside(_STEPS))
+            seen.calls += 1
             try:
                 with reads.watching():
                     step(model, optimizer, *args, **kwargs)
@@ -109,8 +170,37 @@ def watch_steps(
                 seen.error, seen.failed_at = first_line(raised), place_in_code(raised)
                 break
             seen.reads = reads.reads
+            if seen.forwards == forwards and state.last_pass != passes:  # by methods, or by its submodules
+                seen.forwards += 1
+                seen.evaluated += not model.training
+            _note_moved(seen, state, moved_since(before, model))
     seen.unused = [name for name, weight in state.trained.items() if id(weight) not in state.ever]
+    seen.is_learning = len(seen.unused) < len(state.trained)
+    seen.has_gradients = bool(state.ever)
+    seen.refused_at = next(iter(state.refused.values()), "")
     return seen
+
+
+def _note_moved(seen: WatchedSteps, state: StepState, moved: Mapping[int, float]) -> None:
+    """Note which weights a call has moved; those that no optimizer's step is of were moved by hand."""
+    seen.moves = seen.moves or bool(moved)
+    by_hand = frozenset(moved.keys() - state.stepped)
+    if by_hand:
+        is_stale, far = bool(state.stale & by_hand), sum(moved[each] ** 2 for each in by_hand) ** 0.5
+        seen.updates.append(
+            Update(
+                place="",
+                call=state.call,
+                by_scaler=False,
+                is_fresh=True,
+                is_stale=is_stale,
+                is_scaled=False,
+                refused_by="",
+                moved=far,
+                weights=by_hand,
+            )
+        )
+        state.applied(by_hand)
 
 
 def optimizers_of(
@@ -134,93 +224,29 @@ def user_line() -> str:
     return place_of_call(watch_steps.__code__) or ""
 
 
-@dataclasses.dataclass
-class _State:
-    """What has happened since the last update; weights by identity. `inside`: how many updates now run.
-
-    `scales` are GradScaler's by address, and `scaled_pass` is the last backward pass of a loss that has one.
-    `refused` has the line of the `scaler.step` that has looked at a weight's gradient, until it applies it.
-    """
-
-    trained: dict[str, nn.Parameter]
-    call: int = 0
-    fresh: set[int] = dataclasses.field(default_factory=set)
-    ever: set[int] = dataclasses.field(default_factory=set)
-    stale: set[int] = dataclasses.field(default_factory=set)
-    scales: dict[int, Tensor] = dataclasses.field(default_factory=dict)
-    scaled_pass: int | None = None
-    scaled: set[int] = dataclasses.field(default_factory=set)
-    refused: dict[int, str] = dataclasses.field(default_factory=dict)
-    inside: int = 0
-    has_gradients: bool = False
-    before: list[Tensor] = dataclasses.field(default_factory=list)
-
-    def comes(self, weight: Tensor, *, is_updated: bool) -> None:
-        """A backward pass is about to add to a weight's gradient; `is_updated`: there was an update."""
-        own = id(weight)
-        if not _has_gradient(weight):
-            self.stale.discard(own)
-            self.scaled.discard(own)
-            self.refused.pop(own, None)
-        elif is_updated and own not in self.fresh:
-            self.stale.add(own)
-        if _current_pass() == self.scaled_pass:
-            self.scaled.add(own)
-        self.fresh.add(own)
-        self.ever.add(own)
-
-    def unscaled(self, gradients: Iterable[Tensor], place: str | None) -> None:
-        """GradScaler has divided gradients by its scale; `place`: where it decides now whether to update."""
-        places = {gradient.data_ptr() for gradient in gradients if gradient.numel()}
-        for weight in self.trained.values():
-            if (own := _gradient(weight)) is not None and own.data_ptr() in places:
-                self.scaled.discard(id(weight))
-                if place is not None:
-                    self.refused[id(weight)] = place
-
-    def applied(self, weights: frozenset[int]) -> None:
-        """The gradients of weights are used up."""
-        self.fresh, self.stale, self.scaled = (
-            self.fresh - weights,
-            self.stale - weights,
-            self.scaled - weights,
-        )
-        self.refused = {weight: place for weight, place in self.refused.items() if weight not in weights}
-        self.before = []
-
-
-_current_pass = torch._C._current_graph_task_id
-"""The number of the backward pass that calls this."""
-
-
-def _gradient(weight: Tensor) -> Tensor | None:
-    """The numbers of a weight's gradient."""
-    gradient = weight.grad
-    return gradient._values() if gradient is not None and gradient.is_sparse else gradient
-
-
-def _has_gradient(weight: Tensor) -> bool:
-    """Whether a weight has a gradient other than zeros, to which gradients are reset, too."""
-    gradient = _gradient(weight)
-    return gradient is not None and bool(gradient.any())
-
-
 @contextlib.contextmanager
 def _watching(
     seen: WatchedSteps, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
-) -> Iterator[_State]:
+) -> Iterator[StepState]:
     """Note forward passes, gradients and updates in the block."""
     own = {id(weight) for optimizer in optimizers for weight in weights_of(optimizer)}
-    trained = {n: w for n, w in model.named_parameters() if id(w) in own and w.requires_grad}
-    state = _State(trained)
+    learning, models = learning_of(model), set(map(id, model.parameters()))
+    trained = {name: weight for name, weight in learning.items() if id(weight) in own}
+    state = StepState(learning, trained)
 
     def called(module: nn.Module, _: object) -> None:
         if not torch.is_grad_enabled():
             return
         seen.forwards += 1
+        seen.is_functional |= set(map(id, module.parameters())) != models
         if not module.training:
             seen.evaluated += 1
             seen.evaluated_at = seen.evaluated_at or user_line()
+
+    def train(self: nn.Module, mode: bool = True) -> nn.Module:
+        if self is model and not mode:
+            seen.eval_at = seen.eval_at or user_line()
+        return type(self).train(self, mode)
 
     def unseen(hook: Callable[..., None]) -> Callable[..., None]:
         """The hook, whose own operators are nobody's."""
@@ -232,7 +258,7 @@ def _watching(
         return called_unseen
 
     def comes(weight: Tensor) -> Callable[[Tensor], None]:
-        return lambda _: state.comes(weight, is_updated=bool(seen.updates))
+        return lambda gradient: state.comes(weight, gradient, is_updated=bool(seen.updates))
 
     def begins(optimizer: torch.optim.Optimizer, *_: object) -> None:
         if own.isdisjoint(map(id, weights_of(optimizer))):
@@ -241,18 +267,26 @@ def _watching(
         if state.inside == 1:  # an optimizer may be made of others
             state.before = [weight.detach().clone() for weight in trained.values()]
             mine = [weight for weight in weights_of(optimizer) if id(weight) in own]
-            state.has_gradients = any(map(_has_gradient, mine))
+            state.has_gradients = any(map(has_gradient, mine))
 
     def ends(optimizer: torch.optim.Optimizer, *_: object) -> None:
         weights = frozenset(own.intersection(map(id, weights_of(optimizer))))
         state.inside -= 1 if weights else 0
         if not weights or state.inside:
             return
-        if not (state.has_gradients or state.fresh & weights):
-            seen.idle += 1
+        state.stepped |= weights
+        if bool(getattr(optimizer, "found_inf", 0)):  # a fused one leaves out itself what GradScaler refuses
             return
         pairs = zip(trained.values(), state.before, strict=True)
-        moved = [torch.linalg.vector_norm((now.detach() - then).float()).item() for now, then in pairs]
+        moved = [distance(now.detach(), then) for now, then in pairs]
+        if not state.has_gradients:
+            seen.idle += 1
+            has_zeros = any(w.grad is not None for w in weights_of(optimizer) if id(w) in weights)
+            if (has_zeros or not any(moved)) and state.were_reset(weights):
+                seen.reset.append(user_line())
+            return
+        rates = [(group.get("lr"), group.get("initial_lr")) for group in optimizer.param_groups]
+        seen.warms_up |= any(not rate and first for rate, first in rates)
         by_scaler = _inside(_STEPS)
         seen.updates.append(
             Update(
@@ -265,6 +299,7 @@ def _watching(
                 refused_by="" if by_scaler else next(filter(None, map(state.refused.get, weights)), ""),
                 moved=sum(each**2 for each in moved) ** 0.5,
                 weights=weights,
+                rate=max((float(rate) for rate, _ in rates if rate is not None), default=None),
             )
         )
         state.applied(weights)
@@ -273,21 +308,26 @@ def _watching(
         model.register_forward_pre_hook(called),
         register_optimizer_step_pre_hook(unseen(begins)),
         register_optimizer_step_post_hook(unseen(ends)),
-        *(weight.register_hook(unseen(comes(weight))) for weight in trained.values()),
+        *(weight.register_hook(unseen(comes(weight))) for weight in learning.values()),
     ]
+    has_own_mode = "train" in vars(model)
+    if not has_own_mode:  # a bound method is one of a copy's in its copies
+        vars(model)["train"] = types.MethodType(train, model)
     try:
         yield state
     finally:
         for handle in handles:
             handle.remove()
+        if not has_own_mode:
+            del vars(model)["train"]
 
 
 class _Scaling(TorchDispatchMode):
-    """Notes where a loss is scaled, its backward pass, and where gradients are no longer scaled."""
+    """Notes where a loss is scaled, its backward pass, and where its gradients are limited or divided."""
 
-    def __init__(self, state: _State) -> None:
+    def __init__(self, seen: WatchedSteps, state: StepState) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._state = state
+        self._seen, self._state = seen, state
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -296,30 +336,45 @@ class _Scaling(TorchDispatchMode):
         result, state = func(*args, **(kwargs or {})), self._state
         if func is torch.ops.aten.mul.Tensor and _inside(_SCALES):
             state.scales[args[1].data_ptr()] = args[1]  # kept, so that nothing else has its address
-        elif func is torch.ops.aten.mul.Tensor and state.scales and _current_pass() >= 0:
+        elif func is torch.ops.aten.mul.Tensor and state.scales and current_pass() >= 0:
             if any(isinstance(each, Tensor) and each.data_ptr() in state.scales for each in args):
-                state.scaled_pass = _current_pass()
+                state.scaled_pass = current_pass()
         elif func is _UNSCALE:
             state.unscaled(args[0], user_line() if _inside(_STEPS) else None)
+        elif state.scaled and args and current_pass() < 0:
+            given = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+            gradients = [each for each in given if isinstance(each, Tensor)]
+            if state.has_scaled(gradients):
+                self._handles(func, gradients, args[1:])
         return result
+
+    def _handles(self, func: Any, gradients: list[Tensor], others: tuple[Any, ...]) -> None:
+        """The user divides gradients by the scale, or limits them; a limit above it may be scaled, too."""
+        scale, limit = float(next(reversed(self._state.scales.values()))), _limit_of_clip()
+        if limit is not None:
+            if 1 < scale > limit and self._seen.clipped is None:
+                self._seen.clipped = Clip(user_line(), limit, scale)
+            return
+        power = _DIVIDES.get(func.overloadpacket)
+        if power and _is_number(others) and math.isclose(float(others[0]), scale**power, rel_tol=1e-3):
+            self._state.unscaled(gradients, None)
+
+
+def _is_number(others: tuple[Any, ...]) -> bool:
+    """Whether the first of these is one."""
+    other = others[0] if others else None
+    return isinstance(other, (int, float)) or (isinstance(other, Tensor) and other.numel() == 1)
+
+
+def _limit_of_clip() -> float | None:
+    """The limit of the function that clips gradients, and has led here from a watched step."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not watch_steps.__code__:
+        if frame.f_code in _CLIPS:
+            return float(frame.f_locals[_CLIPS[frame.f_code]])
+        frame = frame.f_back
+    return None
 
 
 _inside = functools.partial(is_inside, within=watch_steps.__code__)
 """Whether a function of PyTorch has led here, from a watched step."""
-
-
-def update_once(optimizer: torch.optim.Optimizer, weight: Tensor) -> None:
-    """From now on, an update without a new gradient of `weight` does nothing: the remedy, to be executed."""
-    given, fresh = optimizer.step, [False]
-
-    def once(*args: Any, **kwargs: Any) -> Any:
-        if not fresh[0]:
-            return None
-        fresh[0] = False
-        return given(*args, **kwargs)
-
-    def renewed(_: Tensor) -> None:
-        fresh[0] = True
-
-    weight.register_hook(renewed)
-    optimizer.step = once  # type: ignore[method-assign]

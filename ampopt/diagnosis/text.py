@@ -110,16 +110,19 @@ def _own(found: Diagnosis, *, everything: bool) -> Table:
 
 def _training(found: Diagnosis) -> Table:
     has_peaks = any(times.peak is not None for times in found.training.values())
+    has_losses = any(times.loss for times in found.training.values())
     rows = [
         (
             way,
+            *([times.loss] if has_losses else []),
             milliseconds(times.step.median),
             *(milliseconds(times.parts[part]) if times.parts else "–" for part in PARTS),
             *(["–" if times.peak is None else f"{times.peak / 2**20:.0f}"] if has_peaks else []),
         )
         for way, times in found.training.items()
     ]
-    columns = ("way", "step", *PARTS, *(["MiB"] if has_peaks else []))
+    losses, peaks = ["loss"] if has_losses else [], ["MiB"] if has_peaks else []
+    columns = ("way", *losses, "step", *PARTS, *peaks)
     title = "a training step, ms, and its peak of memory" if has_peaks else "a training step, ms"
     return _table(title, columns, rows)
 
@@ -141,7 +144,7 @@ def _sweep(found: Diagnosis) -> list[RenderableType]:
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(box=None, title=title, title_justify="left", header_style="bold", pad_edge=False)
     for column in columns:
-        is_text = column in ("operator", "place", "bound by", "way")
+        is_text = column in ("operator", "place", "bound by", "way", "loss")
         table.add_column(column, overflow="fold", justify="left" if is_text else "right", no_wrap=not is_text)
     for row in rows:
         table.add_row(*map(Text, row))

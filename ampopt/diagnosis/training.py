@@ -12,12 +12,11 @@ import torch
 from ampopt.diagnosis.case import LEAST, timed_call
 from ampopt.diagnosis.finding import Counterfactual
 from ampopt.diagnosis.operators import Kernel, kernels_of, recording
-from ampopt.diagnosis.step_copy import copied_step, variables_of_step_kept
+from ampopt.diagnosis.step_copy import copied_step, update_once, variables_of_step_kept
 from ampopt.diagnosis.step_watch import (
     UserStep,
     WatchedSteps,
     optimizers_of,
-    update_once,
     watch_steps,
     weights_of,
 )
@@ -32,6 +31,7 @@ from ampopt.diagnosis.training_step import (
     graphed,
     in_channels_last,
     made,
+    mean_square,
     parts_of,
 )
 from ampopt.diagnosis.watch import Watched
@@ -62,18 +62,20 @@ Way = Callable[[], Step]
 class StepTimes:
     """A way to run a training step: its samples, the seconds of its parts, and the peak of bytes on a GPU.
 
-    `parts` is empty where they cannot be told apart: in a CUDA graph, and in the user's own step.
+    `parts` is empty where they cannot be told apart: in a CUDA graph, and in the user's own step. `loss` is
+    "its own" or "mean square" where the user's step has one that the other ways were not given, else empty.
     """
 
     step: Measurement
     parts: dict[str, float]
     peak: int | None = None
+    loss: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: milliseconds and MiB."""
         parts = {f"{name}_ms": round(1e3 * seconds, 6) for name, seconds in self.parts.items()}
         mib = None if self.peak is None else round(self.peak / 2**20, 1)
-        return {**self.step.to_dict(), "parts": parts, "peak_mib": mib}
+        return {**self.step.to_dict(), "parts": parts, "peak_mib": mib, "loss": self.loss}
 
 
 @dataclasses.dataclass
@@ -97,6 +99,12 @@ class TrainingCase:
     notes: list[str] = dataclasses.field(default_factory=list)
     untried: list[str] = dataclasses.field(default_factory=list)
     spare: list[str] = dataclasses.field(default_factory=list)
+
+    def loss_of(self, way: str) -> str:
+        """What a way's `StepTimes.loss` is."""
+        if self.step is None or self.subject.loss is not mean_square:
+            return ""
+        return "its own" if way in (YOURS, ONCE) else "mean square"
 
     def compared(self, change: str, before: str, after: str) -> Counterfactual | None:
         """Two ways, which were sampled in turn; None where one was not."""
@@ -164,7 +172,7 @@ def _measure(case: TrainingCase, tell: Progress) -> None:
     for name, measured in found.items():
         step = steps[name]
         parts = parts_of(step, min(PARTS_S, seconds)) if isinstance(step, Training) else {}
-        case.times[name] = StepTimes(measured, parts, peaks[name])
+        case.times[name] = StepTimes(measured, parts, peaks[name], case.loss_of(name))
         if case.device.type == "cuda" and isinstance(step, Training):
             case.kernels[name] = _kernels(step, case.device)
 
@@ -196,15 +204,17 @@ def own_step(case: TrainingCase, *, once: bool = False) -> Step:
 def _watched(case: TrainingCase, step: UserStep) -> WatchedSteps:
     own, trained = copied_step(step, case.subject)
     seen = watch_steps(own, trained.model, trained.optimizer, trained.args, trained.kwargs)
-    if seen.error is not None:
+    if seen.error is not None and not seen.lacks_scaler_update:
         where = f" at {seen.failed_at}" if seen.failed_at else ""
         raise InputError(
-            f"the step fails{where}: {seen.error}. It is called as step(model, optimizer, *example_inputs)"
+            f"the step fails{where}: {seen.error.rstrip('.')}. It is called as step(model, optimizer, "
+            "*example_inputs)"
         )
-    if not seen.forwards:
+    if not (seen.forwards or seen.updates):
         raise InputError(
-            "the step does not call the model that it is given with gradients: write it as a function "
-            "step(model, optimizer, *example_inputs) that uses these, so that yours stay as they are"
+            "the step does not call the model that it is given with gradients, and brings its weights none: "
+            "write it as a function step(model, optimizer, *example_inputs) that uses these, so that yours "
+            "stay as they are"
         )
     return seen
 

@@ -1,4 +1,4 @@
-"""What is found in a training step: faults of the user's own step, and what other ways to run it brought."""
+"""What is found in a training step: its faults, and what other ways to run it brought."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ampopt.diagnosis.case import LEAST_GAPS
 from ampopt.diagnosis.finding import Counterfactual, Finding, milliseconds
 from ampopt.diagnosis.findings.host_reads import at_first, told
 from ampopt.diagnosis.findings.memory_layout import is_permute
-from ampopt.diagnosis.step_watch import Update
-from ampopt.diagnosis.training import ONCE, YOURS, TrainingCase
+from ampopt.diagnosis.step_findings import STEP_FINDINGS
+from ampopt.diagnosis.training import YOURS, TrainingCase
 from ampopt.errors import first_line
 from ampopt.measure.report import interval
 from ampopt.system.interrupts import check_interrupted
@@ -36,114 +36,6 @@ def find_in_training(case: TrainingCase) -> list[Finding]:
             check_interrupted(error)
             case.notes.append(f"{find.__name__} could not be examined: {first_line(error)}")
     return found
-
-
-def repeated_updates(case: TrainingCase) -> Iterator[Finding]:
-    """A batch's gradients are applied twice, as by `optimizer.step()` after `scaler.step(optimizer)`.
-
-    Executed: the step without the second update.
-    """
-    updates = case.steps.updates if case.steps else []
-    for at, second in enumerate(updates):
-        earlier = [each for each in updates[:at] if each.weights & second.weights]
-        first = earlier[-1] if earlier else None
-        if second.refused_by:
-            says = (
-                f"{second.place} updates the weights with gradients that {second.refused_by} has refused "
-                "because they overflow, and else has applied already"
-            )
-            places = (second.place, second.refused_by)
-        elif not second.is_fresh and first is not None:
-            says = f"{second.place} applies the gradients again that {first.place} has applied"
-            says += _far(first, second)
-            places = (second.place, first.place)
-        else:
-            continue
-        ran = case.compared("with one update for each backward pass", YOURS, ONCE)
-        by_scaler = second.refused_by or (first is not None and first.by_scaler)
-        yield Finding(
-            "repeated-update",
-            says,
-            places,
-            "remove it: scaler.step(optimizer) calls optimizer.step()" if by_scaler else "remove one of them",
-            lane=YOURS,
-            is_fault=True,
-            counterfactual=None if ran is None or ran.gain.is_vague else ran,
-        )
-        return
-
-
-def _far(first: Update, second: Update) -> str:
-    if not first.moved:
-        return ""
-    return f", and moves the weights {second.moved / first.moved:.0%} as far again"
-
-
-def scaled_gradients(case: TrainingCase) -> Iterator[Finding]:
-    """An update with gradients of a scaled loss, which `optimizer.step()` does not divide."""
-    updates = case.steps.updates if case.steps else []
-    wrong = next((update for update in updates if update.is_scaled), None)
-    if wrong is not None:
-        yield Finding(
-            "scaled-gradients",
-            f"{wrong.place} updates the weights with gradients of the scaled loss",
-            (wrong.place,),
-            "scaler.step(optimizer) in its place: it divides by the scale first",
-            lane=YOURS,
-            is_fault=True,
-        )
-
-
-def stale_gradients(case: TrainingCase) -> Iterator[Finding]:
-    """Gradients that are never reset add up over all batches."""
-    updates = case.steps.updates if case.steps else []
-    stale = [update for update in updates if update.is_stale]
-    if stale:
-        same = [update for update in updates if update.weights == stale[-1].weights]
-        first, number = same[0], 1 + max(at for at, update in enumerate(same) if update.is_stale)
-        ratio = stale[-1].moved / first.moved if first.moved and not first.is_stale else 0.0
-        moves = f": update {number} moves the weights {ratio:.1f} times as far as the first"
-        yield Finding(
-            "stale-gradients",
-            "the gradients of a batch are added to those of the batches before it"
-            + (moves if ratio > 1 else ""),
-            (stale[0].place,),
-            "optimizer.zero_grad() before each backward pass (or after each update)",
-            lane=YOURS,
-            is_fault=True,
-        )
-
-
-def no_update(case: TrainingCase) -> Iterator[Finding]:
-    """A step that never updates the weights, and weights that never get a gradient."""
-    if case.steps is None:
-        return
-    if not (case.steps.updates or case.steps.idle):
-        yield Finding(
-            "no-update",
-            "no step has updated the weights",
-            advice="scaler.step(optimizer) and scaler.update(), or optimizer.step(), in each step",
-            lane=YOURS,
-            is_fault=True,
-        )
-    elif case.steps.unused:
-        names = case.steps.unused
-        case.notes.append(f"{len(names)} weights of the optimizer never get a gradient: {_few(names)}")
-
-
-def evaluation_mode(case: TrainingCase) -> Iterator[Finding]:
-    """The user's step calls the model in evaluation mode: no dropout, and no statistics are learnt."""
-    seen = case.steps
-    if seen is not None and seen.evaluated:
-        yield Finding(
-            "evaluation-mode-in-training",
-            f"the model is in evaluation mode in {seen.evaluated} of {seen.forwards} calls of a training "
-            "step: dropouts do nothing, and batch norms neither use nor learn this batch's statistics",
-            (seen.evaluated_at,) if seen.evaluated_at else (),
-            "model.train() before training; freeze single batch norms by their own eval()",
-            lane=YOURS,
-            is_fault=True,
-        )
 
 
 def batch_norm_momentum(case: TrainingCase) -> Iterator[Finding]:
@@ -279,16 +171,8 @@ def _remedy(name: str, says: str, lane: str, ran: Counterfactual, advice: str = 
     return Finding(name, says, advice=advice, lane=lane, share=1 - 1 / ran.gain.ratio, counterfactual=ran)
 
 
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:NAMED]) + (", …" if len(names) > NAMED else "")
-
-
 FINDINGS: tuple[Callable[[TrainingCase], Iterator[Finding]], ...] = (
-    repeated_updates,
-    scaled_gradients,
-    stale_gradients,
-    no_update,
-    evaluation_mode,
+    *STEP_FINDINGS,
     batch_norm_momentum,
     host_reads,
     mixed_precision,
@@ -298,10 +182,16 @@ FINDINGS: tuple[Callable[[TrainingCase], Iterator[Finding]], ...] = (
 )
 
 
+def _taken(case: TrainingCase, way: str) -> str:
+    times = case.times[way]
+    of = f" ({times.loss})" if times.loss else ""
+    return f"{way.upper()} {milliseconds(times.step.median)} ms{of}"
+
+
 def verdict_of(case: TrainingCase, findings: tuple[Finding, ...]) -> str:
     """How long a step takes in each precision, where its time goes, and what costs most of it."""
     shown = [name for name in (YOURS, "fp32", case.lane.name) if name in case.times]
-    taken = ", ".join(f"{n.upper()} {milliseconds(case.times[n].step.median)} ms" for n in shown)
+    taken = ", ".join(_taken(case, way) for way in shown)
     telling = next((each for each in findings if each.is_fault or each.share > 0), None)
     parts = case.times["fp32"].parts
     total = sum(parts.values())

@@ -95,17 +95,18 @@ class Subject:
         with torch.no_grad():
             optimizer = self.optimizer
             if isinstance(optimizer, Optimizer):
-                optimizer = _copy_of(optimizer, memo)
+                optimizer = deep_copy(optimizer, memo)
             loss = deep_copy(self.loss, memo)
             refuse_own("loss", loss, self.model, optimizer, _INSTEAD)
             args, kwargs = map_tensors(lambda t: t.detach().clone(), self.args, self.kwargs)
+        moves = any(weight.device != self.device for weight in model.parameters())
         model.to(self.device)
         if isinstance(loss, nn.Module):
             loss.to(self.device)
-        if isinstance(optimizer, Optimizer):
-            optimizer.load_state_dict(optimizer.state_dict())  # its state goes where the weights are
-        else:
+        if not isinstance(optimizer, Optimizer):
             optimizer = _made_of(model, optimizer, memo)
+        elif moves:
+            optimizer.load_state_dict(optimizer.state_dict())  # its state goes where the weights are
         return Training(model, args, loss, optimizer, self.device, kwargs)
 
 
@@ -113,7 +114,8 @@ class Subject:
 class Training:
     """A model in training with its batch, loss and optimizer; a call is one step.
 
-    `dtype` is autocast's, None in FP32.
+    `dtype` is autocast's, None in FP32. `by_closure`: the optimizer computes the gradients itself, with a
+    function that it is given, as LBFGS does several times in each step.
     """
 
     model: nn.Module
@@ -124,14 +126,22 @@ class Training:
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     dtype: torch.dtype | None = None
     scaler: torch.amp.GradScaler | None = None
+    by_closure: bool = False
 
     def __call__(self) -> Tensor:
         """One step; its loss."""
+        if self.by_closure:
+            return torch.as_tensor(self.update()).detach()
+        loss = self.evaluate()
+        self.update()
+        return loss.detach()
+
+    def evaluate(self) -> Tensor:
+        """The gradients anew; their loss."""
         self.zero_grad()
         loss = self.forward()
         self.backward(loss)
-        self.update()
-        return loss.detach()
+        return loss
 
     @property
     def parts(self) -> dict[str, Callable[[Any], Any]]:
@@ -157,13 +167,20 @@ class Training:
             loss = self.scaler.scale(loss)
         loss.backward()
 
-    def update(self) -> None:
-        """The optimizer's step."""
+    def update(self) -> Any:
+        """The optimizer's step; what it returns. One that fails without a closure has one from then on."""
         if self.scaler is not None:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
+            self.scaler.step(self.optimizer, *([self.evaluate] if self.by_closure else []))
+            return self.scaler.update()
+        if not self.by_closure:
+            try:
+                return self.optimizer.step()
+            except Exception as error:
+                check_interrupted(error)
+                if "closure" not in inspect.signature(self.optimizer.step).parameters:
+                    raise
+                self.by_closure = True
+        return self.optimizer.step(self.evaluate)  # type: ignore[arg-type]  # losses are tensors
 
     def with_optimizer(self, **flags: bool) -> Training:
         """The same with another implementation of its optimizer, such as `fused=True`.
@@ -279,7 +296,7 @@ def _made_of(model: nn.Module, make: MakeOptimizer, memo: dict[int, Any]) -> Opt
     copied = {id(weight) for weight in model.parameters()}
     if not _weights_of(optimizer) <= copied:
         memo.update((id(weight), weight) for weight in model.parameters())
-        optimizer = _copy_of(optimizer, memo)
+        optimizer = deep_copy(optimizer, memo)
     if not _weights_of(optimizer) & copied:
         raise InputError(
             "the optimizer that is made has none of the model's parameters: make it of those that the "
@@ -290,17 +307,6 @@ def _made_of(model: nn.Module, make: MakeOptimizer, memo: dict[int, Any]) -> Opt
 
 def _weights_of(optimizer: Optimizer) -> set[int]:
     return {id(weight) for group in optimizer.param_groups for weight in group["params"]}
-
-
-_BY_SCALER = "_step_supports_amp_scaling"
-"""What fused optimizers tell GradScaler by: PyTorch sets it as one is made, and loses it in a copy."""
-
-
-def _copy_of(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    copied: Optimizer = deep_copy(optimizer, memo)
-    if getattr(optimizer, _BY_SCALER, False):
-        setattr(copied, _BY_SCALER, True)
-    return copied
 
 
 def _remade(optimizer: Optimizer, flags: Mapping[str, bool]) -> Optimizer:

@@ -2,8 +2,8 @@
 
 `copy.deepcopy` takes functions, bound methods of lists and dicts, and weak references for constants. A hook
 `lambda *_: self.feats.append(1)` of a copied model would write to the original's list. Arrays that have
-memory in common, with tensors too, have it in the copy (`shared_memory`), and a number that is the identity
-of a part is that of the part's copy.
+memory in common, with tensors too, have it in the copy (`shared_memory`), a number that is the identity of a
+part is that of the part's copy, and optimizers keep all of their attributes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, fx, nn
+from torch.optim import Optimizer
 
 from ampopt.ir.parts import LRU_CACHED, referent_of, walk
 from ampopt.ir.shared_memory import copies_in_common
@@ -242,6 +243,24 @@ def _copy_graph_module(module: fx.GraphModule, memo: Memo) -> Any:
     return made
 
 
+def _copy_optimizer(optimizer: Any, memo: Memo) -> Any:
+    """An optimizer with all of its attributes, of which PyTorch's state has three.
+
+    LBFGS loses its weights in that, a wrapper the optimizer inside, a fused one that it looks at overflows,
+    and one with a scheduler that it was called. What cannot be copied is shared, as in closures.
+    """
+    made = memo[id(optimizer)] = object.__new__(type(optimizer))
+    for name, value in list(vars(optimizer).items()):
+        vars(made)[name] = _copy_or_share(value, memo)
+    return made
+
+
+def _says_its_state(kind: type) -> bool:
+    """Whether a class of optimizers has a method of its own that tells what a copy has."""
+    names = ("__getstate__", "__reduce__", "__reduce_ex__", "__deepcopy__")
+    return any(getattr(kind, name, None) is not getattr(Optimizer, name, None) for name in names)
+
+
 _COPIERS: dict[type, Callable[[Any, Memo], Any]] = {
     int: _copy_number,
     object: lambda mark, _: mark,  # what code compares with a mark of its own, by identity
@@ -265,6 +284,8 @@ class _Copiers(dict[type, Callable[[Any, Memo], Any]]):
             return _copy_tensor
         if issubclass(key, np.ndarray):
             return _copy_array
+        if issubclass(key, Optimizer) and not _says_its_state(key):
+            return _copy_optimizer
         return _copy_graph_module if issubclass(key, fx.GraphModule) else super().get(key, default)
 
 

@@ -125,7 +125,7 @@ def test_two_updates_without_a_scaler() -> None:
     [
         (scaled, "scaled-gradients", "optimizer.step()"),
         (never_reset, "stale-gradients", "optimizer.step()"),
-        (evaluated, "evaluation-mode-in-training", "loss_of(model(x))"),
+        (evaluated, "evaluation-mode-in-training", "model.eval()"),
     ],
 )
 def test_a_fault_is_named_with_its_line(step: Any, name: str, text: str) -> None:
@@ -187,6 +187,7 @@ def test_nothing_is_left_on_what_was_watched() -> None:
     assert (len(seen.updates), seen.forwards, seen.evaluated) == (3, 3, 0)
     assert all(update.by_scaler and update.moved > 0 for update in seen.updates)
     assert not training.model._forward_pre_hooks
+    assert "train" not in vars(training.model)
     assert not any(weight._backward_hooks for weight in training.model.parameters())
 
 

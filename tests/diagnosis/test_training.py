@@ -180,6 +180,23 @@ def test_the_loss_where_none_is_given_needs_numbers() -> None:
         mean_square(torch.tensor([1]))
 
 
+@pytest.mark.parametrize("loss", [None, loss_of])
+def test_times_of_another_loss_than_the_steps_are_told_apart(
+    loss: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ampopt.diagnosis.training.STEPS_S", 0.0)
+    monkeypatch.setattr("ampopt.diagnosis.training.PARTS_S", 0.0)
+    options: dict[str, Any] = {"loss": loss, "step": clean, "budget_s": 60, "progress": False}
+    found = ampopt.diagnose(net().train(), batch(), train=True, **options)
+    losses = {way: times["loss"] for way, times in found.to_dict()["training"].items()}
+    assert losses["fp32"] == ("mean square" if loss is None else "")
+    assert losses["yours"] == ("its own" if loss is None else "")
+    assert ("ms (its own), FP32 " in found.verdict) == (loss is None)
+    assert any("your step, which they are not comparable with" in n for n in found.notes) == (loss is None)
+    for text in (str(found), *(render(found.document(), tmp_path / f"r{s}") for s in (".md", ".html"))):
+        assert ("mean square" in text) == (loss is None)
+
+
 @pytest.mark.slow
 def test_a_whole_diagnosis_leaves_everything_as_it_was(tmp_path: Path) -> None:
     model = net().train()

@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ampopt.diagnosis.finding import Finding
 from ampopt.diagnosis.step_copy import copied_step
+from ampopt.diagnosis.step_findings import STEP_FINDINGS
 from ampopt.diagnosis.step_watch import watch_steps
 from ampopt.diagnosis.training import YOURS, StepTimes, TrainingCase, ways_of
 from ampopt.diagnosis.training_step import PARTS, Subject, sgd
@@ -80,3 +82,16 @@ def watched(step: Any, model: nn.Module | None = None) -> TrainingCase:
         parts = {} if name.startswith("yours") else with_parts
         case.times[name] = StepTimes(taking(2 if name in ("fp32", YOURS) else 1), parts)
     return case
+
+
+def seen(step: Any, model: nn.Module | None = None, optimizer: Any = torch.optim.SGD) -> TrainingCase:
+    """A case whose step was watched, without times."""
+    case = case_of(model, step, optimizer)
+    own, training = copied_step(step, case.subject)
+    case.steps = watch_steps(own, training.model, training.optimizer, training.args, {})
+    return case
+
+
+def step_faults(case: TrainingCase) -> dict[str, Finding]:
+    """What is wrong in a step, by name."""
+    return {each.name: each for find in STEP_FINDINGS for each in find(case) if each.is_fault}
