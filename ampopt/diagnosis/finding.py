@@ -15,6 +15,11 @@ def milliseconds(seconds: float) -> str:
     return f"{ms:.3g}" if ms < 999.5 else f"{ms:.0f}"
 
 
+def counted(count: int, one: str, many: str) -> str:
+    """`1 cast takes`, `3 casts take`: a number with the words for it."""
+    return f"{count} {one if count == 1 else many}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Counterfactual:
     """A remedy that was executed: `before` and `after` were sampled in turn, in this process.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ampopt.diagnosis.ceilings import Bound, Ceilings
+from ampopt.diagnosis.finding import counted
 from ampopt.diagnosis.operators import Spent
 from ampopt.diagnosis.work import Work
 
@@ -76,9 +77,10 @@ def without_tensor_cores(layers: Sequence[Layer], lane: str) -> str | None:
         for layer in longest
     )
     more = f", {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+    runs = counted(len(known), "convolution or product", "convolutions and products")
     return (
-        f"{len(missing)} of {len(known)} convolutions and products in {lane}, {share:.0%} of the operators' "
-        f"time, run no kernel of Tensor Cores: {names}{more}"
+        f"{len(missing)} of {runs} in {lane}, {share:.0%} of the operators' time, run no kernel of Tensor "
+        f"Cores: {names}{more}"
     )
 
 

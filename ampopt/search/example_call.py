@@ -150,5 +150,6 @@ def mode_note(model: object) -> str | None:
     modes = [is_training(module) for module in model.modules()]
     if not any(modes):
         return None
-    which = "the model is" if all(modes) else f"{sum(modes)} of the model's {len(modes)} modules are"
+    be = "is" if sum(modes) == 1 else "are"
+    which = "the model is" if all(modes) else f"{sum(modes)} of the model's {len(modes)} modules {be}"
     return f"{which} in training mode: what was measured and optimized is evaluation mode"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from ampopt.diagnosis.case import Case
-from ampopt.diagnosis.finding import Counterfactual, Finding, milliseconds
+from ampopt.diagnosis.finding import Counterfactual, Finding, counted, milliseconds
 from ampopt.diagnosis.findings.grouped import grouped
 from ampopt.diagnosis.verdict import where_time_goes
 from ampopt.ir.lanes import Lane
@@ -98,7 +98,8 @@ def why_amp_gains_little(case: Case, lane: Lane) -> Iterator[str]:
     casts = [layer.spent[lane.name] for layer in case.layers if lane.name in layer.spent]
     spent, whole = sum(each.casts_s for each in casts), sum(each.seconds for each in casts)
     if casts and spent > 0.1 * whole:
-        yield f"its {sum(each.casts for each in casts)} casts take {spent / whole:.0%} of the operators' time"
+        number = counted(sum(each.casts for each in casts), "cast takes", "casts take")
+        yield f"its {number} {spent / whole:.0%} of the operators' time"
     yield from _slower_operators(case, lane)
 
 
