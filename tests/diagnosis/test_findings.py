@@ -123,7 +123,9 @@ class Untried(nn.Module):
         return self.groups(self.drop(self.norm(self.conv(x)))) * (self.scale * 2)  # type: ignore[no-any-return]
 
 
-NOTHING_TO_EXECUTE = {"graph_break", "host_reads", "mixed_precision", "launch_bound", "tf32", "page_faults"}
+NOTHING_TO_EXECUTE = {
+    *("graph_break", "host_reads", "mixed_precision", "no_numbers", "launch_bound", "tf32", "page_faults"),
+}
 """Findings without a remedy that is executed here: a graph on a CPU, that was measured before."""
 
 
