@@ -16,6 +16,9 @@ from ampopt.diagnosis.work import Work
 NAMED = 3
 """Operators without Tensor Cores that are named, those that take longest."""
 
+LITTLE = 0.2
+"""Of an operator that reaches less of every ceiling, none of them explains the time."""
+
 OPTIMIZED = "optimized"
 """The lane of the optimized program, whatever its precision."""
 
@@ -32,6 +35,10 @@ class Layer:
     """The share of the ceiling that bounds it, which it reaches: 1 is the ceiling."""
     moved: Mapping[str, int]
     """The bytes that it reads and writes at least, in a lane's own dtypes."""
+
+    def cause(self, lane: str) -> Bound | None:
+        """What bounds it in a lane; None where it is far from every ceiling, and in a lane not measured."""
+        return self.bounds[lane] if self.reached.get(lane, 0.0) >= LITTLE else None
 
     def seconds(self, lane: str) -> float:
         """Seconds of it in one call; 0 in a lane that was not measured."""

@@ -365,6 +365,27 @@ def test_disturbed_runs_of_operators_do_not_count() -> None:
     assert least_disturbed([40.0, 1.0, 2.0, 41.0, 3.0]) == [1, 2, 4]
 
 
+@pytest.mark.parametrize(("operator_s", "is_noted"), [(0.006, False), (0.011, True)])
+def test_operators_that_take_longer_together_than_the_call_are_noted(
+    operator_s: float, is_noted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examine, "interleave", lambda samplers, **_: dict.fromkeys(samplers, taking(16)))
+    monkeypatch.setattr(
+        examine,
+        "profiled",
+        lambda program, runs: {node.name: Spent(operator_s) for node in calls(program.graph)},
+    )
+    case = case_of(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), X)
+    measure(case, tuple(case.lanes.values()), lambda *_: None)
+    noted = [note for note in case.notes if "under the profiler" in note]
+    assert len(noted) == 2 * is_noted
+    if is_noted:
+        assert noted[0].startswith(
+            "the operators in the fp32 lane took 22 ms together under the profiler, and"
+        )
+        assert "a call 16: " in noted[0]
+
+
 def test_operators_that_take_far_longer_than_the_call_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     disturbed = functools.partial(Spent, 0.5)
     monkeypatch.setattr(
