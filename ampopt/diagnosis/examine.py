@@ -98,6 +98,8 @@ def _time_eager(case: Case, lanes: tuple[Lane, ...]) -> None:
             )
         except Exception as error:
             check_interrupted(error)
+            if not lane.is_mixed:
+                raise _fails_again(case, error) from error
             case.notes.append(
                 f"the {lane.name} lane was not tried: the model fails in it ({first_line(error)})"
             )
@@ -113,10 +115,12 @@ def _time_eager(case: Case, lanes: tuple[Lane, ...]) -> None:
         case.latency = interleave(samplers, seconds=EAGER_S, least=6, most=200)
     except Exception as error:
         check_interrupted(error)
-        name = type(case.model).__name__
-        raise InputError(
-            f"{name} fails when it is called again with the same inputs: {first_line(error)}"
-        ) from error
+        raise _fails_again(case, error) from error
+
+
+def _fails_again(case: Case, error: Exception) -> InputError:
+    name = type(case.model).__name__
+    return InputError(f"{name} fails when it is called again with the same inputs: {first_line(error)}")
 
 
 def _time_device(case: Case) -> None:

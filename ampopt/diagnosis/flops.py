@@ -69,7 +69,8 @@ def _of_vectors(given: Arguments, _: Tensor) -> int:
 
 
 def _of_many_vectors(given: Arguments, _: Tensor) -> int:
-    return 2 * math.prod(torch.broadcast_shapes(given["x"].shape, given["y"].shape))
+    shape: tuple[int, ...] = torch.broadcast_shapes(given["x"].shape, given["y"].shape)
+    return 2 * math.prod(shape)
 
 
 _FORMULAS: dict[str, Callable[[Arguments, Tensor], int]] = {

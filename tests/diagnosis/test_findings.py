@@ -336,6 +336,14 @@ def test_a_model_that_fails_when_it_is_called_again_is_refused(calls: int) -> No
         ampopt.diagnose(WearsOut(calls).eval(), X, budget_s=3, progress=False)
 
 
+def test_a_model_that_fails_when_it_is_called_again_slowly_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ampopt.diagnosis.examine.SLOW_CALL_S", 0.0)  # another look at a long call fails, too
+    with pytest.raises(InputError, match="fails when it is called again with the same inputs: ValueE"):
+        ampopt.diagnose(WearsOut(1).eval(), X, budget_s=3, progress=False)
+
+
 def test_what_imports_change_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     def importing(*_: object) -> tuple[Finding, ...]:
         monkeypatch.setitem(sys.modules, "made_up", sys)

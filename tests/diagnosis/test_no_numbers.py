@@ -19,11 +19,11 @@ X = torch.randn(1, 3, 8, 8)
 
 def spoilt(value: float, *, everywhere: bool = True) -> nn.Module:
     """A convolution after a ReLU, with such a number as its weights, or as one of its biases."""
-    model = nn.Sequential(nn.ReLU(), nn.Conv2d(3, 4, 3)).eval()
-    weight = model[1].weight if everywhere else model[1].bias[:1]
+    conv = nn.Conv2d(3, 4, 3)
+    weights = dict(conv.named_parameters())
     with torch.no_grad():
-        weight.fill_(value)
-    return model
+        (weights["weight"] if everywhere else weights["bias"][:1]).fill_(value)
+    return nn.Sequential(nn.ReLU(), conv).eval()
 
 
 def test_results_of_nan_alone_are_a_fault_with_the_first_operator_and_the_weights() -> None:
