@@ -113,6 +113,13 @@ def test_modules_whose_own_code_looks_at_the_mode_are_named(monkeypatch: pytest.
     assert "in training mode 3 (Doubling) gives other results" in found_in(model, X)["training-mode"].says
 
 
+def test_modules_of_torchscript_are_named_by_their_own_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    every_remedy_helps(monkeypatch)
+    model = torch.jit.script(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Dropout(0.5))).train()
+    says = found_in(model, X)["training-mode"].says
+    assert says.startswith("in training mode 1 (Dropout) gives other results than in evaluation mode")
+
+
 class Forgetting(nn.Module):
     """Behaves as in training whatever its mode."""
 

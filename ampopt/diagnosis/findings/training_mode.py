@@ -41,7 +41,7 @@ def find(case: Case) -> Iterator[Finding]:
     there are several after that of each alone, so that none has the others' share.
     """
     modules = dict(case.model.named_modules())
-    classes = {type(module) for module in modules.values()}
+    classes = set(map(_class_of, modules.values()))
     needed_s = (3 + len(classes)) * case.latency["fp32"].median
     if not case.has_time("whether it computes anything as in training", needed_s):
         yield from _findings(case, _by_their_flags(modules), modules)
@@ -83,10 +83,16 @@ def _told(kind: str, paths: Sequence[str], modules: Mapping[str, nn.Module]) -> 
     does = f"{_DOES.get(kind, 'gives other results than in evaluation mode')}{keeps}"
     if not paths:
         return f"in training mode the model {does}"
-    named = f"{paths[0] or 'the model'} ({type(modules[paths[0]]).__name__})"
+    named = f"{paths[0] or 'the model'} ({_class_of(modules[paths[0]])})"
     if len(paths) == 1:
         return f"in training mode {named} {does}: results depend on it"
     return f"in training mode each of {len(paths)} modules, {named} first, {does}: results depend on it"
+
+
+def _class_of(module: nn.Module) -> str:
+    """The name of its class, of TorchScript that of the class that was compiled."""
+    is_script = isinstance(module, torch.jit.ScriptModule)
+    return str(module.original_name) if is_script else type(module).__name__
 
 
 def _in_evaluation(act: Act) -> Finding:
@@ -121,10 +127,10 @@ def _kinds(case: Case, given: Ran, evaluated: Ran, modules: Mapping[str, nn.Modu
     rest = _called(case, known)
     if not _differ(case, rest, evaluated):
         return found
-    by_class: dict[type[nn.Module], list[str]] = {}
+    by_class: dict[str, list[str]] = {}
     for path, module in modules.items():
         if is_training(module) and path in given.called and path not in known:
-            by_class.setdefault(type(module), []).append(path)
+            by_class.setdefault(_class_of(module), []).append(path)
     guilty = [
         path
         for paths in by_class.values()
