@@ -181,7 +181,7 @@ def diagnose(
                 own = add_optimized(case, module)
     load = load_now()
     busy = f"the machine is busy ({load}): these are its times" if load and load.is_high else None
-    notes = [told for told in (wrapped, note, mode_note(model), busy) if told]
+    notes = [told for told in (wrapped, note, mode_note(model, "measured"), busy) if told]
     release(where)
     return Diagnosis(
         model=type(model).__name__,

@@ -78,8 +78,10 @@ def ways_of(finding: Mapping[str, Any]) -> tuple[Way, Way] | None:
     if name in ("amp-harmful", "amp-useless"):
         return plain, Way("fp32")
     if name.endswith(_TRAINING):
-        kind = Way(lane, "one kind evaluated", name.removesuffix(_TRAINING))
-        return Way(lane, "as given"), kind if change.endswith("alone") else plain
+        kind = name.removesuffix(_TRAINING).removesuffix("-in-")
+        if change.endswith("alone"):
+            plain = Way(lane, "one kind evaluated", kind)
+        return (Way(lane, "as given"), plain) if kind in _KINDS or not plain.of else None
     if name == "input-on-another-device":
         return Way(lane, "inputs copied"), plain
     if name == "page-faults":
@@ -101,7 +103,13 @@ def ways_of(finding: Mapping[str, Any]) -> tuple[Way, Way] | None:
     return None if remedy is None else (plain, Way(lane, remedy))
 
 
-_TRAINING = "-in-training-mode"
+_TRAINING = "training-mode"
+
+_KINDS: dict[str, type[nn.Module]] = {
+    "batch-norm": nn.modules.batchnorm._BatchNorm,
+    "dropout": nn.modules.dropout._DropoutNd,
+}
+"""The kinds of modules that can be evaluated alone, by the findings that they are told by."""
 
 _OF_CALLS = {
     "memory-layout": "channels_last",
@@ -213,9 +221,8 @@ def _channels_last(_: Way, model: nn.Module, inputs: Inputs) -> Changed:
 
 def _one_kind_evaluated(way: Way, model: nn.Module, inputs: Inputs) -> Changed:
     """The batch norms, or the dropouts, in evaluation mode, and all else as it is."""
-    classes = {"batch-norm": nn.modules.batchnorm._BatchNorm, "dropout": nn.modules.dropout._DropoutNd}
     for module in model.modules():
-        if isinstance(module, classes[way.of]):
+        if isinstance(module, _KINDS[way.of]):
             module.eval()
     return model, inputs
 

@@ -165,7 +165,7 @@ EVALUATION = "what was measured and optimized is evaluation mode"
     [
         (["", "0", "1", "2", "3"], f"the model is in training mode: {EVALUATION}"),
         (["", "0", "2", "3"], f"4 of the model's 5 modules are in training mode: {EVALUATION}"),
-        (["3"], f"1 of the model's 5 modules are in training mode: {EVALUATION}"),
+        (["3"], f"1 of the model's 5 modules is in training mode: {EVALUATION}"),
         ([], None),
     ],
 )

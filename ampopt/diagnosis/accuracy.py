@@ -46,7 +46,7 @@ class LayerError:
 
 
 def layer_errors(program: Program, lane: Lane, left_s: float) -> tuple[LayerError, ...]:
-    """The errors of every operator that rounds, in a lane, the worst first.
+    """The errors of every operator that rounds a number, in a lane, the worst first.
 
     They are ranked by their part in the outputs' error where `left_s` seconds allow for the derivatives, else
     by their error alone; what overflows comes first. Raises what an operator raises that knows no float64.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampopt.diagnosis.finding import milliseconds
+from ampopt.diagnosis.layers import LITTLE
 from ampopt.diagnosis.sweep import crossings_told
 from ampopt.diagnosis.training_step import PARTS
 from ampopt.document.model import (
@@ -125,7 +126,7 @@ def _layers(found: Diagnosis) -> Iterator[Section]:
     lanes = [lane for lane in found.latency if any(lane in layer.spent for layer in found.layers)]
     slowest = sorted(found.layers, key=lambda layer: -layer.seconds(lanes[0]))[:SLOWEST]
     bars = tuple(
-        Bar(layer.name, 1e3 * layer.seconds(lanes[0]), tone=BOUND_TONES.get(layer.bounds[lanes[0]], "plain"))
+        Bar(layer.name, 1e3 * layer.seconds(lanes[0]), tone=_tone(layer, lanes[0]))
         for layer in slowest
         if lanes[0] in layer.spent
     )
@@ -137,7 +138,12 @@ def _layers(found: Diagnosis) -> Iterator[Section]:
         *(Column("bound by"), Column("of the ceiling", is_number=True)),
     )
     rows = tuple(_row(layer, lanes) for layer in found.layers)
-    colours = Points(("green is bound by compute, amber by memory, red by the launch of operators",))
+    colours = Points(
+        (
+            "green is bound by compute, amber by memory, red by the launch of operators; the others reach "
+            f"less than {LITTLE:.0%} of each: none of the three explains their time",
+        )
+    )
     yield Section("Layers", (plot, colours, Table(columns, rows, is_filtered=True)))
 
 
@@ -153,9 +159,14 @@ def _row(layer: Layer, lanes: list[str]) -> tuple[Cell, ...]:
         Cell(f"{moved / 1e6:.4g}", moved),
         _rate(moved / 1e9, seconds),
         _rate(work.flops / 1e12, seconds),
-        Cell(bound, tone=BOUND_TONES.get(bound, "plain")),
+        Cell(bound, tone=_tone(layer, first)),
         Cell(f"{layer.reached.get(first, 0.0):.0%}", layer.reached.get(first, 0.0)),
     )
+
+
+def _tone(layer: Layer, lane: str) -> Tone:
+    cause = layer.cause(lane)
+    return "plain" if cause is None else BOUND_TONES[cause]
 
 
 def _time(layer: Layer, lane: str) -> Cell:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ampopt.diagnosis.case import Case, eager_call, trained_as
-from ampopt.diagnosis.finding import Finding, ranked
+from ampopt.diagnosis.finding import Finding, milliseconds, ranked
 from ampopt.diagnosis.findings import FINDINGS
 from ampopt.diagnosis.layers import layers_of, without_tensor_cores
 from ampopt.diagnosis.operators import Spent, profiled
@@ -30,6 +30,9 @@ RUNS, MOST_RUNS, QUICKLY_S, PROFILED_S = 5, 25, 0.25, 3.0
 
 TRIES, OWN_COST_S = 3, 1e-3
 """How often a graph is profiled on a CPU whose operators take longer together than three calls and 1 ms."""
+
+TOGETHER = 1.3
+"""From so many times a call's time on, that its operators take longer together is noted."""
 
 SLOW_CALL_S, LOADING_S = 0.05, 10.0
 """A shorter call needs no further look, and first calls may load libraries for this long, in seconds."""
@@ -95,6 +98,8 @@ def _time_eager(case: Case, lanes: tuple[Lane, ...]) -> None:
             )
         except Exception as error:
             check_interrupted(error)
+            if not lane.is_mixed:
+                raise _fails_again(case, error) from error
             case.notes.append(
                 f"the {lane.name} lane was not tried: the model fails in it ({first_line(error)})"
             )
@@ -110,10 +115,12 @@ def _time_eager(case: Case, lanes: tuple[Lane, ...]) -> None:
         case.latency = interleave(samplers, seconds=EAGER_S, least=6, most=200)
     except Exception as error:
         check_interrupted(error)
-        name = type(case.model).__name__
-        raise InputError(
-            f"{name} fails when it is called again with the same inputs: {first_line(error)}"
-        ) from error
+        raise _fails_again(case, error) from error
+
+
+def _fails_again(case: Case, error: Exception) -> InputError:
+    name = type(case.model).__name__
+    return InputError(f"{name} fails when it is called again with the same inputs: {first_line(error)}")
 
 
 def _time_device(case: Case) -> None:
@@ -141,6 +148,17 @@ def _runs(call_s: float) -> int:
     return 1 if RUNS * call_s >= PROFILED_S else max(RUNS, min(MOST_RUNS, int(QUICKLY_S / call_s)))
 
 
+def _longer_note(case: Case, lane: str, together: float) -> list[str]:
+    """A note that a graph's operators took longer together, in seconds, than a call of it, if they did."""
+    call_s = case.latency[lane].median
+    if case.device.type != "cpu" or together <= TOGETHER * call_s:
+        return []
+    return [
+        f"the operators in the {lane} lane took {milliseconds(together)} ms together under the profiler, and "
+        f"a call {milliseconds(call_s)}: their times, rates and shares of ceilings are those of slower calls"
+    ]
+
+
 def _time_operators(case: Case, tell: Progress) -> None:
     if case.program is None:
         return
@@ -154,6 +172,7 @@ def _time_operators(case: Case, tell: Progress) -> None:
             together = sum(each.seconds for each in found.values())
             if case.device.type != "cpu" or together <= 3 * measured.median + OWN_COST_S:
                 spent[name] = found
+                case.notes += _longer_note(case, name, together)
                 break
         else:
             case.notes.append(

@@ -8,11 +8,19 @@ from typing import Any
 from ampopt.measure.report import interval
 from ampopt.measure.sampling import Gain, Measurement
 
+ROUNDING = 1.01
+"""Three digits of two times, and an interval in hundredths, may differ by this factor and mean the same."""
+
 
 def milliseconds(seconds: float) -> str:
     """Three digits of a time: `0.263`, `43.9`, `1320`."""
     ms = 1e3 * seconds
     return f"{ms:.3g}" if ms < 999.5 else f"{ms:.0f}"
+
+
+def counted(count: int, one: str, many: str) -> str:
+    """`1 cast takes`, `3 casts take`: a number with the words for it."""
+    return f"{count} {one if count == 1 else many}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +41,21 @@ class Counterfactual:
         """Whether it is certainly faster; not where the machine is too busy to tell."""
         return self.gain.at_least > 1
 
+    @property
+    def fits(self) -> bool:
+        """Whether the medians have the ratio that the pairs of samples have.
+
+        They have another where the machine did other work during a part of the samples: a pair's two are
+        neighbours, and the medians may come from before it and after it.
+        """
+        quotient = self.before.median / self.after.median
+        return self.gain.low / ROUNDING <= quotient <= self.gain.high * ROUNDING
+
+    @property
+    def times(self) -> str:
+        """`2.00x `, how many times faster the second way is; nothing where the medians say another number."""
+        return f"{self.gain.ratio:.2f}x " if self.fits else ""
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON, times in milliseconds."""
         return {
@@ -46,7 +69,9 @@ class Counterfactual:
     def __str__(self) -> str:
         before, after = milliseconds(self.before.median), milliseconds(self.after.median)
         taken = f"{self.change}, {self.of} takes {after} ms instead of {before}"
-        return f"{taken} ({self.gain.ratio:.2f}x, {interval(self.gain)})"
+        if self.fits:
+            return f"{taken} ({self.gain.ratio:.2f}x, {interval(self.gain)})"
+        return f"{taken} in the median (too busy a machine for a figure: {interval(self.gain)} in pairs)"
 
 
 @dataclasses.dataclass(frozen=True)

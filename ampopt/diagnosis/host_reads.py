@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -20,6 +20,14 @@ from ampopt.ir.place_in_code import place_of_call
 
 _WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """The tags of operators whose result, or its shape, the host has to wait for."""
+
+_aten = torch.ops.aten
+_WRITING = (
+    *(_aten.index_put_.default, _aten.index_put.default),
+    *(_aten._index_put_impl_.default, _aten._unsafe_index_put.default),
+)
+
+_MASKS = (torch.bool, torch.uint8)
 
 _READING: dict[Any, str] = {Tensor.__repr__: "printing a tensor", Tensor.tolist: ".tolist()"}
 
@@ -134,21 +142,36 @@ def is_inside(code: CodeType, within: CodeType) -> bool:
     return False
 
 
+def waits_to_write(
+    indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, *_: bool
+) -> bool:
+    """Whether `x[indices] = values` waits for a device: to count what masks choose, as many are written.
+
+    PyTorch fills what one mask chooses, without counting it, where the value is one number on the host.
+    """
+    chosen = [index for index in indices if index is not None]
+    masks = [index for index in chosen if index.dtype in _MASKS and index.device.type != "cpu"]
+    is_number = values.numel() == 1 and values.device.type == "cpu"
+    return bool(masks) and not (is_number and len(chosen) == 1 and not accumulate)
+
+
 def _waits(func: Any, args: tuple[Any, ...]) -> bool:
+    if func in _WRITING:
+        return waits_to_write(*args[1:])
     if not _WAITING.intersection(func.tags):
         return False
-    if func is not torch.ops.aten.index.Tensor:
+    if func is not _aten.index.Tensor:
         return True
     indices = [leaf for leaf in pytree.tree_leaves(args[1:]) if isinstance(leaf, Tensor)]
-    return any(index.dtype in (torch.bool, torch.uint8) for index in indices)  # integers need no counting
+    return any(index.dtype in _MASKS for index in indices)  # integers need no counting
 
 
 def _copied(func: Any, args: tuple[Any, ...], result: Any) -> str:
     """`copy from cuda:0 to cpu`; empty where nothing goes from one device to another."""
     source = args[0] if args else None
-    if func is torch.ops.aten.copy_.default:
+    if func is _aten.copy_.default:
         source, result = args[1], args[0]
-    elif func is not torch.ops.aten._to_copy.default:
+    elif func is not _aten._to_copy.default:
         return ""
     if not isinstance(source, Tensor) or not isinstance(result, Tensor) or source.device == result.device:
         return ""
@@ -157,5 +180,7 @@ def _copied(func: Any, args: tuple[Any, ...], result: Any) -> str:
 
 def _name(func: Any) -> str:
     """What a user writes for an operator."""
+    if func in _WRITING:
+        return "x[mask] = y"
     packet = str(func.overloadpacket).removeprefix("aten.")
     return {"_local_scalar_dense": ".item()"}.get(packet, packet)

@@ -9,11 +9,15 @@ from typing import Any
 import torch
 
 from ampopt.diagnosis.ceilings import Bound, Ceilings
+from ampopt.diagnosis.finding import counted
 from ampopt.diagnosis.operators import Spent
 from ampopt.diagnosis.work import Work
 
 NAMED = 3
 """Operators without Tensor Cores that are named, those that take longest."""
+
+LITTLE = 0.2
+"""Of an operator that reaches less of every ceiling, none of them explains the time."""
 
 OPTIMIZED = "optimized"
 """The lane of the optimized program, whatever its precision."""
@@ -31,6 +35,10 @@ class Layer:
     """The share of the ceiling that bounds it, which it reaches: 1 is the ceiling."""
     moved: Mapping[str, int]
     """The bytes that it reads and writes at least, in a lane's own dtypes."""
+
+    def cause(self, lane: str) -> Bound | None:
+        """What bounds it in a lane; None where it is far from every ceiling, and in a lane not measured."""
+        return self.bounds[lane] if self.reached.get(lane, 0.0) >= LITTLE else None
 
     def seconds(self, lane: str) -> float:
         """Seconds of it in one call; 0 in a lane that was not measured."""
@@ -76,9 +84,10 @@ def without_tensor_cores(layers: Sequence[Layer], lane: str) -> str | None:
         for layer in longest
     )
     more = f", {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+    runs = counted(len(known), "convolution or product", "convolutions and products")
     return (
-        f"{len(missing)} of {len(known)} convolutions and products in {lane}, {share:.0%} of the operators' "
-        f"time, run no kernel of Tensor Cores: {names}{more}"
+        f"{len(missing)} of {runs} in {lane}, {share:.0%} of the operators' time, run no kernel of Tensor "
+        f"Cores: {names}{more}"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ampopt.diagnosis.accuracy import LayerError
 from ampopt.diagnosis.ceilings import Ceilings
 from ampopt.diagnosis.document import to_document
-from ampopt.diagnosis.finding import Finding
+from ampopt.diagnosis.finding import Finding, counted
 from ampopt.diagnosis.layers import Layer
 from ampopt.diagnosis.own_program import OwnKernel
 from ampopt.diagnosis.sweep import BatchRow
@@ -33,7 +33,8 @@ class Launches:
         return {"kernels": self.kernels, "mean_us": round(1e6 * self.mean_s, 3), "gaps": round(self.gaps, 4)}
 
     def __str__(self) -> str:
-        return f"{self.kernels} kernels of {1e6 * self.mean_s:.3g} µs in the mean, {self.gaps:.0%} gaps"
+        kernels = counted(self.kernels, "kernel", "kernels")
+        return f"{kernels} of {1e6 * self.mean_s:.3g} µs in the mean, {self.gaps:.0%} gaps"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,6 +58,8 @@ def to_rich(found: Diagnosis, *, everything: bool = False) -> Group:
     if found.training:
         parts += [Text(), _training(found)]
     for lane, errors in found.accuracy.items():
+        if not errors:
+            continue
         shown = errors if everything else errors[:INEXACT]
         rows = [
             (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ampopt.diagnosis.case import Case
 from ampopt.diagnosis.finding import Finding, milliseconds
+from ampopt.diagnosis.layers import LITTLE
 
 
 def verdict(case: Case, findings: tuple[Finding, ...]) -> str:
@@ -17,7 +18,11 @@ def verdict(case: Case, findings: tuple[Finding, ...]) -> str:
 
 
 def where_time_goes(case: Case, lane: str = "fp32") -> str:
-    """`71 % of the operators' time is bound by compute, at 62 % of what this device reaches`."""
+    """`71 % of the operators' time is bound by compute, at 62 % of what this device reaches`.
+
+    It is told of what explains most of the time. The largest of three limits is no cause where the operators
+    are far from it, too: then it is said that none is.
+    """
     total = sum(layer.seconds(lane) for layer in case.layers)
     if not total:
         return "no operator could be timed"
@@ -28,8 +33,13 @@ def where_time_goes(case: Case, lane: str = "fp32") -> str:
             bound = layer.bounds[lane]
             by_bound[bound] = by_bound.get(bound, 0.0) + layer.seconds(lane)
             reached[bound] = reached.get(bound, 0.0) + layer.seconds(lane) * layer.reached[lane]
-    most = max(by_bound, key=lambda bound: by_bound[bound])
-    ceiling = reached[most] / by_bound[most]
+    most = max(reached, key=lambda bound: reached[bound])
+    ceiling = reached[most] / by_bound[most] if by_bound[most] else 0.0
+    if ceiling < LITTLE:
+        return (
+            f"none of compute, memory and launches explains the operators' time: of the nearest, {most}, "
+            f"they reach {ceiling:.0%}"
+        )
     return (
         f"{by_bound[most] / total:.0%} of the operators' time is bound by {most}, at {ceiling:.0%} of what "
         "this device reaches"

@@ -62,7 +62,8 @@ class GroupedConv:
     def __str__(self) -> str:
         kind = "depthwise" if self.weight_shape[1] == 1 else f"groups={self.groups}"
         size = "x".join(map(str, self.input_shape))
-        return f"{kind}, {self.weight_shape[1]} channels a group, input {size}"
+        channels = f"{self.weight_shape[1]} channel{'s' * (self.weight_shape[1] != 1)}"
+        return f"{kind}, {channels} a group, input {size}"
 
     @property
     def format(self) -> torch.memory_format:

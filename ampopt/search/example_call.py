@@ -140,8 +140,8 @@ def _is_of_operators(model: nn.Module) -> bool:
     return all(name == GUARDS for name in called)
 
 
-def mode_note(model: object) -> str | None:
-    """A note for the report if the model, or a part of it, is not in evaluation mode.
+def mode_note(model: object, did: str = "measured and optimized") -> str | None:
+    """A note for the report if the model, or a part of it, is not in evaluation mode; `did`: what was done.
 
     An exported program, and a graph of operators alone, have the mode in which they were made.
     """
@@ -150,5 +150,6 @@ def mode_note(model: object) -> str | None:
     modes = [is_training(module) for module in model.modules()]
     if not any(modes):
         return None
-    which = "the model is" if all(modes) else f"{sum(modes)} of the model's {len(modes)} modules are"
-    return f"{which} in training mode: what was measured and optimized is evaluation mode"
+    be = "is" if sum(modes) == 1 else "are"
+    which = "the model is" if all(modes) else f"{sum(modes)} of the model's {len(modes)} modules {be}"
+    return f"{which} in training mode: what was {did} is evaluation mode"

@@ -121,6 +121,9 @@ def test_a_kind_in_training_mode_is_evaluated_as_the_diagnosis_did() -> None:
     given, dropouts = Way("fp32", "as given"), Way("fp32", "one kind evaluated", "dropout")
     assert ways_of({**told, "counterfactual": {"change": "after model.eval()"}}) == (given, Way("fp32"))
     assert ways_of({**told, "counterfactual": alone}) == (given, dropouts)
+    assert ways_of({**told, "name": "rrelu-in-training-mode", "counterfactual": alone}) is None
+    whole = {"name": "training-mode", "counterfactual": {"change": "after model.eval()"}}
+    assert ways_of({**told, **whole}) == (given, Way("fp32"))
     modes = {}
     for way in (given, dropouts, Way("fp32")):
         model = small().train()

@@ -123,7 +123,9 @@ class Untried(nn.Module):
         return self.groups(self.drop(self.norm(self.conv(x)))) * (self.scale * 2)  # type: ignore[no-any-return]
 
 
-NOTHING_TO_EXECUTE = {"graph_break", "host_reads", "mixed_precision", "launch_bound", "tf32", "page_faults"}
+NOTHING_TO_EXECUTE = {
+    *("graph_break", "host_reads", "mixed_precision", "no_numbers", "launch_bound", "tf32", "page_faults"),
+}
 """Findings without a remedy that is executed here: a graph on a CPU, that was measured before."""
 
 
@@ -271,7 +273,8 @@ def test_the_verdict_is_the_first_finding_with_its_remedy() -> None:
         "instead of 10 (2.00x, 2.00 to 2.00)."
     )
     assert verdict(case, ()).endswith(f"{where_time_goes(case)}.")
-    assert "of the operators' time is bound by " in where_time_goes(case)
+    quick = case_of(several_kinds(), X, spent=lambda name: Spent(1e-6))
+    assert "of the operators' time is bound by " in where_time_goes(quick)
 
 
 def test_every_finding_has_a_file_with_one_function() -> None:
@@ -331,6 +334,14 @@ def test_wrong_options_are_refused_before_anything_is_called(options: Any, said:
 def test_a_model_that_fails_when_it_is_called_again_is_refused(calls: int) -> None:
     with pytest.raises(InputError, match="fails when it is called again with the same inputs: ValueE"):
         ampopt.diagnose(WearsOut(calls).eval(), X, budget_s=3, progress=False)
+
+
+def test_a_model_that_fails_when_it_is_called_again_slowly_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ampopt.diagnosis.examine.SLOW_CALL_S", 0.0)  # another look at a long call fails, too
+    with pytest.raises(InputError, match="fails when it is called again with the same inputs: ValueE"):
+        ampopt.diagnose(WearsOut(1).eval(), X, budget_s=3, progress=False)
 
 
 def test_what_imports_change_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from ampopt.diagnosis.accuracy import layer_errors
 from ampopt.diagnosis.ceilings import measure_ceilings
 from ampopt.diagnosis.examine import measure
 from ampopt.diagnosis.findings import host_reads
+from ampopt.diagnosis.host_reads import waits_to_write
 from ampopt.diagnosis.layers import layers_of, without_tensor_cores
 from ampopt.diagnosis.operators import Kernel, Spent, least_disturbed, profiled
 from ampopt.diagnosis.sweep import BatchRow, of_batch, pays_from, sweep
@@ -166,6 +167,49 @@ def test_host_reads_are_counted_by_line() -> None:
     assert 'y = y + kept.sum().item()"' in found[".item()"].place
     assert "kept = y[y > 0]" in next(read.place for what, read in found.items() if what != ".item()")
     assert 'self.inner(x)"' in seen.place("inner")
+
+
+MASK, NUMBER = torch.ones(3, dtype=torch.bool, device="meta"), torch.tensor(0.5)
+
+
+@pytest.mark.parametrize(
+    ("indices", "values", "more", "waits"),
+    [
+        ([MASK], torch.ones(3, device="meta"), (), True),
+        ([MASK], torch.ones((), device="meta"), (), True),
+        ([None, MASK.to(torch.uint8)], torch.ones(2, 3, device="meta"), (), True),
+        ([MASK, torch.zeros(1, dtype=torch.int64)], NUMBER, (), True),
+        ([MASK], NUMBER, (True,), True),
+        ([MASK], NUMBER, (), False),
+        ([None, MASK], NUMBER, (), False),
+        ([torch.zeros(2, dtype=torch.int64, device="meta")], torch.ones(2, device="meta"), (), False),
+        ([torch.ones(3, dtype=torch.bool)], torch.ones(3), (), False),
+    ],
+)
+def test_to_write_by_a_mask_waits_unless_one_number_fills_it(
+    indices: list[Tensor | None], values: Tensor, more: tuple[bool, ...], waits: bool
+) -> None:
+    assert waits_to_write(indices, values, *more) is waits
+
+
+class Writing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.clone()
+        y[x > 0] = 0.5
+        y[x > 1] = x[0, 0]
+        y[y < 0] = torch.ones_like(y[0])[: int(torch.ones(()).numpy())]
+        return y
+
+
+@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)])
+def test_what_writes_by_a_mask_is_told_of_a_gpu_and_reads_of_the_hosts_arrays_are_not(
+    device: torch.device,
+) -> None:
+    seen = watch(Writing(), (torch.randn(2, 4, device=device),), {}, device)
+    lines = [read.place.partition(", ")[2] for read in seen.reads]
+    written = ['"y[x > 1] = x[0, 0]"', '"y[y < 0] = torch.ones_like(y[0])[: int(torch.ones(()).numpy())]"']
+    assert lines == (written if device.type == "cuda" else [])
+    assert {read.what for read in seen.reads} <= {"x[mask] = y"}
 
 
 class Lazy(nn.Module):
@@ -319,6 +363,27 @@ def test_eager_runs_as_its_user_runs_it_and_autocast_keeps_the_weights_that_it_h
 def test_disturbed_runs_of_operators_do_not_count() -> None:
     assert least_disturbed([1.0]) == [0]
     assert least_disturbed([40.0, 1.0, 2.0, 41.0, 3.0]) == [1, 2, 4]
+
+
+@pytest.mark.parametrize(("operator_s", "is_noted"), [(0.006, False), (0.011, True)])
+def test_operators_that_take_longer_together_than_the_call_are_noted(
+    operator_s: float, is_noted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examine, "interleave", lambda samplers, **_: dict.fromkeys(samplers, taking(16)))
+    monkeypatch.setattr(
+        examine,
+        "profiled",
+        lambda program, runs: {node.name: Spent(operator_s) for node in calls(program.graph)},
+    )
+    case = case_of(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), X)
+    measure(case, tuple(case.lanes.values()), lambda *_: None)
+    noted = [note for note in case.notes if "under the profiler" in note]
+    assert len(noted) == 2 * is_noted
+    if is_noted:
+        assert noted[0].startswith(
+            "the operators in the fp32 lane took 22 ms together under the profiler, and"
+        )
+        assert "a call 16: " in noted[0]
 
 
 def test_operators_that_take_far_longer_than_the_call_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:

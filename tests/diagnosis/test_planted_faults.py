@@ -189,7 +189,7 @@ def test_batch_norms_are_folded_as_the_remedy(monkeypatch: pytest.MonkeyPatch) -
     every_remedy_helps(monkeypatch)
     found = list(batch_norm.find(case_of(Normalized(), torch.randn(1, 3, 8, 8))))
     assert {each.lane for each in found} == {"fp32", "amp"}
-    assert found[0].says.startswith("1 batch norms follow")
+    assert found[0].says.startswith("1 batch norm follows a convolution")
     assert found[0].share == pytest.approx(0.5)
 
 

@@ -127,6 +127,9 @@ def test_a_program_of_another_dtype_moves_less_of_what_is_fp32() -> None:
     assert found.moved_in(torch.float16) == 8 * 32 + INDEX_BYTES
 
 
+ENDS = torch.tensor([16, 32], dtype=torch.int32)
+"""Where each of two groups ends."""
+
 Q, K = torch.randn(2, 4, 128, 64), torch.randn(2, 2, 32, 64)
 
 
@@ -167,6 +170,49 @@ Q, K = torch.randn(2, 4, 128, 64), torch.randn(2, 2, 32, 64)
         ("matmul", Model(lambda m, x: x @ x), (torch.randn(64),), 64),
         ("mv", Model(lambda m, x, w: torch.mv(w, x)), (torch.randn(64), torch.randn(32, 64)), 32 * 64),
         ("dot", Model(lambda m, x: torch.dot(x, x)), (torch.randn(64),), 64),
+        ("inner", Model(lambda m, x: torch.inner(x, x)), (torch.randn(64),), 64),
+        (
+            "inner",
+            Model(lambda m, x, y: torch.inner(x, y)),
+            (torch.randn(7, 5), torch.randn(3, 5)),
+            7 * 3 * 5,
+        ),
+        (
+            "linalg_vecdot",
+            Model(lambda m, x, y: torch.linalg.vecdot(x, y)),
+            (torch.randn(7, 5), torch.randn(5)),
+            7 * 5,
+        ),
+        (
+            "addbmm",
+            Model(lambda m, y, a, b: torch.addbmm(y, a, b)),
+            (torch.randn(7, 9), torch.randn(8, 7, 5), torch.randn(8, 5, 9)),
+            8 * 7 * 5 * 9,
+        ),
+        (
+            "_int_mm",
+            Model(lambda m, x: torch._int_mm(x, x)),
+            (torch.ones(32, 32, dtype=torch.int8),),
+            32**3,
+        ),
+        (
+            "_grouped_mm",
+            Model(lambda m, x, w: F.grouped_mm(x, w, offs=m.ends), ends=ENDS),
+            (torch.randn(32, 16).bfloat16(), torch.randn(2, 16, 8).bfloat16()),
+            32 * 16 * 8,
+        ),
+        (
+            "_grouped_mm",
+            Model(lambda m, x: F.grouped_mm(x, x, offs=m.ends), ends=ENDS),
+            (torch.randn(32, 32).bfloat16(),),
+            32**3,
+        ),
+        (
+            "conv_tbc",
+            Model(lambda m, x, w: torch.conv_tbc(x, w, w[0, 0])),
+            (torch.randn(10, 2, 4), torch.randn(3, 4, 5)),
+            8 * 2 * 5 * 3 * 4,
+        ),
         ("bilinear", nn.Bilinear(8, 6, 4), (torch.randn(2, 8), torch.randn(2, 6)), 2 * 4 * 8 * 6),
     ],
 )

@@ -115,7 +115,7 @@ def test_without_a_gpu_there_are_no_tensor_cores() -> None:
 
 def test_a_convolution_is_told_by_what_decides_its_speed() -> None:
     assert str(_grouped(4)) == "groups=4, 8 channels a group, input 1x32x8x8"
-    assert str(_grouped(4, per_group=1)) == "depthwise, 1 channels a group, input 1x4x8x8"
+    assert str(_grouped(4, per_group=1)) == "depthwise, 1 channel a group, input 1x4x8x8"
     formats = (torch.contiguous_format, torch.channels_last)
     conv = _grouped(4)
     assert (conv.format, conv.other_format) == formats

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampopt.diagnosis.case import Case
-from ampopt.diagnosis.finding import Finding, saved
+from ampopt.diagnosis.finding import Finding, counted, saved
 from ampopt.passes import BakeAutocast
 
 
@@ -24,7 +24,8 @@ def find(case: Case) -> Iterator[Finding]:
         )
         yield Finding(
             "autocast-casts",
-            f"autocast makes {count} casts in every call, which take {1e3 * seconds:.3g} ms",
+            f"autocast makes {counted(count, 'cast, which takes', 'casts, which take')} {1e3 * seconds:.3g} "
+            "ms of every call, and decides about casts at every operator: the remedy saves both",
             places=tuple(layer.work.place for layer in worst[:3] if layer.work.place),
             advice="cast the weights once: ampopt.optimize bakes autocast into the graph",
             lane=name,

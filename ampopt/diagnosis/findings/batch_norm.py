@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampopt.diagnosis.case import Case
-from ampopt.diagnosis.finding import Finding, saved
+from ampopt.diagnosis.finding import Finding, counted, saved
 from ampopt.passes import FoldConvBn
 
 
@@ -22,8 +22,8 @@ def find(case: Case) -> Iterator[Finding]:
         slowest = sorted(rows, key=lambda layer: -layer.seconds(name))
         yield Finding(
             "batch-norm",
-            f"{ran[1]} batch norms follow a convolution or linear layer that could hold them, and take "
-            f"{spent_ms:.3g} ms",
+            f"{counted(ran[1], 'batch norm follows', 'batch norms follow')} a convolution or linear layer "
+            f"whose weights could hold that; batch norms take {spent_ms:.3g} ms in all",
             places=tuple(layer.work.place for layer in slowest[:3] if layer.work.place),
             advice="fold them into the layer before: ampopt.optimize does (fold-conv-bn)",
             lane=name,

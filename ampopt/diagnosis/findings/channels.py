@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ampopt.diagnosis.case import Case, trial_s
-from ampopt.diagnosis.finding import Finding, saved
+from ampopt.diagnosis.finding import Finding, counted, saved
 from ampopt.diagnosis.layers import Layer
 from ampopt.ir.graph import arguments, aten, calls, constant, is_constant, shape_of
 from ampopt.ir.lanes import Lane
@@ -82,7 +82,8 @@ def find(case: Case) -> Iterator[Finding]:
             why = _of_kernel(spent[product.name], name)
             yield Finding(
                 "misaligned-channels",
-                f"{product.name} has {entering} channels in and {leaving} out, no multiples of 8{why}",
+                f"{product.name} has {counted(entering, 'channel', 'channels')} in and {leaving} out, no "
+                f"multiples of 8{why}",
                 places=(product.place,),
                 advice="give it multiples of 8 (of the padded layer's outputs the rest is cut off)",
                 lane=name,

@@ -37,8 +37,7 @@ def find(case: Case) -> Iterator[Finding]:
         ratio = case.first_call_s / usual.median
         yield Finding(
             "slow-first-call",
-            f"the first call took {milliseconds(case.first_call_s)} ms, {ratio:.0f} times a later one: it "
-            "loads libraries and chooses kernels",
+            f"the first call took {milliseconds(case.first_call_s)} ms, {ratio:.0f} times a later one",
             advice="call the model once before it is needed, with the shapes that will come",
         )
     yield from _after_idling(case)

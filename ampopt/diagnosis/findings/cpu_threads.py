@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ampopt.diagnosis.case import Case, timed_call, trial_s
-from ampopt.diagnosis.finding import Counterfactual, Finding, saved
+from ampopt.diagnosis.finding import Counterfactual, Finding, counted, saved
 from ampopt.system.cores import usable_cpus
 
 SLOWER = 2.0
@@ -44,7 +44,8 @@ def _compared(case: Case, now: int) -> Iterator[Finding]:
         count, ran = best
         yield Finding(
             "cpu-threads",
-            f"PyTorch computes in {now} thread{'s' * (now != 1)}, and this process may use {cores} cores",
+            f"PyTorch computes in {counted(now, 'thread', 'threads')}, and this process may use "
+            f"{counted(cores, 'core', 'cores')}",
             advice=f"torch.set_num_threads({count})",
             share=saved(ran),
             counterfactual=ran,
@@ -57,7 +58,7 @@ def _with_threads(case: Case, now: int, count: int) -> Counterfactual:
 
 
 def _change(count: int) -> str:
-    return f"in {count} thread{'s' * (count != 1)}"
+    return f"in {counted(count, 'thread', 'threads')}"
 
 
 def _in_threads(count: int, call: Callable[[], object]) -> Callable[[], object]:

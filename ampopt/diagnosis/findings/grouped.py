@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from ampopt.diagnosis.case import Case
-from ampopt.diagnosis.finding import Counterfactual, Finding, saved
+from ampopt.diagnosis.finding import Counterfactual, Finding, counted, saved
 from ampopt.ir.graph import arguments, aten, calls, constant, dtype_of, is_constant, shape_of
 from ampopt.ir.lanes import Lane
 from ampopt.ir.origin import place_of
@@ -37,8 +37,9 @@ def find(case: Case) -> Iterator[Finding]:
         ran = _degrouped(case, lane)
         yield Finding(
             "grouped-convolution",
-            f"{len(rows)} grouped convolutions take {share:.0%} of the operators' time for {arithmetic:.0%} "
-            f"of the arithmetic; the slowest is {slowest.name} ({conv}){hint}",
+            f"{counted(len(rows), 'grouped convolution takes', 'grouped convolutions take')} {share:.0%} of "
+            f"the operators' time for {arithmetic:.0%} of the arithmetic; the slowest is {slowest.name} "
+            f"({conv}){hint}",
             places=tuple(
                 convs[layer.name][1] for layer in sorted(rows, key=lambda layer: -layer.seconds(name))[:3]
             ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampopt.diagnosis.case import LEAST_GAPS, Case
-from ampopt.diagnosis.finding import Finding, milliseconds, saved
+from ampopt.diagnosis.finding import Finding, counted, milliseconds, saved
 from ampopt.passes import CudaGraph
 
 
@@ -23,8 +23,8 @@ def find(case: Case) -> Iterator[Finding]:
         mean_us = 1e6 * sum(kernel.seconds for kernel in kernels) / len(kernels)
         yield Finding(
             "launch-bound",
-            f"{gaps:.0%} of the {milliseconds(call_s)} ms is gaps between launches ({len(kernels)} "
-            f"{'kernel' if len(kernels) == 1 else 'kernels'}, mean {mean_us:.3g} µs)",
+            f"{gaps:.0%} of the {milliseconds(call_s)} ms is gaps between launches "
+            f"({counted(len(kernels), 'kernel', 'kernels')}, mean {mean_us:.3g} µs)",
             advice="launch all kernels as one CUDA graph: ampopt.optimize does",
             lane=name,
             share=saved(ran),

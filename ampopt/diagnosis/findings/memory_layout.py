@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from ampopt.diagnosis.case import Case, eager_call
-from ampopt.diagnosis.finding import Finding, saved
+from ampopt.diagnosis.finding import Finding, counted, saved
 from ampopt.ir.lanes import Lane
 from ampopt.ir.model_copy import exact_copy
 from ampopt.ir.program import CHANNELS_LAST
@@ -26,10 +26,12 @@ def find(case: Case) -> Iterator[Finding]:
         ran = case.remedied("in channels_last", lane, functools.partial(_in_channels_last, case, lane))
         if ran is None or not ran.helps:
             continue
-        permutes = [kernel for kernel in case.kernels(name) if is_permute(kernel.name)]
+        kernels = case.kernels(name)
+        permutes = [kernel for kernel in kernels if is_permute(kernel.name)]
         spent_ms = 1e3 * sum(kernel.seconds for kernel in permutes)
         seen = (
-            f"{len(permutes)} kernels only permute between NCHW and NHWC and take {spent_ms:.3g} ms"
+            f"kernels that only permute between NCHW and NHWC take {spent_ms:.3g} ms ({len(permutes)} of "
+            f"{counted(len(kernels), 'kernel', 'kernels')})"
             if permutes
             else "the convolutions are faster with the channel innermost in memory"
         )

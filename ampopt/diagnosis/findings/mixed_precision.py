@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from ampopt.diagnosis.case import Case
-from ampopt.diagnosis.finding import Counterfactual, Finding, milliseconds
+from ampopt.diagnosis.finding import Counterfactual, Finding, counted, milliseconds
 from ampopt.diagnosis.findings.grouped import grouped
+from ampopt.diagnosis.layers import Layer
 from ampopt.diagnosis.verdict import where_time_goes
 from ampopt.ir.lanes import Lane
 from ampopt.measure.report import interval
@@ -18,7 +19,7 @@ FAST = 1.5
 """A lower precision whose products are less than this many times faster than FP32's is not fast here."""
 
 OFTEN = 0.5
-"""A kind of operator that takes more than this share of the time decides about the whole."""
+"""What takes more than this share of the time, such as a kind of operators, decides about the whole."""
 
 
 SLOWER = 1.1
@@ -53,22 +54,24 @@ def _compared(case: Case, lane: Lane, reasons: str) -> Iterator[Finding]:
     if gained.is_vague and gained.low <= 1 <= gained.high:
         case.notes.append(f"the times vary too much to tell whether AMP is faster: {interval(gained)}")
     elif gained.is_real:
+        ran = Counterfactual("in AMP", fp32, amp, gained)
         yield Finding(
             "amp-pays",
-            _with(f"AMP is {gained.ratio:.2f}x faster", where_time_goes(case) if case.layers else ""),
+            _with(f"AMP is {ran.times}faster", where_time_goes(case) if case.layers else ""),
             advice="torch.autocast, if its error is small enough: see the errors by layer",
             share=1 - 1 / gained.ratio,
-            counterfactual=Counterfactual("in AMP", fp32, amp, gained),
+            counterfactual=ran,
         )
     else:
-        says = f"{lost.ratio:.2f}x slower" if lost.is_real else "no faster"
+        ran = Counterfactual("in FP32", amp, fp32, lost)
+        says = f"{ran.times}slower" if lost.is_real else "no faster"
         yield Finding(
             "amp-harmful" if lost.is_real else "amp-useless",
             _with(f"AMP is {says} than FP32", reasons),
             advice="stay in FP32; ampopt.optimize tries whether AMP pays without its overhead",
             lane=lane.name,
             share=1 - 1 / lost.ratio if lost.is_real else 0.0,
-            counterfactual=Counterfactual("in FP32", amp, fp32, lost),
+            counterfactual=ran,
         )
 
 
@@ -86,9 +89,8 @@ def why_amp_gains_little(case: Case, lane: Lane) -> Iterator[str]:
             f"{rates['fp32'] / 1e12:.2g} in FP32{lacks}"
         )
     total = sum(layer.seconds("fp32") for layer in case.layers) or 1.0
-    launch = (
-        sum(layer.seconds("fp32") for layer in case.layers if layer.bounds.get("fp32") == "launch") / total
-    )
+    launched = (layer for layer in case.layers if _is_launch(layer))
+    launch = sum(layer.seconds("fp32") for layer in launched) / total
     if launch > OFTEN:
         yield f"{launch:.0%} of the operators' time is in operators so small that their launch costs most"
     deep = {name for name, (conv, _) in grouped(case) if conv.weight_shape[1] == 1}
@@ -98,8 +100,14 @@ def why_amp_gains_little(case: Case, lane: Lane) -> Iterator[str]:
     casts = [layer.spent[lane.name] for layer in case.layers if lane.name in layer.spent]
     spent, whole = sum(each.casts_s for each in casts), sum(each.seconds for each in casts)
     if casts and spent > 0.1 * whole:
-        yield f"its {sum(each.casts for each in casts)} casts take {spent / whole:.0%} of the operators' time"
+        number = counted(sum(each.casts for each in casts), "cast takes", "casts take")
+        yield f"its {number} {spent / whole:.0%} of the operators' time"
     yield from _slower_operators(case, lane)
+
+
+def _is_launch(layer: Layer) -> bool:
+    """Whether most of an operator's time is what it costs to launch it, and not only more than its work."""
+    return layer.bounds.get("fp32") == "launch" and layer.reached["fp32"] >= OFTEN
 
 
 def _slower_operators(case: Case, lane: Lane) -> Iterator[str]:

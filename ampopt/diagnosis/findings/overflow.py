@@ -48,3 +48,6 @@ def _note_errors(case: Case) -> None:
         except Exception as error:  # an operator that knows no float64
             check_interrupted(error)
             case.notes.append(f"no errors by layer in the {name} lane: {first_line(error)}")
+        else:
+            if not case.accuracy[name]:
+                case.notes.append(f"no errors by layer in the {name} lane: no operator rounds a number there")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampopt.diagnosis.case import Case
-from ampopt.diagnosis.finding import Finding, saved
+from ampopt.diagnosis.finding import Finding, counted, saved
 
 ADVICE = (
     "start the process with MALLOC_MMAP_THRESHOLD_=33554432 and MALLOC_TRIM_THRESHOLD_=268435456 (one alone "
@@ -25,7 +25,8 @@ def find(case: Case) -> Iterator[Finding]:
     yield Finding(
         "page-faults",
         f"before anything else was done here, every call took {found.taken / 2**20:.1f} MiB anew from the "
-        f"system ({found.faults:.0f} page faults): the memory had been given back after the call before",
+        f"system ({counted(round(found.faults), 'page fault', 'page faults')}): the memory had been given "
+        "back after the call before",
         advice=ADVICE,
         share=saved(found.kept),
         counterfactual=found.kept,
