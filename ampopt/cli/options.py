@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 import sys
 import textwrap
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 from typer import Argument, Option
 
-from ampopt.bundle.destinations import check_distinct, check_file
+from ampopt.bundle.destinations import check_distinct, check_file, check_text
 from ampopt.cli.input_source import check_inputs, example_call
 from ampopt.cli.model_source import FORMS, check_model, is_model_file, load_model
 from ampopt.cli.wording import in_options, told
@@ -175,23 +176,30 @@ def check_request(
     if unknown := sorted(said - set(names)):
         raise InputError(f"there is no pass {', '.join(unknown)}: choose from {', '.join(names)}")
     check_device(device)
-    code = model if is_model_file(model) else model.rpartition(":")[0] or model
-    read = {"MODEL": Path(code), "--image": image, "--npz": npz, "--weights": weights}
+    code = Path(model if is_model_file(model) else model.rpartition(":")[0] or model)
+    file = code if os.path.isfile(code) else None
+    read = {"MODEL": file, "--image": image, "--npz": npz, "--weights": weights}
     check_written(written, read)
     check_inputs(shapes or (), image, npz, normalize=normalize)
     check_model(model, trust_file=trust_model_file, weights=weights)
 
 
 def check_written(written: Mapping[str, Path | None], read: Mapping[str, Path | None]) -> None:
-    """Raise InputError if an output cannot be written, or would overwrite another output or an input."""
+    """Raise InputError if an output cannot be written, or would overwrite another output or an input.
+
+    Code that is imported, whether by an option, by MODEL or by the user's own code, is known by its suffix.
+    """
     check_distinct(written, read)
     for option, path in written.items():
         if path is not None:
             if str(path) == "-":
                 raise InputError(f"{option} -: stdout has the text for people: name a file")
-            check_file(path)
             if option == "--report":
                 check_report(path)
+            if option == "--output":  # model.onnx, or a bundle
+                check_file(path)
+            else:
+                check_text(path)
 
 
 def fixed(*paths: Path | None) -> list[Path | None]:
