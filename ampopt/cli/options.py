@@ -21,6 +21,7 @@ from ampopt.bundle.destinations import check_distinct, check_file, check_text
 from ampopt.cli.input_source import check_inputs, example_call
 from ampopt.cli.model_source import FORMS, check_model, is_model_file, load_model
 from ampopt.cli.wording import in_options, told
+from ampopt.document.printable import printable
 from ampopt.document.render import check_report, render
 from ampopt.errors import AmpoptError, InputError
 from ampopt.ir.pass_text import installed, parse
@@ -279,13 +280,21 @@ def console() -> Console:
 
     is_screen = sys.stdout.isatty()
     piped: Any = None if is_screen else _Unpadded(sys.stdout)  # what rich uses of a stream
-    return Console(
+    return _PlainConsole(
         file=piped,
         width=None if is_screen else TEXT_WIDTH,
         markup=False,
         highlight=False,
         emoji=False,
     )
+
+
+class _PlainConsole(Console):
+    """A console that shows strings, also those in tables, without what would act on a terminal."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Called by rich for what is no `Text`."""
+        return super().render_str(printable(text), **options)
 
 
 class _Unpadded:
@@ -314,7 +323,7 @@ def readable_errors(verbose: bool) -> Iterator[None]:
         text = in_options(str(e)) if isinstance(e, AmpoptError) else f"{type(e).__name__}: {e}"
         if not places.is_here() and places.GONE not in text:
             text = f"{places.GONE}: change to one that is there ({text})"
-        text = textwrap.shorten(Text.from_ansi(text).plain, 2000, placeholder=" …")
+        text = textwrap.shorten(printable(Text.from_ansi(text).plain), 2000, placeholder=" …")
         more = "" if isinstance(e, AmpoptError) else " (run with --verbose for the trace)"
         Console(stderr=True).print(Text.assemble(("error: ", "bold red"), text, more), soft_wrap=True)
         raise typer.Exit(1) from e
