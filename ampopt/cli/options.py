@@ -23,7 +23,7 @@ from ampopt.cli.model_source import FORMS, check_model, is_model_file, load_mode
 from ampopt.cli.wording import in_options, told
 from ampopt.document.printable import printable
 from ampopt.document.render import check_report, render
-from ampopt.errors import AmpoptError, InputError
+from ampopt.errors import AmpoptError, InputError, near
 from ampopt.ir.pass_text import installed, parse
 from ampopt.ir.precisions import LANE_NAMES, check_io, names_of
 from ampopt.system import places
@@ -175,7 +175,8 @@ def check_request(
     said = {*(exclude or ()), *(name for name, _ in parse(passes or ""))}
     names = sorted({*pass_names(), *(installed() if passes else ())})
     if unknown := sorted(said - set(names)):
-        raise InputError(f"there is no pass {', '.join(unknown)}: choose from {', '.join(names)}")
+        close = near(unknown, names)
+        raise InputError(f"there is no pass {', '.join(unknown)}: choose from {', '.join(names)}{close}")
     check_device(device)
     code = Path(model if is_model_file(model) else model.rpartition(":")[0] or model)
     file = code if os.path.isfile(code) else None
