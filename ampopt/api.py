@@ -21,8 +21,8 @@ from ampopt.ir.outside import keeps_variables
 from ampopt.ir.signature import flatten_call
 from ampopt.ir.size_ranges import Asked
 from ampopt.measure.fault_check import Faults
+from ampopt.measure.metric import Metric
 from ampopt.measure.report import CALLED_NOW
-from ampopt.measure.verify import Metric
 from ampopt.search.example_call import checked_call, mode_note, prepare_call, target_of
 from ampopt.search.lane_probe import seconds_of_a_call
 from ampopt.search.named_passes import Passes
@@ -104,8 +104,8 @@ def optimize(
             chooses; or at most twice the error that the model itself has where the process lets it round to
             TF32, as PyTorch's default lets convolutions on a GPU, up to 0.2. With a tolerance, FP32 may also
             use TF32 if the error stays within it.
-        metric: your own distance instead, `metric(outputs, original_outputs) -> float`; at most `tolerance`
-            (None: 0) is accepted.
+        metric: your own distance instead, `metric(outputs, original_outputs) -> float`, 0 or more; at most
+            `tolerance` (None: 0) is accepted.
         budget_s: time limit in seconds for everything, including capture and verification. The search ends
             earlier if nothing likely to gain is left. Passes that do not fit are reported as not tried, with
             the budget that they need; another call goes on from there. If no pass could be judged, the

@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -233,16 +233,13 @@ def _own(
     """ampopt's program: the recipe replayed, or measured anew on a machine that it was not made on."""
     name, device = files.manifest["model"]["name"], captured.program.device
     original = _restored(captured)
-    here, there = environment(device), files.manifest["fingerprint"]
-    changed = [
-        f"{fact} {there.get(fact)} → {here.get(fact)}"
-        for fact in _MACHINE
-        if here.get(fact) != there.get(fact)
-    ]
+    here = environment(device)
+    changed = _changed(files.manifest["fingerprint"], here)
     if captured.program.sizes:
         return _for_sizes(captured, recipe, name, changed, notes)
-    if changed:
-        notes.append(f"made on another machine, so measured anew: {', '.join(changed)}")
+    if changed is not None:
+        made, what = changed
+        notes.append(f"{made}, so measured anew: {what} (budget_s limits how long)")
         lane = files.manifest["lane"]["name"]
         low = recipe.lane.autocast if device.type == "cpu" else None
         options = Options(precision=lane, tolerance=recipe.tolerance, amp_dtype=low).within(budget_s)
@@ -258,12 +255,22 @@ def _own(
     )
 
 
+def _changed(there: Mapping[str, str], here: Mapping[str, str]) -> tuple[str, str] | None:
+    """What a bundle was made on or with, and the facts of it that are others here; None if none is."""
+    facts = [fact for fact in _MACHINE if here.get(fact) != there.get(fact)]
+    if not facts:
+        return None
+    made = "made on another machine" if "device" in facts else "made with other versions or settings"
+    return made, ", ".join(f"{fact} {there.get(fact)} → {here.get(fact)}" for fact in facts)
+
+
 def _for_sizes(
-    captured: Captured, recipe: Recipe, name: str, changed: Sequence[str], notes: list[str]
+    captured: Captured, recipe: Recipe, name: str, changed: tuple[str, str] | None, notes: list[str]
 ) -> OptimizedModule:
     """The program for a range of sizes: the recipe replayed on any machine."""
-    if changed:
-        notes.append(f"made on another machine, whose best passes these are: {', '.join(changed)}")
+    if changed is not None:
+        made, what = changed
+        notes.append(f"{made}, whose best passes these are: {what}")
     program = captured.program
     examples = standing_for_all(program.examples, program.sizes)
     sized = replayed(captured, examples, recipe.passes, recipe.lane, program.sizes, Asked())

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampopt.bundle.destinations import check_file
+from ampopt.bundle.destinations import check_text
 from ampopt.diagnosing_training import Asked, diagnose_training, refuse_with_train
 from ampopt.diagnosis.case import Case, eager_call, own_tensors, timed_call
 from ampopt.diagnosis.ceilings import measure_ceilings
@@ -222,7 +222,7 @@ def _trace_file(trace: object) -> Path | None:
         return None
     path = path_of(trace)
     try:
-        check_file(path)
+        check_text(path)
     except InputError as error:
         raise InputError(f"trace: {error}") from error
     return path

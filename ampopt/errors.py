@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -94,6 +96,13 @@ def says(error: BaseException) -> str:
 def reason_of(error: BaseException) -> str:
     """Why something was not done, for a report: an error of ampopt's says it in words."""
     return str(error) if isinstance(error, AmpoptError) else first_line(error)
+
+
+def near(wrong: Iterable[str], known: Iterable[str]) -> str:
+    """The known names that are like wrong ones, to end an error with; empty if none is."""
+    names = list(known)
+    found = list(dict.fromkeys(name for each in wrong for name in difflib.get_close_matches(each, names)))
+    return f"; near it {'is' if len(found) == 1 else 'are'} {', '.join(found)}" if found else ""
 
 
 _PASSING = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "timed out", "Resource temporarily")

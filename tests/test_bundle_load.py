@@ -132,9 +132,20 @@ def test_on_another_machine_it_is_measured_anew(bundle: Path, tmp_path: Path) ->
 
     path = rewritten(bundle, tmp_path / "b", elsewhere)
     loaded = ampopt.load(path, backend="ampopt", device="cpu", budget_s=2.0)
-    assert "measured anew: device an abacus" in loaded.notes[0]
+    assert "made on another machine, so measured anew: device an abacus" in loaded.notes[0]
     assert isinstance(loaded._call, OptimizedModule)
     assert loaded._call.report.entries
+
+
+@pytest.mark.parametrize("fact", ["threads", "torch"])
+def test_on_the_same_machine_it_is_told_what_else_differs(fact: str, bundle: Path, tmp_path: Path) -> None:
+    def otherwise(manifest: dict[str, Any], files: dict[str, bytes]) -> None:
+        manifest["fingerprint"][fact] = "99"
+
+    path = rewritten(bundle, tmp_path / "b", otherwise)
+    (note, *_) = ampopt.load(path, backend="ampopt", device="cpu", budget_s=0.5).notes
+    assert note.startswith(f"made with other versions or settings, so measured anew: {fact} 99 → ")
+    assert note.endswith("(budget_s limits how long)")
 
 
 @pytest.mark.parametrize(

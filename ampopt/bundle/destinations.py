@@ -19,6 +19,8 @@ SPARE = "-" * 48
 
 ONNX_PACKAGES = ("onnx", "onnx_ir", "onnxscript", "onnxruntime")
 
+TEXT = "a text"
+
 FOREIGN = {
     **dict.fromkeys((".engine", ".plan", ".trt"), "an engine of TensorRT, which builds it from ONNX itself"),
     **dict.fromkeys((".pt", ".pth", ".ckpt", ".safetensors"), "PyTorch weights"),
@@ -27,12 +29,20 @@ FOREIGN = {
     **dict.fromkeys((".tflite", ".pb", ".h5", ".keras"), "a TensorFlow model"),
     **dict.fromkeys((".mlmodel", ".mlpackage"), "a Core ML model"),
     **dict.fromkeys((".ort", ".mnn", ".param", ".gguf"), "another runtime's model"),
-    **dict.fromkeys((".json", ".toml", ".yaml", ".yml", ".csv", ".md", ".txt", ".html", ".log"), "a text"),
-    **dict.fromkeys((".py", ".so", ".cpp", ".pem"), "code or a key"),
+    **dict.fromkeys((".json", ".toml", ".yaml", ".yml", ".csv", ".md", ".txt", ".html", ".log"), TEXT),
+    **dict.fromkeys((".py", ".pyi", ".pyc", ".pyd", ".so", ".cpp", ".pem"), "code or a key"),
     **dict.fromkeys((".png", ".jpg", ".jpeg", ".npz", ".npy"), "an image or arrays"),
     **dict.fromkeys((".gz", ".tar", ".tgz", ".xz", ".7z"), "another archive"),
 }
 """File suffixes of formats other than ONNX and bundles, with the name of the format."""
+
+NO_TEXT = {
+    **{suffix: kind for suffix, kind in FOREIGN.items() if kind != TEXT},
+    ".onnx": "an ONNX model",
+    ".ampopt": "a bundle",
+    ".zip": "an archive or a bundle",
+}
+"""File suffixes of what is no text, with the name of the format."""
 
 
 def is_onnx(path: str | os.PathLike[str]) -> bool:
@@ -59,6 +69,7 @@ def check_onnx(path: str | os.PathLike[str]) -> None:
     if os.path.isdir(place):  # a name that is too long is none
         raise InputError(f"{place} is a folder: name the file, such as {place / 'model.onnx'}")
     check_file(place)
+    is_onnx(os.path.realpath(place))  # a link may lead to code, or to another model
     for package in ONNX_PACKAGES:
         require(package, "onnx")
 
@@ -107,13 +118,30 @@ def check_file(path: Path) -> None:
         raise InputError(f"{path} cannot be written: nothing can be made in its folder ({e.strerror})") from e
 
 
+def check_text(path: Path) -> None:
+    """Raise InputError if no text can be written for a name, see `check_file`, or if it stands for another
+    format, as does what a link leads to: the code that was diagnosed, a model, an image may be there.
+    """
+    check_file(path)
+    for place in (path, Path(os.path.realpath(path))):
+        if (kind := NO_TEXT.get(place.suffix.lower())) is not None:
+            leads = "" if place == path else f" leads to {place}, and"
+            raise InputError(f"{path}{leads or ':'} {place.suffix} stands for {kind}: name another file")
+
+
 def check_distinct(written: Mapping[str, Path | None], read: Mapping[str, Path | None]) -> None:
-    """Raise InputError if two outputs have the same path, or an output has an input's path; by option."""
-    places: dict[str, str] = {}
+    """Raise InputError if two outputs have the same path, or an output has an input's; by option.
+
+    An output in a folder that is an input, such as a bundle, has its path, too.
+    """
+    places: dict[Path, str] = {}
     for option, path in {**read, **written}.items():
         if path is None:
             continue
-        place = os.path.realpath(path)
-        if place in places and option in written:
-            raise InputError(f"{places[place]} and {option} are the same file, {path}: name another one")
+        place = Path(os.path.realpath(path))
+        if option in written:
+            if place in places:
+                raise InputError(f"{places[place]} and {option} are the same file, {path}: name another one")
+            if inside := [each for each in place.parents if places.get(each) in read]:
+                raise InputError(f"{option} {path} is a file in {places[inside[0]]}: name another one")
         places[place] = option

@@ -25,6 +25,7 @@ from ampopt.cli.options import (
     write,
     write_report,
 )
+from ampopt.cli.wording import in_options
 from ampopt.document.render import finite
 from ampopt.errors import ExportError, InputError
 from ampopt.measure.field_document import to_document
@@ -212,7 +213,7 @@ def verify(
     budget: Annotated[
         float | None,
         Option(
-            help="Seconds to measure anew on another machine than the maker's. "
+            help="Seconds to measure anew on another machine than the maker's, or with other threads. "
             "Default: 60, more for slow calls."
         ),
     ] = None,
@@ -315,7 +316,7 @@ def _table(found: FieldReport) -> Table:
 
 def _conclude(model: LoadedModel, judgment: Judgment) -> None:
     for note in model.notes:
-        console().print(f"note: {note}")
+        console().print(f"note: {in_options(note)}")
     for backend, measured in model.choice.items():
         console().print(f"{'chosen' if backend == model.backend else 'not chosen'}: {backend}, {measured}")
     console().print(f"self-test: passed on {model.backend}")

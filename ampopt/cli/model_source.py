@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ampopt.bundle.file_kinds import EXPORTED, SAFETENSORS, STATE, TORCHSCRIPT, Kind, kind_of_file
 from ampopt.cli.weights import check_weights, load_weights
-from ampopt.errors import InputError, need, require
+from ampopt.errors import InputError, near, need, require
 from ampopt.system.plain_files import open_named
 
 if TYPE_CHECKING:
@@ -167,8 +166,9 @@ def _build(source: str) -> nn.Module:
 
 
 def _unknown(zoo: str, name: str, names: Sequence[str]) -> InputError:
-    near = difflib.get_close_matches(name, names)
-    return InputError(f"{zoo} has no model {name!r}" + (f"; near it are {', '.join(near)}" if near else ""))
+    lists = {"torchvision": "torchvision.models", "timm": "timm"}[zoo]
+    more = near([name], names) or f": {lists}.list_models() gives the names of all"
+    return InputError(f"{zoo} has no model {name!r}{more}")
 
 
 def _torchvision(name: str) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 import sys
 import textwrap
@@ -16,12 +17,13 @@ from rich.console import Console
 from rich.text import Text
 from typer import Argument, Option
 
-from ampopt.bundle.destinations import check_distinct, check_file
+from ampopt.bundle.destinations import check_distinct, check_file, check_text
 from ampopt.cli.input_source import check_inputs, example_call
 from ampopt.cli.model_source import FORMS, check_model, is_model_file, load_model
 from ampopt.cli.wording import in_options, told
+from ampopt.document.printable import printable
 from ampopt.document.render import check_report, render
-from ampopt.errors import AmpoptError, InputError
+from ampopt.errors import AmpoptError, InputError, near
 from ampopt.ir.pass_text import installed, parse
 from ampopt.ir.precisions import LANE_NAMES, check_io, names_of
 from ampopt.system import places
@@ -173,25 +175,33 @@ def check_request(
     said = {*(exclude or ()), *(name for name, _ in parse(passes or ""))}
     names = sorted({*pass_names(), *(installed() if passes else ())})
     if unknown := sorted(said - set(names)):
-        raise InputError(f"there is no pass {', '.join(unknown)}: choose from {', '.join(names)}")
+        close = near(unknown, names)
+        raise InputError(f"there is no pass {', '.join(unknown)}: choose from {', '.join(names)}{close}")
     check_device(device)
-    code = model if is_model_file(model) else model.rpartition(":")[0] or model
-    read = {"MODEL": Path(code), "--image": image, "--npz": npz, "--weights": weights}
+    code = Path(model if is_model_file(model) else model.rpartition(":")[0] or model)
+    file = code if os.path.isfile(code) else None
+    read = {"MODEL": file, "--image": image, "--npz": npz, "--weights": weights}
     check_written(written, read)
     check_inputs(shapes or (), image, npz, normalize=normalize)
     check_model(model, trust_file=trust_model_file, weights=weights)
 
 
 def check_written(written: Mapping[str, Path | None], read: Mapping[str, Path | None]) -> None:
-    """Raise InputError if an output cannot be written, or would overwrite another output or an input."""
+    """Raise InputError if an output cannot be written, or would overwrite another output or an input.
+
+    Code that is imported, whether by an option, by MODEL or by the user's own code, is known by its suffix.
+    """
     check_distinct(written, read)
     for option, path in written.items():
         if path is not None:
             if str(path) == "-":
                 raise InputError(f"{option} -: stdout has the text for people: name a file")
-            check_file(path)
             if option == "--report":
                 check_report(path)
+            if option == "--output":  # model.onnx, or a bundle
+                check_file(path)
+            else:
+                check_text(path)
 
 
 def fixed(*paths: Path | None) -> list[Path | None]:
@@ -271,13 +281,21 @@ def console() -> Console:
 
     is_screen = sys.stdout.isatty()
     piped: Any = None if is_screen else _Unpadded(sys.stdout)  # what rich uses of a stream
-    return Console(
+    return _PlainConsole(
         file=piped,
         width=None if is_screen else TEXT_WIDTH,
         markup=False,
         highlight=False,
         emoji=False,
     )
+
+
+class _PlainConsole(Console):
+    """A console that shows strings, also those in tables, without what would act on a terminal."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Called by rich for what is no `Text`."""
+        return super().render_str(printable(text), **options)
 
 
 class _Unpadded:
@@ -306,7 +324,7 @@ def readable_errors(verbose: bool) -> Iterator[None]:
         text = in_options(str(e)) if isinstance(e, AmpoptError) else f"{type(e).__name__}: {e}"
         if not places.is_here() and places.GONE not in text:
             text = f"{places.GONE}: change to one that is there ({text})"
-        text = textwrap.shorten(Text.from_ansi(text).plain, 2000, placeholder=" …")
+        text = textwrap.shorten(printable(Text.from_ansi(text).plain), 2000, placeholder=" …")
         more = "" if isinstance(e, AmpoptError) else " (run with --verbose for the trace)"
         Console(stderr=True).print(Text.assemble(("error: ", "bold red"), text, more), soft_wrap=True)
         raise typer.Exit(1) from e

@@ -30,7 +30,7 @@ from ampopt.ir.resize_forms import of_one_size
 from ampopt.ir.size_range import Sizes, between, corners, shown
 from ampopt.ir.symbolic_capture import at_sizes
 from ampopt.ir.transform import Pass
-from ampopt.measure.verify import Metric
+from ampopt.measure.metric import Metric
 from ampopt.system.atomic import replacing_together
 from ampopt.system.places import place_of, told
 from ampopt.version import __version__

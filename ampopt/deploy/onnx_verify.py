@@ -21,8 +21,9 @@ from ampopt.ir.emulated_half import EmulatedHalf
 from ampopt.ir.lanes import Lane
 from ampopt.ir.numerics import Check
 from ampopt.ir.unmarked import array_of
+from ampopt.measure.metric import Metric
 from ampopt.measure.original import Run
-from ampopt.measure.verify import Metric, Verifier
+from ampopt.measure.verify import Verifier
 from ampopt.ort.knobs import changed
 from ampopt.ort.options import CPU, CUDA, OPENVINO, SessionError, SessionOptions
 from ampopt.ort.session import Array, Node, OnnxRunner, onnxruntime

@@ -14,6 +14,7 @@ from ampopt.diagnosis.finding import milliseconds
 from ampopt.diagnosis.layers import OPTIMIZED
 from ampopt.diagnosis.sweep import crossings_told
 from ampopt.diagnosis.training_step import PARTS
+from ampopt.document.printable import safe_text
 from ampopt.measure.terminal import as_text
 
 if TYPE_CHECKING:
@@ -37,20 +38,22 @@ def to_text(found: Diagnosis) -> str:
 def to_rich(found: Diagnosis, *, everything: bool = False) -> Group:
     """The diagnosis for a terminal; `everything`: every layer, in the order of the graph."""
     parts: list[RenderableType] = [
-        Text(f"verdict: {found.verdict}", style="bold"),
-        Text(f"{found.model} on {found.environment.get('device', '?')}, inputs {', '.join(found.inputs)}"),
-        Text(f"this device: {found.ceilings}"),
+        safe_text(f"verdict: {found.verdict}", style="bold"),
+        safe_text(
+            f"{found.model} on {found.environment.get('device', '?')}, inputs {', '.join(found.inputs)}"
+        ),
+        safe_text(f"this device: {found.ceilings}"),
     ]
-    parts += [Text(f"a call in {lane}: {launches}") for lane, launches in found.launches.items()]
-    parts += [Text(f"power in {lane}: {used}") for lane, used in found.usage.items()]
+    parts += [safe_text(f"a call in {lane}: {launches}") for lane, launches in found.launches.items()]
+    parts += [safe_text(f"power in {lane}: {used}") for lane, used in found.usage.items()]
     if found.findings:
-        parts += [Text("\nfindings", style="bold")]
+        parts += [safe_text("\nfindings", style="bold")]
     for number, finding in enumerate(found.findings, 1):
-        parts.append(Text(f"{number}. [{finding.mark()}] {finding.name}: {finding.says}"))
+        parts.append(safe_text(f"{number}. [{finding.mark()}] {finding.name}: {finding.says}"))
         more = [f"at {place}" for place in finding.places]
         more += [f"executed: {finding.counterfactual}"] if finding.counterfactual else []
         more += [f"do: {finding.advice}"] if finding.advice else []
-        parts += [Padding(Text(line), (0, 0, 0, 3)) for line in more]
+        parts += [Padding(safe_text(line), (0, 0, 0, 3)) for line in more]
     if found.layers:
         parts += [Text(), _layers(found, everything=everything)]
     if found.own:
@@ -76,9 +79,10 @@ def to_rich(found: Diagnosis, *, everything: bool = False) -> Group:
     if found.sweep:
         parts += [Text(), *_sweep(found)]
     parts += [
-        Text(f"\nnote: {note}" if not place else f"note: {note}") for place, note in enumerate(found.notes)
+        safe_text(f"\nnote: {note}" if not place else f"note: {note}")
+        for place, note in enumerate(found.notes)
     ]
-    return Group(*parts, Text(f"took {found.seconds:.1f} s"))
+    return Group(*parts, safe_text(f"took {found.seconds:.1f} s"))
 
 
 def _layers(found: Diagnosis, *, everything: bool) -> Table:
@@ -140,7 +144,7 @@ def _sweep(found: Diagnosis) -> list[RenderableType]:
         for row in found.sweep
     ]
     columns = ("batch", *(f"{lane} ms" for lane in lanes), *(f"{lane} per s" for lane in lanes))
-    return [_table("batch sweep", columns, rows), *map(Text, crossings_told(found.sweep))]
+    return [_table("batch sweep", columns, rows), *map(safe_text, crossings_told(found.sweep))]
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -149,5 +153,5 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
         is_text = column in ("operator", "place", "bound by", "way", "loss")
         table.add_column(column, overflow="fold", justify="left" if is_text else "right", no_wrap=not is_text)
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*map(safe_text, row))
     return table

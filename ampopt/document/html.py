@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ampopt.document.model import Document, Plot
+from ampopt.document.printable import printable
 from ampopt.errors import MissingExtraError, need
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -57,4 +58,4 @@ def _rendered(template: str, document: Document, draw: Callable[[Plot], str]) ->
     )
     sections = [section for section in document.sections if section.parts]
     rendered: str = environment.get_template(template).render(document=document, sections=sections, draw=draw)
-    return rendered
+    return printable(rendered)

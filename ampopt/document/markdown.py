@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from ampopt.document.model import Document, Facts, Part, Points, Table
+from ampopt.document.printable import printable
 
 
 def to_markdown(document: Document) -> str:
@@ -23,9 +25,16 @@ def to_markdown(document: Document) -> str:
     return "\n".join(lines) + "\n"
 
 
+_FORMATS = re.compile(r"[\\`*~]|(?<![^\W_])_|_(?![^\W_])|(?<=\])\(")
+"""What begins code, emphasis or a link; an underscore within a word is none, and stays readable."""
+
+
 def plain(text: str) -> str:
-    """A text in one line in which nothing begins a tag, a link or an image."""
-    return " ".join(text.replace("<", "&lt;").replace("](", "]\\(").split())
+    """A text in one line in which nothing formats, or begins a tag, a link or an image.
+
+    Addresses stay as they are: where they become links, they say where these lead.
+    """
+    return _FORMATS.sub(r"\\\g<0>", printable(" ".join(text.split()))).replace("<", "&lt;")
 
 
 def cell(text: str) -> str:

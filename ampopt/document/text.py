@@ -9,9 +9,9 @@ from typing import Literal
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table as RichTable
-from rich.text import Text
 
 from ampopt.document.model import Document, Facts, Part, Points, Table, Tone
+from ampopt.document.printable import safe_text
 
 TEXT_WIDTH = 150
 """The width of plain text, in characters."""
@@ -37,15 +37,15 @@ def to_text(document: Document) -> str:
 
 def to_rich(document: Document) -> Group:
     """The document for a terminal, whose width it keeps to."""
-    parts: list[RenderableType] = [Text(document.title, style="bold"), Text(document.subtitle)]
-    parts.append(Text(document.verdict, style=f"bold {STYLES[document.tone]}".strip()))
+    parts: list[RenderableType] = [safe_text(document.title, style="bold"), safe_text(document.subtitle)]
+    parts.append(safe_text(document.verdict, style=f"bold {STYLES[document.tone]}".strip()))
     for figure in document.figures:
         note = f" ({figure.note})" if figure.note else ""
-        parts.append(Text(f"  {figure.label}: {figure.value}{note}"))
+        parts.append(safe_text(f"  {figure.label}: {figure.value}{note}"))
     for section in document.sections:
         shown = [each for part in section.parts for each in _rich(part)]
         if shown:
-            parts += [Text(f"\n{section.heading}", style="bold"), *shown]
+            parts += [safe_text(f"\n{section.heading}", style="bold"), *shown]
     return Group(*parts)
 
 
@@ -55,13 +55,13 @@ def _rich(part: Part) -> Iterator[RenderableType]:
         table = RichTable(box=None, header_style="bold", pad_edge=False)
         for place, column in enumerate(part.columns):
             side: Literal["left", "right"] = "right" if column.is_number else "left"
-            table.add_column(column.name, overflow="fold", justify=side, no_wrap=place == 0)
+            table.add_column(safe_text(column.name), overflow="fold", justify=side, no_wrap=place == 0)
         for row in part.rows:
-            table.add_row(*(Text(each.text, style=STYLES[each.tone]) for each in row))
+            table.add_row(*(safe_text(each.text, style=STYLES[each.tone]) for each in row))
         yield table
     elif isinstance(part, Facts):
         for name, value in part.pairs:
-            yield Padding(Text(f"{name}: {value}"), (0, 0, 0, 2))
+            yield Padding(safe_text(f"{name}: {value}"), (0, 0, 0, 2))
     elif isinstance(part, Points):
         for line in part.lines:
-            yield Padding(Text(f"- {line}"), (0, 0, 0, 2))
+            yield Padding(safe_text(f"- {line}"), (0, 0, 0, 2))

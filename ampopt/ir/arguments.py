@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 
-from ampopt.errors import InputError
+from ampopt.errors import InputError, near
 
 
 def number(name: str, value: object, *, positive: bool, advice: str) -> float:
@@ -43,9 +43,9 @@ def names(name: str, value: object, known: Collection[str]) -> tuple[str, ...]:
         raise InputError(f"{name}={value!r}: give a list of names, {name}=[{value!r}]")
     if not isinstance(value, Collection) or not all(isinstance(item, str) for item in value):
         raise InputError(f"{name}={value!r}: give a list of the names of passes")
-    if unknown := set(value) - set(known):
-        text = ", ".join(sorted(unknown))
-        raise InputError(f"there is no pass {text}: choose from {', '.join(sorted(known))}")
+    if unknown := sorted(set(value) - set(known)):
+        choices = f"{', '.join(sorted(known))}{near(unknown, sorted(known))}"
+        raise InputError(f"there is no pass {', '.join(unknown)}: choose from {choices}")
     return tuple(value)
 
 

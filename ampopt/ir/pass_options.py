@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import numbers
+import reprlib
 import types
 import typing
 from typing import Any, TypeVar
 
 from ampopt.errors import InputError
 from ampopt.ir.pass_text import dashed, value_text
-from ampopt.ir.transform import Pass
+from ampopt.ir.transform import Family, Numerics, Pass
 
 _Number = TypeVar("_Number", int, float)
 
@@ -30,6 +31,15 @@ _KINDS: dict[object, tuple[type, str]] = {
     types.NoneType: (types.NoneType, "none"),
 }
 """What an annotation takes, and its words."""
+
+
+_ATTRIBUTES: dict[str, tuple[type, str]] = {
+    "name": (str, "a text"),
+    "numerics": (Numerics, "one of Numerics"),
+    "family": (Family, "one of Family"),
+    **dict.fromkeys(("portable", "shape_dependent", "enables_others"), (bool, "True or False")),
+}
+"""What the attributes of a pass's class are, by which it is tried and verified, and its words."""
 
 
 def option(default: _Number, least: _Number, most: _Number) -> _Number:
@@ -58,7 +68,10 @@ def check_option(step: Pass, name: str, value: object) -> None:
 
 
 def check_options(step: Pass) -> None:
-    """Raise InputError if an option of a pass has a value that is not allowed."""
+    """Raise InputError if an option of a pass, or an attribute of its class, may not be what it is."""
+    for name, (kind, words) in _ATTRIBUTES.items():
+        if not isinstance(given := getattr(step, name, None), kind):
+            raise InputError(f"{type(step).__name__}.{name} is {reprlib.repr(given)}: let it be {words}")
     for field in dataclasses.fields(step):
         check_option(step, field.name, getattr(step, field.name))
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ampopt.errors import InputError
+from ampopt.errors import InputError, near
 from ampopt.ir.transform import Engine, Family, Pass
 
 
@@ -57,8 +57,9 @@ class Pipeline:
         for step in self:
             if step.name == name:
                 return step
-        names = ", ".join(sorted(step.name for step in self))
-        raise InputError(f"there is no pass {name} in this pipeline: it has {names or 'none'}")
+        names = sorted(step.name for step in self)
+        has = f"{', '.join(names) or 'none'}{near([name], names)}"
+        raise InputError(f"there is no pass {name} in this pipeline: it has {has}")
 
     def without(self, *names: str) -> Pipeline:
         """The pipeline without the passes of these names. Raises InputError for an unknown name."""

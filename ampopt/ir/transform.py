@@ -9,13 +9,13 @@ import enum
 import importlib.util
 import inspect
 import re
-import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 from ampopt.errors import PassError
 from ampopt.ir.kept_program import is_of_another_package, with_program_kept
 from ampopt.ir.lanes import Lane
+from ampopt.ir.pass_answers import Allowed, is_list_of, is_text, is_time, with_answer_checked
 from ampopt.ir.program import Program
 
 
@@ -102,14 +102,25 @@ class Pass(abc.ABC):
     """True: kept without a gain, unless it is slower, because later passes build on it."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let no pass of another package change the program that it is given, see `with_program_kept`."""
+        """Let no pass of another package change the program that it is given, see `with_program_kept`.
+
+        Nor may it answer what its callers cannot use, see `with_answer_checked`.
+        """
         super().__init_subclass__(**options)
         if not is_of_another_package(cls):
             return
         for name in _WAYS_TO_APPLY:
-            owner = next((kind for kind in cls.__mro__ if name in vars(kind)), None)
-            if owner is not None and (owner is cls or not issubclass(owner, Pass)):  # its own, or a mixin's
-                setattr(cls, name, with_program_kept(vars(owner)[name]))
+            if (own := cls._own_or_of_a_mixin(name)) is not None:
+                setattr(cls, name, with_program_kept(own))
+        for name, allowed in (_ANSWERS | (_ANSWERS_OF_ENGINES if issubclass(cls, Engine) else {})).items():
+            if (own := cls._own_or_of_a_mixin(name)) is not None:
+                setattr(cls, name, with_answer_checked(name, own, allowed))
+
+    @classmethod
+    def _own_or_of_a_mixin(cls, name: str) -> Any:
+        owner = next((kind for kind in cls.__mro__ if name in vars(kind)), None)
+        is_own = owner is not None and (owner is cls or not issubclass(owner, Pass))
+        return vars(owner)[name] if is_own else None
 
     @property
     def name(self) -> str:
@@ -250,20 +261,70 @@ def exits_failed() -> Iterator[None]:
 def outcome(program: Program, apply: Callable[[Program], Result]) -> Result:
     """What `apply`, a pass's own way to be applied, makes of a program, where it is what a pass may give.
 
-    Raises PassError for what is no Result, or has another program and no rewrites.
+    Raises PassError for what is no Result, for one with a field that is something else than it has to be, or
+    whose count contradicts its program.
     """
     result = apply(program)
-    if not isinstance(result, Result) or not isinstance(result.program, Program):
-        given = result.program if isinstance(result, Result) else result
-        what = "a Result whose program is " if isinstance(result, Result) else ""
-        raise PassError(
-            f"the pass returned {what}{reprlib.repr(given)}: let it return Result(program, rewrites)"
-        )
+    _RESULT.check("the pass returned", result)
+    for name, allowed in _FIELDS.items():
+        allowed.check(f"the pass returned a Result whose {name} is", getattr(result, name))
+    for name in ("lane", "device", "sizes"):
+        if (given := getattr(result.program, name)) != getattr(program, name):
+            raise PassError(f"the pass returned a program with {name}={given!r}: let it keep that as it is")
     if not result.modified and result.program is not program:
         raise PassError(
             "the pass returned another program, and counts no rewrites: let it count what it changed"
         )
+    if result.modified and result.program is program:
+        raise PassError(
+            f"the pass returned the program that it was given, with rewrites={result.rewrites}: let it "
+            "return what it changed, or count none"
+        )
     return result
+
+
+_RESULT = Allowed(lambda given: isinstance(given, Result), "Result(program, rewrites)")
+
+_FIELDS = {
+    "program": Allowed(lambda given: isinstance(given, Program), "Result(program, rewrites)"),
+    "rewrites": Allowed(
+        lambda given: isinstance(given, int) and not isinstance(given, bool) and given >= 0,
+        "their number, an int from 0 on",
+    ),
+    "declined": Allowed(
+        is_list_of(Declined, "node", "reason"), "a tuple of Declined, each of the name of a node and a text"
+    ),
+    "hints": Allowed(is_list_of(str), "a tuple of texts"),
+    "replay": Allowed(lambda given: given is None or isinstance(given, Pass), "a pass, or None"),
+}
+"""What the fields of a Result may be."""
+
+_A_PASS = Allowed(lambda given: isinstance(given, Pass), "a pass, such as `self`")
+_AN_ENGINE = Allowed(lambda given: isinstance(given, Engine), "an engine, such as `self`")
+
+_ANSWERS = {
+    "why_not": Allowed(
+        lambda given: given is None or is_text(given), "the reason as a text, or None where there is none"
+    ),
+    "expected_seconds": Allowed(is_time, "a finite number of seconds, 0 or more"),
+    "within": _A_PASS,
+    "prepared": _A_PASS,
+    "preparations": Allowed(
+        lambda given: isinstance(given, Sequence) and all(map(callable, given)), "a list of functions"
+    ),
+    "numerics_on": Allowed(lambda given: isinstance(given, Numerics), "one of Numerics"),
+}
+"""What the methods of passes may answer."""
+
+_ANSWERS_OF_ENGINES = {
+    "hurried": _AN_ENGINE,
+    "undivided": _AN_ENGINE,
+    "divided": Allowed(
+        lambda given: is_list_of(Program)(given) and len(given) > 0, "a list of one program or more"
+    ),
+    "send": Allowed(lambda given: given is None or isinstance(given, dict), "a dict, or None"),
+}
+"""What further methods of engines may answer."""
 
 
 Applied = dict[tuple[Lane, tuple["Pass", ...], "Pass"], Result]

@@ -34,7 +34,8 @@ class IncomparableError(AmpoptError):
 class Distance:
     """The largest relative error, and the path to it in the result ("" for the result itself).
 
-    Infinite where the structure differs, or a value that has no error: a word, a class, an integer.
+    Infinite where the structure differs, or a value that has no error: a word, a class, an integer. Or what
+    a metric gives, which may be NaN.
     """
 
     error: float

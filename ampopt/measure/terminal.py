@@ -10,6 +10,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from ampopt.document.printable import safe_text
 from ampopt.measure.entry import Entry, Verdict
 from ampopt.measure.report import COLUMNS, row, summary_lines
 
@@ -56,7 +57,7 @@ class _Rows:
         for entry in self._entries:
             cells = row(entry)
             # what an exception says is no markup
-            table.add_row(*(Text(cells[place]) for place in shown), style=_STYLES[entry.verdict])
+            table.add_row(*(safe_text(cells[place]) for place in shown), style=_STYLES[entry.verdict])
         yield table
 
 
@@ -67,16 +68,18 @@ def to_rich(ledger: Ledger, *, everything: bool = False) -> Group:
     its row. Parts of a model follow the whole.
     """
     lines = summary_lines(ledger)
-    parts: list[RenderableType] = [Text(line, style=_style(line)) for line in lines if not _is_note(line)]
+    parts: list[RenderableType] = [
+        safe_text(line, style=_style(line)) for line in lines if not _is_note(line)
+    ]
     rows = [entry for entry in ledger.entries if everything or entry.verdict not in _WITHOUT_RESULT]
     if rows:
         parts += [Text(), _Rows(rows)]
     if not everything:
-        parts += [Text(line, style="dim") for line in _together(ledger.entries)]
-    if notes := [Text(line) for line in lines if _is_note(line)]:
+        parts += [safe_text(line, style="dim") for line in _together(ledger.entries)]
+    if notes := [safe_text(line) for line in lines if _is_note(line)]:
         parts += [Text(), *notes]
     for name, region in ledger.regions.items():
-        parts += [Text(f"\nsubmodule {name}", style="bold"), to_rich(region, everything=everything)]
+        parts += [safe_text(f"\nsubmodule {name}", style="bold"), to_rich(region, everything=everything)]
     return Group(*parts)
 
 

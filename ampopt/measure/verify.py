@@ -12,8 +12,7 @@ import functools
 import math
 import statistics
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -40,13 +39,11 @@ from ampopt.measure.draws import (
 )
 from ampopt.measure.fault_check import FaultCheck, Faults
 from ampopt.measure.integer_check import IntegerCheck
+from ampopt.measure.metric import Metric, metric_value
 from ampopt.measure.original import Original, Run
 from ampopt.measure.ownership import Watched
 from ampopt.system.flags import rounds_to_tf32
 from ampopt.system.interrupts import check_interrupted
-
-Metric = Callable[[Any, Any], float]
-"""A user's distance: (outputs, the original's outputs) -> number; 0 for equal, smaller is better."""
 
 AS_FAR = 2.0
 """Largest ratio of a program's error to eager's change by rounding, if the error is over the limit.
@@ -343,7 +340,7 @@ class Verifier(Original):
         return self.own_errors(lane, draw)[output] if instead is None else instead
 
     def check_metric(self, run: Run) -> Check:
-        """Verify with the user's metric alone."""
+        """Verify with the user's metric alone. Raises InputError where it gives a number below 0."""
         assert self.metric is not None
         limit = self.tolerance if self.tolerance is not None else 0.0
         restore, worst = self.captured.layout.restore, 0.0
@@ -354,8 +351,10 @@ class Verifier(Original):
                     return Check(float("inf"), limit, "NaN or Inf where the original has none")
                 count = len(reference) - len(self.captured.state)
                 mine, its = ([t.clone() for t in tensors[:count]] for tensors in (outputs, reference))
-                value = float(self.metric(restore(mine), restore(its)))  # it may write into them
-                worst = max(worst, value if value == value else float("inf"))
+                value = metric_value(self.metric, restore(mine), restore(its))  # it may write into them
+                if math.isnan(value):
+                    return Check(math.inf, limit, "the metric gives NaN")
+                worst = max(worst, value)
         reason = None if worst <= limit else f"the metric gives {worst:.3g}, over the tolerance {limit:.3g}"
         return Check(worst, limit, reason)
 

@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-from ampopt.errors import InputError, first_line, reason_of
+from ampopt.errors import InputError, first_line, near, reason_of
 from ampopt.ir.pass_options import check_option, check_options
 from ampopt.ir.pass_text import dashed, distribution, installed, parse, unparse
 from ampopt.ir.pipeline import Pipeline
@@ -31,7 +31,8 @@ def by_name(name: str) -> Pass:
     if name in own:
         return own[name]
     if name not in others:
-        raise InputError(f"there is no pass {name}: choose from {', '.join(sorted({*own, *others}))}")
+        known = sorted({*own, *others})
+        raise InputError(f"there is no pass {name}: choose from {', '.join(known)}{near([name], known)}")
     owner = distribution(others[name])
     try:
         made = others[name].load()

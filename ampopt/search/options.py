@@ -20,7 +20,7 @@ from ampopt.ir.size_ranges import Asked
 from ampopt.ir.size_ranges import checked as checked_ranges
 from ampopt.ir.transform import Pass
 from ampopt.measure.fault_check import Faults
-from ampopt.measure.verify import Metric
+from ampopt.measure.metric import Metric
 from ampopt.passes import PIPELINE, AllowTf32, BakeAutocast, FuseConvAct, KeepFp32
 from ampopt.search.named_passes import Passes, as_pipeline, check_listed, code_of
 from ampopt.system.budget import DEFAULT_S, default_budget_s

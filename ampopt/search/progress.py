@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.text import Text
 
+from ampopt.document.printable import safe_text
+
 
 class ProgressLine:
     """A progress callback; `budget_s`, the time limit in seconds, may change: None is not shown."""
@@ -20,7 +22,7 @@ class ProgressLine:
     def __call__(self, lane: str, name: str) -> None:
         """Show what is being done in a lane."""
         limit = "" if self.budget_s is None else f" of at most {self.budget_s:.0f} s"
-        self._show(Text(f"{lane}: {name} · {time.perf_counter() - self._started:.0f} s{limit}"))
+        self._show(safe_text(f"{lane}: {name} · {time.perf_counter() - self._started:.0f} s{limit}"))
 
 
 @contextlib.contextmanager

@@ -249,7 +249,7 @@ class Trials:
             return
         mine = next((s for s in candidate.program.recipe if step is not None and s.name == step.name), None)
         if is_kept_anyway and (not found.is_loss or found.ratio >= LEAST_ENABLING):
-            verdict, what = Verdict.KEPT, "later passes build on it"
+            verdict, what = Verdict.KEPT, "faster" if found.is_real else "later passes build on it"
             if found.is_loss and mine is not None:
                 state.at_a_loss.append(mine)
         elif found.is_real:

@@ -21,8 +21,8 @@ from ampopt.ir.model_copy import private_copy, untouched_rng, working_copy
 from ampopt.ir.numerics import fresh_draw, rounded_anew, roundings_of_sums
 from ampopt.ir.settings import Settings, autocast_scope
 from ampopt.ir.signature import copied, flatten_call, map_tensors, tensors_of
+from ampopt.measure.metric import Metric, metric_value
 from ampopt.measure.results import Distance, IncomparableError, distance, kept
-from ampopt.measure.verify import Metric
 from ampopt.search.options import auto_bound
 from ampopt.system.flags import rounds_to_tf32
 from ampopt.system.interrupts import check_interrupted
@@ -150,7 +150,8 @@ class WholeCheck:
 
     def _over(self, found: Distance, limit: float) -> str:
         if self.metric is not None:
-            return f"the metric gives {found.error:.2g} for the whole model, over the tolerance {limit:g}"
+            given = "NaN" if math.isnan(found.error) else f"{found.error:.2g}"
+            return f"the metric gives {given} for the whole model, over the tolerance {limit:g}"
         return f"the whole model's error {found} is over {limit:.3g}"
 
     def _distance(self, expected: Any, found: Any) -> Distance:
@@ -158,8 +159,7 @@ class WholeCheck:
             return distance(expected, found)
         if all_finite(expected) and not all_finite(found):
             return Distance(math.inf)
-        value = float(self.metric(kept(found), kept(expected)))  # it may write into them
-        return Distance(value if value == value else math.inf)
+        return Distance(metric_value(self.metric, kept(found), kept(expected)))  # it may write into them
 
     @functools.cached_property
     def _expected(self) -> list[tuple[Sequence[Any], Any]]:

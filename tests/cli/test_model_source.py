@@ -236,6 +236,13 @@ def test_an_unknown_name_is_answered_with_near_ones(source: str) -> None:
         load_model(source)
 
 
+@pytest.mark.parametrize("zoo", ["torchvision.models", "timm"])
+def test_where_none_is_near_it_is_told_what_lists_them(zoo: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_model(f"{zoo.partition('.')[0]}:qqqq")
+    assert f"has no model 'qqqq': {zoo}.list_models() gives the names of all" in str(caught.value)
+
+
 @pytest.mark.parametrize(("package", "extra"), [("torchvision", "vision"), ("timm", "timm")])
 def test_a_zoo_that_is_not_installed_is_named_with_its_extra(
     package: str, extra: str, monkeypatch: pytest.MonkeyPatch

@@ -173,6 +173,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ({"budget": 0.0}, "--budget 0: give a positive, finite number"),
         ({"device": "tpu"}, "--device 'tpu' is no device"),
         ({"exclude": ["nope", "also"]}, "there is no pass also, nope: choose from allow-tf32, "),
+        ({"exclude": ["fold-conv-nb"], "passes": "degrup"}, "; near it are degroup, fold-conv-bn"),
         ({"passes": "fold-conv-bn,nope{x=1}"}, "there is no pass nope: choose from allow-tf32, "),
         ({"passes": "fold-conv-bn{"}, "passes='fold-conv-bn{': "),
         ({"written": {"--json": Path("net.py")}}, "MODEL and --json are the same file, net.py"),

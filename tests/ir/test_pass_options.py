@@ -13,6 +13,7 @@ import torch
 from ampopt.errors import InputError
 from ampopt.ir.pass_options import check_option, check_options, option
 from ampopt.passes import PIPELINE, Degroup, Script
+from ampopt.search.options import Options
 from tests.support.planted import Planted
 
 if TYPE_CHECKING:
@@ -104,3 +105,22 @@ def test_the_defaults_of_all_passes_are_allowed_and_what_runs_for_ever_is_not() 
     ):
         with pytest.raises(InputError, match="give one such as"):
             check_options(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("name", 5, "5: let it be a text"),
+        ("numerics", "bitwise", "'bitwise': let it be one of Numerics"),
+        ("numerics", None, "None: let it be one of Numerics"),
+        ("family", "rewrite", "'rewrite': let it be one of Family"),
+        ("portable", "yes", "'yes': let it be True or False"),
+        ("shape_dependent", 1, "1: let it be True or False"),
+        ("enables_others", None, "None: let it be True or False"),
+    ],
+)
+def test_an_attribute_of_a_pass_that_is_something_else_is_refused(name: str, value: Any, words: str) -> None:
+    step = type("Odd", (Planted,), {name: value})("odd")
+    for refuse in (lambda: check_options(step), lambda: Options(passes=[step])):
+        with pytest.raises(InputError, match=f"^Odd.{name} is {words}$"):
+            refuse()

@@ -129,6 +129,11 @@ def test_a_metric_may_write_into_what_it_gets() -> None:
     [
         (lambda outputs, reference: outputs.flatten() @ reference.flatten(), "RuntimeError: .*dtype"),
         (lambda outputs, reference: None, "TypeError: float.. argument must be"),
+        (
+            lambda outputs, reference: -1,
+            "outputs: .*the metric gives -1: let it return a distance",
+        ),
+        (lambda outputs, reference: -math.inf, "the metric gives -inf: let it return a distance"),
         (lambda outputs, reference: outputs.logits, "fails on the original's own outputs: AttributeError: '"),
     ],
 )
@@ -152,7 +157,23 @@ def test_a_spoilt_example_spoils_no_other_draw() -> None:
 
 def test_a_metric_that_gives_nan_is_not_passed() -> None:
     verifier, original = verifier_of(deep(), X, metric=lambda a, b: float("nan"), tolerance=5.0)
-    assert not verifier.check(lambda x: [original(x)], FP32).passed
+    assert verifier.check(lambda x: [original(x)], FP32).reason == "the metric gives NaN"
+
+
+def test_a_metric_that_only_rounding_takes_below_0_gives_0() -> None:
+    verifier, original = verifier_of(deep(), X, metric=lambda a, b: -1e-7)
+    check = verifier.check(lambda x: [original(x)], FP32)
+    assert (check.passed, check.error) == (True, 0.0)
+
+
+def test_a_negative_number_is_no_distance() -> None:
+    def score(outputs: Tensor, reference: Tensor) -> float:
+        return -1.0 if float((outputs - reference).norm() / reference.norm()) > 0.5 else 0.0
+
+    verifier, original = verifier_of(deep(), X, metric=score, tolerance=1.0)
+    assert verifier.check(lambda x: [original(x)], FP32).passed
+    with pytest.raises(InputError, match=r"^the metric gives -1: let it return a distance"):
+        verifier.check(lambda x: [2 * original(x)], FP32)
 
 
 def test_a_model_that_fails_in_float64_is_compared_with_itself_in_float32() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -130,6 +131,13 @@ def test_a_metric_is_about_results_of_the_whole() -> None:
 def test_a_metric_that_fails_is_an_input_error() -> None:
     with pytest.raises(InputError, match="fails on the original's own results: TypeError"):
         made(Counting().eval(), metric=lambda found, expected: (found - expected).norm())
+    with pytest.raises(InputError, match=r"own results: .*the metric gives -1: let it return a distance"):
+        made(Counting().eval(), metric=lambda found, expected: -1.0)
+
+
+def test_a_metric_that_gives_nan_is_told_as_that() -> None:
+    report = made(Counting().eval(), metric=lambda found, expected: math.nan, tolerance=9.0).report
+    assert "the metric gives NaN for the whole model" in " ".join(report.notes)
 
 
 def test_where_no_time_is_left_fp32_serves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,8 @@ def test_nan_may_be_lost_only_where_the_user_says_so(nan: Any, keeps: bool) -> N
         ({"amp_dtype": torch.float64}, "amp_dtype=torch.float64: choose torch.float16 or torch.bfloat16"),
         ({"exclude": "compile"}, "exclude='compile': give a list of names"),
         ({"exclude": ["no-such"]}, "there is no pass no-such: choose from"),
+        ({"exclude": ["fold-conv-nb"]}, "; near it are fold-conv-bn, fold-constants"),
+        ({"passes": "fold-conv-nb"}, "; near it are fold-conv-bn, fold-constants"),
         ({"passes": "no-such"}, "there is no pass no-such: choose from"),
         ({"passes": 5}, "passes=5: give a list of passes, their text, or a Pipeline"),
         ({"passes": "degroup{least-gain"}, "degroup{least-gain"),

@@ -221,6 +221,17 @@ def test_what_others_build_on_is_kept_unless_it_costs(
     assert (bench.rewrite(PlantedFoundation("base"))[0].verdict is Verdict.KEPT) == kept
 
 
+@pytest.mark.parametrize(
+    ("cost", "reason"),
+    [(0.8, "faster: 1.250x"), (1.0, "later passes build on it: 1.000x"), (1.25, "slower: 0.800x")],
+)
+def test_what_others_build_on_is_told_to_be_faster_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, net: nn.Module, cost: float, reason: str
+) -> None:
+    bench = Bench(monkeypatch, net, X, cost={"base": cost})
+    assert bench.rewrite(PlantedFoundation("base"))[0].reason.startswith(reason)
+
+
 def test_what_others_build_on_may_cost_a_little_until_they_come(
     monkeypatch: pytest.MonkeyPatch, net: nn.Module
 ) -> None:
