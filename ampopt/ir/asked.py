@@ -61,6 +61,17 @@ class _LayoutWatch(TorchFunctionMode):
 
 
 @contextlib.contextmanager
+def watching_calls(watch: Callable[[types.FrameType, str, Any], None]) -> Iterator[None]:
+    """Within the block, tell `watch` of the thread's calls, as `sys.setprofile` does."""
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+@contextlib.contextmanager
 def noting_what_is_asked(model: nn.Module) -> Iterator[Asked]:
     """Within the block, record which of these the thread's code reads when it calls `model`.
 
@@ -68,18 +79,13 @@ def noting_what_is_asked(model: nn.Module) -> Iterator[Asked]:
     autocast state in PyTorch's own modules do not count: they only select between equivalent implementations.
     """
     asked = Asked(layout=any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()))
-    before = sys.getprofile()
 
     def watch(frame: types.FrameType, event: str, what: Any) -> None:
         if event == "c_call" and isinstance(what, types.BuiltinFunctionType) and what in _AUTOCAST:
             asked.autocast |= not str(frame.f_globals.get("__name__")).startswith("torch.")
 
-    sys.setprofile(watch)
-    try:
-        with _LayoutWatch(model, asked):
-            yield asked
-    finally:
-        sys.setprofile(before)
+    with watching_calls(watch), _LayoutWatch(model, asked):
+        yield asked
 
 
 def what_is_asked(
