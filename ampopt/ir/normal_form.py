@@ -61,14 +61,26 @@ def _flattened(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[list[Any],
 
 
 def true_copy(tensor: Tensor) -> Tensor:
-    """A copy of a tensor with its class; a parameter is one, with or without gradients."""
+    """A copy of a tensor with its class and attributes; a parameter is one, with or without gradients."""
     return _of_class(_plain_copy(tensor), tensor)
+
+
+def without_history(tensor: Tensor) -> Tensor:
+    """A tensor in the same memory that autograd knows nothing of, with the class and attributes of this."""
+    if not tensor.requires_grad:
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = tensor.detach()
+    return _of_class(plain, tensor)
 
 
 def _of_class(plain: Tensor, tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(plain, requires_grad=tensor.requires_grad)
-    return plain.as_subclass(type(tensor))
+        made: Tensor = nn.Parameter(plain, requires_grad=tensor.requires_grad)
+    else:
+        made = plain.as_subclass(type(tensor))
+    vars(made).update(vars(tensor))
+    return made
 
 
 def _plain_copy(tensor: Tensor) -> Tensor:

@@ -356,3 +356,41 @@ def test_a_parameter_is_answered_by_the_program_unless_the_model_asks() -> None:
         check(fast, asking, weight)
         check(fast, asking, X)
     assert fast.health.served_by_original == 2
+
+
+class Scaled(Tensor):
+    """An image with a scale."""
+
+    scale: float
+
+
+def with_scale(tensor: Tensor) -> Tensor:
+    made: Any = tensor.as_subclass(Scaled)
+    made.scale = 3.0
+    return made  # type: ignore[no-any-return]
+
+
+def with_gradients(tensor: Tensor) -> Tensor:
+    return tensor.clone().requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("ask", "given"),
+    [
+        (lambda m, x: x * (1 + isinstance(x, nn.Parameter)), nn.Parameter(X.clone())),
+        (lambda m, x: x * (1 + isinstance(x, nn.Parameter)), nn.Parameter(X.clone(), requires_grad=False)),
+        (lambda m, x: x * getattr(x, "scale", 1.0), with_scale(X.clone())),
+        (lambda m, x: x * getattr(x, "scale", 1.0), with_scale(with_gradients(X))),
+        (lambda m, x: x * (1 + isinstance(x, Scaled)), with_scale(with_gradients(X))),
+    ],
+    ids=["parameter", "constant", "scale", "scale and gradients", "class and gradients"],
+)
+def test_the_original_gets_arguments_with_their_class_and_attributes(ask: Any, given: Tensor) -> None:
+    model = Model(ask)
+    fast = module_of(model, X)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(fast(given), model(given), check_stride=False)
+            check(fast, model, X)
+    assert fast.health.served_by_original == 2
+    assert torch.equal(fast(given), model(given))

@@ -80,7 +80,7 @@ def received() -> bool:
         (lambda: time.strftime("%Y") != "1999", "the clock (time.strftime)"),
         (lambda: datetime.datetime.now().year > 1999, "the clock (datetime.now)"),
         (lambda: datetime.date.today().year > 1999, "the clock (date.today)"),
-        (lambda: open(FILE, "rb").close() is None, "files (open)"),
+        (lambda: FILE.open("rb").read(1), "files (open)"),
         (lambda: FILE.read_bytes() != b"", "files (open)"),
         (lambda: os.path.getsize(FILE) > 0, "files (stat)"),
         (lambda: os.path.exists(FILE), "files ("),
@@ -109,11 +109,11 @@ class Loading(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.gain = nn.Linear(6, 6), None
+        self.body, self.gain = nn.Linear(6, 6), 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         """The features, with the gain."""
-        if self.gain is None:
+        if not self.gain:
             self.began = time.monotonic()
             self.gain = float(np.load(FILE)[0])
         return self.body(x) * self.gain  # type: ignore[no-any-return]
@@ -159,6 +159,7 @@ class Seldom(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Linear(6, 6)
+        self.count: Tensor
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
