@@ -27,7 +27,7 @@ from ampopt.errors import InputError, PassedOnError, StrictError
 from ampopt.ir.aliases import Layout
 from ampopt.ir.capture import Captured
 from ampopt.ir.keywords import in_order
-from ampopt.ir.normal_form import without_history
+from ampopt.ir.normal_form import without_gradients
 from ampopt.ir.plain_tensors import (
     check_caller,
     check_plain,
@@ -277,7 +277,7 @@ class OptimizedModule(DeployableGraph):
         return result
 
     def _run_original(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        args, kwargs = map_tensors(without_history, args, kwargs)
+        args, kwargs = map_tensors(without_gradients, args, kwargs)
         with torch.no_grad():
             return self._state.call(args, kwargs)
 

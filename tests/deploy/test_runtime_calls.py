@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ampopt.deploy.runtime import OptimizedModule
-from ampopt.errors import InputError, StrictError
+from ampopt.errors import CaptureError, InputError, StrictError
 from ampopt.ir.lane_io import LaneIO
 from ampopt.ir.lanes import FP32
 from ampopt.ir.transform import Recipe
@@ -394,3 +394,46 @@ def test_the_original_gets_arguments_with_their_class_and_attributes(ask: Any, g
             check(fast, model, X)
     assert fast.health.served_by_original == 2
     assert torch.equal(fast(given), model(given))
+
+
+def marked(**attributes: Any) -> Tensor:
+    """A plain tensor with attributes."""
+    made = X.clone()
+    vars(made).update(attributes)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("ask", "given"),
+    [
+        (lambda m, x: x * getattr(x, "gain", 1), [marked(gain=1), marked(gain=3), marked(gain=5)]),
+        (lambda m, x: x * (2 if hasattr(x, "stamp") else 1), [marked(stamp=0.0), marked(stamp=1.0)]),
+        (lambda m, x: x * getattr(x, "gain", 1), [marked(gain=3).requires_grad_()]),
+    ],
+    ids=["a number", "whether there is one", "with gradients"],
+)
+def test_attributes_that_the_code_asks_for_are_for_the_original(ask: Any, given: list[Tensor]) -> None:
+    model = Model(ask)
+    fast = module_of(model, X)
+    with torch.no_grad():
+        for _ in range(2):
+            check(fast, model, X)
+            for tensor in given:
+                check(fast, model, tensor)
+    assert fast.health.served_by_original == 2 * len(given)
+    with pytest.raises(InputError, match="asks its arguments for attributes"):
+        fast.prepare((given[0],))
+    fast.strict = True
+    check(fast, model, X)
+
+
+def test_attributes_that_no_code_asks_for_are_for_the_program() -> None:
+    fast = module_of(model := Model(lambda m, x: x + 1), X)
+    check(fast, model, marked(stamp=1.0))
+    assert fast.health.served_by_original == 0
+
+
+def test_an_example_with_an_attribute_that_matters_is_more_than_a_graph() -> None:
+    for ask in (lambda m, x: x * getattr(x, "gain", 1), lambda m, x: x * x.gain):
+        with pytest.raises(CaptureError):
+            module_of(Model(ask), marked(gain=3))
