@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ampopt.engines.executable import Executable, quick
 from ampopt.engines.quick_call import Answer, Quick, plain
-from ampopt.ir.asked import Asked
+from ampopt.ir.asked import Asked, has_attributes
 from ampopt.ir.capture import Captured
 from ampopt.ir.graph import reads_strides
 from ampopt.ir.normal_form import is_normal
@@ -67,7 +67,8 @@ class KnownCalls:
     `latest` recognizes tensors like the last ones, for each number of them; `short` finds a call of nothing
     but positional plain tensors by their own keys; `find` finds every call by its leaves. A program is valid
     for all strides (`of_any_strides`), except if the model reads a tensor's layout: then keys also include
-    storage offsets, and the fast lookups, which do not see these, are not used.
+    storage offsets, and the fast lookups, which do not see these, are not used. Nor are they if it asks for
+    attributes that a user may have set.
 
     At most `max_programs` programs are kept, or one more than were asked for, and `MOST_KEYS` call signatures
     for each; the least recently used of the others are removed. Code that changes the cache holds `lock`.
@@ -84,7 +85,8 @@ class KnownCalls:
         self._short: dict[object, _Short] = {}
         self._any_strides: dict[object, Served] = {}
         self._by_layout: set[object] = set()
-        self._has_layout_keys = False
+        self.looks: tuple[Callable[[Tensor], object], ...] = ()
+        """What keys tell of each tensor besides its `tensor_key`: what the model's code asks for."""
 
     @property
     def answers(self) -> tuple[Served, ...]:
@@ -97,11 +99,11 @@ class KnownCalls:
         return len({id(served) for served in self._served.values() if served.layout is not None})
 
     def key(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> object:
-        """The cache key of a call: `call_key`, with storage offsets if the layout matters."""
+        """The cache key of a call: `call_key`, and more of its tensors if that matters, see `looks`."""
         key = call_key(leaves, spec)
-        if not self._has_layout_keys:
+        if not self.looks:
             return key
-        return key, tuple([(t.storage_offset(), t._is_view()) for t in tensors_of(leaves)])
+        return key, tuple([look(tensor) for tensor in tensors_of(leaves) for look in self.looks])
 
     def short(self, tensors: Sequence[Tensor]) -> Answer | None:
         """The answer for a call of plain tensors, none given twice; it becomes the `latest` of so many."""
@@ -142,8 +144,10 @@ class KnownCalls:
         assert served.captured is not None
         leaves, spec = served.captured.leaves, served.captured.spec
         key = call_key(leaves, spec, strides=False)
-        if served.asked.layout and not self._has_layout_keys:
-            self._look_at_layout()
+        if served.asked.layout:
+            self._look_at(_lies)
+        if served.asked.attributes:
+            self._look_at(has_attributes)
         if served.asked.layout or reads_strides(served.captured.program.graph) is not None:
             self._by_layout.add(key)
         elif key not in self._by_layout:  # the border brings any strides into order
@@ -160,15 +164,17 @@ class KnownCalls:
         for served in kept:
             if id(served.captured) not in own:
                 own[id(served.captured)] = self.admit(anew(served))
-        if self._has_layout_keys == other._has_layout_keys:
+        if self.looks == other.looks:
             for key, served in theirs.items():
                 if served.is_kept:
                     self._served.setdefault(key, own[id(served.captured)])
 
-    def _look_at_layout(self) -> None:
-        """From now on keys say where tensors begin, and the short ways are not taken."""
+    def _look_at(self, look: Callable[[Tensor], object]) -> None:
+        """From now on keys tell this of tensors, too, and the short ways are not taken."""
+        if look in self.looks:
+            return
         known = {id(served): served for served in self._served.values()}
-        self._has_layout_keys = True
+        self.looks += (look,)
         self._served.clear()
         self._short, self.latest = {}, {}
         for served in known.values():
@@ -180,7 +186,7 @@ class KnownCalls:
         key = self.key(leaves, spec)
         self._served[key] = served
         self.failures.pop(key, None)
-        if served.layout is not None and not self._has_layout_keys and _is_short(leaves, spec):
+        if served.layout is not None and not self.looks and _is_short(leaves, spec):
             self._short[_short_key(leaves)] = _Short(_way(served, leaves), served.layout.restore, key)
         while self.programs > max(self.max_programs, len(self._kept()) + 1):
             programs = (key for key, found in self._served.items() if found.layout is not None)
@@ -213,6 +219,10 @@ class KnownCalls:
         while len(self.failures) > MOST_KEYS * self.max_programs:
             del self.failures[next(iter(self.failures))]
         return failures < most
+
+
+def _lies(tensor: Tensor) -> object:
+    return tensor.storage_offset(), tensor._is_view()
 
 
 def _is_short(leaves: Sequence[Any], spec: pytree.TreeSpec) -> bool:

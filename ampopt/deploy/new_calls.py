@@ -16,9 +16,10 @@ from ampopt.deploy.known_calls import KnownCalls, Served
 from ampopt.deploy.optimized import Optimized
 from ampopt.deploy.program_maker import ProgramMaker, try_call
 from ampopt.errors import AmpoptError, InputError, KindError, is_passing, says
+from ampopt.ir.asked import has_attributes
 from ampopt.ir.normal_form import is_normal, normal_form
 from ampopt.ir.plain_tensors import check_untraced
-from ampopt.ir.signature import check_same_call
+from ampopt.ir.signature import check_same_call, tensors_of
 from ampopt.ir.size_ranges import hold
 from ampopt.ir.transform import is_slow
 
@@ -80,6 +81,10 @@ class NewCalls:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Any], spec: pytree.TreeSpec
     ) -> Served | Refusal:
         """A program answers a call as it answers its normal form, where the original does so, too."""
+        if reason := self._why_attributes(leaves):
+            self._maker.try_original(args, kwargs)  # its own error is raised
+            self._check_without_program(args, kwargs)
+            return Refusal(reason, may_pass=False)
         if not is_normal(leaves, spec):
             self._maker.try_original(args, kwargs)  # its own error is raised
             if reason := self._maker.why_not_normal(args, kwargs):
@@ -111,6 +116,12 @@ class NewCalls:
             return Refusal(textwrap.shorten(reason, 300), is_passing(error))
         self.captures += 1
         return self._known.admit(served)
+
+    def _why_attributes(self, leaves: Sequence[Any]) -> str | None:
+        """Why no program answers a call whose tensors have attributes; None where they do not matter."""
+        if has_attributes in self._known.looks and any(map(has_attributes, tensors_of(leaves))):
+            return "the model's code asks its arguments for attributes, and they have some"
+        return None
 
     def _of_sizes(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Served | None:
         """The program for a range of sizes, where this call is in it."""
@@ -154,13 +165,14 @@ class NewCalls:
             if served is not None and served.layout is not None and served is not self.in_range:
                 served.is_kept = True
                 return
-            if is_normal(leaves, spec):
+            reason = self._why_attributes(leaves)
+            if reason is None and is_normal(leaves, spec):
                 made = self._maker.make(args, kwargs, self._optimized.recipe.passes)
                 known.max_programs = max(known.max_programs, known.programs + 1)
                 made.is_kept = True
                 known.admit(made)
                 return
-            if reason := self._maker.why_not_normal(args, kwargs):
+            if reason := reason or self._maker.why_not_normal(args, kwargs):
                 raise InputError(f"only the original can answer the call to prepare: {reason}")
             plain = normal_form(leaves, spec)
             args, kwargs = pytree.tree_unflatten(*plain)

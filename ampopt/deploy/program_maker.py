@@ -226,12 +226,6 @@ class ProgramMaker:
         return served.casts[dtype]
 
 
-def detached(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, detached from autograd."""
-
-    return map_tensors(lambda tensor: tensor.detach() if tensor.requires_grad else tensor, args, kwargs)
-
-
 def _ordinary(tensor: Tensor) -> Tensor:
     """A tensor without gradients or lazy bits; one made in inference mode, which autocast's cache and
     captures cannot take, is copied."""

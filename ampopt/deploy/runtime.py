@@ -18,7 +18,7 @@ from ampopt.deploy.health import Callback, Event, Health, Monitor
 from ampopt.deploy.known_calls import KnownCalls, Served
 from ampopt.deploy.new_calls import NewCalls, Refusal, call_to_prepare, check_answered
 from ampopt.deploy.optimized import Optimized
-from ampopt.deploy.program_maker import ProgramMaker, detached
+from ampopt.deploy.program_maker import ProgramMaker
 from ampopt.deploy.served_state import State
 from ampopt.deploy.sized_program import SizedProgram
 from ampopt.engines.cuda_graphs import Outputs
@@ -27,6 +27,7 @@ from ampopt.errors import InputError, PassedOnError, StrictError
 from ampopt.ir.aliases import Layout
 from ampopt.ir.capture import Captured
 from ampopt.ir.keywords import in_order
+from ampopt.ir.normal_form import without_gradients
 from ampopt.ir.plain_tensors import (
     check_caller,
     check_plain,
@@ -37,7 +38,7 @@ from ampopt.ir.plain_tensors import (
 )
 from ampopt.ir.program import Program
 from ampopt.ir.settings import autocast_now
-from ampopt.ir.signature import CallKey, flatten_call, shown, tensors_of
+from ampopt.ir.signature import CallKey, flatten_call, map_tensors, shown, tensors_of
 from ampopt.ir.size_range import ranges_of
 from ampopt.ir.transform import Recipe
 from ampopt.measure.ledger import Ledger
@@ -276,7 +277,7 @@ class OptimizedModule(DeployableGraph):
         return result
 
     def _run_original(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        args, kwargs = detached(args, kwargs)
+        args, kwargs = map_tensors(without_gradients, args, kwargs)
         with torch.no_grad():
             return self._state.call(args, kwargs)
 

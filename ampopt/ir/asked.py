@@ -1,4 +1,7 @@
-"""Detects model code that reads strides or the autocast state; a captured graph makes them constants."""
+"""Detects model code that reads strides, the autocast state, or attributes of its arguments.
+
+A captured graph makes them constants.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,26 @@ from torch.overrides import TorchFunctionMode
 
 from ampopt.ir.model_copy import untouched_rng
 from ampopt.ir.settings import Settings
+from ampopt.ir.signature import map_tensors
 
 logger = logging.getLogger("ampopt")
 
 
 @dataclasses.dataclass
 class Asked:
-    """`layout`: how a tensor lies in memory; `autocast`: the autocast state of the call."""
+    """`layout`: how a tensor lies in memory; `autocast`: the autocast state of the call.
+
+    `attributes`: those that a plain tensor has not, and a user may have set.
+    """
 
     layout: bool = False
     autocast: bool = False
+    attributes: bool = False
+
+
+def has_attributes(tensor: Tensor) -> bool:
+    """Whether a user has set attributes of a tensor."""
+    return bool(vars(tensor))
 
 
 def _getter(name: str) -> object:
@@ -60,26 +73,37 @@ class _LayoutWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _is_of_torch(frame: types.FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("torch.")
+
+
+@contextlib.contextmanager
+def watching_calls(watch: Callable[[types.FrameType, str, Any], None]) -> Iterator[None]:
+    """Within the block, tell `watch` of the thread's calls, as `sys.setprofile` does."""
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
 @contextlib.contextmanager
 def noting_what_is_asked(model: nn.Module) -> Iterator[Asked]:
     """Within the block, record which of these the thread's code reads when it calls `model`.
 
     TorchScript reads without being observed, so such a model is assumed to read layouts. Reads of the
     autocast state in PyTorch's own modules do not count: they only select between equivalent implementations.
+    Attributes are not noted here.
     """
     asked = Asked(layout=any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()))
-    before = sys.getprofile()
 
     def watch(frame: types.FrameType, event: str, what: Any) -> None:
         if event == "c_call" and isinstance(what, types.BuiltinFunctionType) and what in _AUTOCAST:
-            asked.autocast |= not str(frame.f_globals.get("__name__")).startswith("torch.")
+            asked.autocast |= not _is_of_torch(frame)
 
-    sys.setprofile(watch)
-    try:
-        with _LayoutWatch(model, asked):
-            yield asked
-    finally:
-        sys.setprofile(before)
+    with watching_calls(watch), _LayoutWatch(model, asked):
+        yield asked
 
 
 def what_is_asked(
@@ -89,7 +113,32 @@ def what_is_asked(
     try:
         with Settings().scope(device), untouched_rng(device), noting_what_is_asked(model) as asked:
             model(*args, **kwargs)
+            asked.attributes = _asks_for_attributes(model, args, kwargs)
     except Exception as error:
         logger.debug("ampopt: what a model asks is not known: %s", error)
-        return Asked(layout=True, autocast=True)
+        return Asked(layout=True, autocast=True, attributes=True)
     return asked
+
+
+def _asks_for_attributes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a model's code asks its arguments for attributes that they have not, and a user's may have.
+
+    So it is assumed where it fails on tensors of the class that notes it.
+    """
+    asked_for = list[str]()
+
+    class Watched(Tensor):
+        __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+        def __getattr__(self, name: str) -> Any:
+            if not name.startswith("__") and not _is_of_torch(sys._getframe(1)):
+                asked_for.append(name)
+            raise AttributeError(f"'Tensor' object has no attribute {name!r}")
+
+    args, kwargs = map_tensors(lambda tensor: tensor.as_subclass(Watched), args, kwargs)
+    try:
+        model(*args, **kwargs)
+    except Exception as error:
+        logger.debug("ampopt: what a model asks its arguments for is not known: %s", error)
+        return True
+    return bool(asked_for)

@@ -7,6 +7,7 @@ draws random numbers. Tensors in buffers, attributes and containers can be input
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import re
@@ -88,6 +89,8 @@ def behaviour_of(
     """
     calls = Calls(args, kwargs, device)
     found = _examined(model, calls, also, {})
+    if (read := calls.outer.why_not_one_graph(model)) is not None:
+        return Behaviour(read)
     if found.reason is None or (made := after_first_calls(model, calls)) is None:
         return found
     called, twin = made
@@ -110,11 +113,16 @@ def _examined(
     if weights := sorted(place for place in found if str(place) in parameters):
         return Behaviour(f"it changes its parameter {weights[0]} when it is called")
     written, elsewhere = set[Attribute](), list[list[Any]]()
+
+    def once_more(copied: nn.Module) -> list[Any]:
+        with calls.outer.noted():
+            return calls.answer(copied, calls.others, 2)
+
     try:
-        written |= rewritten(one, lambda copied: elsewhere.append(calls.answer(copied, calls.others, 2)))
+        written |= rewritten(one, lambda copied: elsewhere.append(once_more(copied)))
     except Exception:  # indices or offsets cannot be drawn
         calls.others = calls.leaves
-        written |= rewritten(one, lambda copied: calls.answer(copied, calls.leaves, 2))
+        written |= rewritten(one, once_more)
     found.update(differences(model, one))
     found.update(Place(*attribute) for attribute in written - attributes(found))
     outside = Outside(model)  # what first calls set, and later ones leave, is no state
@@ -214,7 +222,8 @@ class _Succession:
         found, written = set[Place](), set[Attribute]()
 
         def call(called: nn.Module) -> None:
-            answer, given = calls.answer_and_given(called, calls.in_turn(number), 11 + number)
+            with calls.outer.noted() if number else contextlib.nullcontext():
+                answer, given = calls.answer_and_given(called, calls.in_turn(number), 11 + number)
             answers.append(answer)
             inputs.append(given)
 

@@ -39,16 +39,21 @@ logger = logging.getLogger("ampopt")
 def is_normal(leaves: Sequence[Any], spec: pytree.TreeSpec) -> bool:
     """Whether every tensor of a call is a plain one, and neither a tensor nor a container is given twice."""
     tensors = tensors_of(leaves)
-    if len(set(map(id, tensors))) < len(tensors) or any(type(tensor) is not Tensor for tensor in tensors):
+    if len(set(map(id, tensors))) < len(tensors) or not all(map(_is_plain, tensors)):
         return False
     return _flattened(leaves, spec)[1] == spec
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has no class of its own, and no attributes that a user has set."""
+    return type(tensor) is Tensor and not vars(tensor)
+
+
 def normal_form(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[list[Any], pytree.TreeSpec]:
-    """The normal form of a call: with a copy of each tensor of another class, and of what came before."""
+    """The normal form of a call: with a plain copy of each tensor that is none, and of what came before."""
     seen, found = set[int](), list[Any]()
     for leaf in leaves:
-        is_fine = not isinstance(leaf, Tensor) or (type(leaf) is Tensor and id(leaf) not in seen)
+        is_fine = not isinstance(leaf, Tensor) or (_is_plain(leaf) and id(leaf) not in seen)
         seen.add(id(leaf))
         found.append(leaf if is_fine else _plain_copy(leaf))
     return _flattened(found, spec)
@@ -61,14 +66,28 @@ def _flattened(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[list[Any],
 
 
 def true_copy(tensor: Tensor) -> Tensor:
-    """A copy of a tensor with its class; a parameter is one, with or without gradients."""
+    """A copy of a tensor with its class and attributes; a parameter is one, with or without gradients."""
     return _of_class(_plain_copy(tensor), tensor)
+
+
+def without_gradients(tensor: Tensor) -> Tensor:
+    """A tensor in the same memory that requires no gradients, with the class and attributes of this."""
+    if not tensor.requires_grad:
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = tensor.detach()
+    made = _of_class(plain, tensor)
+    made.requires_grad = False
+    return made
 
 
 def _of_class(plain: Tensor, tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(plain, requires_grad=tensor.requires_grad)
-    return plain.as_subclass(type(tensor))
+        made: Tensor = nn.Parameter(plain, requires_grad=tensor.requires_grad)
+    else:
+        made = plain.as_subclass(type(tensor))
+    vars(made).update(vars(tensor))
+    return made
 
 
 def _plain_copy(tensor: Tensor) -> Tensor:
@@ -97,6 +116,8 @@ def why_not_normal(
     tensors = tensors_of(flatten_call(args, kwargs)[0])
     if kinds := sorted({type(tensor).__name__ for tensor in tensors if type(tensor) is not Tensor}):
         return f"its results depend on the class of its arguments ({', '.join(kinds)})"
+    if names := sorted({name for tensor in tensors for name in vars(tensor)}):
+        return f"its results depend on attributes of its arguments ({', '.join(names)})"
     return "its results depend on which of its arguments are the same tensor or container"
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampopt.ir.asked import Asked, noting_what_is_asked
+from ampopt.ir.asked import Asked, noting_what_is_asked, what_is_asked
 from tests.helpers import Model
 
 X = torch.randn(1, 3, 4, 4)
@@ -43,6 +43,47 @@ def asked_by(function: Callable[..., Any], **members: nn.Module) -> Asked:
 )
 def test_a_question_about_the_layout_is_noted(ask: Callable[..., Any]) -> None:
     assert asked_by(ask) == Asked(layout=True)
+
+
+def what_it_asks(function: Callable[..., Any], **members: nn.Module) -> Asked:
+    model = Model(function, **members).eval()
+    return what_is_asked(model, (X,), {}, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda m, x: x * getattr(x, "gain", 1),
+        lambda m, x: x * (2 if hasattr(x, "stamp") else 1),
+        lambda m, x: x.relu() * getattr(x, "gain", 1),
+    ],
+)
+def test_a_question_for_an_attribute_of_an_argument_is_noted(ask: Callable[..., Any]) -> None:
+    assert what_it_asks(ask) == Asked(attributes=True)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda m, x: m.conv(x) * getattr(m, "gain", 1),
+        lambda m, x: x * (2 if isinstance(x, nn.Parameter) else 1),
+        lambda m, x: x + m.conv.weight.requires_grad,
+        lambda m, x: x.reshape(x.shape[0], -1).T.mean() + x.dtype.is_floating_point,
+        lambda m, x: m.attention(*[x.reshape(1, 12, 4)] * 3)[0],
+    ],
+)
+def test_other_questions_are_not(ask: Callable[..., Any]) -> None:
+    members = {"conv": nn.Conv2d(3, 3, 1), "attention": nn.MultiheadAttention(4, 2, batch_first=True)}
+    assert what_it_asks(ask, **members) == Asked()
+
+
+def test_a_model_that_refuses_other_classes_may_ask_for_attributes() -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        if type(x) is not Tensor:
+            raise TypeError
+        return x + 1
+
+    assert what_it_asks(function) == Asked(attributes=True)
 
 
 def within_autocast(m: Any, x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,18 @@ class Noisy(nn.Module):
         return self.conv(x) + torch.rand(1)  # type: ignore[no-any-return]
 
 
+class Timed(nn.Module):
+    """A submodule that answers otherwise after its time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.end = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), time.monotonic() + 1e9
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The features, none when the time is over."""
+        return self.net(x) * (0 if time.monotonic() > self.end else 1)  # type: ignore[no-any-return]
+
+
 class Overwriting(nn.Module):
     """A model that changes its input."""
 
@@ -83,6 +96,17 @@ class Overwriting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize in place, then convolve."""
         return self.conv(x.sub_(0.5))  # type: ignore[no-any-return]
+
+
+def test_a_submodule_that_reads_the_clock_is_no_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keep_the_patched(monkeypatch)
+    model: Any = with_statistics(nn.Sequential(Timed(), nn.Conv2d(4, 4, 3)))
+    fast: Any = optimize(model, X, precision="fp32")
+    assert set(fast.report.regions) <= {"0.net", "1"}
+    assert any("it reads the clock (time.monotonic) at test_regions.py" in note for note in fast.report.notes)
+    torch.testing.assert_close(fast(X), model(X), atol=1e-4, rtol=1e-4)
 
 
 def test_data_dependent_control_flow_is_served_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
