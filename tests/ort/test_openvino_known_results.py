@@ -44,6 +44,13 @@ KNOWN: dict[str, tuple[Function, Tensor]] = {
     "bilinear from corner to corner": (resized(size=(1, 11), mode="bilinear", align_corners=True), X),
     "bicubic": (resized(size=(9, 11), mode="bicubic"), X),
     "bicubic from corner to corner": (resized(size=(9, 11), mode="bicubic", align_corners=True), X),
+    "averages of what there is, sizes up": (
+        lambda m, x: F.avg_pool2d(x, 5, 4, 2, ceil_mode=True, count_include_pad=False),
+        X,
+    ),
+    "averages without a padding, sizes up": (lambda m, x: F.avg_pool2d(x, 3, 2, ceil_mode=True), X),
+    "averages with a padding": (lambda m, x: F.avg_pool2d(x, 3, 2, 1), X),
+    "maxima, sizes up": (lambda m, x: F.max_pool2d(x, 3, 2, ceil_mode=True), X),
     "nearest by a factor": (resized(scale_factor=2, mode="nearest"), X),
     "nearest of one pixel": (resized(size=(42, 6), mode="nearest"), X),
 }
@@ -78,6 +85,11 @@ UNKNOWN: dict[str, tuple[Function, str]] = {
     "nearest by no whole factor": (resized(size=(16, 6), mode="nearest"), r"\(Interpolate\)"),
     "nearest of fewer pixels": (resized(size=(4, 6), mode="nearest"), r"\(Interpolate\)"),
     "nearest 41 times": (resized(size=(14, 246), mode="nearest"), r"\(Interpolate\)"),
+    "averages beyond the padding": (
+        lambda m, x: F.avg_pool2d(x, 5, 4, 2, ceil_mode=True),
+        r"\(AvgPool\)",
+    ),
+    "maxima of nothing": (lambda m, x: F.max_pool2d(x, 3, 5, 1, ceil_mode=True), r"\(MaxPool\)"),
     "a floor": (lambda m, x: torch.floor(x), r"\(Floor\)"),
 }
 
