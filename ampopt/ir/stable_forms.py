@@ -3,8 +3,8 @@
 PyTorch computes log(sigmoid(x)) as min(x, 0) - log1p(exp(-|x|)); torch.onnx writes Log(Sigmoid(x)), which is
 -inf from about -17 on, because ONNX Runtime's Sigmoid is exactly 0 there. `FORMS` is the table of all such
 operators: each is written with other operators that ONNX has and that neither overflow nor cancel. Pooling to
-one pixel is among them because its usual form is slow; `deciding_forms` are exact, `border_forms` are for
-signs of zero and infinities, and `reduction_forms`, `attention_forms` and `loss_forms` for what torch.onnx
+one pixel is among them because its usual form is slow; `deciding_forms` are exact, `border_forms` and
+`similarity_forms` are for signs of zero and infinities, and `reduction_forms`, `attention_forms` and `loss_forms` for what torch.onnx
 has no operator for.
 
 Correct because: every form is equal to its operator over the real numbers, but the series of log1p, which
@@ -30,6 +30,7 @@ from ampopt.ir import (
     pooling_forms,
     reduction_forms,
     resize_forms,
+    similarity_forms,
 )
 from ampopt.ir.border_forms import ratio_of, with_nan_of
 from ampopt.ir.deciding_forms import Call
@@ -318,6 +319,7 @@ FORMS: Forms = {
     **reduction_forms.FORMS,
     **attention_forms.FORMS,
     **loss_forms.FORMS,
+    **similarity_forms.FORMS,
     aten.log_sigmoid.default: lambda call, node: _log_sigmoid(call, node.args[0]),
     aten.log.default: _log,
     aten.logaddexp.default: lambda call, node: added(call, node.args[0], node.args[1]),
