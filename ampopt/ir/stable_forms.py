@@ -4,8 +4,8 @@ PyTorch computes log(sigmoid(x)) as min(x, 0) - log1p(exp(-|x|)); torch.onnx wri
 -inf from about -17 on, because ONNX Runtime's Sigmoid is exactly 0 there. `FORMS` is the table of all such
 operators: each is written with other operators that ONNX has and that neither overflow nor cancel. Pooling to
 one pixel is among them because its usual form is slow; `deciding_forms` are exact, `border_forms` and
-`similarity_forms` are for signs of zero and infinities, and `reduction_forms`, `attention_forms` and `loss_forms` for what torch.onnx
-has no operator for.
+`similarity_forms` are for signs of zero and infinities, and `reduction_forms`, `attention_forms` and
+`loss_forms` for what torch.onnx has no operator for.
 
 Correct because: every form is equal to its operator over the real numbers, but the series of log1p, which
 stops where the next term is below float32's rounding. Where eager overflows on finite numbers, the form may
