@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ampopt.engines.onnx_graph import OPSETS, model_of
-from ampopt.ir import deciding_forms, loss_forms, pooling_forms, reduction_forms, resize_forms
+from ampopt.ir import (
+    deciding_forms,
+    loss_forms,
+    pooling_forms,
+    reduction_forms,
+    resize_forms,
+    similarity_forms,
+)
 from ampopt.ir.graph import aten, calls
 from ampopt.ir.stable_forms import FORMS, with_stable_forms
 from ampopt.ort.session import OnnxRunner, SessionOptions
@@ -158,7 +165,7 @@ def test_every_form_is_used_by_one_of_these() -> None:
     x = POINTS.clone()
     graph = program_of(Model(lambda m, v: tuple(f(v) for f in OPERATORS.values())), x).graph
     other = deciding_forms.FORMS.keys() | resize_forms.FORMS.keys() | pooling_forms.FORMS.keys()
-    other |= reduction_forms.FORMS.keys() | loss_forms.FORMS.keys()
+    other |= reduction_forms.FORMS.keys() | loss_forms.FORMS.keys() | similarity_forms.FORMS.keys()
     other |= {aten.mean.default, aten.softmax.int, aten.log_softmax.int}  # of integers, see `integer_forms`
     assert {node.target for node in calls(graph, FORMS)} - other == FORMS.keys() - other
 
