@@ -27,6 +27,7 @@ from ampopt.ir.asked import Asked
 from ampopt.ir.capture import Captured
 from ampopt.ir.lane_io import FLOATING, LaneIO
 from ampopt.ir.program import Program
+from ampopt.ir.settings import autocast_scope
 from ampopt.ir.signature import describe, flatten_call, tensors_of
 from ampopt.ir.symbolic_capture import standing_for_all
 from ampopt.ir.transform import Engine, Recipe, replay
@@ -83,6 +84,16 @@ def _restored(captured: Captured) -> nn.Module:
     return LaneIO(model, outside.pop(), captured.spec, own)
 
 
+def _without_autocast(model: nn.Module, device: torch.device) -> Callable[..., Any]:
+    """The module, whose graph has all casts that were captured, also in a caller's autocast."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with autocast_scope(device, None):
+            return model(*args, **kwargs)
+
+    return call
+
+
 @process_kept()
 def load(
     path: str | os.PathLike[str],
@@ -130,7 +141,7 @@ def load(
             name: functools.partial(_onnx, path, verify_key, inside, name)
             for name in ("onnxruntime", "openvino")
         },
-        "original": lambda _notes: Way(_restored(inside), threads),
+        "original": lambda _notes: Way(_without_autocast(_restored(inside), where), threads),
     }
 
     def made(name: str, notes: list[str]) -> LoadedModel:

@@ -251,3 +251,11 @@ def test_what_is_negated_or_conjugated_by_a_bit_alone_is_taken(convolutions: Pat
     for x in (torch._neg_view(X), torch.complex(X, X).conj().imag):
         assert x.is_neg()
         torch.testing.assert_close(loaded(x)["y"], loaded(x.resolve_neg())["y"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_autocast_around_a_call_changes_nothing(convolutions: Path, backend: str) -> None:
+    loaded = ampopt.load(convolutions, backend=backend, device="cpu")
+    expected = loaded(X)["y"]
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(loaded(X)["y"], expected, rtol=1e-6, atol=1e-6)

@@ -46,6 +46,21 @@ OTHERWISE: dict[str, tuple[Function, tuple[Tensor, ...], str]] = {
         (IMAGE,),
         "nearest pixels, at grid_sampler",
     ),
+    "a normalization of channels": (
+        lambda m, x: x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-6),
+        (IMAGE,),
+        "the last dimension in place of others, at mean",
+    ),
+    "one of a product": (
+        lambda m, x: x * torch.rsqrt((x * x).mean((2, 3), keepdim=True) + 1e-6),
+        (IMAGE,),
+        "the last dimension in place of others, at mean",
+    ),
+    "a norm of two dimensions": (
+        lambda m, x: F.rms_norm(x, (8, 8)),
+        (IMAGE,),
+        "the last dimension in place of others, at",
+    ),
     "antialiasing": (
         lambda m, x: F.interpolate(x, (3, 5), mode="bilinear", antialias=True),
         (IMAGE,),

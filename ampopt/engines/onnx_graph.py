@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from ampopt.engines.onnx_names import move_weights_apart
+from ampopt.engines.onnx_pool_sizes import round_sizes_down
 from ampopt.engines.onnx_registry import registry_kept
 from ampopt.engines.onnx_rules import constants_apart, exact_rules, last_match_freed
 from ampopt.errors import ExportError, InputError
@@ -101,6 +102,7 @@ def model_of(
     assert result is not None
     model = result.model
     _name_border(model, input_names, output_names)
+    round_sizes_down(model)
     _cast_outputs(model, exported)
     _tidy(model)
     rename_dims(model, dims)

@@ -53,7 +53,7 @@ def _keep_nan(graph: Any, node: Any) -> None:
 
     source, nodes = node.inputs[0], []
     producer = source.producer()
-    if node.op_type == "MaxPool" and (_channels(source) is None or _ends(node) is None):
+    if node.op_type == "MaxPool" and (_channels(source) is None or ends_of(node) is None):
         return
     if producer is None or producer.op_type not in _ARITHMETIC or node.op_type != "MaxPool":
         zero = new_initializer(graph, np.zeros((), np.float32), f"{node.outputs[0].name}_zero")
@@ -117,13 +117,13 @@ def _convolution_by_zeros(graph: Any, pool: Any, source: Any) -> Any:
     """A depthwise convolution over the windows of a pooling."""
     import onnx_ir
 
-    kernel, channels = _ints(pool, "kernel_shape"), _channels(pool.inputs[0])
-    strides, dilations = _ints(pool, "strides") or [1] * len(kernel), _ints(pool, "dilations")
+    kernel, channels = ints_of(pool, "kernel_shape"), _channels(pool.inputs[0])
+    strides, dilations = ints_of(pool, "strides") or [1] * len(kernel), ints_of(pool, "dilations")
     dilations, begins = (
         dilations or [1] * len(kernel),
-        (_ints(pool, "pads") or [0] * len(kernel))[: len(kernel)],
+        (ints_of(pool, "pads") or [0] * len(kernel))[: len(kernel)],
     )
-    ends = _ends(pool)
+    ends = ends_of(pool)
     assert ends is not None
     weight = new_initializer(
         graph, np.zeros((channels, 1, *kernel), np.float32), f"{pool.outputs[0].name}_zeros"
@@ -143,17 +143,17 @@ def _channels(value: Any) -> int | None:
     return shape[1] if len(shape) > 2 and isinstance(shape[1], int) else None
 
 
-def _ends(pool: Any) -> list[int] | None:
+def ends_of(pool: Any) -> list[int] | None:
     """The padding behind an image with which a convolution has a pooling's windows; None: sizes decide it."""
-    kernel = _ints(pool, "kernel_shape")
+    kernel = ints_of(pool, "kernel_shape")
     rank = len(kernel)
-    strides, dilations = _ints(pool, "strides") or [1] * rank, _ints(pool, "dilations") or [1] * rank
-    pads = _ints(pool, "pads") or [0] * 2 * rank
+    strides, dilations = ints_of(pool, "strides") or [1] * rank, ints_of(pool, "dilations") or [1] * rank
+    pads = ints_of(pool, "pads") or [0] * 2 * rank
     before, after = (
         (list(v.shape) if v.shape is not None else [])[2:] for v in (pool.inputs[0], pool.outputs[0])
     )
     if not all(isinstance(size, int) for size in (*before, *after)) or len(before) != rank:
-        return None if _flag(pool, "ceil_mode") else pads[rank:]
+        return None if flag_of(pool, "ceil_mode") else pads[rank:]
     geometry = zip(before, after, kernel, strides, dilations, pads[:rank], strict=True)
     return [max((out - 1) * s + d * (k - 1) + 1 - n - b, 0) for n, out, k, s, d, b in geometry]  # `ceil_mode`
 
@@ -161,8 +161,8 @@ def _ends(pool: Any) -> list[int] | None:
 def _fold_first_places(graph: Any, pool: Any) -> None:
     """Places of a pooling over one pixel are 0, 1, 2 and so on: what is sliced out of them is a constant."""
     shape, slices = _sizes(pool.outputs[1]), [use.node for use in pool.outputs[1].uses()]
-    ones = {value for name in ("kernel_shape", "strides") for value in _ints(pool, name)}
-    if ones != {1} or any(_ints(pool, "pads")) or not shape or pool.outputs[1].is_graph_output():
+    ones = {value for name in ("kernel_shape", "strides") for value in ints_of(pool, name)}
+    if ones != {1} or any(ints_of(pool, "pads")) or not shape or pool.outputs[1].is_graph_output():
         return
     for each in slices:
         bounds = [constant_of(value) for value in each.inputs[1:]]
@@ -254,12 +254,14 @@ def _sizes(value: Any) -> list[int]:
     return sizes if all(isinstance(size, int) for size in sizes) else []
 
 
-def _ints(node: Any, name: str) -> list[int]:
+def ints_of(node: Any, name: str) -> list[int]:
+    """An attribute of integers; empty where there is none."""
     found = node.attributes.get(name)
     return [] if found is None else list(found.as_ints())
 
 
-def _flag(node: Any, name: str) -> bool:
+def flag_of(node: Any, name: str) -> bool:
+    """Whether an attribute is there, and is not 0."""
     found = node.attributes.get(name)
     return found is not None and bool(found.as_int())
 

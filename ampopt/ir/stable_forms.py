@@ -3,9 +3,9 @@
 PyTorch computes log(sigmoid(x)) as min(x, 0) - log1p(exp(-|x|)); torch.onnx writes Log(Sigmoid(x)), which is
 -inf from about -17 on, because ONNX Runtime's Sigmoid is exactly 0 there. `FORMS` is the table of all such
 operators: each is written with other operators that ONNX has and that neither overflow nor cancel. Pooling to
-one pixel is among them because its usual form is slow; `deciding_forms` are exact, `border_forms` are for
-signs of zero and infinities, `spread_forms` for squares beyond float32, and `reduction_forms`,
-`attention_forms` and `loss_forms` for what torch.onnx has no operator for.
+one pixel is among them because its usual form is slow; `deciding_forms` are exact, `border_forms` and
+`similarity_forms` are for signs of zero and infinities, `spread_forms` for squares beyond float32, and
+`reduction_forms`, `attention_forms` and `loss_forms` for what torch.onnx has no operator for.
 
 Correct because: every form is equal to its operator over the real numbers, but the series of log1p, which
 stops where the next term is below float32's rounding. Where eager overflows on finite numbers, the form may
@@ -30,6 +30,7 @@ from ampopt.ir import (
     pooling_forms,
     reduction_forms,
     resize_forms,
+    similarity_forms,
     spread_forms,
 )
 from ampopt.ir.border_forms import ratio_of, with_nan_of
@@ -345,6 +346,7 @@ FORMS: Forms = {
     **reduction_forms.FORMS,
     **attention_forms.FORMS,
     **loss_forms.FORMS,
+    **similarity_forms.FORMS,
     **spread_forms.FORMS,
     aten.log_sigmoid.default: lambda call, node: _log_sigmoid(call, node.args[0]),
     aten.log.default: _log,

@@ -6,6 +6,7 @@ real numbers in the model's precision are taken, and integers that follow from c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 _KNOWN = frozenset(
@@ -51,7 +52,7 @@ def unknown_operator(model: Any, *, half: bool) -> str | None:
             return f"{op.get_friendly_name()} ({kind})"
         elif found := _unknown_dtype(op, dtypes):
             return f"{op.get_friendly_name()} ({kind} of {found})"
-        elif kind == "Interpolate" and not _is_known_resizing(op):
+        elif kind in _KNOWN_IF and not _KNOWN_IF[kind](op):
             return f"{op.get_friendly_name()} ({kind})"
     return None
 
@@ -72,6 +73,27 @@ def _is_known_resizing(op: Any) -> bool:
     return mode in _WEIGHTED and coordinates in _COORDINATES
 
 
+def _is_known_pooling(op: Any) -> bool:
+    """Whether no average counts pixels beyond a padding, and no window of maxima begins beyond the image."""
+    given = op.get_attributes()
+    if given["rounding_type"] == "floor":
+        return True
+    if op.get_type_name() == "AvgPool":
+        return given["exclude-pad"] or not any((*given["pads_begin"], *given["pads_end"]))
+    before, after = (port.get_partial_shape().to_shape() for port in (op.input(0), op.output(0)))
+    sizes = zip(list(before)[2:], list(after)[2:], given["strides"], given["pads_begin"], strict=True)
+    return all((windows - 1) * stride < size + pad for size, windows, stride, pad in sizes)
+
+
+def _is_known_mean(op: Any) -> bool:
+    """Whether a mean is over the last dimension alone, or of no product: OpenVINO takes others for it."""
+    axes = op.input_value(1).get_node()
+    if op.input_value(0).get_node().get_type_name() not in ("Power", "Multiply"):
+        return True
+    rank = len(op.get_input_shape(0))
+    return axes.get_type_name() == "Constant" and {int(a) % rank for a in axes.data.flatten()} == {rank - 1}
+
+
 def _is_of_sizes(op: Any, sizes: set[str]) -> bool:
     """Whether an operator makes integers of constants and sizes alone, which every call has alike."""
     sources = [value.get_node().get_name() for value in op.input_values()]
@@ -89,3 +111,12 @@ def _unknown_dtype(op: Any, dtypes: set[str]) -> str | None:
         if dtype not in dtypes:
             return str(dtype)
     return None
+
+
+_KNOWN_IF: dict[str, Callable[[Any], bool]] = {
+    "Interpolate": _is_known_resizing,
+    "AvgPool": _is_known_pooling,
+    "MaxPool": _is_known_pooling,
+    "ReduceMean": _is_known_mean,
+}
+"""Of these operators some are known, and others are not."""

@@ -47,9 +47,11 @@ class OpenVinoRunner:
         self.options = options
         if (reason := why_not_precision(options.precision)) is not None:
             raise SessionError(reason)
-        self._compiled = _compiled(model, options)
-        self.inputs = tuple(_info(port) for port in self._compiled.inputs)
-        self.outputs = tuple(_info(port) for port in self._compiled.outputs)
+        self._compiled, names = _compiled(model, options)
+        ports = [*self._compiled.inputs, *self._compiled.outputs]
+        infos = tuple(_info(port, name) for port, name in zip(ports, names, strict=True))
+        count = len(self._compiled.inputs)
+        self.inputs, self.outputs = infos[:count], infos[count:]
         self._new = [(tuple(info.fixed_shape), info.dtype) for info in self.outputs]
         self._idle: list[Any] = []
 
@@ -135,10 +137,12 @@ def _read(model: bytes | Path) -> Any:
     return _core().read_model(model=model if isinstance(model, bytes) else str(model))
 
 
-def _compiled(model: bytes | Path, options: OpenVinoOptions) -> Any:
+def _compiled(model: bytes | Path, options: OpenVinoOptions) -> tuple[Any, list[str]]:
+    """The compiled model, and the names of its inputs and outputs: compiled ones may have others, too."""
     core = _core()
     try:
         read = _read(model)
+        names = [port.get_any_name() for port in (*read.inputs, *read.outputs)]
         keep_nan(read)
         keep_divisions(read)
         compiled = core.compile_model(read, "CPU", options.native())
@@ -149,12 +153,12 @@ def _compiled(model: bytes | Path, options: OpenVinoOptions) -> Any:
     taken = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
     if taken != options.precision:
         raise SessionError(f"OpenVINO would compute in {taken}, not {options.precision}")
-    return compiled
+    return compiled, names
 
 
-def _info(port: Any) -> TensorInfo:
+def _info(port: Any, name: str) -> TensorInfo:
     kind = port.get_element_type().get_type_name()
     if kind not in _DTYPES:
-        raise SessionError(f"{port.get_any_name()!r} is a {kind}, which NumPy has no type for")
+        raise SessionError(f"{name!r} is a {kind}, which NumPy has no type for")
     sizes = tuple(size.get_length() if size.is_static else None for size in port.get_partial_shape())
-    return TensorInfo(port.get_any_name(), sizes, np.dtype(_DTYPES[kind]))
+    return TensorInfo(name, sizes, np.dtype(_DTYPES[kind]))

@@ -131,6 +131,10 @@ def check_array(info: TensorInfo, array: object) -> None:
     """Raise InputError if an argument is not an array of the input's dtype and shape."""
     if not isinstance(array, np.ndarray):
         raise InputError(f"input {info.name!r} takes a NumPy array, not {type(array).__name__}")
+    if isinstance(array, np.ma.MaskedArray):
+        raise InputError(
+            f"input {info.name!r} takes no mask, and what one hides would be read: give .filled(number)"
+        )
     if array.dtype != info.dtype:
         raise InputError(
             f"input {info.name!r} takes {info.dtype}, not {array.dtype}: convert it with .astype()"

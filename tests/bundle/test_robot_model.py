@@ -61,6 +61,7 @@ FLAT = np.zeros((2, 3), np.float32)
         ((FLAT, FLAT[0]), {}, r"'a' takes shape \(2, 3\), not \(3,\)"),
         ((FLAT, FLAT.astype(np.float64)), {}, "'a' takes float32, not float64"),
         (([[1.0]], FLAT), {}, "'b' takes a NumPy array, not list"),
+        ((np.ma.masked_greater(FLAT, 0), FLAT), {}, r"'b' takes no mask, .* give \.filled\(number\)"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(

@@ -6,14 +6,16 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import onnx_ir
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ampopt.engines.onnx_graph import to_onnx
 from ampopt.ort.openvino_options import OpenVinoOptions
 from ampopt.ort.openvino_session import OpenVinoRunner, first_unknown
-from tests.helpers import Model
+from tests.helpers import Model, program_of
 
 pytest.importorskip("onnxscript")
 pytest.importorskip("openvino")
@@ -44,6 +46,14 @@ KNOWN: dict[str, tuple[Function, Tensor]] = {
     "bilinear from corner to corner": (resized(size=(1, 11), mode="bilinear", align_corners=True), X),
     "bicubic": (resized(size=(9, 11), mode="bicubic"), X),
     "bicubic from corner to corner": (resized(size=(9, 11), mode="bicubic", align_corners=True), X),
+    "averages of what there is, sizes up": (
+        lambda m, x: F.avg_pool2d(x, 5, 4, 2, ceil_mode=True, count_include_pad=False),
+        X,
+    ),
+    "averages without a padding, sizes up": (lambda m, x: F.avg_pool2d(x, 3, 2, ceil_mode=True), X),
+    "a normalization of rows": (lambda m, x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6), X),
+    "averages with a padding": (lambda m, x: F.avg_pool2d(x, 3, 2, 1), X),
+    "maxima, sizes up": (lambda m, x: F.max_pool2d(x, 3, 2, ceil_mode=True), X),
     "nearest by a factor": (resized(scale_factor=2, mode="nearest"), X),
     "nearest of one pixel": (resized(size=(42, 6), mode="nearest"), X),
 }
@@ -78,6 +88,15 @@ UNKNOWN: dict[str, tuple[Function, str]] = {
     "nearest by no whole factor": (resized(size=(16, 6), mode="nearest"), r"\(Interpolate\)"),
     "nearest of fewer pixels": (resized(size=(4, 6), mode="nearest"), r"\(Interpolate\)"),
     "nearest 41 times": (resized(size=(14, 246), mode="nearest"), r"\(Interpolate\)"),
+    "averages beyond the padding": (
+        lambda m, x: F.avg_pool2d(x, 5, 4, 2, ceil_mode=True),
+        r"\(AvgPool\)",
+    ),
+    "maxima of nothing": (lambda m, x: F.max_pool2d(x, 3, 5, 1, ceil_mode=True), r"\(MaxPool\)"),
+    "a normalization of channels": (
+        lambda m, x: x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-6),
+        r"\(ReduceMean\)",
+    ),
     "a floor": (lambda m, x: torch.floor(x), r"\(Floor\)"),
 }
 
@@ -88,3 +107,13 @@ def test_what_openvino_may_compute_otherwise_is_not_known(name: str) -> None:
     found = first_unknown(exported(function, X)[1], half=False)
     assert found is not None
     assert re.search(reason, found)
+
+
+def test_an_output_has_the_files_name_where_openvino_finds_another_for_it() -> None:
+    x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    deviation = Model(lambda m, x: x.std(-1, keepdim=True)).eval()
+    names: dict[str, Any] = {"io": None, "target": "openvino", "input_names": ["x"], "output_names": ["y"]}
+    model = to_onnx(program_of(deviation, x), **names, dims=({},))
+    runner = OpenVinoRunner(onnx_ir.to_proto(model).SerializeToString(), OpenVinoOptions(precision="f32"))
+    assert [info.name for info in runner.outputs] == ["y"]
+    torch.testing.assert_close(torch.from_numpy(runner(x.numpy())[0]), deviation(x))

@@ -1,0 +1,50 @@
+"""The cosine similarity in ONNX Runtime is PyTorch's, also of infinities and of large numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ampopt.engines.executable import executable
+from ampopt.ir.graph import calls
+from ampopt.ir.similarity_forms import FORMS
+from ampopt.ir.stable_forms import with_stable_forms
+from ampopt.passes import OnnxRuntime
+from tests.helpers import Model, program_of
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+X = torch.randn(2, 6, 5, generator=torch.Generator().manual_seed(0))
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "of channels": lambda x: F.cosine_similarity(x, x.flip(1), dim=1),
+    "of rows": lambda x: F.cosine_similarity(x, x.flip(1), dim=-1),
+    "of a row and all others": lambda x: F.cosine_similarity(x, x[0, 0], dim=2),
+    "of all and all others": lambda x: F.cosine_similarity(x[:, :, None], x[:, None], dim=-1),
+    "of short vectors": lambda x: F.cosine_similarity(x, x.flip(1), dim=1, eps=3.0),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_onnx_runtime_computes_what_eager_does(name: str) -> None:
+    function = FUNCTIONS[name]
+    run = executable(OnnxRuntime(session=()).apply(program_of(Model(lambda m, x: function(x)), X)).program)
+    faulty = X.clone()
+    faulty[0, 2], faulty[1, 3, 0] = -math.inf, math.inf
+    unknown = X.clone()
+    unknown[0, 0, 1] = math.nan
+    for x in (X, X * 1e15, X * 1e25, X * 1e-3, torch.zeros_like(X), faulty, unknown):
+        torch.testing.assert_close(run(x)[0], function(x), rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_a_vector_that_is_repeated_along_its_length_is_left_alone() -> None:
+    graph = program_of(Model(lambda m, x: F.cosine_similarity(x, x[:, :1], dim=1)), X).graph
+    assert any(calls(with_stable_forms(graph, (X,)), FORMS))
+    whole = program_of(Model(lambda m, x: FUNCTIONS["of channels"](x)), X).graph
+    assert not any(calls(with_stable_forms(whole, (X,)), FORMS))
