@@ -15,7 +15,7 @@ from torch.fx.passes.shape_prop import TensorMetadata
 from ampopt.engines.onnx_program import place_of_input, plain_model
 from ampopt.engines.openvino_engine import OpenVinoEngine
 from ampopt.ir.aliasing import aliased_by
-from ampopt.ir.graph import arguments, aten, calls, dtype_of, is_native, shape_of
+from ampopt.ir.graph import aten, calls, dtype_of, is_native
 from ampopt.ir.program import Border, Program
 from ampopt.ir.shapes import record_shapes
 from ampopt.ir.transform import Declined, Engine, Result
@@ -60,9 +60,6 @@ REMAINDERS: frozenset[object] = frozenset(
 """Operators whose results jump at multiples of the divisor; divisions that are rounded down do, too."""
 
 
-SQUARES: frozenset[object] = frozenset({aten.pow.Tensor_Scalar, aten.square.default})
-"""Powers: a mean of squares, of which OpenVINO makes a normalization of the last dimension."""
-
 TRUTHS = ("_to_copy", "to", "any", "all", "logical_not", "logical_and", "logical_or", "logical_xor")
 """Operators that take integers for true where they are not 0."""
 
@@ -83,7 +80,6 @@ class Openvino(Engine):
     is inexactly from 2²⁴ on (measured with 2026.4: quotients, maxima, matrix products, shifts); the values of
     a top-k, which lose NaN, and places of maxima that are computed with; empty tensors; remainders, which it
     computes from a rounded quotient; the nearest pixels of a grid, for which it rounds halves otherwise;
-    means of squares over other dimensions than the last, as of a normalization, which it takes that one for;
     the truth of int32, of which the smallest is false there; quotients by weights whose reciprocals are
     infinite or denormal numbers; antialiased resizing and Fourier transforms; in FP32 roundings of the
     model's own to 16 bits, which OpenVINO leaves out.
@@ -181,19 +177,6 @@ def _dtype_or_none(node: fx.Node) -> torch.dtype | None:
     return meta.dtype if isinstance(meta, TensorMetadata) else None
 
 
-def _is_mean_of_squares(node: fx.Node) -> bool:
-    """Whether a mean of squares is over more than the last dimension, or others: as for an RMS norm."""
-    if node.target is aten.rms_norm.default:
-        return len(arguments(node)["normalized_shape"]) > 1
-    if node.target is not aten.mean.dim:
-        return False
-    values = arguments(node)
-    source, rank = values["self"], len(shape_of(values["self"]))
-    is_product = source.target is aten.mul.Tensor and source.args[0] is source.args[1]
-    dims = {dim % rank for dim in values["dim"] or range(rank)} if rank else set()
-    return (is_product or source.target in SQUARES) and dims != {rank - 1}
-
-
 def _why_wider(node: fx.Node) -> str | None:
     meta = node.meta.get("tensor_meta")
     if not isinstance(meta, TensorMetadata):
@@ -202,8 +185,6 @@ def _why_wider(node: fx.Node) -> str | None:
         return "it is empty, which OpenVINO computes otherwise"
     if node.target is aten.grid_sampler.default and node.args[2] == 1:
         return "OpenVINO takes the other of two nearest pixels"
-    if _is_mean_of_squares(node):
-        return "OpenVINO normalizes the last dimension in place of others"
     name = node.target.overloadpacket.__name__ if isinstance(node.target, OpOverload) else ""
     if name.startswith(WRONG):
         return f"OpenVINO computes {name} otherwise"

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 import ampopt
 from ampopt import robot
 from ampopt.bundle.files import open_bundle
+from ampopt.deploy import onnx_export
 from ampopt.deploy.portable import HALF, portable_program, why_not_openvino
-from ampopt.errors import BundleError
+from ampopt.errors import BundleError, VerificationError
 from ampopt.ir.lanes import FP32
 from ampopt.passes import FoldConvBn, Openvino
 from tests.helpers import Model, program_of
@@ -45,21 +46,6 @@ OTHERWISE: dict[str, tuple[Function, tuple[Tensor, ...], str]] = {
         lambda m, x: F.grid_sample(x, x.view(1, 8, 8, 2), "nearest", align_corners=False),
         (IMAGE,),
         "nearest pixels, at grid_sampler",
-    ),
-    "a normalization of channels": (
-        lambda m, x: x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-6),
-        (IMAGE,),
-        "the last dimension in place of others, at mean",
-    ),
-    "one of a product": (
-        lambda m, x: x * torch.rsqrt((x * x).mean((2, 3), keepdim=True) + 1e-6),
-        (IMAGE,),
-        "the last dimension in place of others, at mean",
-    ),
-    "a norm of two dimensions": (
-        lambda m, x: F.rms_norm(x, (8, 8)),
-        (IMAGE,),
-        "the last dimension in place of others, at",
     ),
     "antialiasing": (
         lambda m, x: F.interpolate(x, (3, 5), mode="bilinear", antialias=True),
@@ -155,3 +141,28 @@ def test_a_file_for_openvino_says_what_that_computes_otherwise(tmp_path: Path) -
     assert report.why_not_openvino == "OpenVINO computes int64 in int32, at input 'stamp'"
     assert any(note.startswith(report.why_not_openvino) for note in report.notes)
     assert not any("OpenVINO" in note for note in fast.export_onnx(tmp_path / "b.onnx").notes)
+
+
+def test_a_file_for_openvino_is_verified_in_it(tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    fast = module_of(nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU()).eval(), IMAGE)
+    report = fast.export_onnx(tmp_path / "a.onnx", target="openvino")
+    assert "OpenVINO" in report.providers
+    assert {row.provider for row in report.outputs} >= {"OpenVINO", "CPUExecutionProvider"}
+    assert any(note.startswith("OpenVINO: ") for note in report.notes), "its ReLU takes NaN for 0"
+    assert "OpenVINO" not in fast.export_onnx(tmp_path / "b.onnx").providers
+    dynamic = fast.export_onnx(tmp_path / "c.onnx", target="openvino", dynamic="batch")
+    assert "OpenVINO" not in dynamic.providers
+
+
+def test_a_file_that_is_wrong_in_openvino_is_not_written_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It computes int64 in int32, which the rule about that would say."""
+    pytest.importorskip("openvino")
+    monkeypatch.setattr(onnx_export, "why_not_openvino", lambda program, names: None)
+    fast = module_of(Stamped(), X, STAMP)
+    with pytest.raises(VerificationError, match=r"wrong.* on OpenVINO"):
+        fast.export_onnx(tmp_path / "a.onnx", target="openvino")
+    assert not (tmp_path / "a.onnx").exists()
+    assert fast.export_onnx(tmp_path / "b.onnx").verified

@@ -115,7 +115,8 @@ def export_onnx(
         precision: "fp32", or "fp16" with the casts of CUDA's autocast baked in.
         io: "fp32" or "fp16", the dtype of floating-point inputs and outputs; None: as the captured call has
             them, and "fp32" for bfloat16.
-        target: "onnxruntime", "tensorrt" or "openvino"; decides the opset.
+        target: "onnxruntime", "tensorrt" or "openvino"; decides the opset. A file of fixed sizes for
+            "openvino" is verified there, too, where that is installed.
         dynamic: None for static shapes, "batch" for a dynamic dimension 0 of every input, or
             {input name: {dimension: name}}.
         input_names, output_names: None: the model's own parameter names, result keys or `output`.
@@ -186,6 +187,7 @@ def export_onnx(
             tolerance=tolerance,
             metric=metric,
             program=emulated(program.run) if precision == "fp16" else None,
+            in_openvino=target == "openvino" and otherwise is None and not is_dynamic,
         )
         if check.reason is not None and not force:
             fault = "is wrong" if check.providers else "does not run here"

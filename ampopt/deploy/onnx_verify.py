@@ -25,6 +25,8 @@ from ampopt.measure.metric import Metric
 from ampopt.measure.original import Run
 from ampopt.measure.verify import Verifier
 from ampopt.ort.knobs import changed
+from ampopt.ort.openvino_options import OpenVinoOptions
+from ampopt.ort.openvino_session import OpenVinoRunner, openvino_version
 from ampopt.ort.options import CPU, CUDA, OPENVINO, SessionError, SessionOptions
 from ampopt.ort.session import Array, Node, OnnxRunner, onnxruntime
 
@@ -143,7 +145,7 @@ def to_numpy(tensor: Tensor) -> Array:
     return array
 
 
-def run_onnx(runner: OnnxRunner, *tensors: Tensor) -> list[Tensor]:
+def run_onnx(runner: OnnxRunner | OpenVinoRunner, *tensors: Tensor) -> list[Tensor]:
     """Run a file on tensors of any device; they are converted to the file's input dtypes."""
     arrays = (
         to_numpy(tensor).astype(info.dtype, copy=False)
@@ -169,6 +171,7 @@ def verify_onnx(
     tolerance: float | None = None,
     metric: Metric | None = None,
     program: Run | None = None,
+    in_openvino: bool = False,
 ) -> OnnxCheck:
     """Run the file on every installed provider, on each call's example inputs and on other draws.
 
@@ -177,6 +180,7 @@ def verify_onnx(
     `model` is the original (a private copy). The limits of `lane` apply: float16 if the file computes in it,
     or has inputs and outputs in it. A metric decides alone, at most `tolerance`; without one, each output's
     error decides. `program` is the program that the file was made from; if given, it is verified, too.
+    `in_openvino`: so is the file in a plain session of OpenVINO, where that is installed.
     """
     verifiers = [OnnxVerifier(model, call, tolerance=tolerance, metric=metric, draws=1) for call in calls]
     tally = _Tally(verifiers, lane, output_names)
@@ -203,9 +207,28 @@ def verify_onnx(
             off_gpu = nodes_off(runner.nodes, CUDA)
     if lane.is_mixed and used == [CPU]:
         notes.append(ON_CPU_FP16)
+    if in_openvino and openvino_version() is not None:
+        used += _add_openvino(path, tally, verifiers[0], lane, notes)
     reason = tally.reasons[0] if tally.reasons else None
     worst = max(tally.metrics) if tally.metrics else None
     return OnnxCheck(tuple(tally.rows), worst, reason, tuple(used), off_gpu, tuple(notes))
+
+
+def _add_openvino(
+    path: Path, tally: _Tally, verifier: OnnxVerifier, lane: Lane, notes: list[str]
+) -> list[str]:
+    """Verify the file in OpenVINO itself, without the repairs of this package; returns the name if it ran."""
+    options = OpenVinoOptions()
+    try:
+        run = functools.partial(run_onnx, OpenVinoRunner(path, options, repaired=False))
+    except SessionError as error:
+        tally.reasons.append(str(error))
+        return []
+    tally.add(options.provider, run)
+    with contextlib.suppress(Exception):  # a model that does not take NaN
+        if not tally.reasons and (lost := verifier.lost_fault(run, lane)):
+            notes.append(f"{options.provider}: {lost}")
+    return [options.provider]
 
 
 def _lost_faults(verifier: OnnxVerifier, run: Run, lane: Lane, provider: str, path: Path) -> list[str]:

@@ -2,7 +2,9 @@
 
 Measured with OpenVINO 2026.4: 0 / 1e-39 was NaN, and 1e-39 / 2e-39 infinity. Its compiler leaves a division
 as it is where the operator says so. Correct because: a division is what the model says; one by a constant
-whose reciprocal is an ordinary number stays a product, which may become a part of a convolution.
+whose reciprocal is an ordinary number stays a product, which may become a part of a convolution. So does one
+by a square root: that of the least float32 is 4e-23. Kept, it would be wrong: of a division by the root of a
+mean of squares OpenVINO makes a normalization of the last dimension, whatever the mean is over.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def _is_inexact(division: Any) -> bool:
     if not division.output(0).get_element_type().is_real():
         return False
     if divisor.get_type_name() != "Constant":
-        return True
+        return divisor.get_type_name() != "Sqrt"
     with np.errstate(all="ignore"):
         reciprocals = np.abs(1 / divisor.data.astype(np.float32))
     return not ((reciprocals >= np.finfo(np.float32).tiny) & np.isfinite(reciprocals)).all()

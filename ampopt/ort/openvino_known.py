@@ -85,15 +85,6 @@ def _is_known_pooling(op: Any) -> bool:
     return all((windows - 1) * stride < size + pad for size, windows, stride, pad in sizes)
 
 
-def _is_known_mean(op: Any) -> bool:
-    """Whether a mean is over the last dimension alone, or of no product: OpenVINO takes others for it."""
-    axes = op.input_value(1).get_node()
-    if op.input_value(0).get_node().get_type_name() not in ("Power", "Multiply"):
-        return True
-    rank = len(op.get_input_shape(0))
-    return axes.get_type_name() == "Constant" and {int(a) % rank for a in axes.data.flatten()} == {rank - 1}
-
-
 def _is_of_sizes(op: Any, sizes: set[str]) -> bool:
     """Whether an operator makes integers of constants and sizes alone, which every call has alike."""
     sources = [value.get_node().get_name() for value in op.input_values()]
@@ -117,6 +108,5 @@ _KNOWN_IF: dict[str, Callable[[Any], bool]] = {
     "Interpolate": _is_known_resizing,
     "AvgPool": _is_known_pooling,
     "MaxPool": _is_known_pooling,
-    "ReduceMean": _is_known_mean,
 }
 """Of these operators some are known, and others are not."""

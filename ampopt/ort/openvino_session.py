@@ -39,15 +39,16 @@ class OpenVinoRunner:
     array where it is, and writes each output to memory that is new for each call.
     """
 
-    def __init__(self, model: bytes | Path, options: OpenVinoOptions) -> None:
+    def __init__(self, model: bytes | Path, options: OpenVinoOptions, *, repaired: bool = True) -> None:
         """Load an ONNX model of fixed sizes; from a path if its weights are in separate files.
 
+        `repaired`: NaN is kept and divisions stay some, as in no session of OpenVINO's own.
         Raises SessionError if it does not load, loses NaN, or would compute in another precision.
         """
         self.options = options
         if (reason := why_not_precision(options.precision)) is not None:
             raise SessionError(reason)
-        self._compiled, names = _compiled(model, options)
+        self._compiled, names = _compiled(model, options, repaired)
         ports = [*self._compiled.inputs, *self._compiled.outputs]
         infos = tuple(_info(port, name) for port, name in zip(ports, names, strict=True))
         count = len(self._compiled.inputs)
@@ -137,14 +138,15 @@ def _read(model: bytes | Path) -> Any:
     return _core().read_model(model=model if isinstance(model, bytes) else str(model))
 
 
-def _compiled(model: bytes | Path, options: OpenVinoOptions) -> tuple[Any, list[str]]:
+def _compiled(model: bytes | Path, options: OpenVinoOptions, repaired: bool) -> tuple[Any, list[str]]:
     """The compiled model, and the names of its inputs and outputs: compiled ones may have others, too."""
     core = _core()
     try:
         read = _read(model)
         names = [port.get_any_name() for port in (*read.inputs, *read.outputs)]
-        keep_nan(read)
-        keep_divisions(read)
+        if repaired:
+            keep_nan(read)
+            keep_divisions(read)
         compiled = core.compile_model(read, "CPU", options.native())
     except SessionError:
         raise

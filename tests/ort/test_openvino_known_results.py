@@ -52,6 +52,12 @@ KNOWN: dict[str, tuple[Function, Tensor]] = {
     ),
     "averages without a padding, sizes up": (lambda m, x: F.avg_pool2d(x, 3, 2, ceil_mode=True), X),
     "a normalization of rows": (lambda m, x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6), X),
+    "one of channels": (lambda m, x: x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-6), X),
+    "one of pixels": (lambda m, x: x / torch.sqrt((x * x).mean((2, 3), keepdim=True) + 1e-6), X),
+    "one of all": (lambda m, x: x * torch.rsqrt(x.pow(2).mean() + 1e-6), X),
+    "one by a sum": (lambda m, x: x / torch.sqrt((x * x).sum(1, keepdim=True) / 3 + 1e-6), X),
+    "a norm of two dimensions": (lambda m, x: F.rms_norm(x, x.shape[2:]), X),
+    "one by the deviation": (lambda m, x: (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True), X),
     "averages with a padding": (lambda m, x: F.avg_pool2d(x, 3, 2, 1), X),
     "maxima, sizes up": (lambda m, x: F.max_pool2d(x, 3, 2, ceil_mode=True), X),
     "nearest by a factor": (resized(scale_factor=2, mode="nearest"), X),
@@ -93,10 +99,6 @@ UNKNOWN: dict[str, tuple[Function, str]] = {
         r"\(AvgPool\)",
     ),
     "maxima of nothing": (lambda m, x: F.max_pool2d(x, 3, 5, 1, ceil_mode=True), r"\(MaxPool\)"),
-    "a normalization of channels": (
-        lambda m, x: x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-6),
-        r"\(ReduceMean\)",
-    ),
     "a floor": (lambda m, x: torch.floor(x), r"\(Floor\)"),
 }
 
