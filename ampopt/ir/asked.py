@@ -77,10 +77,26 @@ def _is_of_torch(frame: types.FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).startswith("torch.")
 
 
+def _is_of_library(frame: types.FrameType) -> bool:
+    """Whether PyTorch asks, or what tells tensors of one framework from another's, as in transformers."""
+    return _is_of_torch(frame) or str(frame.f_globals.get("__name__")).startswith("transformers.utils.")
+
+
+def is_profiled() -> bool:
+    """Whether a profiler written in C watches the thread: `cProfile` before Python 3.12, or PyTorch's."""
+    return not (sys.getprofile() is None or callable(sys.getprofile()))
+
+
 @contextlib.contextmanager
 def watching_calls(watch: Callable[[types.FrameType, str, Any], None]) -> Iterator[None]:
-    """Within the block, tell `watch` of the thread's calls, as `sys.setprofile` does."""
+    """Within the block, tell `watch` of the thread's calls, as `sys.setprofile` does.
+
+    A profiler that is written in C, which could not be put back, is left alone: nothing is told then.
+    """
     before = sys.getprofile()
+    if is_profiled():
+        yield
+        return
     sys.setprofile(watch)
     try:
         yield
@@ -94,9 +110,10 @@ def noting_what_is_asked(model: nn.Module) -> Iterator[Asked]:
 
     TorchScript reads without being observed, so such a model is assumed to read layouts. Reads of the
     autocast state in PyTorch's own modules do not count: they only select between equivalent implementations.
-    Attributes are not noted here.
+    Attributes are not noted here. Under a profiler written in C the autocast state counts as read.
     """
-    asked = Asked(layout=any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()))
+    is_scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
+    asked = Asked(layout=is_scripted, autocast=is_profiled())
 
     def watch(frame: types.FrameType, event: str, what: Any) -> None:
         if event == "c_call" and isinstance(what, types.BuiltinFunctionType) and what in _AUTOCAST:
@@ -131,7 +148,7 @@ def _asks_for_attributes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[
         __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
         def __getattr__(self, name: str) -> Any:
-            if not name.startswith("__") and not _is_of_torch(sys._getframe(1)):
+            if not name.startswith("__") and not _is_of_library(sys._getframe(1)):
                 asked_for.append(name)
             raise AttributeError(f"'Tensor' object has no attribute {name!r}")
 

@@ -89,8 +89,8 @@ def behaviour_of(
     """
     calls = Calls(args, kwargs, device)
     found = _examined(model, calls, also, {})
-    if (read := calls.outer.why_not_one_graph(model)) is not None:
-        return Behaviour(read)
+    if calls.outer.reason is not None:
+        return Behaviour(calls.outer.reason)
     if found.reason is None or (made := after_first_calls(model, calls)) is None:
         return found
     called, twin = made

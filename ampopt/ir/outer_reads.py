@@ -2,13 +2,15 @@
 
 A graph has it for a constant, and the results of a few calls need not show it: a timeout is over only later,
 and a file is written another day. So what counts is that the code reads, in a call after its first; what the
-first call reads (a table that it loads) is set as all that first calls set.
+first call reads (a table that it loads) is set as all that first calls set. A time that is only measured
+counts, too: nothing proves that no branch depends on it.
+
+Not seen are reads in other threads, and functions that C code calls, not Python: a `partial` of a clock.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import io
 import os
@@ -16,28 +18,26 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from types import BuiltinFunctionType, CodeType, FrameType
+from types import BuiltinFunctionType, FrameType
 from typing import Any
 
-from torch import nn
+import numpy as np
 
 from ampopt.ir.asked import watching_calls
-from ampopt.ir.outside import Code
 from ampopt.ir.place_in_code import place_of_line
-from ampopt.ir.told_times import are_merely_told
 
 _CLOCKS = frozenset(
     getattr(time, f"{name}{unit}")
     for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
     for unit in ("", "_ns")
     if hasattr(time, f"{name}{unit}")
-) | {time.localtime, time.gmtime, time.ctime, time.asctime, time.strftime}
+) | {os.times, time.localtime, time.gmtime, time.ctime, time.asctime, time.strftime}
 
 _DATES = ("now", "utcnow", "today")
 
 _LOOKS = (
     *(open, io.open_code, os.open, os.read, os.stat, os.lstat, os.access, os.listdir, os.scandir),
-    *(os.path.exists, os.path.lexists, os.path.isfile, os.path.isdir, os.path.islink),
+    *(os.path.exists, os.path.lexists, os.path.isfile, os.path.isdir, os.path.islink, np.fromfile),
 )
 _FILES = frozenset(each for each in _LOOKS if isinstance(each, BuiltinFunctionType))
 """Functions of C that look at files; which of them Python has in C depends on the system."""
@@ -47,29 +47,12 @@ _STREAMS = (io.FileIO, io.BufferedReader, io.BufferedRandom, io.TextIOWrapper, s
 _FOR_THEMSELVES = frozenset(
     {"logging", "warnings", "importlib", "_frozen_importlib", "_frozen_importlib_external", "linecache"}
     | {"traceback", "inspect", "cProfile", "profile", "pstats", "torch", "ampopt", "tqdm", "loguru"}
+    | {"rich", "structlog", "absl", "wandb", "tensorboard"}
 )
 """Packages whose reads are their own affair: the time of a log's record, the lines that a warning shows."""
 
 _FOR_OTHERS = frozenset({*sys.stdlib_module_names, "numpy"})
 """Packages that read for whoever calls them: `Path.read_text`, `np.load`; of PyTorch's, `torch.load` does."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Read:
-    """A call in a model's code that reads something; `place` tells its line, if that can be told."""
-
-    what: str
-    code: CodeType
-    instruction: int
-    place: str | None
-
-    @property
-    def is_of_clock(self) -> bool:
-        """Whether it reads a clock."""
-        return self.what.startswith(_CLOCK)
-
-    def __str__(self) -> str:
-        return self.what + (f" at {self.place}" if self.place else "")
 
 
 _CLOCK, _FILE, _STREAM = "the clock", "files", "a stream"
@@ -79,7 +62,7 @@ class OuterReads:
     """The reads that are noted in some calls of a model."""
 
     def __init__(self) -> None:
-        self._found: dict[Read, None] = {}
+        self._found: dict[str, None] = {}
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -87,22 +70,16 @@ class OuterReads:
 
         def watch(frame: FrameType, event: str, what: Any) -> None:
             if event == "c_call" and (read := _what_is_read(what)) and (reader := _reader(frame)):
-                self._found[Read(read, reader.f_code, reader.f_lasti, _place_of(reader))] = None
+                place = place_of_line(reader.f_code.co_filename, reader.f_lineno)
+                self._found[f"it reads {read}" + (f" at {place}" if place else "")] = None
 
         with watching_calls(watch):
             yield
 
-    def why_not_one_graph(self, model: nn.Module) -> str | None:
-        """What the model's code reads that a graph would have for a constant; None if there is nothing.
-
-        A time that is only measured to be told is none of it.
-        """
-        reads = [*self._found]
-        if clocks := [read for read in reads if read.is_of_clock]:
-            functions = [function.__code__ for function in Code(model).functions]
-            if are_merely_told([(read.code, read.instruction) for read in clocks], functions):
-                reads = [read for read in reads if read not in clocks]
-        return f"it reads {reads[0]}" if reads else None
+    @property
+    def reason(self) -> str | None:
+        """Why the model is not one graph: the first of these reads; None if there is none."""
+        return next(iter(self._found), None)
 
 
 def _what_is_read(function: object) -> str | None:
@@ -132,7 +109,3 @@ def _reader(frame: FrameType | None) -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
-
-
-def _place_of(frame: FrameType) -> str | None:
-    return place_of_line(frame.f_code.co_filename, frame.f_lineno)

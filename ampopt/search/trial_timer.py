@@ -71,10 +71,10 @@ class TrialTimer:
         calls = {f"{place}": _sampler(subject, True) for place, subject in enumerate(subjects)}
         seconds = self._sample_s * len(subjects)
         timed = interleave(calls, seconds=seconds)
-        for _ in range(MORE_ROUNDS):
+        for seed in range(1, 1 + MORE_ROUNDS):
             if time.perf_counter() > trial.deadline or not _still_open(timed):
                 break
-            more = interleave(calls, seconds=seconds)
+            more = interleave(calls, seconds=seconds, seed=seed)
             timed = {name: joined(first, more[name]) for name, first in timed.items()}
         place = min(timed, key=lambda name: timed[name].median)
         found = gain(timed["0"], timed[place])
@@ -90,11 +90,11 @@ def _for_longer(
 
     The device's clock has noise, too, where a compiler's process or other people's use the same GPU.
     """
-    for _ in range(MORE_ROUNDS):
+    for seed in range(1, 1 + MORE_ROUNDS):
         found = gain(timed["before"], timed["after"])
         if time.perf_counter() > deadline or found.is_real or found.ratio < LARGE_GAIN:
             break
-        more = interleave(calls, seconds=seconds)
+        more = interleave(calls, seconds=seconds, seed=seed)
         timed = {name: joined(first, more[name]) for name, first in timed.items()}
     return timed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -142,3 +143,12 @@ def test_the_users_profiler_is_put_back() -> None:
         assert sys.getprofile() is profiler
     finally:
         sys.setprofile(before)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="it hears of calls otherwise from 3.12 on")
+def test_a_profiler_in_c_goes_on_and_what_it_hides_is_assumed() -> None:
+    with cProfile.Profile():
+        before = sys.getprofile()
+        asked = what_it_asks(lambda m, x: x + 1)
+        assert sys.getprofile() is before
+    assert asked == Asked(autocast=True)

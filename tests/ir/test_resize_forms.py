@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from ampopt.engines.onnx_graph import OPSETS, model_of
 from ampopt.engines.onnx_program import plain_model
 from ampopt.errors import ExportError
-from ampopt.ir.resize_forms import fitting_factor
+from ampopt.ir.resize_forms import BY_NUMBER, fitting_factor
+from ampopt.ir.stable_forms import with_forms
 from ampopt.ort.openvino_options import OpenVinoOptions
 from ampopt.ort.openvino_session import OpenVinoRunner
 from ampopt.ort.session import OnnxRunner, SessionOptions
@@ -124,3 +125,12 @@ def test_sizes_that_vary_have_a_factor_that_fits_them_all_or_no_model(
             export()
     else:
         assert export() is not None
+
+
+def test_numbers_of_pixels_are_where_the_image_is() -> None:
+    """They were on the CPU for a program on a GPU, and could not be taken by them there."""
+    program = program_of(Model(lambda m, v: F.interpolate(v, scale_factor=1.2)), torch.randn(1, 2, 20, 30))
+    image = torch.empty(1, 2, 20, 30, device="meta")
+    stable = with_forms(program.graph, (image,), BY_NUMBER)
+    assert {constant.device.type for constant in stable.buffers()} == {"meta"}
+    assert stable(image)[0].shape == (1, 2, 24, 36)
