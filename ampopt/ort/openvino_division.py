@@ -47,7 +47,7 @@ def _is_inexact(division: Any) -> bool:
     if not division.output(0).get_element_type().is_real():
         return False
     if divisor.get_type_name() != "Constant":
-        return divisor.get_type_name() != "Sqrt"
+        return str(divisor.get_type_name()) != "Sqrt"
     with np.errstate(all="ignore"):
         reciprocals = np.abs(1 / divisor.data.astype(np.float32))
     return not ((reciprocals >= np.finfo(np.float32).tiny) & np.isfinite(reciprocals)).all()
