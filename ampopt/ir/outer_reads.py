@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import io
 import os
 import socket
@@ -66,15 +67,24 @@ class OuterReads:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Within the block, note what the code of this thread reads."""
+        """Within the block, note what the code of this thread reads.
+
+        No garbage is collected meanwhile: what is called then, by whomever, is called from the model's lines.
+        """
 
         def watch(frame: FrameType, event: str, what: Any) -> None:
             if event == "c_call" and (read := _what_is_read(what)) and (reader := _reader(frame)):
                 place = place_of_line(reader.f_code.co_filename, reader.f_lineno)
                 self._found[f"it reads {read}" + (f" at {place}" if place else "")] = None
 
-        with watching_calls(watch):
-            yield
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with watching_calls(watch):
+                yield
+        finally:
+            if collects:
+                gc.enable()
 
     @property
     def reason(self) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import importlib.util
 import linecache
 import logging
@@ -178,3 +179,23 @@ def test_a_capture_is_refused_and_the_submodule_that_does_not_read_is_captured()
     with pytest.raises(CaptureError, match=r"more than its graph: it reads the clock \(time.monotonic\) at"):
         capture(model, (X,), {}, CPU)
     capture(model.body, (X,), {}, CPU)
+
+
+def test_what_is_called_as_garbage_is_collected_is_not_the_models() -> None:
+    """As Hypothesis does, which measures how long that takes."""
+    told = list[float]()
+
+    def tell(phase: str, info: dict[str, int]) -> None:
+        told.append(time.time())
+
+    def forward(model: Model, x: Tensor) -> Tensor:
+        kept: list[Any] = [[] for _ in range(5000)]  # more than a collection is made for
+        return model.body(x) * (2 if kept else 1)
+
+    gc.callbacks.append(tell)
+    try:
+        assert reason_of(Model(forward, body=nn.Linear(6, 6))) is None
+    finally:
+        gc.callbacks.remove(tell)
+    assert told, "other calls of the model are not watched"
+    assert gc.isenabled()
