@@ -126,7 +126,7 @@ def test_weights_that_are_moved_beside_the_optimizers_have_no_gradients_to_reset
     move: Callable[[nn.Module], None], every: int
 ) -> None:
     model, calls = Prototype(), [0]
-    head = torch.optim.SGD(model.inner[4].parameters(), 0.1)  # type: ignore[union-attr, index]
+    head = torch.optim.SGD(model.inner[4].parameters(), 0.1)  # type: ignore[index]
 
     def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
         loss_of(model(x)).backward()
