@@ -292,7 +292,7 @@ class _Scaling(TorchDispatchMode):
         elif func is _UNSCALE:
             state.unscaled(args[0])
             state.note_overflow(args[1], args[0])
-        elif func is _READ and args[0].data_ptr() in state.overflows and _inside(_STEPS):
+        elif func is _READ and state.overflows and args[0].data_ptr() in state.overflows and _inside(_STEPS):
             state.refuse(args[0], user_line())
         elif state.scaled and args and current_pass() < 0:
             given = args[0] if isinstance(args[0], (list, tuple)) else args[:1]

@@ -216,3 +216,11 @@ def test_a_model_that_draws_its_own_random_numbers_is_not_told_by_its_mode(
     found = [each.name for each in training_mode.find(case)]
     assert found == (["dropout-in-training-mode"] if parts else [])
     assert any("inputs and random numbers have different results" in note for note in case.notes)
+
+
+def test_a_model_that_draws_its_own_random_numbers_in_training_is_told_as_a_whole() -> None:
+    def drawing(m: nn.Module, x: Tensor) -> Tensor:
+        return m.conv(x) + (next(DRAWN) if m.training else 0)  # type: ignore[no-any-return, operator]
+
+    (found,) = found_in(Model(drawing, conv=nn.Conv2d(3, 3, 1)).train(), X).values()
+    assert found.says.startswith("in training mode the model gives other results than in evaluation mode")

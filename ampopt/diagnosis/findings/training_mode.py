@@ -43,11 +43,11 @@ def find(case: Case) -> Iterator[Finding]:
     """
     modules = dict(case.model.named_modules())
     classes = set(map(_class_of, modules.values()))
-    needed_s = (4 + len(classes)) * case.latency["fp32"].median
+    needed_s = (5 + len(classes)) * case.latency["fp32"].median
     if not case.has_time("whether it computes anything as in training", needed_s):
         yield from _findings(case, _by_their_flags(modules), modules)
         return
-    evaluated = ran(private_copy(case.model, case.device), case.args, case.kwargs, case.device)
+    evaluated = _evaluated(case)
     yield from map(_in_evaluation, evaluated.acts)
     if not any(map(is_training, modules.values())):
         return
@@ -120,7 +120,7 @@ def _kinds(case: Case, given: Ran, evaluated: Ran, modules: Mapping[str, nn.Modu
     """The modules, by their paths, that behave otherwise in training mode, by kind.
 
     Under `OTHER` are those whose results differ for a reason that no function tells; none of these, where no
-    class alone is one.
+    class alone is one, or where a call in training mode has other results each time.
     """
     found: dict[str, list[str]] = {}
     for act in given.acts:
@@ -130,12 +130,14 @@ def _kinds(case: Case, given: Ran, evaluated: Ran, modules: Mapping[str, nn.Modu
     rest = _called(case, known)
     if not _differ(case, rest, evaluated):
         return found
-    if _differ(case, rest, _called(case, known)):
+    if _differ(case, evaluated, _evaluated(case)):
         case.notes.append(
             "whether other modules compute anything as in training is not known: calls with the same inputs "
             "and random numbers have different results"
         )
         return found
+    if _differ(case, rest, _called(case, known)):
+        return {**found, OTHER: []}
     by_class: dict[str, list[str]] = {}
     for path, module in modules.items():
         if is_training(module) and path in given.called and path not in known:
@@ -158,6 +160,11 @@ def _by_their_flags(modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
         elif isinstance(module, _DropoutNd) and module.training and module.p > 0:
             found.setdefault(DROPOUT, []).append(path)
     return found
+
+
+def _evaluated(case: Case) -> Ran:
+    """A call of the model in evaluation mode."""
+    return ran(private_copy(case.model, case.device), case.args, case.kwargs, case.device)
 
 
 def _called(case: Case, evaluated: Sequence[str]) -> Ran:
