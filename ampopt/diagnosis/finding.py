@@ -71,7 +71,7 @@ class Counterfactual:
         taken = f"{self.change}, {self.of} takes {after} ms instead of {before}"
         if self.fits:
             return f"{taken} ({self.gain.ratio:.2f}x, {interval(self.gain)})"
-        return f"{taken} in the median; call by call it is {interval(self.gain)} times as fast"
+        return f"{taken} in the median; pair by pair it is {interval(self.gain)} times as fast"
 
 
 @dataclasses.dataclass(frozen=True)
