@@ -41,6 +41,7 @@ NO_TEXT = {
     ".onnx": "an ONNX model",
     ".ampopt": "a bundle",
     ".zip": "an archive or a bundle",
+    **dict.fromkeys((".gz", ".xz"), "a compressed file, which this one would not be"),
 }
 """File suffixes of what is no text, with the name of the format."""
 

@@ -45,8 +45,8 @@ class Counterfactual:
     def fits(self) -> bool:
         """Whether the medians have the ratio that the pairs of samples have.
 
-        They have another where the machine did other work during a part of the samples: a pair's two are
-        neighbours, and the medians may come from before it and after it.
+        They have another where calls took longer during a part of the samples, as with other work on the
+        machine: a pair's two are neighbours, and the medians may come from before it and after it.
         """
         quotient = self.before.median / self.after.median
         return self.gain.low / ROUNDING <= quotient <= self.gain.high * ROUNDING
@@ -71,7 +71,7 @@ class Counterfactual:
         taken = f"{self.change}, {self.of} takes {after} ms instead of {before}"
         if self.fits:
             return f"{taken} ({self.gain.ratio:.2f}x, {interval(self.gain)})"
-        return f"{taken} in the median (too busy a machine for a figure: {interval(self.gain)} in pairs)"
+        return f"{taken} in the median; pair by pair it is {interval(self.gain)} times as fast"
 
 
 @dataclasses.dataclass(frozen=True)

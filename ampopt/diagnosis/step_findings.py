@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ampopt.diagnosis.finding import Finding
-from ampopt.diagnosis.step_watch import Update, WatchedSteps
+from ampopt.diagnosis.step_seen import Update, WatchedSteps
 from ampopt.diagnosis.training import ONCE, YOURS, TrainingCase
 from ampopt.diagnosis.training_step import RATE, sgd
 
@@ -69,9 +69,13 @@ def scaled_gradients(case: TrainingCase) -> Iterator[Finding]:
 
 
 def stale_gradients(case: TrainingCase) -> Iterator[Finding]:
-    """Gradients that are never reset add up over all batches."""
+    """Gradients that are never reset add up over all batches.
+
+    Beside an optimizer's updates those by hand need not be by gradients: an average, a projection.
+    """
     updates = case.steps.updates if case.steps else []
-    stale = [update for update in updates if update.is_stale]
+    is_by_hand = all(update.by_hand for update in updates)
+    stale = [update for update in updates if update.is_stale and update.by_hand == is_by_hand]
     if stale:
         same = [update for update in updates if update.weights == stale[-1].weights]
         first, number = same[0], 1 + max(at for at, update in enumerate(same) if update.is_stale)
@@ -148,6 +152,11 @@ def _standstill(case: TrainingCase, seen: WatchedSteps) -> Iterator[Finding]:
             "look for infinity and NaN in the loss; a smaller init_scale of GradScaler finds its scale sooner"
         )
         yield _still(says, advice, seen.refused_at)
+    elif not (seen.updates or seen.idle) and seen.adds_up:
+        case.notes.append(
+            f"{same}: the gradients of all are added up, and no update applies them. A step that accumulates "
+            "over more calls is seen whole where it accumulates over fewer"
+        )
     elif not (seen.updates or seen.idle):
         advice = "scaler.step(optimizer) and scaler.update(), or optimizer.step(), in each step"
         yield _still(f"{same}: gradients come, and no update applies them", advice)

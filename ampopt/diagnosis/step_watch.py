@@ -7,7 +7,6 @@ hooks tell it, or as weights that have moved without one. Nothing of PyTorch's i
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import math
@@ -19,15 +18,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ampopt.diagnosis.host_reads import HostRead, HostReads, is_inside
+from ampopt.diagnosis.host_reads import HostReads, is_inside
+from ampopt.diagnosis.step_seen import Clip, Update, WatchedSteps
 from ampopt.diagnosis.step_state import (
     StepState,
     current_pass,
     distance,
     has_gradient,
+    host_copy,
     learning_of,
     moved_since,
     values_of,
@@ -63,81 +65,8 @@ _DIVIDES: dict[Any, int] = {
 """What divides gradients by the scale, and with which power of it."""
 
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-
-
-@dataclasses.dataclass(frozen=True)
-class Update:
-    """One call of an optimizer's step, or what moved weights in a call of the user's without one.
-
-    `place` is the user's line, empty where it is not known, `call` the number of the watched step from 0 on,
-    `weights` the identities of those that it has. `by_scaler`: GradScaler called it. `is_fresh`: a backward
-    pass has added to their gradients since the update of them before it. `is_stale`: that pass added to those
-    of an earlier update.
-    `is_scaled`: gradients of these weights are those of a scaled loss. `refused_by`: the line of a
-    `scaler.step` that has left out these gradients. `moved` is ‖Δw‖ of all weights. `rate` is the largest
-    learning rate of its weights, None where there is none.
-    """
-
-    place: str
-    call: int
-    by_scaler: bool
-    is_fresh: bool
-    is_stale: bool
-    is_scaled: bool
-    refused_by: str
-    moved: float
-    weights: frozenset[int]
-    rate: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Clip:
-    """A limit for gradients that are `scale` times the true ones, and the user's line."""
-
-    place: str
-    limit: float
-    scale: float
-
-
-@dataclasses.dataclass
-class WatchedSteps:
-    """What was seen of `calls` of a step.
-
-    `moves`: a call has moved the weights. `is_functional`: the model is called with others than its own, as
-    by `torch.func.functional_call`. `idle` counts updates whose weights have no gradients, as of a head that
-    a batch does not use, and `reset` are the lines of those that had some after the last backward pass.
-    `refused_at` is the line of a `scaler.step` that has left out the last gradients, `clipped` the first
-    limit for gradients of a scaled loss. `warms_up`: a schedule has set a rate of 0. `forwards` counts calls
-    of the model with gradients, `evaluated` those in evaluation mode; `evaluated_at` is the line of one, and
-    `eval_at` that which has set the mode. `unused` are the names of the optimizer's weights that never got a
-    gradient. `has_gradients`: a weight of the model got one, `is_learning`: one of the optimizer's. `reads`
-    are what the host waits for in the last step. `error`, `failed_at`: why and where a step failed.
-    """
-
-    calls: int = 0
-    moves: bool = False
-    is_functional: bool = False
-    updates: list[Update] = dataclasses.field(default_factory=list)
-    idle: int = 0
-    reset: list[str] = dataclasses.field(default_factory=list)
-    refused_at: str = ""
-    warms_up: bool = False
-    clipped: Clip | None = None
-    forwards: int = 0
-    evaluated: int = 0
-    evaluated_at: str = ""
-    eval_at: str = ""
-    unused: list[str] = dataclasses.field(default_factory=list)
-    has_gradients: bool = False
-    is_learning: bool = False
-    reads: tuple[HostRead, ...] = ()
-    error: str | None = None
-    failed_at: str | None = None
-
-    @property
-    def lacks_scaler_update(self) -> bool:
-        """Whether a second call failed because none of `scaler.update()` came before it."""
-        return self.calls > 1 and "since the last update()" in (self.error or "")
+_READ = torch.ops.aten._local_scalar_dense.default
+"""GradScaler divides gradients, in `unscale_` or in `step`, and `step` reads whether they overflow."""
 
 
 def watch_steps(
@@ -156,9 +85,9 @@ def watch_steps(
         state = stack.enter_context(_watching(seen, model, optimizers_of(step, model, optimizer)))
         stack.enter_context(_Scaling(seen, state))
         for state.call in range(MOST_CALLS):
-            if state.call >= CALLS and (seen.moves or seen.idle or seen.is_functional):
+            if state.call >= CALLS and _is_enough(seen):
                 break
-            state.inside, state.stepped = 0, set()
+            state.begin_call()
             forwards, passes, before = seen.forwards, state.last_pass, values_of(model)
             reads = HostReads(watch_steps.__code__, is_own=lambda: state.inside > 0 or _inside(_STEPS))
             seen.calls += 1
@@ -172,13 +101,27 @@ def watch_steps(
             seen.reads = reads.reads
             if seen.forwards == forwards and state.last_pass != passes:  # by methods, or by its submodules
                 seen.forwards += 1
-                seen.evaluated += not model.training
+                seen.evaluated += state.evaluates
             _note_moved(seen, state, moved_since(before, model))
     seen.unused = [name for name, weight in state.trained.items() if id(weight) not in state.ever]
     seen.is_learning = len(seen.unused) < len(state.trained)
     seen.has_gradients = bool(state.ever)
+    updated = set[int]().union(*(update.weights for update in seen.updates if not update.by_hand))
+    seen.reset = [place for weights, place in state.reset.items() if updated.isdisjoint(weights)]
+    seen.adds_up = state.adds_up
     seen.refused_at = next(iter(state.refused.values()), "")
     return seen
+
+
+def _is_enough(seen: WatchedSteps) -> bool:
+    """Whether more calls tell nothing new.
+
+    They do where weights were moved by hand alone, as averages are, and gradients add up: an optimizer's
+    update may come.
+    """
+    updates = seen.updates
+    may_come = all(update.by_hand for update in updates) and any(update.is_stale for update in updates)
+    return (seen.moves or bool(seen.idle) or seen.is_functional) and not may_come
 
 
 def _note_moved(seen: WatchedSteps, state: StepState, moved: Mapping[int, float]) -> None:
@@ -186,7 +129,7 @@ def _note_moved(seen: WatchedSteps, state: StepState, moved: Mapping[int, float]
     seen.moves = seen.moves or bool(moved)
     by_hand = frozenset(moved.keys() - state.stepped)
     if by_hand:
-        is_stale, far = bool(state.stale & by_hand), sum(moved[each] ** 2 for each in by_hand) ** 0.5
+        is_stale, far = bool(state.by_hand.stale & by_hand), sum(moved[each] ** 2 for each in by_hand) ** 0.5
         seen.updates.append(
             Update(
                 place="",
@@ -198,9 +141,10 @@ def _note_moved(seen: WatchedSteps, state: StepState, moved: Mapping[int, float]
                 refused_by="",
                 moved=far,
                 weights=by_hand,
+                by_hand=True,
             )
         )
-        state.applied(by_hand)
+        state.by_hand.applied(by_hand)
 
 
 def optimizers_of(
@@ -235,7 +179,7 @@ def _watching(
     state = StepState(learning, trained)
 
     def called(module: nn.Module, _: object) -> None:
-        if not torch.is_grad_enabled():
+        if module is not model or not torch.is_grad_enabled():
             return
         seen.forwards += 1
         seen.is_functional |= set(map(id, module.parameters())) != models
@@ -258,14 +202,18 @@ def _watching(
         return called_unseen
 
     def comes(weight: Tensor) -> Callable[[Tensor], None]:
-        return lambda gradient: state.comes(weight, gradient, is_updated=bool(seen.updates))
+        def hook(gradient: Tensor) -> None:
+            state.evaluates |= not model.training  # now, as it may be validated at the step's end
+            state.comes(weight, gradient)
+
+        return hook
 
     def begins(optimizer: torch.optim.Optimizer, *_: object) -> None:
         if own.isdisjoint(map(id, weights_of(optimizer))):
             return
         state.inside += 1
         if state.inside == 1:  # an optimizer may be made of others
-            state.before = [weight.detach().clone() for weight in trained.values()]
+            state.before = [host_copy(weight) for weight in trained.values()]
             mine = [weight for weight in weights_of(optimizer) if id(weight) in own]
             state.has_gradients = any(map(has_gradient, mine))
 
@@ -276,14 +224,15 @@ def _watching(
             return
         state.stepped |= weights
         if bool(getattr(optimizer, "found_inf", 0)):  # a fused one leaves out itself what GradScaler refuses
+            state.refused |= dict.fromkeys(weights, user_line())
             return
         pairs = zip(trained.values(), state.before, strict=True)
-        moved = [distance(now.detach(), then) for now, then in pairs]
+        moved = [distance(host_copy(now), then) for now, then in pairs]
         if not state.has_gradients:
             seen.idle += 1
             has_zeros = any(w.grad is not None for w in weights_of(optimizer) if id(w) in weights)
             if (has_zeros or not any(moved)) and state.were_reset(weights):
-                seen.reset.append(user_line())
+                state.reset.setdefault(weights, user_line())
             return
         rates = [(group.get("lr"), group.get("initial_lr")) for group in optimizer.param_groups]
         seen.warms_up |= any(not rate and first for rate, first in rates)
@@ -293,8 +242,8 @@ def _watching(
                 place=user_line(),
                 call=state.call,
                 by_scaler=by_scaler,
-                is_fresh=bool(state.fresh & weights),
-                is_stale=bool(state.stale & weights),
+                is_fresh=not weights & state.watched or bool(state.by_optimizers.fresh & weights),
+                is_stale=bool(state.by_optimizers.stale & weights),
                 is_scaled=bool(state.scaled & weights) and not by_scaler,
                 refused_by="" if by_scaler else next(filter(None, map(state.refused.get, weights)), ""),
                 moved=sum(each**2 for each in moved) ** 0.5,
@@ -305,10 +254,11 @@ def _watching(
         state.applied(weights)
 
     handles: list[Any] = [
-        model.register_forward_pre_hook(called),
+        register_module_forward_pre_hook(called),  # the model's own would be its copies', too, and saved
         register_optimizer_step_pre_hook(unseen(begins)),
         register_optimizer_step_post_hook(unseen(ends)),
         *(weight.register_hook(unseen(comes(weight))) for weight in learning.values()),
+        *(weight.register_post_accumulate_grad_hook(unseen(state.added)) for weight in learning.values()),
     ]
     has_own_mode = "train" in vars(model)
     if not has_own_mode:  # a bound method is one of a copy's in its copies
@@ -340,7 +290,10 @@ class _Scaling(TorchDispatchMode):
             if any(isinstance(each, Tensor) and each.data_ptr() in state.scales for each in args):
                 state.scaled_pass = current_pass()
         elif func is _UNSCALE:
-            state.unscaled(args[0], user_line() if _inside(_STEPS) else None)
+            state.unscaled(args[0])
+            state.note_overflow(args[1], args[0])
+        elif func is _READ and state.overflows and args[0].data_ptr() in state.overflows and _inside(_STEPS):
+            state.refuse(args[0], user_line())
         elif state.scaled and args and current_pass() < 0:
             given = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
             gradients = [each for each in given if isinstance(each, Tensor)]
@@ -357,7 +310,7 @@ class _Scaling(TorchDispatchMode):
             return
         power = _DIVIDES.get(func.overloadpacket)
         if power and _is_number(others) and math.isclose(float(others[0]), scale**power, rel_tol=1e-3):
-            self._state.unscaled(gradients, None)
+            self._state.unscaled(gradients)
 
 
 def _is_number(others: tuple[Any, ...]) -> bool:

@@ -13,13 +13,8 @@ from ampopt.diagnosis.case import LEAST, timed_call
 from ampopt.diagnosis.finding import Counterfactual
 from ampopt.diagnosis.operators import Kernel, kernels_of, recording
 from ampopt.diagnosis.step_copy import copied_step, update_once, variables_of_step_kept
-from ampopt.diagnosis.step_watch import (
-    UserStep,
-    WatchedSteps,
-    optimizers_of,
-    watch_steps,
-    weights_of,
-)
+from ampopt.diagnosis.step_seen import WatchedSteps
+from ampopt.diagnosis.step_watch import UserStep, optimizers_of, watch_steps, weights_of
 from ampopt.diagnosis.training_step import (
     LEAST_PARTS,
     Optimizer,

@@ -25,14 +25,14 @@ def to_markdown(document: Document) -> str:
     return "\n".join(lines) + "\n"
 
 
-_FORMATS = re.compile(r"[\\`*~]|(?<![^\W_])_|_(?![^\W_])|(?<=\])\(")
-"""What begins code, emphasis or a link; an underscore within a word is none, and stays readable."""
+_FORMATS = re.compile(r"[\\`*~]|(?<![^\W_])_|_(?![^\W_])|(?<=\])[(:]")
+"""What begins code, emphasis, a link or an address by name; an underscore within a word is none."""
 
 
 def plain(text: str) -> str:
     """A text in one line in which nothing formats, or begins a tag, a link or an image.
 
-    Addresses stay as they are: where they become links, they say where these lead.
+    Addresses may become links, and say where these lead; one with such characters has backslashes in it.
     """
     return _FORMATS.sub(r"\\\g<0>", printable(" ".join(text.split()))).replace("<", "&lt;")
 

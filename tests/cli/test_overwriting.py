@@ -120,3 +120,7 @@ def test_python_refuses_such_a_trace_too(here: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(ampopt.errors.InputError, match=r"\.py stands for code or a key: name another"):
             ampopt.diagnose(nn.ReLU(), torch.ones(2), trace=here / name, progress=False)
     assert (here / "model_read.py").read_text() == CODE
+    with pytest.raises(
+        ampopt.errors.InputError, match=r"\.gz stands for a compressed file, which this one wo"
+    ):
+        ampopt.diagnose(nn.ReLU(), torch.ones(2), trace=here / "t.json.gz", progress=False)

@@ -26,7 +26,7 @@ from ampopt.diagnosis.operators import Kernel, Spent
 from ampopt.diagnosis.verdict import verdict, where_time_goes
 from ampopt.errors import InputError
 from ampopt.measure.sampling import Measurement, gain
-from tests.helpers import FP16, Model, WearsOut, several_kinds
+from tests.helpers import FP16, Model, several_kinds
 from tests.support.cases import case_of, every_remedy_helps, fp32_only, taking
 from tests.support.lanes import Remembering
 
@@ -328,20 +328,6 @@ def test_wrong_options_are_refused_before_anything_is_called(options: Any, said:
     model = Model(lambda m, x: pytest.fail("it was called"))
     with pytest.raises(InputError, match=said):
         ampopt.diagnose(model, X, **options)
-
-
-@pytest.mark.parametrize("calls", [1, 2, 20])
-def test_a_model_that_fails_when_it_is_called_again_is_refused(calls: int) -> None:
-    with pytest.raises(InputError, match="fails when it is called again with the same inputs: ValueE"):
-        ampopt.diagnose(WearsOut(calls).eval(), X, budget_s=3, progress=False)
-
-
-def test_a_model_that_fails_when_it_is_called_again_slowly_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("ampopt.diagnosis.examine.SLOW_CALL_S", 0.0)  # another look at a long call fails, too
-    with pytest.raises(InputError, match="fails when it is called again with the same inputs: ValueE"):
-        ampopt.diagnose(WearsOut(1).eval(), X, budget_s=3, progress=False)
 
 
 def test_what_imports_change_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import ampopt
 from ampopt.diagnosis.finding import Finding
-from ampopt.diagnosis.step_watch import WatchedSteps, watch_steps
+from ampopt.diagnosis.step_seen import WatchedSteps
+from ampopt.diagnosis.step_watch import watch_steps
 from ampopt.diagnosis.training import TrainingCase
 from ampopt.diagnosis.training_findings import find_in_training, verdict_of
 from ampopt.diagnosis.watch import watch

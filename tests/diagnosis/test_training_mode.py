@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.helpers import Model
 from tests.support.cases import CPU, case_of, every_remedy_helps
 
 X, STEPS = torch.randn(2, 3, 8, 8), torch.randn(5, 2, 16)
+DRAWN = itertools.count()
 
 
 def found_in(model: nn.Module, *inputs: Tensor) -> dict[str, Any]:
@@ -179,3 +181,46 @@ def test_a_note_says_that_a_diagnosis_has_optimized_nothing() -> None:
         nn.Sequential(nn.ReLU()).train(), X, precision="fp32", budget_s=0.01, progress=False
     )
     assert "the model is in training mode: what was measured is evaluation mode" in found.notes
+
+
+class Both(nn.Module):
+    """Has two other results than in evaluation mode together, and the one of neither part alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = nn.BatchNorm2d(3), nn.ReLU(), nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.b(self.a(self.norm(x)))
+        return x * 2 if self.a.training or self.b.training else x
+
+
+def test_a_remedy_whose_modules_are_not_known_is_not_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    every_remedy_helps(monkeypatch)
+    found = found_in(Both().train(), X)
+    assert found.keys() == {"batch-norm-in-training-mode", "training-mode"}
+    assert found["training-mode"].says.startswith("in training mode the model gives other results")
+    assert found["training-mode"].counterfactual is None
+    assert found["batch-norm-in-training-mode"].counterfactual is not None
+
+
+@pytest.mark.parametrize("parts", [(), (nn.Dropout(0.5),)])
+def test_a_model_that_draws_its_own_random_numbers_is_not_told_by_its_mode(
+    parts: tuple[nn.Module, ...],
+) -> None:
+    def drawing(m: nn.Module, x: Tensor) -> Tensor:
+        return m.net(x) + next(DRAWN)  # type: ignore[no-any-return, operator]
+
+    case = case_of(nn.ReLU(), X)
+    case.model = Model(drawing, net=nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), *parts)).train()
+    found = [each.name for each in training_mode.find(case)]
+    assert found == (["dropout-in-training-mode"] if parts else [])
+    assert any("inputs and random numbers have different results" in note for note in case.notes)
+
+
+def test_a_model_that_draws_its_own_random_numbers_in_training_is_told_as_a_whole() -> None:
+    def drawing(m: nn.Module, x: Tensor) -> Tensor:
+        return m.conv(x) + (next(DRAWN) if m.training else 0)  # type: ignore[no-any-return, operator]
+
+    (found,) = found_in(Model(drawing, conv=nn.Conv2d(3, 3, 1)).train(), X).values()
+    assert found.says.startswith("in training mode the model gives other results than in evaluation mode")

@@ -76,6 +76,8 @@ def test_a_models_name_is_printable_in_what_optimize_and_compare_say() -> None:
         ("__main__.Net of _this_", r"\_\_main\_\_.Net of \_this\_"),
         ("layer1.conv_2.fold_bn", "layer1.conv_2.fold_bn"),
         ("[name](address) ![x](y)", r"[name]\(address) ![x]\(y)"),
+        ("[name]: http://a.b/c", r"[name]\: http://a.b/c"),
+        ("http://a.b/~user", r"http://a.b/\~user"),
         (r"back\slash \* ", r"back\\slash \\\*"),
         ("<img> a < b", "&lt;img> a &lt; b"),
         ("[1, 3, 8, 8] (2x)", "[1, 3, 8, 8] (2x)"),

@@ -37,16 +37,17 @@ def find(case: Case) -> Iterator[Finding]:
 
     What both do as in training, such as a dropout whose `training` was forgotten, is told with its line. What
     only the first one does is told by kind, with the modules' lines; where the results still differ without
-    these, by the classes of modules whose mode changes them. Then each kind is timed after `eval()`, where
-    there are several after that of each alone, so that none has the others' share.
+    these, by the classes of modules whose mode changes them; not where the model has other results in each
+    call, whatever its mode. Then each kind is timed after `eval()`, where there are several after that of
+    each alone, so that none has the others' share; not where its modules are not known.
     """
     modules = dict(case.model.named_modules())
     classes = set(map(_class_of, modules.values()))
-    needed_s = (3 + len(classes)) * case.latency["fp32"].median
+    needed_s = (5 + len(classes)) * case.latency["fp32"].median
     if not case.has_time("whether it computes anything as in training", needed_s):
         yield from _findings(case, _by_their_flags(modules), modules)
         return
-    evaluated = ran(private_copy(case.model, case.device), case.args, case.kwargs, case.device)
+    evaluated = _evaluated(case)
     yield from map(_in_evaluation, evaluated.acts)
     if not any(map(is_training, modules.values())):
         return
@@ -64,8 +65,10 @@ def _findings(
     case: Case, found: Mapping[str, list[str]], modules: Mapping[str, nn.Module]
 ) -> Iterator[Finding]:
     for kind, paths in found.items():
-        change = "after model.eval()" if len(found) == 1 else f"after eval() of its {kind}s alone"
-        timed = _executed(case, change, None if len(found) == 1 else paths)
+        if len(found) == 1:
+            timed = _executed(case, "after model.eval()", None)
+        else:
+            timed = _executed(case, f"after eval() of its {kind}s alone", paths) if paths else None
         name = "training-mode" if kind == OTHER else f"{kind.replace(' ', '-').lower()}-in-training-mode"
         yield Finding(
             name,
@@ -117,7 +120,7 @@ def _kinds(case: Case, given: Ran, evaluated: Ran, modules: Mapping[str, nn.Modu
     """The modules, by their paths, that behave otherwise in training mode, by kind.
 
     Under `OTHER` are those whose results differ for a reason that no function tells; none of these, where no
-    class alone is one.
+    class alone is one, or where a call in training mode has other results each time.
     """
     found: dict[str, list[str]] = {}
     for act in given.acts:
@@ -127,6 +130,14 @@ def _kinds(case: Case, given: Ran, evaluated: Ran, modules: Mapping[str, nn.Modu
     rest = _called(case, known)
     if not _differ(case, rest, evaluated):
         return found
+    if _differ(case, evaluated, _evaluated(case)):
+        case.notes.append(
+            "whether other modules compute anything as in training is not known: calls with the same inputs "
+            "and random numbers have different results"
+        )
+        return found
+    if _differ(case, rest, _called(case, known)):
+        return {**found, OTHER: []}
     by_class: dict[str, list[str]] = {}
     for path, module in modules.items():
         if is_training(module) and path in given.called and path not in known:
@@ -149,6 +160,11 @@ def _by_their_flags(modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
         elif isinstance(module, _DropoutNd) and module.training and module.p > 0:
             found.setdefault(DROPOUT, []).append(path)
     return found
+
+
+def _evaluated(case: Case) -> Ran:
+    """A call of the model in evaluation mode."""
+    return ran(private_copy(case.model, case.device), case.args, case.kwargs, case.device)
 
 
 def _called(case: Case, evaluated: Sequence[str]) -> Ran:
