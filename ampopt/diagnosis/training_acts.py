@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ampopt.diagnosis.case import own_tensors
+from ampopt.diagnosis.module_calls import modules_inside
 from ampopt.ir.model_copy import seed_all, untouched_rng
 from ampopt.ir.place_in_code import place_of_call
 from ampopt.ir.settings import Settings
@@ -69,20 +70,15 @@ def ran(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], devi
 
     Raises what the model does.
     """
-    inside: list[str] = [""]
-    called: set[str] = set()
+    called = {path for path, each in model.named_modules() if isinstance(each, torch.jit.ScriptModule)}
     args, kwargs = own_tensors(args, kwargs)
     with contextlib.ExitStack() as stack:
         stack.enter_context(untouched_rng(device))
         stack.enter_context(torch.no_grad())
         stack.enter_context(Settings().scope(device))
-        for path, module in model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                called.add(path)
-            else:
-                stack.enter_context(_noted(path, module, called, inside))
+        inside = stack.enter_context(modules_inside(model, called.add))
         seed_all(0, device)
-        watching = stack.enter_context(_Functions(lambda: inside[-1]))
+        watching = stack.enter_context(_Functions(lambda: inside[-1] if inside else ""))
         result = model(*args, **kwargs)
     return Ran(result, tuple(watching.acts), frozenset(called))
 
@@ -105,25 +101,6 @@ class _Functions(TorchFunctionMode):
             is_kept = given.get("running_mean") is not None
             self.acts[Act(kind, self._module(), place_of_call(ran.__code__) or "", is_kept)] = None
         return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _noted(path: str, module: nn.Module, called: set[str], inside: list[str]) -> Iterator[None]:
-    """Note that a module is called, and while it is."""
-
-    def enter(*_: object) -> None:
-        called.add(path)
-        inside.append(path)
-
-    def leave(*_: object) -> None:
-        inside.pop()
-
-    handles = module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _given(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Given:

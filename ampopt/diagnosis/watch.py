@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from ampopt.diagnosis.host_reads import HostRead, HostReads
+from ampopt.diagnosis.module_calls import modules_inside
 from ampopt.errors import first_line
 from ampopt.ir.place_in_code import place_in_code, place_of_call
 from ampopt.ir.settings import Settings
@@ -45,15 +45,15 @@ def watch(
 
     Where the second call fails, which others tell, the first one's reads are taken for those of every call.
     """
-    inside: list[str] = []
-    first, later = (HostReads(watch.__code__, lambda: inside[-1] if inside else "") for _ in range(2))
-    again = map_tensors(lambda tensor: tensor.detach().clone(), args, kwargs)
     called_at: dict[str, str] = {}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(Settings().scope(device))
-        for path, module in model.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):
-                stack.enter_context(_noted(path, module, called_at, inside))
+    again = map_tensors(lambda tensor: tensor.detach().clone(), args, kwargs)
+
+    def entered(path: str) -> None:
+        if path and path not in called_at and (place := place_of_call(watch.__code__)):
+            called_at[path] = place
+
+    with Settings().scope(device), modules_inside(model, entered) as inside:
+        first, later = (HostReads(watch.__code__, lambda: inside[-1] if inside else "") for _ in range(2))
         if (failed := _fails(model, args, kwargs, first)) is not None:
             return Watched(first.reads, called_at, first_line(failed), place_in_code(failed))
         if _fails(model, *again, later) is not None:
@@ -74,23 +74,3 @@ def _fails(
         check_interrupted(raised)
         return raised
     return None
-
-
-@contextlib.contextmanager
-def _noted(path: str, module: nn.Module, called_at: dict[str, str], inside: list[str]) -> Iterator[None]:
-    """Note where a module is called, and while it is that it is."""
-
-    def enter(*_: object) -> None:
-        if path and path not in called_at and (place := place_of_call(watch.__code__)):
-            called_at[path] = place
-        inside.append(path)
-
-    def leave(*_: object) -> None:
-        inside.pop()
-
-    handles = module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

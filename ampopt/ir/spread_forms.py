@@ -6,8 +6,8 @@ square of 1e20 is infinite and that of 1e-23 is 0: `(x - x.mean()) / x.std()` wa
 Correct because: numbers beyond `LARGE` are multiplied by `DOWN` and those of at most `SMALL` by its inverse,
 powers of two, before the operator, and its result is multiplied by what undoes it. That rounds nothing, and
 numbers in between are multiplied by 1. Deviations of less than a rounding of the largest number are no
-numbers of float32 then, as they are none before. Of
-infinities a mean is infinite, where PyTorch's beside a deviation may be NaN.
+numbers of float32 then, as they are none before. Of infinities a mean is infinite, where PyTorch's beside a
+deviation may be NaN.
 """
 
 from __future__ import annotations

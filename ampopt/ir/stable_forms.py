@@ -85,7 +85,7 @@ def with_forms(module: fx.GraphModule, examples: Sequence[Tensor], forms: Forms)
             if "tensor_meta" in node.meta:  # another form may ask what it reads
                 form.meta["tensor_meta"] = node.meta["tensor_meta"]
             replace(node, form)
-    known = dict(module.named_buffers())
+    known = {name for name, _ in module.named_buffers()}
     for name, constant in list(changed.named_buffers()):
         if name not in known and examples:
             changed.register_buffer(name, constant.to(examples[0].device))
