@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
@@ -30,6 +31,7 @@ from ampopt.ir.model_copy import untouched_rng, working_copy
 from ampopt.ir.model_state import Behaviour, behaviour_of
 from ampopt.ir.normal_form import is_normal, normal_form, why_not_normal
 from ampopt.ir.obstacles import obstacle
+from ampopt.ir.origin import note_exported
 from ampopt.ir.outside import variables_kept
 from ampopt.ir.place_in_code import place_in_code
 from ampopt.ir.program import Border, Program
@@ -128,6 +130,7 @@ def capture(
             result = working_copy(model if state is None else state.model)(*positional, **named)
             exported = _export(working_copy(model), positional, named, state)
             _check_assertions(kind, exported)
+            _check_effects(kind, exported)
     except CaptureError:
         raise
     except Exception as error:
@@ -210,11 +213,45 @@ def _check_assertions(kind: str, exported: torch.export.ExportedProgram) -> None
             )
 
 
+OF_THE_EXPORT = {
+    aten._assert_scalar.default,
+    aten._assert_tensor_metadata.default,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+}
+"""Calls without a result by which an export states what it has assumed."""
+
+
+def _check_effects(kind: str, exported: torch.export.ExportedProgram) -> None:
+    """Raise CaptureError where an operator is called for what it does, as `torch._assert_async` is.
+
+    A graph keeps what its outputs need: passes and engines leave out a call that nothing is computed from.
+    """
+    for module in _graphs(exported):
+        for node in calls(module):
+            if isinstance(node.target, OpOverload) and _is_for_its_effect(node, node.target):
+                note_exported(exported.graph_module)  # who reads of it wants the line
+                raise CaptureError(
+                    f"{kind} calls {node.target} for its effect, which no graph keeps: {where(node)}"
+                )
+
+
+def _is_for_its_effect(node: fx.Node, operator: OpOverload) -> bool:
+    schema = operator._schema
+    if operator in OF_THE_EXPORT or operator.namespace == "profiler" or schema.is_mutable:
+        return False
+    is_foreign = operator.namespace not in ("aten", "prims", "torchvision")
+    return not schema.returns or (is_foreign and not node.users)
+
+
+def _graphs(exported: torch.export.ExportedProgram) -> list[fx.GraphModule]:
+    return [each for each in exported.graph_module.modules() if isinstance(each, fx.GraphModule)]
+
+
 def _switches_autocast_on(exported: torch.export.ExportedProgram) -> bool:
     """Whether the model computes in a lower precision of its own, in a block under `torch.autocast`."""
-    modules = [each for each in exported.graph_module.modules() if isinstance(each, fx.GraphModule)]
     kind = torch.ops.higher_order.wrap_with_autocast
-    return any(block.args[2] for module in modules for block in calls(module, [kind]))
+    return any(block.args[2] for module in _graphs(exported) for block in calls(module, [kind]))
 
 
 def _check_runs(kind: str, program: Program) -> None:

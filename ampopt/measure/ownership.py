@@ -25,12 +25,18 @@ class Watched:
 
     def __init__(self, run: Run, *, static: bool = False) -> None:
         self.reason: str | None = None
+        self.error: Exception | None = None
+        """What the function has raised."""
         self._run, self._last, self._static = run, list[Tensor](), static
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Call the function."""
         before = [tensor.clone() for tensor in tensors]
-        outputs = self._run(*tensors)
+        try:
+            outputs = self._run(*tensors)
+        except Exception as error:
+            self.error = error
+            raise
         self.reason = self.reason or self._why_not_own(tensors, before, outputs)
         if not self._static:
             self._last = list(outputs)  # alive in the next call, so that nothing else gets its memory

@@ -265,10 +265,18 @@ class Verifier(Original):
 
         `everywhere`: also on the draws outside of the examples' range, with faults in other places, and with
         other integers; the reported error is that inside the range. `static`: results may stay in memory of
-        the program's own. Every call is watched for what it does with its caller's memory.
+        the program's own. Every call is watched for what it does with its caller's memory. What the program
+        raises is raised; with `everywhere` it is wrong, as the original answers on each of these draws.
         """
         watched = Watched(run, static=static)
-        found = self._check_values(watched, lane, everywhere=everywhere)
+        try:
+            found = self._check_values(watched, lane, everywhere=everywhere)
+        except Exception as error:
+            if not everywhere or error is not watched.error:
+                raise
+            check_interrupted(error)
+            reason = f"it raises an error where the original answers: {first_line(error)}"
+            return Check(math.inf, lane.limits.largest, reason)
         if found.passed and watched.reason is not None and watched.reason != self._own_ways(lane):
             return Check(found.error, found.limit, watched.reason)
         return found

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict, namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -208,6 +209,52 @@ def test_a_shape_function_that_promises_too_much_is_no_reason_to_fail(keep: Any)
         CaptureError, match=r"would hold only where u0 >= 2, which the inputs' values decide: keep"
     ):
         captured_of(model, X)
+
+
+@pytest.fixture
+def told() -> Iterator[Any]:
+    """Operators that tell somebody something: one with no result, one whose result may be left unread."""
+    with torch.library._scoped_library("ampopt_test_told", "FRAGMENT") as library:
+        for name, result in (("tell", "()"), ("ask", "Tensor")):
+            library.define(f"{name}(Tensor x) -> {result}")
+        library.impl("tell", lambda x: None, "CompositeExplicitAutograd")
+        library.impl("ask", lambda x: x + 1, "CompositeExplicitAutograd")
+        yield torch.ops.ampopt_test_told
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("aten._assert_async.msg", lambda told, x: torch._assert_async((x < 9).all(), "too large")),
+        ("aten._assert_async.default", lambda told, x: torch._assert_async((x < 9).all())),
+        ("ampopt_test_told.tell.default", lambda told, x: told.tell(x)),
+        ("ampopt_test_told.ask.default", lambda told, x: told.ask(x)),
+    ],
+)
+@pytest.mark.parametrize("under", [contextlib.nullcontext, torch.no_grad, lambda: torch.autocast("cpu")])
+def test_what_is_called_for_its_effect_is_in_no_graph(
+    told: Any, name: str, call: Callable[..., Any], under: Callable[[], Any]
+) -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        with under():
+            call(told, x)
+            return m.conv(x)
+
+    with pytest.raises(CaptureError, match=rf"{name} for its effect, .*test_capture\.py:\d+"):
+        captured_of(Model(forward, conv=conv()).eval(), X)
+
+
+def test_an_operator_of_the_user_s_is_in_the_graph_for_its_result(told: Any) -> None:
+    _, captured = captured_of(Model(lambda m, x: told.ask(m.conv(x)), conv=conv()).eval(), X)
+    assert told.ask.default in {node.target for node in captured.program.graph.graph.nodes}
+
+
+def test_a_name_for_the_profiler_is_no_effect() -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        with torch.profiler.record_function("mine"):
+            return m.conv(x)
+
+    captured_of(Model(forward, conv=conv()).eval(), X)
 
 
 @pytest.mark.parametrize("value", [-1.0, 0.0, 1.0])

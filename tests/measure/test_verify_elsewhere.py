@@ -31,6 +31,29 @@ def test_a_program_that_is_right_in_the_examples_range_only(everywhere: bool) ->
         assert "inputs x" in check.reason
 
 
+def refuses_zeros(x: Tensor) -> list[Tensor]:
+    if not x.any():
+        raise ValueError("no zeros")
+    return [x * 2]
+
+
+def test_a_program_that_raises_an_error_where_the_original_answers_is_wrong_there() -> None:
+    verifier, _ = verifier_of(Model(lambda m, x: x * 2), X)
+    assert verifier.check(refuses_zeros, FP32).passed
+    check = verifier.check(refuses_zeros, FP32, everywhere=True)
+    assert check.reason == "it raises an error where the original answers: ValueError: no zeros"
+    assert check.error == float("inf")
+
+
+def test_what_fails_in_the_verification_itself_is_no_fault_of_the_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    verifier, _ = verifier_of(Model(lambda m, x: x * 2), X)
+    monkeypatch.setattr(verifier, "limit", lambda *a: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        verifier.check(lambda x: [x * 2], FP32, everywhere=True)
+
+
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [

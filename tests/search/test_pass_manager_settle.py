@@ -85,6 +85,7 @@ class Choosing(Engine):
     """An engine with a faster form that is wrong at large inputs."""
 
     form: str
+    raises: bool = False
 
     @property
     def name(self) -> str:
@@ -92,24 +93,27 @@ class Choosing(Engine):
         return self.form
 
     def apply(self, program: Program) -> Result:
-        """Multiply by 0 there, if it is that form."""
+        """Multiply by 0 there, or raise an error, if it is that form."""
 
         def run(x: Tensor) -> tuple[Tensor, ...]:
             (y,) = program.graph(x)
             is_small = x.max().nan_to_num(0, 0, 0) < 50
+            if self.raises and self.form == "fast" and not is_small:
+                raise ValueError("too large")
             return (y * is_small if self.form == "fast" else y,)
 
         return Result(program.replace(engine=run), 1)
 
 
 @pytest.mark.usefixtures("only_winners")
+@pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize(("forms", "kept"), [(("sure", "fast"), ["good", "sure"]), (("fast",), ["good"])])
 def test_an_engine_that_is_wrong_there_gives_way_to_what_was_the_best_before_it(
-    monkeypatch: pytest.MonkeyPatch, forms: tuple[str, ...], kept: list[str]
+    monkeypatch: pytest.MonkeyPatch, forms: tuple[str, ...], kept: list[str], raises: bool
 ) -> None:
     cost = {"good": 0.9, "sure": 0.5, "fast": 0.3}
     bench = Bench(monkeypatch, nn.Linear(8, 4), torch.randn(2, 8), cost=cost)
-    bench.rewrite(Planted("good"), *(Choosing(form) for form in forms))
+    bench.rewrite(Planted("good"), *(Choosing(form, raises) for form in forms))
     assert bench.kept == ["good", "fast"]
     bench.manager.settle(bench.state)
     assert bench.kept == kept
