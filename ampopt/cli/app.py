@@ -156,7 +156,7 @@ def run(
             raise differing
         if changed is not None and not changed.compared:
             raise InputError("nothing was measured in both runs: give both a longer --budget")
-    if changed is not None and changed.regressions:
+    if changed is not None and not changed.passed:
         raise typer.Exit(REGRESSION)
 
 

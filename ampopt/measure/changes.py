@@ -31,6 +31,10 @@ Outcome = Literal["slower", "faster", "no difference", "fails now", "fails in bo
 State = Literal["right", "wrong", "failed", "not measured"]
 
 
+INTERRUPTED = "not tried: interrupted"
+"""The reason in rows that an interrupted run has not come to."""
+
+
 def is_wrong(reason: str) -> bool:
     """Whether the reason of a row that was timed says that its program gives wrong results."""
     return bool(reason) and not reason.startswith(WITHOUT)
@@ -57,8 +61,9 @@ class Changes:
     """The rows of two runs, and what differs between their environments.
 
     A row is slower, or faster, where its whole interval is beyond `threshold`, a factor of 1 or more. The
-    gate is closed by rows that are slower, and by those that were measured then and fail now: there is no
-    program, or a wrong one. The time of a wrong program is compared with nothing.
+    gate is closed by rows that are slower, by those that were measured then and fail now: there is no
+    program, or a wrong one, and by those that an interruption has left out. The time of a wrong program is
+    compared with nothing.
     """
 
     rows: tuple[Change, ...]
@@ -71,6 +76,16 @@ class Changes:
         return tuple(row for row in self.rows if row.outcome in ("slower", "fails now"))
 
     @property
+    def interrupted(self) -> tuple[Change, ...]:
+        """The rows that were measured then, and that this run was interrupted before."""
+        return tuple(row for row in self.rows if row.outcome == "only then" and row.reason == INTERRUPTED)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the gate is open."""
+        return bool(self.compared) and not self.regressions and not self.interrupted
+
+    @property
     def compared(self) -> tuple[Change, ...]:
         """The rows that were right then, and now are timed or fail: without any there is no gate."""
         return tuple(row for row in self.rows if row.ratio is not None or row.outcome == "fails now")
@@ -79,7 +94,7 @@ class Changes:
         """The changes as JSON data."""
         return {
             "threshold": self.threshold,
-            "passed": bool(self.compared) and not self.regressions,
+            "passed": self.passed,
             "environment": [{"name": n, "then": then, "now": now} for n, then, now in self.environment],
             "rows": [dataclasses.asdict(row) for row in self.rows],
         }
@@ -226,6 +241,8 @@ def _is_row(row: Any) -> bool:
     if not isinstance(row, dict) or not all(isinstance(row.get(n), str) for n in ("lane", "mode", "name")):
         return False
     timed = row.get("latency")
+    if not isinstance(row.get("reason", ""), str):
+        return False
     if timed is None:
         return True
     ends = timed.get(SURE_MS) if isinstance(timed, dict) else None

@@ -67,6 +67,9 @@ def _verdict_of_changes(changed: Changes) -> tuple[str, Tone]:
         return f"FAILED: {rows} slower than the baseline by more than {limit}, or failing.", "bad"
     faster = sum(row.outcome == "faster" for row in changed.rows)
     both = len(changed.compared)
+    if left := len(changed.interrupted):
+        rows = f"{left} rows" if left > 1 else "1 row"
+        return f"NOT PASSED: interrupted before {rows} of the baseline.", "bad"
     if not both:
         return "Nothing was measured in both runs: a longer --budget would fill more rows.", "warn"
     more = f"; {faster} faster by more than that" if faster else ""

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from ampopt.errors import first_line
-from ampopt.measure.changes import WITHOUT
+from ampopt.measure.changes import INTERRUPTED, WITHOUT
 from ampopt.measure.compared import ComparedPass
 from ampopt.measure.rounds import Told
 from ampopt.search.cell_builder import CellBuilder
@@ -27,9 +27,6 @@ from ampopt.search.trials import Progress
 from ampopt.system.interrupts import check_interrupted, interruptible
 
 _T = TypeVar("_T")
-
-INTERRUPTED = "not tried: interrupted"
-"""The reason in rows that were not measured because of Ctrl-C."""
 
 BATCH_S = 4.0
 """Cells are timed together until a batch would take longer than this time in seconds."""
@@ -86,9 +83,12 @@ class Comparer:
     def notes(self) -> list[str]:
         """What the rows do not say: what engines cannot read, and the budget that is missing."""
         notes = [*self._builder.notes(), *self._store.hints]
-        if (missing := self._missing()) and not self._interrupted:
-            what = f"{len(missing)} of {len(self._plan.cells)} cells are not filled"
-            notes.append(f"{what}: budget_s={self._budget_to_fill():.0f} would fill them")
+        left = sum(row.reason == INTERRUPTED for row in self.rows())
+        missing, among = left or len(self._missing()), f"of {len(self._plan.cells)} cells are not filled"
+        if self._interrupted:
+            notes.append(f"interrupted: {missing} {among}" if left else "interrupted: times are less sure")
+        elif missing:
+            notes.append(f"{missing} {among}: budget_s={self._budget_to_fill():.0f} would fill them")
         return notes
 
     def _fill_rewrites(self) -> None:

@@ -16,7 +16,7 @@ from ampopt.document.html import to_html
 from ampopt.document.markdown import to_markdown
 from ampopt.errors import InputError
 from ampopt.measure.architecture import Architecture
-from ampopt.measure.changes import SURE_MS, changes, check_lanes, read_baseline
+from ampopt.measure.changes import INTERRUPTED, SURE_MS, changes, check_lanes, read_baseline
 from ampopt.measure.compared import ComparedPass, Comparison
 from ampopt.measure.sampling import Gain, Measurement
 
@@ -64,6 +64,22 @@ def test_a_row_is_slower_or_faster_where_its_whole_interval_is(
     factor: float, threshold: float, outcome: str
 ) -> None:
     assert between(run(), run(factor), threshold) == {"fold-conv-bn": "no difference", "degroup": outcome}
+
+
+def test_an_interrupted_run_does_not_pass() -> None:
+    then, now = json.loads(json.dumps(run().to_dict())), run(reason=INTERRUPTED)
+    found = changes(then, now.to_dict(), 1.05)
+    assert not found.regressions
+    assert found.compared
+    assert found.to_dict()["passed"] is False
+    document = now.document(found)
+    assert document.verdict == "NOT PASSED: interrupted before 1 row of the baseline."
+    assert document.tone == "bad"
+
+
+def test_a_row_that_the_baseline_does_not_have_either_was_not_interrupted() -> None:
+    then = json.loads(json.dumps(run(reason="not tried: no time left").to_dict()))
+    assert changes(then, run(reason=INTERRUPTED).to_dict(), 1.05).passed
 
 
 def test_noise_within_the_interval_is_no_regression() -> None:
@@ -300,6 +316,8 @@ def broken(path: tuple[Any, ...], value: Any) -> str:
         (broken(("rows", 0, "latency", "p50_ms"), 10**400), "is no comparison"),
         (broken(("rows", 0, "latency", SURE_MS), [1.0, 10**400]), "is no comparison"),
         (broken(("rows", 0, "lane"), 3), "is no comparison"),
+        (broken(("rows", 0, "reason"), None), "is no comparison"),
+        (broken(("rows", 0, "reason"), 5), "is no comparison"),
         (broken(("inputs",), [3]), "is no comparison"),
         (broken(("architecture",), "ResNet"), "is no comparison"),
         (broken(("architecture",), {"parameters": 3}), "is no comparison"),

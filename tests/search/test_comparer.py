@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ampopt.ir.lanes import FP32
+from ampopt.measure.changes import INTERRUPTED
 from ampopt.measure.compared import MODES
-from ampopt.search.comparer import INTERRUPTED
 from tests.helpers import BF16
 from tests.support.comparing import Compared, Toy, ToyCompiler, ToyEngine, ToyKernel, ToyLaunch
 
@@ -189,6 +189,7 @@ def test_interrupted_the_rows_so_far_stay(monkeypatch: pytest.MonkeyPatch) -> No
     assert left
     assert all(cut.rows[key].reason.startswith("nothing to do") for key in set(cut.rows) - {*filled, *left})
     assert not [note for note in cut.notes if "budget_s" in note]
+    assert f"interrupted: {len(left)} of {len(cut.rows)} cells are not filled" in cut.notes
 
 
 def test_a_call_that_fails_is_its_own_cells_fault(monkeypatch: pytest.MonkeyPatch) -> None:
