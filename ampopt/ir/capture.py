@@ -199,7 +199,8 @@ def _check_assertions(kind: str, exported: torch.export.ExportedProgram) -> None
     An operator's shape function may promise too much: torchvision's says that `nms` keeps at least two boxes.
     The export has decided branches by that, and the graph raises where the model answers.
     """
-    for node in calls(exported.graph_module, [aten._assert_scalar.default]):
+    kinds = [aten._assert_scalar.default]
+    for node in (node for module in _graphs(exported) for node in calls(module, kinds)):
         condition, message = node.args
         if isinstance(condition, fx.Node) and _is_lower_bound(condition):
             said = (
@@ -227,13 +228,12 @@ def _check_effects(kind: str, exported: torch.export.ExportedProgram) -> None:
 
     A graph keeps what its outputs need: passes and engines leave out a call that nothing is computed from.
     """
-    for module in _graphs(exported):
-        for node in calls(module):
-            if isinstance(node.target, OpOverload) and _is_for_its_effect(node, node.target):
-                note_exported(exported.graph_module)  # who reads of it wants the line
-                raise CaptureError(
-                    f"{kind} calls {node.target} for its effect, which no graph keeps: {where(node)}"
-                )
+    for node in (node for module in _graphs(exported) for node in calls(module)):
+        if isinstance(node.target, OpOverload) and _is_for_its_effect(node, node.target):
+            note_exported(exported.graph_module)  # who reads of it wants the line
+            raise CaptureError(
+                f"{kind} calls {node.target} for its effect, which no graph keeps: {where(node)}"
+            )
 
 
 def _is_for_its_effect(node: fx.Node, operator: OpOverload) -> bool:
@@ -245,6 +245,7 @@ def _is_for_its_effect(node: fx.Node, operator: OpOverload) -> bool:
 
 
 def _graphs(exported: torch.export.ExportedProgram) -> list[fx.GraphModule]:
+    """The graph of a model and those of its blocks, which run under another mode."""
     return [each for each in exported.graph_module.modules() if isinstance(each, fx.GraphModule)]
 
 

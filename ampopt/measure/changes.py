@@ -72,7 +72,7 @@ class Changes:
 
     @property
     def regressions(self) -> tuple[Change, ...]:
-        """The rows that close the gate."""
+        """The rows that are slower, or fail now."""
         return tuple(row for row in self.rows if row.outcome in ("slower", "fails now"))
 
     @property

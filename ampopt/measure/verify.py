@@ -28,6 +28,7 @@ from ampopt.ir.numerics import (
 )
 from ampopt.ir.signature import own_copies
 from ampopt.ir.unchecked_reads import divides_towards_zero, why_nan_may_crash
+from ampopt.measure.clocks import synchronize
 from ampopt.measure.draws import (
     CALLS_IN_A_ROW,
     Draw,
@@ -272,9 +273,11 @@ class Verifier(Original):
         try:
             found = self._check_values(watched, lane, everywhere=everywhere)
         except Exception as error:
-            if not everywhere or error is not watched.error:
+            is_own, watched.error = error is watched.error, None  # a cycle would keep its tensors
+            if not everywhere or not is_own:
                 raise
             check_interrupted(error)
+            synchronize(self.device)  # raises where the device is left unusable, which is more than wrong
             reason = f"it raises an error where the original answers: {first_line(error)}"
             return Check(math.inf, lane.limits.largest, reason)
         if found.passed and watched.reason is not None and watched.reason != self._own_ways(lane):

@@ -203,8 +203,15 @@ def keep() -> Iterator[Any]:
         yield torch.ops.ampopt_test_capture.keep
 
 
-def test_a_shape_function_that_promises_too_much_is_no_reason_to_fail(keep: Any) -> None:
-    model = Model(lambda m, x: keep(m.conv(x), 2) * 2, conv=conv()).eval()
+@pytest.mark.parametrize("under", [contextlib.nullcontext, torch.no_grad, lambda: torch.autocast("cpu")])
+def test_a_shape_function_that_promises_too_much_is_no_reason_to_fail(
+    keep: Any, under: Callable[[], Any]
+) -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        with under():
+            return keep(m.conv(x), 2) * 2
+
+    model = Model(forward, conv=conv()).eval()
     with pytest.raises(
         CaptureError, match=r"would hold only where u0 >= 2, which the inputs' values decide: keep"
     ):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +46,37 @@ def test_a_program_that_raises_an_error_where_the_original_answers_is_wrong_ther
     check = verifier.check(refuses_zeros, FP32, everywhere=True)
     assert check.reason == "it raises an error where the original answers: ValueError: no zeros"
     assert check.error == float("inf")
+
+
+def test_an_error_that_leaves_the_device_unusable_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    verifier, _ = verifier_of(Model(lambda m, x: x * 2), X)
+
+    def unusable(device: torch.device) -> None:
+        raise RuntimeError(f"{device} does not answer")
+
+    monkeypatch.setattr("ampopt.measure.verify.synchronize", unusable)
+    with pytest.raises(RuntimeError, match="cpu does not answer"):
+        verifier.check(refuses_zeros, FP32, everywhere=True)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_an_error_keeps_no_tensor_alive(everywhere: bool) -> None:
+    verifier, _ = verifier_of(Model(lambda m, x: x * 2), X)
+    made = []
+
+    def raises(x: Tensor) -> list[Tensor]:
+        large = x * 2
+        made.append(weakref.ref(large))
+        raise ValueError("no")
+
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            verifier.check(raises, FP32, everywhere=everywhere)
+        assert made
+        assert not any(reference() is not None for reference in made)
+    finally:
+        gc.enable()
 
 
 def test_what_fails_in_the_verification_itself_is_no_fault_of_the_program(

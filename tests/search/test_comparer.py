@@ -192,6 +192,16 @@ def test_interrupted_the_rows_so_far_stay(monkeypatch: pytest.MonkeyPatch) -> No
     assert f"interrupted: {len(left)} of {len(cut.rows)} cells are not filled" in cut.notes
 
 
+def test_interrupted_when_every_cell_is_filled_the_times_are_less_sure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = Compared(monkeypatch, *PASSES, cost=cost)
+    cut = Compared(monkeypatch, *PASSES, cost=cost, interrupt_at=0.95 * whole.took_s)
+    assert not [row for row in cut.rows.values() if row.reason == INTERRUPTED]
+    assert "interrupted: times are less sure" in cut.notes
+    assert not [note for note in whole.notes if "interrupted" in note]
+
+
 def test_a_call_that_fails_is_its_own_cells_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Compared(monkeypatch, Toy("fold"), Toy("layout"), cost=cost, uncallable={"layout"})
     assert found["layout", "alone"].reason == "failed: RuntimeError: it does not run"
