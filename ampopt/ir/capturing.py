@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator
 
 from ampopt.ir.export_repairs import right_sizes
+from ampopt.ir.operator_tables import operators_found_once
 from ampopt.system import turns
 from ampopt.system.garbage import collected_later
 from ampopt.system.process_state import imports_kept, process_kept
@@ -22,5 +23,13 @@ def capturing() -> Iterator[None]:
 
     Garbage is collected after it. Calls of captured programs do not wait for it.
     """
-    with turns.capturing.taken(), process_kept(), imports_kept(), quiet(), collected_later(), right_sizes():
+    with (
+        turns.capturing.taken(),
+        process_kept(),
+        imports_kept(),
+        quiet(),
+        collected_later(),
+        right_sizes(),
+        operators_found_once(),
+    ):
         yield
