@@ -47,6 +47,7 @@ def measure(case: Case, lanes: tuple[Lane, ...], tell: Progress) -> None:
     try:
         captured = capture(case.original, case.args, case.kwargs, case.device)
         case.program = captured.program
+        case.notes += [captured.told] if captured.told is not None else []
     except CaptureError as error:
         case.not_a_graph = str(error)
     trained_as(case.original, case.model)  # not before: a graph's weights need no gradients

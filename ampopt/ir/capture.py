@@ -60,6 +60,8 @@ class Captured:
     lifted: LiftedState | None = None
     ignored: frozenset[Attribute] = frozenset()
     """What the captured call writes and no call like it reads, so that the program leaves it out."""
+    told: str | None = None
+    """What the model prints, logs and warns of, which the program does not repeat; None: nothing."""
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -161,7 +163,8 @@ def capture(
     )
     if not _switches_autocast_on(exported):  # each lane finds out about dtypes that only this gives
         _check_runs(kind, program)
-    return Captured(program, spec, tuple(leaves), layout, by_name, lifted=state, ignored=behaviour.ignored)
+    ignored, told = behaviour.ignored, behaviour.told
+    return Captured(program, spec, tuple(leaves), layout, by_name, lifted=state, ignored=ignored, told=told)
 
 
 def _from_outside(captured: Captured, border: LaneIO, leaves: Sequence[Any]) -> Captured:
