@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampopt.errors import CaptureError, InputError
+from ampopt.errors import CaptureError, InputError, LackError
 from ampopt.ir.arguments import progress_flag, refuse_more
 from ampopt.ir.capture import Captured, capture
 from ampopt.ir.lanes import lanes_for
@@ -107,6 +107,8 @@ def compare(
         where, architecture = device_of(original, flatten_call(args, kwargs)[0]), architecture_of(original)
         try:
             captured = capture(original, args, kwargs, where)
+        except LackError as error:
+            raise InputError(str(error)) from error
         except CaptureError as error:
             raise InputError(f"compare needs a model that is one graph: {error}") from error
         call_s = seconds_of_a_call(original, args, kwargs, options.budget_s)

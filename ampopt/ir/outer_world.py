@@ -132,7 +132,7 @@ def _at(frame: FrameType) -> str:
 
 def _is_standard(stream: object) -> bool:
     """Whether it is a standard stream, or what that writes to."""
-    for each in (sys.stdout, sys.stderr):
+    for each in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         buffer = getattr(each, "buffer", None)
         if any(stream is part for part in (each, buffer, getattr(buffer, "raw", None)) if part is not None):
             return True
