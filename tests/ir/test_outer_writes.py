@@ -285,3 +285,16 @@ def test_what_a_model_writes_is_written_in_every_call_of_its_optimized_form() ->
     fast(X)
     fast(X)
     assert BYTES.tell() == before + 2
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_note_says_which_submodule_tells() -> None:
+    def forward(model: Any, x: Tensor) -> Any:
+        y = model.inner(x)
+        return y if y.sum() > 0 else -y
+
+    inner = beside(lambda: print("of no matter"))
+    fast = optimize(Model(forward, inner=inner).eval(), X, precision="fp32")
+    told = "submodule inner: forward prints at test_outer_writes.py:"
+    assert any(note.startswith(told) for note in fast.report.notes)
+    assert any(note.startswith(told.partition(": ")[2]) for note in fast.report.regions["inner"].notes)
