@@ -12,7 +12,7 @@ from torch import nn
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.engines.cuda_graphs import Outputs
 from ampopt.engines.quick_call import bind_ahead
-from ampopt.errors import CaptureError, UncopyableError
+from ampopt.errors import CaptureError, LackError, TooLargeError, UncopyableError, not_a_graph
 from ampopt.ir.arguments import flag, progress_flag, refuse_more
 from ampopt.ir.capture import capture
 from ampopt.ir.lane_io import LaneIO, original_of
@@ -242,7 +242,9 @@ def _optimize(
             captured = capture(original, args, kwargs, sandbox.device)
         except CaptureError as error:
             check_interrupted(error)
-            reason = str(error)
+            reason = not_a_graph(error)
+            if isinstance(error, LackError) and not isinstance(error, TooLargeError):
+                return as_it_was(original, args, kwargs, reason, started=started), options
         options = options.with_time_for(call_s or 0.0, time.perf_counter() - began)
         tell.budget_s = options.budget_s
         if reason is None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampopt.errors import CaptureError, InputError
+from ampopt.errors import CaptureError, InputError, LackError
 from ampopt.ir.arguments import progress_flag, refuse_more
 from ampopt.ir.capture import Captured, capture
 from ampopt.ir.lanes import lanes_for
@@ -107,6 +107,8 @@ def compare(
         where, architecture = device_of(original, flatten_call(args, kwargs)[0]), architecture_of(original)
         try:
             captured = capture(original, args, kwargs, where)
+        except LackError as error:
+            raise InputError(str(error)) from error
         except CaptureError as error:
             raise InputError(f"compare needs a model that is one graph: {error}") from error
         call_s = seconds_of_a_call(original, args, kwargs, options.budget_s)
@@ -115,7 +117,7 @@ def compare(
         draws = max((n for n, s in enumerate(needed_s) if s <= VERIFYING * options.budget_s), default=0)
         tolerance, faults = options.tolerance, options.nan
         verifier = Verifier(original, captured, tolerance=tolerance, draws=draws, faults=faults)
-        notes = [note] if (note := mode_note(model)) is not None else []
+        notes = [note for note in (mode_note(model), captured.told) if note is not None]
         lanes = dict.fromkeys(lanes_for(precision, where, amp_dtype), call_s)
         if time.perf_counter() < started + options.budget_s:
             lanes = judgeable(tuple(lanes), captured, verifier, options.budget_s, notes)

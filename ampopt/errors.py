@@ -29,6 +29,14 @@ class CaptureError(AmpoptError):
     """The model, or one submodule of it, cannot be turned into one graph."""
 
 
+class LackError(CaptureError):
+    """The machine lacks what a capture needs: memory, room, rights; of the model it says nothing."""
+
+
+class TooLargeError(LackError):
+    """What is lacking is memory or depth of calls, so that a part of the model may do with what there is."""
+
+
 class PassError(AmpoptError):
     """A pass cannot do what was asked of it on this program or on this machine."""
 
@@ -96,6 +104,11 @@ def says(error: BaseException) -> str:
 def reason_of(error: BaseException) -> str:
     """Why something was not done, for a report: an error of ampopt's says it in words."""
     return str(error) if isinstance(error, AmpoptError) else first_line(error)
+
+
+def not_a_graph(error: CaptureError) -> str:
+    """That a model is not one graph, for a report, if that is what a capture has failed for."""
+    return str(error) if isinstance(error, LackError) else f"not one graph: {error}"
 
 
 def near(wrong: Iterable[str], known: Iterable[str]) -> str:

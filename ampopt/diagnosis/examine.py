@@ -12,7 +12,7 @@ from ampopt.diagnosis.layers import layers_of, without_tensor_cores
 from ampopt.diagnosis.operators import Spent, profiled
 from ampopt.diagnosis.work import works
 from ampopt.engines.graph_capture import ReplayedProgram
-from ampopt.errors import AmpoptError, CaptureError, InputError, first_line
+from ampopt.errors import AmpoptError, CaptureError, InputError, LackError, first_line
 from ampopt.ir.capture import capture
 from ampopt.ir.lanes import FP32, Lane
 from ampopt.ir.narrow_convs import why_it_may_crash
@@ -47,6 +47,9 @@ def measure(case: Case, lanes: tuple[Lane, ...], tell: Progress) -> None:
     try:
         captured = capture(case.original, case.args, case.kwargs, case.device)
         case.program = captured.program
+        case.notes += [captured.told] if captured.told is not None else []
+    except LackError as error:
+        case.notes.append(str(error))
     except CaptureError as error:
         case.not_a_graph = str(error)
     trained_as(case.original, case.model)  # not before: a graph's weights need no gradients

@@ -15,7 +15,7 @@ from ampopt.ir.lifted_state import Attribute, attributes, kind_of, memory_of, va
 from ampopt.ir.model_copy import same_tensor, seed_all, untouched_rng, working_copy
 from ampopt.ir.model_differences import differences
 from ampopt.ir.numerics import fresh_draw, least_error, relative_error
-from ampopt.ir.outer_reads import OuterReads
+from ampopt.ir.outer_world import OuterWorld
 from ampopt.ir.signature import copied, flatten_call, flatten_outputs, map_tensors
 
 MOST_FIRST_CALLS = 32
@@ -25,7 +25,7 @@ MOST_FIRST_CALLS = 32
 class Calls:
     """Calls with the example inputs, `leaves`, and with `others` like them.
 
-    `outer` is what the model's code reads outside of the process in calls within `outer.noted()`.
+    `outer` is what the model's code does beside its results in calls within `outer.noted()`.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> None:
@@ -33,7 +33,7 @@ class Calls:
         generator = torch.Generator().manual_seed(7)
         self.others = [*map_tensors(lambda x: fresh_draw(x, generator), self.leaves, {})[0]]
         self.device = device
-        self.outer = OuterReads()
+        self.outer = OuterWorld()
 
     def answer(self, model: nn.Module, values: Sequence[Any], seed: int) -> list[Any]:
         """The results of a call, with this random seed: the tensors, then a list of all else."""

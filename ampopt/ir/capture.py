@@ -38,6 +38,7 @@ from ampopt.ir.program import Border, Program
 from ampopt.ir.scripted import export_script, scripted_submodules, with_frozen_scripts
 from ampopt.ir.settings import plain_world
 from ampopt.ir.signature import OutputLayout, flatten_call, flatten_outputs, tensors_of
+from ampopt.system.lack import lack
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,6 +61,8 @@ class Captured:
     lifted: LiftedState | None = None
     ignored: frozenset[Attribute] = frozenset()
     """What the captured call writes and no call like it reads, so that the program leaves it out."""
+    told: str | None = None
+    """What the model prints, logs and warns of, which the program does not repeat; None: nothing."""
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -108,13 +111,30 @@ def capture(
     state is more than tensors, or it draws random numbers. What is in `also` is state in any case. A `LaneIO`
     is captured as the model inside it, with its conversions as the borders. The captured call is the
     normal form of this one (see `ampopt.ir.normal_form`), with its keyword arguments in order
-    (`ampopt.ir.keywords`).
+    (`ampopt.ir.keywords`). A LackError says that it is the machine that has not what the capture needs.
     """
+    try:
+        return _capture(model, args, kwargs, device, lift_state=lift_state, also=also)
+    except Exception as error:
+        if (lacking := lack(f"the capture of {type(original_of(model)).__name__}", error)) is not None:
+            raise lacking from error
+        raise
+
+
+def _capture(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    *,
+    lift_state: bool,
+    also: Collection[Attribute],
+) -> Captured:
     by_name = taken_by_name(original_of(model))
     kwargs = in_order(kwargs, by_name)
     if isinstance(model, LaneIO):
         entered, named = model.entered(args, kwargs)
-        inside = capture(model.model, entered, named, device, lift_state=lift_state, also=also)
+        inside = _capture(model.model, entered, named, device, lift_state=lift_state, also=also)
         return _from_outside(inside, model, normal_form(*flatten_call(args, kwargs))[0])
     leaves, spec = flatten_call(args, kwargs)
     kind = type(model).__name__
@@ -161,7 +181,8 @@ def capture(
     )
     if not _switches_autocast_on(exported):  # each lane finds out about dtypes that only this gives
         _check_runs(kind, program)
-    return Captured(program, spec, tuple(leaves), layout, by_name, lifted=state, ignored=behaviour.ignored)
+    ignored, told = behaviour.ignored, behaviour.told
+    return Captured(program, spec, tuple(leaves), layout, by_name, lifted=state, ignored=ignored, told=told)
 
 
 def _from_outside(captured: Captured, border: LaneIO, leaves: Sequence[Any]) -> Captured:

@@ -19,6 +19,7 @@ from ampopt.ir.deep_copy import deep_copy, shared_with
 from ampopt.ir.lane_io import LaneIO
 from ampopt.ir.numerics import is_rounded
 from ampopt.ir.signature import tensors_of
+from ampopt.system.lack import lack
 
 
 def is_training(module: nn.Module) -> bool:
@@ -100,6 +101,8 @@ def exact_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
             copied: nn.Module = deep_copy(model, {} if memo is None else memo)
             return copied
     except Exception as error:
+        if (lacking := lack("a copy of the model", error)) is not None:
+            raise UncopyableError(str(lacking)) from error
         raise UncopyableError(
             f"the model cannot be copied ({error}); ampopt works on a copy so that yours stays as it is: "
             "remove what cannot be deep-copied from its attributes"

@@ -63,12 +63,13 @@ class Behaviour:
 
     `reason` says why a graph cannot represent the model, and is None if it can. `state` is what can be inputs
     and outputs of the graph; None if a call leaves nothing for the next. What a call writes to the `ignored`
-    attributes, no call like it reads.
+    attributes, no call like it reads. `told` is what it prints, logs and warns of, which no graph repeats.
     """
 
     reason: str | None
     state: LiftedState | None = None
     ignored: frozenset[Attribute] = frozenset()
+    told: str | None = None
 
 
 def behaviour_of(
@@ -91,12 +92,12 @@ def behaviour_of(
     found = _examined(model, calls, also, {})
     if calls.outer.reason is not None:
         return Behaviour(calls.outer.reason)
-    if found.reason is None or (made := after_first_calls(model, calls)) is None:
-        return found
-    called, twin = made
-    began, depends = differences(model, called), attributes(differences(called, twin))
-    depending = {place: (place.module, place.attribute) in depends for place in began}
-    return _examined(called, calls, also, depending)
+    if found.reason is not None and (made := after_first_calls(model, calls)) is not None:
+        called, twin = made
+        began, depends = differences(model, called), attributes(differences(called, twin))
+        depending = {place: (place.module, place.attribute) in depends for place in began}
+        found = _examined(called, calls, also, depending)
+    return dataclasses.replace(found, told=calls.outer.told)
 
 
 def _examined(

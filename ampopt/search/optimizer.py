@@ -110,7 +110,8 @@ class Optimizer:
         program = captured.program
         self.device = program.device
         inputs = tuple(describe(example) for example in program.examples)
-        self.ledger = Ledger(name, environment(self.device), inputs)
+        told = [captured.told] if captured.told is not None else []
+        self.ledger = Ledger(name, environment(self.device), inputs, notes=told)
         self.interrupted = False
         """Whether Ctrl-C has ended the search."""
         self._states: list[LaneState] = []

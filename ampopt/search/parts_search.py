@@ -120,6 +120,8 @@ class PartsSearch:
                 continue
             self.reports[region.name] = module.report
             self.modules[region.name] = module
+            if (told := region.captured.told) is not None:
+                self.notes.append(f"submodule {region.name}: {told}")
             if was_cut_off:
                 return True
         return False

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ampopt.deploy.runtime import OptimizedModule
-from ampopt.errors import AmpoptError, CaptureError
+from ampopt.errors import AmpoptError, CaptureError, LackError
 from ampopt.ir.aliases import Layout, layout_of
 from ampopt.ir.capture import Captured, capture
 from ampopt.ir.model_copy import private_copy, untouched_rng, working_copy
@@ -85,6 +85,8 @@ def find_regions(
                 try:
                     yield _region(name, module, seen[name], device)
                     continue
+                except LackError as error:
+                    notes.append(f"submodule {name} runs as it was: {error}")
                 except AmpoptError as error:
                     notes.append(f"submodule {name} is not one graph: {error}")
             inside |= _children(name, module, known)

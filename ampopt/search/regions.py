@@ -70,7 +70,7 @@ A second has six calls of a detector of 60 ms with each.
 
 
 class PartwiseOptimizer:
-    """The work of one `optimize` call for a private copy of a model; `reason` says why it is not one graph.
+    """The work of one `optimize` call for a private copy of a model; `reason`, its first note, says why.
 
     `original`, a private copy, is not called: copies of it are, so that the result starts with its state.
 
@@ -100,7 +100,7 @@ class PartwiseOptimizer:
         self._device = device_of(original, leaves)
         self._budget, self._end = Budget(started, options.budget_s), started + JUDGING * options.budget_s
         name, inputs = type(original_of(original)).__name__, tuple(map(describe, tensors_of(leaves)))
-        self._ledger = Ledger(name, environment(self._device), inputs, notes=[f"not one graph: {reason}"])
+        self._ledger = Ledger(name, environment(self._device), inputs, notes=[reason])
         self._asked = options
         self._part_options = options.of_parts()
         self._options = dataclasses.replace(self._part_options, precision=FP32.name)

@@ -89,6 +89,11 @@ def _mute(stream: Any) -> None:
         _undo.append(unmute)
 
 
+def is_muted(stream: object) -> bool:
+    """Whether what is written to a stream passes `_Write`; a stream may take none."""
+    return isinstance(getattr(stream, "write", None), _Write)
+
+
 class _Write:
     """A stream's `write` for all but the quiet threads."""
 
