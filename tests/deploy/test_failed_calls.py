@@ -178,6 +178,9 @@ def test_on_a_device_that_is_left_unusable_nothing_is_asked(monkeypatch: pytest.
 class Counts(nn.Module):
     """A sum over calls, of rows at places."""
 
+    table: Tensor
+    total: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", TABLE.clone())
