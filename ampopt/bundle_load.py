@@ -324,7 +324,8 @@ def _onnx(
 
     options = model.options
     on_gpu = isinstance(options, SessionOptions) and options.provider == CUDA
-    return Way(call, 1 if on_gpu else options.threads or thread_counts()[-1])
+    original = _without_autocast(_restored(captured), device)
+    return Way(call, 1 if on_gpu else options.threads or thread_counts()[-1], original)
 
 
 def _best(loaded: Sequence[LoadedModel], test: SelfTestCall, device: torch.device) -> LoadedModel:

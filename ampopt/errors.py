@@ -118,7 +118,13 @@ def near(wrong: Iterable[str], known: Iterable[str]) -> str:
     return f"; near it {'is' if len(found) == 1 else 'are'} {', '.join(found)}" if found else ""
 
 
-_PASSING = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "timed out", "Resource temporarily")
+_MEMORY = ("out of memory", "can't allocate memory", "Failed to allocate", "bad_alloc", "ALLOC_FAILED")
+_PASSING = ("timed out", "Resource temporarily")
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an operation failed for lack of memory; the chain of `__cause__` is checked, too."""
+    return _is_of(error, MemoryError, _MEMORY)
 
 
 def is_passing(error: BaseException) -> bool:
@@ -126,9 +132,13 @@ def is_passing(error: BaseException) -> bool:
 
     The chain of `__cause__` is checked, too.
     """
+    return lacks_memory(error) or _is_of(error, OSError, _PASSING)
+
+
+def _is_of(error: BaseException, kind: type[BaseException], texts: Iterable[str]) -> bool:
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, (MemoryError, OSError)) or any(text in str(seen) for text in _PASSING):
+        if isinstance(seen, kind) or any(text in str(seen) for text in texts):
             return True
         seen = seen.__cause__
     return False

@@ -19,6 +19,7 @@ from ampopt.engines.inductor_labels import name_by_place, name_sources_by_place
 from ampopt.engines.rounds import calls_once, forget, in_rounds
 from ampopt.errors import first_line
 from ampopt.ir.capturing import capturing
+from ampopt.ir.checked_places import keep_checks
 from ampopt.ir.deciding_forms import DIVISIONS
 from ampopt.ir.graph import arguments, aten, calls, finish, insert_call, is_opaque, replace, where
 from ampopt.ir.pass_options import option
@@ -44,18 +45,19 @@ class Compile(Engine):
     kernels compute the same expressions, possibly in another order. On a CPU inductor would fuse ReLU, clamp
     and hardsigmoid into oneDNN's convolutions, which lose NaN: they are rewritten so that inductor does not
     recognize them, and become part of the loops that it generates. A max pooling whose indices are read stays
-    PyTorch's own, because inductor takes the index of another NaN where a window has several. Remainders and
-    quotients rounded down are by the exact `fmod`, as PyTorch's are: inductor rounds a quotient. Dynamo is
-    not needed: the graph is captured already, and Dynamo would check its guards in every call. The first
-    calls happen here, outside any capture: a first call inside a capture has broken whole processes. The pass
-    manager rehearses the engine in another process, so that a compiler crash or hang does no harm here; what
-    the rehearsal has compiled is loaded here with the weights that it folded, so that nothing is traced
-    again. Where several processes rehearse, each gets a piece of the graph, and the pieces' code follows each
-    other, with the shapes, strides and dtypes of the graph at the cuts. The rounds of an unrolled loop, which
-    are equal but for what they are given, share what is compiled for one. On a CPU, where the weights are in
-    oneDNN's own layout, this process traces meanwhile, which runs no compiler and no compiled kernel. A cache
-    entry of inductor was compiled from an equal graph; a cached library whose compiler was killed is built
-    again.
+    PyTorch's own, because inductor takes the index of another NaN where a window has several. So does, on a
+    CPU, what reads or writes at places that may be out of range: what inductor's loops for several threads
+    raise ends the process. Remainders and quotients rounded down are by the exact `fmod`, as PyTorch's are:
+    inductor rounds a quotient. Dynamo is not needed: the graph is captured already, and Dynamo would check
+    its guards in every call. The first calls happen here, outside any capture: a first call inside a capture
+    has broken whole processes. The pass manager rehearses the engine in another process, so that a compiler
+    crash or hang does no harm here; what the rehearsal has compiled is loaded here with the weights that it
+    folded, so that nothing is traced again. Where several processes rehearse, each gets a piece of the graph,
+    and the pieces' code follows each other, with the shapes, strides and dtypes of the graph at the cuts. The
+    rounds of an unrolled loop, which are equal but for what they are given, share what is compiled for one.
+    On a CPU, where the weights are in oneDNN's own layout, this process traces meanwhile, which runs no
+    compiler and no compiled kernel. A cache entry of inductor was compiled from an equal graph; a cached
+    library whose compiler was killed is built again.
     Cost: seconds to a minute of compilation in another process, and some seconds to load the result; where it
     is compiled here, with a warm cache, some seconds to trace, in large networks ten and more.
     """
@@ -181,6 +183,8 @@ class Compile(Engine):
             return made[-1][0]
 
         module = copy.deepcopy(program.graph).eval()
+        if program.device.type == "cpu":
+            keep_checks(module, program)
         name_by_place(module)
         keep_indices(module)
         if program.device.type == "cpu":

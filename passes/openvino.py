@@ -16,6 +16,7 @@ from ampopt.engines.onnx_program import place_of_input, plain_model
 from ampopt.engines.openvino_engine import OpenVinoEngine
 from ampopt.ir.aliasing import aliased_by
 from ampopt.ir.graph import aten, calls, dtype_of, is_native
+from ampopt.ir.index_ranges import may_miss
 from ampopt.ir.program import Border, Program
 from ampopt.ir.shapes import record_shapes
 from ampopt.ir.transform import Declined, Engine, Result
@@ -81,7 +82,8 @@ class Openvino(Engine):
     a top-k, which lose NaN, and places of maxima that are computed with; empty tensors; remainders, which it
     computes from a rounded quotient; the nearest pixels of a grid, for which it rounds halves otherwise;
     the truth of int32, of which the smallest is false there; quotients by weights whose reciprocals are
-    infinite or denormal numbers; antialiased resizing and Fourier transforms; in FP32 roundings of the
+    infinite or denormal numbers; places that may be out of range, which it does not check, and reads memory
+    beside the tensor; antialiased resizing and Fourier transforms; in FP32 roundings of the
     model's own to 16 bits, which OpenVINO leaves out.
     Correct because: ONNX's operators are the graph's own (`onnx_graph` refuses operators without an
     equivalent), and the runtime computes the same expressions, possibly in another order, in the precision
@@ -160,11 +162,14 @@ class Openvino(Engine):
 
 def computed_otherwise(program: Program) -> tuple[fx.Node, str] | None:
     """The first node of a program that OpenVINO computes otherwise than PyTorch, and how; see `Openvino`."""
-    for node in record_shapes(program).graph.nodes:
+    module = record_shapes(program)
+    for node in module.graph.nodes:
         if (reason := _why_wider(node)) is not None:
             return node, reason
         if not program.lane.is_mixed and node.op == "call_function" and _is_low(node):
             return node, "OpenVINO leaves roundings to 16 bits out"
+    for node in may_miss(module):
+        return node, "OpenVINO answers where a place is out of range, and PyTorch raises an error"
     return None
 
 

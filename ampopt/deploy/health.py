@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Literal
 
+from ampopt.errors import InputError
+
 logger = logging.getLogger("ampopt")
 
 Kind = Literal["original", "capture", "refusal"]
@@ -109,6 +111,14 @@ class Monitor:
                 self._callbacks = tuple(each for each in self._callbacks if each is not callback)
 
         return stop
+
+    def refusing(self, check: Callable[[], None], call: str) -> None:
+        """Do a check of a call; an InputError that it raises is counted."""
+        try:
+            check()
+        except InputError as error:
+            self.note(Event("refusal", str(error), call))
+            raise
 
     def note(self, event: Event) -> None:
         """Count an event and pass it to the callbacks."""

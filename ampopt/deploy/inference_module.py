@@ -16,6 +16,17 @@ from ampopt.ir.normal_form import true_copy
 Self = TypeVar("Self", bound="InferenceModule")
 Value = TypeVar("Value")
 
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
+
+
+def copy_hooks(source: nn.Module, target: nn.Module) -> None:
+    """Let the hooks on calls of a module be those of another one, too."""
+    for hooks in _HOOKS:
+        getattr(target, hooks).update(getattr(source, hooks))
+
 
 class InferenceModule(nn.Module):
     """A module for inference. Its programs have copies of the weights folded into them.

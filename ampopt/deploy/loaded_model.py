@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ampopt.bundle.files import BundleFiles
 from ampopt.bundle.of_one_process import OfOneProcess
+from ampopt.deploy.failed_calls import FailedCalls
 from ampopt.deploy.health import Callback, Event, Health, Monitor
 from ampopt.deploy.runtime import OptimizedModule
 from ampopt.errors import BundleError, InputError
@@ -22,7 +23,7 @@ from ampopt.ir.keywords import in_order
 from ampopt.ir.normal_form import is_normal, normal_form
 from ampopt.ir.numerics import relative_error
 from ampopt.ir.plain_tensors import check_plain, without_derivatives
-from ampopt.ir.signature import describe, flatten_call, flatten_outputs, shown, tensors_of
+from ampopt.ir.signature import describe, flatten_call, flatten_outputs, shown, shown_all, tensors_of
 from ampopt.ir.size_range import ranges_of, why_outside
 
 MOST_OF_STRUCTURE = 300
@@ -31,10 +32,14 @@ MOST_OF_STRUCTURE = 300
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A way to run the model, and how many threads of the processor it takes."""
+    """A way to run the model, and how many threads of the processor it takes.
+
+    `original`: the captured model, which is asked where `call` fails; None: `call` asks it itself, or is it.
+    """
 
     call: Callable[..., Any]
     threads: int
+    original: Callable[..., Any] | None = None
 
 
 class LoadedModel(OfOneProcess):
@@ -44,7 +49,8 @@ class LoadedModel(OfOneProcess):
     "original" (the captured model without any pass), with `threads` CPU threads. `notes` list differences
     from the machine that the bundle was made on, and why a backend is not used; `choice` holds the
     measurements of "auto" for each backend. Calls must have the shapes, dtypes and other arguments that the
-    bundle was made for, or sizes in its ranges, see `sizes`; `health` counts calls that were refused. No
+    bundle was made for, or sizes in its ranges, see `sizes`; `health` counts calls that were refused, and
+    those in which the backend failed, so that the captured model was asked: its error is raised. No
     backend has derivatives: a call under a transform, or the gradient of a result, raises InputError.
 
     A state that the model keeps goes from call to call, one at a time; see `reset_state`.
@@ -63,7 +69,9 @@ class LoadedModel(OfOneProcess):
         self.notes: list[str] = []
         self.choice: dict[str, str] = {}
         self.captured = captured
-        self._call = call = way.call
+        self._call, self._original = way.call, way.original
+        self._failed = FailedCalls(captured.program.device)
+        call = way.call
         inner = call.health.chose_original if isinstance(call, OptimizedModule) else backend == "original"
         self._monitor = Monitor(chose_original=inner)
         self._initial, self._state = tuple(initial), tuple(initial)
@@ -87,18 +95,37 @@ class LoadedModel(OfOneProcess):
             self._monitor.note(Event("refusal", str(error), "a call of another kind"))
             raise
         with torch.no_grad():
-            result = self._answer(args, kwargs)
+            result, failure = self._answer(args, kwargs)
+        if failure is not None:
+            call = shown_all(tensors_of(leaves))
+            self._monitor.note(Event("original", failure, call))
+            self._failed.tell(call, failure)
         return without_derivatives(result, leaves)
 
-    def _answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The result of a call; the state that it leaves is the next one's."""
+    def _answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, str | None]:
+        """The result of a call, and what the backend failed with if the captured model has given it.
+
+        The state that the call leaves is the next one's.
+        """
         if not self._initial:
-            return self._call(*args, **kwargs)
+            (result, _), failure = self._step_or_original(args, kwargs)
+            return result, failure
         with self._lock:
-            result, left = self.step(self._state, args, kwargs)
+            (result, left), failure = self._step_or_original(args, kwargs)
             with torch.inference_mode(mode=False), torch.no_grad():
                 self._state = tuple(tensor.clone() for tensor in left)
-        return result
+        return result, failure
+
+    def _step_or_original(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, Sequence[Tensor]], str | None]:
+        try:
+            return self.step(self._state, args, kwargs), None
+        except Exception as error:
+            if self._original is None:
+                raise
+            failure = self._failed.reason(error)
+        return self._step(self._original, self._state, args, kwargs), failure
 
     def reset_state(self) -> None:
         """Reset the state to what it was when the model was optimized; a model without one has nothing to."""
@@ -108,10 +135,19 @@ class LoadedModel(OfOneProcess):
     def step(
         self, state: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Any, Sequence[Tensor]]:
-        """The result of a call from a state, and the next state. The state that is served stays."""
+        """The backend's result of a call from a state, and the next state. The state that is served stays."""
+        return self._step(self._call, state, args, kwargs)
+
+    def _step(
+        self,
+        call: Callable[..., Any],
+        state: Sequence[Tensor],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> tuple[Any, Sequence[Tensor]]:
         if not self._initial:
-            return self._call(*args, **kwargs), ()
-        result, left = self._call(args, dict(kwargs), list(state))
+            return call(*args, **kwargs), ()
+        result, left = call(args, dict(kwargs), list(state))
         return result, left
 
     @property

@@ -14,7 +14,9 @@ from torch.nn.modules.module import _global_forward_pre_hooks as _pre_hooks_of_a
 from torch.utils import _pytree as pytree
 
 from ampopt.deploy.deployable import DeployableGraph
+from ampopt.deploy.failed_calls import FailedCalls
 from ampopt.deploy.health import Callback, Event, Health, Monitor
+from ampopt.deploy.inference_module import copy_hooks
 from ampopt.deploy.known_calls import KnownCalls, Served
 from ampopt.deploy.new_calls import NewCalls, Refusal, call_to_prepare, check_answered
 from ampopt.deploy.optimized import Optimized
@@ -32,26 +34,19 @@ from ampopt.ir.plain_tensors import (
     check_caller,
     check_plain,
     check_untraced,
+    is_simple,
     is_surrounded,
     keep_from_dynamo,
     without_derivatives,
 )
 from ampopt.ir.program import Program
 from ampopt.ir.settings import autocast_now
-from ampopt.ir.signature import CallKey, flatten_call, map_tensors, shown, tensors_of
+from ampopt.ir.signature import CallKey, flatten_call, map_tensors, shown_all, tensors_of
 from ampopt.ir.size_range import ranges_of
 from ampopt.ir.transform import Recipe
 from ampopt.measure.ledger import Ledger
 
 logger = logging.getLogger("ampopt")
-
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
 
 
 class OptimizedModule(DeployableGraph):
@@ -133,6 +128,7 @@ class OptimizedModule(DeployableGraph):
             in_range=None if sized is None else self._maker.of_sizes(sized),
         )
         self._monitor = Monitor(chose_original=serve_original)
+        self._failed = FailedCalls(program.device)
         self._dtype = _default_dtype()  # of the numbers that a model makes
         self._serve_original = serve_original
         if serve_original:
@@ -158,13 +154,19 @@ class OptimizedModule(DeployableGraph):
                 if getattr(each, "is_nested", True) is not False:
                     break
             else:
-                found = answer(*args)
-                if found is not NotImplemented:
-                    return found
+                try:
+                    found = answer(*args)
+                    if found is not NotImplemented:
+                        return found
+                except Exception as error:
+                    failure = self._failed.reason(error)
+                else:
+                    return self.forward(*args)
+                return self._after(failure, args, kwargs, args)
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer one call; see the class.
+        """Answer one call; see the class. Where a program fails, the original is asked: its error is raised.
 
         Raises InputError for tensors of another dtype or device, and for those that no program can answer
         correctly: tensors of transforms (`torch.func`) and tracers, and tensors that are not plain. Raises
@@ -174,11 +176,17 @@ class OptimizedModule(DeployableGraph):
             check_untraced((kwargs,))
         is_usual = not kwargs and not is_surrounded() and _default_dtype() is self._dtype
         if is_usual and autocast_now(self.program.device) is None:
-            answer = self._calls.short(args) if all(map(_is_simple, args)) else None
+            answer = self._calls.short(args) if all(map(is_simple, args)) else None
             if answer is not None:
-                result = answer(*args)
-                if result is not NotImplemented:
-                    return result
+                try:
+                    result = answer(*args)
+                    if result is not NotImplemented:
+                        return result
+                except Exception as error:
+                    failure = self._failed.reason(error)
+                else:
+                    return self._general(args, kwargs)
+                return self._after(failure, args, kwargs, args)
         return self._general(args, kwargs)
 
     @property
@@ -205,7 +213,9 @@ class OptimizedModule(DeployableGraph):
 
     def _call_original(self, *args: Any, **kwargs: Any) -> Any:
         if is_surrounded() or any(isinstance(each, fx.Proxy) for each in (*args, *kwargs.values())):
-            self._refusing(lambda: check_caller(flatten_call(args, kwargs)[0]), "a transformed tensor")
+            self._monitor.refusing(
+                lambda: check_caller(flatten_call(args, kwargs)[0]), "a transformed tensor"
+            )
         if not torch.is_grad_enabled():
             return self._state.call(args, kwargs)
         with torch.no_grad():
@@ -217,7 +227,7 @@ class OptimizedModule(DeployableGraph):
             kwargs = in_order(kwargs, self._optimized.captured.by_name)
         leaves, spec = flatten_call(args, kwargs)
         tensors = tensors_of(leaves)
-        self._refusing(lambda: check_plain(tensors), "a tensor that is not plain")
+        self._monitor.refusing(lambda: check_plain(tensors), "a tensor that is not plain")
         if _default_dtype() is not self._dtype:
             return self._by_original("the default dtype is another now", args, kwargs, tensors)
         served = self._calls.find(leaves, spec)
@@ -230,7 +240,13 @@ class OptimizedModule(DeployableGraph):
             return self._by_original(served.reason, args, kwargs, tensors)
         if served.keeps_state and autocast_now(self.program.device) is not None:
             return self._by_original("it keeps a state, and is called under autocast", args, kwargs, tensors)
-        outputs = served.run(*tensors)
+        failure = None
+        try:
+            outputs = served.run(*tensors)
+        except Exception as error:
+            failure = self._failed.reason(error)
+        if failure is not None:
+            return self._after(failure, args, kwargs, tensors)
         if outputs is None:
             reason = "its state has no structure yet that a program takes"
             return self._by_original(reason, args, kwargs, tensors, allowed=True)
@@ -247,14 +263,14 @@ class OptimizedModule(DeployableGraph):
         """Count a call that others answer for a reason; raises StrictError with `strict`."""
         tensors = tensors_of(flatten_call(args, kwargs)[0])
         self._check_not_strict(reason, tensors)
-        self._monitor.note(Event("original", reason, _shown(tensors)))
+        self._monitor.note(Event("original", reason, shown_all(tensors)))
 
     def _check_not_strict(self, reason: str, tensors: Sequence[Tensor]) -> None:
         if self.strict:
-            self._monitor.note(Event("refusal", reason, _shown(tensors)))
+            self._monitor.note(Event("refusal", reason, shown_all(tensors)))
             raise StrictError(
-                f"only the original model could answer a call with {_shown(tensors)}, because {reason}: call "
-                "prepare for it ahead of time, or set strict to False"
+                f"only the original model could answer a call with {shown_all(tensors)}, because {reason}: "
+                "call prepare for it ahead of time, or set strict to False"
             )
 
     def _by_original(
@@ -270,30 +286,28 @@ class OptimizedModule(DeployableGraph):
         if not allowed:
             self._check_not_strict(reason, tensors)
         if self.layouts is not None:
-            self._monitor.note(Event("original", reason, _shown(tensors)))
+            self._monitor.note(Event("original", reason, shown_all(tensors)))
             raise PassedOnError(reason)
-        result = without_derivatives(self._run_original(args, kwargs), tensors)
-        self._monitor.note(Event("original", reason, _shown(tensors)))
-        return result
-
-    def _run_original(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         args, kwargs = map_tensors(without_gradients, args, kwargs)
         with torch.no_grad():
-            return self._state.call(args, kwargs)
+            result = self._state.call(args, kwargs)
+        result = without_derivatives(result, tensors)
+        self._monitor.note(Event("original", reason, shown_all(tensors)))
+        return result
 
-    def _refusing(self, check: Callable[[], None], shown: str) -> None:
-        """Do a check; an InputError that it raises is counted."""
-        try:
-            check()
-        except InputError as error:
-            self._monitor.note(Event("refusal", str(error), shown))
-            raise
+    def _after(
+        self, failure: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+    ) -> Any:
+        """The original's answer, or its own error alone, to a call in which a program has failed."""
+        result = self._by_original(failure, args, kwargs, tensors)
+        self._failed.tell(shown_all(tensors), failure)
+        return result
 
     def _first(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Any], spec: pytree.TreeSpec
     ) -> Served | Refusal:
         """Find or make what answers a call that was not seen before; tell of it once the lock is free."""
-        shown = _shown(leaves)
+        shown = shown_all(leaves)
         try:
             self._new.check(leaves, spec)
             found, is_new = self._new.answer(args, kwargs, leaves, spec)
@@ -320,7 +334,7 @@ class OptimizedModule(DeployableGraph):
         is_final = self._new.give_up(refusal, leaves, spec, Served(self._call_original, reason=reason))
         then = "" if is_final else " (it is tried again)"
         logger.warning(
-            "ampopt: the original model answers calls with %s, because %s%s", _shown(tensors), reason, then
+            "ampopt: the original model answers calls with %s, because %s%s", shown_all(tensors), reason, then
         )
         return self._by_original(reason, args, kwargs, tensors)
 
@@ -368,8 +382,7 @@ class OptimizedModule(DeployableGraph):
         duplicate._dtype = self._dtype
         duplicate._calls.take(self._calls, duplicate._maker.anew)
         duplicate._state.take(self._state)
-        for hooks in _HOOKS:
-            getattr(duplicate, hooks).update(getattr(self, hooks))
+        copy_hooks(self, duplicate)
         return duplicate
 
     def __reduce__(self) -> NoReturn:
@@ -385,16 +398,3 @@ for _entrance in (OptimizedModule.__call__, OptimizedModule.forward, OptimizedMo
 
 _count_modes = torch._C._len_torch_dispatch_stack
 _default_dtype = torch.get_default_dtype
-
-
-def _is_simple(tensor: Any) -> bool:
-    """Whether this is a plain tensor of numbers in memory, as they are, that nobody derives by."""
-    if tensor.__class__ is not Tensor:
-        return False
-    special = tensor.requires_grad or tensor.is_nested or tensor.is_neg() or tensor.is_conj()
-    return not special and tensor.layout is torch.strided
-
-
-def _shown(leaves: Sequence[object]) -> str:
-    """What a call is told by: its tensors, and its numbers and words, each of which has a program."""
-    return ", ".join(map(shown, leaves)) or "no tensors"

@@ -27,6 +27,14 @@ def is_surrounded() -> bool:
     )
 
 
+def is_simple(tensor: Any) -> bool:
+    """Whether this is a plain tensor of numbers in memory, as they are, that nobody derives by."""
+    if tensor.__class__ is not Tensor:
+        return False
+    special = tensor.requires_grad or tensor.is_nested or tensor.is_neg() or tensor.is_conj()
+    return not special and tensor.layout is torch.strided
+
+
 def check_plain(tensors: Sequence[Tensor]) -> None:
     """Raise InputError if a program would silently give wrong results for these tensors or this caller.
 

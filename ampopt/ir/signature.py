@@ -58,6 +58,11 @@ def shown(value: object) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 1]}…"
 
 
+def shown_all(leaves: Sequence[object]) -> str:
+    """What a call is told by: its tensors, and its numbers and words, each of which has a program."""
+    return ", ".join(map(shown, leaves)) or "no tensors"
+
+
 @dataclasses.dataclass(frozen=True)
 class CallKey:
     """The signature of a call: its structure, every tensor's `tensor_key`, every other argument's value.

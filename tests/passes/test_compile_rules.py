@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ampopt.ir.graph import aten, calls
@@ -39,3 +41,21 @@ def test_quotients_rounded_down_and_remainders_are_eagers_where_they_jump() -> N
     for given in ((a, b), (b, a), (-b, b), (a, -a)):
         for found, expected in zip(done.run(*given), divided(None, *given), strict=True):
             torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_is_out_of_range_is_pytorchs_error_and_does_not_end_the_process() -> None:
+    """Inductor's loops of several threads check each index, and raise where nothing can catch it."""
+    ids = torch.randint(0, 50, (512, 64), generator=torch.Generator().manual_seed(0))
+    model = Model(lambda m, i: F.embedding(i, m.table) * 2 + m.table[i].sin(), table=torch.randn(50, 64))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        program = program_of(model, ids)
+        done = Compile().apply(program).program
+        check_outputs(Compile.numerics, program, done, model, [ids], FP32)
+        for place in (50, -1):
+            ids[500, 3] = place
+            with pytest.raises(IndexError, match="index out of range in self"):
+                done.run(ids)
+    finally:
+        torch.set_num_threads(threads)

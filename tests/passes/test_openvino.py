@@ -253,11 +253,17 @@ def test_arithmetic_of_int32_which_openvino_does_in_float32_is_declined(
     assert declined.reason == "OpenVINO computes int32 in float32"
 
 
-def test_indices_of_32_bits_and_their_views_are_taken() -> None:
+def test_places_that_may_be_out_of_range_are_declined_and_others_taken() -> None:
+    """OpenVINO gives zeros for a place out of range, or memory beside the tensor, or ends the process."""
     model = Model(lambda m, i: m.e(i.reshape(-1)[1:]), e=nn.Embedding(8, 4)).eval()
     ids = torch.tensor([[1, 7, 0]], dtype=torch.int32)
-    program = Openvino(options=()).apply(program_of(model, ids)).program
-    torch.testing.assert_close(executable(program)(ids)[0], model(ids))
+    result = apply_to_untouched(Openvino(options=()), program_of(model, ids))
+    (declined,) = result.declined
+    assert declined.node == "embedding"
+    assert declined.reason == "OpenVINO answers where a place is out of range, and PyTorch raises an error"
+    model, x = Model(lambda m, x: x[:, m.ids] * 2, ids=ids[0].clone()).eval(), torch.randn(2, 8)
+    program = Openvino(options=()).apply(program_of(model, x)).program
+    torch.testing.assert_close(executable(program)(x)[0], model(x))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,75 @@
+"""Operators that read or write where values say, and whether these may be out of range."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ampopt.ir.index_ranges import may_miss
+from ampopt.ir.shapes import record_shapes
+from tests.helpers import Model, program_of
+
+IDS = torch.tensor([[0, 1, 2], [3, 4, 0]])
+X = torch.tensor([[0.1, 0.5, 0.2, 0.3, 0.4], [0.9, 0.1, 0.2, 0.3, 0.4]])
+TABLE, CONSTANT = torch.randn(5, 4), torch.tensor([0, 4, 2])
+
+MISSES: dict[str, tuple[Callable[..., Any], Tensor]] = {
+    "embedding": (lambda m, i: F.embedding(i, m.table), IDS),
+    "32 bits": (lambda m, i: F.embedding(i, m.table), IDS.int()),
+    "index": (lambda m, i: m.table[i], IDS),
+    "second of two": (lambda m, i: m.table[m.constant, i.reshape(2, 3) - 1], IDS),
+    "index_select": (lambda m, i: m.table.index_select(0, i.reshape(-1)), IDS),
+    "gather": (lambda m, i: m.table.gather(0, i), IDS),
+    "take": (lambda m, i: torch.take(m.table, i), IDS),
+    "index_put": (lambda m, i: m.table.index_put((i,), torch.ones(4)), IDS),
+    "scatter_add": (lambda m, i: m.table.scatter_add(0, i, torch.ones(2, 3)), IDS),
+    "index_add": (lambda m, i: m.table.index_add(0, i.reshape(-1), torch.ones(6, 4)), IDS),
+    "numbers": (lambda m, x: m.table[(x * 4).long()], X),
+    "bounded too late": (lambda m, i: m.table[i.clamp(0, 5)], IDS),
+    "bounded on one side": (lambda m, i: m.table[i.clamp(max=4)], IDS),
+    "negative": (lambda m, i: m.table.gather(0, i.clamp(-1, 4)), IDS),
+    "too negative": (lambda m, i: m.table[i.clamp(-6, 4)], IDS),
+    "of a longer dimension": (lambda m, x: m.table[x.repeat(1, 2).argmax(1)], X),
+    "moved": (lambda m, x: m.table[x.argmax(1) + 1], X),
+    "goes around": (lambda m, i: m.table[(i.clamp(0, 1) + 2**62) * 4], IDS),
+    "unpooling": (lambda m, i: F.max_unpool2d(torch.ones(1, 2, 3), i[None], [1, 1], [1, 1]), IDS),
+}
+HITS: dict[str, tuple[Callable[..., Any], Tensor]] = {
+    "a constant": (lambda m, x: m.table[m.constant] + x.sum(), X),
+    "bounded": (lambda m, i: m.table[i.clamp(-5, 4)], IDS),
+    "largest": (lambda m, x: m.table[x.argmax(1)], X),
+    "largest few": (lambda m, x: x.gather(1, x.topk(3, 1)[1]), X),
+    "in order": (lambda m, x: x.gather(1, x.sort(1)[1].flip(1)), X),
+    "views": (lambda m, x: m.table.gather(0, x.argmax(1)[:, None].expand(2, 4)), X),
+    "rows of a batch": (
+        lambda m, x: x.reshape(-1)[x.argmax(1) + torch.arange(2) * 5],
+        X,
+    ),
+    "pooled and unpooled": (
+        lambda m, x: F.max_unpool2d(*F.max_pool2d(x[None], (1, 5), return_indices=True), (1, 5)),
+        X,
+    ),
+    "joined": (lambda m, x: m.table[torch.cat([x.argmax(1), x.argmin(1) - 5])], X),
+    "a mask": (lambda m, x: torch.where(x > 0.5, x, 0.0), X),
+    "copied": (lambda m, x: m.table[x.argmax(1).clone().int()], X),
+}
+
+
+def missing(function: Callable[..., Any], x: Tensor) -> list[str]:
+    model = Model(function, table=TABLE.clone(), constant=CONSTANT.clone()).eval()
+    return [str(node.target) for node in may_miss(record_shapes(program_of(model, x)))]
+
+
+@pytest.mark.parametrize("name", MISSES)
+def test_a_place_that_may_be_out_of_range_is_found(name: str) -> None:
+    assert len(missing(*MISSES[name])) == 1
+
+
+@pytest.mark.parametrize("name", HITS)
+def test_a_place_that_is_in_range_is_none(name: str) -> None:
+    assert missing(*HITS[name]) == []
