@@ -118,7 +118,10 @@ def near(wrong: Iterable[str], known: Iterable[str]) -> str:
     return f"; near it {'is' if len(found) == 1 else 'are'} {', '.join(found)}" if found else ""
 
 
-_MEMORY = ("out of memory", "can't allocate memory", "Failed to allocate", "bad_alloc", "ALLOC_FAILED")
+_MEMORY = (
+    *("out of memory", "can't allocate memory", "Cannot allocate memory", "Failed to allocate"),
+    *("bad_alloc", "ALLOC_FAILED"),
+)
 _PASSING = ("timed out", "Resource temporarily")
 
 

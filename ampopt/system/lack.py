@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 
-from ampopt.errors import LackError, TooLargeError, first_line
+from ampopt.errors import LackError, TooLargeError, first_line, lacks_memory
 
-_NO_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory", "ALLOC_FAILED")
 _MEMORY = "memory: free some, or give a smaller example"
 _DEPTH = "depth of calls: if none goes on without end, raise it by sys.setrecursionlimit"
 _NO_FOLDER = "No usable temporary directory"
@@ -38,8 +37,8 @@ def lack(what: str, error: BaseException) -> LackError | None:
             return LackError(f"{what} lacks {missing} ({first_line(each)})")
         if isinstance(each, RecursionError):
             return TooLargeError(f"{what} lacks {_DEPTH} ({first_line(each)})")
-        if _is_of_memory(each):
-            return TooLargeError(f"{what} lacks {_MEMORY} ({first_line(each)})")
+    if lacking := [each for each in _causes(error) if lacks_memory(each)]:
+        return TooLargeError(f"{what} lacks {_MEMORY} ({first_line(lacking[-1])})")
     return None
 
 
@@ -55,8 +54,3 @@ def _missing(error: OSError) -> str | None:
     if _NO_FOLDER in str(error):
         return f"a folder for temporary files: {_ELSEWHERE}"
     return None if error.errno is None else _BY_NUMBER.get(error.errno)
-
-
-def _is_of_memory(error: BaseException) -> bool:
-    is_out = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
-    return is_out or any(words in str(error) for words in _NO_MEMORY)
