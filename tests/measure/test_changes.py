@@ -291,8 +291,8 @@ def test_rows_that_there_was_no_time_for_are_told_and_counted_by_the_verdict() -
     )
     told = "1 row of the baseline was not measured in this run, and nothing is known of them"
     assert all(told in text for text in (to_text(document), to_markdown(document), to_html(document)))
-    told = found.to_dict()
-    assert (told["compared"], told["not_compared"], told["baseline_interrupted"]) == (1, 1, False)
+    data = found.to_dict()
+    assert (data["compared"], data["not_compared"], data["baseline_interrupted"]) == (1, 1, False)
 
 
 def test_every_verdict_counts_what_is_not_compared() -> None:

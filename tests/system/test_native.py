@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -65,15 +66,16 @@ def test_it_is_compiled_again_when_the_cache_is_cleared_meanwhile(
 ) -> None:
     path = library("sample.cpp", "ANSWER=3")
 
+    place: Any = os if removed_before == "utime" else Path
+    looks: Callable[..., Any] = getattr(place, removed_before)
+
     def cleared(file: Path, *args: Any) -> Any:
         monkeypatch.undo()
         monkeypatch.setattr(native, "SOURCES", source.parent)
         monkeypatch.setenv("AMPOPT_CACHE", str(path.parent))
         path.unlink()
-        return function(file, *args)
+        return looks(file, *args)
 
-    place: Any = os if removed_before == "utime" else Path
-    function = getattr(place, removed_before)
     monkeypatch.setattr(place, removed_before, cleared)
     assert answer(library("sample.cpp", "ANSWER=3")) == 3
 
